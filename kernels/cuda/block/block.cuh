@@ -1,4 +1,4 @@
-// The block of the logit matrix that one launch covers, as Python hands it over.
+// The block of the logit matrix that one launch computes: structures that Python fills (kernels/gpu/tiled).
 #pragma once
 #include "common.cuh"
 
@@ -12,7 +12,7 @@ struct Operand {
   const Real* factor;  // [rows] or null: x_ij is multiplied by both sides' factors
 };
 
-// The block of the logit matrix that one launch covers, and the data of its loss. block/options.cuh adds to it.
+// The block of the logit matrix that one launch computes, and the data of its loss. block/options.cuh adds options.
 struct PlainBlock {
   Operand q, k;
   i64 width;                   // bytes of features in a row
@@ -22,14 +22,14 @@ struct PlainBlock {
   i64 set_size;          // 1 without SETS
   const i64* query_ids;  // [rows] or null
   const i64* key_ids;    // [columns]
-  i64 symmetric;         // i = j is excluded
+  i64 symmetric;         // queries are keys: i = j is excluded
   i64 triangle;          // only tiles on and above the diagonal
   Scale scale;
 
   __device__ __forceinline__ i64 positives_of_row() const { return SETS ? set_size : 1; }
 };
 
-// Elements of P: the type of the products' operands.
+// Elements of a gradient block P have the type of the products' operands.
 #if PRECISION == FP64
 typedef double Element;
 #elif PRECISION == FP32 || PRECISION == TF32
@@ -39,7 +39,7 @@ typedef unsigned short Element;
 #endif
 
 #if PRECISION >= BF16X3
-// Two elements of a part of P, the first in the lower half; x becomes what is left for the next part.
+// Two elements of a part of P, the first in the lower half. x0 and x1 become the remainders for the next part.
 __device__ __forceinline__ u32 round_pair(float& x0, float& x1) {
 #if IS_FLOAT16
   const u32 w = to_fp16x2(x0, x1);
@@ -64,7 +64,7 @@ struct GradientBlock {
   i64 part;       // elements of a row that belong to one part (bf16x3, fp16x3)
 };
 
-// Numbers a row and a column, from which gradient blocks are computed: tiled/gradient.cu.
+// Factors of gradient blocks, as in the equations of tiled/gradient.cu.
 struct Factors {
   const Real *row_reference, *a, *u;   // [rows]
   const Real *column_reference, *v;    // [columns]

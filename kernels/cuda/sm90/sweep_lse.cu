@@ -1,34 +1,35 @@
-// Log-sum-exp fold as a sweep (sweep/sweep.cuh): what tiled/lse.cu computes, at the speed of the tensor cores.
+// Log-sum-exp fold as a sweep (sweep/sweep.cuh). It computes the sums of tiled/lse.cu at the speed of the tensor
+// cores.
+// Rows. A row keeps a running pair (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference exponent
+// r. Each segment leaves one such pair for each row and consumer.
+// Columns. The columns of a tile are summed over the 64 rows of a warpgroup, in strips of 16 rows for each warp. The
+// sums are merged into a pair in memory, which the thread block keeps for each column and strip of 64 rows. So a
+// thread block has two pairs for each column, for any number of rows. Each lane keeps a bitmask of the tiles whose
+// pairs the block has written, for the kernel that merges them.
 //
-// A row keeps a running (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference exponent r.
-// It leaves one such pair a segment and consumer. A tile's columns are summed over the warpgroup's 64 rows, in
-// strips of 16 rows a warp. They are merged into a pair in memory that this block keeps for the column and the
-// strip of 64 rows: whatever the number of rows, there are two pairs a column and block. Each lane keeps a
-// bitmask of the tiles whose pairs the block has written, for the kernel that merges them.
-// One exponential a logit serves both directions: e_ij = 2^(c x_ij - r) is added to the row's sum and
-// to the column's, since all 16 rows of a strip share r. It need not be the maximum of anything. As
-// long as each sum is far from float32's ends, only terms are lost that are nothing beside it, and
-// c x - r is no less exact than c x. So r is a multiple of 32, 0 at first, and the same for almost all
-// strips and tiles. While it is the same, new terms are simply added.
+// One exponential e_ij = 2^(c x_ij - r) of a logit serves both directions: it is added to the sum of the row and to
+// the sum of the column, because all 16 rows of a strip share r. r need not be a maximum. As long as each sum is
+// within float32's range, a term that is lost would not change the sum, and c x - r is as exact as c x. So r is a
+// multiple of 32, 0 at first, and the same for almost all strips and tiles. While r stays the same, new terms are
+// added without a new factor.
+// The sum of a row may be too large, or the sum of a row or column so small that terms may have been lost. Then the
+// tile is summed again with a reference exponent for each row, and the largest of these becomes the strip's. Columns
+// whose sums are still too small are summed once more with their own reference exponents. This happens rarely, and the
+// result is right in each case.
 //
-// A row's sum may come out large, or a row's or a column's sum so small that it may have lost terms.
-// Then r does not serve, and the tile is summed again with a reference exponent for each row. The
-// highest of them is the strip's from there on. Columns that are too small even so are summed once
-// more with reference exponents of their own. This is fast almost always, and right always.
+// MOMENTS: each sum of 2^(c x - r) has a sum of 2^(c x - r) x, as a float beside the pair.
 //
-// MOMENTS: with each sum of 2^(c x - r) goes the sum of 2^(c x - r) x, a float of its own beside the pair.
+// Options (block/options.cuh): a pair may be in the sum of its row and not in the sum of its column, or the other way
+// round. A reference exponent has to serve only the pairs in a sum. A sum without pairs is 0, and every reference
+// exponent serves it. An option may replace x in the exponent. Moments keep x.
 //
-// Options (block/options.cuh): a pair may be in the sum of its row and not in that of its column, or the other way
-// round. A reference exponent has to serve for the pairs that a sum has. A sum without pairs is 0, and every
-// reference exponent serves for it. An option may put another exponent in the place of x. Moments keep x.
+// MAXIMA: the reference exponent of a row is its maximum in every tile, because the caller wants maxima.
 //
-// MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
-//
-// CACHE: the exponentials are written to the memory of the gradient block, and beside it the reference exponent
-// of each strip and tile. The gradient fold then needs no products for them (cached_gradient.cu). They are rounded
-// to bfloat16. If gradient blocks have two parts, exponentials are float32: the first part's words hold the even
-// columns, the second's the odd ones. If a tile's logits lie too far apart for one reference exponent, its query
-// tile is marked: it will be computed anew.
+// CACHE: the exponentials are written to the memory of the gradient block, and the reference exponent of each strip
+// and tile beside them. The gradient fold then needs no products for these logits (cached_gradient.cu). Cached
+// exponentials are rounded to bfloat16. If gradient blocks have two parts, exponentials are float32: the words of the
+// first part have the even columns, and the words of the second part the odd columns. If the logits of a tile lie too
+// far apart for one reference exponent, its query tile is marked, and the gradient fold computes it without the cache.
 #include "sm90/sweep/columns.cuh"
 #include "sm90/sweep/strip.cuh"
 

@@ -1,22 +1,21 @@
-// Gradient fold: the gradient block P = dL/dx, which plain matrix products turn into dQ and dK.
+// Gradient fold: the gradient block P = dL/dx, from which matrix products compute dQ and dK.
 //
 // With c = scale log2 e, x = q . k, R and C the log-sum-exps in base 2 of rows and columns:
 //
 //     P_ij = a_i 2^(c x_ij - R_i) + b_j 2^(c x_ij - C_j)        negatives
 //     P_ij = 0                                                  positives
 //
-// divided by the gradient divisor (vectors/factors.cuh). R_i is rounded, as is c, and what the rounding
-// leaves is in the factors:
+// divided by the gradient divisor (vectors/factors.cuh). R_i and c are rounded to the products' precision. The
+// factors a, b, u and v correct this rounding:
 //
-//     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `one_exponential` for both
-//     P_ij = e a_i + 2^(c x_ij - C_j) v_j                     whatever the range of R and C
+//     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `one_exponential`: R and C are close
+//     P_ij = e a_i + 2^(c x_ij - C_j) v_j                     for any R and C
 //
-// Options (block/options.cuh) may put another exponent in the place of x, and leave out the term of a row or of a
-// column.
+// Options (block/options.cuh) may replace x in the exponent, and leave out the term of a row or of a column.
 //
-// Positives weigh most, and their rounding would not average out: what they add to a gradient is
-// one row times one number, added in full precision when the products are complete. Features that
-// stand for unit rows (factors f) get P_ij f_i f_j, so that both products use the features as they are.
+// Positives are left out, because P is largest there, and its rounding would not average out. finish.cu adds them in
+// full precision. If rows are normalised by factors f, the block has P_ij f_i f_j, so that the matrix products need no
+// normalised features.
 #include "tiled/tile.cuh"
 
 #ifndef COLUMNS
@@ -39,7 +38,7 @@ __device__ __forceinline__ void prepare(FactorsShared& s, const Factors& f, cons
   fetch(s.v, f.v + t.column, columns);
 }
 
-// x <- P
+// Turn the products x into P.
 __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& f, const TileShared& s, Real c,
                                               bool one_exponential, const Position& p) {
   Real v[LANE_N];
@@ -95,8 +94,8 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
     exclude(x, shared, block, tile, p);
-    // Without this barrier the compiler reads all row and column numbers of the tile from shared memory at once,
-    // before the code below, and is short of registers
+    // Without this barrier, the compiler loads all numbers of the tile's rows and columns before the code below, and
+    // runs out of registers
     if (Options::SPARSE) __syncwarp();
     differentiate(x, f, shared, c, one_exponential, p);
     at_positives(x, shared, block, tile, p, 0, [](i64, Real) {});

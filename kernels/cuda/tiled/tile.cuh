@@ -1,13 +1,13 @@
-// The epilogues' view of a tile of logits: the numbers of its rows and columns, the pairs that neither softmax
-// has, and how a gradient block is written.
+// Functions for the epilogues of a tile of logits: vectors of its rows and columns, excluded pairs, positives, sums
+// over lanes, and the writing of a gradient block.
 #pragma once
 #include "tiled/product.cuh"
 
 #ifndef FACTORS
-#define FACTORS 0  // features stand for unit rows
+#define FACTORS 0  // 1: rows are normalised by factors (rows.cuh)
 #endif
 
-// Shared memory beside the pipeline's stages.
+// Vectors of the tile in shared memory, beside the stages of the pipeline.
 struct TileShared {
   i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix
   Real row_factor[BLOCK_M], column_factor[BLOCK_N];
@@ -20,16 +20,16 @@ struct TileShared {
   }
 };
 
-// Start copying the numbers of N rows or columns, of which so many exist.
+// Start to copy one number of each of N rows or columns, of which `existing` exist; zeros for the others.
 template <int N, class T>
 __device__ __forceinline__ void fetch(T (&to)[N], const T* from, i64 existing) {
   for (int i = threadIdx.x; i < N; i += TILED_THREADS)
     cp_async_number(&to[i], i < existing ? from + i : from, i < existing);
 }
 
-// Start copying what the epilogue will need: it arrives during the product.
+// Start to copy the vectors that the epilogue needs. They arrive while the tile is multiplied.
 __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Tile& t) {
-  __syncthreads();  // all epilogues' reads of the last tile's numbers come before the copies
+  __syncthreads();  // all epilogues have read the numbers of the last tile before these copies
   const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
   if (!SETS) fetch(s.positive, b.positives + t.row, rows);
   if (FACTORS) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
   Options::copy_columns(s.columns, b, [&](auto& to, auto from) { fetch(to, from + t.column, columns); });
 }
 
-// x_ij *= f_i f_j: raw products to products of unit rows.
+// x_ij *= f_i f_j: products of features become products of normalised rows.
 __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, const Position& p) {
   if (!FACTORS) return;
 #pragma unroll
@@ -48,12 +48,12 @@ __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, 
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j)
       if (Options::COMPARES) x[i][j] *= s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
-      // In two multiplications: of products of both factors, the compiler would hold a register for each x
+      // two multiplications: the compiler would keep each product of two factors in a register
       else x[i][j] = x[i][j] * s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
 }
 
-// For each positive in the tile: call `take` with the pair's number in b.positives and its product, and replace
-// the product by `instead`.
+// For each positive in the tile: call `take` with its index in b.positives and its product, and replace the product
+// by `instead`.
 template <typename Take>
 __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, const Block& b,
                                              const Tile& t, const Position& p, Real instead,
@@ -88,16 +88,16 @@ __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, c
   }
 }
 
-// Products of pairs that neither softmax has become EXCLUDED, which enters no maximum and no sum: padding, i = j
-// if symmetric, and pairs that options exclude.
+// Replace the products of pairs in no softmax by EXCLUDED, which enters no maximum and no sum: padding, i = j if
+// queries are keys, and pairs that options exclude.
 __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const Block& b,
                                         const Tile& t, const Position& p) {
   const int rows = (int)min((i64)BLOCK_M, b.q.rows - t.row);
   const int columns = (int)min((i64)BLOCK_N, b.k.rows - t.column);
-  const i64 diagonal = b.first_row + t.row - b.first_column - t.column;  // column - row there
+  const i64 diagonal = b.first_row + t.row - b.first_column - t.column;  // column - row on the diagonal
   const bool crossed = b.symmetric && diagonal > -BLOCK_M && diagonal < BLOCK_N;
   if (!Options::MASKS && !Options::SPLITS && !crossed && rows == BLOCK_M && columns == BLOCK_N) return;
-  const int excluded = crossed ? (int)diagonal : BLOCK_N;  // no difference is BLOCK_N
+  const int excluded = crossed ? (int)diagonal : BLOCK_N;  // column - row is never BLOCK_N
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll

@@ -1,4 +1,4 @@
-// One pass: sums of rows against reference exponents that were chosen before (reference_exponents.cuh).
+// Sums of rows in one pass, with reference exponents that were chosen before (sm90/reference_exponents.cuh).
 #pragma once
 #include "sm90/reference_exponents.cuh"
 #include "vectors/sums.cuh"
@@ -6,10 +6,11 @@
 constexpr int ONLINE_ROW_THREADS = 4;  // threads that share a row
 constexpr int ONLINE_THREADS = ONLINE_ROW_THREADS * ONLINE_TILE_ROWS;
 
-// The sums over a row's slots.
+// The sums over the slots of a row, one slot for each segment and consumer of the sweep.
 struct SlotSums {
   double sum, moment;
-  Real high, most;  // the largest product, if it was looked for; the largest of the slots' sums
+  Real high;  // the largest product, if the sweep looked for it
+  Real most;  // the largest sum of a slot
 
   __device__ __forceinline__ void add(const SlotSums& f) {
     sum += f.sum;
@@ -19,8 +20,8 @@ struct SlotSums {
   }
 };
 
-// All threads of a block add the slots of each row of a query tile, in a fixed order. The first
-// ONLINE_TILE_ROWS threads return the results, a row each.
+// All threads of a block add up the slots of a query tile's rows, in a fixed order. Each of the first
+// ONLINE_TILE_ROWS threads returns the sums of one row.
 __device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* moments, i64 slots, i64 n) {
   __shared__ SlotSums parts[ONLINE_ROW_THREADS][ONLINE_TILE_ROWS];
   const int row = threadIdx.x % ONLINE_TILE_ROWS, part = threadIdx.x / ONLINE_TILE_ROWS;
@@ -41,10 +42,10 @@ __device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* mo
   return all;
 }
 
-// A block checks the reference exponents of a query tile. If the sums of all rows are within the bounds, the
-// kernel adds the slots to the sums (and to the moments, unless they are null). Otherwise it sets `wanted`: the
-// query tile is swept once more. Rows outside the bounds get new reference exponents. Their sums so far, and their
-// gradients so far in `acc` [n, acc_stride] (null: none), are scaled to the new reference exponents.
+// A block checks the reference exponents of a query tile. If the sums of all rows are within the bounds, it adds the
+// slots to the sums (and to the moments, unless they are null). Otherwise it sets `wanted`, so that the sweep computes
+// the query tile again. Rows outside the bounds get new reference exponents. Their sums so far, and their gradients
+// so far in `acc` [n, acc_stride] (null: none), are scaled to the new reference exponents.
 extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
               const __grid_constant__ Scale scale, Real* reference, double* sum, double* moment,
@@ -83,7 +84,7 @@ check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
         acc[(first + row) * acc_stride + k] *= factor[row];
 }
 
-// The sums of query tiles that were swept once more.
+// Add up the slots of query tiles that the sweep has computed again.
 extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 add_wanted(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* sum, double* moment,
            const int* wanted) {

@@ -10,34 +10,34 @@
 //   consumer 1                         | products of tile 1 | epilogue of tile 1 | products of tile 3
 //   producer warp   loads K-slices by TMA into a ring of STAGES, as stages become empty
 //
-// This is the last of three steps: naive/naive.cu, tiled/product.cuh, sm90/sweep/sweep.cuh. It adds to the tiles
-// of tiled/product.cuh: wgmma in place of mma.sync, TMA in place of cp.async, a producer warp that does
-// nothing but load, and epilogues that run while the other consumer multiplies.
+// This is the last of three steps: naive/naive.cu, tiled/product.cuh, sm90/sweep/sweep.cuh. It differs from
+// tiled/product.cuh in four ways: wgmma instead of mma.sync, TMA instead of cp.async, a producer warp that only
+// loads, and epilogues that run while the other consumer multiplies.
 //
-// The grid is persistent: one block of threads a multiprocessor, which takes one query tile after
-// another. A consumer is two warpgroups, each with 64 of the query tile's rows. The two consumers
-// ping-pong: while one has the tensor cores, the other has the epilogue of its last tile. Exponentials
-// cost no time of their own as long as an epilogue is shorter than the products of a tile.
+// The grid is persistent: each multiprocessor has one thread block, which computes one query tile after another.
+// A consumer is two warpgroups, and each warpgroup has 64 rows of the query tile. The two consumers take turns
+// (ping-pong): while one uses the tensor cores, the other runs the epilogue of its last tile. If the epilogue of a
+// tile is shorter than its products, exponentials cost no time.
 //
-// BF16X3: a row holds its features' high parts, then their low parts. A K-slice of the keys' low parts
-// meets the rows' high parts. A K-slice of the keys' high parts meets both. Low times low would be lost
-// in rounding.
+// BF16X3: a row has the high parts of its features, and then their low parts. A K-slice of the keys' low parts is
+// multiplied by the queries' high parts, and a K-slice of the keys' high parts by both parts of the queries. The
+// product of two low parts is below rounding, and is left out.
 //
-// STREAMED (WIDE or FP16X3): rows of Q do not stay, K-slices of them come with those of the keys
-// (sweep/streamed.cuh).
+// STREAMED (WIDE or FP16X3): rows of Q do not stay in shared memory. Their K-slices are loaded beside the K-slices
+// of the keys (sweep/streamed.cuh).
 //
-// IN_REGISTERS (rows of up to 256 bytes): dL/dx of a tile is multiplied with the tile's keys at once, and
-// dQ is accumulated in registers (sweep_narrow.cu). A query tile is 64 rows, and a consumer one
-// warpgroup. In its turn a consumer issues two products: dL/dx of its last tile times those keys, and
-// the logits of its next tile. A tile's keys stay in their stages until both are done.
+// IN_REGISTERS (rows of up to 256 bytes): dL/dx of a tile is multiplied by the tile's keys at once, and dQ
+// accumulates in registers (sweep_narrow.cu). A query tile has 64 rows, and a consumer is one warpgroup. In its turn,
+// a consumer issues two products: dL/dx of its last tile times the keys of that tile, and the logits of its next
+// tile. The keys of a tile stay in their stages until both products are complete.
 //
-// The epilogue says what becomes of logits:
-//     begin_query_tile(work)     a new query tile
-//     publish(tile)         writes what the consumer needs of the tile's columns to shared memory
-//     tile(x, tile)         the logits are complete, and what was published can be read
-//     end_tile(tile)        after a barrier of the warpgroup, if the epilogue SUMS columns
-//     end_query_tile(work)
-//     end()                 if the epilogue SUMS columns
+// A class Epilogue has these functions, which the consumers call in this order:
+//     begin_query_tile(work)     before the first tile of a query tile
+//     publish(tile)              writes vectors of the tile's columns to shared memory
+//     tile(x, tile)              computes with the logits x and the published vectors
+//     end_tile(tile)             after a barrier of the warpgroup, if Epilogue::SUMS (columns are summed)
+//     end_query_tile(work)       after the last tile of a query tile
+//     end()                      after the last query tile, if Epilogue::SUMS
 #pragma once
 #include "sm90/sweep/layout.cuh"
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
     if (wanted && !is_wanted(wanted, b, w.query_tile)) continue;
     const int row = w.query_tile * QUERY_TILE_ROWS + rank * OWN_ROWS;
 #if !STREAMED
-    // All consumers' reads of the last query tile's rows come before these loads
+    // All consumers have read the rows of the last query tile before these loads
     barrier_wait(s.queries_empty, (query_tiles & 1) ^ 1);
     barrier_expect(s.queries_full, sizeof s.q);
     for (int i = 0; i < K_SLICES; ++i)
@@ -67,12 +67,12 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
       for (int i = 0; i < TILE_STAGES; ++i, pipe.next()) {
         u64& full = s.full[pipe.stage];
         char *rows = s.k[pipe.stage], *keys = rows + STAGE_ROWS_BYTES;
-        // All consumers' reads of the K-slice in this stage come before the loads that refill it
+        // All consumers have read the K-slice in this stage before the loads refill it
         barrier_wait(s.empty[pipe.stage], pipe.phase ^ 1);
         barrier_expect(full, STAGE_BYTES);
         const int feature = k_slice_of_keys(i) * K_SLICE_ELEMENTS;
         if (STREAMED) tma_load(rows, q, full, k_slice_of_rows(i) * K_SLICE_ELEMENTS, row);
-        if (BLOCKS > 1)  // each block fetches one tile of the keys, for both
+        if (BLOCKS > 1)  // each block of the cluster loads one of two key tiles, for both blocks
           tma_load_multicast(keys + rank * K_SLICE_TILE_BYTES, k, full, feature,
                              column + rank * TILE_COLUMNS, 3);
         else tma_load(keys, k, full, feature, column);
@@ -84,7 +84,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
 
 // --- a consumer warpgroup -----------------------------------------------------------------------------------------
 
-// This warp's reads of the stage come before the TMA loads that refill it: it arrives at `empty` in all
+// Called after this warp's last read of a stage, before TMA refills the stage. The warp arrives at `empty` in all
 // blocks whose producers fill the stage.
 template <class Epilogue>
 __device__ __forceinline__ void release_stage(SweepShared<Epilogue>& s, u32 stage,
@@ -93,7 +93,7 @@ __device__ __forceinline__ void release_stage(SweepShared<Epilogue>& s, u32 stag
   if (BLOCKS > 1 && lane.lane < BLOCKS) barrier_arrive_at(s.empty[stage], lane.lane);
 }
 
-// The same for all stages of a tile, which lie beside each other.
+// `release_stage` for all stages of a tile, which are consecutive.
 template <class Epilogue>
 __device__ __forceinline__ void release_stages_of_tile(SweepShared<Epilogue>& s, u32 first,
                                                        const Lane& lane) {
@@ -101,10 +101,10 @@ __device__ __forceinline__ void release_stages_of_tile(SweepShared<Epilogue>& s,
   for (int i = 0; i < K_SLICES; ++i) release_stage(s, first + i, lane);
 }
 
-constexpr int K_SLICE_STEPS = K_SLICE / 32;  // a wgmma takes 32 bytes of each row
+constexpr int K_SLICE_STEPS = K_SLICE / 32;  // one wgmma multiplies 32 bytes of each row
 
-// x += products of a K-slice of 64 rows with a K-slice of a key tile, steps FIRST .. END of it. The
-// `first` K-slice of a tile overwrites x.
+// x += products of a K-slice of 64 rows and a K-slice of a key tile, in the steps FIRST .. END - 1. The `first`
+// K-slice of a tile overwrites x.
 template <int FIRST = 0, int END = K_SLICE_STEPS>
 __device__ __forceinline__ void multiply_k_slice(float (&x)[64], u32 a, u32 b, bool first) {
 #pragma unroll
@@ -118,8 +118,8 @@ __device__ __forceinline__ void multiply_k_slice(float (&x)[64], u32 a, u32 b, b
   }
 }
 
-// x = products of the 64 rows at `rows` in shared memory with a key tile. The last K-slice's products
-// are still in flight on return. Each stage is waited for, and released when its products are done.
+// x = products of the 64 rows at `rows` in shared memory and a key tile. The function waits for each stage, and
+// releases it after its products. On return, the products of the last K-slice are still in flight.
 template <class Epilogue>
 __device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilogue>& s, u32 rows,
                                                PipelineState& pipe, const Lane& lane) {
