@@ -99,10 +99,7 @@ class Needs:
         return {name: size for name, size in sizes.items() if size}
 
     def gradient_block_bytes(self, rows: int, columns: int, d: int) -> int:
-        """Bytes for dL/dx of a block, and at least for one row of a gradient.
-
-        Rows of dK that overlay their destination are converted in this memory.
-        """
+        """Bytes for dL/dx of a block, or for one row of dK, which may be converted there."""
         size = rows * gradient_stride(columns, self.precision) * OPERAND_BYTES[self.precision]
         return max(size, self.accumulator_row_bytes(d))
 
@@ -123,9 +120,8 @@ class Needs:
     def cached_parts(self, rows: int, columns: int, d: int) -> dict[str, int]:
         """Bytes for cached exponentials of rows x columns logits, and for their references."""
         references = -(-rows // STRIP) * -(-columns // BLOCK_M) * 4
-        return {
-            "exponentials": self.gradient_block_bytes(rows, columns, d), "references": references,
-        }  # fmt: skip
+        block_bytes = self.gradient_block_bytes(rows, columns, d)
+        return {"exponentials": block_bytes, "references": references}
 
 
 def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
@@ -154,10 +150,7 @@ def staged_once(size: int, workspace: int) -> int:
 
 
 def gradient_stride(columns: int, precision: str) -> int:
-    """Elements of a row of a gradient block, or of each part of a row.
-
-    Parts have whole tiles.
-    """
+    """Elements of a row of a gradient block, or of each part of a row, which has whole tiles."""
     multiple = BLOCK_M if precision in OPERAND_PARTS else 8
     return -(-columns // multiple) * multiple
 
