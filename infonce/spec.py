@@ -101,7 +101,7 @@ OPTIONS: dict[str, Option] = {
         """What the samples show, such as the image of several captions: pairs of equal numbers are
         positives, and M and N may differ. Without `positive_ids`, row i and column i are positives.
         If row i has k_i positives and column j has k'_j, the term of their pair counts
-        ``(1 / k_i + 1 / k'_j) / 2`` times. Any integer dtype. Not with `offload`.""",
+        ``(1 / k_i + 1 / k'_j) / 2`` times. Any integer dtype.""",
         flag="Pairs of equal numbers are positives (siglip), .npy; once, or for rows and columns.",
     ),
     "own": Option(None, "array [M, K, features], optional",

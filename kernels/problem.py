@@ -182,7 +182,7 @@ class Problem:
     @property
     def needs_arrays(self) -> bool:
         """Whether an option is taken by no kernel of a GPU, but by operations on arrays."""
-        return self.guided or self.has_positive_ids
+        return self.guided
 
     @property
     def linear_terms(self) -> bool:

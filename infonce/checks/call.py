@@ -328,9 +328,8 @@ def _check_static(
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
     dtypes = {z.dtype.name for z in arrays}
-    for name in ("guide", "positive_ids"):
-        if o["offload"] and o[name] is not None:
-            raise ValueError(f"offload: expected False with {name}, got True")
+    if o["offload"] and o["guide"] is not None:
+        raise ValueError("offload: expected False with guide, got True")
     if o["offload"]:
         validation.offload(loss, o["method"], query)
     compute = validation.precision(o["precision"], dtypes, on_cpu)

@@ -127,7 +127,8 @@ def explain(
     call = replace(
         _call(kind, (rows, columns, features), dtype, precision, wanted), method=method,
         workspace=given or WORKSPACE, workspace_given=given is not None, normalize=normalize,
-        ids=ids, groups=groups, retrieval_ranks=metrics, needs_arrays=guide or positive_ids,
+        ids=ids, groups=groups, positive_ids=positive_ids, retrieval_ranks=metrics,
+        needs_arrays=guide,
     )  # fmt: skip
     made = schedule(call, gpu.properties)
     lines = tuple(work_of(made, gpu))

@@ -37,7 +37,7 @@ def fold_block(
     # blocks need no classes, and a plan would depend on the arrays of classes
     block = problems.fast_replace(readable_by_kernels(problem), classes=None)
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
-    by_kernels = problem.plain_logits and not callable(epilogue)
+    by_kernels = problem.plain_logits and not (problem.has_positive_ids or callable(epilogue))
     by_kernels = by_kernels and not getattr(epilogue, "linear", ())
     if problem.progress is None and by_kernels:
         gpu_plan.call(recorded.block, *parts)

@@ -210,3 +210,33 @@ def test_jax() -> None:
     np.testing.assert_allclose(got, want.loss, rtol=1e-12)
     for have, field in zip(grads, ("image", "text", "bias"), strict=True):
         np.testing.assert_allclose(have, getattr(want.grads, field), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.extras
+def test_kernels_compile_within_their_registers() -> None:
+    """A sweep and tiles, with groups: names of 8 bytes each. As many bytes are spilled, at most, as
+    with ids and factors."""
+    pytest.importorskip("cupy")
+    from gpu_problems import DEVICES
+    from infonce.kernels.gpu import config
+    from infonce.kernels.gpu.device import compiler
+
+    options = {"POSITIVE_IDS": 1, "GROUPS": 1}
+    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False, False, 1, 2)
+    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 1, 2)
+    assert sweep is not None
+    shapes = {
+        "sm90/sweep_sigmoid.cu": ("sm_90a", config.defines(sweep, True, False)),
+        "tiled/sigmoid.cu": ("sm_80", {
+            "BLOCK_N": tile.block_n, "WARP_N": tile.warp_n, "STAGES": tile.stages,
+            "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks,
+        }),
+    }  # fmt: skip
+    for file, (arch, defines) in shapes.items():
+        given_options = {"PRECISION": "BF16", **defines, **options}
+        log = compiler.compile_for(file, given_options, arch, ("--ptxas-options=-v",))[1]
+        assert "serialized" not in log
+        spills = map(int, re.findall(r"(\d+) bytes spill", log))
+        assert max(spills) <= 1024, log
+        declared = max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
+        assert declared <= tile.static_shared

@@ -96,8 +96,6 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
     ("siglip", (Q, K[:5]), {"positive_ids": (np.zeros(6, int), np.zeros(6, int))}, ValueError,
      ["positive_ids[1]", "(5,)", "(6,)"]),
     ("siglip", (Q, K[:5]), {}, ValueError, ["text: expected 6 rows like image", "(5, 4)"]),
-    ("siglip", (Q, K), {"positive_ids": np.zeros(6, int), "offload": True}, ValueError,
-     ["offload: expected False with positive_ids"]),
     ("clip", (Q, K), {"positive_ids": np.zeros(6, int)}, ValueError,
      ["positive_ids: expected None for clip"]),
     ("info_nce", (Q, K), {"own": OWN[:5]}, ValueError, ["own", "(6, K, 4)", "(5, 2, 4)"]),

@@ -5,11 +5,17 @@
 #pragma once
 #include "block/block.cuh"
 
+#ifndef FACTORS
+#define FACTORS 0  // 1: rows are normalised by factors (rows.cuh)
+#endif
 #ifndef IDS
 #define IDS 0  // 1: pairs of equal ids are left out
 #endif
 #ifndef GROUPS
 #define GROUPS 0  // 1: pairs of different groups are left out
+#endif
+#ifndef POSITIVE_IDS
+#define POSITIVE_IDS 0  // 1: pairs of equal positive ids are the positives of a sigmoid, and have weights
 #endif
 #ifndef LIMITS
 #define LIMITS 0  // 1: negatives above the limit of their row are left out; 2: each column has a limit, too
@@ -22,6 +28,10 @@
 struct Block : PlainBlock {
 #if GROUPS
   const i64 *query_groups, *key_groups;  // [rows], [columns]
+#endif
+#if POSITIVE_IDS
+  const i64 *query_positive_ids, *key_positive_ids;      // [rows], [columns]
+  const Real *query_pair_weights, *key_pair_weights;  // [rows], [columns]: a positive pair has their sum
 #endif
 #if LIMITS
   const Real *row_limits, *column_limits;  // [rows], [columns] or null
@@ -66,6 +76,9 @@ struct Option {
   // Whether neither softmax has the pair: neither that of the row nor that of the column.
   template <class Pair>
   __device__ __forceinline__ static bool excluded(Real, const Pair&) { return false; }
+  // Whether no option excludes the pair: it is a positive.
+  template <class Pair>
+  __device__ __forceinline__ static bool kept(const Pair&) { return false; }
   // SPLITS: whether the softmax of the row, or of the column, has the pair.
   template <class Pair>
   __device__ __forceinline__ static bool in_row(Real, const Pair&) { return true; }
@@ -121,6 +134,36 @@ struct OtherGroups : Option<OtherGroups> {
   template <class Pair>
   __device__ __forceinline__ static bool excluded(Real, const Pair& p) {
     return p.rows.query_groups[p.row] != p.columns.key_groups[p.column];
+  }
+#endif
+};
+
+// Positives of a sigmoid that are pairs of equal ids. The epilogues of sigmoids ask `kept` and weigh these pairs.
+struct PositiveIds : Option<PositiveIds> {
+#if POSITIVE_IDS
+  template <int N>
+  struct RowNumbers {
+    i64 query_positive_ids[N];
+    Real query_pair_weights[N];
+  };
+  template <int N>
+  struct ColumnNumbers {
+    alignas(16) i64 key_positive_ids[N];
+    alignas(16) Real key_pair_weights[N];
+  };
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
+    copy(to.query_positive_ids, from.query_positive_ids);
+    copy(to.query_pair_weights, from.query_pair_weights);
+  }
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
+    copy(to.key_positive_ids, from.key_positive_ids);
+    copy(to.key_pair_weights, from.key_pair_weights);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static bool kept(const Pair& p) {
+    return p.rows.query_positive_ids[p.row] == p.columns.key_positive_ids[p.column];
   }
 #endif
 };
@@ -227,13 +270,17 @@ struct All {
   // x becomes EXCLUDED if neither softmax has the pair. For kernels that then ask nothing more.
   template <class Pair>
   __device__ __forceinline__ static void exclude(Real& x, const Pair& p) {
+    if (kept(p)) return;
     ((x = Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
   // The same, of only those options that have MASKS. For kernels that ask `in_row` and `in_column` before each use.
   template <class Pair>
   __device__ __forceinline__ static void mask(Real& x, const Pair& p) {
+    if (kept(p)) return;
     ((x = Each::MASKS && Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
+  template <class Pair>
+  __device__ __forceinline__ static bool kept(const Pair& p) { return (Each::kept(p) | ...); }
   template <class Pair>
   __device__ __forceinline__ static bool in_row(Real x, const Pair& p) { return (Each::in_row(x, p) & ...); }
   template <class Pair>
@@ -259,4 +306,4 @@ struct All {
     return x;
   }
 };
-typedef All<EqualIds, OtherGroups, Limits, Biases> Options;
+typedef All<EqualIds, OtherGroups, PositiveIds, Limits, Biases> Options;

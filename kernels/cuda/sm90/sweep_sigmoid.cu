@@ -14,7 +14,8 @@ constexpr float CALM = -5.0f;
 constexpr float CALMER = -10.0f;
 constexpr bool HAS_CALMER = PARTS == 1;
 
-enum { ANY, CALM_TILE, CALMER_TILE };
+// WITH_POSITIVES: by POSITIVE_IDS, and with logits of any size.
+enum { ANY, CALM_TILE, CALMER_TILE, WITH_POSITIVES };
 
 // Numbers of a row, or of its part in a tile.
 struct RowSums {
@@ -71,10 +72,30 @@ struct SigmoidLoss {
 #pragma unroll
     for (int i = 1; i < 64; ++i) most = fmaxf(most, x[i]);
     most = fmaf(c, most, bias);
+#if POSITIVE_IDS
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) any |= is_positive(x[i], i);
+    if (__any_sync(ALL_LANES, any)) {
+      slices<WITH_POSITIVES>(x, t);
+      return;
+    }
+#endif
     if (HAS_CALMER && __all_sync(ALL_LANES, most < CALMER)) slices<CALMER_TILE>(x, t);
     else if (__all_sync(ALL_LANES, most < CALM)) slices<CALM_TILE>(x, t);
     else slices<ANY>(x, t);
   }
+
+#if POSITIVE_IDS
+  // Of the product x[i].
+  __device__ __forceinline__ bool is_positive(float product, int i) const {
+    return product != EXCLUDED &&
+           rows.query_positive_ids[i / 2 % 2] == consumer.columns.key_positive_ids[column_of(i, lane)];
+  }
+  __device__ __forceinline__ float pair_weight(int i) const {
+    return rows.query_pair_weights[i / 2 % 2] + consumer.columns.key_pair_weights[in_slices(column_of(i, lane))];
+  }
+#endif
 
   template <int RANGE>
   __device__ __forceinline__ void slices(float (&x)[64], int t) {
@@ -102,6 +123,16 @@ struct SigmoidLoss {
           g = fmaf(g, e, -1.0f);
           tile_sums[h].loss = fmaf(log1p, e, tile_sums[h].loss);
           x[i] = fmaf(g, e, 1.0f) * e * a[h];
+#if POSITIVE_IDS
+        } else if (RANGE == WITH_POSITIVES) {
+          const bool positive = is_positive(x[i], i);
+          const float weight = positive ? pair_weight(i) : 1, y = positive ? -z : z;
+          const float e = exp2_(-fabsf(y));
+          float share, log1p;
+          sigmoid_parts(e, share, log1p);
+          tile_sums[h].loss = fmaf(weight, fmaf(fmaxf(y, 0), (float)LN_2, log1p), tile_sums[h].loss);
+          x[i] = (y < 0 ? e * share : share) * (positive ? -weight : weight) * a[h];
+#endif
         } else {
           const float e = exp2_(-fabsf(z));
           float share, log1p;

@@ -9,6 +9,9 @@
 // kernel adds these sums in a fixed order. With GRADIENT, P is written for the matrix products that make dQ and dK
 // of it. Positives' logits are recorded. Their losses and gradients are computed in float64 for each row, and added
 // in full precision when sums and products are complete.
+//
+// With POSITIVE_IDS, rows have any number of positives, and a positive pair has a weight v_ij: its loss is
+// v_ij softplus(-z_ij) and P_ij = -v_ij a_i sigmoid(-z_ij). These positives are in the sums and in P.
 #include "tiled/tile.cuh"
 
 #ifndef GRADIENT
@@ -24,20 +27,33 @@ struct SigmoidShared {
 };
 
 // x <- P; the sums of the strip's rows.
-__device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, Real scale, Real bias,
-                                              const Position& p) {
+__device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, const TileShared& shared, Real scale,
+                                              Real bias, const Position& p) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     Real loss = 0, total = 0, moment = 0;
     const Real a = s.a[p.row(i)];
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
-      const Real product = x[i][j], z = fma(scale, product, bias);
+      const Real product = x[i][j];
+      Real z = fma(scale, product, bias);
+#if POSITIVE_IDS
+      const int row = p.row(i), column = p.column(j);
+      const bool positive = product != EXCLUDED && Options::kept(shared.pair(row, column));
+      const Real weight =
+          positive ? shared.rows.query_pair_weights[row] + shared.columns.key_pair_weights[column] : 1;
+      if (positive) z = -z;
+#endif
       const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
       Real share, log1p;
       sigmoid_parts(e, share, log1p);
+#if POSITIVE_IDS
+      loss = fma(weight, max_(z, 0) + log1p, loss);
+      x[i][j] = (z < 0 ? e * share : share) * (positive ? -weight : weight) * a;
+#else
       loss += max_(z, 0) + log1p;
       x[i][j] = (z < 0 ? e * share : share) * a;
+#endif
       total += x[i][j];
       if (MOMENTS) moment = fma(x[i][j], product, moment);
     }
@@ -71,7 +87,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
       positive[pair] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);
-    differentiate(x, s, (Real)logit_factor(scale), (Real)bias.get(), p);
+    differentiate(x, s, shared, (Real)logit_factor(scale), (Real)bias.get(), p);
     __syncthreads();  // the writes of all strips' sums come before their reads
     for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
       if (tile.row + r >= block.q.rows) break;

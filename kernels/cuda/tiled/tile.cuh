@@ -3,10 +3,6 @@
 #pragma once
 #include "tiled/product.cuh"
 
-#ifndef FACTORS
-#define FACTORS 0  // 1: rows are normalised by factors (rows.cuh)
-#endif
-
 // Vectors of the tile in shared memory, beside the stages of the pipeline.
 struct TileShared {
   i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix

@@ -22,7 +22,7 @@ MOMENTS_BYTES = 4608
 GRADIENT_STRIP_BYTES = 8 * 1024  # a strip of the gradient block, for each consumer warpgroup
 VECTOR_BYTES = 1024  # 4 bytes for each column, for both consumers
 EXTRAS_BYTES = 3 * 1024  # ids of columns, and factors of normalised columns
-GROUPS_BYTES = 2 * VECTOR_BYTES  # 8 bytes for each column
+NAME_BYTES = 2 * VECTOR_BYTES  # 8 bytes for each column, for both consumers
 BARRIER_BYTES = 256
 # The time to begin and end a query tile, relative to the time of the products of one K-slice
 QUERY_TILE_COST = 14.0
@@ -48,8 +48,8 @@ class Sweep:
     shared_memory: int  # most bytes of a thread block
     extras: bool  # columns have ids, or factors of normalisation
     moments: bool = False  # sums have first moments
-    limit_and_bias_count: int = 0  # number of these options of a call: limits, biases
-    groups: bool = False
+    number_count: int = 0  # see `Call.number_count`
+    name_count: int = 0  # see `Call.name_count`
 
     square = True  # query tiles and key tiles have one size, so a sweep can visit a triangle
 
@@ -93,11 +93,11 @@ class Sweep:
     def reserved(self, gradient: bool, sums: bool) -> int:
         """Bytes of shared memory beside the query tile and the stages."""
         # factors and references of columns, or factors, limits and biases of columns
-        vectors = VECTOR_BYTES * max(2, 1 + self.limit_and_bias_count)
+        vectors = VECTOR_BYTES * max(2, 1 + self.number_count)
         gradient_bytes = vectors + (not self.in_registers) * self.warpgroups * GRADIENT_STRIP_BYTES
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
-        sum_bytes += VECTOR_BYTES * self.limit_and_bias_count
-        extra_bytes = self.extras * EXTRAS_BYTES + self.groups * GROUPS_BYTES
+        sum_bytes += VECTOR_BYTES * self.number_count
+        extra_bytes = self.extras * EXTRAS_BYTES + self.name_count * NAME_BYTES
         return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + extra_bytes
 
     def shared(self, gradient: bool, sums: bool) -> int:
@@ -226,7 +226,7 @@ def _max_segments(sweep: Sweep, query_tiles: int, key_tiles: int) -> int:
 @lru_cache
 def sweep_for(
     precision: str, width: int, device: DeviceProperties, extras: bool, moments: bool = False,
-    limit_and_bias_count: int = 0, groups: bool = False,
+    number_count: int = 0, name_count: int = 0,
 ) -> Sweep | None:  # fmt: skip
     """The sweep for rows of `width` bytes in each part.
 
@@ -234,8 +234,7 @@ def sweep_for(
     precisions that no sweep has.
 
     `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
-    `limit_and_bias_count`: see `Sweep`. `groups`: whether rows and
-    columns have groups.
+    `number_count`, `name_count`: vectors of options of pairs, see `schedule.Call`.
     """
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
@@ -245,9 +244,7 @@ def sweep_for(
         residency = Residency.STREAMED
     workers = device.multiprocessors // (2 if residency is Residency.WIDE else 1)
     memory = device.shared_memory
-    return Sweep(
-        k_slices, residency, workers, memory, extras, moments, limit_and_bias_count, groups
-    )
+    return Sweep(k_slices, residency, workers, memory, extras, moments, number_count, name_count)
 
 
 @lru_cache

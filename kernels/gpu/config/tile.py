@@ -22,8 +22,8 @@ class Tile:
     levels: int = 2  # 2: products are sums of sums, for accuracy, in twice the registers
     min_blocks: int = 1  # blocks on a multiprocessor; the compiler limits registers accordingly
     real: int = 4  # bytes of a logit
-    limit_and_bias_count: int = 0  # number of these options of a call: limits, biases
-    groups: bool = False
+    number_count: int = 0  # see `Call.number_count`
+    name_count: int = 0  # see `Call.name_count`
 
     query_tile_rows = BLOCK_M
 
@@ -40,14 +40,14 @@ class Tile:
     def static_shared(self) -> int:
         """An upper bound of the bytes of static shared memory.
 
-        Kernels declare positives, ids, groups and factors of rows and columns, and either sums of
-        strips or the factors of gradient blocks.
+        Kernels declare positives, ids, groups, positive ids and factors of rows and columns, and
+        either sums of strips or the factors of gradient blocks.
         """
         sides = BLOCK_M + self.block_n
         sums = 3 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
         factors = 3 * BLOCK_M + 2 * self.block_n
-        vectors = (1 + self.limit_and_bias_count) * sides
-        integers = BLOCK_M + (1 + self.groups) * sides
+        vectors = (1 + self.number_count) * sides
+        integers = BLOCK_M + (1 + self.name_count) * sides
         return 8 * integers + self.real * (vectors + max(sums, factors))
 
     def blocks(self, rows: int, columns: int, multiprocessors: int) -> int:
@@ -82,15 +82,15 @@ def tile_for(
     precision: str,
     d: int,
     device: DeviceProperties,
-    limit_and_bias_count: int = 0,
-    groups: bool = False,
+    number_count: int = 0,
+    name_count: int = 0,
 ) -> Tile:
     """The tile with the deepest pipeline that the device's shared memory holds.
 
     Two blocks share a multiprocessor if registers and shared memory allow it. Then one computes
     products while the other runs its epilogue.
 
-    `limit_and_bias_count`: see `Tile`. `groups`: whether rows and columns have groups.
+    `number_count`, `name_count`: vectors of options of pairs, see `schedule.Call`.
     """
     two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (
         precision != "fp64" and d > TWO_LEVEL_FEATURES
@@ -101,9 +101,7 @@ def tile_for(
         candidates = [(128, 64, 3, 2), (128, 64, 2, 2), *candidates]
     for block_n, warp_n, stages, blocks in candidates:
         real = ACCUMULATOR_BYTES[precision]
-        candidate = Tile(
-            block_n, warp_n, stages, levels, blocks, real, limit_and_bias_count, groups
-        )
+        candidate = Tile(block_n, warp_n, stages, levels, blocks, real, number_count, name_count)
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)
         if needed <= device.shared_memory and together <= device.shared_memory_of_all:

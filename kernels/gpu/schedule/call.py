@@ -111,6 +111,7 @@ class Call:
     normalize: bool = False
     ids: bool = False
     groups: bool = False
+    positive_ids: bool = False  # pairs of equal ids are the positives of a sigmoid
     host_groups: bool = False  # blocks without a common group are left out
     own: bool = False  # each row has its own negatives
     set_size: int = 1  # positives of each query
@@ -146,8 +147,8 @@ class Call:
             _loss_of(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
             problem.compute, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
-            problem.host_groups is not None, problem.own is not None, problem.set_size,
-            problem.key_bias is not None, problem.query_bias is not None,
+            problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
+            problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
             problem.compares_with_limits, problem.limits is not None,
             bool(problem.margin or problem.decoupled or problem.hardness),
             problem.weights is not None, problem.label_smoothing != 0.0, classes is not None,
@@ -176,17 +177,25 @@ class Call:
 
     @property
     def pair_options(self) -> int:
-        """The number of these options of pairs that a call has: groups, limits, biases."""
-        return self.groups + self.limit_and_bias_count
+        """The number of these options that a call has: groups, positive ids, limits, biases."""
+        return self.groups + self.positive_ids + self.compares_with_limits + self.key_bias
 
     @property
-    def limit_and_bias_count(self) -> int:
-        """The number of these options of pairs that a call has: limits, biases."""
-        return self.compares_with_limits + self.key_bias
+    def name_count(self) -> int:
+        """The number of vectors of 8-byte integers of these options: groups, positive ids."""
+        return self.groups + self.positive_ids
+
+    @property
+    def number_count(self) -> int:
+        """The number of vectors of real numbers of these options: limits, biases, and positive ids,
+        which have weights."""
+        return self.compares_with_limits + self.key_bias + self.positive_ids
 
     def pair_defines(self, columns: int) -> dict[str, int]:
-        """The -D options of groups, limits and biases; `columns`: 1 if columns have a softmax."""
+        """The -D options of `pair_options`; `columns`: 1 if columns have a softmax."""
         defines = {"GROUPS": 1} if self.groups else {}
+        if self.positive_ids:
+            defines["POSITIVE_IDS"] = 1
         if self.compares_with_limits:
             defines["LIMITS"] = 2 if columns else 1
         if self.key_bias:

@@ -65,7 +65,7 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     """The schedule of a tiled call, or of a block over ranks."""
     operands = choose_operands(call, device)
     tile = config.tile_for(
-        operands.precision, call.shape[2], device, call.limit_and_bias_count, call.groups
+        operands.precision, call.shape[2], device, call.number_count, call.name_count
     )
     sweep, register_sweep = choose_sweeps(call, operands, device)
     cut = choose_cut(call, operands, tile, sweep, register_sweep, device)
@@ -184,8 +184,8 @@ def choose_sweeps(
         return None, None
     extras = call.normalize or call.ids
     sweep = config.sweep_for(
-        operands.precision, operands.width, device, extras, call.moments, call.limit_and_bias_count,
-        call.groups,
+        operands.precision, operands.width, device, extras, call.moments, call.number_count,
+        call.name_count,
     )  # fmt: skip
     register_sweep = None
     if call.symmetric and call.gradient:

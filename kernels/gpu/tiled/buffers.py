@@ -19,7 +19,8 @@ from .operands import CachedExponentials, OperandSide, Workspace
 
 
 class PairVectors:
-    """Groups, limits and biases of pairs, as kernels take them (kernels/cuda/block/options.cuh).
+    """Groups, positive ids, limits and biases of pairs, as kernels take them
+    (kernels/cuda/block/options.cuh).
 
     `column_bias` is the bias of the column's key. Kernels add it to all logits of the column, so
     that both directions share one exponential. It cancels in the softmax over the column, and adds
@@ -46,6 +47,13 @@ class PairVectors:
         if problem.query_groups is not None:
             self.rows["query_groups"] = problem.query_groups
             self.columns["key_groups"] = problem.key_groups
+        if problem.has_positive_ids:
+            weights = problem.query_pair_weights, problem.key_pair_weights
+            self.rows["query_positive_ids"] = problem.query_positive_ids
+            self.columns["key_positive_ids"] = problem.key_positive_ids
+            self.rows["query_pair_weights"], self.columns["key_pair_weights"] = (
+                of.astype(buffers.real) for of in weights
+            )
         if column_bias is not None:
             self.rows["row_bias"], self.columns["column_bias"] = row_bias, column_bias
 
@@ -101,7 +109,7 @@ class Buffers:
             "factor": 1 + bias,
             "feature_divisors": divisors,
         }
-        if not problem.plain_logits:
+        if not problem.plain_logits or problem.has_positive_ids:
             self.pair_vectors = PairVectors(self, problem)
 
     @property

@@ -109,6 +109,9 @@ class Call:
         labels, ids, groups = map(self.options.get, ("labels", "ids", "groups"))
         if self.loss == "sup_con":
             positive = (labels[:, None] == labels) & (labels >= 0)[:, None] & ~np.eye(m, dtype=bool)
+        elif "positive_ids" in self.options:
+            of_rows, of_columns = self.options["positive_ids"]
+            positive = of_rows[:, None] == of_columns
         elif self.loss in ("nt_xent", "gte"):
             positive = own == (own[:, None] + m // 2) % m
         else:
@@ -134,7 +137,7 @@ class Call:
     @cached_property
     def row_weights(self) -> tuple[Any, Any]:
         """Of each loss in the reduced loss, and in what the gradients are of."""
-        has_positive = self._masks[0].any(axis=1)
+        has_positive = self._masks[0].any(axis=1) | self.kind.sigmoid
         weights = np.where(has_positive, self.options.get("weights", 1.0), 0.0)
         if self.options.get("reduction", "mean") == "mean":
             weights = weights / max(weights.sum(), 1e-300)

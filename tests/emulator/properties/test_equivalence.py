@@ -119,6 +119,8 @@ def calls(draw: st.DrawFn, name: str, cases: Any = CASES) -> Call:
             of_rows = rng.integers(0, number, m)
             pair = m != n or (name in ("info_nce", "clip") and rng.random() < 0.5)
             options[names] = (of_rows, rng.integers(0, number, n)) if pair else of_rows
+    if kind.sigmoid and draw(st.booleans()):
+        options["positive_ids"] = tuple(rng.integers(0, m // 2 + 2, size) for size in (m, n))
     options |= draw(softmax_options(kind, n, rng))
     if {"ids", "groups"} <= options.keys():
         options.pop("label_smoothing", None)

@@ -15,9 +15,6 @@
 #ifndef WIDE
 #define WIDE 0
 #endif
-#ifndef FACTORS
-#define FACTORS 0
-#endif
 // Whether each column of a tile has numbers in shared memory, in every epilogue.
 #define HAS_COLUMN_NUMBERS (FACTORS || !__is_empty(Options::ColumnNumbers<1>))
 #ifndef SHARED
