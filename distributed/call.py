@@ -21,7 +21,7 @@ from .transports.base import Transport
 
 
 def evaluate(
-    kind: Loss, callers: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
+    kind: Loss, caller_arrays: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
     rank_options: Mapping[str, Any], with_grad: bool, teacher: Teacher | None = None,
 ) -> Any:  # fmt: skip
     """The result of one call on this rank, of the caller's arrays; `rank_options` are those of
@@ -34,21 +34,21 @@ def evaluate(
             return evaluate(kind, features, labels, bias, others, same, with_grad)
 
         over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
-        return over_prefixes(kind, callers, options, of_prefix)
+        return over_prefixes(kind, caller_arrays, options, of_prefix)
     ranks = _connected(rank_options)
-    kind, callers, options = with_own(kind, callers, options)
+    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     # functions of one process take no labels for losses that pair views
     pairs_views = kind.symmetric and not kind.classes
     if ranks.size == 1 and not (pairs_views and labels is not None):
         require_options(options, rank_options)
         function: Any = dispatch.loss_and_grad if with_grad else dispatch.loss
-        return function(kind, callers, labels, bias, options, teacher=teacher)
+        return function(kind, caller_arrays, labels, bias, options, teacher=teacher)
     features, unreadable = [], None
     transport: Transport | None = None
     try:
-        with arrays.on_stream_of(callers[0]):
+        with arrays.on_stream_of(caller_arrays[0]):
             try:
-                features = arrays.natives(callers, kind.arguments)
+                features = arrays.natives(caller_arrays, kind.arguments)
             except Exception as error:
                 unreadable = error
             with arrays.compute_context(features[0] if features else None):
@@ -63,9 +63,9 @@ def evaluate(
                 except MemoryError as error:
                     dispatch.raise_with_advice(error, request.problem)
                 if with_grad:
-                    result = dispatch.result_of(kind, request, solution, callers[0])
+                    result = dispatch.result_of(kind, request, solution, caller_arrays[0])
                 else:
-                    result = dispatch.loss_of(request, solution, callers[0])
+                    result = dispatch.loss_of(request, solution, caller_arrays[0])
                 transport.finish()
     except AgreedError as agreed:
         raise agreed.error from None
@@ -77,7 +77,7 @@ def evaluate(
                 transport.close()
         raise
     if not with_grad:
-        arrays.warn_of_lost_gradients(kind, callers, bias, options)
+        arrays.warn_of_lost_gradients(kind, caller_arrays, bias, options)
     return result
 
 

@@ -337,7 +337,7 @@ class FoldsOverRanks:
         gradients: Gradients | None, to_clear: Sums | None = None,
     ) -> bool:  # fmt: skip
         """Fold the block of these keys, and return True; return False if the block is empty."""
-        own = keys.are_uncut and keys.are_own
+        own = keys.are_whole_shards and keys.are_own
         symmetric = problem.symmetric and own
         no_local = self.own_positives and not keys.are_own
         key_fields = dict(zip(names(problem), arrays, strict=False))
@@ -370,7 +370,7 @@ class FoldsOverRanks:
     def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion) -> bool:
         """Whether a block of a symmetric problem visits each pair of rows once. Such a block of
         gradients has to come first, because it does not add to dQ."""
-        if not (problem.symmetric and keys.are_uncut and keys.are_own):
+        if not (problem.symmetric and keys.are_whole_shards and keys.are_own):
             return False
         if isinstance(epilogue, Statistics):
             return epilogue.columns is not None
@@ -378,7 +378,7 @@ class FoldsOverRanks:
 
     def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
         """Indices of the positives among these keys; -1 where the positive is not one of them."""
-        same = self.own_positives and (no_local or keys.are_uncut)
+        same = self.own_positives and (no_local or keys.are_whole_shards)
         if same and no_local in self.local:
             return self.local[no_local]
         local = self._local(problem.positives, keys)

@@ -270,7 +270,7 @@ def _visits(request: Request, how: Schedule, rank: int) -> list[tuple[int, bool]
     blocks = set()
 
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-        blocks.add((len(keys), keys.are_own and keys.are_uncut))
+        blocks.add((len(keys), keys.are_own and keys.are_whole_shards))
 
     exchange_of(how, None, rank, [], _Nothing()).run(
         Round([], visit, half=how.symmetric, same_pairs=request.problem.compares_with_limits)

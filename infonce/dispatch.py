@@ -21,28 +21,28 @@ from .spec import Loss
 
 
 def loss(
-    kind: Loss, callers: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any],
+    kind: Loss, caller_arrays: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any],
     teacher: Any = None,
 ) -> Array:  # fmt: skip
     """The loss alone, of the caller's arrays."""
     if prefixes.taken(kind, options):
         return prefixes.loss(
-            kind, callers, options, lambda z, others: loss(kind, z, labels, bias, others)
+            kind, caller_arrays, options, lambda z, others: loss(kind, z, labels, bias, others)
         )
-    kind, callers, options = with_own(kind, callers, options)
-    with arrays.on_stream_of(callers[0]):
-        features = arrays.natives(callers, kind.arguments)
+    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
+    with arrays.on_stream_of(caller_arrays[0]):
+        features = arrays.natives(caller_arrays, kind.arguments)
         with arrays.compute_context(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
             if teacher is not None:
                 add_teacher(kind, request, features, teacher)
-            arrays.warn_of_lost_gradients(kind, callers, bias, options)
-            return loss_of(request, _solve(request), callers[0])
+            arrays.warn_of_lost_gradients(kind, caller_arrays, bias, options)
+            return loss_of(request, _solve(request), caller_arrays[0])
 
 
 def loss_and_grad(
     kind: Loss,
-    callers: Sequence[Array],
+    caller_arrays: Sequence[Array],
     labels: Any,
     bias: Any,
     options: Mapping[str, Any],
@@ -52,18 +52,21 @@ def loss_and_grad(
     """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
     if prefixes.taken(kind, options):
         return prefixes.loss_and_grad(
-            kind, callers, options, lambda z, others: loss_and_grad(kind, z, labels, bias, others)
+            kind,
+            caller_arrays,
+            options,
+            lambda z, others: loss_and_grad(kind, z, labels, bias, others),
         )
-    kind, callers, options = with_own(kind, callers, options)
-    with arrays.on_stream_of(callers[0]):
-        features = arrays.natives(callers, kind.arguments)
+    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
+    with arrays.on_stream_of(caller_arrays[0]):
+        features = arrays.natives(caller_arrays, kind.arguments)
         with arrays.compute_context(features[0]):
             request = check(
                 kind, features, labels, bias, options, with_grad=True, grad_buffers=grad_buffers
             )
             if teacher is not None:
                 add_teacher(kind, request, features, teacher)
-            return result_of(kind, request, _solve(request), callers[0])
+            return result_of(kind, request, _solve(request), caller_arrays[0])
 
 
 def loss_of(request: Request, solution: Solution, caller: Array) -> Array:

@@ -282,7 +282,7 @@ NAMES = ("ids", "groups", "positive_ids")
 VECTORS = ("weights", "key_bias")  # arguments of compiled programs; they get no gradient
 ARRAYS = (*VECTORS, "own_mask")  # beside features; they get no gradient
 # In PyTorch and JAX gradients are computed with the loss, and wait for the upstream gradient in
-# these dtypes: what float16 has no range for, a large upstream gradient would not bring back
+# these dtypes. A gradient that underflows in float16 would stay 0, whatever the upstream gradient
 WAITING = {"float16": "float32"}
 GRAD_ONLY = frozenset(GradOptions.__annotations__) - frozenset(LossOptions.__annotations__)
 FLAGS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]

@@ -76,8 +76,8 @@ class Problem:
     row_shares: Array = None  # [M] float64 weights of losses in their sum, where they differ
     query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
     key_groups: Array = None  # excluded, except for the positive
-    # the groups of queries and of keys as NumPy arrays, where a GPU's features have groups and
-    # default positives that the host knows: blocks without a common group are left out
+    # groups of queries and of keys as NumPy arrays, for features on a GPU with groups in host
+    # memory and without labels: blocks without a common group are left out
     host_groups: tuple[Array, Array] | None = None
     query_positive_ids: Array = None  # [M] int64, with key_positive_ids [N], of a sigmoid: pairs of
     key_positive_ids: Array = None  # equal ids are the positives, and `positives` are all -1
@@ -118,8 +118,8 @@ class Problem:
 
     @property
     def plain_logits(self) -> bool:
-        """Whether logits are scaled products, in the sums of both sides, but for equal ids."""
-        has_arrays = not (self.query_groups is self.own is self.key_bias is None)
+        """Whether no option but `ids` adds, changes or leaves out a logit."""
+        has_arrays = not (self.query_groups is self.own is self.key_bias is None)  # fast
         return not has_arrays and not self.compares_with_limits
 
     @property
@@ -132,8 +132,8 @@ class Problem:
 
     @property
     def loss_by_row(self) -> bool:
-        """Whether the loss of a row follows from its sums and the logits of its positives alone:
-        `margin`, `decoupled` and `hardness` are numbers in that."""
+        """Whether the loss of a row follows from its sums and the logits of its positives alone.
+        `margin`, `decoupled` and `hardness` change only numbers in that formula."""
         others = self.linear_terms or self.joint or self.has_positive_ids
         return self.plain_logits and not others
 

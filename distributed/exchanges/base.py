@@ -17,7 +17,7 @@ class Keys:
 
     are_own: bool  # whether they are this rank's keys
     rows: slice  # rows of the whole batch; rows past its end are those from its beginning on
-    are_uncut: bool  # whether they are all keys of their shards
+    are_whole_shards: bool  # whether they are all keys of their shards
     step: int  # number of this visit in its round
     steps: int  # number of visits in the round
 

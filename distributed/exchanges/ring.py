@@ -1,9 +1,9 @@
 """The ring: shards of keys go from rank to rank, and sums over queries follow them.
 
 In step s rank r has the keys of rank k = r - s (mod n). The sums of those keys travel one step
-behind them: while a block is computed, the keys of the next one arrive, and so do the sums of the
-ranks before, to which this rank's are added. After n steps they are sent to the owner of the keys.
-The sums of shard k are thus always added in the order k, k + 1, ...
+behind the keys. While a block is computed, the keys of the next block arrive. The sums of the
+previous ranks arrive too, and this rank's sums are added to them. After n steps the sums are sent
+to the owner of the keys. The sums of shard k are thus always added in the order k, k + 1, ...
 
 There are two buffers of keys and three of sums. If they would be larger than half of the workspace,
 shards go round in pieces, one piece of each shard at a time.
@@ -89,7 +89,7 @@ class Ring:
                             step + j * steps, self.pieces * steps,
                         )  # fmt: skip
                         visit(keys, arrays, sums)
-                elif j == 0:
+                elif j == 0:  # queries are keys: the own shard is visited once, in one piece
                     shard = slice(start, self.partition.starts[rank + 1])
                     visit(Keys(True, shard, True, 0, self.pieces * steps), own, [])
                 if pending is not None:
@@ -102,6 +102,7 @@ class Ring:
                 if ranks > 1:
                     rows = pieces[rank].stop - pieces[rank].start
                     complete = buffers((summed[-1] + 1) % 3, rows, True)
+                    # the owner is so many ranks further on
                     home = {ranks - summed[-1]: (carried, complete)}
                     self.transport.exchange(home).wait()
                     carried = complete

@@ -237,10 +237,11 @@ def _set_groups(
         groups = np.zeros(sizes[0], np.int64), np.ones(sizes[1], np.int64)
     if groups is None:
         return
-    on_host = xp is not np and rows.on_host("groups", groups)
-    pair = rows.names(np if on_host else xp, loss, "groups", groups, *sizes)
+    # groups in a GPU's memory are not read on the host: that would wait for the GPU
+    host_knows_groups = xp is not np and rows.on_host("groups", groups)
+    pair = rows.names(np if host_knows_groups else xp, loss, "groups", groups, *sizes)
     problem.query_groups, problem.key_groups = map(xp.asarray, pair)
-    if on_host and batch is None and labels is None:
+    if host_knows_groups and batch is None and labels is None:
         problem.host_groups = pair
 
 

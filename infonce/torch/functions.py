@@ -141,9 +141,10 @@ DOC = """
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``.
     group : torch.distributed process group, optional
-        Its processes share the batch: each passes its own rows, and gets the loss of all rows and
-        gradients that DDP's average makes those of that loss; ``gradient_scale="global"`` where
-        gradients are summed. Also `timeout`, `transport` and `exchange`, of `infonce.distributed`.
+        Its processes share the batch: each passes its own rows, and gets the loss of all rows.
+        DDP's average of the gradients is the gradient of that loss; pass
+        ``gradient_scale="global"`` where gradients are summed. Also `timeout`, `transport` and
+        `exchange`, of `infonce.distributed`.
     weights, key_bias, guide : tensors, optional
         As in `infonce.{loss}`, as far as it has them; a pair of tensors for `guide`. They get no
         gradient.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .. import solve as blocks
+from .. import solve as two_passes
 from ..arrays import naive
 from ..distill.problem import TaughtProblem
 from ..distill.solve import solve as solve_distillation
@@ -44,7 +44,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         require_memory(problem, naive.matrix_bytes(problem))
         return naive.solve(problem, gradients, CPU.vectors)
     solution = one_block.solve(problem, gradients) if one_block.fits(problem) else None
-    return solution or blocks.solve(problem, CPU(problem, gradients), gradients)
+    return solution or two_passes.solve(problem, CPU(problem, gradients), gradients)
 
 
 class CPU:

@@ -166,8 +166,8 @@ __device__ __forceinline__ double signed_root(double divisor) {
 }
 
 // Complete gradients of n rows from row `first` on.
-//   - `acc` [n, acc_stride] has their sums over gradient blocks. The sums are divided by gradient_divisor[0], or,
-//     if `divisor_step` is 1, by gradient_divisor[row].
+//   - `acc` [n, acc_stride] has their sums over gradient blocks. The sums were divided by gradient_divisor[0], or,
+//     if `divisor_step` is 1, by gradient_divisor[row]. They are multiplied by it here.
 //   - The features of the other side were divided by *feature_divisor (null: by 1).
 //   - Positives and linear terms are added here.
 //   - The gradients are written to `out` (data null: not written), or, if `add`, added to it.

@@ -46,7 +46,7 @@ _compiled: set[tuple[int, Call]] = set()  # kinds of calls, by device
 
 
 def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
-    """All kernels of a first call of its kind, side by side. Plans have theirs compiled so."""
+    """Compile all kernels of a first call of its kind at once, as a plan does."""
     kind = problem.query.device.id, Call.of(problem, gradients)
     if kind not in _compiled:
         _compiled.add(kind)
@@ -78,7 +78,9 @@ def block(
     if to_clear is not None:
         gpu.vectors.clear(to_clear)
     gpu.fold_block(problem, epilogue, gradients)
-    if not_finite is not None:  # what queries say is written once, keys add theirs
+    if (
+        not_finite is not None
+    ):  # marks of queries are written once; each block adds the marks of its keys
         gpu.vectors.find_row_nans(
             problem, not_finite.any_key, not_finite.rows, not_finite.queries_checked
         )

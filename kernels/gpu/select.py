@@ -7,7 +7,7 @@ from dataclasses import replace
 import cupy
 
 from .. import problem as problems
-from .. import solve as blocks
+from .. import solve as two_passes
 from ..arrays.backend import ArrayBlocks
 from ..distill.problem import TaughtProblem
 from ..distill.solve import solve as solve_distillation
@@ -67,7 +67,7 @@ def _on_arrays(problem: Problem, gradients: Gradients | None) -> Solution:
     problem = problems.fast_replace(readable_by_kernels(problem), scale=scale)
     if isinstance(problem, TaughtProblem):
         return solve_distillation(problem, array_blocks(problem, gradients), gradients)
-    return blocks.solve(problem, array_blocks(problem, gradients), gradients)
+    return two_passes.solve(problem, array_blocks(problem, gradients), gradients)
 
 
 def array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from .. import solve as blocks
+from .. import solve as two_passes
 from ..conclude import Direction
 from ..conclusion import Conclusion
 from ..epilogues import Sigmoid, Statistics, Sums
@@ -80,7 +80,7 @@ _conclude = cupy.ElementwiseKernel(
 )  # fmt: skip
 
 
-class ElementwiseVectors(blocks.Vectors):
+class ElementwiseVectors(two_passes.Vectors):
     """`solve.Vectors` on CuPy's arrays, with one kernel for each merge of sums."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .. import solve as blocks
+from .. import solve as two_passes
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums, retrieval_ranks_of
 from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
@@ -50,7 +50,7 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
             solution = _solve_whole(whole, gradients, device, copies)
         else:
             backend = Offload(problem, gradients, panels, device, copies)
-            solution = blocks.solve(on_device_problem, backend, gradients)
+            solution = two_passes.solve(on_device_problem, backend, gradients)
     if not problem.retrieval_ranks:  # nobody needs the statistics
         solution = replace(solution, statistics=None, direction_losses=None)
     on_host: Solution = map_arrays(solution, device.get)

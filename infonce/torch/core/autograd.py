@@ -106,7 +106,7 @@ class TorchCall:
 
     kind: Loss
     labels: Tensor | None
-    scale: Any  # unused if it is a tensor, which is an input of the node
+    scale: Any  # unused if it is a tensor: an input of the node
     bias: Any
     options: dict[str, Any]
     with_metrics: bool
@@ -117,7 +117,7 @@ class TorchCall:
 
     @property
     def _untracked_values(self) -> tuple[Any, ...]:
-        """In the order of UNTRACKED. A single array for a pair is at the place of rows."""
+        """In the order of UNTRACKED. One array instead of a pair takes the place of rows."""
         get = self.options.get
         sides: list[Any] = []
         for name in PAIRS:

@@ -19,7 +19,7 @@ struct FactorSources {
 constexpr int RANGE_THREADS = 1024;
 constexpr double SPREAD = 40;  // base 2, of log-sum-exps that share exponentials
 // The gradient divisor is at least this share of the largest factor: larger quotients overflow float32.
-constexpr double MIN_FACTOR = 0x1p-60;
+constexpr double MIN_DIVISOR_SHARE = 0x1p-60;
 
 // One thread block reads M + N numbers once. An element of dL/dx is at most the sum of its row's and its
 // column's gradients. The gradient at the positive bounds each of the two. In two cases the factors bound them
@@ -35,7 +35,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
       high = fmax(high, f.row_reference[i]);
       low = fmin(low, f.row_reference[i]);
     }
-    const double share = by_factor ? 2 : f.positive_gradient ? MIN_FACTOR : 1;
+    const double share = by_factor ? 2 : f.positive_gradient ? MIN_DIVISOR_SHARE : 1;
     bound = fmax(bound, fabs(f.row_factor[i]) * share);
     if (f.positive_gradient) bound = fmax(bound, 2 * fabs(f.positive_gradient[i]));
   }

@@ -220,7 +220,7 @@ def blocking(
     blocks read least. `symmetric`: rows and columns are divided at the same indices.
 
     Accumulators of dK take up to half of the workspace. If they would take more than a quarter, the
-    first of them overlay dK's destination, provided that all fit in this way.
+    first of them overlay dK's destination, provided that the others then fit.
     """
     m, n, d = shape
     row = needs.accumulator_row_bytes(d)

@@ -93,7 +93,9 @@ class AccumulatorRows:
     first_row: int = 0  # the first row in the workspace; rows before it overlay the destination
     overlaid: int = 0  # rows that overlay the destination
     copies: int = 1  # accumulators of each row, whose sum is the gradient
-    rows_passing: int = 0  # overlaid rows that the gradient block has room to convert at a time
+    rows_converted_at_once: int = (
+        0  # overlaid rows that the gradient block has room to convert at a time
+    )
 
 
 @dataclass(frozen=True)
@@ -355,4 +357,6 @@ class Folds:
         largest = (m, blocking.cached_columns) if blocking.cached_columns else grid.largest
         passing = needs.gradient_block_bytes(*largest, d) // needs.overlay_row_bytes
         first += blocking.overlaid
-        return AccumulatorRows(False, end - first, first, blocking.overlaid, rows_passing=passing)
+        return AccumulatorRows(
+            False, end - first, first, blocking.overlaid, rows_converted_at_once=passing
+        )

@@ -109,8 +109,8 @@ class FoldRun:
 
 
 def _grid_of_groups(problem: Problem, grid: Grid) -> Grid:
-    """The grid without blocks that have no common group. Each range of keys is visited once at
-    least: that writes its gradient."""
+    """The grid without blocks that have no common group. Each column block is visited at
+    least once, because a visit writes the gradient of its keys."""
     assert problem.host_groups is not None
     positives = default_positives(problem.shape[0], problem.symmetric, np)
     grid = without_other_groups(grid, problem.host_groups, positives)

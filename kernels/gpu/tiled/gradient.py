@@ -21,8 +21,8 @@ from .fold import FoldRun
 from .operands import NO_GRADIENT_BLOCK, Accumulator, CachedExponentials, GradientBlock, Operand
 
 # A gradient block is divided by its gradient divisor, which brings the largest element near this
-# number, because float16 overflows at 65504. Factors of normalised rows are at most 2 each:
-# 8192 x 2 x 2 = 32768
+# number, because float16 overflows at 65504. The factors that normalise two rows are at most 2
+# each: 8192 x 2 x 2 = 32768
 LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
 # cuBLAS's names for types and for the arithmetic of a product
 CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "fp16x3": 2, "bf16": 14, "bf16x3": 14}
@@ -205,7 +205,7 @@ class GradientRun(FoldRun):
             return
         assert gradients is not None
         out: Array = gradients.query if accumulator is self.dq_accumulator else gradients.key
-        for rows in slices(rows_of_keys.overlaid, max(1, rows_of_keys.rows_passing)):
+        for rows in slices(rows_of_keys.overlaid, max(1, rows_of_keys.rows_converted_at_once)):
             destination = out[rows]
             memory = self.gradient_block.memory.data
             converted = cupy.ndarray(destination.shape, destination.dtype, memory)

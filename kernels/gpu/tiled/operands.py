@@ -230,15 +230,15 @@ NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "anew": 0}
 class Accumulator:
     """Sums of gradients of the rows from `first` on, before `GradientRun.finish` completes them.
 
-    The sums are divided by the gradient divisor. A row is the sum of its `copies` in as many arrays
-    [rows, stride], one after another. Rows before `first`, if any, are in `before`, which overlays
-    the memory of the gradient.
+    The sums were divided by the gradient divisor. A row is the sum of its `copies` in as many
+    arrays [rows, stride], one after another. Rows before `first`, if any, are in `overlay`, which
+    lies in the memory of the gradient.
     """
 
     array: Array
     stride: int
     first: int
-    before: Accumulator | None = None
+    overlay: Accumulator | None = None
     copies: int = 1
 
     @property
@@ -247,7 +247,7 @@ class Accumulator:
         return int(self.array.size) // self.copies
 
     def pointer(self, row: int) -> int:
-        if self.before is not None and row < self.first:
-            return self.before.pointer(row)
+        if self.overlay is not None and row < self.first:
+            return self.overlay.pointer(row)
         offset = (row - self.first) * self.stride * self.array.dtype.itemsize
         return int(self.array.data.ptr + offset)
