@@ -76,7 +76,7 @@ def fold_block(
         device_gradients = replace(gradients, dots=dots)
     with device.copies() as copies:
         backend = Offload(problem, gradients, layout(problem, gradients), device, copies)
-        blocks.fold_block(
+        two_passes.fold_block(
             backend,
             _vectors_on(device, problem),
             triangle,

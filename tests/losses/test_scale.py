@@ -12,6 +12,7 @@ from gpu_problems import ELEMENT, MISSING, PRODUCT
 from hypothesis import strategies as st
 from infonce.kernels import problem as problems
 from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.epilogues import Sums
 from infonce.kernels.solve import Solution, Vectors
 from judge import LOSSES, arguments, judged, pairs
 from reference_problems import YES, Problem, call_of, quick
@@ -275,7 +276,7 @@ def test_a_margin_beside_feature_gradients(name: str, monkeypatch: pytest.Monkey
     moments: list[bool] = []
     identity = Vectors.identity
 
-    def recorded(self: Vectors, n: int, wanted: bool) -> problems.Sums:
+    def recorded(self: Vectors, n: int, wanted: bool) -> Sums:
         moments.append(wanted)
         return identity(self, n, wanted)
 
