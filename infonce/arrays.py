@@ -201,13 +201,17 @@ _warned: set[str] = set()  # names of losses
 
 
 def warn_of_lost_gradients(
-    loss: Loss, callers: Sequence[Array], bias: Any, options: Mapping[str, Any]
+    loss: Loss, caller_arrays: Sequence[Array], bias: Any, options: Mapping[str, Any]
 ) -> None:
     """Warn, once for each loss and at its caller's line, that autograd does not see the loss."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled() or not isinstance(callers[0], torch.Tensor):
+    if (
+        torch is None
+        or not torch.is_grad_enabled()
+        or not isinstance(caller_arrays[0], torch.Tensor)
+    ):
         return
-    values = (*callers, bias, options.get("scale"), options.get("temperature"))
+    values = (*caller_arrays, bias, options.get("scale"), options.get("temperature"))
     watched = [getattr(value, "requires_grad", False) is True for value in values]
     if True not in watched or loss.name in _warned:
         return

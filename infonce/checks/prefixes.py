@@ -60,21 +60,23 @@ def _listed(weights: Any) -> list[Any]:
         raise TypeError(f"dim_weights: expected numbers, got {validation.what(weights)}") from None
 
 
-def loss(kind: Loss, callers: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate) -> Any:
+def loss(
+    kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
+) -> Any:
     """The loss alone."""
-    with arrays.on_stream_of(callers[0]):
-        features = arrays.natives(callers, kind.arguments)
+    with arrays.on_stream_of(caller_arrays[0]):
+        features = arrays.natives(caller_arrays, kind.arguments)
         parts, others = _parts(kind, features, options)
         losses = [evaluate([z[:, :d] for z in features], others) for d, _ in parts]
-        return arrays.converter_to(callers[0])(_weighted(losses, parts))
+        return arrays.converter_to(caller_arrays[0])(_weighted(losses, parts))
 
 
 def loss_and_grad(
-    kind: Loss, callers: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
+    kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> LossAndGrad:
     """Loss and gradients. Log-sum-exps, metrics and logits are those of the last prefix."""
-    with arrays.on_stream_of(callers[0]):
-        features = arrays.natives(callers, kind.arguments)
+    with arrays.on_stream_of(caller_arrays[0]):
+        features = arrays.natives(caller_arrays, kind.arguments)
         parts, others = _parts(kind, features, options)
         wrt = validation.wrt(kind, others.get("wrt"))
         grad_dtype = validation.grad_dtype(others.pop("grad_dtype", None))
@@ -111,7 +113,7 @@ def loss_and_grad(
         for name, z in grads.items():
             if z is not sums[name]:
                 z[...] = sums[name]
-        convert, last = arrays.converter_to(callers[0]), results[-1]
+        convert, last = arrays.converter_to(caller_arrays[0]), results[-1]
         found = {name: given.get(name, convert(z)) for name, z in grads.items()}
         found |= {name: convert(xp.asarray(number)) for name, number in scalars.items()}
         loss = convert(_weighted([result.loss for result in results], parts))

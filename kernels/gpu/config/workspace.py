@@ -287,18 +287,14 @@ def small_blockings(
 ) -> tuple[Blocking, Blocking, int]:
     """The result of `blockings`, in blocks of at most GROUP_BLOCK rows and columns."""
     m, n, d = shape
-    first, second = (
-        replace(
-            cut, rows=_even(m, min(cut.rows, GROUP_BLOCK)),
-            columns=_even(n, min(cut.columns, GROUP_BLOCK)),
-        )
-        for cut in blockings
-    )  # fmt: skip
-    sizes = (
-        needs.statistics_needs.blocking_bytes(first, d, block_n),
-        needs.gradient_needs.blocking_bytes(second, d, block_n),
-    )
-    return first, second, max(sizes)
+
+    def small(cut: Blocking) -> Blocking:
+        rows, columns = min(cut.rows, GROUP_BLOCK), min(cut.columns, GROUP_BLOCK)
+        return replace(cut, rows=_even(m, rows), columns=_even(n, columns))
+
+    first, second = map(small, blockings)
+    size = needs.statistics_needs.blocking_bytes(first, d, block_n)
+    return first, second, max(size, needs.gradient_needs.blocking_bytes(second, d, block_n))
 
 
 @lru_cache(1024)
@@ -351,10 +347,9 @@ def _caching_blockings(
 
     def size(overlaid: int, columns: int) -> int:
         cut = Blocking(m, columns, dk_rows, overlaid)
-        sizes = (
-            fold.blocking_bytes(cut, d, block_n) for fold in (needs.statistics_needs, beside_cache)
-        )
-        return sum(needs.cached_parts(m, columns, d).values()) + max(sizes) + needs.staged_once
+        folds = needs.statistics_needs, beside_cache
+        beside = needs.staged_once + max(fold.blocking_bytes(cut, d, block_n) for fold in folds)
+        return sum(needs.cached_parts(m, columns, d).values()) + beside
 
     def has_room(overlaid: int, columns: int) -> bool:
         return size(overlaid, columns) <= workspace
@@ -373,10 +368,7 @@ def _caching_blockings(
 
 
 def _largest(most: int, has_room: Callable[[int], bool]) -> int:
-    """The largest size up to `most` that has room.
-
-    It is `most`, a multiple of BLOCK_M, or a power of 2 below BLOCK_M.
-    """
+    """The largest size that has room: `most`, a multiple of BLOCK_M, or a power of 2 below it."""
     if has_room(most):
         return most
     low, high = 0, -(-most // BLOCK_M)
