@@ -10,6 +10,7 @@ from infonce.kernels.solve import Vectors
 pytestmark = gpu_only
 if not MISSING:
     import cupy
+    from infonce.kernels import epilogues
     from infonce.kernels import problem as problems
     from infonce.kernels.gpu import plan as gpu_plan
     from infonce.kernels.gpu import select as gpu_select
@@ -56,27 +57,27 @@ def test_blocks_of_many_ranks(
         def fold(gradient: bool, order: Any = (problem, symmetric, before, gathered, rows, columns),
                  ) -> list[Any]:  # fmt: skip
             problem, symmetric, before, gathered, rows, columns = order
-            row_sums = problems.Sums(*(z.copy() for z in before[:3]))
+            row_sums = epilogues.Sums(*(z.copy() for z in before[:3]))
             column_sums = row_sums
             if not symmetric:
-                column_sums = problems.Sums(*(z.copy() for z in before[3:6]))
+                column_sums = epilogues.Sums(*(z.copy() for z in before[3:6]))
             dq, dk = (z.astype(real) for z in gathered)
             vectors = [cupy.zeros(m) for _ in range(5)]  # of the sigmoid's fold, and dots
-            epilogue: Any = problems.Statistics(
+            epilogue: Any = epilogues.Statistics(
                 row_sums, column_sums if columns is not None else None, before[6].copy()
             )
             if sigmoid:
-                epilogue = problems.Sigmoid(rows, *vectors[:4])
+                epilogue = epilogues.Sigmoid(rows, *vectors[:4])
             elif gradient:
                 share = None if columns is None else 0.5 * columns
-                epilogue = problems.SoftmaxGradient(4 + rows, rows, columns, share, -rows)
+                epilogue = epilogues.SoftmaxGradient(4 + rows, rows, columns, share, -rows)
             gradients = None
             if gradient:
                 gradients = problems.Gradients(
                     dq, dk, vectors[4], want_key=not symmetric, add_query=True
                 )
             triangle = symmetric and not gradient and not sigmoid
-            statistics = isinstance(epilogue, problems.Statistics)
+            statistics = isinstance(epilogue, epilogues.Statistics)
             to_clear = None
             if statistics and columns is not None and not symmetric:
                 to_clear = column_sums
@@ -111,11 +112,11 @@ def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool =
     )  # fmt: skip
     vectors = ElementwiseVectors()
     rows = vectors.identity(m, True)
-    columns = problems.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan), cupy.full(n, np.nan))
+    columns = epilogues.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan), cupy.full(n, np.nan))
     if not clear:
         columns = vectors.identity(n, True)
     found = cupy.zeros(m + 1)
-    stats = problems.Statistics(rows, columns, cupy.full(m, np.nan))
+    stats = epilogues.Statistics(rows, columns, cupy.full(m, np.nan))
     bad = problems.NotFinite(found[:m], found[m:], checked)
     gpu_ranks.fold_block(problem, False, stats, None, bad, columns if clear else None)
     return *(z.get() for z in columns.arrays), np.isnan(found.get())
