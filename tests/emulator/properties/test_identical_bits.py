@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.emulated,
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]
-# Of the missing synchronisations, mutants.py noticed each in its first 4 schedules, or in none of 32
+# Of missing synchronisations, mutants.py noticed each in its first 4 schedules, or in none of 32
 SCHEDULES = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
 DTYPES = {"fp64": "float64", "bf16": "bfloat16", "fp16": "float16"}  # float32 for others
 DEVICES = {"Hopper": 0, "portable": 2}  # of the stand-in
