@@ -44,14 +44,16 @@ def solution(
     if ddp:
         problem.upstream = problem.upstream * times
     if request.on_gpu:
-        problem = problem.without_weights() if problem.loss_by_row else problem
+        unweighted = problem.without_weights() if problem.loss_by_row else problem
         planned = _on_gpu()[1]
         by_plan: Solution | None = planned.solution(
-            how, problem, gradients, ranks, transport, _divisors(request, divisor, times),
+            how, unweighted, gradients, ranks, transport, _divisors(request, divisor, times),
             request.dtype,
         )  # fmt: skip
         if by_plan is not None:
             return by_plan
+        if unweighted.plain:  # operations on arrays find rows without a positive by the weights
+            problem = unweighted
     fold, first = folding(request), how.queries.starts[ranks.rank]
     vectors, xp = fold.vectors, fold.vectors.xp
     for name in names(problem):

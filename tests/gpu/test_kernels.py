@@ -315,11 +315,11 @@ def test_destinations_lend_memory(
             patch.setattr(gpu_gradients, "Accumulator", recorded)
             patch.setattr(gpu_recorded, "compile_kernels", lambda *_: None)  # which makes them too
             overlaid = run(loss, args, precision, 10.0, outs=outs, **options)
-            assert sum(acc.before is not None for acc in made) == 1
+            assert sum(acc.overlay is not None for acc in made) == 1
             patch.setattr(decisions, "overlay_bytes", lambda *of: 0)
             made.clear()
             plain = run(loss, args, precision, 10.0, **options)
-            assert not any(acc.before is not None for acc in made)
+            assert not any(acc.overlay is not None for acc in made)
         if not normalize:
             ref = judged(loss, args, scale=10.0, **{k: options[k] for k in ("ids", "labels")
                                                     if k in options})  # fmt: skip

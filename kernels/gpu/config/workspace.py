@@ -32,7 +32,6 @@ ADDING_COST, LAUNCH_COST = 0.012, 2
 # The least rows of blocks that have all keys. With 900 rows, adding to dK takes as long as
 # computing the logits again
 ALL_KEYS_ROWS = 1024
-GROUP_BLOCK = 4096  # most rows and columns of a block, if groups leave out blocks
 PIECE_ROWS = 64  # rows that linear.cu adds up before it joins the sums of a segment
 
 
@@ -212,8 +211,9 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
 
 @lru_cache(1024)
 def blocking(
-    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool
-) -> Blocking:
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
+    most_side: int | None = None,
+) -> Blocking:  # fmt: skip
     """The largest blocks that fit, nearly square.
 
     The rows that a block reads for its copies and products are proportional to its sides, so square
@@ -233,6 +233,8 @@ def blocking(
     room = workspace - needs.staged_once - (dk_rows - overlaid) * row
     n = max(overlaid, n - overlaid)  # no block contains the border
     m = n if symmetric else m
+    if most_side is not None:
+        m, n = min(m, most_side), min(n, most_side)
 
     def has_room(rows: int, columns: int) -> bool:
         return needs.block_bytes(rows, columns, d, block_n) <= room
@@ -256,13 +258,14 @@ def blocking(
 @lru_cache(1024)
 def blockings(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
-    cache_bytes: int = 0, beside: int = 0,
+    cache_bytes: int = 0, beside: int = 0, most_side: int | None = None,
 ) -> tuple[Blocking, Blocking, int]:  # fmt: skip
     """Blocks of the log-sum-exp fold, blocks of the gradient fold, and bytes for both folds.
 
     The gradient fold has smaller blocks, because dL/dx takes memory. If `cache_bytes` is not 0, the
     folds may take that many bytes, and cache as many exponentials as fit. `beside` are the bytes
-    that `left_to_folds` has subtracted. ValueError if there would be too many blocks
+    that `left_to_folds` has subtracted. Blocks have at most `most_side` rows and columns (not those
+    with a cache). ValueError if there would be too many blocks
     (`has_few_blocks`).
     """
     folds = needs.statistics_needs, needs.gradient_needs
@@ -274,27 +277,14 @@ def blockings(
     caching = _caching_blockings(shape, needs, cache_bytes, block_n) if cache_bytes else None
     if caching is not None:
         return caching
-    first, second = (blocking(shape, each, workspace, block_n, symmetric) for each in folds)
+    first, second = (
+        blocking(shape, each, workspace, block_n, symmetric, most_side) for each in folds
+    )
     sizes = (
         each.blocking_bytes(cut, shape[2], block_n)
         for each, cut in zip(folds, (first, second), strict=True)
     )
     return first, second, max(sizes)
-
-
-def small_blockings(
-    shape: tuple[int, int, int], needs: Needs, block_n: int, blockings: tuple[Blocking, Blocking]
-) -> tuple[Blocking, Blocking, int]:
-    """The result of `blockings`, in blocks of at most GROUP_BLOCK rows and columns."""
-    m, n, d = shape
-
-    def small(cut: Blocking) -> Blocking:
-        rows, columns = min(cut.rows, GROUP_BLOCK), min(cut.columns, GROUP_BLOCK)
-        return replace(cut, rows=_even(m, rows), columns=_even(n, columns))
-
-    first, second = map(small, blockings)
-    size = needs.statistics_needs.blocking_bytes(first, d, block_n)
-    return first, second, max(size, needs.gradient_needs.blocking_bytes(second, d, block_n))
 
 
 @lru_cache(1024)

@@ -26,6 +26,7 @@ ONE_PASS = ("bf16x3", "bf16")
 # Exponentials are cached for rows of at least this many K-slices. Products of shorter rows take
 # less time than the cache. Cached exponentials are bfloat16, or float32 for fp16x3
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
+GROUP_BLOCK = 8192  # most rows and columns of a block, if groups leave out blocks
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
 # Bytes that alignment may add: less than ALIGNMENT for each part. A fold has at most 10 parts
 # (`Needs.parts`), and the cache has 2 (`Needs.cached_parts`)
@@ -240,12 +241,8 @@ def choose_cut(
         one_pass = blocks is not None
     statistics, gradient, size = blocks or config.blockings(
         shape, needs, room, tile.block_n, call.symmetric, room_with_cache if may_cache else 0,
-        beside,
+        beside, GROUP_BLOCK if call.host_groups else None,
     )  # fmt: skip
-    if call.host_groups:
-        statistics, gradient, size = config.small_blockings(
-            shape, needs, tile.block_n, (statistics, gradient)
-        )
     return Cut(
         needs, statistics, gradient, size + ALIGNMENT_BYTES, one_pass, dq_in_place, dk_in_place,
         dq_copies,

@@ -8,7 +8,6 @@ import engine
 import numpy as np
 import pytest
 from gpu_problems import dtype_of
-from infonce.kernels.gpu.config import workspace
 from infonce.kernels.gpu.schedule import decisions
 from infonce.kernels.gpu.tiled.fold import FoldRun
 
@@ -65,7 +64,7 @@ def test_groups_in_host_memory_leave_out_blocks(monkeypatch: pytest.MonkeyPatch,
     """The reference's results, in fewer blocks. No query of info_nce has the group of the last
     keys."""
     name, dtype = call.split()
-    monkeypatch.setattr(workspace, "GROUP_BLOCK", 64 if name in ("nt_xent", "gte") else 128)
+    monkeypatch.setattr(decisions, "GROUP_BLOCK", 64 if name in ("nt_xent", "gte") else 128)
     decisions.tiled_schedule.cache_clear()
     blocks, begin = [], FoldRun.__init__
 
