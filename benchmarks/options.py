@@ -1,7 +1,7 @@
 """Time options of the softmax and of siglip, sup_con and gte, beside the same losses without.
 
     python benchmarks/options.py [--cpu] [--rows 65536] [--dim 512] [--rounds 7]
-        [--output benchmarks/results/options.json]
+        [--only REGEX] [--output benchmarks/results/options.json]
 
 Loss and gradients of random unit rows: bfloat16 on the current GPU, float32 on the CPU (8192 rows
 of 256 by default). All take turns in each round, so that they meet the same clocks; on a GPU, calls
@@ -13,6 +13,7 @@ gte with half as many pairs.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="default 65536, on the CPU 8192")
     parser.add_argument("--dim", type=int, help="default 512, on the CPU 256")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", metavar="REGEX", help="only options that match, and plain losses")
     parser.add_argument("--output", type=Path, help="default benchmarks/results/options[-cpu].json")
     given = parser.parse_args()
     dtype = "float32" if given.cpu else "bfloat16"
@@ -141,7 +143,12 @@ def main() -> None:
         given.dim or (256 if given.cpu else 512),
     )
     bench: Any = Host(dtype) if given.cpu else Device(dtype)
-    results = measured(bench, cases(bench, dtype, rows, dim), given.rounds)
+    runs = {
+        (loss, name): run
+        for (loss, name), run in cases(bench, dtype, rows, dim).items()
+        if name == "plain" or re.search(given.only or "", name)
+    }
+    results = measured(bench, runs, given.rounds)
     described = bench.describe()
     report = {
         "device": described["device"], "versions": described["versions"],
