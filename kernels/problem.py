@@ -81,8 +81,9 @@ class Problem:
     host_groups: tuple[Array, Array] | None = None
     query_positive_ids: Array = None  # [M] int64, with key_positive_ids [N], of a sigmoid: pairs of
     key_positive_ids: Array = None  # equal ids are the positives, and `positives` are all -1
-    query_pair_weights: Array = None  # [M] float64, of each positive pair: that of its query plus
-    key_pair_weights: Array = None  # that of its key, [N]; see `sigmoid.positives`
+    # the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j], float64
+    query_pair_weights: Array = None  # [M], see `sigmoid.positives`
+    key_pair_weights: Array = None  # [N]
     # options of the softmax: see `infonce.spec.OPTIONS`
     margin: float = 0.0
     decoupled: bool = False
@@ -93,7 +94,7 @@ class Problem:
     false_negative_margin: float = math.inf
     limits: Array = None  # [M] float64: of each row, see `targets.limits`; and [N] of each column,
     key_limits: Array = None  # where columns have a softmax
-    guide_query: Array = None  # [M, E] features of the guide, whose products have limits
+    guide_query: Array = None  # [M, E] features of the guide; `guide_limits` are of their products
     guide_key: Array = None  # [N, E]; `guide_query` itself if `symmetric`
     guide_margin: float = 0.0
     guide_limits: Array = None  # as `limits`

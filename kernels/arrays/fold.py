@@ -179,8 +179,9 @@ class ArrayFold:
         out[rows] = self.xp.where(inside, logits, before).reshape(out[rows].shape)
 
     def _left_out(self, x: Array, rows: slice, columns: slice) -> Sides:
-        """Whether rows, and columns, leave out a pair of these dot products: see
-        `Problem.compares_with_limits`. Where the guide's product is not finite, x becomes NaN."""
+        """Two masks [m, n]: pairs that rows leave out, and pairs that columns leave out, by
+        `Problem.compares_with_limits`; None: none. Where the guide's product is not finite,
+        x becomes NaN."""
         problem, xp = self.problem, self.xp
         if not problem.compares_with_limits:
             return None, None

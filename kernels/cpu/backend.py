@@ -103,6 +103,7 @@ class CPU:
     def positive_dots(self, problem: Problem) -> Array:
         context = self.context
         query, key = context.query, context.key
+        # the problem may be `targets.guide_problem`, whose features are the guide's
         if context.other_query is not None and problem.query is context.other_query.features:
             query, key = context.other_query, context.other_key or key
         return dots_at(query, key, problem.positives)

@@ -74,7 +74,9 @@ def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
         row_ids = np.ascontiguousarray(problem.query_ids)
         column_ids = np.ascontiguousarray(problem.key_ids)
     scale, losses = float(problem.scale), np.zeros(m)
-    moments = np.empty((2, max(m, n)))  # always: without, there would be twice as much to compile
+    moments = np.empty(
+        (2, max(m, n))
+    )  # always: variants without moments would double the compile time
     solution = Solution(losses)
     if problem.bias is not None:
         finite, loss, log_scale_grad, bias_grad = sigmoid(
@@ -206,7 +208,7 @@ def all_finite(x):  # type: ignore[no-untyped-def]
 def conclude(high, total, p):  # type: ignore[no-untyped-def]
     """Of a row or column, from its negatives' maximum and sum and its positive's logit: (loss,
     log-sum-exp, sigmoid(n - p), reference, 2^(reference - log-sum-exp)). See `kernels/conclude.py`.
-    One power and one logarithm, but where a maximum is a bound far above all logits."""
+    Takes one power and one logarithm, unless a maximum is a bound far above all logits."""
     if p >= high:
         rest = total * 2.0 ** (high - p)
         loss = math.log1p(rest)

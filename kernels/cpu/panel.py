@@ -55,7 +55,7 @@ class Worker:
         if fold.gradients is not None:
             self.product = buffer(max(bm, bn), d)
             self.dq = None if context.query_in_place else buffer(bm, d)
-        # Sums of a tile; of its columns, once more in the compute dtype
+        # Sums of a tile's rows and columns; `partial`: its column sums in the compute dtype
         sums = 2 if fold.problem.moments else 1
         self.tile_rows, self.tile_columns = (Sums(*np.empty((1 + sums, n))) for n in (bm, bn))
         self.partial = np.empty((sums, bn), context.dtype)
@@ -279,7 +279,7 @@ class Worker:
                 )
 
         def in_panel_order() -> None:
-            # Rows too: in the symmetric case, columns of earlier panels are these rows
+            # Row sums too: if queries are keys, earlier panels have added to them as columns
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
                 threshold = fold.rank_threshold[rows]
@@ -357,7 +357,7 @@ class Worker:
 @compiled
 def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
     """guide_bits[i, j] = which direction leaves out a pair, whose product by the guide is g[i, j].
-    Whether all products are finite."""
+    Returns whether all products are finite."""
     wide_vectors()
     zero = g.dtype.type(0)
     total = zero

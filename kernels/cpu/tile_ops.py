@@ -40,7 +40,8 @@ def set_aside_positives(x, positives, first_column, c, out):  # type: ignore[no-
 def exclude_ids(  # type: ignore[no-untyped-def]
     x, row_ids, column_ids, equal=True, row_kept_ids=None, column_kept_ids=None
 ):
-    """Exclude pairs of equal ids, or of different ones, but not pairs of equal `kept_ids`. (Single
+    """Exclude pairs of equal ids, or of different ones, but not pairs of equal positive ids, which
+    `row_kept_ids` and `column_kept_ids` are. (Single
     positives are set aside before, and inserted afterwards.)"""
     wide_vectors()
     low = x.dtype.type(-np.inf)
@@ -72,8 +73,8 @@ def insert_positives(x, positives, first_column, values):  # type: ignore[no-unt
 
 @compiled
 def seen(value, bias, at, limits, of, low, guide_bits, i, j, bit):  # type: ignore[no-untyped-def]
-    """A raw product as one direction sees it: with the bias of its key, `low` above the limit, or
-    where the guide's mark has the direction's bit."""
+    """The raw product plus the bias of its key; `low` if the product is above the limit, or if the
+    guide leaves out the pair in the direction of `bit`."""
     if limits is not None:
         value = low if value > limits[of] else value
     if guide_bits is not None:
@@ -158,7 +159,8 @@ def column_statistics(  # type: ignore[no-untyped-def]
     guide_bits=None,
     of=None,
 ):
-    """The same of each column of the tile, with the columns' own maxima. Rows are its keys."""
+    """(max, sum) and moment of each column, as `row_statistics` has them of rows. The keys of a
+    column are the rows."""
     wide_vectors()
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     m, n = x.shape
@@ -206,7 +208,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
     moments,
     of=None,
 ):
-    """The same of each row and column of the tile, with one exponential a logit.
+    """(max, sum) and moment of each row and column of the tile, with one exponential a logit.
 
     The exponential e_ij = 2^(c x_ij - r_i) is exact for the row, whose own maximum r_i it has; the
     columns take it times 2^(r_i - top), `top` being the largest r_i so far. A column far below its

@@ -30,7 +30,7 @@ class PositivePairs:
     def of(
         xp: Any, problem: Problem, rows: slice, columns: slice, dtype: np.dtype[Any]
     ) -> PositivePairs | None:
-        """Those of some rows and columns; None for a problem without positive ids."""
+        """The positive pairs of some rows and columns; None for a problem without positive ids."""
         if not problem.has_positive_ids:
             return None
         positive = problem.query_positive_ids[rows, None] == problem.key_positive_ids[columns]
@@ -39,8 +39,8 @@ class PositivePairs:
 
 
 def count_positives(xp: Any, problem: Problem) -> tuple[Array, Array]:
-    """How many keys have the positive id of each query [M], and how many queries that of each key
-    [N]; int64. Nothing is read on the host."""
+    """How many keys have the positive id of each query [M], and how many queries have
+    the positive id of each key [N]; int64. Nothing is read on the host."""
     sides = problem.query_positive_ids, problem.key_positive_ids
     queries, keys = (
         xp.searchsorted(ordered, own, side="right") - xp.searchsorted(ordered, own, side="left")

@@ -35,15 +35,15 @@ def sigmoid(  # type: ignore[no-untyped-def]
                 positive = row_ids[i] == column_ids[j]
                 z = -z if positive else z
             e = exp2(-abs(z) * log2_e)
-            positive_z = one / (one + e)
-            p = positive_z if z >= zero else e * positive_z
+            sigmoid_of_abs = one / (one + e)
+            p = sigmoid_of_abs if z >= zero else e * sigmoid_of_abs
             term = (z if z > zero else zero) + log1p(e)
             if row_ids is not None:
                 weight = row_weights[i] + column_weights[j] if positive else one
                 term *= weight
                 p *= -weight if positive else weight
             loss += term
-            # of an excluded pair exactly 0: products of subnormal numbers take long
+            # exactly 0 at an excluded pair, because products of subnormal numbers take long
             p = z if z != z else (ai * p if row[j] != low else zero)
             total += p
             if moments is not None:
