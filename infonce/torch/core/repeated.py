@@ -86,7 +86,7 @@ def _template(
     static = request.static
     if static.wide_products or static.check_finite or static.reduction == "none":
         return None
-    if not _one_block().fits(request.problem):
+    if static.template is None or not _one_block().fits(request.problem):
         return None
     if request.problem.shape[0] > MOST_ROWS:
         return static.template
