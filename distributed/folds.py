@@ -38,7 +38,7 @@ from infonce.kernels.problem import Array, Gradients, NotFinite, Problem, fast_r
 from infonce.kernels.solve import BlockQuestion, Vectors
 from infonce.kernels.targets import mirror_positive_logits
 
-from .exchanges.arrays import gradient_arrays, key_arrays, names, with_arrays
+from .exchanges.arrays import gradient_arrays, key_array_names, key_arrays, with_arrays
 from .exchanges.base import Combine, Exchange, Keep, Keys, Round, RowType, Visit
 from .exchanges.partition import Partition
 
@@ -340,7 +340,7 @@ class FoldsOverRanks:
         own = keys.are_whole_shards and keys.are_own
         symmetric = problem.symmetric and own
         no_local = self.own_positives and not keys.are_own
-        key_fields = dict(zip(names(problem), arrays, strict=False))
+        key_fields = dict(zip(key_array_names(problem), arrays, strict=False))
         if symmetric:
             key_fields["key"] = problem.query
         block = fast_replace(

@@ -22,7 +22,7 @@ from infonce.checks.rows import row_weights
 
 from .agreement import agree
 from .communicators.base import Communicator, Shifts
-from .exchanges.arrays import key_arrays, names
+from .exchanges.arrays import key_array_names, key_arrays
 from .exchanges.base import Keys, Round
 from .folds import FoldBlock, FoldsOverRanks
 from .schedule import Schedule, exchange_of
@@ -56,7 +56,7 @@ def solution(
             problem = unweighted
     fold, first = folding(request), how.queries.starts[ranks.rank]
     vectors, xp = fold.vectors, fold.vectors.xp
-    for name in names(problem):
+    for name in key_array_names(problem):
         setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
     if not (labelled or problem.has_positive_ids):
         problem.positives = own_positives(xp, problem, first)

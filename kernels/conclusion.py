@@ -101,9 +101,8 @@ def conclusion(
         log_scale_grad = problem.margin * as_sets(xp.where(present, pull, 0.0)).sum(axis=1)
     if problem.joint:
         row_factor, at_positive = xp.tile(row_factor, 2), xp.tile(at_positive, 2)
-        probability = rows.reference_probability + xp.zeros_like(
-            rows.reference
-        )  # an array, also if it is 1
+        # an array, also if the probability is the number 1
+        probability = rows.reference_probability + xp.zeros_like(rows.reference)
         rows.reference = xp.tile(rows.reference, 2)
         rows.reference_probability = xp.tile(probability, 2)
     elif problem.symmetric and gradient:  # ranks exchange vectors here
@@ -117,9 +116,8 @@ def conclusion(
 def _direction(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> Direction:
     """The direction of rows, or of columns, with their targets."""
     xp = vectors.xp
-    if (
-        problem.hardness and sums.moment is not None
-    ):  # the moment is of exponents, which have another scale
+    if problem.hardness and sums.moment is not None:
+        # the moment is of exponents, which have another scale
         sums = replace(sums, moment=sums.moment * (problem.scale / problem.exponent_scale))
     direction: Direction = vectors.direction(sums, target.logit, problem.decoupled, target.mean)
     moments = direction.log_scale_grad is not None

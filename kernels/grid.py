@@ -73,18 +73,18 @@ def workspace_too_small(shape: tuple[int, int, int], least: int, workspace: int)
 
 
 def without_other_groups(
-    grid: Grid, groups: tuple[Array, Array], positives: Array,
-    kept_ids: tuple[Array, Array] | None = None,
+    grid: Grid, groups: tuple[Array, Array], has_positive: Array,
+    positive_ids: tuple[Array, Array] | None = None,
 ) -> Grid:  # fmt: skip
-    """The grid without blocks that have no common group, no positive and no common kept id.
+    """The grid without blocks that have no common group, no positive and no common positive id.
 
-    `groups` and `kept_ids` are those of queries and of keys. A block has no common group if the
+    `groups` and `positive_ids` are those of queries and of keys. A block has no common group if the
     range of its queries' groups, from the smallest to the largest, is disjoint from the range of
-    its keys' groups; and so for ids.
+    its keys' groups; and so for ids. `has_positive` is the result of `positive_blocks`.
     """
     if not grid.rows or not grid.columns:
         return grid
-    first, end = grid.columns[0].start, grid.columns[-1].stop
+    end = grid.columns[-1].stop
     row_starts, column_starts = (
         [part.start for part in parts] for parts in (grid.rows, grid.columns)
     )
@@ -97,17 +97,34 @@ def without_other_groups(
         )
         return (row_low[:, None] <= column_high) & (column_low <= row_high[:, None])
 
-    may_match = ranges_meet(*groups)
-    if kept_ids is not None:
-        may_match |= ranges_meet(*kept_ids)
-    positives = as_sets(positives)
-    rows, places = np.nonzero((positives >= first) & (positives < end))
-    keys = positives[rows, places]
-    may_match[block_of(row_starts, rows), block_of(column_starts, keys)] = True
-    visited = tuple([b for b in grid.visits(a) if may_match[a, b]] for a in range(len(grid.rows)))
+    counts = has_positive | ranges_meet(*groups)
+    if positive_ids is not None:
+        counts |= ranges_meet(*positive_ids)
+    visited = tuple([b for b in grid.visits(a) if counts[a, b]] for a in range(len(grid.rows)))
     return replace(grid, visited=visited)
 
 
-def block_of(starts: list[int], index: Array) -> Array:
-    """For each index, the number of the block that contains it; blocks begin at `starts`."""
-    return np.searchsorted(starts, index, side="right") - 1
+def positive_blocks(grid: Grid, positives: Array) -> Array:
+    """[row panels, column blocks] bool: the blocks that have one of the `positives`."""
+    shape = len(grid.rows), len(grid.columns)
+    if 0 in shape:
+        return np.zeros(shape, bool)
+    first, end = grid.columns[0].start, grid.columns[-1].stop
+    row_blocks, column_blocks = (
+        np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
+        for parts in (grid.rows, grid.columns)
+    )
+    pairs = np.zeros(shape[0] * shape[1], np.int64)
+    for keys in as_sets(positives).T:  # one positive of each row
+        inside = (keys >= first) & (keys < end)
+        blocks = row_blocks[inside] * shape[1] + column_blocks[keys[inside] - first]
+        pairs += np.bincount(blocks, minlength=len(pairs))
+    return pairs.reshape(shape) > 0
+
+
+def default_positive_blocks(grid: Grid, m: int, symmetric: bool) -> Array:
+    """`positive_blocks` of `problem.default_positives`, from the bounds of the blocks alone."""
+    shift = m // 2 if symmetric else 0
+    start, stop = np.array([(rows.start, rows.stop) for rows in grid.rows]).T[:, :, None] + shift
+    first, end = np.array([(keys.start, keys.stop) for keys in grid.columns]).T
+    return (start < end) & (first < stop) | (start - m < end) & (first < stop - m)

@@ -13,14 +13,14 @@ from infonce.kernels.problem import KEY_VECTORS, Array, Problem, fast_replace
 PER_KEY = "key", *KEY_VECTORS, "guide_key", "teacher_key"  # fields of `Problem`, `TaughtProblem`
 
 
-def names(problem: Problem) -> list[str]:
+def key_array_names(problem: Problem) -> list[str]:
     """The fields of `PER_KEY` that are not None."""
     return [name for name in PER_KEY if getattr(problem, name, None) is not None]
 
 
 def key_arrays(problem: Problem) -> list[Array]:
     """This rank's arrays of keys that all folds send."""
-    return [getattr(problem, name) for name in names(problem)]
+    return [getattr(problem, name) for name in key_array_names(problem)]
 
 
 def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:

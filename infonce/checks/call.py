@@ -204,13 +204,14 @@ def _problem(
     for name, value in static.softmax:
         setattr(problem, name, value)
     problem.joint, problem.classes = loss.joint, classes
-    _set_groups(problem, loss, static, arrays, get("groups"), get("in_batch"), batch, labels)
-    if (positive_ids := get("positive_ids")) is not None:
+    positive_ids = get("positive_ids")
+    default_positives = batch is None and labels is None and positive_ids is None
+    _set_groups(problem, loss, static, arrays, options, default_positives)
+    if positive_ids is not None:
         problem.query_positive_ids, problem.key_positive_ids = rows.names(
             xp, loss, "positive_ids", positive_ids, len(query), len(key)
         )
         problem.positives = xp.full(len(query), -1, np.int64)
-        problem.host_groups = None  # they do not tell which blocks have positives
         if batch is None:  # over ranks, the positives are not counted yet
             weigh_positives(xp, problem, *count_positives(xp, problem))
     if (key_bias := get("key_bias")) is not None:
@@ -228,12 +229,13 @@ def _problem(
 
 
 def _set_groups(
-    problem: Problem, loss: Loss, static: _StaticChecks, arrays: Sequence[Array], groups: Any,
-    in_batch: bool | None, batch: Batch | None, labels: Array | None,
+    problem: Problem, loss: Loss, static: _StaticChecks, arrays: Sequence[Array],
+    options: Mapping[str, Any], default_positives: bool,
 ) -> None:  # fmt: skip
     """The groups of queries and keys. With `in_batch=False` no row has a key's group."""
     xp, sizes = static.xp, (len(arrays[0]), len(arrays[loss.key_argument]))
-    if in_batch is False:
+    groups = options.get("groups")
+    if options.get("in_batch") is False:
         groups = np.zeros(sizes[0], np.int64), np.ones(sizes[1], np.int64)
     if groups is None:
         return
@@ -241,7 +243,7 @@ def _set_groups(
     host_knows_groups = xp is not np and rows.on_host("groups", groups)
     pair = rows.names(np if host_knows_groups else xp, loss, "groups", groups, *sizes)
     problem.query_groups, problem.key_groups = map(xp.asarray, pair)
-    if host_knows_groups and batch is None and labels is None:
+    if host_knows_groups and default_positives:
         problem.host_groups = pair
 
 

@@ -96,9 +96,8 @@ def evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
 
     def callback(shapes: dict[str, Any]) -> dict[str, Any]:
         out = call_out(run, shapes, {**device_arguments, "past": past})
-        varying: dict[str, Any] = _vary(
-            out, axis.varying
-        )  # else they count as equal on all devices
+        # results that do not vary would count as equal on all devices
+        varying: dict[str, Any] = _vary(out, axis.varying)
         return varying
 
     for travel in plan.travels:

@@ -193,9 +193,8 @@ def _softmax(
     if columns is not None and column_sums is not None:
         p *= _sum_factors(xp, column_sums, columns)[None, :].astype(dtype)
         g += p * (problem.column_weight * upstream)[None, :].astype(dtype)
-    gradient.flat[index] = end.positive_gradient / (
-        2 if problem.joint else 1
-    )  # in each of two rows
+    rows_of_positive = 2 if problem.joint else 1
+    gradient.flat[index] = end.positive_gradient / rows_of_positive
     solution = Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss),

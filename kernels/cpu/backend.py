@@ -18,7 +18,14 @@ from ..arrays import naive
 from ..distill.problem import TaughtProblem
 from ..distill.solve import solve as solve_distillation
 from ..epilogues import Epilogue, SoftmaxGradient, Statistics
-from ..grid import Grid, has_few_blocks, slices, without_other_groups, workspace_too_small
+from ..grid import (
+    Grid,
+    has_few_blocks,
+    positive_blocks,
+    slices,
+    without_other_groups,
+    workspace_too_small,
+)
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, one_pass
@@ -196,9 +203,10 @@ class CPU:
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         if problem.query_groups is not None:
             groups = problem.query_groups, problem.key_groups
-            positive_ids = problem.query_positive_ids, problem.key_positive_ids
-            kept_ids = positive_ids if problem.has_positive_ids else None
-            grid = without_other_groups(grid, groups, problem.positives, kept_ids)
+            has_positive, ids = positive_blocks(grid, problem.positives), None
+            if problem.has_positive_ids:
+                ids = problem.query_positive_ids, problem.key_positive_ids
+            grid = without_other_groups(grid, groups, has_positive, ids)
         order = PanelOrder(grid, backwards)
         panels = iter(range(len(grid.rows)))
         run = Fold(context, problem, grid, epilogue, gradients, order)

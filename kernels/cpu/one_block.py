@@ -74,9 +74,8 @@ def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
         row_ids = np.ascontiguousarray(problem.query_ids)
         column_ids = np.ascontiguousarray(problem.key_ids)
     scale, losses = float(problem.scale), np.zeros(m)
-    moments = np.empty(
-        (2, max(m, n))
-    )  # always: variants without moments would double the compile time
+    # always: variants without moments would double the compile time
+    moments = np.empty((2, max(m, n)))
     solution = Solution(losses)
     if problem.bias is not None:
         finite, loss, log_scale_grad, bias_grad = sigmoid(

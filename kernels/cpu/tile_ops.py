@@ -38,10 +38,9 @@ def set_aside_positives(x, positives, first_column, c, out):  # type: ignore[no-
 
 @compiled
 def exclude_ids(  # type: ignore[no-untyped-def]
-    x, row_ids, column_ids, equal=True, row_kept_ids=None, column_kept_ids=None
+    x, row_ids, column_ids, equal=True, row_positive_ids=None, column_positive_ids=None
 ):
-    """Exclude pairs of equal ids, or of different ones, but not pairs of equal positive ids, which
-    `row_kept_ids` and `column_kept_ids` are. (Single
+    """Exclude pairs of equal ids, or of different ones, but no pair of equal positive ids. (Single
     positives are set aside before, and inserted afterwards.)"""
     wide_vectors()
     low = x.dtype.type(-np.inf)
@@ -49,8 +48,8 @@ def exclude_ids(  # type: ignore[no-untyped-def]
         row, row_id = x[i], row_ids[i]
         for j in range(row.size):
             excluded = (column_ids[j] == row_id) == equal
-            if row_kept_ids is not None:
-                excluded = excluded and row_kept_ids[i] != column_kept_ids[j]
+            if row_positive_ids is not None:
+                excluded = excluded and row_positive_ids[i] != column_positive_ids[j]
             row[j] = low if excluded else row[j]
 
 

@@ -13,14 +13,14 @@ from ..cpu.elementary import compiled, exp2, log1p, wide_vectors
 @compiled
 def sigmoid(  # type: ignore[no-untyped-def]
     x, scale, bias, a, losses, gradient_sums, moments,
-    row_ids=None, column_ids=None, row_weights=None, column_weights=None,
+    row_positive_ids=None, column_positive_ids=None, row_weights=None, column_weights=None,
 ):  # fmt: skip
     """Negatives: x <- a_i sigmoid(z), losses += softplus(z), with z = scale x + bias and a_i the
     upstream gradient of row i. Sums of the new x go to gradient_sums, those of the new x times the
     raw product to `moments` (or None).
 
-    With ids, pairs of equal ids are positives: x <- -v a_i sigmoid(-z), losses += v softplus(-z),
-    with v = row_weights_i + column_weights_j."""
+    With positive ids, pairs of equal ones are positives: x <- -v a_i sigmoid(-z) and
+    losses += v softplus(-z), with v = row_weights_i + column_weights_j."""
     wide_vectors()
     one = x.dtype.type(1)
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
@@ -31,14 +31,14 @@ def sigmoid(  # type: ignore[no-untyped-def]
         loss, total, moment = zero, zero, zero
         for j in range(row.size):
             z = s * row[j] + b
-            if row_ids is not None:
-                positive = row_ids[i] == column_ids[j]
+            if row_positive_ids is not None:
+                positive = row_positive_ids[i] == column_positive_ids[j]
                 z = -z if positive else z
             e = exp2(-abs(z) * log2_e)
             sigmoid_of_abs = one / (one + e)
             p = sigmoid_of_abs if z >= zero else e * sigmoid_of_abs
             term = (z if z > zero else zero) + log1p(e)
-            if row_ids is not None:
+            if row_positive_ids is not None:
                 weight = row_weights[i] + column_weights[j] if positive else one
                 term *= weight
                 p *= -weight if positive else weight

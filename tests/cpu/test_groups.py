@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend
 from infonce.kernels.cpu.panel import Worker
+from infonce.kernels.grid import Grid, default_positive_blocks, positive_blocks, slices
+from infonce.kernels.problem import default_positives
 from infonce.kernels.sigmoid import tiles
 from judge import assert_grad, assert_loss, largest_logit, viewed
 from reference_problems import FEATURES, drawn_names, one_problem, quick
@@ -151,3 +153,17 @@ def test_rows_that_meet_no_key(method: str) -> None:
     np.testing.assert_allclose(got.grads.query, want.grads["query"], rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(got.grads.key, want.grads["key"], rtol=1e-12, atol=1e-13)
     assert not got.grads.query[:16].any()
+
+
+@quick
+@given(st.integers(1, 40), st.integers(0, 20), st.booleans(), st.data())
+def test_blocks_of_default_positives(half: int, more: int, symmetric: bool, data: Any) -> None:
+    """From the bounds of blocks, and from the list of positives."""
+    m = 2 * half
+    n = m if symmetric else m + more
+    first = data.draw(st.integers(0, n - 1))
+    steps = (data.draw(st.integers(1, 12)) for _ in range(2))
+    grid = Grid(slices(m, next(steps)), slices(n, next(steps), first))
+    want = positive_blocks(grid, default_positives(m, symmetric, np))
+    assert np.array_equal(default_positive_blocks(grid, m, symmetric), want)
+    assert want.any() == (first < m)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functions
-from ..core.drop_in import DropIn, everywhere, ranks_of, require
+from ..core.drop_in import DropIn, everywhere, gathered, ranks_of, require, shard
 
 __all__ = [
     "DistributedSigLIPLoss",
@@ -127,7 +127,8 @@ def fused_siglip_plus_loss(
     loss = functions.siglip_loss(
         img_features, txt_features, bias, scale=scale, positive_ids=ids, **options
     )
-    return loss / _captions(txt_features, options.get("group"))
+    _, captions, _ = shard(options.get("group"), len(txt_features))
+    return loss / captions
 
 
 def _require_weights(symmetric: bool, soft_label: bool, soft_weighting: bool = True) -> None:
@@ -145,11 +146,6 @@ def _ids(
         torch.arange(len(z), device=z.device) if ids is None else ids for z, ids in sides
     )
     return rows, columns
-
-
-def _captions(text: Tensor, group: Any) -> int:
-    """How many captions all processes have."""
-    return len(text) if group is None else sum(ranks_of(group).allgather(len(text)))
 
 
 class DistributedSigLIPLoss(DropIn):
@@ -361,8 +357,16 @@ class DistributedSigLIPPlusLoss(SigLIPPlusLoss):
 def _positive_pairs(rows: Tensor, columns: Tensor, group: Any) -> Tensor:
     """The number of pairs of equal ids, of all processes."""
     if group is not None:
-        sides = zip(*ranks_of(group).allgather((rows.cpu(), columns.cpu())), strict=True)
-        rows, columns = (torch.cat(side).to(rows.device) for side in sides)
+        rows, columns = (_of_all(ids, group) for ids in (rows, columns))
     ordered = columns.sort().values
     found = torch.searchsorted(ordered, rows, right=True) - torch.searchsorted(ordered, rows)
     return found.sum()
+
+
+def _of_all(ids: Tensor, group: Any) -> Tensor:
+    """The ids of all processes, which may have different numbers of them."""
+    sizes = ranks_of(group).allgather(len(ids))
+    padded = ids.new_zeros(max(sizes))
+    padded[: len(ids)] = ids
+    sides = zip(gathered(padded, group), sizes, strict=True)
+    return torch.cat([of_process[:size] for of_process, size in sides])

@@ -86,9 +86,8 @@ class Buffers:
             self.key = OperandSide(*side, problem.key, operands.key)
         self.vectors = TiledVectors(self.launcher, problem)
         self.scalars = self.vectors.scalars
-        self.has_pairs = (
-            problem.paired
-        )  # read before `materialize_vectors` replaces the rule by a vector
+        # read before `materialize_vectors` replaces the rule by a vector
+        self.has_pairs = problem.paired
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
         if schedule.cached:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from ...grid import Grid, without_other_groups
-from ...problem import Problem, default_positives
+from ...grid import Grid, default_positive_blocks, without_other_groups
+from ...problem import Problem
 from .. import config
 from ..device.arguments import Fields, address
 from ..schedule import Fold, ScheduledKernel
@@ -112,8 +110,8 @@ def _grid_of_groups(problem: Problem, grid: Grid) -> Grid:
     """The grid without blocks that have no common group. Each column block is visited at
     least once, because a visit writes the gradient of its keys."""
     assert problem.host_groups is not None
-    positives = default_positives(problem.shape[0], problem.symmetric, np)
-    grid = without_other_groups(grid, problem.host_groups, positives)
+    has_positive = default_positive_blocks(grid, problem.shape[0], problem.symmetric)
+    grid = without_other_groups(grid, problem.host_groups, has_positive)
     first, *others = (grid.visits(a) for a in range(len(grid.rows)))
     unvisited = {*range(len(grid.columns))}.difference(first, *others)
     return replace(grid, visited=(sorted({*first, *unvisited}), *others))
