@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from . import schedules
 from ._names import missing
-from .explanation import Explanation, explain
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
@@ -63,5 +62,14 @@ __all__ = [
     "sup_con_loss_and_grad",
 ]
 
-if not TYPE_CHECKING:  # type checkers know the names; with this they would believe any
-    __getattr__ = missing(__name__, __all__, ("distributed", "jax", "reference", "torch"))
+if TYPE_CHECKING:
+    from .explanation import Explanation, explain
+else:  # type checkers know the names; with this they would believe any
+    __getattr__ = missing(
+        __name__, __all__, ("distributed", "jax", "reference", "torch"),
+        {"Explanation": "explanation", "explain": "explanation"},
+    )  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

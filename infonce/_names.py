@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 
 def missing(
-    module: str, names: Sequence[str], submodules: Sequence[str] = ()
-) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: imports a submodule; for any other name AttributeError, with the
-    names that are near and all losses. A submodule whose library is missing is no attribute."""
+    module: str, names: Sequence[str], submodules: Sequence[str] = (),
+    home: Mapping[str, str] | None = None,
+) -> Callable[[str], Any]:  # fmt: skip
+    """A module's ``__getattr__``: imports a submodule, or a name from the submodule that is its
+    `home`; for any other name AttributeError, with the names that are near and all losses. A
+    submodule whose library is missing is no attribute."""
     known = [*names, *submodules]
 
     def plain(name: str) -> str:
         return name.lower().replace("_", "")
 
     def find(name: str) -> Any:
+        if home is not None and name in home:
+            return getattr(importlib.import_module(f"{module}.{home[name]}"), name)
         if name in submodules:
             try:
                 return importlib.import_module(f"{module}.{name}")

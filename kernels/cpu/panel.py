@@ -138,14 +138,11 @@ class Worker:
         if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
             start = max(rows.start, columns.start)
             tile.exclude_diagonal(x[start - rows.start :, start - columns.start :])
-        positive_ids = (
-            part(problem.query_positive_ids, rows),
-            part(problem.key_positive_ids, columns),
-        )
+        sides = (problem.query_positive_ids, rows), (problem.key_positive_ids, columns)
+        positive_ids = [part(ids, side) for ids, side in sides]
         if problem.query_ids is not None:
-            tile.exclude_ids(
-                x, problem.query_ids[rows], problem.key_ids[columns], True, *positive_ids
-            )
+            ids = problem.query_ids[rows], problem.key_ids[columns]
+            tile.exclude_ids(x, *ids, True, *positive_ids)
         if problem.query_groups is not None:
             groups = problem.query_groups[rows], problem.key_groups[columns]
             tile.exclude_ids(x, *groups, False, *positive_ids)
