@@ -350,8 +350,7 @@ class FoldsOverRanks:
             key_shard=not own,
             no_local_positives=no_local,
             symmetric=symmetric,
-            # of a symmetric problem, keys of other ranks are columns with their own statistics
-            column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
+            column_direction_weight=problem.block_column_weight,
             progress=self._progress(problem, keys),
         )
         if 0 in block.shape[:2]:

@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from infonce.kernels.conclude import weighted
+from infonce.kernels.direction_losses import weighted
 from infonce.kernels.distill.problem import TaughtProblem
 from infonce.kernels.distill.solve import solve as solve_distillation
 from infonce.kernels.linear import partners
@@ -44,7 +44,7 @@ def solution(
     if ddp:
         problem.upstream = problem.upstream * times
     if request.on_gpu:
-        unweighted = problem.without_weights() if problem.loss_by_row else problem
+        unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem
         planned = _on_gpu()[1]
         by_plan: Solution | None = planned.solution(
             how, unweighted, gradients, ranks, transport, _divisors(request, divisor, times),

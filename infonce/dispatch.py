@@ -13,7 +13,7 @@ from .checks import prefixes
 from .checks.call import Request, check
 from .checks.keywords import with_own
 from .checks.teacher import add_teacher
-from .kernels.conclude import weighted
+from .kernels.direction_losses import weighted
 from .kernels.problem import LN_2, Array, Gradients, Problem
 from .kernels.solve import Solution
 from .result import LossAndGrad, Metrics, QueryKeyGrads

@@ -324,8 +324,8 @@ class Loss:
     name: str
     arguments: tuple[str, ...]  # rows of the logit matrix, its columns, negatives of rows alone
     grads: type
-    row_weight: float = 1.0
-    column_weight: float = 0.0
+    row_direction_weight: float = 1.0
+    column_direction_weight: float = 0.0
     symmetric: bool = False
     square: bool = False  # as many keys as queries
     locked: tuple[str, ...] = ()  # arguments that never get a gradient
@@ -353,8 +353,8 @@ NT_XENT = Loss(
     "nt_xent", ("features",), result.FeaturesGrads, symmetric=True, refused=(*SIGMOID, *OWN)
 )
 CLIP = Loss(
-    "clip", ("image", "text"), result.ImageTextGrads, row_weight=0.5, column_weight=0.5,
-    square=True, refused=(*SIGMOID, *OWN),
+    "clip", ("image", "text"), result.ImageTextGrads, row_direction_weight=0.5,
+    column_direction_weight=0.5, square=True, refused=(*SIGMOID, *OWN),
 )  # fmt: skip
 LIT = Loss(
     "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",),

@@ -54,8 +54,8 @@ class Problem:
     # [M] int64: row i's positive key; [M, P]: several, -1 for none; None: the loss's default
     positives: Array = None
     reduction_weight: float | None = None  # of each row's loss, times `row_shares`; None: no sum
-    row_weight: float = 1.0  # of the direction: the softmax over keys
-    column_weight: float = 0.0  # of the direction: the softmax over queries
+    row_direction_weight: float = 1.0  # of the losses of the softmax over keys, in `losses_i`
+    column_direction_weight: float = 0.0  # of the losses of the softmax over queries; 0: none
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
     symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
     key_shard: bool = False  # `key` is a part of all keys; positives outside of it are -1
@@ -132,7 +132,7 @@ class Problem:
         return one_positive and self.weights is None and not others
 
     @property
-    def loss_by_row(self) -> bool:
+    def loss_follows_from_sums(self) -> bool:
         """Whether the loss of a row follows from its sums and the logits of its positives alone.
         `margin`, `decoupled` and `hardness` change only numbers in that formula."""
         others = self.linear_terms or self.joint or self.has_positive_ids
@@ -210,7 +210,7 @@ class Problem:
 
     @property
     def dots_lack_margin(self) -> bool:
-        """Whether `Gradients.dots` lack the margin's part of the scale's gradient: `conclusion`."""
+        """Whether `Gradients.dots` lack the margin's part of the scale's gradient: `finalize`."""
         return self.scale_grad_from_dots and self.margin != 0.0
 
     @property
@@ -219,9 +219,15 @@ class Problem:
         return 2.0 if self.symmetric and self.scale_grad_from_dots else 1.0
 
     @property
+    def block_column_weight(self) -> float:
+        """`column_direction_weight` of a block. If queries are the keys, the columns of a block off
+        the diagonal are rows of the same softmax."""
+        return self.row_direction_weight if self.symmetric else self.column_direction_weight
+
+    @property
     def two_sided(self) -> bool:
         """Whether columns have a softmax of their own."""
-        return self.column_weight != 0.0
+        return self.column_direction_weight != 0.0
 
 
 def as_sets(positives: Array) -> Array:

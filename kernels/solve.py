@@ -29,7 +29,7 @@ derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives
 softmax, and the derivative of a row's loss is ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. The rounding
 of dL/dx to 16 bits does not affect this source. The other is ``sum_i <dQ_i, q_i>``, from feature
 gradients. It lacks the part of a margin m: the logit p = scale (q . k - m) of a positive adds
-``-scale m dL/dp``, which `conclusion` computes.
+``-scale m dL/dp``, which `finalize` computes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .arrays.own import joined
-from .conclude import Direction, conclude
-from .conclusion import Conclusion, conclusion
+from .between_passes import Finalized, finalize
+from .direction_losses import Direction, finalize_direction
 from .epilogues import (
     Epilogue,
     OnlineSoftmax,
@@ -165,7 +165,7 @@ def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
         return False
     if problem.bias is not None or problem.two_sided or problem.symmetric:
         return False
-    return problem.plain_targets or (problem.loss_by_row and problem.set_size == 1)
+    return problem.plain_targets or (problem.loss_follows_from_sums and problem.set_size == 1)
 
 
 def _solve_softmax(
@@ -182,33 +182,36 @@ def _solve_softmax(
         backend.fold(problem, grid, stats, None)
 
     own = joined(vectors, problem, stats)
-    end = vectors.conclude(problem, stats, grid.triangle, gradients is not None, backend)
+    finalized = vectors.finalize(problem, stats, grid.triangle, gradients is not None, backend)
     dots = None if gradients is None else gradients.dots
     if gradients is not None and not online and (gradients.want_query or gradients.want_key):
-        epilogue = softmax_gradient(problem, end)
+        epilogue = softmax_gradient(problem, finalized)
         gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
     if own is not None:
-        own.finish(end, gradients)
-    loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
-    return solution_of(end, stats, loss, scale_grad)
+        own.finish(finalized, gradients)
+    loss, scale_grad, _ = vectors.totals(
+        problem, finalized.losses, finalized.log_scale_grad, dots, None
+    )
+    return solution_of(finalized, stats, loss, scale_grad)
 
 
-def softmax_gradient(problem: Problem, end: Conclusion) -> SoftmaxGradient:
+def softmax_gradient(problem: Problem, finalized: Finalized) -> SoftmaxGradient:
     """The epilogue of the gradient fold."""
-    rows, columns, factor = end.rows, end.columns, end.column_factor
+    rows, columns, factor = finalized.rows, finalized.columns, finalized.column_factor
     if problem.symmetric:  # dL/dx plus its transpose, because columns are rows
-        columns, factor = rows, end.row_factor
+        columns, factor = rows, finalized.row_factor
     reference = None if columns is None else columns.reference
     return SoftmaxGradient(
-        rows.reference, end.row_factor, reference, factor, end.positive_gradient, linear=end.linear
-    )
+        rows.reference, finalized.row_factor, reference, factor, finalized.positive_gradient,
+        linear=finalized.linear,
+    )  # fmt: skip
 
 
-def solution_of(end: Conclusion, stats: Statistics, loss: Any, scale_grad: Any) -> Solution:
+def solution_of(finalized: Finalized, stats: Statistics, loss: Any, scale_grad: Any) -> Solution:
     """The solution of a softmax loss."""
-    rows, columns = end.rows, end.columns
+    rows, columns = finalized.rows, finalized.columns
     return Solution(
-        end.losses, rows.lse, None if columns is None else columns.lse, stats,
+        finalized.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
     )  # fmt: skip
 
@@ -266,8 +269,8 @@ class Vectors:
     def direction(
         self, sums: Sums, positive: Array, decoupled: bool = False, mean: Array | None = None
     ) -> Direction:
-        """See `conclude`."""
-        return conclude(self.xp, sums, positive, decoupled, mean)
+        """See `finalize_direction`."""
+        return finalize_direction(self.xp, sums, positive, decoupled, mean)
 
     # -- the steps of a call
 
@@ -295,10 +298,10 @@ class Vectors:
     def limits(self, problem: Problem, dots: Array) -> Array:
         return limits(self.xp, problem, dots)
 
-    def conclude(
+    def finalize(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
         backend: Backend,
-    ) -> Conclusion:  # fmt: skip
+    ) -> Finalized:  # fmt: skip
         """Losses and, for a `gradient`, its factors. A `triangle` has visited each pair once."""
         if triangle:
             stats.positive_logits = mirror_positive_logits(
@@ -307,7 +310,7 @@ class Vectors:
         if problem.hardness and self.exponent_scaled:
             ratio = problem.scale / problem.exponent_scale
             stats.positive_logits = stats.positive_logits * ratio
-        return conclusion(self, problem, stats, gradient, backend, problem.scale)
+        return finalize(self, problem, stats, gradient, backend, problem.scale)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         """The problem with its vectors as arrays, and the sigmoid fold's epilogue."""
@@ -330,7 +333,7 @@ class Vectors:
         dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
         """The reduced loss (None: the caller reduces), and the gradients of scale and bias, where
-        they are wanted. That of the scale is the sum of `Conclusion.log_scale_grad` and of
+        they are wanted. That of the scale is the sum of `Finalized.log_scale_grad` and of
         `Gradients.dots`."""
         scale = problem.scale
         mean_bias_grad = None if bias_grad is None else bias_grad.sum() / scale

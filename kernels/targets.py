@@ -1,7 +1,7 @@
 """Loss and gradients of a softmax with any targets: sets of positives, margins, label smoothing.
 
 A row whose target is one positive, of probability 1, has loss softplus(n - p) and the gradient
--sigmoid(n - p) at the positive (see `conclude`). This file has what other
+-sigmoid(n - p) at the positive (see `finalize_direction`). This file has what other
 targets add. The positives of a row stand in for one whose logit m is their log-sum-exp:
 
     loss = softplus(n - m) + (m - mean of their logits) + e (mean of their logits - mean of all)

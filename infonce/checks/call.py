@@ -190,7 +190,7 @@ def _problem(
     # by position: keyword arguments would take some microseconds more, which small batches notice
     problem = Problem(
         query, key, scale, upstream, positives, loss_share,
-        loss.row_weight, loss.column_weight,  # weights of the two directions
+        loss.row_direction_weight, loss.column_direction_weight,  # weights of the two directions
         bias, loss.symmetric,
         False, False,  # key_shard, no_local_positives
         row_ids, column_ids, static.normalize, static.compute, static.method,

@@ -16,8 +16,8 @@ from .call import Request
 # Distillation, whose functions have arguments of their own: with the columns' softmax, and without
 REFUSED = (*NAMES, *SOFTMAX, *OWN, *DIMS, "offload", "metrics", "return_logits")
 DISTILL = Loss(
-    "distill", ("query", "key"), QueryKeyGrads, row_weight=0.5, column_weight=0.5, square=True,
-    refused=REFUSED, taught=True,
+    "distill", ("query", "key"), QueryKeyGrads, row_direction_weight=0.5,
+    column_direction_weight=0.5, square=True, refused=REFUSED, taught=True,
 )  # fmt: skip
 DISTILL_ROWS = Loss("distill", ("query", "key"), QueryKeyGrads, refused=REFUSED, taught=True)
 

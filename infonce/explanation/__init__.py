@@ -173,7 +173,7 @@ def _sums_of(kind: spec.Loss) -> Loss:
         return Loss.PAIRS
     if kind.symmetric:
         return Loss.VIEWS
-    return Loss.BOTH if kind.column_weight else Loss.ROWS
+    return Loss.BOTH if kind.column_direction_weight else Loss.ROWS
 
 
 def _title(call: Call) -> str:

@@ -109,7 +109,7 @@ def outputs(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     double = any(z.dtype == jnp.float64 for z in features)
     rows = (m,) if call.reduction == "none" else ()
     wide, whole = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))
-    both = call.kind.column_weight != 0
+    both = call.kind.column_direction_weight != 0
     shapes = {
         "row_loss": ((), wide),
         "column_loss": ((), wide) if both else None,

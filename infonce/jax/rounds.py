@@ -36,7 +36,7 @@ from infonce.distributed.schedule import sum_dtype_of
 from .. import arrays, dispatch
 from ..checks.call import Request, check
 from ..checks.validation import Batch
-from ..kernels.conclude import weighted
+from ..kernels.direction_losses import weighted
 from ..kernels.problem import SILENT, Array, Problem, uses_moments
 from ..kernels.sigmoid.positives import weigh_positives
 from ..kernels.solve import Solution, solve
@@ -333,7 +333,7 @@ def _solve(
     if problem.weights is not None:
         problem.row_shares = problem.weights
         problem.upstream = problem.upstream * problem.weights
-    if request.on_gpu and not call.kind.classes and problem.loss_by_row:
+    if request.on_gpu and not call.kind.classes and problem.loss_follows_from_sums:
         problem = problem.without_weights()
     solution = solve(problem, folds, gradients)
     if request.reduction != "none":

@@ -150,7 +150,7 @@ def _mapped(
         metrics_specs = {
             field.name: same if field.name.endswith("loss") else rows
             for field in dataclasses.fields(Metrics)
-            if kind.column_weight or not field.name.startswith("column")
+            if kind.column_direction_weight or not field.name.startswith("column")
         }
         specs = specs, metrics_specs
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(rows, same), out_specs=specs)

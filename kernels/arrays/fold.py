@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..conclude import rounded_reference
+from ..direction_losses import rounded_reference
 from ..distill.problem import TaughtGradient, TaughtProblem
 from ..epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
 from ..grid import Grid

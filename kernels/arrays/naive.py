@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..conclude import Direction
-from ..conclusion import Conclusion, conclusion
+from ..between_passes import Finalized, finalize
+from ..direction_losses import Direction
 from ..epilogues import Statistics, Sums
 from ..linear import Segments, SegmentSums, sums_of
 from ..norms import normalization_backward, normalized_rows
@@ -90,7 +90,7 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
             own = OwnNegatives(xp, problem)
             row_nans = row_nans + own.not_finite()
         dense = _Dense(xp, u, v, row_nans)
-        solution, g, end = _softmax(
+        solution, g, finalized = _softmax(
             vectors, problem, x, logits, index, (left_out_of_rows, left_out_of_columns), dense, own
         )
     solution.logits = x.all
@@ -102,7 +102,7 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     if gradients.key is not None:
         gradients.key[...] = normalization_backward(xp, g.T @ u, v, key_norms)
     if own is not None:
-        own.add_gradients(end.rows.reference, end.row_factor * problem.scale, gradients)
+        own.add_gradients(finalized.rows.reference, finalized.row_factor * problem.scale, gradients)
     return solution
 
 
@@ -128,7 +128,7 @@ class Matrix:
 
 
 class _Dense:
-    """What `conclusion` asks of a backend, from all features at once."""
+    """What `finalize` asks of a backend, from all features at once."""
 
     def __init__(self, xp: Any, query: Array, key: Array, row_nans: Array) -> None:
         self.xp, self.query, self.key, self.nans = xp, query, key, row_nans
@@ -160,7 +160,7 @@ def _same(xp: Any, problem: Problem, segments: Segments) -> Array:
 def _softmax(
     vectors: Vectors, problem: Problem, x: Matrix, positive_logits: Array, index: Array,
     left_out: tuple[Array | None, Array | None], dense: _Dense, own: OwnNegatives | None,
-) -> tuple[Solution, Array, Conclusion]:  # fmt: skip
+) -> tuple[Solution, Array, Finalized]:  # fmt: skip
     """Per-row losses, log-sum-exps and dL/dx; and what these follow from.
 
     Positives are kept out of the sums, because in softplus(LSE of the negatives - positive) nothing
@@ -183,24 +183,24 @@ def _softmax(
     if own is not None:
         stats.rows = Sums(*(None if vector is None else vector.copy() for vector in sums.arrays))
         vectors.merge(stats.rows, own.sums())
-    end = conclusion(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
-    rows, columns = end.rows, end.columns
+    finalized = finalize(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
+    rows, columns = finalized.rows, finalized.columns
     upstream = problem.upstream
     if problem.joint:
         upstream = xp.tile(upstream, 2)
     g *= _sum_factors(xp, sums, rows)[:, None].astype(dtype)
-    g *= (problem.row_weight * upstream)[:, None].astype(dtype)
+    g *= (problem.row_direction_weight * upstream)[:, None].astype(dtype)
     if columns is not None and column_sums is not None:
         p *= _sum_factors(xp, column_sums, columns)[None, :].astype(dtype)
-        g += p * (problem.column_weight * upstream)[None, :].astype(dtype)
+        g += p * (problem.column_direction_weight * upstream)[None, :].astype(dtype)
     rows_of_positive = 2 if problem.joint else 1
-    gradient.flat[index] = end.positive_gradient / rows_of_positive
+    gradient.flat[index] = finalized.positive_gradient / rows_of_positive
     solution = Solution(
-        end.losses, rows.lse, None if columns is None else columns.lse, stats,
+        finalized.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss),
     )  # fmt: skip
-    if end.log_scale_grad is not None:
-        solution.scale_grad = end.log_scale_grad.sum() / problem.scale
+    if finalized.log_scale_grad is not None:
+        solution.scale_grad = finalized.log_scale_grad.sum() / problem.scale
     if problem.retrieval_ranks:
         above = x.all > positive[:, None]
         stats.row_rank = stats.column_rank = above.sum(axis=1)
@@ -209,11 +209,11 @@ def _softmax(
         elif not problem.symmetric:
             stats.column_rank = None
     x.flat[index] = positive
-    for term in end.linear:
+    for term in finalized.linear:
         column_factor = 0.0 if term.column_factor is None else term.column_factor
         factor = term.row_factor[:, None] + column_factor
         g -= (_same(xp, problem, term.segments) * factor).astype(dtype)
-    return solution, g + g.T if problem.symmetric else g, end
+    return solution, g + g.T if problem.symmetric else g, finalized
 
 
 def matrix_sums(
@@ -239,9 +239,9 @@ def matrix_sums(
     return sums
 
 
-def _sum_factors(xp: Any, sums: Sums, end: Direction) -> Array:
+def _sum_factors(xp: Any, sums: Sums, direction: Direction) -> Array:
     """What makes probabilities of exponentials."""
-    return xp.exp2(sums.max - end.reference) * end.reference_probability
+    return xp.exp2(sums.max - direction.reference) * direction.reference_probability
 
 
 def exclude(

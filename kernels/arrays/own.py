@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..conclusion import Conclusion
+from ..between_passes import Finalized
 from ..epilogues import Statistics, Sums
 from ..grid import slices
 from ..norms import Norms, normalization_backward, normalized_rows
@@ -105,15 +105,15 @@ class OwnNegatives:
                 gradients.own[rows] = dk.reshape(part.keys.shape)
         return products
 
-    def finish(self, end: Conclusion, gradients: Gradients | None) -> None:
+    def finish(self, finalized: Finalized, gradients: Gradients | None) -> None:
         """Marks losses, and adds the gradients, of which that of the scale has no moments."""
-        end.losses = end.losses + self.not_finite()
+        finalized.losses = finalized.losses + self.not_finite()
         if gradients is None:
             return
-        products = self.add_gradients(end.rows.reference, end.row_factor, gradients)
+        products = self.add_gradients(finalized.rows.reference, finalized.row_factor, gradients)
         if self.problem.scale_grad_from_dots:
-            others = end.log_scale_grad
-            end.log_scale_grad = products if others is None else products + others
+            others = finalized.log_scale_grad
+            finalized.log_scale_grad = products if others is None else products + others
 
     def not_finite(self) -> Array:
         """[M] NaN for rows whose own keys, but those that are masked, are not finite; else 0."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..conclude import ROUNDING
+from ..direction_losses import ROUNDING
 from ..problem import LN_2, LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..sigmoid import tiles as pair_tiles
 from ..solve import Solution
@@ -35,7 +35,12 @@ def fits(problem: Problem) -> bool:
         return False
     if problem.retrieval_ranks or problem.progress is not None:
         return False
-    if problem.set_size > 1 or not problem.loss_by_row or problem.decoupled or problem.hardness:
+    if (
+        problem.set_size > 1
+        or not problem.loss_follows_from_sums
+        or problem.decoupled
+        or problem.hardness
+    ):
         return False
     if problem.label_nans is not None or problem.key_shard:
         return False
@@ -87,8 +92,8 @@ def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
         lse = np.empty((2, max(m, n)))
         finite, loss, log_scale_grad = softmax(
             x, positives, row_ids, column_ids, scale, float(problem.margin), problem.upstream,
-            problem.row_weight, problem.column_weight, problem.symmetric, gradient, moments,
-            losses, lse,
+            problem.row_direction_weight, problem.column_direction_weight, problem.symmetric,
+            gradient, moments, losses, lse,
         )  # fmt: skip
         solution.row_lse = lse[0, :m]
         solution.column_lse = lse[1, :n] if problem.two_sided else None
@@ -204,10 +209,13 @@ def all_finite(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def conclude(high, total, p):  # type: ignore[no-untyped-def]
-    """Of a row or column, from its negatives' maximum and sum and its positive's logit: (loss,
-    log-sum-exp, sigmoid(n - p), reference, 2^(reference - log-sum-exp)). See `kernels/conclude.py`.
-    Takes one power and one logarithm, unless a maximum is a bound far above all logits."""
+def finalize_direction(high, total, p):  # type: ignore[no-untyped-def]
+    """(loss, log-sum-exp, sigmoid(n - p), reference, 2^(reference - log-sum-exp)).
+
+    `high` and `total` are the maximum and the sum over the negatives of a row or column, `p` is
+    the logit of its positive: see `finalize_direction` of kernels/direction_losses.py. This
+    function computes one power and one logarithm, unless `high` is a bound far above all logits.
+    """
     if p >= high:
         rest = total * 2.0 ** (high - p)
         loss = math.log1p(rest)
@@ -225,8 +233,10 @@ def conclude(high, total, p):  # type: ignore[no-untyped-def]
 
 @compiled
 def rounded_reference(c, reference, factor, one):  # type: ignore[no-untyped-def]
-    """See `rounded_reference` of kernels/conclude.py: (reference in units of raw products, the
-    factor that goes with it, that reference in base 2 again). `one`: 1 in the compute dtype."""
+    """(reference in units of dot products, the factor for this reference, the reference in base 2).
+
+    See `rounded_reference` of kernels/direction_losses.py. `one`: 1 in the compute dtype.
+    """
     r = reference / c
     smaller = np.nextafter(r, -np.inf)
     r = smaller if rounded_product(c, smaller) >= reference else r
@@ -237,8 +247,8 @@ def rounded_reference(c, reference, factor, one):  # type: ignore[no-untyped-def
 
 @compiled
 def softmax(  # type: ignore[no-untyped-def]
-    x, positives, row_ids, column_ids, scale, margin, upstream, row_weight, column_weight,
-    symmetric, gradient, moments, losses, lse,
+    x, positives, row_ids, column_ids, scale, margin, upstream, row_direction_weight,
+    column_direction_weight, symmetric, gradient, moments, losses, lse,
 ):  # fmt: skip
     """Raw products x become dL/dx, for a gradient. `losses` [M] and `lse` [2, .] are written;
     `moments` [2, .] is memory for the sums' moments.
@@ -249,7 +259,7 @@ def softmax(  # type: ignore[no-untyped-def]
         return False, 0.0, 0.0
     m, n = x.shape
     c = scale * LOG2_E
-    two_sided = column_weight != 0.0
+    two_sided = column_direction_weight != 0.0
     at = positives.reshape(m, 1)
     positive = np.empty((m, 1))
     tile.set_aside_positives(x, at, 0, c, positive)
@@ -276,13 +286,13 @@ def softmax(  # type: ignore[no-untyped-def]
     loss, log_scale_grad = 0.0, 0.0
     for i in range(m):
         p = positive[i, 0] - c * margin
-        row_loss, lse[0, i], share, base, weight = conclude(high[0, i], total[0, i], p)
-        losses[i] = row_weight * row_loss
-        a = upstream[i] * row_weight * scale
+        row_loss, lse[0, i], share, base, weight = finalize_direction(high[0, i], total[0, i], p)
+        losses[i] = row_direction_weight * row_loss
+        a = upstream[i] * row_direction_weight * scale
         pull[i, 0] = a * share
         if total[0, i] != 0.0:
             mean = moments[0, i] / total[0, i]
-            log_scale_grad += upstream[i] * row_weight * share * (mean - p)
+            log_scale_grad += upstream[i] * row_direction_weight * share * (mean - p)
         reference[0, i], factor[0, i], again[i] = rounded_reference(c, base, a * weight, one)
         top, low = max(top, again[i]), min(low, again[i])
         if symmetric:
@@ -291,13 +301,15 @@ def softmax(  # type: ignore[no-untyped-def]
     if two_sided:  # key i is the positive of query i
         for j in range(n):
             p = positive[j, 0] - c * margin
-            column_loss, lse[1, j], share, base, weight = conclude(high[1, j], total[1, j], p)
-            losses[j] += column_weight * column_loss
-            b = upstream[j] * column_weight * scale
+            column_loss, lse[1, j], share, base, weight = finalize_direction(
+                high[1, j], total[1, j], p
+            )
+            losses[j] += column_direction_weight * column_loss
+            b = upstream[j] * column_direction_weight * scale
             pull[j, 0] += b * share
             if total[1, j] != 0.0:
                 mean = moments[1, j] / total[1, j]
-                log_scale_grad += upstream[j] * column_weight * share * (mean - p)
+                log_scale_grad += upstream[j] * column_direction_weight * share * (mean - p)
             reference[1, j], factor[1, j], _ = rounded_reference(c, base, b * weight, one)
             total[1, j], high[1, j], least = b * weight, base, min(least, base)
     for i in range(m):

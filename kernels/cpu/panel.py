@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..conclude import conclude
+from ..direction_losses import finalize_direction
 from ..distill import tiles as distillation
 from ..distill.problem import TaughtStatistics
 from ..epilogues import OnlineSoftmax, RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
@@ -344,8 +344,8 @@ class Worker:
         maximum *= self.fold.logit_scale
         if sums.moment is not None:
             sums.moment *= self.fold.logit_scale
-        end = conclude(np, sums, positive)
-        a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
+        end = finalize_direction(np, sums, positive)
+        a = problem.upstream[rows] * problem.row_direction_weight * float(problem.scale)
         sum_factor = a * end.reference_probability * np.exp2(maximum - end.reference)
         np.multiply(g, sum_factor[:, None], out=g, casting="same_kind")
         positives = context.key.take(problem.positives[rows])

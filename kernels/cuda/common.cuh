@@ -1,6 +1,6 @@
 // Types and small functions that every kernel uses.
 #pragma once
-#include "conclude.cuh"
+#include "direction_losses.cuh"
 #include "ptx.cuh"
 
 // Precisions of products and exponentials: -DPRECISION=BF16 and so on.

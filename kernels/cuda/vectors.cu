@@ -1,7 +1,7 @@
 // Kernels on vectors of length M or N, between the kernels on tiles. They are compiled together.
 //
-//     vectors/sums.cuh      merge_pairs, add_pairs, add_copies, begin, conclude, totals
-//     vectors/linear.cuh    join_rows, conclude_linear
+//     vectors/sums.cuh      merge_pairs, add_pairs, add_copies, begin, finalize, totals
+//     vectors/linear.cuh    join_rows, finalize_linear
 //     vectors/online.cuh    check_references, add_wanted, end_online
 //     vectors/factors.cuh   ranges, factors, divide_factors, to_products
 //     vectors/sigmoid.cuh   begin_sigmoid, mark_not_finite, sigmoid_positives

@@ -8,7 +8,7 @@ of student and teacher are computed alike, so that those of equal logits cancel 
 
 from __future__ import annotations
 
-from ..conclude import Direction
+from ..direction_losses import Direction
 from ..epilogues import SoftmaxGradient, Sums
 from ..problem import LN_2, Array, Gradients, fast_replace
 from ..solve import Backend, Solution, Vectors, gradient_fold
@@ -36,12 +36,13 @@ def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None)
 
     row_nans = backend.row_nans(problem)
     rows, row_loss, slope = _side(vectors, stats.rows, stats.teacher_rows)
-    losses, columns = problem.row_weight * row_loss + row_nans, None
+    losses, columns = problem.row_direction_weight * row_loss + row_nans, None
     if problem.two_sided:
         columns, column_loss, column_slope = _side(vectors, stats.columns, stats.teacher_columns)
-        losses = losses + problem.column_weight * column_loss
+        losses = losses + problem.column_direction_weight * column_loss
         if slope is not None:
-            slope = problem.row_weight * slope + problem.column_weight * column_slope
+            slope = problem.row_direction_weight * slope
+            slope += problem.column_direction_weight * column_slope
     log_scale_grad = None if slope is None else problem.upstream * (slope + row_nans)
     if gradients is not None:
         of_student, of_teacher = (
@@ -77,9 +78,11 @@ def _gradient(
     problem: TaughtProblem, rows: Direction, columns: Direction | None
 ) -> SoftmaxGradient:
     """Probabilities, with the weights of losses."""
-    a = problem.upstream * (problem.row_weight * problem.scale) * rows.reference_probability
+    row_weight = problem.row_direction_weight * problem.scale
+    a = problem.upstream * row_weight * rows.reference_probability
     zeros = 0.0 * problem.upstream  # no row has a positive
     if columns is None:
         return SoftmaxGradient(rows.reference, a, None, None, zeros)
-    b = problem.upstream * (problem.column_weight * problem.scale) * columns.reference_probability
+    column_weight = problem.column_direction_weight * problem.scale
+    b = problem.upstream * column_weight * columns.reference_probability
     return SoftmaxGradient(rows.reference, a, columns.reference, b, zeros)

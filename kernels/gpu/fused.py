@@ -27,9 +27,10 @@ from .schedule.fused import THREADS, TILE, one_launch
 # Fields of struct Fused, which are packed by position. Packing by name would take 2% of the time of
 # a small batch
 FIELDS = (
-    "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_weight", "column_weight",
-    "reduction_weight", "row_shares", "upstream", "upstreams", "positives", "label_nans",
-    "query_ids", "key_ids", "gradient", "parts", "x", "row_inverse", "column_inverse",
+    "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_direction_weight",
+    "column_direction_weight", "reduction_weight", "row_shares", "upstream", "upstreams",
+    "positives", "label_nans", "query_ids", "key_ids", "gradient", "parts", "x", "row_inverse",
+    "column_inverse",
     "row_nans", "column_nans", "row_gap", "column_gap", "row_dot", "column_dot", "row_sum",
     "losses", "row_lse", "column_lse", "loss", "scale_grad", "bias_grad", "row_reference",
     "row_factor", "column_reference", "column_factor", "barrier",
@@ -141,7 +142,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         upstream, each = 0.0, upstream
     arguments = _pack(
         *q, *k, *query_gradient, *key_gradient, m, n, d, *scale, *bias,
-        problem.row_weight, problem.column_weight, problem.reduction_weight or 0.0,
+        problem.row_direction_weight, problem.column_direction_weight,
+        problem.reduction_weight or 0.0,
         address(problem.row_shares), upstream, address(each), address(problem.positives),
         address(problem.label_nans), address(problem.query_ids), address(problem.key_ids),
         problem.scalar_grads or gradients is not None, launch.parts,

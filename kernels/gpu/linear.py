@@ -119,12 +119,12 @@ def linear_gradients(
     return {"first": _fields(first), "second": _fields(second)}
 
 
-def conclude(
-    launcher: Launcher, problem: Problem, rows: Sequence[Rows], concluding: Fields
+def finalize_linear_terms(
+    launcher: Launcher, problem: Problem, rows: Sequence[Rows], finalize_arguments: Fields
 ) -> list[LinearTerm]:
-    """Add label smoothing and class means to the results of the kernel `conclude`.
+    """Add label smoothing and class means to the results of the kernel `finalize`.
 
-    `concluding` are the arguments of that kernel. Returns the linear terms.
+    `finalize_arguments` are the arguments of that kernel. Returns the linear terms.
     """
     query, key = rows
     m, n, _ = problem.shape
@@ -151,8 +151,9 @@ def conclude(
         vectors["class_linear"], vectors["others"] = cupy.empty(m), problem.classes.others
         terms.append(LinearTerm(classes, vectors["class_linear"], None, sums, sums))
     launcher.vectors(
-        "conclude_linear", m,
-        g={"f": concluding, "label_smoothing": problem.label_smoothing, "joint": problem.joint,
-           "row_keys": max(1, n - problem.symmetric), "column_keys": m, **vectors},
+        "finalize_linear", m,
+        g={"f": finalize_arguments, "label_smoothing": problem.label_smoothing,
+           "joint": problem.joint, "row_keys": max(1, n - problem.symmetric), "column_keys": m,
+           **vectors},
     )  # fmt: skip
     return terms

@@ -106,12 +106,12 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     else:
         rows, positive = _Side(m), cupy.empty(m)
         launch("row_losses", m, x=x, n=n, pairs=pairs, side=rows.fields, positive=positive)
-        losses = problem.row_weight * rows.loss
+        losses = problem.row_direction_weight * rows.loss
         solution = Solution(losses, rows.lse, direction_losses=(rows.loss, None))
         if problem.two_sided:
             columns = _Side(n)
             launch("column_losses", -(-n // 32), x=x, m=m, n=n, side=columns.fields)
-            solution.losses = losses + problem.column_weight * columns.loss
+            solution.losses = losses + problem.column_direction_weight * columns.loss
             solution.column_lse = columns.lse
             solution.direction_losses = rows.loss, columns.loss
         if problem.retrieval_ranks:
@@ -129,7 +129,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     g, dots, sums = cupy.empty((m, n), real), cupy.empty(m), cupy.empty(m)
     launch(
         "logit_gradient", m, x=x, n=n, pairs=pairs, upstream=problem.upstream,
-        row_weight=problem.row_weight, column_weight=problem.column_weight,
+        row_direction_weight=problem.row_direction_weight,
+        column_direction_weight=problem.column_direction_weight,
         row_lse=rows and rows.lse, row_gap=rows and rows.gap,
         column_lse=columns and columns.lse, column_gap=columns and columns.gap,
         sigmoid=sigmoid, bias=bias, g=g, dots=dots, sums=sums,

@@ -99,16 +99,18 @@ def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     }  # fmt: skip
 
 
-def conclude(
+def finalize(
     problem: Problem, stats: Statistics, not_finite: NotFinite, queue: Queue
 ) -> dict[str, Array | None]:
     vectors = TiledVectors.alone(problem, queue)
-    end = vectors.conclude(problem, stats, False, True, None, not_finite)
+    finalized = vectors.finalize(problem, stats, False, True, None, not_finite)
     found: dict[str, Array | None] = {
-        "losses": end.losses, "row_factor": end.row_factor, "column_factor": end.column_factor,
-        "positive_gradient": end.positive_gradient, "log_scale_grad": end.log_scale_grad,
+        "losses": finalized.losses, "row_factor": finalized.row_factor,
+        "column_factor": finalized.column_factor,
+        "positive_gradient": finalized.positive_gradient,
+        "log_scale_grad": finalized.log_scale_grad,
     }  # fmt: skip
-    for side, of in (("row", end.rows), ("column", end.columns)):
+    for side, of in (("row", finalized.rows), ("column", finalized.columns)):
         if of is not None:
             found |= {
                 f"{side}_loss": of.loss,

@@ -10,8 +10,8 @@ import cupy
 import numpy as np
 
 from .. import problem as problems
-from ..conclude import Direction
-from ..conclusion import Conclusion
+from ..between_passes import Finalized
+from ..direction_losses import Direction
 from ..epilogues import Epilogue, Sigmoid, Statistics, Sums
 from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion
@@ -73,15 +73,15 @@ class VectorsOverRanks(ElementwiseVectors):
         columns = rows if problem.symmetric else column_sums if problem.two_sided else None
         return replace(problem, upstream=upstream), Statistics(rows, columns, arrays["positive"])
 
-    def conclude(
+    def finalize(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool, backend: Any
-    ) -> Conclusion:
+    ) -> Finalized:
         if not self.has_plan(problem):
-            return super().conclude(problem, stats, triangle, gradient, backend)
+            return super().finalize(problem, stats, triangle, gradient, backend)
         sums = Statistics(stats.rows, stats.columns, stats.positive_logits)
         # a row's partner may be on another rank, so the plan leaves partners out
         without_partners = problems.fast_replace(problem, symmetric=False)
-        get = self.plan(recorded.conclude, without_partners, sums, backend.not_finite).get
+        get = self.plan(recorded.finalize, without_partners, sums, backend.not_finite).get
         rows, columns = (
             Direction(get(f"{side}_loss"), get(f"{side}_lse"), None, get(f"{side}_reference"), 1.0)
             for side in ("row", "column")
@@ -91,7 +91,7 @@ class VectorsOverRanks(ElementwiseVectors):
             positive_gradient = positive_gradient + backend.take_at_positives(
                 problem, positive_gradient
             )
-        return Conclusion(
+        return Finalized(
             get("losses"), rows, columns if problem.two_sided else None, get("row_factor"),
             get("column_factor"), positive_gradient, get("log_scale_grad"),
         )  # fmt: skip

@@ -9,8 +9,8 @@ import cupy
 import numpy as np
 
 from .. import solve as two_passes
-from ..conclude import Direction
-from ..conclusion import Conclusion
+from ..between_passes import Finalized
+from ..direction_losses import Direction
 from ..epilogues import Sigmoid, Statistics, Sums
 from ..linear import LinearTerm
 from ..problem import Array, NotFinite, Problem, fast_replace
@@ -24,7 +24,7 @@ from .schedule import is_computed_by_kernels_only
 # struct DefaultVectors of a call that gives all vectors
 NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
 
-_CONCLUDE = compiler.flatten("conclude.cuh")  # merge, conclude_direction
+_DIRECTION_LOSSES = compiler.flatten("direction_losses.cuh")  # merge, finalize_direction
 
 # The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
 _empty_sums = cupy.ElementwiseKernel(
@@ -40,7 +40,7 @@ _merge_sums = cupy.ElementwiseKernel(
     });
     max = both.max, sum = both.sum;
     """,
-    "infonce_merge_sums", preamble=_CONCLUDE,
+    "infonce_merge_sums", preamble=_DIRECTION_LOSSES,
 )  # fmt: skip
 _merge_moments = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum, float64 other_moment",
@@ -50,7 +50,7 @@ _merge_moments = cupy.ElementwiseKernel(
     const Sum both = merge(Sum{max, sum, moment}, other, [](double x) { return exp2(x); });
     max = both.max, sum = both.sum, moment = both.moment;
     """,
-    "infonce_merge_moments", preamble=_CONCLUDE,
+    "infonce_merge_moments", preamble=_DIRECTION_LOSSES,
 )  # fmt: skip
 _within = cupy.ElementwiseKernel(
     "int64 positive, int64 start, int64 stop, int64 total", "int64 local",
@@ -66,17 +66,17 @@ _sum_over_ranks = cupy.ElementwiseKernel(
     "total = 0; for (long long r = 0; r < ranks; ++r) total += numbers[r * k + i];",
     "infonce_sum_over_ranks",
 )  # fmt: skip
-# conclude_direction. (CuPy's logaddexp2 would round small losses to 0.) The log-sum-exp of no
+# finalize_direction. (CuPy's logaddexp2 would round small losses to 0.) The log-sum-exp of no
 # logits is -inf; its reference is 0, because a difference of infinities is NaN
-_conclude = cupy.ElementwiseKernel(
+_finalize_direction = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 moment, float64 positive, float64 mean, bool decoupled",
     "float64 loss, float64 lse, float64 probability, float64 reference, float64 log_scale_grad",
     """
-    const Direction d = conclude_direction(Sum{max, sum, moment}, positive, decoupled, mean);
+    const Direction d = finalize_direction(Sum{max, sum, moment}, positive, decoupled, mean);
     loss = d.loss, lse = LN_2 * d.lse2, reference = is_nothing(d.lse2) ? 0 : d.lse2;
     probability = d.negative_probability, log_scale_grad = d.log_scale_grad;
     """,
-    "infonce_conclude", preamble=_CONCLUDE,
+    "infonce_finalize_direction", preamble=_DIRECTION_LOSSES,
 )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ class ElementwiseVectors(two_passes.Vectors):
     ) -> Direction:  # fmt: skip
         moment = 0.0 if sums.moment is None else sums.moment
         mean = positive if mean is None else mean
-        loss, lse, probability, reference, log_scale_grad = _conclude(
+        loss, lse, probability, reference, log_scale_grad = _finalize_direction(
             sums.max, sums.sum, moment, positive, mean, decoupled
         )
         return Direction(
@@ -230,13 +230,13 @@ class TiledVectors(ElementwiseVectors):
         )  # fmt: skip
         return out
 
-    def conclude(
+    def finalize(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
         backend: Any, not_finite: NotFinite | None = None,
-    ) -> Conclusion:  # fmt: skip
+    ) -> Finalized:  # fmt: skip
         """`not_finite`: which features are not finite, if that is known already."""
         if not is_computed_by_kernels_only(problem):
-            return super().conclude(problem, stats, triangle, gradient, backend)
+            return super().finalize(problem, stats, triangle, gradient, backend)
         m = problem.shape[0]
         rows, upstream, losses_of = stats.rows, problem.upstream, slice(m)
         if problem.joint:
@@ -257,12 +257,13 @@ class TiledVectors(ElementwiseVectors):
         has_metrics = problem.hardness and problem.retrieval_ranks
         positive_logits = cupy.empty(m) if has_metrics else None
         columns = stats.columns if two_sided and stats.columns is not None else rows
-        concluding = {
+        finalize_arguments = {
             "rows": sums_fields(rows), "columns": sums_fields(columns),
             "positive": stats.positive_logits, "positives": problem.positives,
             "set_size": problem.set_size, "upstream": upstream, "row_nans": not_finite.rows,
             "any_key_not_finite": not_finite.any_key,
-            "row_weight": problem.row_weight, "column_weight": problem.column_weight,
+            "row_direction_weight": problem.row_direction_weight,
+            "column_direction_weight": problem.column_direction_weight,
             "options": self.scalars.row_options(problem), "m": m,
             "symmetric": problem.symmetric and not problem.joint,
             "triangle": triangle, "two_sided": two_sided, "lse_is_float": not self.double,
@@ -272,15 +273,17 @@ class TiledVectors(ElementwiseVectors):
             "positive_gradient": positive_gradient, "log_scale_grad": log_scale_grad,
             "positive_logit": positive_logits, "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
-        self.launcher.vectors("conclude", m, f=concluding)
+        self.launcher.vectors("finalize", m, f=finalize_arguments)
         terms: Sequence[LinearTerm] = ()
         if problem.linear_terms:
-            terms = linear.conclude(self.launcher, problem, backend.linear_rows, concluding)
+            terms = linear.finalize_linear_terms(
+                self.launcher, problem, backend.linear_rows, finalize_arguments
+            )
         if positive_logits is not None:
             stats.positive_logits = positive_logits
         probability = None  # no longer needed
         of = losses_of
-        return Conclusion(
+        return Finalized(
             losses[of], Direction(row_loss[of], lses[0, of], probability, row_reference, 1.0),
             Direction(column_loss, lses[1], probability, column_reference, 1.0)
             if two_sided else None,

@@ -217,8 +217,7 @@ class StreamedFold:
             symmetric=symmetric,
             key_shard=problem.key_shard or not diagonal,
             no_local_positives=no_local,
-            # off the diagonal of a triangle, columns are other rows of the same softmax
-            column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
+            column_direction_weight=problem.block_column_weight,
             workspace=self.context.layout.block,
             label_smoothing=0.0,  # linear terms are computed elsewhere
             progress=None,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.conclude import conclude
 from infonce.kernels.cpu import backend, one_block, workers
+from infonce.kernels.direction_losses import finalize_direction
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.problem import SILENT
 
@@ -140,15 +140,17 @@ def test_same_bits_beside_other_threads() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 1e3, 1e9])
-def test_conclusions_of_rows(size: float) -> None:
-    """As `kernels.conclude`, also where a maximum is a bound far above all logits."""
+def test_losses_of_directions(size: float) -> None:
+    """As `kernels.direction_losses`, also where a maximum is a bound far above all logits."""
     rng = np.random.default_rng(0)
     high, positive = size * rng.standard_normal((2, 400))
     total = np.exp2(rng.uniform(-90, 12, 400))
     total[:10], high[:10] = 0.0, -np.inf  # of nothing
     with np.errstate(**SILENT):
-        want = conclude(np, Sums(high, total, None), positive)
-    got = np.array([one_block.conclude(*row) for row in zip(high, total, positive, strict=True)])
+        want = finalize_direction(np, Sums(high, total, None), positive)
+    got = np.array(
+        [one_block.finalize_direction(*row) for row in zip(high, total, positive, strict=True)]
+    )
     fields = want.loss, want.lse, want.negative_probability
     for mine, theirs in zip(got.T, fields, strict=False):
         np.testing.assert_allclose(mine, theirs, rtol=4e-16 * (64 + size), atol=4e-16 * (64 + size))

@@ -370,7 +370,8 @@ def test_structures_lie_as_python_packs_them(
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "name", ["_empty_sums", "_merge_sums", "_merge_moments", "_within", "_conclude", "labels"]
+    "name",
+    ["_empty_sums", "_merge_sums", "_merge_moments", "_within", "_finalize_direction", "labels"],
 )
 def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Their texts, and the header that goes before them, as CuPy puts them together."""

@@ -131,7 +131,7 @@ def test_queries_of_keys_without_labels_need_no_list() -> None:
 
 
 LOSSES: list[dict[str, Any]] = [
-    {}, {"row_weight": 0.5, "column_weight": 0.5}, {"bias": -10.0}
+    {}, {"row_direction_weight": 0.5, "column_direction_weight": 0.5}, {"bias": -10.0}
 ]  # fmt: skip
 SMOOTHED, SYMMETRIC = {"label_smoothing": 0.1}, {"symmetric": True}
 LIMITED = {"false_negative_margin": 0.1}
@@ -154,8 +154,8 @@ def test_linear_terms_and_joint_losses(
     found = kernels(into)
     assert found["segment_pieces"] == found["join_pieces"] == sums + more * gradient
     assert found["segment_products"] == products
-    assert found["conclude"] == 1
-    assert found["conclude_linear"] == (sums > 0)
+    assert found["finalize"] == 1
+    assert found["finalize_linear"] == (sums > 0)
     assert found["join_rows"] == loss.get("joint", 0)
     options = [options for kernel, options, *_ in launches(into) if kernel == "finish"]
     assert len(options) == gradient * (1 if loss.get("symmetric") else 2)
@@ -172,7 +172,7 @@ def test_limits_and_biases_of_pairs(
     """All of it by kernels: nothing reads an array while a call is recorded."""
     shape = 1000, 1000, 384, precision
     found = record(*shape, gradient=gradient, **loss, **options)
-    two_sided, symmetric = "row_weight" in loss, "symmetric" in loss
+    two_sided, symmetric = "row_direction_weight" in loss, "symmetric" in loss
     biased, limited = "biased" in options, options.keys() >= LIMITED.keys()
     sides = two_sided or symmetric  # of keys too, there are sums
     assert found["to_products"] == biased * (1 + symmetric) + limited * (1 + sides)
@@ -181,7 +181,7 @@ def test_limits_and_biases_of_pairs(
     references = gradient * (two_sided + 2 * symmetric)
     assert found["add_bias"] == biased * (2 * sides + references)
     assert found["check_spread"] == (limited and gradient and sides)
-    assert found["conclude"] == 1
+    assert found["finalize"] == 1
 
 
 def launches(into: recorder.Recorder) -> list[tuple[str, dict[str, int], int, int]]:
@@ -285,7 +285,7 @@ def test_one_fold_makes_both_gradients_of_one_softmax(
     assert blocks(*large) == (47 if precision == "bf16" else 0)
     assert not blocks(*large, workspace=2**27)
     assert not blocks(1024, 8192, 384, retrieval_ranks=True)
-    assert not blocks(1024, 8192, 384, row_weight=0.5, column_weight=0.5)
+    assert not blocks(1024, 8192, 384, row_direction_weight=0.5, column_direction_weight=0.5)
     assert not record(4096, 4096, 512, "fp16", wrt=wrt)["sweep_online"]
 
 
@@ -331,7 +331,7 @@ def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
     """What the caller gives is not exceeded. Else there is room in a 32nd of the device's memory:
     for all exponentials of 16384 rows, for a part of those of four times the rows."""
     monkeypatch.setattr(recorder, "MAX_STEPS", 10**6)
-    clip = {"row_weight": 0.5, "column_weight": 0.5}
+    clip = {"row_direction_weight": 0.5, "column_direction_weight": 0.5}
 
     def kept(rows: int, d: int, precision: str = "bf16", **options: Any) -> tuple[int, int]:
         """Blocks that are cached, and others. (Query tiles of the former may be wanted anew.)"""
@@ -355,7 +355,7 @@ def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
 def test_copies_and_linear_terms_lie_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a joint loss and sums of linear terms take from the blocks; vectors are beside."""
     monkeypatch.setattr(recorder, "MAX_STEPS", 10**6)
-    clip = {"row_weight": 0.5, "column_weight": 0.5, "label_smoothing": 0.1}
+    clip = {"row_direction_weight": 0.5, "column_direction_weight": 0.5, "label_smoothing": 0.1}
     for options in (clip, {"symmetric": True, "classes": True}):
         into = recording(65536, 65536, 512, "bf16", workspace=2**28, **options)
         assert sum(into.sizes) <= 2**28 + 32 * 8 * 65536

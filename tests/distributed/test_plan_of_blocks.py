@@ -41,7 +41,7 @@ def test_blocks_of_many_ranks(
         positives = (np.arange(m) + m // 2 * symmetric) % m if own else np.full(m, -1)
         problem = problems.Problem(
             query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
-            positives=cupy.asarray(positives), column_weight=0.5 * pairs,
+            positives=cupy.asarray(positives), column_direction_weight=0.5 * pairs,
             bias=-10.0 if sigmoid else None, symmetric=symmetric, key_shard=not own,
             no_local_positives=not own,
             compute=precision, scalar_grads=True, moments=True,
@@ -107,7 +107,8 @@ def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool =
     query[m // 2, 3] = np.inf if infinite == "query" else 0
     problem = problems.Problem(
         query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
-        positives=cupy.full(m, -1), column_weight=0.5, key_shard=True, no_local_positives=True,
+        positives=cupy.full(m, -1), column_direction_weight=0.5, key_shard=True,
+        no_local_positives=True,
         compute="bf16", scalar_grads=True, moments=True,
     )  # fmt: skip
     vectors = ElementwiseVectors()
@@ -155,7 +156,8 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
         query=query, key=query if loss == "nt_xent" else key, scale=cupy.array(14.0),
         upstream=cupy.asarray(rng.uniform(0, 1, m)), reduction_weight=0.25 / m,
         positives=cupy.asarray((np.arange(m) + m // 2 * (loss == "nt_xent")) % m) + 7 * m,
-        row_weight=0.5 if loss == "clip" else 1.0, column_weight=0.5 * (loss == "clip"),
+        row_direction_weight=0.5 if loss == "clip" else 1.0,
+        column_direction_weight=0.5 * (loss == "clip"),
         bias=-10.0 if loss == "siglip" else None, symmetric=loss == "nt_xent", compute=precision,
         scalar_grads=True, moments=True,
     )  # fmt: skip
@@ -194,7 +196,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                     stats.columns.max[:] = stats.rows.sum
                     stats.columns.sum[:] = stats.positive_logits
                     stats.columns.moment[:] = stats.rows.max
-                end = steps.conclude(spelled, stats, False, True, one)
+                end = steps.finalize(spelled, stats, False, True, one)
                 assert (end.columns is None) == (loss != "clip")
                 made += [end.losses, end.row_factor, end.column_factor, end.positive_gradient]
                 made += [end.log_scale_grad]

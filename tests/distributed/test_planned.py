@@ -77,11 +77,11 @@ def recording(
     with cupy.cuda.using_allocator(into.malloc):
         query, key, dq, dk = (cupy.empty((m, d), dtype) for _ in range(4))
         ids = cupy.empty(m, np.int64) if options.pop("ids", False) else None
-        row_weight, column_weight = WEIGHTS[loss]
+        row_direction_weight, column_direction_weight = WEIGHTS[loss]
         problem = Problem(
-            query, key, 14.0, 1 / sum(rows), None, 1 / sum(rows) if reduced else None, row_weight,
-            column_weight, -10.0 if loss == "siglip" else None, query_ids=ids, key_ids=ids,
-            compute=precision, **options,
+            query, key, 14.0, 1 / sum(rows), None, 1 / sum(rows) if reduced else None,
+            row_direction_weight, column_direction_weight, -10.0 if loss == "siglip" else None,
+            query_ids=ids, key_ids=ids, compute=precision, **options,
         )  # fmt: skip
         wants_key = loss != "lit"
         gradients = (
@@ -287,7 +287,7 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     problem = Problem(
         query, key, 14.0, weights, reduction_weight=0.1, weights=weights, row_shares=weights
     )
-    assert problem.loss_by_row
+    assert problem.loss_follows_from_sums
     problem = problem.without_weights()
     assert problem.plain
     vectors = shard.VectorsOverRanks()
@@ -297,4 +297,4 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     separate = replace(problem, reduction_weight=None)
     assert vectors.totals(separate, losses, None, None, None)[0] is None
     smoothed = replace(problem, weights=weights, label_smoothing=0.1)
-    assert not smoothed.loss_by_row
+    assert not smoothed.loss_follows_from_sums

@@ -221,7 +221,7 @@ def vectors_of(drawn: Drawn, into: Recording) -> None:
         return
     problem, stats = vectors.statistics(problem)
     found = recorded.NotFinite(cupy.empty(len(problem.query)), cupy.empty(1))
-    end = vectors.conclude(problem, stats, False, False, SimpleNamespace(not_finite=found))
+    end = vectors.finalize(problem, stats, False, False, SimpleNamespace(not_finite=found))
     vectors.totals(problem, end.losses, end.log_scale_grad, None, None)
 
 

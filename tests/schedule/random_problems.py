@@ -167,7 +167,8 @@ class Drawing:
             progress=(lambda *_: None) if self.some(16) else None,
             label_nans=self.vector(m) if positives is not None else None, scalar_grads=scalars,
             moments=scalars and uses_moments(m * n, gradients is not None, False),
-            **({"row_weight": 0.5, "column_weight": 0.5} if loss == "both" else {}), **options,
+            row_direction_weight=0.5 if loss == "both" else 1.0,
+            column_direction_weight=0.5 if loss == "both" else 0.0, **options,
         )  # fmt: skip
         return Drawn(rng.choice([*DEVICES, *HOPPERS, *HOPPERS]), problem, gradients)
 
@@ -191,7 +192,7 @@ class Drawing:
         if own and self.some(2):  # the keys of another rank
             problem.key, own, loss = self.matrix(n, d, problem.query.dtype.name), False, "both"
         if problem.symmetric:
-            problem.symmetric, problem.column_weight = own, problem.row_weight
+            problem.symmetric, problem.column_direction_weight = own, problem.row_direction_weight
         problem.key_shard, problem.no_local_positives = not own, not own and self.some(2)
         if problem.compares_with_limits:
             problem.limits = self.vector(m)

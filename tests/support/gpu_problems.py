@@ -129,7 +129,8 @@ def evaluate(
     moments = gradient and uses_moments(m * len(key), bool(wanted), False)
     problem = Problem(
         query=query, key=key, scale=scale, upstream=upstream, positives=positives,
-        row_weight=kind.row_weight, column_weight=kind.column_weight,
+        row_direction_weight=kind.row_direction_weight,
+        column_direction_weight=kind.column_direction_weight,
         bias=bias if kind.sigmoid else None, symmetric=kind.symmetric,
         query_ids=None if ids is None else cupy.asarray(pair[0], np.int64),
         key_ids=None if ids is None else cupy.asarray(pair[1], np.int64),

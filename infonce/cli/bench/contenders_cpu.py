@@ -92,7 +92,7 @@ def _numpy(case: Case, features: Sequence[Array]) -> Outcome:
         g = -t / (1 + np.exp(t * x)) / len(x)
     else:
         loss, g = 0.0, np.zeros_like(x)
-        for weight, axis in ((kind.row_weight, 1), (kind.column_weight, 0)):
+        for weight, axis in ((kind.row_direction_weight, 1), (kind.column_direction_weight, 0)):
             if weight:
                 e = np.exp(x - x.max(axis=axis, keepdims=True))
                 p = e / e.sum(axis=axis, keepdims=True)
@@ -137,9 +137,9 @@ def torch_loss(kind: Loss, query: Any, key: Any, scale: Any, y: Any) -> Any:
         x = joint_rows(torch, x)
     if y.shape[1] > 1:
         return -functional.log_softmax(x, 1).gather(1, y).mean()
-    loss = kind.row_weight * functional.cross_entropy(x, y[:, 0])
-    if kind.column_weight:
-        loss = loss + kind.column_weight * functional.cross_entropy(x.T, y[:, 0])
+    loss = kind.row_direction_weight * functional.cross_entropy(x, y[:, 0])
+    if kind.column_direction_weight:
+        loss = loss + kind.column_direction_weight * functional.cross_entropy(x.T, y[:, 0])
     return loss
 
 

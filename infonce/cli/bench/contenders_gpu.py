@@ -211,20 +211,20 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
     else:
         rows = torch.empty(n, dtype=wide, device=device)
         columns = torch.full((n,), -torch.inf, dtype=wide, device=device)
-        weights = kind.row_weight, kind.column_weight
+        weights = kind.row_direction_weight, kind.column_direction_weight
         for panel in panels:
             x, _, positive = logits(panel)
             rows[panel] = x.logsumexp(1)
             loss -= sum(weights) * positive.mean(1).sum()
-            if kind.column_weight:
+            if kind.column_direction_weight:
                 columns = torch.logaddexp(columns, x.logsumexp(0))
         loss += weights[0] * rows.sum()
-        if kind.column_weight:
+        if kind.column_direction_weight:
             loss += weights[1] * columns.sum()
         for panel in panels:
             x, at, _ = logits(panel)
             g = weights[0] * (x - rows[panel, None]).exp_()
-            if kind.column_weight:
+            if kind.column_direction_weight:
                 g += weights[1] * (x - columns).exp_()
             g[at] -= sum(weights) / y.shape[1]  # before any rounding: what remains may be small
             add_gradient(panel, g)

@@ -15,7 +15,7 @@
 // tile. Sixteen numbers from shared memory serve 64 multiply-adds: fewer, and reading would take
 // longer than computing.
 //
-// The formulas are those of tiled/lse.cu, tiled/gradient.cu, tiled/sigmoid.cu and conclude.cuh. Products
+// The formulas are those of tiled/lse.cu, tiled/gradient.cu, tiled/sigmoid.cu and direction_losses.cuh. Products
 // and exponentials are float32 (float64), sums over a row or a column float64.
 #include "fused/logits.cuh"
 #include "fused/losses.cuh"

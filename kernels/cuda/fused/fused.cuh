@@ -42,7 +42,7 @@ struct Fused {
   i64 m, n, d;
   Scale scale;
   Scalar bias;
-  double row_weight, column_weight;
+  double row_direction_weight, column_direction_weight;
   double reduction_weight;    // weight of a row in the reduced loss
   const double* row_shares;   // [M] other weights beside it, or null
   double upstream;            // of all rows, unless each has its own

@@ -4,13 +4,13 @@
 
 // --- phase 2 -----------------------------------------------------------------------------------------------
 
-// What follows from (max, sum) of a row's negatives and its positive (null: none): raw products, times c
-// in base 2.
-__device__ __noinline__ void conclude(double c, double max, double sum, const Real* positive,
-                                         double weight, double* gap, Real* lse, Real* reference,
-                                         Real* factor) {
+// The gap, log-sum-exp, reference and factor of a row or a column, from (max, sum) of its negatives and its
+// positive (null: none). `max` and `positive` are dot products, and c times them are logits in base 2.
+__device__ __noinline__ void finalize(double c, double max, double sum, const Real* positive,
+                                      double weight, double* gap, Real* lse, Real* reference,
+                                      Real* factor) {
   const Sum negatives = {c * max, sum};
-  const Direction d = positive ? conclude_direction(negatives, c * (double)*positive)
+  const Direction d = positive ? finalize_direction(negatives, c * (double)*positive)
                                : without_positive(negatives);
   *gap = d.gap;
   *lse = (Real)(LN_2 * d.lse2);
@@ -39,8 +39,9 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
       if (j != y && !excluded(f, i, j)) sum += exp2_(c * (x[j] - shift));
     sum = team.sum(sum);
     if (team.lane == 0)
-      conclude(c2, top, sum, y < 0 ? nullptr : x + y, upstream_of(f, i) * f.row_weight * scale,
-               f.row_gap + i, f.row_lse + i, f.row_reference + i, f.row_factor + i);
+      finalize(c2, top, sum, y < 0 ? nullptr : x + y,
+               upstream_of(f, i) * f.row_direction_weight * scale, f.row_gap + i,
+               f.row_lse + i, f.row_reference + i, f.row_factor + i);
   }
 }
 
@@ -76,7 +77,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       sum = 0;
 #pragma unroll
       for (int w = 0; w < FUSED_WARPS; ++w) sum += sums[w][lane];
-      conclude(c2, top, sum, f.x + j * f.n + j, upstream_of(f, j) * f.column_weight * scale,
+      finalize(c2, top, sum, f.x + j * f.n + j, upstream_of(f, j) * f.column_direction_weight * scale,
                f.column_gap + j, f.column_lse + j, f.column_reference + j, f.column_factor + j);
     }
   }
@@ -106,7 +107,7 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
 struct GapResult {
   double loss, negative_probability;
 };
-// What follows from a gap (conclude.cuh). Not inlined, so that this short launch fetches the code once.
+// What follows from a gap (direction_losses.cuh). Not inlined, so that this short launch fetches the code once.
 __device__ __noinline__ GapResult gap_result(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
 __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,
@@ -134,15 +135,15 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
       loss = team.sum(loss) + at.loss;
     } else {
       const GapResult row = gap_result(f.row_gap[i]);
-      loss = f.row_weight * row.loss;
-      here = -upstream_of(f, i) * f.row_weight * scale * row.negative_probability;
+      loss = f.row_direction_weight * row.loss;
+      here = -upstream_of(f, i) * f.row_direction_weight * scale * row.negative_probability;
       if (TWO_SIDED) {
         const GapResult column = gap_result(f.column_gap[i]);
-        loss += f.column_weight * column.loss;
-        here -= upstream_of(f, i) * f.column_weight * scale * column.negative_probability;
+        loss += f.column_direction_weight * column.loss;
+        here -= upstream_of(f, i) * f.column_direction_weight * scale * column.negative_probability;
       }
       if (SYMMETRIC)  // the pair counts for both its rows
-        here -= upstream_of(f, y) * f.row_weight * scale * gap_result(f.row_gap[y]).negative_probability;
+        here -= upstream_of(f, y) * f.row_direction_weight * scale * gap_result(f.row_gap[y]).negative_probability;
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + row_nan);
     if (!f.gradient) continue;

@@ -12,7 +12,7 @@
 // A row has a block, whose threads walk along it side by side; sums are taken in one fixed order.
 // Positives are kept out of the sums: with n the log-sum-exp of the negatives and p the positive's
 // logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). Nothing cancels but the logits.
-// Logits are natural here. They are multiplied by log2(e) where conclude.cuh, in base 2, takes them.
+// Logits are natural here. They are multiplied by log2(e) where direction_losses.cuh, in base 2, takes them.
 //
 // This is the first of three steps. Here the whole logit matrix is in memory, and products are plain
 // multiply-adds. The next step, tiled/product.cuh, keeps a tile of logits in registers and uses the tensor
@@ -175,11 +175,11 @@ struct Side {
 };
 
 // What follows from natural logits: the negatives' maximum `top`, their sum of e^(x - top), and the
-// positive's logit (conclude.cuh).
+// positive's logit (direction_losses.cuh).
 __device__ __forceinline__ void put(const Side& side, i64 i, double top, double sum, double positive,
                                     bool has_positive = true) {
   const Sum negatives = {LOG2_E * top, sum};
-  const Direction d = has_positive ? conclude_direction(negatives, LOG2_E * positive)
+  const Direction d = has_positive ? finalize_direction(negatives, LOG2_E * positive)
                                    : without_positive(negatives);
   side.gap[i] = d.gap;
   side.lse[i] = has_positive ? positive + d.loss : LN_2 * d.lse2;
@@ -263,7 +263,7 @@ sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
 // One block a row. dots[i] = sum_j G_ij x_ij, sums[i] = sum_j G_ij.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
-               const double* upstream, double row_weight, double column_weight,
+               const double* upstream, double row_direction_weight, double column_direction_weight,
                const double* row_lse, const double* row_gap, const double* column_lse,
                const double* column_gap, i64 sigmoid, const __grid_constant__ Scalar bias, Real* g,
                double* dots, double* sums) {
@@ -278,12 +278,12 @@ logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
       const double z = (double)logit + bias.get();
       value = upstream[i] * logistic(j == y ? -z : z);
     } else if (j == y) {
-      value = upstream[i] * row_weight * sigmoid2(row_gap[i]);
-      if (column_lse) value += upstream[j] * column_weight * sigmoid2(column_gap[j]);
+      value = upstream[i] * row_direction_weight * sigmoid2(row_gap[i]);
+      if (column_lse) value += upstream[j] * column_direction_weight * sigmoid2(column_gap[j]);
     } else {
-      value = upstream[i] * row_weight * exp_((Real)((double)logit - row_lse[i]));
+      value = upstream[i] * row_direction_weight * exp_((Real)((double)logit - row_lse[i]));
       if (column_lse)
-        value += upstream[j] * column_weight * exp_((Real)((double)logit - column_lse[j]));
+        value += upstream[j] * column_direction_weight * exp_((Real)((double)logit - column_lse[j]));
     }
     if (j == y) value = -value;  // the positive's logit should grow
     g[i * n + j] = (Real)value;

@@ -1,5 +1,5 @@
-// Conclusions beyond those of a row by itself: one softmax of two rows, and terms of the loss that are linear
-// in the logits. kernels/conclusion.py has the formulas.
+// Losses that need more than the sums of one row: one softmax of two rows, and terms of the loss that are linear
+// in the logits. kernels/between_passes.py has the formulas.
 #pragma once
 #include "vectors/sums.cuh"
 
@@ -13,8 +13,8 @@ extern "C" __global__ void join_rows(const __grid_constant__ Sums sums, const do
   joined_upstream[i] = joined_upstream[i + n] = upstream[i];
 }
 
-struct LinearConcluding {
-  Concluding f;  // of `conclude`, which came before
+struct LinearFinalizeArguments {
+  FinalizeArguments f;  // of `finalize`, which came before
   double label_smoothing;
   i64 joint;
   i64 row_keys, column_keys;                     // keys of a row, and queries of a column
@@ -26,8 +26,8 @@ struct LinearConcluding {
 };
 
 // Adds what label smoothing and the means of classes change, a row a thread.
-extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConcluding g) {
-  const Concluding& f = g.f;
+extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinalizeArguments g) {
+  const FinalizeArguments& f = g.f;
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x, each = f.set_size;
   if (i >= f.m) return;
   const double scale = f.options.scale.bare(), e = g.label_smoothing, a = f.row_factor[i];
@@ -75,8 +75,8 @@ extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConclud
       if (keys[s] >= 0) f.positive_gradient[i * each + s] += at_positive;
   }
   f.row_loss[i] += loss;
-  f.losses[i] += f.row_weight * loss + f.column_weight * column_term;
+  f.losses[i] += f.row_direction_weight * loss + f.column_direction_weight * column_term;
   if (f.log_scale_grad)
     f.log_scale_grad[i] += log_scale_gradient(
-        f, i, f.row_weight * log_scale_grad + f.column_weight * column_term, at_positives);
+        f, i, f.row_direction_weight * log_scale_grad + f.column_direction_weight * column_term, at_positives);
 }

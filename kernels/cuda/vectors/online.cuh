@@ -105,7 +105,7 @@ add_wanted(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* su
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive, const i64* positives,
                                       const double* upstream, const Real* factor, i64 n,
-                                      double row_weight, const __grid_constant__ Scale scale,
+                                      double row_direction_weight, const __grid_constant__ Scale scale,
                                       const __grid_constant__ RowOptions options, double* gradient_divisor,
                                       double* positive_gradient) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -114,8 +114,8 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
   if (rows.moment) rows.moment[i] *= c;
   const i64 key = positives[i];
-  const Direction row = options.conclude_one(rows.get(i), positive[i], key, options.bias(key));
-  const double a = upstream[i] * (row_weight * options.scale.bare());
+  const Direction row = options.finalize_one(rows.get(i), positive[i], key, options.bias(key));
+  const double a = upstream[i] * (row_direction_weight * options.scale.bare());
   gradient_divisor[i] =
       rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
   positive_gradient[i] = -(a * row.negative_probability);

@@ -19,7 +19,7 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
   positive[i] = NAN_;
 }
 
-// Losses of rows that depend on a feature that is not finite become NaN (conclude does so itself).
+// Losses of rows that depend on a feature that is not finite become NaN (the kernel `finalize` does so itself).
 extern "C" __global__ void mark_not_finite(i64 m, double* losses, const double* row_nans,
                                            const double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;

@@ -171,15 +171,15 @@ struct RowOptions {
     return key_bias && key >= 0 ? LOG2_E * key_bias[key] : 0;
   }
   // `negatives` are sums of exponents.
-  __device__ __forceinline__ Direction conclude(Sum negatives, double logit, double mean) const {
+  __device__ __forceinline__ Direction finalize(Sum negatives, double logit, double mean) const {
     negatives.moment *= to_logits();
-    return conclude_direction(negatives, logit, decoupled, mean);
+    return finalize_direction(negatives, logit, decoupled, mean);
   }
   // The positive is key `partner` (-1: none), whose logit has a bias. By log(scale), that has no part in it.
-  __device__ __forceinline__ Direction conclude_one(Sum negatives, double positive, i64 partner,
+  __device__ __forceinline__ Direction finalize_one(Sum negatives, double positive, i64 partner,
                                               double bias = 0) const {
     if (partner < 0) return without_positive(negatives);
-    return conclude(negatives, logit(positive) + bias, logit(positive));
+    return finalize(negatives, logit(positive) + bias, logit(positive));
   }
 };
 
@@ -205,7 +205,7 @@ extern "C" __global__ void add_bias(const double* x, const double* bias, double 
 // Log-sum-exps as reference exponents: of nothing, any number.
 __device__ __forceinline__ double reference_of(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
 
-struct Concluding {
+struct FinalizeArguments {
   Sums rows, columns;
   double* positive;
   const i64* positives;
@@ -213,7 +213,7 @@ struct Concluding {
   const double* upstream;
   const double* row_nans;                 // NaN for a row that is not finite, else 0; or null
   const double* any_key_not_finite;  // NaN or 0
-  double row_weight, column_weight;
+  double row_direction_weight, column_direction_weight;
   RowOptions options;
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // results
@@ -222,20 +222,20 @@ struct Concluding {
   void *row_lse, *column_lse;
 };
 
-__device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, double lse2) {
+__device__ __forceinline__ void put_lse(const FinalizeArguments& f, void* to, i64 i, double lse2) {
   if (f.lse_is_float) ((float*)to)[i] = (float)(LN_2 * lse2);
   else ((double*)to)[i] = LN_2 * lse2;
 }
 
-// Conclusion.log_scale_grad of a row. With moments: `moment_gradient`, the derivative of its loss, times the
+// Finalized.log_scale_grad of a row. With moments: `moment_gradient`, the derivative of its loss, times the
 // upstream gradient. Without moments, only the margin's part: the margin times `at_positives`, the sum of
 // -dL/dx at the positives with the scale folded in. The rest is <dQ_i, q_i>.
-__device__ __forceinline__ double log_scale_gradient(const Concluding& f, i64 i, double moment_gradient,
+__device__ __forceinline__ double log_scale_gradient(const FinalizeArguments& f, i64 i, double moment_gradient,
                                                double at_positives) {
   return f.rows.moment ? f.upstream[i] * moment_gradient : f.options.margin * at_positives;
 }
 
-__device__ __forceinline__ void put_row(const Concluding& f, i64 i, const Direction& row, double a,
+__device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const Direction& row, double a,
                                         double loss, double log_scale_grad, double at_positives) {
   f.losses[i] = loss + *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
   // NaN by itself where a feature is not finite
@@ -248,7 +248,7 @@ __device__ __forceinline__ void put_row(const Concluding& f, i64 i, const Direct
 
 // A row with several positives, or none. They stand for one whose logit is their log-sum-exp: see
 // kernels/targets.py, which has the formulas.
-__device__ void conclude_set(const Concluding& f, i64 i) {
+__device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   const i64 each = f.set_size, *keys = f.positives + i * each;
   const double* exponents = f.positive + i * each;
   double* gradient = f.positive_gradient + i * each;
@@ -266,25 +266,25 @@ __device__ void conclude_set(const Concluding& f, i64 i) {
   Direction row = without_positive(f.rows.get(i));
   if (count) {
     const double mean_of_share = weighted / total;
-    row = f.options.conclude(f.rows.get(i), top + log2(total), top + mean_of_share);
+    row = f.options.finalize(f.rows.get(i), top + log2(total), top + mean_of_share);
     row.loss += LN_2 * (log2(total) - sum / count);
     row.log_scale_grad += LN_2 * (mean_of_share - unbiased / count);
   }
-  const double a = f.upstream[i] * (f.row_weight * f.options.scale.bare());
+  const double a = f.upstream[i] * (f.row_direction_weight * f.options.scale.bare());
   for (i64 s = 0; s < each; ++s) {
     const double share = exp2(biased(s) - top) / total;
     gradient[s] = keys[s] < 0 ? 0 : -a * (share * row.negative_probability + (1.0 / count - share));
   }
-  put_row(f, i, row, a, f.row_weight * row.loss, f.row_weight * row.log_scale_grad,
+  put_row(f, i, row, a, f.row_direction_weight * row.loss, f.row_direction_weight * row.log_scale_grad,
           a * row.negative_probability);  // shares add up to 1
 }
 
-// solve.Vectors.conclude, a row a thread.
-extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
+// solve.Vectors.finalize, a row a thread.
+extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= f.m) return;
   if (f.set_size > 1) {
-    conclude_set(f, i);
+    finalize_set(f, i);
     return;
   }
   const double scale = f.options.scale.bare(), upstream = f.upstream[i];
@@ -293,19 +293,19 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   // A triangle met the pair once, from its lower row
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
-  const Direction row = f.options.conclude_one(f.rows.get(i), positive, partner, f.options.bias(partner));
-  const double a = upstream * (f.row_weight * scale);
-  double loss = f.row_weight * row.loss, log_scale_grad = f.row_weight * row.log_scale_grad;
+  const Direction row = f.options.finalize_one(f.rows.get(i), positive, partner, f.options.bias(partner));
+  const double a = upstream * (f.row_direction_weight * scale);
+  double loss = f.row_direction_weight * row.loss, log_scale_grad = f.row_direction_weight * row.log_scale_grad;
   double at_positive = a * row.negative_probability, partner_gradient = 0;
   if (f.symmetric && partner >= 0)
-    partner_gradient = f.upstream[partner] * (f.row_weight * scale) *
-                 f.options.conclude_one(f.rows.get(partner), positive, i, f.options.bias(i))
+    partner_gradient = f.upstream[partner] * (f.row_direction_weight * scale) *
+                 f.options.finalize_one(f.rows.get(partner), positive, i, f.options.bias(i))
                      .negative_probability;
   if (f.two_sided) {
-    const Direction column = f.options.conclude_one(f.columns.get(i), positive, partner);
-    const double b = upstream * (f.column_weight * scale);
-    loss += f.column_weight * column.loss;
-    log_scale_grad += f.column_weight * column.log_scale_grad;
+    const Direction column = f.options.finalize_one(f.columns.get(i), positive, partner);
+    const double b = upstream * (f.column_direction_weight * scale);
+    loss += f.column_direction_weight * column.loss;
+    log_scale_grad += f.column_direction_weight * column.log_scale_grad;
     at_positive += b * column.negative_probability;
     f.column_factor[i] = b;
     f.column_loss[i] = column.loss;

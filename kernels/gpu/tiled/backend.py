@@ -75,7 +75,7 @@ class GPU:
             self.run((fold,), problem, epilogues[fold.purpose], gradients)
         triangle = sums[0].grid.triangle
         own = joined(vectors, problem, stats)
-        end = vectors.conclude(problem, stats, triangle, gradients is not None, self)
+        end = vectors.finalize(problem, stats, triangle, gradients is not None, self)
         self.run(folds[len(sums) :], problem, softmax_gradient(problem, end), gradients)
         if own is not None:
             own.finish(end, gradients)

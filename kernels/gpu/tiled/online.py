@@ -92,7 +92,7 @@ class OnlineRun(GradientRun):
             positives=address(self.problem.positives, start),
             upstream=address(self.problem.upstream, start),
             factor=address(self.buffers.query.factor, start), n=n,
-            row_weight=self.problem.row_weight, scale=self.scale,
+            row_direction_weight=self.problem.row_direction_weight, scale=self.scale,
             options=self.buffers.scalars.row_options(self.problem),
             gradient_divisor=address(self.row_divisors, start),
             positive_gradient=address(self.positive_gradient, start),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .conclude import Direction
+from .direction_losses import Direction
 from .epilogues import Statistics, Sums
 from .linear import LinearTerm, Smoothed, smoothed
 from .problem import LN_2, LOG2_E, Array, Problem, as_sets
@@ -18,7 +18,7 @@ from .targets import Smoothing, Targets, targets
 
 
 @dataclass
-class Conclusion:
+class Finalized:
     """The results of complete sums: losses, and the vectors of the gradient fold."""
 
     losses: Array  # [M]; [B] of a joint loss
@@ -33,9 +33,9 @@ class Conclusion:
     linear: Sequence[LinearTerm] = ()
 
 
-def conclusion(
+def finalize(
     vectors: Any, problem: Problem, stats: Statistics, gradient: bool, backend: Any, scale: Any
-) -> Conclusion:
+) -> Finalized:
     """Losses, and the factors of the gradient, times `scale`.
 
     After a fold over a triangle, `stats` has the complete sums of all rows. `gradient`: the
@@ -53,13 +53,13 @@ def conclusion(
         smooth = None if smooth is None else _joined_smoothing(problem, smooth, logits)
     row_targets = targets(xp, problem, logits, None if smooth is None else smooth.rows, bias)
     rows = _direction(vectors, problem, sums, row_targets)
-    row_upstream = problem.upstream * (problem.row_weight * scale)
+    row_upstream = problem.upstream * (problem.row_direction_weight * scale)
     linear = []
     if problem.classes is not None:
         linear.append(_class_means(xp, problem, backend, smooth, sums, rows, row_upstream))
-    losses, log_scale_grad = problem.row_weight * rows.loss, rows.log_scale_grad
+    losses, log_scale_grad = problem.row_direction_weight * rows.loss, rows.log_scale_grad
     if log_scale_grad is not None:
-        log_scale_grad = problem.row_weight * log_scale_grad
+        log_scale_grad = problem.row_direction_weight * log_scale_grad
     at_positive = _times(row_upstream, row_targets.pull(rows.negative_probability))
     row_factor = row_upstream * rows.reference_probability
     columns = column_upstream = column_factor = None
@@ -70,10 +70,10 @@ def conclusion(
                 xp, problem, logits, None if smooth is None else smooth.columns
             )
         columns = _direction(vectors, problem, stats.columns, column_targets)
-        losses = losses + problem.column_weight * columns.loss
+        losses = losses + problem.column_direction_weight * columns.loss
         if log_scale_grad is not None:
-            log_scale_grad += problem.column_weight * columns.log_scale_grad
-        column_upstream = problem.upstream * (problem.column_weight * scale)
+            log_scale_grad += problem.column_direction_weight * columns.log_scale_grad
+        column_upstream = problem.upstream * (problem.column_direction_weight * scale)
         at_positive = at_positive + column_upstream * column_targets.pull(
             columns.negative_probability
         )
@@ -107,7 +107,7 @@ def conclusion(
         rows.reference_probability = xp.tile(probability, 2)
     elif problem.symmetric and gradient:  # ranks exchange vectors here
         at_positive = at_positive + backend.take_at_positives(problem, at_positive)
-    return Conclusion(
+    return Finalized(
         losses, rows, columns, row_factor, column_factor, -at_positive, log_scale_grad,
         tuple(linear),
     )  # fmt: skip

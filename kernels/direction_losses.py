@@ -1,6 +1,6 @@
 """The loss of each row or column, from the sum of its negatives and the logit of its positive.
 
-kernels/cuda/conclude.cuh has the same formulas for a GPU.
+kernels/cuda/direction_losses.cuh has the same formulas for a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Direction:
     log_scale_grad: Array = None  # d loss / d log(scale); None: the sums have no moments
 
 
-def conclude(
+def finalize_direction(
     xp: Any, sums: Sums, positive: Array, decoupled: bool = False, mean: Array | None = None
 ) -> Direction:
     """The direction of negatives with these `sums` and positives with these logits, base 2.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import gpu_only
-from infonce.kernels.conclude import conclude as conclude_in_python
+from infonce.kernels.direction_losses import finalize_direction as finalize_in_numpy
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.gpu.device.compiler import SOURCES
 from infonce.kernels.problem import LN_2
@@ -21,16 +21,16 @@ from mpmath import mp
 INF, NAN = math.inf, math.nan
 Numbers = list[tuple[float, ...]]
 # loss, share, log-sum-exp in base 2, d log(scale) from (max, sum, moment, positive)
-Conclude = Callable[[np.ndarray], np.ndarray]
+Finalize = Callable[[np.ndarray], np.ndarray]
 
 WRAPPER = """
 #include <math.h>
 #define __device__
 #define __forceinline__ inline
-#include "conclude.cuh"
+#include "direction_losses.cuh"
 extern "C" void directions(long n, const double* in, double* out) {
   for (; n > 0; --n, in += 4, out += 4) {
-    const Direction d = conclude_direction(Sum{in[0], in[1], in[2]}, in[3]);
+    const Direction d = finalize_direction(Sum{in[0], in[1], in[2]}, in[3]);
     out[0] = d.loss, out[1] = d.negative_probability, out[2] = d.lse2, out[3] = d.log_scale_grad;
   }
 }
@@ -46,12 +46,12 @@ extern "C" void merged(long n, const double* in, double* out) {
 
 @pytest.fixture(scope="session")
 def header(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """kernels/cuda/conclude.cuh as the host's compiler makes it."""
+    """kernels/cuda/direction_losses.cuh as the host's compiler makes it."""
     named = [os.environ.get("CXX"), "c++", "g++", "clang++"]
     compiler = next((name for name in named if name and shutil.which(name)), None)
     if compiler is None:
         pytest.skip("no C++ compiler: none of $CXX, c++, g++ and clang++ was found")
-    folder = tmp_path_factory.mktemp("conclude")
+    folder = tmp_path_factory.mktemp("finalize")
     source, library = folder / "wrapper.cpp", folder / "wrapper.so"
     source.write_text(WRAPPER)
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-I{SOURCES}"]
@@ -68,7 +68,7 @@ def called(function: Any, rows: np.ndarray, results: int) -> np.ndarray:
 
 def in_numpy(rows: np.ndarray) -> np.ndarray:
     *sums, positive = rows.T
-    d = conclude_in_python(np, Sums(*sums), positive)
+    d = finalize_in_numpy(np, Sums(*sums), positive)
     return np.stack([d.loss, d.negative_probability, d.lse / LN_2, d.log_scale_grad], 1)
 
 
@@ -83,7 +83,7 @@ def on_gpu(rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(params=["header", pytest.param("gpu", marks=gpu_only)])
-def conclude(request: pytest.FixtureRequest) -> Conclude:
+def finalize(request: pytest.FixtureRequest) -> Finalize:
     if request.param == "gpu":
         return on_gpu
     library = request.getfixturevalue("header")
@@ -129,12 +129,12 @@ def ulps(found: float, expected: mp.mpf, of: float | None = None) -> float:
         )
 
 
-def test_finite(conclude: Conclude) -> None:
+def test_finite(finalize: Finalize) -> None:
     rows = finite_cases()
-    for row, found in zip(rows, conclude(rows), strict=True):
+    for row, found in zip(rows, finalize(rows), strict=True):
         loss, share, lse2, scale_gradient = reference(row)
         # CUDA's log2 is off by up to 1 ulp, of powers of two as well, and with it the gap
-        gap = math.ulp(math.log2(row[1])) if conclude is on_gpu else 0.0
+        gap = math.ulp(math.log2(row[1])) if finalize is on_gpu else 0.0
         bound = 4 + math.log(2) * gap / 2.0**-53
         assert ulps(found[0], loss) <= bound, row
         assert ulps(found[1], share) <= bound, row
@@ -174,14 +174,14 @@ NO_NUMBERS: Numbers = [  # max, sum, positive; loss, share, lse2. Moments are su
 ]
 
 
-def test_infinities_and_nan(conclude: Conclude) -> None:
+def test_infinities_and_nan(finalize: Finalize) -> None:
     table = np.array(NO_NUMBERS, float)
     top, total, positive = table[:, :3].T
     with np.errstate(invalid="ignore"):
         moment = np.where(total == 0, 0.0, total * top)
         mean = np.where(total == 0, positive, top)
         scale_gradient = np.where(total == 0, table[:, 4], LN_2 * table[:, 4] * (mean - positive))
-    found = conclude(np.stack([top, total, moment, positive], 1))
+    found = finalize(np.stack([top, total, moment, positive], 1))
     np.testing.assert_array_equal(found[:, :3], table[:, 3:])
     np.testing.assert_array_equal(np.isfinite(found[:, 3]), np.isfinite(scale_gradient))
     np.testing.assert_array_equal(found[:2, 3], 0.0)  # without negatives

@@ -1,0 +1,104 @@
+// The loss of a row, or of a column, from the sums over its negatives and the logit of its positive. The sums
+// are (max, sum, moment): the largest base-2 logit, the sum of 2^(logit - max), and the sum of
+// 2^(logit - max) logit (0: not wanted).
+//
+// The formulas serve vectors.cu, fused.cu, naive.cu and the elementwise kernels of kernels/gpu/vectors.py.
+// The elementwise kernels are compiled with the text of this file and no other, so this file includes no file.
+//
+// The counterpart in Python is `finalize_direction` in kernels/direction_losses.py, with these names:
+//
+//     here                    there
+//     merge                   Vectors.merge (kernels/solve.py)
+//     softplus2               softplus2                 log(1 + 2^x), natural units
+//     sigmoid2                sigmoid2                  1 / (1 + 2^-x); there 2^(x - log2(1 + 2^x))
+//     gap                     gap                       (max - positive) + log2(sum)
+//     loss                    softplus2(gap)
+//     negative_probability    sigmoid2(gap)
+//     lse2                    top + log2(total)         positive + log2(1 + 2^gap)
+//     log_scale_grad          log_scale_grad            sigmoid2(gap) (moment / sum - positive), natural
+//
+// In Python, exponents of the gradient are logits minus `reference`, which is at most the log-sum-exp, and
+// `reference_probability` is 2^(reference - lse2). On a GPU, the reference is lse2 and the probability is 1.
+//
+// `decoupled`: the softmax leaves out the positive. Then the loss is gap, in natural units, and
+// negative_probability is 1.
+//
+// All numbers are float64. If there are no negatives, (max, sum, moment) is (-inf, 0, 0), and loss,
+// negative_probability and log_scale_grad are 0. If there is no positive, its logit is -inf, and lse2 is the
+// log-sum-exp of the negatives. NaN stays NaN.
+#pragma once
+
+constexpr double LOG2_E = 1.4426950408889634;
+constexpr double LN_2 = 0.6931471805599453;
+
+struct Sum {
+  double max, sum, moment;
+};
+
+// The sums over two sets of logits together. `exp2_of` is 2^x in the precision that the caller wants. If both
+// sets are empty, no difference of infinities is taken. With d the difference of the maxima, 2^d may underflow
+// in float although its product with a sum, of up to 2^127, would not. So 2^d is (2^(d/2))^2.
+template <class Exp2>
+__device__ __forceinline__ Sum merge(Sum a, Sum b, Exp2 exp2_of) {
+  if (b.max > a.max) {
+    const Sum t = a;
+    a = b;
+    b = t;
+  }
+  if (b.max != a.max) {
+    const double half = exp2_of(0.5 * (b.max - a.max));
+    b.sum *= half * half;
+    b.moment *= half * half;
+  }
+  a.sum += b.sum;
+  a.moment += b.moment;
+  return a;
+}
+
+// log1p keeps all digits of a small loss. No exponent is above 0: nothing overflows.
+__device__ __forceinline__ double softplus2(double x) {
+  return LN_2 * fmax(x, 0.0) + log1p(exp2(-fabs(x)));
+}
+__device__ __forceinline__ double sigmoid2(double x) {
+  const double e = exp2(-fabs(x));
+  return (x < 0 ? e : 1.0) / (1.0 + e);
+}
+
+struct Direction {
+  double gap;                   // log-sum-exp of the negatives, base 2, less the positive's logit
+  double loss;                  // natural units
+  double negative_probability;  // of all negatives in the softmax
+  double lse2;                  // log-sum-exp of all logits, base 2
+  double log_scale_grad;        // d loss / d log(scale)
+};
+
+__device__ __forceinline__ bool is_nothing(double logit) {  // -inf
+  return logit < -0x1.fffffffffffffp1023;
+}
+
+// `mean`: the share-weighted mean of the positives' logits, if there are several; else `positive`.
+__device__ __forceinline__ Direction finalize_direction(Sum negatives, double positive,
+                                                        bool decoupled, double mean) {
+  Direction d;
+  d.gap = (negatives.max - positive) + log2(negatives.sum);
+  d.loss = decoupled ? LN_2 * d.gap : softplus2(d.gap);
+  d.negative_probability = decoupled ? 1 : sigmoid2(d.gap);
+  const bool alone = decoupled || is_nothing(positive);
+  d.lse2 = alone ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
+  const bool none = negatives.sum == 0;
+  const double negative_mean = none && decoupled ? 0 : negatives.moment / negatives.sum;
+  d.log_scale_grad = none && !decoupled ? LN_2 * d.negative_probability
+                                        : LN_2 * d.negative_probability * (negative_mean - mean);
+  return d;
+}
+
+__device__ __forceinline__ Direction finalize_direction(Sum negatives, double positive,
+                                                        bool decoupled = false) {
+  return finalize_direction(negatives, positive, decoupled, positive);
+}
+
+// A row without a positive: its loss is 0, and its log-sum-exp is the one of its negatives.
+__device__ __forceinline__ Direction without_positive(Sum negatives) {
+  const double lse2 = negatives.max + log2(negatives.sum);
+  return {log2(0.0), 0, 0, lse2, 0};
+}
