@@ -31,7 +31,7 @@ from infonce.spec import ARRAYS, NAMES, Loss
 
 from .communicators.base import Communicator, RankError
 from .exchanges.partition import Partition
-from .schedule import RankReport, Schedule, decide, exchange_room, require_options
+from .schedule import RankReport, RankSchedule, decide, exchange_room, require_options
 from .transports import choice as transports
 
 BUILTIN_ERRORS = {
@@ -46,6 +46,8 @@ RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch"
 SHARED_OPTIONS = [name for name in spec.COMPILED if name not in RESOLVED_OPTIONS]
 # keywords of distributed/losses.py that must be the same on all ranks, and `dims`
 SHARED_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
+# scales, and the arguments that set them; a temperature is sent only for the messages of errors
+TEMPERATURES = {"scale": "temperature", "teacher_scale": "teacher_temperature"}
 MAX_CACHED_REPORTS = 64
 UNBOUNDED_WORKSPACE = 2**62  # bytes, more than the memory of any machine
 _packed_reports: dict[tuple[Any, ...], bytes] = {}  # pickled reports of earlier calls
@@ -62,7 +64,9 @@ class AgreedError(Exception):
 Failure = tuple[str, str] | None  # type and message
 
 
-def agree(ranks: Communicator, function: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+def run_on_all_ranks(
+    ranks: Communicator, function: Callable[[], tuple[Any, Any]]
+) -> tuple[Any, list[Any]]:
     """Run `function` on each rank, and return its result and the messages of all ranks.
 
     `function` returns (result for this rank, message for all ranks). An error on any rank is raised
@@ -104,7 +108,10 @@ def require_equal_values(values_by_rank: Sequence[Sequence[bytes]]) -> None:
             continue
         expected, got = _unpack_values(values_by_rank[0]), _unpack_values(packed)
         for name in {**expected, **got}:
-            if got.get(name) != expected.get(name):
+            if name not in TEMPERATURES.values() and got.get(name) != expected.get(name):
+                temperature = TEMPERATURES.get(name)
+                if temperature in expected and temperature in got:
+                    name = temperature
                 error = (
                     f"{name}: expected the same on all ranks, got {expected.get(name)!r} on rank 0 "
                     f"and {got.get(name)!r} on rank {rank}"
@@ -158,9 +165,9 @@ class RankCall:
         return request
 
 
-def agree_on(
+def agree_on_schedule(
     call: RankCall, features: list[Array], read_error: Exception | None, ranks: Communicator
-) -> tuple[Request, Schedule]:
+) -> tuple[Request, RankSchedule]:
     """This rank's checked call, and the schedule of all ranks.
 
     `read_error` is the error that reading the features has raised, or None. `AgreedError` on all
@@ -169,7 +176,7 @@ def agree_on(
     shapes = [tuple(getattr(array, "shape", ())) for array in features]
     # 1 stands for an array that is no matrix: the checks refuse it
     argument_rows = [shape[0] if len(shape) == 2 else 1 for shape in shapes]
-    last_schedule, error, own_message = ranks.agreed, read_error, None
+    last_schedule, error, own_message = ranks.last_schedule, read_error, None
     if (
         error is None
         and last_schedule is not None
@@ -204,7 +211,7 @@ def agree_on(
             request = call.check(features, queries, keys, ranks.rank)
             return request, checked_message(call, request, features, argument_rows)
 
-        request, messages = agree(ranks, check_again)
+        request, messages = run_on_all_ranks(ranks, check_again)
         reports = unpack_reports(messages)
     require_equal_values(
         [
@@ -214,12 +221,12 @@ def agree_on(
     )
     try:
         packed_reports = [report for report, _ in messages]
-        ranks.agreed = decide(
+        ranks.last_schedule = decide(
             packed_reports, reports, request, queries, keys, ranks, call.rank_options
         )
     except ValueError as error:
         raise AgreedError(error) from None
-    return request, ranks.agreed
+    return request, ranks.last_schedule
 
 
 def unchecked_message(argument_rows: list[int] | None, error: Exception | None) -> RankMessage:
@@ -274,7 +281,7 @@ def checked_message(
         if len(_packed_reports) >= MAX_CACHED_REPORTS:
             _packed_reports.clear()
         _packed_reports[key] = packed_report
-    return packed_report, pickle.dumps(_scalars(problem, options))
+    return packed_report, pickle.dumps(_scalars(call, problem))
 
 
 def _given_or_not(value: Any) -> str:
@@ -319,16 +326,22 @@ def _shared_values(
     }
 
 
-def _scalars(problem: Problem, options: Options) -> dict[str, Any]:
+def _scalars(call: RankCall, problem: Problem) -> dict[str, Any]:
     """The values that must be the same on all ranks, and may change from call to call."""
-    given = {"scale": problem.scale, "bias": problem.bias}
-    if isinstance(problem, TaughtProblem):
-        given["teacher_scale"] = problem.teacher_scale
+    values = {"scale": problem.scale, "bias": problem.bias}
+    temperatures = {"temperature": call.options.get("temperature")}
+    if isinstance(problem, TaughtProblem) and call.teacher is not None:
+        values["teacher_scale"] = problem.teacher_scale
+        temperatures["teacher_temperature"] = call.teacher.temperature
     numbers = {
         name: value if isinstance(value, (float, int, type(None))) else "an array on a GPU"
-        for name, value in given.items()
+        for name, value in values.items()
     }
-    grad_out = options.get("grad_out", 1.0)
+    for scale, name in TEMPERATURES.items():
+        temperature = temperatures.get(name)
+        if temperature is not None and isinstance(values[scale], (float, int)):
+            numbers[name] = float(temperature)
+    grad_out = call.options.get("grad_out", 1.0)
     if type(grad_out) is not float:
         grad_out = float(grad_out) if np.ndim(grad_out) == 0 else "per row"
     return {**numbers, "grad_out": grad_out}

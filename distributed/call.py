@@ -12,7 +12,7 @@ from infonce.checks.teacher import Teacher
 from infonce.spec import Loss
 
 from . import run
-from .agreement import AgreedError, RankCall, agree, agree_on
+from .agreement import AgreedError, RankCall, agree_on_schedule, run_on_all_ranks
 from .communicators.base import Communicator
 from .communicators.mpi import connect
 from .schedule import require_options
@@ -53,13 +53,17 @@ def evaluate(
                 unreadable = error
             with arrays.compute_context(features[0] if features else None):
                 call = RankCall(kind, labels, bias, options, rank_options, with_grad, teacher)
-                request, how = agree_on(call, features, unreadable, ranks)
-                transport = transports.make(how.transport, ranks)
+                request, schedule = agree_on_schedule(call, features, unreadable, ranks)
+                transport = transports.make(schedule.transport, ranks)
                 try:
-                    if how.may_lack_room:  # all ranks learn of an error before they send arrays
-                        agree(ranks, lambda: run.require_room(request, how, ranks.rank))
+                    if schedule.may_lack_room:  # errors reach all ranks before arrays are sent
+                        run_on_all_ranks(
+                            ranks, lambda: run.require_room(request, schedule, ranks.rank)
+                        )
                     ddp = rank_options["gradient_scale"] == "ddp"
-                    solution = run.solution(request, how, labels is not None, ddp, ranks, transport)
+                    solution = run.solution(
+                        request, schedule, labels is not None, ddp, ranks, transport
+                    )
                 except MemoryError as error:
                     dispatch.raise_with_advice(error, request.problem)
                 if with_grad:

@@ -66,7 +66,7 @@ class FoldsOverRanks:
         self.vectors, self.xp = vectors, vectors.xp
         # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
-        self.own_positives = pairs and not labelled
+        self.positives_are_local = pairs and not labelled
         m = len(problem.query)
         if gradients is not None and problem.scale_grad_from_dots:
             gradients.dots = vectors.zeros(m if gradients.want_query else keys.total)
@@ -100,7 +100,7 @@ class FoldsOverRanks:
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         xp, positives = self.xp, problem.positives
-        if self.own_positives:
+        if self.positives_are_local:
             return per_key[positives - self.start]
         out = xp.zeros(positives.shape, per_key.dtype)
 
@@ -123,7 +123,7 @@ class FoldsOverRanks:
             self._block(problem, keys, arrays, add, None)
 
         own = key_arrays(problem)
-        if self.own_positives:
+        if self.positives_are_local:
             whole = slice(self.start, self.start + len(problem.key))
             visit(Keys(True, whole, True, 0, 1), own, [])
         else:
@@ -339,7 +339,7 @@ class FoldsOverRanks:
         """Fold the block of these keys, and return True; return False if the block is empty."""
         own = keys.are_whole_shards and keys.are_own
         symmetric = problem.symmetric and own
-        no_local = self.own_positives and not keys.are_own
+        no_local = self.positives_are_local and not keys.are_own
         key_fields = dict(zip(key_array_names(problem), arrays, strict=False))
         if symmetric:
             key_fields["key"] = problem.query
@@ -377,7 +377,7 @@ class FoldsOverRanks:
 
     def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
         """Indices of the positives among these keys; -1 where the positive is not one of them."""
-        same = self.own_positives and (no_local or keys.are_whole_shards)
+        same = self.positives_are_local and (no_local or keys.are_whole_shards)
         if same and no_local in self.local:
             return self.local[no_local]
         local = self._local(problem.positives, keys)

@@ -15,21 +15,21 @@ from .exchanges.arrays import key_arrays
 from .exchanges.gather import Gather
 from .exchanges.partition import Partition
 from .folds import FoldsOverRanks
-from .schedule import Schedule, sum_dtype_of
+from .schedule import RankSchedule, sum_dtype_of
 from .transports.base import Divisors, Transport, totals
 
 
 def solution(
-    how: Schedule, problem: Problem, gradients: Gradients | None, ranks: Communicator,
+    schedule: RankSchedule, problem: Problem, gradients: Gradients | None, ranks: Communicator,
     transport: Transport, divisors: Divisors, dtype: Any,
 ) -> Solution | None:  # fmt: skip
     """The solution by a plan, its numbers summed over ranks; None for a call that has none. Some
     ranks may have one and others not: their exchanges are the same."""
     if (
-        how.exchange != "gather"
+        schedule.exchange != "gather"
         or ranks.size == 1
         or transport.queued(Queue()) is None
-        or 0 in (len(problem.query), *how.keys.rows)
+        or 0 in (len(problem.query), *schedule.keys.rows)
         or problem.progress is not None
         or not problem.plain
         or problem.positives is not None
@@ -38,9 +38,10 @@ def solution(
         or not problem.key.flags.c_contiguous
     ):
         return None
-    start = how.queries.starts[ranks.rank]
+    start = schedule.queries.starts[ranks.rank]
     # graphs hold no exchanges that are measured, so `measured` is a part of the plan's key
-    settings = ranks, transport, start, tuple(how.keys.rows), divisors, dtype, transport.measured
+    key_rows = tuple(schedule.keys.rows)
+    settings = ranks, transport, start, key_rows, divisors, dtype, transport.measured
     outputs = plan.call(
         _build, problem, gradients, settings, graphs=True, plans=transport.plans
     )  # fmt: skip
@@ -56,7 +57,7 @@ def _build(
     through = transport.queued(queue)
     assert through is not None
     vectors = QueuedVectors(problem, queue)
-    own = vectors.own_positives(start, len(problem.query))
+    own = vectors.shard_positives(start, len(problem.query))
     problem = fast_replace(problem, positives=own)
 
     def fold_block(*block: Any) -> None:

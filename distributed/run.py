@@ -20,26 +20,26 @@ from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
 from infonce.checks.call import Request
 from infonce.checks.rows import row_weights
 
-from .agreement import agree
+from .agreement import run_on_all_ranks
 from .communicators.base import Communicator, Shifts
 from .exchanges.arrays import key_array_names, key_arrays
 from .exchanges.base import Keys, Round
 from .folds import FoldBlock, FoldsOverRanks
-from .schedule import Schedule, exchange_of
+from .schedule import RankSchedule, exchange_of
 from .transports.base import Divisors, Transport, sum_over_ranks, totals
 
 
 def solution(
-    request: Request, how: Schedule, labelled: bool, ddp: bool, ranks: Communicator,
+    request: Request, schedule: RankSchedule, labelled: bool, ddp: bool, ranks: Communicator,
     transport: Transport,
 ) -> Solution:  # fmt: skip
     """Loss and gradients of the batch, for this rank's rows. `ddp`: gradients times the ranks."""
     if request.on_gpu:
         request.problem = _on_gpu()[0].readable_by_kernels(request.problem)
     problem, gradients = request.problem, request.gradients
-    rows = how.queries.total // (2 if how.joint else 1)
+    rows = schedule.queries.total // (2 if schedule.joint else 1)
     divisor, times = float(rows), float(ranks.size if ddp else 1)
-    if how.weighted and problem.classes is None:  # of classes, weights follow from all labels
+    if schedule.weighted and problem.classes is None:  # of classes, weights follow from all labels
         divisor = weigh(request, problem, rows, ranks, transport)
     if ddp:
         problem.upstream = problem.upstream * times
@@ -47,23 +47,23 @@ def solution(
         unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem
         planned = _on_gpu()[1]
         by_plan: Solution | None = planned.solution(
-            how, unweighted, gradients, ranks, transport, _divisors(request, divisor, times),
+            schedule, unweighted, gradients, ranks, transport, _divisors(request, divisor, times),
             request.dtype,
         )  # fmt: skip
         if by_plan is not None:
             return by_plan
         if unweighted.plain:  # operations on arrays find rows without a positive by the weights
             problem = unweighted
-    fold, first = folding(request), how.queries.starts[ranks.rank]
+    fold, first = block_folding(request), schedule.queries.starts[ranks.rank]
     vectors, xp = fold.vectors, fold.vectors.xp
     for name in key_array_names(problem):
         setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
     if not (labelled or problem.has_positive_ids):
-        problem.positives = own_positives(xp, problem, first)
-    exchange = exchange_of(how, xp, ranks.rank, key_arrays(problem), transport)
+        problem.positives = shard_positives(xp, problem, first)
+    exchange = exchange_of(schedule, xp, ranks.rank, key_arrays(problem), transport)
     folds = FoldsOverRanks(
-        problem, gradients, how.keys.starts[ranks.rank], how.keys, exchange,
-        fold.fold_block, labelled, vectors, how.sum_dtype,
+        problem, gradients, schedule.keys.starts[ranks.rank], schedule.keys, exchange,
+        fold.fold_block, labelled, vectors, schedule.sum_dtype,
     )  # fmt: skip
     if problem.has_positive_ids:
         weigh_positives(xp, problem, *positive_counts(folds, problem))
@@ -72,7 +72,7 @@ def solution(
         divisor = weigh(request, problem, rows, ranks, transport)
     elif problem.symmetric and labelled:
         wrong = unpaired(folds, problem, first)
-        agree(ranks, lambda: require_pairs(problem, *wrong))
+        run_on_all_ranks(ranks, lambda: require_pairs(problem, *wrong))
     taught = isinstance(problem, TaughtProblem)
     result = (solve_distillation if taught else solve)(problem, folds, gradients)
     if result.loss is None and request.reduction != "none":
@@ -84,7 +84,7 @@ def solution(
         rows_loss, columns_loss = result.direction_losses
         losses = rows_loss.sum(), None if columns_loss is None else columns_loss.sum()
         numbers = {
-            side: (loss, float(how.queries.total))
+            side: (loss, float(schedule.queries.total))
             for side, loss in zip(("rows", "columns"), losses, strict=True)
         }
         means = sum_over_ranks(transport, vectors, numbers, rows_loss.dtype)
@@ -131,7 +131,7 @@ def _on_gpu() -> tuple[Any, Any]:
 # -- positives
 
 
-def own_positives(xp: Any, problem: Problem, first: int) -> Array:
+def shard_positives(xp: Any, problem: Problem, first: int) -> Array:
     """The positives of a shard that has no labels, whose first row is row `first` of the batch."""
     m, own = len(problem.query), xp.arange(len(problem.query))
     return first + ((own + m // 2) % max(m, 1) if problem.symmetric else own)
@@ -148,12 +148,12 @@ def find_classes(folds: FoldsOverRanks, problem: Problem, first: int) -> None:
 def positive_counts(folds: FoldsOverRanks, problem: Problem) -> tuple[Array, Array]:
     """`count_positives` over the keys and queries of all ranks, of this rank's rows."""
     xp = folds.xp
-    of_queries, of_keys = (xp.zeros(n, xp.int64) for n in problem.shape[:2])
+    query_counts, key_counts = (xp.zeros(n, xp.int64) for n in problem.shape[:2])
 
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
         block = fast_replace(problem, key_positive_ids=arrays[0])
-        of_block, sums[0][:] = count_positives(xp, block)
-        of_queries[:] += of_block
+        block_counts, sums[0][:] = count_positives(xp, block)
+        query_counts[:] += block_counts
 
     def add(sums: list[Array], *others: list[Array]) -> None:
         for other in others:
@@ -161,10 +161,10 @@ def positive_counts(folds: FoldsOverRanks, problem: Problem) -> tuple[Array, Arr
 
     def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
         add(sums, *others)
-        of_keys[own_rows] = sums[0]
+        key_counts[own_rows] = sums[0]
 
-    folds.round([of_queries], [problem.key_positive_ids], visit, [((), np.int64)], add, keep)
-    return of_queries, of_keys
+    folds.round([query_counts], [problem.key_positive_ids], visit, [((), np.int64)], add, keep)
+    return query_counts, key_counts
 
 
 def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array, Array]:
@@ -183,7 +183,7 @@ def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array
 
 def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, None]:
     """ValueError if there are `unpaired` rows. The function has no result and no message: see
-    `agreement.agree`."""
+    `agreement.run_on_all_ranks`."""
     if bool(wrong.any()):
         i = int(wrong.argmax())
         raise ValueError(
@@ -197,7 +197,7 @@ def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, No
 
 
 @dataclass(frozen=True)
-class Folding:
+class BlockFolding:
     """How blocks are folded: the function, the mathematics on vectors, and a check.
 
     `require_room` raises ValueError if the workspace has no room for a block with its gradients.
@@ -208,7 +208,7 @@ class Folding:
     require_room: Callable[[Problem, Gradients | None], Any]
 
 
-def folding(request: Request) -> Folding:
+def block_folding(request: Request) -> BlockFolding:
     """How blocks are folded on the device that computes the call."""
     ahead = None
     if request.gradients is not None:
@@ -216,15 +216,17 @@ def folding(request: Request) -> Folding:
     if request.offload:
         from infonce.kernels.offload import copies, layout
 
-        return Folding(copies.fold_block, Vectors(np, exponent_scaled=True), layout.layout)
+        return BlockFolding(copies.fold_block, Vectors(np, exponent_scaled=True), layout.layout)
     if request.on_gpu:
         from infonce.kernels.gpu import select, shard
 
         if request.problem.needs_arrays:
             on_arrays = select.array_blocks
-            return Folding(_on(on_arrays), shard.VectorsOverRanks(), on_arrays)
+            return BlockFolding(_on(on_arrays), shard.VectorsOverRanks(), on_arrays)
         fold = partial(shard.fold_block, ahead=ahead)
-        return Folding(fold, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead))
+        return BlockFolding(
+            fold, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)
+        )
     from infonce.kernels.cpu.backend import CPU
 
     # Both folds leave out the same pairs if their tiles are the same. (Other losses have the same
@@ -234,7 +236,7 @@ def folding(request: Request) -> Folding:
     def backend(problem: Problem, gradients: Gradients | None) -> Backend:
         return CPU(problem, gradients, same_tiles)
 
-    return Folding(_on(backend), Vectors(np), backend)
+    return BlockFolding(_on(backend), Vectors(np), backend)
 
 
 def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
@@ -244,13 +246,13 @@ def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
     )
 
 
-def require_room(request: Request, how: Schedule, rank: int) -> tuple[None, None]:
+def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[None, None]:
     """ValueError if the workspace has no room for the least parts of a block of this rank. The
-    function has no result and no message: see `agreement.agree`."""
-    problem, gradients, fold = request.problem, request.gradients, folding(request)
+    function has no result and no message: see `agreement.run_on_all_ranks`."""
+    problem, gradients, fold = request.problem, request.gradients, block_folding(request)
     m, _, d = problem.shape
     empty = fold.vectors.xp.empty
-    for count, own in _visits(request, how, rank):
+    for count, own in _visits(request, schedule, rank):
         if not m or not count:
             continue
         symmetric = problem.symmetric and own
@@ -259,14 +261,14 @@ def require_room(request: Request, how: Schedule, rank: int) -> tuple[None, None
         fold.require_room(block, None)
         if gradients is not None:
             fold.require_room(block, fast_replace(
-                gradients, query=empty((m, d), how.sum_dtype), add_query=True,
-                key=empty((count, d), how.sum_dtype),
+                gradients, query=empty((m, d), schedule.sum_dtype), add_query=True,
+                key=empty((count, d), schedule.sum_dtype),
                 want_key=gradients.want_key or (problem.symmetric and not own),
             ))  # fmt: skip
     return None, None
 
 
-def _visits(request: Request, how: Schedule, rank: int) -> list[tuple[int, bool]]:
+def _visits(request: Request, schedule: RankSchedule, rank: int) -> list[tuple[int, bool]]:
     """The blocks of a round on this rank, the largest first, as (number of keys, whether they are
     the rank's own shard)."""
     blocks = set()
@@ -274,8 +276,8 @@ def _visits(request: Request, how: Schedule, rank: int) -> list[tuple[int, bool]
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
         blocks.add((len(keys), keys.are_own and keys.are_whole_shards))
 
-    exchange_of(how, None, rank, [], _Nothing()).run(
-        Round([], visit, half=how.symmetric, same_pairs=request.problem.compares_with_limits)
+    exchange_of(schedule, None, rank, [], _Nothing()).run(
+        Round([], visit, half=schedule.symmetric, same_pairs=request.problem.compares_with_limits)
     )
     return sorted(blocks, reverse=True)
 

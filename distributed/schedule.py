@@ -46,7 +46,7 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RankSchedule:
     """The decisions of a call over ranks, the same on all ranks."""
 
     joint: bool  # `Loss.joint`: queries and keys are the rows of both arguments
@@ -71,7 +71,7 @@ class Schedule:
 def decide(
     packed_reports: Sequence[bytes], reports: Sequence[RankReport], request: Request,
     queries: Partition, keys: Partition, ranks: Communicator, rank_options: Mapping[str, Any],
-) -> Schedule:  # fmt: skip
+) -> RankSchedule:  # fmt: skip
     """The schedule of a call, from the reports of all ranks and from this rank's `request`.
 
     The parts of `request` that are read here are equal on all ranks. `packed_reports` are the
@@ -95,7 +95,7 @@ def decide(
     # for each key, a ring has two buffers for its features and three for sums of its gradient
     ring_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
     ring_bytes += 2 * other_bytes(problem)
-    return Schedule(
+    return RankSchedule(
         joint=problem.joint,
         argument_rows=[report.argument_rows for report in reports],
         queries=queries,
@@ -224,15 +224,15 @@ def choose_exchange(
 
 
 def exchange_of(
-    how: Schedule, xp: Any, rank: int, key_arrays: list[Array], transport: Exchanger
+    schedule: RankSchedule, xp: Any, rank: int, key_arrays: list[Array], transport: Exchanger
 ) -> Exchange:
     """The exchange of a call, for this rank's arrays of keys."""
-    if how.exchange == "hierarchical":
-        assert how.local_size is not None
-        return Hierarchical(xp, rank, transport, how.keys, how.local_size, key_arrays)
-    if how.exchange == "gather":
-        return Gather(xp, rank, transport, how.keys, key_arrays)
-    return Ring(xp, rank, transport, how.keys, how.pieces, how.symmetric)
+    if schedule.exchange == "hierarchical":
+        assert schedule.local_size is not None
+        return Hierarchical(xp, rank, transport, schedule.keys, schedule.local_size, key_arrays)
+    if schedule.exchange == "gather":
+        return Gather(xp, rank, transport, schedule.keys, key_arrays)
+    return Ring(xp, rank, transport, schedule.keys, schedule.pieces, schedule.symmetric)
 
 
 # -- memory

@@ -59,8 +59,8 @@ class Communicator:
         Seconds that a rank waits for others before `RankError`; set by each call of a loss.
     peers : Peers or None
         The processes of the ranks, where they are known.
-    agreed : object or None
-        What the ranks agreed on before their last call: the next one is mostly alike.
+    last_schedule : RankSchedule or None
+        The schedule of their last call. The next call often has the same one.
     waited, moving : float
         Total seconds that this rank waited for shifts, and that shifts were in progress.
     """
@@ -69,7 +69,7 @@ class Communicator:
     size: int
     timeout: float | None = TIMEOUT
     peers: Peers | None = None
-    agreed: Any = None
+    last_schedule: Any = None
     waited: float = 0.0
     moving: float = 0.0
 

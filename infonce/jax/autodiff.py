@@ -14,11 +14,11 @@ from .. import dispatch
 from ..checks.teacher import Teacher
 from ..spec import ARRAYS, NAMES, VECTORS, Loss
 from . import axis
-from .callback import Call, call_out, deliver, integers, options_of, outputs
+from .callback import TracedCall, call_out, deliver, integers, options_of, outputs
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
+def _evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """See `callback.outputs`."""
     if call.axis is not None:
         return axis.evaluate(call, inputs)
@@ -27,13 +27,13 @@ def _evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @_evaluate.defjvp
-def _not_again(call: Call, primals: Any, tangents: Any) -> Any:
+def _not_again(call: TracedCall, primals: Any, tangents: Any) -> Any:
     raise TypeError(
         f"{call.kind.name}_loss: gradients of the losses of infonce cannot be differentiated again"
     )
 
 
-def _fill(call: Call, out: dict[str, Any], inputs: dict[str, Any]) -> None:
+def _fill(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None:
     """The same dispatch as for arrays; feature gradients are written to `out` directly."""
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     teacher = None
@@ -51,14 +51,14 @@ def _fill(call: Call, out: dict[str, Any], inputs: dict[str, Any]) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def parts(call: Call, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
+def parts(call: TracedCall, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The loss and metrics. Over an axis, this device's parts of them, and of the sum of weights if
     a mean is to be divided by it."""
     out = _evaluate(call, inputs)
     return out["loss"], out["metrics"], out.get("weight")
 
 
-def _forward(call: Call, inputs: dict[str, Any]) -> Any:
+def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
     """Loss, and gradients of what is differentiated (`perturbed`), locked towers excepted."""
     dtypes = {
         name: value.value.dtype
@@ -82,7 +82,7 @@ def _forward(call: Call, inputs: dict[str, Any]) -> Any:
     return (out["loss"], out["metrics"], out.get("weight")), residuals
 
 
-def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
+def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
     grads, inputs, dtypes = residuals
     wanted = dict(dtypes.by_name)
     upstream = cotangents[0]

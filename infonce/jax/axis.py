@@ -22,7 +22,7 @@ import numpy as np
 
 from ..spec import Loss
 from . import rounds
-from .callback import Axis, Call, call_out, outputs
+from .callback import Axis, TracedCall, call_out, outputs
 
 
 def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any]) -> Axis:
@@ -76,7 +76,7 @@ def _vary(tree: Any, names: frozenset[Any]) -> Any:
     return jax.tree.map(one, tree)
 
 
-def evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
+def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The outputs of `callback.outputs`, on one device:
 
     - this device's part of the loss;
@@ -89,7 +89,7 @@ def evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     own = jnp.concatenate(features) if kind.joint else features[-1]
     keys = jax.lax.all_gather(own, axis.names, tiled=True)
     device_arguments = {**inputs, "keys": keys}
-    plan = rounds.plan(call, device_arguments)
+    plan = rounds.plan_callbacks(call, device_arguments)
     device_arguments["rank"] = jax.lax.axis_index(axis.names)
     run = functools.partial(rounds.run, call, plan)
     past: list[dict[str, Any]] = []  # of each earlier callback: its results, and what arrived
@@ -139,13 +139,13 @@ def evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _weighted(call: Call, inputs: dict[str, Any]) -> bool:
+def _weighted(call: TracedCall, inputs: dict[str, Any]) -> bool:
     """Whether rows may differ in their weight in the mean, or may have no positive."""
     labelled = inputs["labels"] is not None and (call.kind.classes or not call.kind.symmetric)
     return call.reduction == "mean" and (labelled or inputs["weights"] is not None)
 
 
-def total(call: Call, rows: int, out: tuple[Any, dict[str, Any], Any]) -> tuple[Any, Any]:
+def total(call: TracedCall, rows: int, out: tuple[Any, dict[str, Any], Any]) -> tuple[Any, Any]:
     """The loss and metrics of all devices, from the outputs of a device with `rows` rows."""
     axis, (loss, metrics, weight) = call.axis, out
     assert axis is not None

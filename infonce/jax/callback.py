@@ -75,7 +75,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """The static part of a call, known when it is traced."""
 
     kind: Loss
@@ -89,7 +89,7 @@ class Call:
         return str(dict(self.options).get("reduction", "mean"))
 
 
-def options_of(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
+def options_of(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The options of `checks.call.check`, from the arrays of a callback."""
     options = {**dict(call.options), "scale": inputs["scale"], "wrt": frozenset(call.wrt)}
     arrays = {name: inputs[name] for name in ("grad_out", *ARRAYS)}
@@ -101,7 +101,7 @@ def options_of(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     return {**options, "metrics": call.metrics}
 
 
-def outputs(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
+def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """Shapes and dtypes of what a call returns: {"loss": ..., "metrics": {...}, and the gradients
     in `call.wrt` by name}."""
     features = inputs["features"]
@@ -134,7 +134,7 @@ def outputs(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def deliver(call: Call, result: LossAndGrad, out: dict[str, Any], direct: Any) -> None:
+def deliver(call: TracedCall, result: LossAndGrad, out: dict[str, Any], direct: Any) -> None:
     """Write a result to the buffers `out`, but for the gradients `direct`, which are there."""
     out["loss"][...] = result.loss
     with np.errstate(**SILENT):

@@ -22,7 +22,7 @@ from ..result import Metrics
 from ..spec import Loss
 from . import axis
 from .autodiff import parts
-from .callback import Axis, Call, Wide, stand_in
+from .callback import Axis, TracedCall, Wide, stand_in
 
 ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.NAMES, *spec.ARRAYS)
 
@@ -91,10 +91,10 @@ def _apply(
     if teacher is not None:
         given["teacher"] = traced_teacher(teacher, dtype)
     if over is None:
-        loss, values, _ = parts(Call(kind, tuple(sorted(options.items())), metrics), given)
+        loss, values, _ = parts(TracedCall(kind, tuple(sorted(options.items())), metrics), given)
     else:
         over, given = axis.spread(over, given)
-        call = Call(kind, tuple(sorted(options.items())), metrics, axis=over)
+        call = TracedCall(kind, tuple(sorted(options.items())), metrics, axis=over)
         loss, values = axis.total(call, len(features[0]), parts(call, given))
     return (loss, Metrics(**values)) if metrics else loss
 

@@ -23,12 +23,12 @@ from infonce.distributed.exchanges.gather import added
 from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.folds import FoldsOverRanks
 from infonce.distributed.run import (
-    Folding,
+    BlockFolding,
+    block_folding,
     find_classes,
-    folding,
-    own_positives,
     positive_counts,
     require_pairs,
+    shard_positives,
     unpaired,
 )
 from infonce.distributed.schedule import sum_dtype_of
@@ -40,7 +40,7 @@ from ..kernels.direction_losses import weighted
 from ..kernels.problem import SILENT, Array, Problem, uses_moments
 from ..kernels.sigmoid.positives import weigh_positives
 from ..kernels.solve import Solution, solve
-from .callback import Call, deliver, integers, options_of, stand_in
+from .callback import TracedCall, deliver, integers, options_of, stand_in
 
 LOG = logging.getLogger("infonce.jax")
 BITS = np.dtype(np.int64)  # numbers that travel, and results for later callbacks, have 8 bytes
@@ -56,7 +56,7 @@ class Travel:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallbackPlan:
     """The callbacks of a call: one before each of `travels`, and one that ends the call."""
 
     travels: tuple[Travel, ...]
@@ -196,7 +196,7 @@ class _Rehearsal(Rounds):
 # --- the call, as each callback begins it ---------------------------------------------------------
 
 
-def plan(call: Call, inputs: dict[str, Any]) -> Plan:
+def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     """The callbacks of a call with arguments of these shapes and dtypes, `keys` [N, D] among them.
     ValueError where the workspace has no room for a block."""
     axis = call.axis
@@ -213,16 +213,16 @@ def plan(call: Call, inputs: dict[str, Any]) -> Plan:
             np, 0, axis.size, inputs["keys"], np.empty(0, BITS), iter(()),
             np.empty(inputs["keys"].shape, sum_dtype),
         )  # fmt: skip
-        how = folding(request)
+        folding = block_folding(request)
 
         def rehearse(
             block: Problem, triangle: bool, epilogue: Any, gradients: Any, *_: Any
         ) -> None:
             if axis.on_cpu and not callable(epilogue):
-                how.require_room(block, gradients)
+                folding.require_room(block, gradients)
 
-        _solve(call, inputs, request, 0, replace(how, fold_block=rehearse), rounds, sum_dtype)
-    return Plan(tuple(rounds.travels), sum_dtype, rounds.has_key_sums)
+        _solve(call, inputs, request, 0, replace(folding, fold_block=rehearse), rounds, sum_dtype)
+    return CallbackPlan(tuple(rounds.travels), sum_dtype, rounds.has_key_sums)
 
 
 def _stand_in(value: Any, number: int) -> Any:
@@ -232,7 +232,7 @@ def _stand_in(value: Any, number: int) -> Any:
     return None if value is None else stand_in(value, number)
 
 
-def run(call: Call, plan: Plan, out: dict[str, Any], inputs: dict[str, Any]) -> None:
+def run(call: TracedCall, plan: CallbackPlan, out: dict[str, Any], inputs: dict[str, Any]) -> None:
     """One callback. After an error, the outputs are NaN, for the other devices would wait for a
     device that stops."""
     past = inputs["past"]
@@ -250,13 +250,17 @@ def run(call: Call, plan: Plan, out: dict[str, Any], inputs: dict[str, Any]) -> 
 
 
 def _run(
-    call: Call, plan: Plan, out: dict[str, Any], inputs: dict[str, Any], past: list[dict[str, Any]]
+    call: TracedCall,
+    plan: CallbackPlan,
+    out: dict[str, Any],
+    inputs: dict[str, Any],
+    past: list[dict[str, Any]],
 ) -> None:
     assert call.axis is not None
     rank = int(inputs["rank"])
     request = _checked(call, inputs, rank)
-    how, ends = folding(request), "loss" in out
-    xp = how.vectors.xp
+    folding, ends = block_folding(request), "loss" in out
+    xp = folding.vectors.xp
     results = [xp.empty(0, BITS), *(each["error_and_results"].view(BITS)[1:, 0] for each in past)]
     arrived = (each["arrived"].view(BITS)[..., 0] for each in past)
     rounds = Rounds(
@@ -268,7 +272,7 @@ def _run(
     if request.gradients is not None:
         request.gradients.query = out.get("dq")
     try:
-        solution = _solve(call, inputs, request, rank, how, rounds, plan.sum_dtype)
+        solution = _solve(call, inputs, request, rank, folding, rounds, plan.sum_dtype)
     except _Stop as stop:
         out["error_and_results"][...] = 0
         if rounds.fresh:
@@ -283,7 +287,7 @@ def _run(
         out["weight"][...] = len(solution.losses) if shares is None else shares.sum()
 
 
-def _checked(call: Call, inputs: dict[str, Any], rank: int) -> Request:
+def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
     """The call of this device as that of a rank."""
     assert call.axis is not None
     kind, features, n = call.kind, inputs["features"], len(inputs["keys"])
@@ -309,7 +313,7 @@ def _checked(call: Call, inputs: dict[str, Any], rank: int) -> Request:
 
 
 def _solve(
-    call: Call, inputs: dict[str, Any], request: Request, rank: int, how: Folding,
+    call: TracedCall, inputs: dict[str, Any], request: Request, rank: int, folding: BlockFolding,
     rounds: Rounds, sum_dtype: np.dtype[Any],
 ) -> Solution:  # fmt: skip
     """This device's part of the loss, and of its gradients."""
@@ -317,13 +321,13 @@ def _solve(
     problem, gradients, labelled = request.problem, request.gradients, inputs["labels"] is not None
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not (labelled or problem.has_positive_ids):
-        problem.positives = own_positives(how.vectors.xp, problem, first)
+        problem.positives = shard_positives(folding.vectors.xp, problem, first)
     folds = FoldsOverRanks(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
-        rounds, how.fold_block, labelled, how.vectors, sum_dtype,
+        rounds, folding.fold_block, labelled, folding.vectors, sum_dtype,
     )  # fmt: skip
     if problem.has_positive_ids:
-        weigh_positives(how.vectors.xp, problem, *positive_counts(folds, problem))
+        weigh_positives(folding.vectors.xp, problem, *positive_counts(folds, problem))
     elif call.kind.classes:
         find_classes(folds, problem, first)
     elif problem.symmetric and labelled:
@@ -337,7 +341,7 @@ def _solve(
         problem = problem.without_weights()
     solution = solve(problem, folds, gradients)
     if request.reduction != "none":
-        xp, loss = how.vectors.xp, solution.loss
+        xp, loss = folding.vectors.xp, solution.loss
         if loss is None:
             loss = weighted(xp, solution.losses, problem.row_shares).sum()
         solution.loss = loss / (request.static.batch.rows if request.reduction == "mean" else 1)

@@ -6,7 +6,7 @@
 //     vectors/factors.cuh   ranges, factors, divide_factors, to_products
 //     vectors/sigmoid.cuh   begin_sigmoid, mark_not_finite, sigmoid_positives
 //     vectors/queries.cuh   count_queries, place_queries, list_queries, sort_queries
-//     vectors/shards.cuh    own_positives, local_positives, merge_sums, sum_over_ranks, add
+//     vectors/shards.cuh    shard_positives, local_positives, merge_sums, sum_over_ranks, add
 #include "vectors/factors.cuh"
 #include "vectors/linear.cuh"
 #include "vectors/online.cuh"

@@ -45,10 +45,10 @@ def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None)
             slope += problem.column_direction_weight * column_slope
     log_scale_grad = None if slope is None else problem.upstream * (slope + row_nans)
     if gradients is not None:
-        of_student, of_teacher = (
+        student_gradient, teacher_gradient = (
             _gradient(problem, rows[which], columns and columns[which]) for which in (0, 1)
         )
-        epilogue = TaughtGradient(**of_student.__dict__, teacher=of_teacher)
+        epilogue = TaughtGradient(**student_gradient.__dict__, teacher=teacher_gradient)
         gradient_fold(problem, backend, False, epilogue, gradients)
     dots = None if gradients is None else gradients.dots
     loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, dots, None)
@@ -59,19 +59,19 @@ def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None)
 def _side(
     vectors: Vectors, student: Sums | None, teacher: Sums | None
 ) -> tuple[Pair, Array, Array]:
-    """Of rows, or of columns: what follows from either's sums, losses and, if the student's sums
-    have moments, d loss / d log(scale)."""
+    """The directions of student and teacher, the losses, and d loss / d log(scale), of all rows or
+    of all columns. Without moments in the student's sums, the last is None."""
     assert student is not None
     assert teacher is not None
     no_positive = vectors.xp.full(len(student.max), -vectors.xp.inf)
-    of_student, of_teacher = (
+    student_direction, teacher_direction = (
         vectors.direction(Sums(sums.max, sums.sum), no_positive) for sums in (student, teacher)
     )
     target = LN_2 * teacher.moment / teacher.sum  # mean logit
     slope = None
     if student.moment is not None:
         slope = LN_2 * student.moment / student.sum - target
-    return (of_student, of_teacher), of_student.lse - target, slope
+    return (student_direction, teacher_direction), student_direction.lse - target, slope
 
 
 def _gradient(

@@ -149,10 +149,10 @@ class QueuedVectors(VectorsOverRanks):
             )  # fmt: skip
         return out
 
-    def own_positives(self, start: int, m: int) -> Array:
+    def shard_positives(self, start: int, m: int) -> Array:
         """[m] key start + i, the positive of row i."""
         positives = cupy.empty(m, np.int64)
-        self.launcher.vectors("own_positives", m, start=start, m=m, positives=positives)
+        self.launcher.vectors("shard_positives", m, start=start, m=m, positives=positives)
         return positives
 
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:

@@ -72,7 +72,7 @@ def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     ranks = Mirror()
     first = {"scale": 3.0, "bias": -1.0, "grad_out": 1.0}
     report, scalars = ranks.message(**{name: np.array(value) for name, value in first.items()})
-    agreed, other = ranks.agreed, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
+    last_schedule, other = ranks.last_schedule, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
     with monkeypatch.context() as patch:
         for function in ("unpack_reports", "_shared_values"):
             patch.setattr(agreement, function, None)
@@ -80,13 +80,13 @@ def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(ranks.said) == 2  # the message, and sums
     assert again[0] == report == ranks.message(scale=5.0)[0]
     assert (pickle.loads(scalars), pickle.loads(again[1])) == (first, other)
-    assert ranks.agreed is agreed
+    assert ranks.last_schedule is last_schedule
 
 
 def test_a_schedule_has_all_decisions_and_can_be_printed() -> None:
     ranks = Mirror()
     ranks.message(rows=6, scale=3.0)
-    printed = repr(ranks.agreed)
+    printed = repr(ranks.last_schedule)
     for decision in (
         "queries=Partition(rows=[6, 6])", "keys=Partition(rows=[6, 6])", "exchange='gather'",
         "transport='mpi'", "pieces=1", "dtype('float64')", "may_lack_room=False",
@@ -94,9 +94,9 @@ def test_a_schedule_has_all_decisions_and_can_be_printed() -> None:
         assert decision in printed
     assert "report" not in printed
     ranks.message("clip", rows=15, scale=3.0, exchange="ring", workspace=4000)
-    how = ranks.agreed
-    assert (how.exchange, how.pieces, how.keys.rows) == ("ring", 2, [15, 15])
-    assert how.may_lack_room
+    schedule = ranks.last_schedule
+    assert (schedule.exchange, schedule.pieces, schedule.keys.rows) == ("ring", 2, [15, 15])
+    assert schedule.may_lack_room
 
 
 def test_the_report_follows_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +145,25 @@ def test_ranks_that_differ(known: bool, values: dict[str, Any], named: str) -> N
     ranks = Mirror()
     if known:
         ranks.message(scale=3.0)
-    before = ranks.agreed
+    before = ranks.last_schedule
     ranks.other = changed(**values)
     with pytest.raises(ValueError, match=f"^{named}"):
         ranks.message(scale=3.0)
-    assert ranks.agreed is before
+    assert ranks.last_schedule is before
     ranks.other = lambda value: value
     ranks.message(scale=3.0)
+
+
+def test_temperatures_that_differ() -> None:
+    """The error names the argument that both ranks passed."""
+    ranks = Mirror(changed(scale=4.0, temperature=0.25))
+    message = (
+        r"^temperature: expected the same on all ranks, got 0\.07 on rank 0 and 0\.25 on rank 1"
+    )
+    with pytest.raises(ValueError, match=message):
+        ranks.message(temperature=0.07)
+    ranks.other = changed(temperature=0.25)  # of the same scale: no error
+    ranks.message(temperature=0.07)
 
 
 def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
@@ -206,7 +218,7 @@ def test_errors_are_those_of_the_rank_that_has_them() -> None:
     """An error is sent with the report; the schedule from before it holds for the next call."""
     ranks = Mirror()
     ranks.message(scale=3.0)
-    agreed = ranks.agreed
+    last_schedule = ranks.last_schedule
     failure = ValueError("text: expected what it is not")
     ranks.other = lambda value: (
         agreement.unchecked_message([6, 6], failure) if len(value) == 2 else value
@@ -215,4 +227,4 @@ def test_errors_are_those_of_the_rank_that_has_them() -> None:
         ranks.message(scale=3.0)
     with pytest.raises(TypeError, match=r"^rank 0: text: expected an array"):
         distributed.siglip_loss(np.ones((6, 5)), [[1.0]], scale=3.0, comm=ranks)
-    assert ranks.agreed is agreed
+    assert ranks.last_schedule is last_schedule

@@ -96,14 +96,14 @@ def test_reduction_over_ranks(
 ) -> None:  # fmt: skip
     """By ranks whose steps on vectors differ, too."""
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
-    folding = run.folding
+    folding = run.block_folding
     queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
 
     def with_vectors(request: Any) -> Any:
         vectors = (kind if len(request.problem.query) == 7 else Vectors)(np)
         return dataclasses.replace(folding(request), vectors=vectors)
 
-    monkeypatch.setattr(run, "folding", with_vectors)
+    monkeypatch.setattr(run, "block_folding", with_vectors)
     want = infonce.clip_loss_and_grad(x, y, scale=3.0, reduction=reduction)
 
     def work(rank: int) -> Any:
@@ -307,8 +307,10 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             kind = spec.LOSSES[loss]
             ranks = Alone()
             asked = agreement.RankCall(kind, None, bias, {"scale": 3.0}, RANK_OPTIONS, True)
-            request, how = agreement.agree_on(asked, [x, y], None, ranks)
-            run.solution(request, how, False, False, ranks, choice.make(how.transport, ranks))
+            request, schedule = agreement.agree_on_schedule(asked, [x, y], None, ranks)
+            run.solution(
+                request, schedule, False, False, ranks, choice.make(schedule.transport, ranks)
+            )
         alive = [of() for of in rings]  # before a collection, which the end of this may begin
     finally:
         gc.enable()

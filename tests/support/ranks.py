@@ -339,8 +339,7 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
 
 
 def compute_on(place: str) -> None:
-    """With `offload`, of shards in host memory: on a GPU, or on a part of the host that stands for
-    one."""
+    """With `offload`: compute on a GPU, or on a part of the host that stands for a GPU."""
     if place == "gpu":
         import cupy
 
@@ -350,8 +349,9 @@ def compute_on(place: str) -> None:
     from infonce.kernels.offload import backend as offloading
     from infonce.kernels.solve import Vectors
 
-    folding = functools.partial(offloading.fold_block, Host())
-    run_of_ranks.folding = lambda _: run_of_ranks.Folding(folding, Vectors(np), offloading.layout)
+    fold_block = functools.partial(offloading.fold_block, Host())
+    folding = run_of_ranks.BlockFolding(fold_block, Vectors(np), offloading.layout)
+    run_of_ranks.block_folding = lambda _: folding
     validation.gpu_missing = lambda: None
 
 
@@ -392,7 +392,7 @@ def main() -> None:
         # which checks set
         with (
             patch.object(cost, "CHUNK", cost.CHUNK),
-            patch.object(run_of_ranks, "folding", run_of_ranks.folding),
+            patch.object(run_of_ranks, "block_folding", run_of_ranks.block_folding),
             patch.object(validation, "gpu_missing", validation.gpu_missing),
             patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(OF_HOSTS[(len(OF_HOSTS) - 1) // 2])),
         ):

@@ -3,7 +3,7 @@
 #include "vectors/sums.cuh"
 
 // positives[i] = start + i
-extern "C" __global__ void own_positives(i64 start, i64 m, i64* positives) {
+extern "C" __global__ void shard_positives(i64 start, i64 m, i64* positives) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) positives[i] = start + i;
 }

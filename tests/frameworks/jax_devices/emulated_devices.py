@@ -19,7 +19,7 @@ import numpy as np  # noqa: E402
 import infonce  # noqa: E402
 from infonce import spec  # noqa: E402
 from infonce.jax import rounds  # noqa: E402
-from infonce.jax.callback import Axis, Call, outputs  # noqa: E402
+from infonce.jax.callback import Axis, TracedCall, outputs  # noqa: E402
 
 R = int(sys.argv[1])
 M, D = 8, 16  # rows of a device, width
@@ -38,7 +38,7 @@ def evaluate(name: str, z: list[np.ndarray], numbers: dict[str, Any], labels: An
     """Loss, d queries, d keys, and gradients of the numbers, as `axis.evaluate` has them."""
     kind, of = spec.LOSSES[name], jax.ShapeDtypeStruct
     wrt = tuple(arg for arg in (*kind.arguments, *numbers) if arg not in kind.locked)
-    call = Call(kind, (), False, wrt, Axis(("data",), R, frozenset(), False))
+    call = TracedCall(kind, (), False, wrt, Axis(("data",), R, frozenset(), False))
     given = []
     for rank in range(R):
         absent = dict.fromkeys(("bias", "labels", "grad_out", "guide", *spec.NAMES, *spec.ARRAYS))
