@@ -209,7 +209,7 @@ class FoldsOverRanks:
                 columns = sums_of(sums, stats.row_sums)
             elif half and keys.are_own:
                 columns = [stats.rows]  # one triangle of this block
-            part = stats.of_block(columns)
+            part = stats.for_block(columns)
             to_clear = columns[0] if sums else None
             for others in columns[1:]:  # the fold of a block clears the first
                 others.clear()

@@ -17,7 +17,7 @@ from infonce.checks.call import Request
 
 from . import cost
 from .communicators.base import Communicator
-from .exchanges.arrays import numbers_per_key, other_bytes
+from .exchanges.arrays import auxiliary_bytes, numbers_per_key
 from .exchanges.base import Exchange
 from .exchanges.gather import Gather
 from .exchanges.hierarchical import Hierarchical
@@ -94,7 +94,7 @@ def decide(
     sum_dtype = sum_dtype_of(problem)
     # for each key, a ring has two buffers for its features and three for sums of its gradient
     ring_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
-    ring_bytes += 2 * other_bytes(problem)
+    ring_bytes += 2 * auxiliary_bytes(problem)
     return RankSchedule(
         joint=problem.joint,
         argument_rows=[report.argument_rows for report in reports],
@@ -261,7 +261,7 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
     # linear terms, and copies of a joint loss, take up to half of the workspace
     shares_workspace = problem.linear_terms or problem.joint
     block_bytes = problem.workspace // (2 if shares_workspace else 1)
-    enough = enough_room(queries.largest, keys.total, problem.shape[2] + problem.other_width)
+    enough = enough_room(queries.largest, keys.total, problem.shape[2] + problem.auxiliary_width)
     return bool(block_bytes < enough)
 
 

@@ -73,7 +73,7 @@ class Statistics:
         """All sums of columns."""
         return [] if self.columns is None else [self.columns]
 
-    def of_block(self, column_sums: Sequence[Sums]) -> Statistics:
+    def for_block(self, column_sums: Sequence[Sums]) -> Statistics:
         """The same sums of rows with these of columns (none: rows alone), without ranks."""
         columns = column_sums[0] if column_sums else None
         return fast_replace(self, columns=columns, row_rank=None, column_rank=None)

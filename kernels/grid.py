@@ -78,9 +78,10 @@ def without_other_groups(
 ) -> Grid:  # fmt: skip
     """The grid without blocks that have no common group, no positive and no common positive id.
 
-    `groups` and `positive_ids` are those of queries and of keys. A block has no common group if the
-    range of its queries' groups, from the smallest to the largest, is disjoint from the range of
-    its keys' groups; and so for ids. `has_positive` is the result of `positive_blocks`.
+    `groups` and `positive_ids` are pairs: those of queries, and those of keys. A block has no
+    common group if the range of its queries' groups, from the smallest to the largest, is disjoint
+    from the range of its keys' groups. The same holds for positive ids. `has_positive` is the
+    result of `positive_blocks`.
     """
     if not grid.rows or not grid.columns:
         return grid
@@ -89,8 +90,8 @@ def without_other_groups(
         [part.start for part in parts] for parts in (grid.rows, grid.columns)
     )
 
-    def ranges_meet(of_rows: Array, of_columns: Array) -> Array:
-        sides = (of_rows, row_starts), (of_columns[:end], column_starts)
+    def ranges_meet(row_numbers: Array, column_numbers: Array) -> Array:
+        sides = (row_numbers, row_starts), (column_numbers[:end], column_starts)
         (row_low, column_low), (row_high, column_high) = (
             [bound.reduceat(numbers, starts) for numbers, starts in sides]
             for bound in (np.minimum, np.maximum)

@@ -20,7 +20,7 @@ from .targets import Smoothing
 
 @dataclass
 class Segments:
-    """Which keys belong to which rows: those of the same segment."""
+    """Segments of rows and keys: keys belong to the rows of the same segment."""
 
     # [M] int64, in [0, count), or -1 for none; without a `count`, ids of any value. None: all rows
     # are in one segment
@@ -34,27 +34,27 @@ class Segments:
         self._numbered = None
 
     def numbered(self, xp: Any) -> Segments:
-        """The same with a `count`: a segment for each id of rows, and one for all other keys."""
+        """The same segments with a `count`: one for each id of rows, and one for all other keys."""
         if self.count is not None:
             return self
         if self._numbered is None:
-            found, rows = xp.unique(self.rows, return_inverse=True)
+            ids, rows = xp.unique(self.rows, return_inverse=True)
             rows = rows.reshape(-1)
             if self.columns is self.rows:
-                self._numbered = Segments(rows, rows, len(found))
+                self._numbered = Segments(rows, rows, len(ids))
             else:
-                at = xp.minimum(xp.searchsorted(found, self.columns), len(found) - 1)
-                columns = xp.where(found[at] == self.columns, at, len(found))
-                self._numbered = Segments(rows, columns, len(found) + 1)
+                at = xp.minimum(xp.searchsorted(ids, self.columns), len(ids) - 1)
+                columns = xp.where(ids[at] == self.columns, at, len(ids))
+                self._numbered = Segments(rows, columns, len(ids) + 1)
         return self._numbered
 
     def members(self, xp: Any, index: Array) -> tuple[Array, Array]:
-        """[M] how many keys row i's segment has, and the sum of their `index` [N]."""
-        found = self.numbered(xp)
-        assert found.count is not None
-        number = xp.bincount(found.columns, minlength=found.count)
-        indices = xp.bincount(found.columns, index, found.count)
-        return number[found.rows], indices[found.rows].astype(index.dtype)
+        """[M] the number of keys in row i's segment, and [M] the sum of their `index` [N]."""
+        numbered = self.numbered(xp)
+        assert numbered.count is not None
+        number = xp.bincount(numbered.columns, minlength=numbered.count)
+        indices = xp.bincount(numbered.columns, index, numbered.count)
+        return number[numbered.rows], indices[numbered.rows].astype(index.dtype)
 
 
 @dataclass
@@ -69,9 +69,15 @@ class Classes(Segments):
 def partners(
     xp: Any, members: tuple[Array, Array], own: Array, decoupled: bool
 ) -> tuple[Array, Array]:
-    """From `Segments.members` of classes: [N] the other row of a class of two, else -1; and [N]
-    whether there is any other. `own` are the rows' indices. `decoupled`: no positive is part of the
-    sums, that of a class of two neither."""
+    """The only other row of each row's class, and whether the class has other rows.
+
+    `members` are those of `Segments.members`, and `own` are the rows' indices. Returns two values:
+
+    - [N] the other row of a class of two; -1 for other classes;
+    - [N] bool: whether the row's class has another row.
+
+    `decoupled`: sums leave out all positives, so the first value is -1 for all rows.
+    """
     number, indices = members
     one = (number == 2) & (not decoupled)
     return xp.where(one, indices - own, -1), number > 1
@@ -92,8 +98,10 @@ class SegmentSums:
 
 @dataclass
 class LinearTerm:
-    """-dL/dx_ij = row_factor_i + column_factor_j for row i and key j of the same segment, the scale
-    folded in."""
+    """A term with -dL/dx_ij = row_factor_i + column_factor_j for row i and key j of one segment.
+
+    The factors are multiplied by the scale.
+    """
 
     segments: Segments
     row_factor: Array  # [M]

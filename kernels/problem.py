@@ -166,19 +166,19 @@ class Problem:
         return self.query_positive_ids is not None
 
     @property
-    def other_query(self) -> Array:
-        """Features of the queries by another model, a guide or a teacher; None: there is none."""
+    def auxiliary_query(self) -> Array:
+        """The queries' features from a second model, a guide or a teacher; None: there is none."""
         return self.guide_query
 
     @property
-    def other_key(self) -> Array:
-        """Features of the keys by that model."""
+    def auxiliary_key(self) -> Array:
+        """The keys' features from the second model."""
         return self.guide_key
 
     @property
-    def other_width(self) -> int:
-        """The width of these features; 0 if there are none."""
-        return 0 if self.other_key is None else int(self.other_key.shape[1])
+    def auxiliary_width(self) -> int:
+        """The width of the second model's features; 0 if there is no such model."""
+        return 0 if self.auxiliary_key is None else int(self.auxiliary_key.shape[1])
 
     @property
     def needs_arrays(self) -> bool:

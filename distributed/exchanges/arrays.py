@@ -76,12 +76,12 @@ def numbers_per_key(problem: Problem) -> int:
     vectors = [has_ids, problem.key_groups is not None, problem.key_bias is not None,
                problem.has_limits, *[problem.has_positive_ids] * 2]  # fmt: skip
     count = 3 + vectors.count(True) + 2 * linear_terms
-    if problem.other_key is not None:  # limits of the guide, or the teacher's factors
-        count += 2 + other_bytes(problem) // 8
+    if problem.auxiliary_key is not None:  # limits of the guide, or the teacher's factors
+        count += 2 + auxiliary_bytes(problem) // 8
     return count
 
 
-def other_bytes(problem: Problem) -> int:
+def auxiliary_bytes(problem: Problem) -> int:
     """Bytes of the features of one key by a guide or a teacher."""
-    key = problem.other_key
-    return 0 if key is None else problem.other_width * int(key.dtype.itemsize)
+    key = problem.auxiliary_key
+    return 0 if key is None else problem.auxiliary_width * int(key.dtype.itemsize)

@@ -60,10 +60,10 @@ class ArrayBlocks:
     def _block(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of a block. ValueError if the workspace has no room for any."""
         m, n, d = problem.shape
-        width = d + problem.other_width
+        width = d + problem.auxiliary_width
         item = self.dtype.itemsize
         sums = self.key_rows * d * item
-        arrays = BLOCK_ARRAYS + (problem.other_key is not None)
+        arrays = BLOCK_ARRAYS + (problem.auxiliary_key is not None)
 
         def size(side: int) -> int:
             rows, columns = min(m, side), min(n, side)

@@ -77,11 +77,11 @@ class CPU:
             query_in_place=gradients is not None and self._in_place(problem, gradients),
             accumulators=self._accumulator_rows(problem, gradients),
         )
-        if problem.other_query is not None:
-            other = self._side(problem, problem.other_query)
-            self.context.other_query = self.context.other_key = other
+        if problem.auxiliary_query is not None:
+            other = self._side(problem, problem.auxiliary_query)
+            self.context.auxiliary_query = self.context.auxiliary_key = other
             if not problem.symmetric:
-                self.context.other_key = self._side(problem, problem.other_key)
+                self.context.auxiliary_key = self._side(problem, problem.auxiliary_key)
             self.context.has_teacher = isinstance(problem, TaughtProblem)
         self.tile = self._tile(problem)
 
@@ -98,10 +98,10 @@ class CPU:
         elif not_finite_rows.any():
             not_finite_rows[:] = True
         context = self.context
-        if context.other_query is not None and context.other_key is not None:
-            not_finite_rows |= (bad_other := not_finite(context.other_query.features))
-            of_columns = (problem.symmetric or problem.two_sided) and bad_other.any()
-            not_finite_rows |= of_columns or not_finite(context.other_key.features).any()
+        if context.auxiliary_query is not None and context.auxiliary_key is not None:
+            not_finite_rows |= (bad_other := not_finite(context.auxiliary_query.features))
+            spoils_columns = (problem.symmetric or problem.two_sided) and bad_other.any()
+            not_finite_rows |= spoils_columns or not_finite(context.auxiliary_key.features).any()
         return np.where(not_finite_rows, np.nan, 0.0)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
@@ -111,8 +111,11 @@ class CPU:
         context = self.context
         query, key = context.query, context.key
         # the problem may be `targets.guide_problem`, whose features are the guide's
-        if context.other_query is not None and problem.query is context.other_query.features:
-            query, key = context.other_query, context.other_key or key
+        if (
+            context.auxiliary_query is not None
+            and problem.query is context.auxiliary_query.features
+        ):
+            query, key = context.auxiliary_query, context.auxiliary_key or key
         return dots_at(query, key, problem.positives)
 
     def segment_sums(

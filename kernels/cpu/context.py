@@ -27,8 +27,8 @@ class Context:
     both_folds: bool  # both folds run in this object, so logits may be kept for the second
     query_in_place: bool  # dQ accumulates in its destination
     accumulators: int  # rows of dK that accumulate in the workspace; 0: in their destination
-    other_query: Side | None = None  # features of a guide, or of a teacher
-    other_key: Side | None = None
+    auxiliary_query: Side | None = None  # features of a guide, or of a teacher
+    auxiliary_key: Side | None = None
     has_teacher: bool = False
     # Memory of blocks of the LSE fold that the workspace has room for: the gradient fold reuses it
     kept_logits: dict[Block, Array] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Context:
     def block_elements(self, logits: int) -> int:
         """Elements that the logits of a block take, with the bits of a guide, a byte each, or with
         the logits of a teacher."""
-        if self.other_query is None:
+        if self.auxiliary_query is None:
             return logits
         return logits + (logits if self.has_teacher else -(-logits // self.dtype.itemsize))
 
     def block_of(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
         """The logits [m, n] of a block in its memory, and a guide's bits or a teacher's logits."""
         x, rest = memory[: m * n].reshape(m, n), memory[m * n :]
-        if self.other_query is None:
+        if self.auxiliary_query is None:
             return x, None
         rest = rest if self.has_teacher else rest.view(np.uint8)
         return x, rest[: m * n].reshape(m, n)
@@ -55,7 +55,7 @@ class Context:
     def worker_elements(self, d: int, bm: int, bn: int) -> int:
         """Elements in the buffers of a worker."""
         elements = self.block_elements(bm * bn)
-        for side, rows in ((self.other_query, bm), (self.other_key, bn)):
+        for side, rows in ((self.auxiliary_query, bm), (self.auxiliary_key, bn)):
             if side is not None and not side.readable_in_place:
                 elements += rows * side.features.shape[1]
         for side, rows in ((self.query, bm), (self.key, bn)):

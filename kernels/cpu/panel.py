@@ -47,11 +47,11 @@ class Worker:
         self.logits = buffer(context.block_elements(bm * bn))
         self.query_buffer = None if context.query.readable_in_place else buffer(bm, d)
         self.key_buffer = None if context.key.readable_in_place else buffer(bn, d)
-        self.other_query_buffer, self.other_key_buffer = (
+        self.auxiliary_query_buffer, self.auxiliary_key_buffer = (
             None if side is None or side.readable_in_place else buffer(rows, side.features.shape[1])
-            for side, rows in ((context.other_query, bm), (context.other_key, bn))
+            for side, rows in ((context.auxiliary_query, bm), (context.auxiliary_key, bn))
         )
-        self.other: Array | None = None  # of the tile: a guide's bits, or a teacher's products
+        self.auxiliary_tile: Array | None = None  # bits of a guide, or products of a teacher
         if fold.gradients is not None:
             self.product = buffer(max(bm, bn), d)
             self.dq = None if context.query_in_place else buffer(bm, d)
@@ -79,7 +79,7 @@ class Worker:
             else:
                 k = fold.context.key.block(columns, self.key_buffer)
             x = self.block(a, b, q, k)
-            in_panel_order = self.epilogue(x, rows, columns, diagonal)
+            run_in_order = self.epilogue(x, rows, columns, diagonal)
             if row_gradients:
                 self.add_rows(x, k, rows, first)
             add_columns = fold.column_gradients and not diagonal
@@ -89,10 +89,10 @@ class Worker:
                 # Only the first panel writes g before `order.wait`: the other panels wait for it
                 product = g if is_first and g.flags.c_contiguous else self.product[: len(k)]
                 np.matmul(x.T, q, out=product)
-            if in_panel_order is not None or fold.column_gradients:
+            if run_in_order is not None or fold.column_gradients:
                 order.wait(a, b)
-            if in_panel_order is not None:
-                in_panel_order()
+            if run_in_order is not None:
+                run_in_order()
             if add_columns and product is not g:
                 if is_first:
                     np.copyto(g, product)
@@ -111,7 +111,7 @@ class Worker:
         fold, problem = self.fold, self.fold.problem
         kept = fold.kept_logits.get((a, b))
         memory = self.logits if kept is None else kept
-        x, self.other = fold.context.block_of(memory, len(q), len(k))
+        x, self.auxiliary_tile = fold.context.block_of(memory, len(q), len(k))
         if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
             return x
         if self.buffered == (a, b):
@@ -121,9 +121,9 @@ class Worker:
         rows, columns = fold.grid.rows[a], fold.grid.columns[b]
         spoiled = None
         if fold.teacher_logit_scale:
-            self.multiply_others(rows, columns, self.other)
-        elif self.other is not None:
-            spoiled = self.write_guide_bits(x, rows, columns, self.other)
+            self.multiply_auxiliary_features(rows, columns, self.auxiliary_tile)
+        elif self.auxiliary_tile is not None:
+            spoiled = self.write_guide_bits(x, rows, columns, self.auxiliary_tile)
         np.matmul(q, k.T, out=x)
         if spoiled is not None:
             x[spoiled] = np.nan
@@ -148,24 +148,24 @@ class Worker:
             tile.exclude_ids(x, *groups, False, *positive_ids)
         return x
 
-    def multiply_others(self, rows: slice, columns: slice, out: Array | None) -> None:
+    def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """The products of the guide's features, or of the teacher's."""
         fold, context = self.fold, self.fold.context
-        assert context.other_query is not None
-        assert context.other_key is not None
-        query = context.other_query.block(rows, self.other_query_buffer)
+        assert context.auxiliary_query is not None
+        assert context.auxiliary_key is not None
+        query = context.auxiliary_query.block(rows, self.auxiliary_query_buffer)
         key = query
         if not (fold.grid.triangle and rows == columns):  # as the features of a diagonal tile
-            key = context.other_key.block(columns, self.other_key_buffer)
+            key = context.auxiliary_key.block(columns, self.auxiliary_key_buffer)
         np.matmul(query, key.T, out=out)
 
     def write_guide_bits(
         self, g: Array, rows: slice, columns: slice, guide_bits: Array
     ) -> Array | None:
-        """Writes the guide's products into g, and into `guide_bits` which direction leaves out a
-        pair. Returns [m, n] which products are not finite; None: all are finite."""
+        """Write the guide's products to `g`, and to `guide_bits` the directions that leave out
+        each pair. Returns [m, n] bool, which products are not finite; None: all are finite."""
         fold = self.fold
-        self.multiply_others(rows, columns, g)
+        self.multiply_auxiliary_features(rows, columns, g)
         assert fold.guide_limits is not None
         limits = fold.guide_limits[rows]
         if mark_pairs(g, limits, part(fold.guide_key_limits, columns), guide_bits):
@@ -177,15 +177,15 @@ class Worker:
     def epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
-        """Apply the fold's epilogue to a tile. Returns a function that has to run in the order of
-        the panels; None: nothing has."""
+        """Apply the fold's epilogue to a tile. Returns the part that has to run in the order of the
+        panels, as a function; None: there is no such part."""
         fold, epilogue = self.fold, self.fold.epilogue
         if isinstance(epilogue, SoftmaxGradient):
-            other = None if fold.teacher_logit_scale else self.other
-            options = *fold.directions(rows, columns), other
+            guide_bits = None if fold.teacher_logit_scale else self.auxiliary_tile
+            options = *fold.directions(rows, columns), guide_bits
             self.softmax_gradient(x, fold.factors, rows, columns, *options)
             if fold.teacher_logit_scale:
-                t, plain = self.other, ((None, None), (None, None), None)
+                t, plain = self.auxiliary_tile, ((None, None), (None, None), None)
                 assert t is not None
                 self.softmax_gradient(t, fold.teacher_factors, rows, columns, *plain)
                 np.subtract(x, t, out=x)
@@ -228,25 +228,24 @@ class Worker:
             return lambda: count_above_columns(x, scale, *counts)
         if isinstance(epilogue, TaughtStatistics):
             constants = fold.logit_scale, fold.teacher_logit_scale
-            in_panel_order = distillation.statistics(
-                epilogue, x, self.other, *constants, rows, columns
+            run_in_order = distillation.statistics(
+                epilogue, x, self.auxiliary_tile, *constants, rows, columns
             )
             if epilogue.columns is not None:
-                return in_panel_order
-            return in_panel_order()
+                return run_in_order
+            return run_in_order()
         return self.statistics(epilogue, x, rows, columns, diagonal)
 
     def softmax_gradient(
         self, x: Array, factors: Factors, rows: slice, columns: slice, row_arguments: Any,
         column_arguments: Any, guide_bits: Array | None,
     ) -> None:  # fmt: skip
-        """Turn dot products x into dL/dx of a softmax; other arguments as in `Fold.directions`."""
+        """Replace the dot products x by dL/dx of a softmax. For `row_arguments` and
+        `column_arguments` see `Fold.directions`."""
         scale, reference = factors.logit_scale, factors.row_reference[rows]
         row_factor = factors.row_factor[rows]
         if not factors.two_sided:
-            tile.softmax_gradient(
-                x, scale, reference, row_factor, *row_arguments, guide_bits
-            )  # fmt: skip
+            tile.softmax_gradient(x, scale, reference, row_factor, *row_arguments, guide_bits)
         elif factors.one_exponential:
             tile.softmax_gradient_shared(
                 x, scale, reference, row_factor, factors.shared_row_factor[rows],
@@ -274,13 +273,14 @@ class Worker:
                 partial[-1],
             )  # fmt: skip
         else:
-            tile.row_statistics(x, fold.logit_scale, *tile_rows.arrays, *row_arguments, self.other)
+            guide_bits = self.auxiliary_tile
+            tile.row_statistics(x, fold.logit_scale, *tile_rows.arrays, *row_arguments, guide_bits)
             if both:
                 tile.column_statistics(
-                    x, fold.logit_scale, *tile_columns.arrays, *column_arguments, self.other
+                    x, fold.logit_scale, *tile_columns.arrays, *column_arguments, guide_bits
                 )
 
-        def in_panel_order() -> None:
+        def run_in_order() -> None:
             # Row sums too: if queries are keys, earlier panels have added to them as columns
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
@@ -295,8 +295,8 @@ class Worker:
                     count_above_columns(x, fold.positive_scale, threshold, ranks)
 
         if stats.columns is not None:
-            return in_panel_order
-        in_panel_order()
+            return run_in_order
+        run_in_order()
         return None
 
     def add_rows(self, x: Array, k: Array, rows: slice, first: bool) -> None:
@@ -358,8 +358,10 @@ class Worker:
 
 @compiled
 def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
-    """guide_bits[i, j] = which direction leaves out a pair, whose product by the guide is g[i, j].
-    Returns whether all products are finite."""
+    """guide_bits[i, j] = the directions that leave out pair (i, j), whose guide product is g[i, j].
+
+    Returns whether all products are finite.
+    """
     wide_vectors()
     zero = g.dtype.type(0)
     total = zero

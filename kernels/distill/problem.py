@@ -23,11 +23,11 @@ class TaughtProblem(Problem):
         return False
 
     @property
-    def other_query(self) -> Array:
+    def auxiliary_query(self) -> Array:
         return self.teacher_query
 
     @property
-    def other_key(self) -> Array:
+    def auxiliary_key(self) -> Array:
         return self.teacher_key
 
     @property
@@ -37,17 +37,20 @@ class TaughtProblem(Problem):
 
 def taught(problem: Problem, query: Array, key: Array, scale: Any) -> TaughtProblem:
     """The problem with this teacher."""
-    made = object.__new__(TaughtProblem)
-    made.__dict__.update(
+    taught_problem = object.__new__(TaughtProblem)
+    taught_problem.__dict__.update(
         problem.__dict__, teacher_query=query, teacher_key=key, teacher_scale=scale
     )
-    return made
+    return taught_problem
 
 
 @dataclass
 class TaughtStatistics(Statistics):
-    """The sums of the teacher's exponentials too. Their moments are of the student's logits:
-    sum_j 2^(t_ij - max_i) x_ij."""
+    """The sums of the student's exponentials, and those of the teacher's.
+
+    The moments of the teacher's sums are moments of the student's logits x, not of the teacher's
+    logits t: sum_j 2^(t_ij - max_i) x_ij.
+    """
 
     teacher_rows: Sums | None = None
     teacher_columns: Sums | None = None
@@ -63,16 +66,16 @@ class TaughtStatistics(Statistics):
             return []
         return [self.columns, self.teacher_columns]
 
-    def of_block(self, column_sums: Sequence[Sums]) -> TaughtStatistics:
+    def for_block(self, column_sums: Sequence[Sums]) -> TaughtStatistics:
         columns, teacher_columns = column_sums or (None, None)
-        made: TaughtStatistics = fast_replace(
+        block: TaughtStatistics = fast_replace(
             self, columns=columns, teacher_columns=teacher_columns
         )
-        return made
+        return block
 
 
 @dataclass
 class TaughtGradient(SoftmaxGradient):
-    """Less the same of the teacher's logits."""
+    """The gradient of the student's logits, minus `teacher`, the same formula of the teacher's."""
 
     teacher: SoftmaxGradient | None = None

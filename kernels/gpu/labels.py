@@ -25,58 +25,64 @@ def _launcher(queue: Queue) -> Launcher:
 def _sorted(
     labels: Array, queue: Queue, ids: Array | None = None, negative_apart: bool = False
 ) -> tuple[Array, Array]:
-    """Labels in ascending order; and the rows that have them, those of one label in their order,
-    [n] int64 each. `ids` are written: the labels, but of rows of negative labels, if those are
-    classes `negative_apart`."""
+    """[n] int64 labels in ascending order, and [n] int64 their rows, in order within a label.
+
+    The kernel writes to `ids` the labels of rows. With `negative_apart`, each row with a negative
+    label is a class by itself, and gets an id of its own.
+    """
     n, launcher = len(labels), _launcher(queue)
-    found = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
+    runs = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
     launcher.launch(
         "labels.cu", "sort_labels", -(-n // SORT_ROWS), SORT_THREADS,
-        {"labels": labels, "n": n, "classes": negative_apart, "ids": ids, "sorted": found[0],
-         "order": found[1]},
+        {"labels": labels, "n": n, "classes": negative_apart, "ids": ids, "sorted": runs[0],
+         "order": runs[1]},
     )  # fmt: skip
-    run, other = SORT_ROWS, found
-    while run < n:
-        if other is found:
-            other = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
+    run_rows, merged = SORT_ROWS, runs
+    while run_rows < n:
+        if merged is runs:
+            merged = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
         launcher.launch(
             "labels.cu", "merge_labels", -(-n // THREADS), THREADS,
-            {"sorted": found[0], "order": found[1], "n": n, "run": run, "merged": other[0],
-             "merged_order": other[1]},
+            {"sorted": runs[0], "order": runs[1], "n": n, "run": run_rows, "merged": merged[0],
+             "merged_order": merged[1]},
         )  # fmt: skip
-        found, other, run = other, found, 2 * run
-    return found
+        runs, merged, run_rows = merged, runs, 2 * run_rows
+    return runs
 
 
 def order_of(segment: Array) -> Array:
-    """[n] rows, those of one segment one after another."""
+    """[n] all rows; the rows of one segment stand together."""
     return _sorted(segment, Queue())[1]
 
 
 def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Classes, Array, Array]:
-    """The classes of rows, of which those of negative labels are alone, unless labels are bits of
-    `unsigned` ones; `linear.partners` of them, the latter as numbers."""
+    """The classes of rows, and the results of `linear.partners` (the second as numbers).
+
+    A row with a negative label is a class by itself. `unsigned`: labels are the bits of unsigned
+    integers, and none is negative.
+    """
     least = 2 if decoupled else 3
-    made = plan.call(_classes, labels, least, not unsigned, graphs=True)
-    places = Segments(made["place"], made["place"], -(-len(labels) // least), made["order"])
-    found = Classes(made["ids"], made["ids"], in_sums=places, others=made["others"])
-    return found, made["positives"], made["present"]
+    outputs = plan.call(_classes, labels, least, not unsigned, graphs=True)
+    place = outputs["place"]
+    in_sums = Segments(place, place, -(-len(labels) // least), outputs["order"])
+    row_classes = Classes(outputs["ids"], outputs["ids"], in_sums=in_sums, others=outputs["others"])
+    return row_classes, outputs["positives"], outputs["present"]
 
 
 def _classes(
     labels: Array, least: int, negative_apart: bool, queue: Queue
 ) -> dict[str, Array | None]:
-    """What `classes` is made of; classes of fewer rows than `least` have no sums."""
+    """The arrays that `classes` returns. Classes of fewer rows than `least` have no sums."""
     n = len(labels)
     ids = cupy.empty(n, np.int64)
     labels, order = _sorted(labels, queue, ids, negative_apart)
     positives, place, others = cupy.empty((3, n), np.int64)
-    made = {"positives": positives, "present": cupy.empty(n), "place": place, "others": others}
+    outputs = {"positives": positives, "present": cupy.empty(n), "place": place, "others": others}
     _launcher(queue).launch(
         "labels.cu", "find_classes", -(-n // THREADS), THREADS,
-        {"sorted": labels, "order": order, "n": n, "least": least, **made},
+        {"sorted": labels, "order": order, "n": n, "least": least, **outputs},
     )  # fmt: skip
-    return {**made, "order": order, "ids": ids}
+    return {**outputs, "order": order, "ids": ids}
 
 
 def shares(weights: Array) -> Array:

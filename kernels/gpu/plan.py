@@ -10,7 +10,7 @@ captured in CUDA graphs: one launch replaces many. Between calls, a plan keeps o
 graphs and of their products. A plan saves time if Python takes longer than the device, for batches
 of a few thousand rows. A call of more than `recorder.MAX_STEPS` steps gets no plan.
 
-The parts of a call are dataclasses that hold arrays. A plan depends on the shapes, strides and
+The inputs of a call are dataclasses that hold arrays. A plan depends on the shapes, strides and
 dtypes of the arrays, and on fields that cannot hold an array. A number in a field that can hold an
 array, such as the scale, may change from call to call.
 """
@@ -51,19 +51,19 @@ from .device.tensor_map import SIZE, tensor_map
 ALIGNMENT = 256  # bytes; arrays that a call makes begin at multiples of it
 LARGE = 2**20  # bytes; arrays of this size get separate memory, so that memory pools reuse it
 MAX_PLANS = 128
-MAX_ARGUMENTS = 32  # sets of addresses and numbers whose arguments one plan keeps
+MAX_BOUND_STEPS = 32  # sets of addresses and numbers for which one plan keeps its `BoundSteps`
 MAX_GRAPH_BYTES = 64 * 2**20  # of the device's memory, for the graphs of all plans
 NODE_BYTES = 10 * 2**10  # about, of the device's memory, for one launch in a graph
 
-# A function of the parts of a call and of a queue, to which it adds launches. It returns the arrays
-# of the result by name
+# A function of the inputs of a call and of a queue, to which it adds launches. It returns the
+# arrays of the result by name
 Build = Callable[..., dict[str, "Array | None"]]
 
 
 def call(
-    build: Build, *parts: Any, graphs: bool = False, plans: dict[Any, Any] | None = None
+    build: Build, *inputs: Any, graphs: bool = False, plans: dict[Any, Any] | None = None
 ) -> dict[str, Array]:
-    """What `build(*parts, queue)` returns, computed by the plan for calls of this kind.
+    """What `build(*inputs, queue)` returns, computed by the plan for calls of this kind.
 
     The first call of a kind records the plan. `graphs`: calls that come again with the same
     addresses are captured in CUDA graphs. `plans` stores the plans; None: a dictionary of this
@@ -72,38 +72,38 @@ def call(
     plans = _plans if plans is None else plans
     arrays: list[Array] = []
     numbers: list[float] = []
-    kind = tuple(describe(part, arrays, numbers) for part in parts)
+    kind = tuple(describe(part, arrays, numbers) for part in inputs)
     device = runtime.getDevice()
     key = device, device_properties(device), precision.PORTABLE, build, kind
     plan = plans.get(key)
     if plan is None:
         try:
-            plan = Plan(build, parts, arrays, graphs)
+            plan = Plan(build, inputs, arrays, graphs)
         except TooLong:
             plan = Queue()  # no plan: each call of this kind is launched step by step
         _store(plans, MAX_PLANS, key, plan)
     if isinstance(plan, Plan):
         return plan.run(arrays, numbers)
-    return {name: array for name, array in build(*parts, plan).items() if array is not None}
+    return {name: array for name, array in build(*inputs, plan).items() if array is not None}
 
 
-def compile_kernels(build: Build, progress: Progress | None, *parts: Any) -> None:
-    """Compile all kernels that `build(*parts, queue)` launches, side by side."""
-    recorder = rehearse(build, *parts)
+def compile_kernels(build: Build, progress: Progress | None, *inputs: Any) -> None:
+    """Compile all kernels that `build(*inputs, queue)` launches, side by side."""
+    recorder = rehearse(build, *inputs)
     for done, kernel in enumerate(recorder.compiling, 1):
         kernel()
         if progress is not None:
             progress("compiling kernels", done, len(recorder.compiling))
 
 
-def rehearse(build: Build, *parts: Any) -> Recorder:
-    """Record what `build(*parts, queue)` launches, up to `MAX_STEPS` steps. Nothing runs."""
+def rehearse(build: Build, *inputs: Any) -> Recorder:
+    """Record what `build(*inputs, queue)` launches, up to `MAX_STEPS` steps. Nothing runs."""
     arrays: list[Array] = []
-    for part in parts:
+    for part in inputs:
         describe(part, arrays, [])
     recorder = Recorder()
     with suppress(TooLong):
-        _record(recorder, build, parts, arrays)
+        _record(recorder, build, inputs, arrays)
     return recorder
 
 
@@ -133,7 +133,7 @@ def forget() -> None:
 
 
 def _store(stored: dict[Any, Any], most: int, key: Any, new: Any) -> None:
-    """Store a plan, or the arguments of a plan, and remove the oldest if there are `most`.
+    """Store a plan, or `BoundSteps` of a plan, and remove the oldest if there are `most`.
 
     While a capture is under way, no graph is freed. Values with graphs stay then, and `new` is not
     stored if all values have graphs.
@@ -158,29 +158,29 @@ def _free_graphs(size: int) -> None:
     stored = chain.from_iterable(plans.values() for plans in (_plans, *_owned.values()))
     plans = [plan for plan in stored if isinstance(plan, Plan)]
     captures = [
-        (arguments.number, plan.arguments_by_key, key)
+        (steps.capture_number, plan.bound_steps, key)
         for plan in plans
-        for key, arguments in plan.arguments_by_key.items()
+        for key, steps in plan.bound_steps.items()
     ]
     size += sum(plan.graph_bytes for plan in plans)
-    for _, arguments_by_key, key in sorted(captures, key=itemgetter(0)):
+    for _, bound_steps, key in sorted(captures, key=itemgetter(0)):
         if size <= MAX_GRAPH_BYTES:
             break
-        if arguments_by_key[key].graph_bytes:
-            size -= arguments_by_key.pop(key).graph_bytes
+        if bound_steps[key].graph_bytes:
+            size -= bound_steps.pop(key).graph_bytes
 
 
 def _record(
-    recorder: Recorder, build: Build, parts: Sequence[Any], given: Sequence[Array]
+    recorder: Recorder, build: Build, inputs: Sequence[Any], caller_arrays: Sequence[Array]
 ) -> dict[str, Array | None]:
     """Record `build`, and return its results at placeholder addresses.
 
-    `given` are the arrays of its parts.
+    `caller_arrays` are the arrays of its inputs.
     """
-    stand_ins = iter([recorder.stand_in(array) for array in given])
+    stand_ins = iter([recorder.stand_in(array) for array in caller_arrays])
     numbers = (Placeholder(i) for i in range(2**30))
     with cupy.cuda.using_allocator(recorder.malloc):
-        return build(*(with_placeholders(p, stand_ins, numbers) for p in parts), recorder)
+        return build(*(with_placeholders(part, stand_ins, numbers) for part in inputs), recorder)
 
 
 @dataclass(frozen=True)
@@ -193,32 +193,33 @@ class _Result:
     strides: tuple[int, ...]
 
 
-Step = tuple[Callable[..., None], tuple[int, ...]]
+BoundStep = tuple[Callable[..., None], tuple[int, ...]]  # a function and its arguments
 
 
 @dataclass(frozen=True, eq=False)
-class _Arguments:
-    """The arguments of all steps, for one set of addresses and numbers on one stream.
+class BoundSteps:
+    """All steps of a plan, bound to one set of addresses and numbers on one stream.
 
-    No field or array of arguments changes after they are made.
+    No field or array of bound steps changes after they are made.
     """
 
-    calls: list[Step]
+    steps: list[BoundStep]
     memory: tuple[Any, ...]  # the graphs, and the arrays with the parameters of launches
     final: bool  # no later call captures graphs
     graph_bytes: int = 0
-    number: int = 0  # number of the capture, in the order of the captures of all plans
+    capture_number: int = 0  # in the order of the captures of all plans
 
 
 class Plan:
     """The recording of a call, in the form in which later calls replay it."""
 
     def __init__(
-        self, build: Build, parts: Sequence[Any], given: Sequence[Array], graphs: bool = False
+        self, build: Build, inputs: Sequence[Any], caller_arrays: Sequence[Array],
+        graphs: bool = False,
     ) -> None:  # fmt: skip
         self.graphs = graphs
         recorder = Recorder(graphs)
-        outputs = _record(recorder, build, parts, given)
+        outputs = _record(recorder, build, inputs, caller_arrays)
         self.results = {
             name: _Result(placeholder_of(array.data.ptr), array.shape, array.dtype, array.strides)
             for name, array in outputs.items()
@@ -226,7 +227,7 @@ class Plan:
         }
         products = recorder.product_memory
         self.product_memory = None if products is None else placeholder_of(products.ptr).array
-        self._place_memory(recorder.sizes, len(given))
+        self._place_memory(recorder.sizes, len(caller_arrays))
 
         self.functions = [
             step.function().kernel.ptr if isinstance(step, Launch) else None
@@ -234,8 +235,8 @@ class Plan:
         ]
         self.steps, self.arrays = recorder.steps, len(recorder.sizes)
         self.parameters = np.array(recorder.parameters, np.int64)
-        launches, others = recorder.words, recorder.arguments
-        first = self.first_argument = len(launches.values)
+        launches, others = recorder.words, recorder.other_arguments
+        first = self.first_other_word = len(launches.values)
         self.words = np.array([*launches.values, *others.values], np.uint64)
         pointers = [*launches.pointers, *((first + at, to) for at, to in others.pointers)]
         self.pointers = np.array([at for at, _ in pointers], np.int64)
@@ -246,13 +247,13 @@ class Plan:
         self.maps = recorder.maps
         # A key has addresses, numbers and the stream. There are few keys, because a training loop
         # usually gets the same memory again, and a ring uses some buffers in turn
-        self.arguments_by_key: dict[tuple[Any, ...], _Arguments] = {}
+        self.bound_steps: dict[tuple[Any, ...], BoundSteps] = {}
 
     @property
     def graph_bytes(self) -> int:
-        return sum(arguments.graph_bytes for arguments in self.arguments_by_key.values())
+        return sum(steps.graph_bytes for steps in self.bound_steps.values())
 
-    def _place_memory(self, sizes: Sequence[int], given: int) -> None:
+    def _place_memory(self, sizes: Sequence[int], caller_array_count: int) -> None:
         """Decide the memory of the arrays that a call makes.
 
         Each result has separate memory, so that no result keeps the memory of another one alive.
@@ -262,19 +263,19 @@ class Plan:
         self.separate: list[tuple[int, int]] = []  # (array, bytes)
         self.sharing: list[tuple[int, int]] = []  # (array, offset in the shared memory)
         self.shared_bytes = 0
-        for array, size in enumerate(sizes[given:], given):
+        for array, size in enumerate(sizes[caller_array_count:], caller_array_count):
             if array in results or size >= LARGE:
                 self.separate.append((array, size))
             elif array != self.product_memory:
                 self.sharing.append((array, self.shared_bytes))
                 self.shared_bytes += -(-size // ALIGNMENT) * ALIGNMENT
 
-    def run(self, given: Sequence[Array], numbers: Sequence[float]) -> dict[str, Array]:
-        """Replay the recording for the arrays `given` and `numbers`; return the results by name."""
+    def run(self, caller_arrays: Sequence[Array], numbers: Sequence[float]) -> dict[str, Array]:
+        """Replay the recording for these arrays and numbers; return the results by name."""
         malloc = cupy.cuda.alloc
         shared = malloc(self.shared_bytes)  # allocated until all steps are queued
         separate = {array: malloc(size) for array, size in self.separate}
-        addresses = [array.data.ptr for array in given]
+        addresses = [array.data.ptr for array in caller_arrays]
         addresses += shared.ptr, *[memory.ptr for memory in separate.values()]
 
         current = cupy.cuda.get_current_stream()
@@ -283,20 +284,20 @@ class Plan:
             note_capture(current)
         stream = current.ptr
         key = capturing, identity(stream), *addresses, *numbers
-        arguments = self.arguments_by_key.get(key)
-        if arguments is None:
-            starts = self._starts(given, shared.ptr, separate)
-            arguments = self._arguments(starts, numbers, stream)
-            _store(self.arguments_by_key, MAX_ARGUMENTS, key, arguments)
-        elif not (arguments.final or capturing):
+        bound = self.bound_steps.get(key)
+        if bound is None:
+            starts = self._starts(caller_arrays, shared.ptr, separate)
+            bound = self._bind(starts, numbers, stream)
+            _store(self.bound_steps, MAX_BOUND_STEPS, key, bound)
+        elif not (bound.final or capturing):
             with _lock:
                 if not capture_under_way():
-                    starts = self._starts(given, shared.ptr, separate)
-                    arguments = self._captured(starts, numbers, stream, arguments)
-                    _free_graphs(arguments.graph_bytes)
-                    _store(self.arguments_by_key, MAX_ARGUMENTS, key, arguments)
-        for do, values in arguments.calls:
-            do(*values)
+                    starts = self._starts(caller_arrays, shared.ptr, separate)
+                    bound = self._bind_to_graphs(starts, numbers, stream, bound)
+                    _free_graphs(bound.graph_bytes)
+                    _store(self.bound_steps, MAX_BOUND_STEPS, key, bound)
+        for function, arguments in bound.steps:
+            function(*arguments)
         return {
             name: cupy.ndarray(
                 r.shape, r.dtype, separate[r.start.array] + r.start.offset, r.strides
@@ -305,43 +306,43 @@ class Plan:
         }
 
     def _starts(
-        self, given: Sequence[Array], shared: int, separate: Mapping[int, Any]
+        self, caller_arrays: Sequence[Array], shared: int, separate: Mapping[int, Any]
     ) -> list[int]:  # fmt: skip
-        """The address of each array of the call; given arrays count from a multiple of 16 bytes."""
-        starts = [array.data.ptr // 16 * 16 for array in given]
-        starts += [0] * (self.arrays - len(given))
+        """The address of each array of the call, rounded down to 16 bytes for `caller_arrays`."""
+        starts = [array.data.ptr // 16 * 16 for array in caller_arrays]
+        starts += [0] * (self.arrays - len(caller_arrays))
         for array, offset in self.sharing:
             starts[array] = shared + offset
         for array, memory in separate.items():
             starts[array] = memory.ptr
         return starts
 
-    def _arguments(self, starts: list[int], numbers: Sequence[float], stream: int) -> _Arguments:
-        """The arguments of all steps without graphs, for arrays that begin at `starts`."""
+    def _bind(self, starts: list[int], numbers: Sequence[float], stream: int) -> BoundSteps:
+        """All steps without graphs, for arrays that begin at `starts`."""
         words = self.words.copy()
         words[self.pointers] = (
             np.array(starts, np.uint64)[self.pointer_arrays] + self.pointer_offsets
         )
         words[self.numbers] = np.array(numbers, np.float64).view(np.uint64)[self.number_indices]
-        others = words[self.first_argument :].view(np.int64).tolist()
+        others = words[self.first_other_word :].view(np.int64).tolist()
         for at, argument, form in self.maps:
             words[at : at + SIZE // 8] = tensor_map(others[argument], *form).view(np.uint64)
         parameters = self.parameters + words.__array_interface__["data"][0]
         first = parameters.__array_interface__["data"][0]
-        calls: list[Any] = []
+        bound: list[Any] = []
         for step, function in zip(self.steps, self.functions, strict=True):
             if isinstance(step, Launch):
                 shape = step.grid, 1, 1, step.block, 1, 1, step.shared
                 at = first + 8 * step.first
-                calls.append((driver.launchKernel, (function, *shape, stream, at, 0)))
+                bound.append((driver.launchKernel, (function, *shape, stream, at, 0)))
             else:
-                calls.append((step.do, (stream, *others[step.arguments])))
-        return _Arguments(calls, (words, parameters), not self.graphs)
+                bound.append((step.do, (stream, *others[step.arguments])))
+        return BoundSteps(bound, (words, parameters), not self.graphs)
 
-    def _captured(
-        self, starts: list[int], numbers: Sequence[float], stream: int, plain: _Arguments
-    ) -> _Arguments:
-        """The arguments, with CUDA graphs of the steps that may be captured; `plain` has none.
+    def _bind_to_graphs(
+        self, starts: list[int], numbers: Sequence[float], stream: int, plain: BoundSteps
+    ) -> BoundSteps:
+        """All steps, with CUDA graphs of those that may be captured; `plain` has no graphs.
 
         A graph contains the addresses of its call's memory, which is allocated until all steps are
         queued. So two threads never launch one graph at the same time.
@@ -351,32 +352,32 @@ class Plan:
             if not starts[self.product_memory]:
                 return replace(plain, final=True)
         capture_stream = cupy.cuda.Stream(non_blocking=True)
-        captured_arguments = self._arguments(starts, numbers, capture_stream.ptr)
-        calls: list[Step] = []
+        captured_steps = self._bind(starts, numbers, capture_stream.ptr)
+        bound: list[BoundStep] = []
         graphs, nodes = [], 0
-        steps = zip(self.steps, plain.calls, captured_arguments.calls, strict=True)
+        steps = zip(self.steps, plain.steps, captured_steps.steps, strict=True)
         for capturable, group in groupby(steps, lambda step: getattr(step[0], "capturable", True)):
             _, direct, captured = zip(*group, strict=True)
             if not capturable or len(direct) == 1:
-                calls += direct
+                bound += direct
                 continue
             try:
                 graphs.append(_graph(captured, capture_stream))
             except RuntimeError:  # the end of another thread's graph has ended this capture
                 return replace(plain, final=True)
             nodes += len(captured)
-            calls.append((runtime.graphLaunch, (graphs[-1].graphExec, stream)))
+            bound.append((runtime.graphLaunch, (graphs[-1].graphExec, stream)))
         memory = *plain.memory, graphs  # steps outside of graphs read `plain.memory`
-        return _Arguments(calls, memory, True, nodes * NODE_BYTES, next(_captures))
+        return BoundSteps(bound, memory, True, nodes * NODE_BYTES, next(_captures))
 
 
-def _graph(calls: Sequence[Step], stream: Any) -> Any:
-    """A CUDA graph of the calls, captured on a stream."""
+def _graph(steps: Sequence[BoundStep], stream: Any) -> Any:
+    """A CUDA graph of the steps, captured on a stream."""
     with stream:
         stream.begin_capture()
         try:
-            for do, values in calls:
-                do(*values)
+            for function, arguments in steps:
+                function(*arguments)
         finally:
             graph = stream.end_capture()
     return graph

@@ -24,22 +24,22 @@ def solution(
     problem: Problem, gradients: Gradients | None, queue: Queue
 ) -> dict[str, Array | None]:
     gpu = GPU(problem, gradients, queue)
-    found = gpu.solve(problem, gradients)
-    made = {
-        "losses": found.losses if found.loss is None else None, "loss": found.loss,
-        "row_lse": found.row_lse, "column_lse": found.column_lse,
-        "scale_grad": found.scale_grad, "bias_grad": found.bias_grad,
+    solved = gpu.solve(problem, gradients)
+    outputs = {
+        "losses": solved.losses if solved.loss is None else None, "loss": solved.loss,
+        "row_lse": solved.row_lse, "column_lse": solved.column_lse,
+        "scale_grad": solved.scale_grad, "bias_grad": solved.bias_grad,
     }  # fmt: skip
     if problem.retrieval_ranks:
-        stats, losses = found.statistics, found.direction_losses
+        stats, losses = solved.statistics, solved.direction_losses
         assert stats is not None
         assert losses is not None
-        made |= {
+        outputs |= {
             "row_loss": losses[0], "column_loss": losses[1], "row_max": stats.rows.max,
             "positive": stats.positive_logits, "row_rank": stats.row_rank,
             "column_rank": stats.column_rank,
         }  # fmt: skip
-    return made
+    return outputs
 
 
 _compiled: set[tuple[int, Call]] = set()  # kinds of calls, by device
@@ -54,14 +54,16 @@ def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
         plan.compile_kernels(solution, problem.progress, silent, gradients)
 
 
-def solution_of(made: dict[str, Array]) -> Solution:
+def solution_of(outputs: dict[str, Array]) -> Solution:
     """The solution whose arrays `solution` has returned."""
-    get = made.get
+    get = outputs.get
     statistics = direction_losses = None
-    if "row_rank" in made:
-        rows = Sums(made["row_max"], None)
-        statistics = Statistics(rows, None, made["positive"], made["row_rank"], get("column_rank"))
-        direction_losses = made["row_loss"], get("column_loss")
+    if "row_rank" in outputs:
+        rows = Sums(outputs["row_max"], None)
+        statistics = Statistics(
+            rows, None, outputs["positive"], outputs["row_rank"], get("column_rank")
+        )
+        direction_losses = outputs["row_loss"], get("column_loss")
     return Solution(
         get("losses"), get("row_lse"), get("column_lse"), statistics, direction_losses,
         scale_grad=get("scale_grad"), bias_grad=get("bias_grad"), loss=get("loss"),
@@ -78,9 +80,8 @@ def block(
     if to_clear is not None:
         gpu.vectors.clear(to_clear)
     gpu.fold_block(problem, epilogue, gradients)
-    if (
-        not_finite is not None
-    ):  # marks of queries are written once; each block adds the marks of its keys
+    if not_finite is not None:
+        # marks of queries are written once, and each block adds the marks of its keys
         gpu.vectors.find_row_nans(
             problem, not_finite.any_key, not_finite.rows, not_finite.queries_checked
         )
@@ -88,14 +89,14 @@ def block(
 
 
 def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
-    given = problem.upstream
+    caller_upstream = problem.upstream
     problem, stats = TiledVectors.alone(problem, queue).statistics(problem)
     columns = stats.columns or Sums(None, None)
     return {
         "row_max": stats.rows.max, "row_sum": stats.rows.sum, "row_moment": stats.rows.moment,
         "column_max": columns.max, "column_sum": columns.sum, "column_moment": columns.moment,
         "positive": stats.positive_logits,
-        "upstream": None if problem.upstream is given else problem.upstream,
+        "upstream": None if problem.upstream is caller_upstream else problem.upstream,
     }  # fmt: skip
 
 
@@ -104,20 +105,20 @@ def finalize(
 ) -> dict[str, Array | None]:
     vectors = TiledVectors.alone(problem, queue)
     finalized = vectors.finalize(problem, stats, False, True, None, not_finite)
-    found: dict[str, Array | None] = {
+    outputs: dict[str, Array | None] = {
         "losses": finalized.losses, "row_factor": finalized.row_factor,
         "column_factor": finalized.column_factor,
         "positive_gradient": finalized.positive_gradient,
         "log_scale_grad": finalized.log_scale_grad,
     }  # fmt: skip
-    for side, of in (("row", finalized.rows), ("column", finalized.columns)):
-        if of is not None:
-            found |= {
-                f"{side}_loss": of.loss,
-                f"{side}_lse": of.lse,
-                f"{side}_reference": of.reference,
+    for side, direction in (("row", finalized.rows), ("column", finalized.columns)):
+        if direction is not None:
+            outputs |= {
+                f"{side}_loss": direction.loss,
+                f"{side}_lse": direction.lse,
+                f"{side}_reference": direction.reference,
             }
-    return found
+    return outputs
 
 
 def totals(
@@ -126,5 +127,5 @@ def totals(
 ) -> dict[str, Array | None]:  # fmt: skip
     vectors = TiledVectors.alone(problem, queue)
     vectors.double, vectors.out = True, np.dtype(np.float64)
-    made = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)
-    return dict(zip(("loss", "scale_grad", "bias_grad"), made, strict=True))
+    sums = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)
+    return dict(zip(("loss", "scale_grad", "bias_grad"), sums, strict=True))

@@ -131,11 +131,11 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kept() -> set[Any]:
     """By all plans: arguments, with or without graphs."""
-    return {of for p in plan._plans.values() for of in getattr(p, "arguments_by_key", {}).values()}
+    return {of for p in plan._plans.values() for of in getattr(p, "bound_steps", {}).values()}
 
 
 @pytest.fixture
-def ask(cuda: Streams) -> Callable[[int], "plan._Arguments"]:
+def ask(cuda: Streams) -> Callable[[int], "plan.BoundSteps"]:
     """Calls the same function twice, for so many elements at addresses of their own; what the plan
     keeps of the call."""
 
@@ -149,7 +149,7 @@ def ask(cuda: Streams) -> Callable[[int], "plan._Arguments"]:
         for _ in range(2):
             cuda.memory = memory + 4 * n
             plan.call(build, given, graphs=True)
-        return max(kept() - before, key=lambda of: of.number, default=None)
+        return max(kept() - before, key=lambda of: of.capture_number, default=None)
 
     return asking
 
@@ -165,7 +165,7 @@ def test_no_graph_ends_during_a_capture(
 ) -> None:
     """CUDA ends a capture with an error if a graph is freed meanwhile. What has no graph goes, so
     that no more is kept than otherwise. `elsewhere`: later calls are on another stream."""
-    monkeypatch.setattr(plan, "MAX_ARGUMENTS", 2)
+    monkeypatch.setattr(plan, "MAX_BOUND_STEPS", 2)
     monkeypatch.setattr(plan, "MAX_PLANS", 2)
     with_graph = ask(4)
     (first,) = plan._plans.values()
@@ -177,7 +177,7 @@ def test_no_graph_ends_during_a_capture(
         cuda.current = SimpleNamespace(ptr=5, is_capturing=lambda: False)
     for n in (4, 4, 4, 5, 6, 7):
         ask(n)
-        assert len(first.arguments_by_key) <= 2
+        assert len(first.bound_steps) <= 2
         assert len(plan._plans) <= 2
         assert with_graph in kept()
     assert len(cuda.graphs) == 1
@@ -193,7 +193,7 @@ def test_all_that_is_kept_has_graphs(
     cuda: Streams, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then a capture leaves nothing behind."""
-    monkeypatch.setattr(plan, "MAX_ARGUMENTS", 1)
+    monkeypatch.setattr(plan, "MAX_BOUND_STEPS", 1)
     monkeypatch.setattr(plan, "MAX_PLANS", 1)
     only = ask(4)
     cuda.user_captures = True
@@ -342,7 +342,7 @@ def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(4):
         cuda.memory = memory
         plan.call(build, given, graphs=True)
-        ((arguments,),) = (of.arguments_by_key.values() for of in plan._plans.values())
+        ((arguments,),) = (of.bound_steps.values() for of in plan._plans.values())
         words, parameters, *_ = arguments.memory
         first, start = parameters.ctypes.data, words.ctypes.data
         assert first <= looked[-1] < first + parameters.nbytes

@@ -141,6 +141,6 @@ def test_recordings_say_what_is_filled_in() -> None:
     assert [8 * at for at in (0, *range(6, 13), 16, 17)] == recorder.parameters
     recorder.gemm(0, 1, 2, 3, 4, 1234, second, 2, 8, second, 2, 8, 5678, second, 0, 8, 68, -1)
     # the first would be cuBLAS's workspace, which products in CUDA graphs have
-    assert [at for at, _ in recorder.arguments.pointers] == [7, 10, 14]
+    assert [at for at, _ in recorder.other_arguments.pointers] == [7, 10, 14]
     with pytest.raises(ValueError, match="expected an address in one of the call's arrays, got"):
         placeholder_of(4096)

@@ -161,14 +161,16 @@ def test_graphs_over_ranks_count_as_others() -> None:
     transport = gpu.OnDevice.__new__(gpu.OnDevice)
     transport.plans = plan.OwnedPlans()
     own = object.__new__(plan.Plan)
-    own.arguments_by_key = {"a call": SimpleNamespace(graph_bytes=plan.MAX_GRAPH_BYTES, number=0)}
+    own.bound_steps = {
+        "a call": SimpleNamespace(graph_bytes=plan.MAX_GRAPH_BYTES, capture_number=0)
+    }
     transport.plans["a kind of call"] = own, transport  # as a plan's steps have it
     transport.plans["another kind"] = own
-    place, before = id(transport.plans), list(own.arguments_by_key)
+    place, before = id(transport.plans), list(own.bound_steps)
     plan._free_graphs(0)
-    assert list(own.arguments_by_key) == before
+    assert list(own.bound_steps) == before
     plan._free_graphs(1)
-    assert not own.arguments_by_key
+    assert not own.bound_steps
     del transport
     gc.collect()
     assert place not in plan._owned

@@ -178,7 +178,7 @@ def test_any_rectangle(
 
 def test_memory_that_comes_again_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan knows the arguments of several sets of arrays, and no more than it may."""
-    monkeypatch.setattr(gpu_plan, "MAX_ARGUMENTS", 3)
+    monkeypatch.setattr(gpu_plan, "MAX_BOUND_STEPS", 3)
     rows = smaller(300, 140)
     sets = [features("clip", rows, 64, BFLOAT16, i) for i in range(5)]
     wants = [results("clip", z, True, scale=14.0, method="tiled") for z in sets]
@@ -189,7 +189,7 @@ def test_memory_that_comes_again_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
             ):
                 assert np.array_equal(a, b)
     (plan,) = gpu_plan._plans.values()
-    assert 1 <= len(plan.arguments_by_key) <= 3
+    assert 1 <= len(plan.bound_steps) <= 3
 
 
 def test_nothing_is_kept_on_the_device() -> None:
@@ -262,7 +262,7 @@ def test_graphs(
     options: Any = {"scale": cupy.array(14.0), "precision": precision, "method": "tiled"}
     assert asked_again(monkeypatch, loss, sets, **options) >= 3
     (plan,) = gpu_plan._plans.values()
-    assert len(plan.arguments_by_key) <= 3
+    assert len(plan.bound_steps) <= 3
 
 
 def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: Any) -> int:

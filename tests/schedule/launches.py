@@ -84,14 +84,14 @@ class Recording(recorder.Recorder):
                 yield file, name, defines, step.grid, step.block, shared, *taken
                 first = last
             else:
-                pointers = range(*step.arguments.indices(len(self.arguments.values)))
+                pointers = range(*step.arguments.indices(len(self.other_arguments.values)))
                 yield step.do.__name__, *(self.named(self.pointer(i)) for i in pointers)
 
     def pointer(self, argument: int) -> Any:
         to = self.pointers.get(argument)
         if to is not None:
             return "at", to.array, to.offset
-        return self.known(self.arguments.values[argument])
+        return self.known(self.other_arguments.values[argument])
 
     def known(self, word: Any) -> Any:
         """A factor in the host's memory by its value: addresses there are another every time."""
@@ -117,7 +117,7 @@ class Recording(recorder.Recorder):
     def finish(self) -> None:
         """All is recorded."""
         self.buffers: dict[int, int] = {}
-        self.pointers = dict(self.arguments.pointers)
+        self.pointers = dict(self.other_arguments.pointers)
         self.numbers = {at: f"factor {float(z)}" for z, at in host_numbers()}
 
 

@@ -334,7 +334,7 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
     if by_nccl and exchange == "gather":
         transports = connect().__dict__["gpu_transports"].values()
         plans = [plan for transport in transports for plan in transport.plans.values()]
-        by_key = [plan.arguments_by_key for plan in plans if getattr(plan, "graphs", False)]
+        by_key = [plan.bound_steps for plan in plans if getattr(plan, "graphs", False)]
         assert any(of.final for of in itertools.chain(*(each.values() for each in by_key)))
 
 

@@ -75,7 +75,7 @@ class Step:
     """A step that is no kernel of this library: a product of cuBLAS, a copy, or zeros."""
 
     do: Callable[..., None]  # takes the stream, and then the arguments
-    arguments: slice  # in `Recorder.arguments`
+    arguments: slice  # the words in `Recorder.other_arguments`
     capturable: bool  # whether the step may be part of a CUDA graph
 
 
@@ -124,7 +124,7 @@ class Recorder(Queue):
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
         self.parameters: list[int] = []  # byte offset of each parameter in `words`
-        self.arguments = Words()  # of all other steps, and the data of tensor maps
+        self.other_arguments = Words()  # of steps that are no launches; addresses for tensor maps
         self.maps: list[tuple[int, int, tuple[Any, ...]]] = []  # (word, argument, form)
 
     # -- arrays at placeholder addresses
@@ -172,8 +172,8 @@ class Recorder(Queue):
         elif letter != TENSOR_MAP:
             self.words.add(value & (2**64 - 1))
         elif isinstance(value, TensorMap):
-            self.maps.append((len(self.words.values), len(self.arguments.values), value.form))
-            self.arguments.add_pointer(value.data)
+            self.maps.append((len(self.words.values), len(self.other_arguments.values), value.form))
+            self.other_arguments.add_pointer(value.data)
             self.words.values += [0] * (SIZE // 8)
         else:  # a tensor map of data at a real address
             self.words.values += struct.unpack(f"={SIZE // 8}Q", value.tobytes())
@@ -213,13 +213,13 @@ class Recorder(Queue):
         self, do: Callable[..., None], arguments: tuple[int, ...], pointers: tuple[int, ...],
         capturable: bool = True,
     ) -> None:  # fmt: skip
-        first = len(self.arguments.values)
+        first = len(self.other_arguments.values)
         for i, argument in enumerate(arguments):
             if i in pointers:
-                self.arguments.add_pointer(argument)
+                self.other_arguments.add_pointer(argument)
             else:
-                self.arguments.add(argument & (2**64 - 1))
-        self._append(Step(do, slice(first, len(self.arguments.values)), capturable))
+                self.other_arguments.add(argument & (2**64 - 1))
+        self._append(Step(do, slice(first, len(self.other_arguments.values)), capturable))
 
     def _append(self, step: Launch | Step) -> None:
         if len(self.steps) == MAX_STEPS:
@@ -227,7 +227,7 @@ class Recorder(Queue):
         self.steps.append(step)
 
 
-# --- parts of a call: dataclasses that hold arrays ------------------------------------------------
+# --- inputs of a call: dataclasses that hold arrays -----------------------------------------------
 
 
 def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
