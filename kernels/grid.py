@@ -46,6 +46,20 @@ def slices(end: int, step: int, start: int = 0) -> list[slice]:
     return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
+def slices_of_runs(numbers: Array, step: int, least_run: int, mixed: int) -> list[slice]:
+    """Slices that cover `numbers`. Each run of more than `least_run` equal numbers has slices of
+    its own, of like lengths, at most `step`. Between such runs, slices are at most `mixed` long.
+    """
+    bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]
+    found, end = [], 0
+    for run in np.flatnonzero(np.diff(bounds) > least_run):
+        start, stop = bounds[run : run + 2].tolist()
+        parts = -(-(stop - start) // step)
+        found += slices(start, mixed, end) + slices(stop, -(-(stop - start) // parts), start)
+        end = stop
+    return found + slices(len(numbers), mixed, end)
+
+
 def has_few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
     """Whether m x n logits have at most 4 sqrt(m n) blocks of `rows` x `columns` logits.
 

@@ -363,9 +363,8 @@ def gradient_fold(
         if isinstance(epilogue, Sigmoid):  # losses are complete: do not count them twice
             _, uncounted = backend.vectors.sigmoid(problem)
             epilogue = replace(uncounted, row_factor=epilogue.row_factor)
-    width = grid.columns[0].stop - grid.columns[0].start
     for keys in ranges:
-        columns = slices(keys.stop, width, keys.start)
+        columns = slices(keys.stop, grid.largest[1], keys.start)
         only_key = replace(gradients, want_query=False)
         if gradients.want_query:
             only_key.dots = None

@@ -21,8 +21,10 @@ from ..epilogues import Epilogue, SoftmaxGradient, Statistics
 from ..grid import (
     Grid,
     has_few_blocks,
+    least_block_side,
     positive_blocks,
     slices,
+    slices_of_runs,
     without_other_groups,
     workspace_too_small,
 )
@@ -39,7 +41,9 @@ from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, require_memory, 
 TILE = 2048, 1216  # rows x columns; rows of 2^n bytes would all map to the same cache sets
 # Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole
 TRIANGLE_SIDE = 896
-GROUP_TILE = 512, 304  # smaller tiles have fewer pairs of different groups
+# With groups: rows of a tile of one group; side of a tile of several, of which smaller ones have
+# fewer pairs of different groups; and how many rows or columns of one group have their own tiles
+GROUP_ROWS, MIXED_SIDE, LEAST_RUN = 1024, 384, 128
 MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
 
 
@@ -156,7 +160,7 @@ class CPU:
             return max(1, m), max(1, n)
         bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
         if problem.query_groups is not None:
-            bm, bn = min(bm, GROUP_TILE[0]), min(bn, GROUP_TILE[1])
+            bm = min(bm, GROUP_ROWS)
         # at least two panels a thread
         while bm > 16 and context.threads > 1 and 2 * bm * context.threads > m:
             bm //= 2
@@ -187,8 +191,15 @@ class CPU:
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
-        bm, bn = self.tile
-        return Grid(slices(m, bm), slices(n, bn), triangle)
+        if problem.query_groups is None:
+            rows, columns = map(slices, (m, n), self.tile)
+        else:
+            groups, least = (problem.query_groups, problem.key_groups), least_block_side(m, n)
+            rows, columns = (
+                slices_of_runs(of, step, max(LEAST_RUN, least), min(step, MIXED_SIDE))
+                for of, step in zip(groups, self.tile, strict=True)
+            )
+        return Grid(rows, columns, triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]

@@ -70,8 +70,7 @@ class Context:
     def keep_logits(self, problem: Problem, grid: Grid) -> None:
         """Allocate memory for the logits of as many blocks as the workspace has room for."""
         m, n, d = problem.shape
-        largest = grid.rows[0].stop, grid.columns[0].stop
-        room = problem.workspace - self.threads * self.worker_bytes(d, *largest)
+        room = problem.workspace - self.threads * self.worker_bytes(d, *grid.largest)
         room -= self.accumulators * d * self.dtype.itemsize
         places = {}
         used = lacking = 0

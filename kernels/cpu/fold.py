@@ -139,11 +139,9 @@ class Fold:
             return
         need_dots = gradients.dots is not None and not gradients.want_query
         buffer = None
-        d = self.problem.shape[2]
+        if not context.key.readable_in_place:
+            buffer = np.empty((self.grid.largest[1], self.problem.shape[2]), context.dtype)
         for columns in self.grid.columns:
-            rows = columns.stop - columns.start
-            if not context.key.readable_in_place and buffer is None:
-                buffer = np.empty((rows, d), context.dtype)
             sums = self.column_accumulator(columns)
             destination = None if self.in_place else gradients.key
             self.store(sums, context.key, columns, buffer, destination, need_dots, is_key_side=True)

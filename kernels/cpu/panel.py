@@ -145,7 +145,8 @@ class Worker:
             tile.exclude_ids(x, *ids, True, *positive_ids)
         if problem.query_groups is not None:
             groups = problem.query_groups[rows], problem.key_groups[columns]
-            tile.exclude_ids(x, *groups, False, *positive_ids)
+            if any((of != groups[0][0]).any() for of in groups):
+                tile.exclude_ids(x, *groups, False, *positive_ids)
         return x
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:

@@ -140,6 +140,25 @@ def test_memory_stays_within_the_workspace(loss: str, dtype: Any) -> None:
     assert peak > 2**17  # it is memory of this kind that is counted
 
 
+def test_memory_of_groups_of_unequal_sizes_stays_within_the_workspace() -> None:
+    """The first tiles are small, others as large as the workspace allows."""
+    n, workspace = 2000, 2**23
+    args = pairs("random", n, n, 64, np.float32, 2)
+    options: dict[str, Any] = {
+        "scale": 5.0,
+        "groups": np.minimum(np.arange(n) // 150, 1),
+        "workspace": workspace,
+    }
+    out = {name: np.empty_like(args[0]) for name in ("image", "text")}
+    infonce.clip_loss_and_grad(*args, method="tiled", **options)  # compiles
+    cpu_resources.BUFFER_POOL.clear()
+    tracemalloc.start()
+    infonce.clip_loss_and_grad(*args, method="tiled", out=out, **options)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert workspace / 2 < peak < workspace + 60 * 8 * n + 2**19
+
+
 def test_logits_that_fit_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "TILE", (32, 32))
     args = pairs("random", 96, 96, 8, np.float32, 3)

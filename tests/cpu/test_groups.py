@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend
 from infonce.kernels.cpu.panel import Worker
-from infonce.kernels.grid import Grid, default_positive_blocks, positive_blocks, slices
+from infonce.kernels.grid import (
+    Grid,
+    default_positive_blocks,
+    positive_blocks,
+    slices,
+    slices_of_runs,
+)
 from infonce.kernels.problem import default_positives
 from infonce.kernels.sigmoid import tiles
 from judge import assert_grad, assert_loss, largest_logit, viewed
@@ -22,7 +28,15 @@ NAMES = ("info_nce", "nt_xent", "clip", "lit", "siglip", "gte")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "GROUP_TILE", (8, 12))
+    sizes = {
+        "TILE": (16, 12),
+        "TRIANGLE_SIDE": 12,
+        "GROUP_ROWS": 8,
+        "MIXED_SIDE": 6,
+        "LEAST_RUN": 4,
+    }
+    for name, size in sizes.items():
+        monkeypatch.setattr(backend, name, size)
 
 
 def call(name: str, features: Any, **options: Any) -> Any:
@@ -153,6 +167,24 @@ def test_rows_that_meet_no_key(method: str) -> None:
     np.testing.assert_allclose(got.grads.query, want.grads["query"], rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(got.grads.key, want.grads["key"], rtol=1e-12, atol=1e-13)
     assert not got.grads.query[:16].any()
+
+
+@quick
+@given(st.lists(st.integers(1, 40), max_size=12), *[st.integers(1, 20)] * 3)
+def test_slices_of_runs(runs: list[int], step: int, least_run: int, mixed: int) -> None:
+    """They cover all, in order; slices of a long run have its numbers alone; few are short."""
+    numbers = np.repeat(np.arange(len(runs)) % 3, runs)
+    found = slices_of_runs(numbers, step, least_run, mixed)
+    assert [i for part in found for i in range(len(numbers))[part]] == list(range(len(numbers)))
+    ends = np.cumsum(runs)
+    for run, end in zip(runs, ends, strict=True):
+        own = [part for part in found if part.start < end and part.stop > end - run]
+        if run > least_run:
+            assert (own[0].start, own[-1].stop) == (end - run, end)
+            assert len(own) == -(-run // step)
+    assert all(part.stop - part.start <= max(step, mixed) for part in found)
+    long = sum(run > least_run for run in runs)
+    assert len(found) <= sum(runs) // min(step, mixed) + 2 * long + 1
 
 
 @quick

@@ -119,7 +119,7 @@ def test_without_the_batch_blocks_with_a_positive_are_visited(
         return block(self, a, b, *operands)
 
     monkeypatch.setattr(Worker, "block", counted)
-    monkeypatch.setattr(backend, "GROUP_TILE", (8, 8))
+    monkeypatch.setattr(backend, "MIXED_SIDE", 8)
     query, key, own, _ = problem(m=32, n=64)
     infonce.info_nce_loss(query, key, own=own, scale=3.0, in_batch=False, method="tiled")
     assert sorted(visited) == [(a, a) for a in range(4)]
