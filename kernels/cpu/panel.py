@@ -169,7 +169,7 @@ class Worker:
         self.multiply_auxiliary_features(rows, columns, g)
         assert fold.guide_limits is not None
         limits = fold.guide_limits[rows]
-        if mark_pairs(g, limits, part(fold.guide_key_limits, columns), guide_bits):
+        if tile.mark_pairs(g, limits, part(fold.guide_key_limits, columns), guide_bits):
             return None
         not_finite = ~np.isfinite(g)
         guide_bits[not_finite] = 0
@@ -355,26 +355,6 @@ class Worker:
 
 
 # --- loops that Numba compiles ------------------------------------------------------------------
-
-
-@compiled
-def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
-    """guide_bits[i, j] = the directions that leave out pair (i, j), whose guide product is g[i, j].
-
-    Returns whether all products are finite.
-    """
-    wide_vectors()
-    zero = g.dtype.type(0)
-    total = zero
-    for i in range(g.shape[0]):
-        row, limit, out = g[i], limits[i], guide_bits[i]
-        for j in range(row.size):
-            bits = np.uint8(tile.BY_ROW) if row[j] > limit else np.uint8(0)
-            if key_limits is not None:
-                bits |= np.uint8(tile.BY_COLUMN) if row[j] > key_limits[j] else np.uint8(0)
-            out[j] = bits
-            total += row[j] * zero
-    return total == zero
 
 
 @compiled

@@ -61,6 +61,26 @@ def exclude_diagonal(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
+    """guide_bits[i, j] = the directions that leave out pair (i, j), whose guide product is g[i, j].
+
+    Returns whether all products are finite.
+    """
+    wide_vectors()
+    zero = g.dtype.type(0)
+    total = zero
+    for i in range(g.shape[0]):
+        row, limit, out = g[i], limits[i], guide_bits[i]
+        for j in range(row.size):
+            bits = np.uint8(BY_ROW) if row[j] > limit else np.uint8(0)
+            if key_limits is not None:
+                bits |= np.uint8(BY_COLUMN) if row[j] > key_limits[j] else np.uint8(0)
+            out[j] = bits
+            total += row[j] * zero
+    return total == zero
+
+
+@compiled
 def insert_positives(x, positives, first_column, values):  # type: ignore[no-untyped-def]
     """x at row i's positives = values[i]."""
     for i in range(x.shape[0]):
