@@ -155,6 +155,8 @@ def defined(path: Path) -> set[str]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign):
             names |= {ast.unparse(target) for target in node.targets}
+        if isinstance(node, ast.AnnAssign):
+            names.add(ast.unparse(node.target))
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{f.name}" for f in node.body if isinstance(f, ast.FunctionDef)}
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -162,17 +164,32 @@ def defined(path: Path) -> set[str]:
     return names
 
 
-def test_index_of_the_code() -> None:
-    """ "question | functions, file; functions, file": each is defined there."""
-    index = (DOCS / "kernels.md").read_text().partition("\n## Where is what\n")[2]
-    rows = [line.strip("|").split(" | ") for line in index.splitlines() if line.startswith("| ")]
-    assert len(rows) > 15
-    for question, answer in rows[1:]:
-        for place in answer.split(";"):
-            *names, path = re.findall(r"`([^`]+)`", place)
-            missing = {name.strip("()") for name in names} - defined(ROOT / path)
-            assert names, question
-            assert not missing, f"{question}: not in {path}"
+def test_map_of_the_code() -> None:
+    """Tables of docs/code.md: "question | `file`: `function`, `function` | then". Each question has
+    one place, the functions are defined in the files, and no place has a file alone."""
+    lines = [line for line in (DOCS / "code.md").read_text().splitlines() if line[:2] == "| "]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    questions = [row for row in rows if len(row) == 3 and row[1] != "file: function"]
+    assert len(questions) > 150
+    place = re.compile(r"`([\w.]+/[\w./]+)`: (`[\w.]+`(?:, `[\w.]+`)*)")
+    assert not [row[0] for row in questions if not place.fullmatch(row[1])]
+    for question, *answers in rows:
+        for answer in answers:
+            found = place.findall(answer)
+            assert len(re.findall(r"\.(?:py|cuh?)`:", answer)) == len(found), question
+            for path, names in found:
+                missing = set(re.findall(r"[\w.]+", names)) - defined(ROOT / path)
+                assert not missing, f"{question}: not in {path}"
+
+
+def test_main_rooms_are_on_the_map() -> None:
+    page = (DOCS / "code.md").read_text()
+    rooms = ("kernels", "kernels/cpu", "kernels/gpu", "kernels/gpu/tiled", "kernels/gpu/schedule",
+             "kernels/offload", "distributed", "distributed/exchanges", "distributed/transports",
+             "infonce/checks", "infonce/torch/core", "infonce/jax")  # fmt: skip
+    files = [path for room in rooms for path in (ROOT / room).glob("*.py")]
+    named = [path.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py"]
+    assert not [path for path in named if f"`{path}`" not in page]
 
 
 def test_names_of_the_code_are_there() -> None:
