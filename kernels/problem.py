@@ -53,13 +53,14 @@ class Problem:
     upstream: Any  # [M] float64; a number if it is the same for all rows
     # [M] int64: row i's positive key; [M, P]: several, -1 for none; None: the loss's default
     positives: Array = None
-    reduction_weight: float | None = None  # of each row's loss, times `row_shares`; None: no sum
+    # weight of each row's loss in the reduced loss, beside `row_shares`; None: no reduction
+    reduction_weight: float | None = None
     row_direction_weight: float = 1.0  # of the losses of the softmax over keys, in `losses_i`
     column_direction_weight: float = 0.0  # of the losses of the softmax over queries; 0: none
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
     symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
-    key_shard: bool = False  # `key` is a part of all keys; positives outside of it are -1
-    no_local_positives: bool = False  # all positives are -1
+    key_shard: bool = False  # `key` is a part of the keys; a positive outside of it is -1
+    no_local_positives: bool = False  # no positive is in `key`: all positives are -1
     query_ids: Array = None  # [M] int64, with key_ids [N]: pairs of equal ids are excluded,
     key_ids: Array = None  # except for the positive
     normalize: bool = False
@@ -69,18 +70,19 @@ class Problem:
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
     workspace_given: bool = True  # by the caller, who gets no more than that
-    label_nans: Array = None  # [M] float64 added to losses: NaN for rows of invalid labels, else 0
+    label_nans: Array = None  # [M] float64 added to losses: NaN if the row's label is invalid
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
     moments: bool = False  # the scale's gradient comes from moments (`uses_moments`)
-    weights: Array = None  # [M] float64, of each row's loss, where they are not all 1
-    row_shares: Array = None  # [M] float64 weights of losses in their sum, where they differ
+    weights: Array = None  # [M] float64 weights of the rows' losses; None: all 1
+    row_shares: Array = None  # [M] float64 weights of losses in their sum; None: all equal
     query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
     key_groups: Array = None  # excluded, except for the positive
-    # groups of queries and of keys as NumPy arrays, for features on a GPU with groups in host
-    # memory and without labels: blocks without a common group are left out
+    # groups of queries and of keys as NumPy arrays, from which blocks without a common group are
+    # found. Only for features on a GPU, groups in host memory, and no labels
     host_groups: tuple[Array, Array] | None = None
-    query_positive_ids: Array = None  # [M] int64, with key_positive_ids [N], of a sigmoid: pairs of
-    key_positive_ids: Array = None  # equal ids are the positives, and `positives` are all -1
+    # of a sigmoid, [M] and [N] int64: pairs of equal ids are positives, and all `positives` are -1
+    query_positive_ids: Array = None
+    key_positive_ids: Array = None
     # the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j], float64
     query_pair_weights: Array = None  # [M], see `sigmoid.positives`
     key_pair_weights: Array = None  # [N]
@@ -90,21 +92,22 @@ class Problem:
     label_smoothing: float = 0.0
     hardness: float = 0.0
     key_bias: Array = None  # [N] float64
-    query_bias: Array = None  # [M]: `key_bias` where queries are the keys of the columns' softmax
+    query_bias: Array = None  # [M] bias of queries in the columns' softmax, if queries are the keys
     false_negative_margin: float = math.inf
-    limits: Array = None  # [M] float64: of each row, see `targets.limits`; and [N] of each column,
-    key_limits: Array = None  # where columns have a softmax
+    limits: Array = None  # [M] float64 limit of each row: see `targets.limits`
+    key_limits: Array = None  # [N] float64 limit of each column, if columns have a softmax
     guide_query: Array = None  # [M, E] features of the guide; `guide_limits` are of their products
     guide_key: Array = None  # [N, E]; `guide_query` itself if `symmetric`
     guide_margin: float = 0.0
-    guide_limits: Array = None  # as `limits`
-    guide_key_limits: Array = None
-    own: Array = None  # [M, K, D] negatives of row i alone: see `arrays.own`
-    own_mask: Array = None  # [M, K] bool: those that count; None: all
+    guide_limits: Array = None  # [M] limits of the guide's products
+    guide_key_limits: Array = None  # [N]
+    own: Array = None  # [M, K, D]: K further negatives of each row, see `arrays.own`
+    own_mask: Array = None  # [M, K] bool: which own negatives count; None: all
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
-    joint_copy_bytes: int = 0  # of the workspace: copies of a joint loss's: features, gradients
-    # the positives of a row are all others of its class; `positives` has those that are alone
-    classes: Any = None  # `linear.Segments`
+    joint_copy_bytes: int = 0  # of the workspace: features and gradients of a joint loss are copied
+    # `linear.Segments`: all other rows of a row's class are its positives. `positives` has only the
+    # positives of rows with one other row in their class
+    classes: Any = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -192,7 +195,7 @@ class Problem:
 
     @property
     def exponent_scale(self) -> Any:
-        """Of negatives in the sums."""
+        """The scale of the negatives' logits in the sums: `hardness` is added to the scale."""
         return self.scale + self.hardness if self.hardness else self.scale
 
     @property

@@ -1,4 +1,4 @@
-"""The arrays of keys that folds send, with one row for each key."""
+"""The arrays of keys that travel between ranks in a fold, with one row for each key."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def key_array_names(problem: Problem) -> list[str]:
 
 
 def key_arrays(problem: Problem) -> list[Array]:
-    """This rank's arrays of keys that all folds send."""
+    """This rank's arrays of keys that travel in every fold."""
     return [getattr(problem, name) for name in key_array_names(problem)]
 
 
 def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:
-    """The further arrays of this rank's keys that the gradient fold sends."""
+    """This rank's arrays of keys that travel only in the gradient fold, after `key_arrays`."""
     own = []
     if epilogue.column_reference is not None:
         bound = epilogue.positive_gradient
-        # dL/dx at a positive has shares of linear terms, so it is no bound by itself
+        # linear terms change dL/dx at a positive, so it no longer bounds dL/dx of the column
         if epilogue.linear:
             bound = xp.maximum(abs(bound), abs(epilogue.column_factor))
         own = [epilogue.column_reference, epilogue.column_factor, bound]
@@ -44,7 +44,7 @@ def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> lis
 def with_arrays(
     problem: Problem, epilogue: SoftmaxGradient, arrays: list[Array]
 ) -> SoftmaxGradient:
-    """The epilogue of a block, whose keys have these arrays of `gradient_arrays`."""
+    """The epilogue of a block. `arrays` are the `gradient_arrays` of the keys of the block."""
     rest = iter(arrays)
     changes: dict[str, Any] = {}
     if epilogue.column_reference is not None:
@@ -62,15 +62,15 @@ def with_arrays(
 
 
 def numbers_per_key(problem: Problem) -> int:
-    """The largest number of 8-byte numbers that a fold sends with the features of a key.
+    """The largest number of 8-byte numbers that travel in a fold with the features of a key.
 
-    They are factors, ids, groups, positive ids, weights of pairs, biases, limits, the features of a
-    guide or a teacher, and the segment and the factor of each linear term.
+    They are factors, ids, groups, positive ids, weights of pairs, biases, limits, the features from
+    a guide or a teacher, and the segment and the factor of each linear term.
     """
     has_ids = problem.key_ids is not None
     linear_terms = 0
     if problem.label_smoothing != 0:
-        linear_terms = 2 if has_ids else 1  # the mean of all keys; that of the keys of an id
+        linear_terms = 2 if has_ids else 1  # means over all keys, and over the keys of an id
     if problem.classes is not None:
         linear_terms += 1
     vectors = [has_ids, problem.key_groups is not None, problem.key_bias is not None,
@@ -82,6 +82,6 @@ def numbers_per_key(problem: Problem) -> int:
 
 
 def auxiliary_bytes(problem: Problem) -> int:
-    """Bytes of the features of one key by a guide or a teacher."""
+    """Bytes of the features of one key from a guide or a teacher."""
     key = problem.auxiliary_key
     return 0 if key is None else problem.auxiliary_width * int(key.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""The GPUs' side of peers.py: memory that all ranks of a host map, and operations of streams."""
+"""Mailboxes of GPUs, for peers.py: memory that all ranks of a host map, and stream operations."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..communicators.base import Communicator
 from . import peers
 from .peers import AT_LEAST, BLOCKS, LINE, Copies, Swap
 
-SWITCH = "INFONCE_COPY_ENGINES"  # of the environment: 0 leaves all transfers to NCCL
+SWITCH = "INFONCE_COPY_ENGINES"  # environment variable; with the value 0, NCCL makes all transfers
 FLUSH = 2**30  # CU_STREAM_WAIT_VALUE_FLUSH of CUDA's driver
-LAST_WRITES = 1.0  # seconds that a process waits at its end for what others write to its mailbox
+LAST_WRITES = 1.0  # seconds that a process waits at its end for writes of others to its mailbox
 
 
 class Device:
-    """Operations of CuPy's streams on the current GPU."""
+    """Operations on streams of the current GPU."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
@@ -43,9 +43,9 @@ class Device:
         runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, stream.ptr)
 
     def wait(self, stream: Any, at: int, number: int, how: int) -> None:
-        """Until the word is `EQUAL` to this number, or `AT_LEAST` as large."""
-        # another GPU writes a piece before it says that the slot is full: what follows here has to
-        # see the piece, which a GPU may write after the word
+        """Let the stream wait until the word is `EQUAL` to this number, or `AT_LEAST` as large."""
+        # Another GPU writes a piece, and then the word that says that the slot is full. The piece
+        # may arrive after the word. A flush makes it visible to later work on this stream
         flush = self.flush if how == AT_LEAST else 0
         _require(self.waits(stream.ptr, at, number, how | flush), "cuStreamWaitValue32")
 
@@ -56,7 +56,8 @@ class Device:
         self, stream: Any, of: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
         own: int,
     ) -> None:  # fmt: skip
-        """By swap.cu; `other` and `own` are where the channel begins in both mailboxes."""
+        """Queue a swap by ranks/swap.cu. `other` and `own` are the addresses of the channel in the
+        mailbox of the other rank and in this rank's mailbox."""
         names, room = ("first", "second", "third", "fourth"), peers.SMALL
         sides = {
             name: {
@@ -76,13 +77,13 @@ class Device:
             })  # fmt: skip
 
     def fill(self, at: int, byte: int, size: int) -> None:
-        """On a stream that waits for no other."""
+        """Write bytes, on a stream that waits for no other stream."""
         aside = cupy.cuda.Stream(non_blocking=True)
         runtime.memsetAsync(at, byte, size, aside.ptr)
         aside.synchronize()
 
     def read(self, at: int, size: int) -> np.ndarray:
-        """Bytes, on a stream that waits for no other."""
+        """Read bytes, on a stream that waits for no other stream."""
         values, aside = np.empty(size, np.uint8), cupy.cuda.Stream(non_blocking=True)
         runtime.memcpyAsync(
             values.ctypes.data, at, size, runtime.memcpyDeviceToHost, aside.ptr
@@ -97,11 +98,11 @@ def _require(status: int, function: str) -> None:
 
 
 class Mailboxes:
-    """This rank's mailbox, and those of the others of its host that it has mapped."""
+    """This rank's mailbox, and the mailboxes of other ranks of its host that it has mapped."""
 
     def __init__(self) -> None:
-        """Memory of its own: pools would hand out parts of it to others."""
-        words = 2**16  # bytes, for more ranks than any host has
+        """Allocate the mailbox apart from memory pools, which would give parts of it to arrays."""
+        words = 2**16  # bytes, enough for more ranks than a host has
         size = words + peers.MAILBOX + 2 * peers.SMALL + 2 * LINE
         self.device = cupy.cuda.Device()
         self.mapped: dict[int, int] = {}
@@ -110,12 +111,12 @@ class Mailboxes:
             runtime.memset(self.own, 0, size)
             runtime.deviceSynchronize()
             self.handle: bytes = runtime.ipcGetMemHandle(self.own)
-        except BaseException:  # memory that cannot be shared
+        except BaseException:  # for example, memory that cannot be shared
             self.free()
             raise
 
     def open(self, rank: int, host: Sequence[int], handles: Sequence[bytes]) -> dict[int, int]:
-        """Where the mailbox of each rank of the host begins."""
+        """Map the mailboxes of the host's ranks, and return their addresses by rank."""
         assert self.own is not None
         for other in host:
             if other != rank:
@@ -123,8 +124,10 @@ class Mailboxes:
         return {other: self.mapped.get(other, self.own) for other in host}
 
     def close(self, taken: Callable[[], bool] = lambda: True) -> None:
-        """Unmap the others' mailboxes, when they have `taken` what this rank has sent. They say so
-        by a last write to its mailbox, which this process must not end before."""
+        """Unmap the mailboxes of other ranks, after these ranks have `taken` all messages.
+
+        They report it by a last write to this rank's mailbox. The process must not end before.
+        """
         end = time.monotonic() + LAST_WRITES
         with suppress(runtime.CUDARuntimeError), self.device:
             while not taken() and time.monotonic() < end:
@@ -133,8 +136,8 @@ class Mailboxes:
                 runtime.ipcCloseMemHandle(self.mapped.popitem()[1])
 
     def free(self) -> None:
-        """Free this rank's mailbox, when no other rank has mapped it any more: CUDA leaves
-        undefined what else happens."""
+        """Free this rank's mailbox. All other ranks must have unmapped it: otherwise CUDA's
+        behaviour is undefined."""
         if self.own is not None:
             with suppress(runtime.CUDARuntimeError), self.device:
                 runtime.free(self.own)
@@ -142,7 +145,7 @@ class Mailboxes:
 
 
 class HostCopies(Copies):
-    """`Copies` of GPUs. Mailboxes are closed with this, or at the end of the process."""
+    """`Copies` between GPUs. Mailboxes are closed with this object, or at the process's end."""
 
     def __init__(self, rank: int, mailboxes: Mailboxes, addresses: dict[int, int]) -> None:
         device = Device()
@@ -155,8 +158,10 @@ class HostCopies(Copies):
 
 
 def connect(ranks: Communicator) -> HostCopies | None:
-    """The copies between the ranks of each host, tried once; None where a rank cannot make them, or
-    is the only one of its host. Collective."""
+    """Make and try the copies between the ranks of each host. All ranks call this together.
+
+    None if some rank cannot make copies, or if this rank is the only one of its host.
+    """
     hosts = [] if ranks.peers is None else ranks.peers.hosts
     host = next((of for of in hosts if ranks.rank in of), [])
     if all(len(of) < 2 for of in hosts):
@@ -166,7 +171,7 @@ def connect(ranks: Communicator) -> HostCopies | None:
     if able and not alone:
         try:
             mailboxes = Mailboxes()
-        except Exception:  # no memory, or none that can be shared
+        except Exception:  # no memory is left, or memory cannot be shared
             able = False
     handles = ranks.allgather((able, b"" if mailboxes is None else mailboxes.handle))
     if not all(able for able, _ in handles):
@@ -175,11 +180,11 @@ def connect(ranks: Communicator) -> HostCopies | None:
         return None
     copies: HostCopies | None = None
     if mailboxes is not None:
-        # a GPU may be one that this process does not see, or that is not linked
+        # another rank's GPU may be invisible to this process, or not linked to this GPU
         with suppress(Exception):
             addresses = mailboxes.open(ranks.rank, host, [handle for _, handle in handles])
             copies = HostCopies(ranks.rank, mailboxes, addresses)
-    # whoever tries waits for the others
+    # all ranks try, because each one waits for the others
     works = all(ranks.allgather(alone or copies is not None))
     if works and copies is not None:
         works = _try(copies)
@@ -196,7 +201,7 @@ def connect(ranks: Communicator) -> HostCopies | None:
 
 
 def _try(copies: Copies) -> bool:
-    """Whether each rank gets what the others send, in time."""
+    """Send a test message to each rank of the host. Returns whether all messages arrive in time."""
     ranks, stream = copies.ranks, cupy.cuda.Stream(non_blocking=True)
     me, size = ranks.index(copies.rank), peers.SMALL + LINE
     sent = cupy.full(size, copies.rank % 251, np.uint8)
@@ -210,7 +215,7 @@ def _try(copies: Copies) -> bool:
             addresses += [sent.data.ptr, received[way, distance].data.ptr]
     cupy.cuda.get_current_stream().synchronize()
     queued = False
-    with suppress(Exception):  # of a driver that does not capture waits
+    with suppress(Exception):  # some drivers cannot capture waits
         copies.run(swaps, addresses, stream)
         with stream:
             stream.begin_capture()
@@ -226,5 +231,5 @@ def _try(copies: Copies) -> bool:
     if not stream.done:
         copies.release(lambda: stream.done)
         return False
-    want, found = np.array(sources)[:, None] % 251, received[:, 1:].get()
-    return queued and bool((found[0, :, :LINE] == want).all() and (found[1] == want).all())
+    expected, got = np.array(sources)[:, None] % 251, received[:, 1:].get()
+    return queued and bool((got[0, :, :LINE] == expected).all() and (got[1] == expected).all())

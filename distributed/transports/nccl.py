@@ -1,4 +1,4 @@
-"""The transport of NCCL; between GPUs of a host, copies of what is large (peers.py)."""
+"""The transport of NCCL. Copy engines carry large arrays between GPUs of a host (peers.py)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .base import Queued
 
 Message = tuple[int, int]  # bytes, the other rank
 Link = tuple[int, bool, bool]  # distance (0: all ranks), whether it sends, whether it receives
-BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
-LITTLE = 2**23  # bytes: what takes NCCL about as long as its launch takes the host
+BYTES = 1  # NCCL's number for 8-bit unsigned integers: arrays of any dtype are sent as bytes
+LITTLE = 2**23  # bytes; NCCL transfers them in about the time that the host takes to launch it
 COPIES_ALONE = 0.5  # seconds for copies to end, before NCCL is aborted
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why NCCL cannot be used here; None if it can."""
+    """The reason why NCCL cannot be used; None if it can."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of CuPy, where NCCL is missing
+        warnings.simplefilter("ignore")  # CuPy warns if NCCL is missing
         from cupy.cuda import nccl
     if not nccl.available:
         return "CuPy finds no NCCL (pip install 'infonce-kernels[cuda13]' or '[cuda12]')"
@@ -36,7 +36,7 @@ def missing() -> str | None:
 
 
 class NCCL(gpu.OnDevice):
-    """Sends and receives of NCCL; between GPUs of a host, copies of what is large."""
+    """Sends and receives of NCCL. Copy engines carry large arrays between GPUs of a host."""
 
     name = "nccl"
     copies: mailboxes.HostCopies | None = None
@@ -49,7 +49,7 @@ class NCCL(gpu.OnDevice):
         identity = nccl.get_unique_id() if ranks.rank == 0 else None
         identity = ranks.allgather(identity)[0]
         self.device = cupy.cuda.Device()
-        self.linked: set[Link] = set()  # what NCCL has connected
+        self.linked: set[Link] = set()  # links that NCCL has connected in earlier exchanges
         self.communicator = self._bounded(
             lambda: nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
         )
@@ -75,15 +75,15 @@ class NCCL(gpu.OnDevice):
 
     @property
     def all_copied(self) -> bool:
-        """Whether nothing is left to NCCL."""
+        """Whether copy engines carry all arrays, so that exchanges make no call of NCCL."""
         return self.copies is not None and len(self.copies.ranks) == self.ranks.size == 2
 
     def mark(self, stream: int) -> None:
-        """The next `transfer` starts after the work that the stream has now."""
+        """Let the next `transfer` start after the work that is now queued on the stream."""
         cupy.cuda.runtime.eventRecord(self.ready.ptr, stream)
 
     def transfer(self, form: _Form | _AllGather, stream: int, *addresses: int) -> None:
-        """What an exchange of this form does, since the last `mark`."""
+        """Queue an exchange of this form, which starts after the last `mark`."""
         runtime, mine = cupy.cuda.runtime, self.stream.ptr
         runtime.streamWaitEvent(mine, self.ready.ptr)
         began = self.timer(self.stream)
@@ -98,7 +98,7 @@ class NCCL(gpu.OnDevice):
             self.timed.append((began, self.timer(self.stream)))
 
     def join(self, stream: int) -> None:
-        """What follows on the stream starts after the exchanges."""
+        """Let later work on the stream start after the exchanges."""
         runtime = cupy.cuda.runtime
         if self.timers is None or not self.timed:
             runtime.streamWaitEvent(stream, self.done.ptr)
@@ -112,21 +112,21 @@ class NCCL(gpu.OnDevice):
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
         try:
-            # first: the abort holds the interpreter's lock, and may wait for the device, whose
-            # streams wait for other ranks
+            # The abort comes later. It holds the interpreter's lock, and may wait for the device,
+            # whose streams may wait for other ranks
             self._release(COPIES_ALONE)
         finally:
             try:
                 self.communicator.abort()
             finally:
-                self._release(peers.PATIENCE)  # of copies that came after transfers of NCCL
-                self.plans.clear()  # last: to free a graph may wait for its launches
+                self._release(peers.PATIENCE)  # copies may have waited for transfers of NCCL
+                self.plans.clear()  # last, because freeing a graph may wait for its launches
 
     def _release(self, patience: float) -> None:
-        """End the waits for other ranks of the work that is queued now."""
+        """End all waits for other ranks in the work that is now queued."""
         if self.copies is None:
             return
-        with suppress(cupy.cuda.runtime.CUDARuntimeError):  # which may be why the call ends
+        with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the call may end by such an error
             left = [stream.record() for stream in (self.work, self.stream)]
             self.copies.release(lambda: all(event.done for event in left), patience)
 
@@ -143,7 +143,7 @@ class NCCL(gpu.OnDevice):
 
 @dataclass(frozen=True)
 class _Form:
-    """An exchange without addresses."""
+    """The form of an exchange: sizes and ranks, without the addresses of arrays."""
 
     sends: list[Message]
     receives: list[Message]
@@ -151,7 +151,7 @@ class _Form:
     copies: list[peers.Swap]
 
     def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
-        """Copies, then one operation of NCCL, which makes all transfers at once."""
+        """Queue the copies, then one operation of NCCL with all other transfers."""
         send, receive = nccl.communicator.send, nccl.communicator.recv
         stream, sends = nccl.stream.ptr, len(self.sends)
         if self.copies:
@@ -171,9 +171,9 @@ class _Form:
 
 @dataclass(frozen=True)
 class _AllGather:
-    """Bytes of every rank to all, in place."""
+    """The form of an exchange in which each rank sends the same number of bytes to all ranks."""
 
-    size: int  # of one rank
+    size: int  # bytes that one rank sends
     links: frozenset[Link] = frozenset({(0, True, True)})
 
     def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
@@ -181,10 +181,11 @@ class _AllGather:
 
 
 class _Queued:
-    """NCCL by a queue, which runs exchanges or records them.
+    """Exchanges through a queue, which runs them or records them for a plan.
 
-    `late`: an exchange of `LITTLE`, or by copies, is launched when it is waited for, after the work
-    that is to hide it. So that work does not wait for the launch, and gets multiprocessors first.
+    `late`: an exchange of at most `LITTLE` bytes by NCCL, or by copy engines, is launched when the
+    caller waits for it. The block that hides the exchange is launched before, so that it does not
+    wait for the launch of the exchange, and gets multiprocessors first.
     """
 
     def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
@@ -222,7 +223,7 @@ class _Queued:
         return self
 
     def _routed(self, rank: int, arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-        """Those that NCCL sends or receives, and those that are copied: all or none."""
+        """Arrays for NCCL, and arrays for copy engines. One of the two lists is empty."""
         arrays, copies = [array for array in arrays if array.nbytes], self.transport.copies
         if copies is not None and copies.take(rank, sum(array.nbytes for array in arrays)):
             return [], arrays
@@ -248,7 +249,7 @@ class _Queued:
 
 
 class _Late:
-    """An exchange that is launched when it is waited for."""
+    """An exchange that is launched when the caller waits for it."""
 
     def __init__(self, queued: _Queued, launch: Callable[[], None]) -> None:
         self.queued, self.launch = queued, launch

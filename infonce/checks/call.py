@@ -161,7 +161,7 @@ def _problem(
     xp, reduction = static.xp, static.reduction
     positives = label_nans = classes = has_positive = row_ids = column_ids = None
     if (ids := get("ids")) is not None:
-        row_ids, column_ids = rows.names(xp, loss, "ids", ids, len(query), len(key))
+        row_ids, column_ids = rows.sample_integers(xp, loss, "ids", ids, len(query), len(key))
     if loss.classes:
         decoupled = bool(get("decoupled"))
         whole_batch = batch is None  # False over ranks
@@ -208,7 +208,7 @@ def _problem(
     default_positives = batch is None and labels is None and positive_ids is None
     _set_groups(problem, loss, static, arrays, options, default_positives)
     if positive_ids is not None:
-        problem.query_positive_ids, problem.key_positive_ids = rows.names(
+        problem.query_positive_ids, problem.key_positive_ids = rows.sample_integers(
             xp, loss, "positive_ids", positive_ids, len(query), len(key)
         )
         problem.positives = xp.full(len(query), -1, np.int64)
@@ -241,7 +241,7 @@ def _set_groups(
         return
     # groups in a GPU's memory are not read on the host: that would wait for the GPU
     host_knows_groups = xp is not np and rows.on_host("groups", groups)
-    pair = rows.names(np if host_knows_groups else xp, loss, "groups", groups, *sizes)
+    pair = rows.sample_integers(np if host_knows_groups else xp, loss, "groups", groups, *sizes)
     problem.query_groups, problem.key_groups = map(xp.asarray, pair)
     if host_knows_groups and default_positives:
         problem.host_groups = pair

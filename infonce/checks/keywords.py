@@ -32,7 +32,7 @@ TENSORS = {
     "own": "Tensor | None",
     "own_mask": "Tensor | None",
 }
-# Of the process group that shares a batch: those of infonce.distributed, `group` being its `comm`
+# Keywords of a loss over a process group: those of infonce.distributed, with `group` for `comm`
 GROUP: Keywords = {
     "group": ("ProcessGroup | None", None),
     "transport": ('Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]', "auto"),
@@ -40,14 +40,15 @@ GROUP: Keywords = {
     "timeout": ("float | None", 300.0),
     "gradient_scale": ('Literal["global", "ddp"]', "ddp"),
 }
-VIEWS: Keywords = {"labels": ("Tensor | None", None)}  # of losses of views: the other view's row
-# Of the devices that share a batch, in JAX
+# Keywords of losses that pair views: the labels are the rows of the other views
+VIEWS: Keywords = {"labels": ("Tensor | None", None)}
+# Keywords of a loss over the devices of JAX
 AXIS: Keywords = {"axis_name": ("Any", None)}
 MAX_SCALE = 100.0
 
 
 def torch_function(loss: Loss) -> Keywords:
-    """The keywords of a function of `infonce.torch`, which has this loss."""
+    """The keywords of the function of `infonce.torch` that computes this loss."""
     names = [*LossOptions.__annotations__, "metrics"]
     return _table(names, TENSORS, loss) | (VIEWS if _of_views(loss) else {}) | GROUP
 
@@ -60,7 +61,7 @@ def torch_module(loss: Loss) -> Keywords:
 
 
 def jax_function(loss: Loss) -> Keywords:
-    """The keywords of a function of `infonce.jax`, which has this loss."""
+    """The keywords of the function of `infonce.jax` that computes this loss."""
     names = ["temperature", "scale", *NAMES, "own", *DIMS, *ARRAYS, "guide", *COMPILED, "metrics"]
     views: Keywords = {"labels": ("ArrayLike | None", None)} if _of_views(loss) else {}
     types = {name: written.replace("Tensor", "ArrayLike") for name, written in TENSORS.items()}
@@ -82,7 +83,7 @@ def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:
 
 
 def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signature:
-    """The signature of a function, with these keywords in the place of its ``**options``."""
+    """The signature of a function, with these keywords instead of its ``**options``."""
     written = inspect.signature(function)
     parameters = [
         p for p in written.parameters.values()
@@ -96,8 +97,10 @@ def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signa
 
 
 def unexpected(function: str, name: str, known: Collection[str], hint: str = "") -> TypeError:
-    """The error for a keyword that a function does not have, with a hint: by default the nearest
-    that it has."""
+    """The error for a keyword that a function does not have.
+
+    Its hint is `hint`, or the most similar keyword of the function.
+    """
     if not hint:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
@@ -107,7 +110,7 @@ def unexpected(function: str, name: str, known: Collection[str], hint: str = "")
 def with_own(
     kind: Loss, arrays: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Loss, Sequence[Any], Mapping[str, Any]]:
-    """The loss, its arrays and its options; own negatives are an array of the loss."""
+    """The loss, its arrays and its options. If `own` is given, it becomes an array of the loss."""
     own = options.get("own")
     if own is None or kind is not INFO_NCE:
         return kind, arrays, options

@@ -1,5 +1,8 @@
-"""Checks that read features: NaN and infinity, float64 rows in host memory whose products overflow,
-and a warning of rows far from unit norm."""
+"""Checks that read features.
+
+They find NaN and infinity, and float64 rows in host memory whose products may overflow. They warn
+if rows are far from unit norm.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from ..kernels.norms import has_moderate_squares, log2_norms
 from ..kernels.problem import Array
 from ..spec import Loss
 
-SAMPLE = 16  # rows of each feature array whose norms are looked at, or up to twice as many
-MOST = 2.0  # times the unit norm, and a part of it, that is not far
+SAMPLE = 16  # norms of at least so many rows of each array are read, and of at most twice as many
+MOST = 2.0  # norms between 1 / MOST and MOST cause no warning
 LIBRARIES = ("infonce", "torch", "jax", "numba")  # between a loss and its caller
 
-LARGEST_LOGIT = 2.0**1010  # sums of so large numbers stay within float64
+LARGEST_LOGIT = 2.0**1010  # sums of numbers of this size stay within float64
 
 
 def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
@@ -31,18 +34,18 @@ def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
 
 
 def require_finite(xp: Any, names: Sequence[str], arrays: Sequence[Array]) -> None:
-    """ValueError where a feature is NaN or infinite."""
+    """ValueError if a feature is NaN or infinite."""
     for name, z in zip(names, arrays, strict=True):
         for row in rows_not_finite(xp, z):
             raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
 
 
 def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> None:
-    """ValueError where products of finite float64 features may overflow."""
+    """ValueError if products of finite float64 features may overflow."""
     flat = [z.reshape(-1, z.shape[-1]) for z in arrays]
     if all(z.itemsize == 8 and has_moderate_squares(z) for z in flat):
         return
-    norms = [log2_norms(z).max(initial=-np.inf) for z in flat]  # of NaN, NaN: so is the loss
+    norms = [log2_norms(z).max(initial=-np.inf) for z in flat]  # NaN if a feature is, as the loss
     largest = 2.0 * max(norms) if loss.joint else norms[0] + max(norms[1:] or norms)
     if largest + math.log2(scale) > math.log2(LARGEST_LOGIT):
         name = loss.arguments[int(np.argmax(norms))]
@@ -65,8 +68,10 @@ _warned = False
 
 
 def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
-    """Warn, once in a process and at the caller's line, of rows whose norms are far from 1. Rows of
-    zeros, and rows that are not finite, do not count."""
+    """Warn at the caller's line if norms of rows are far from 1. A process warns once.
+
+    Rows of zeros, and rows that are not finite, do not count.
+    """
     global _warned
     if _warned:
         return
@@ -85,8 +90,8 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
 
 
 def _level_of_caller() -> int:
-    """The `stacklevel`, for the function that calls this one, of the first frame that is outside of
-    the libraries."""
+    """The `stacklevel` of the first frame outside of the libraries, for a warning of the function
+    that calls this one."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         level, frame = level + 1, frame.f_back

@@ -22,10 +22,10 @@ def joined(
 ) -> tuple[Array, Array | None, dict[str, Array]]:
     """Memory for the gradients of a joint loss. Returns three values:
 
-    - rows: the gradients of queries and, below them, of keys.
-    - `rows` if its halves are to be copied to the gradients; None if they are the gradients.
-    - the gradients: `outs`, if there are any; the halves, if they have the wanted dtypes and the
-      alignment of other libraries' arrays; else new arrays.
+    - `rows`: the gradients of all queries, followed by the gradients of all keys;
+    - `rows` if its halves must be copied to the gradients; None if its halves are the gradients;
+    - the gradients: `outs`, if there are any; otherwise the halves, if they have the wanted dtypes
+      and the alignment of other libraries' arrays; otherwise new arrays.
     """
     if outs:
         new = {name: (z.shape, z.dtype) for name, z in outs.items()}
@@ -44,7 +44,11 @@ def joined(
 def gradient_arrays(
     xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, new: Likes, grad_dtype: Any
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Returns two values: the arrays for all feature gradients, of `out` or new; those of `out`."""
+    """The arrays for feature gradients. Returns two dictionaries by name:
+
+    - the arrays of all wanted gradients: arrays of `out`, and new arrays for the others;
+    - the arrays of `out`, as the caller passed them.
+    """
     if out is None:
         return {name: xp.ndarray(*like) for name, like in new.items()}, {}
     out_by_name: dict[str, Any]
@@ -100,7 +104,7 @@ def _check(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
 
 
 def _overlaps(array: Array) -> bool:
-    """Whether elements may share memory: strides do not nest."""
+    """Whether two elements may share memory, because the strides do not nest."""
     extent = array.itemsize
     for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if n > 1 and stride < extent:

@@ -80,8 +80,9 @@ def classes(
 ) -> tuple[Classes, Array, Array]:
     """Check labels that are classes. Returns three values:
 
-    - the classes; a row with a negative label is alone in its class.
-    - positives and has_positive of `linear.partners`; None unless the rows are the `whole_batch`.
+    - the classes; a row with a negative label is a class by itself.
+    - positives, and whether rows have one, by `linear.partners`; None over ranks, where the rows
+      are not the `whole_batch`.
     """
     labels = integers(xp, "labels", labels, n)
     unsigned, labels = is_uint64(labels), comparable(xp, labels)
@@ -134,8 +135,10 @@ def shares(xp: Any, weights: Array, reduction: str) -> Array:
 
 
 def weights(xp: Any, value: Any, m: int, whole_batch: bool) -> Array:
-    """[M] float64, at least 0, and not all 0 if the rows are the `whole_batch`. On a GPU values are
-    not read."""
+    """Check weights: [M] float64, at least 0 and, if the rows are the `whole_batch`, not all 0.
+
+    Values on a GPU are not read.
+    """
     value = numbers(xp, "weights", value, m)
     if isinstance(value, np.ndarray):
         if (value < 0).any():
@@ -174,11 +177,13 @@ def is_pair(value: Any) -> bool:
     return two_items and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in value)
 
 
-def names(xp: Any, loss: Loss, name: str, value: Any, m: int, n: int) -> tuple[Array, Array]:
+def sample_integers(
+    xp: Any, loss: Loss, name: str, value: Any, m: int, n: int
+) -> tuple[Array, Array]:
     """Check integers of samples (`spec.NAMES`): one array, or a pair (of queries, of keys).
 
-    Returns [M] and [N] int64 numbers of rows and columns. Two numbers are equal exactly if the
-    caller's integers are. A joint loss has the integers of its samples twice.
+    Returns [M] int64 numbers of queries and [N] int64 numbers of keys. Two numbers are equal if and
+    only if the caller's integers are equal. A joint loss gets the integers of its samples twice.
     """
     if not is_pair(value):
         if m != n:
@@ -240,14 +245,14 @@ def is_uint64(values: Array) -> bool:
 
 
 def comparable(xp: Any, values: Array) -> Array:
-    """[n] int64 numbers, equal exactly if the integers are: uint64 keeps its bits."""
+    """[n] int64 numbers that are equal if and only if the integers are. uint64 keeps its bits."""
     if is_uint64(values):
         return xp.ascontiguousarray(values, dtype=np.uint64).view(np.int64)
     return xp.ascontiguousarray(values, dtype=np.int64)
 
 
 def compared_as(value: Any) -> str:
-    """The form in which labels or `spec.NAMES` are compared; it has to be the same on all ranks."""
+    """The type by which ranks compare labels or `spec.NAMES`. It must be the same on all ranks."""
     if value is None:
         return "not given"
     dtypes = {

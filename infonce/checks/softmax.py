@@ -19,12 +19,14 @@ RANGES = {
     "false_negative_margin": (-LARGEST, math.inf, "a number or inf"),
     "guide_margin": (-LARGEST, math.inf, "a number or inf"),
 }
-ARRAYS = ("key_bias", "guide")  # that are checked in every call
+ARRAYS = ("key_bias", "guide")  # options whose values are checked in every call
 
 
 def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The plain options of the softmax that are not left at their default. ValueError for what
-    means nothing for this loss, or not together."""
+    """The plain options of the softmax that differ from their defaults, as (name, value).
+
+    ValueError for an option that this loss does not have, and for options that exclude each other.
+    """
     for name in SOFTMAX:
         o[name] = _checked(name, o[name])
 
@@ -58,8 +60,8 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def require_metrics(problem: Problem) -> None:
-    """ValueError for metrics of rows that have no positive, or several, or of logits that an option
-    changes."""
+    """ValueError if metrics are undefined: a row has no positive or several, or an option changes
+    the logits."""
     positives = problem.positives
     sets = positives is not None and positives.ndim > 1
     if isinstance(positives, np.ndarray) and problem.weights is not None:  # on a GPU nothing waits
@@ -76,7 +78,7 @@ def require_metrics(problem: Problem) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A plain number of the options of the softmax, within its range; other options unchanged."""
+    """The value of an option: a number within its range, or a flag. Arrays are unchanged."""
     if name in FLAGS:
         return bool(value)
     if name in ARRAYS:

@@ -3,15 +3,15 @@
 Every function works in place on a C-contiguous tile x [m, n] of raw products q_i . k_j, in float32
 or float64, without the GIL, and vectorises over j. With c = scale log2 e, base-2 logits are c x.
 
-Differences are taken before they are scaled, 2^(c (x - r)): at the reference, x = r, that is
-exactly 1 whatever the size of the logits, and the rounding of c matters for small terms only. What
-has to be exact, the maxima and log-sum-exps, is kept in float64 vectors outside.
+Exponentials are 2^(c (x - r)), so the difference to the reference r is taken before it is scaled.
+At x = r the exponential is exactly 1, however large the logits are, and the rounding of c changes
+only small terms. Maxima and log-sum-exps are exact: the caller has them as float64 vectors.
 
-The logit of an excluded pair is -inf. NaN is never swallowed: it passes through every sum.
+The logit of an excluded pair is -inf. A NaN passes through every sum.
 
-Rows and columns may have biases of their keys and limits, in units of raw products, and bits of a
-guide, or None. They are no part of the tile, because rows and columns have different ones: see
-`seen`.
+The sums of rows and the sums of columns may have different biases, limits and bits of a guide. So
+these numbers are not added to the tile: `seen` applies them to one logit in one direction. Biases
+and limits are in units of raw products; None stands for an option that is not given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BY_ROW, BY_COLUMN = 1, 2  # of `guide_bits`: which direction leaves out the pair
 
 @compiled
 def set_aside_positives(x, positives, first_column, c, out):  # type: ignore[no-untyped-def]
-    """out[i] = c x at row i's positives, which are then excluded from the sums."""
+    """out[i, p] = c x at row i's positives. Then x = -inf there: sums leave it out."""
     for i in range(x.shape[0]):
         for p in range(positives.shape[1]):
             j = positives[i, p] - first_column
@@ -40,8 +40,11 @@ def set_aside_positives(x, positives, first_column, c, out):  # type: ignore[no-
 def exclude_ids(  # type: ignore[no-untyped-def]
     x, row_ids, column_ids, equal=True, row_positive_ids=None, column_positive_ids=None
 ):
-    """Exclude pairs of equal ids, or of different ones, but no pair of equal positive ids. (Single
-    positives are set aside before, and inserted afterwards.)"""
+    """Exclude pairs of equal ids or, if not `equal`, pairs of different ids.
+
+    Pairs of equal positive ids are never excluded. (Single positives need no exception: they are
+    set aside before, and inserted afterwards.)
+    """
     wide_vectors()
     low = x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
@@ -55,7 +58,7 @@ def exclude_ids(  # type: ignore[no-untyped-def]
 
 @compiled
 def exclude_diagonal(x):  # type: ignore[no-untyped-def]
-    """Exclude pairs i = j: a row is not its own negative (symmetric losses)."""
+    """Exclude pairs i = j, if the queries are the keys: a row is not its own negative."""
     for i in range(min(x.shape)):
         x[i, i] = -np.inf
 
@@ -82,7 +85,7 @@ def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-de
 
 @compiled
 def insert_positives(x, positives, first_column, values):  # type: ignore[no-untyped-def]
-    """x at row i's positives = values[i]."""
+    """x = values[i, p] at row i's positives."""
     for i in range(x.shape[0]):
         for p in range(positives.shape[1]):
             j = positives[i, p] - first_column
@@ -110,8 +113,11 @@ def seen(value, bias, at, limits, of, low, guide_bits, i, j, bit):  # type: igno
 def merge(  # type: ignore[no-untyped-def]
     total_max, total_sum, total_moment, part_max, part_sum, part_moment
 ):
-    """(max, sum) <- (max, sum) + (part_max, part_sum); (-inf, 0) is the identity. Moments (or None)
-    are added with the same factors."""
+    """Merge the pairs (part_max, part_sum) into the pairs (total_max, total_sum).
+
+    A pair (max, sum) stands for the sum 2^max sum, and (-inf, 0) for an empty sum. Moments (or
+    None) are merged with the same factors.
+    """
     for i in range(total_max.size):
         m = part_max[i]
         if m == -np.inf:
@@ -138,8 +144,11 @@ def value_of(of, row, i, j):  # type: ignore[no-untyped-def]
 def row_statistics(  # type: ignore[no-untyped-def]
     x, c, row_max, row_sum, row_moment, key_bias=None, limits=None, guide_bits=None, of=None
 ):
-    """(max, sum) of 2^(c y) of each row of the tile, y being x as `seen`; and the moment
-    sum_j 2^(c y - max) c x, unless `row_moment` is None; with `of` [m, n] in the place of x."""
+    """Write (max, sum) of 2^(c y) over each row of the tile, where y is x as `seen` by the row.
+
+    Also the moment sum_j 2^(c y - max) c x, unless `row_moment` is None. If `of` [m, n] is given,
+    it replaces the last x: the moments are then moments of other logits.
+    """
     wide_vectors()
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
@@ -178,8 +187,10 @@ def column_statistics(  # type: ignore[no-untyped-def]
     guide_bits=None,
     of=None,
 ):
-    """(max, sum) and moment of each column, as `row_statistics` has them of rows. The keys of a
-    column are the rows."""
+    """(max, sum) and moment of each column: `row_statistics` with rows and columns exchanged.
+
+    The keys of a column's softmax are the rows, so `key_bias` has a number for each row.
+    """
     wide_vectors()
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     m, n = x.shape
@@ -229,10 +240,10 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
 ):
     """(max, sum) and moment of each row and column of the tile, with one exponential a logit.
 
-    The exponential e_ij = 2^(c x_ij - r_i) is exact for the row, whose own maximum r_i it has; the
-    columns take it times 2^(r_i - top), `top` being the largest r_i so far. A column far below its
-    rows' maxima can underflow that way. Its small sum shows it, and the columns are then summed
-    again with their own maxima: almost never.
+    The exponential of a logit is e_ij = 2^(c x_ij - r_i), where r_i is the maximum of row i. The
+    sum of column j adds e_ij 2^(r_i - top), where `top` is the largest r_i so far. If the logits of
+    a column are far below the maxima of their rows, its terms may underflow. Then its sum is small,
+    and all columns are summed again with their own maxima. That is rare.
     """
     wide_vectors()
     m, n = x.shape
@@ -281,7 +292,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
         if row_moment is not None:
             column_moment[j] = np.float64(c) * np.float64(moments[j])
         least = min(least, column_sum[j])
-    # the terms that underflowed are below m 2^-126 (float32): negligible in a sum of 2^-80
+    # terms that underflowed are below m 2^-126 in float32: a sum of 2^-80 does not notice them
     if least < 2.0**-80:
         column_statistics(x, c, column_max, column_sum, column_moment, None, None, None, of)
 
@@ -293,7 +304,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
 def softmax_gradient(  # type: ignore[no-untyped-def]
     x, c, row_reference, a, key_bias=None, limits=None, guide_bits=None
 ):
-    """x <- a_i 2^(c (y - row_reference_i)), y being x as `seen`: one direction."""
+    """x <- a_i 2^(c (y - row_reference_i)), where y is x as `seen` by its row: one direction."""
     wide_vectors()
     scale, low = x.dtype.type(c), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
@@ -319,8 +330,11 @@ def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
     x, c, row_reference, a, column_reference, b,
     key_bias=None, row_limits=None, row_bias=None, column_limits=None, guide_bits=None,
 ):  # fmt: skip
-    """x <- a_i 2^(c (y - row_reference_i)) + b_j 2^(c (z - column_reference_j)), y being x as
-    `seen` by its row, z by its column, for references of any range."""
+    """x <- a_i 2^(c (y - row_reference_i)) + b_j 2^(c (z - column_reference_j)): two directions.
+
+    Here y is x as `seen` by its row, and z is x as `seen` by its column. References may be far
+    apart.
+    """
     wide_vectors()
     scale, low = x.dtype.type(c), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
@@ -337,9 +351,12 @@ def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
 def online_softmax(  # type: ignore[no-untyped-def]
     x, c, row_max, row_sum, row_moment, rescale
 ):
-    """x <- 2^(c (x - row_max)), row_max being the running maximum of the raw products, of which
-    row_moment (or None) is the moment. Earlier sums have to be multiplied by
-    rescale[i] = 2^(c (old maximum - new maximum))."""
+    """x <- 2^(c (x - row_max)), where row_max is the running maximum of the raw products.
+
+    `row_sum` and `row_moment` (or None) are the sum and the moment of the raw products so far. The
+    caller has to multiply earlier sums of gradients by rescale[i], which is 2^(c (old maximum -
+    new maximum)).
+    """
     wide_vectors()
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     scale = x.dtype.type(c)

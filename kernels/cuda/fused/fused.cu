@@ -1,22 +1,21 @@
 // Loss and gradient of a small or medium batch in one cooperative launch.
 //
-// The logits are computed once, x_ij = q_i . k_j, and stay in the workspace (and the L2 cache). All
-// blocks go through the same phases, with a barrier over the grid between them:
+// The dot products x_ij = q_i . k_j are computed once, and stay in the workspace (and the L2 cache). All thread
+// blocks go through the same phases. Barriers over the grid separate the phases:
 //
-//     0  norms; which rows have features that are not finite
-//     1  x, by tiles of 64 x 64 (one triangle of them where x is symmetric), and by parts of the
-//        features where tiles alone are too few
-//     2  per row and per column: log-sum-exp n of the negatives, gap n - p to the positive's logit
-//     3  per row: loss = softplus(gap), P = dL/dx, sum_j P_ij x_ij
-//     4  dQ = P K and dK = P' Q, by tiles of 64 rows x 64 features; sums over all rows, in a fixed
-//        order
+//     0  norms of rows; marks of rows with features that are not finite
+//     1  x, by tiles of 64 x 64. If x is symmetric, one triangle of the tiles. If there are fewer tiles than
+//        thread blocks, each tile is the sum of several products over parts of the features
+//     2  for each row and column: the log-sum-exp n of its negatives, and the gap n - p to its positive's logit
+//     3  for each row: loss = softplus(gap), P = dL/dx, sum_j P_ij x_ij
+//     4  dQ = P K and dK = P' Q, by tiles of 64 rows x 64 features; sums over all rows, in a fixed order
 //
-// In a product, four groups of 64 threads share the steps' depth; a thread has 8 x 8 results of the
-// tile. Sixteen numbers from shared memory serve 64 multiply-adds: fewer, and reading would take
-// longer than computing.
+// In a product, each of four groups of 64 threads multiplies a quarter of a step's depth, and a thread has 8 x 8
+// results of the tile. 16 numbers from shared memory serve 64 multiply-adds. With smaller tiles a thread would
+// read longer than it computes.
 //
 // The formulas are those of tiled/lse.cu, tiled/gradient.cu, tiled/sigmoid.cu and direction_losses.cuh. Products
-// and exponentials are float32 (float64), sums over a row or a column float64.
+// and exponentials are float32 (float64 for float64 features), and sums over a row or a column are float64.
 #include "fused/logits.cuh"
 #include "fused/losses.cuh"
 
@@ -113,7 +112,7 @@ fused(const __grid_constant__ Fused f) {
   const auto inspect_all = [&] {
     inspect(f.q, f.m, f.d, f.row_inverse, f.row_nans, memory);
     if (SYMMETRIC) return;
-    __syncthreads();  // teams of other sizes share barriers and memory: none begins before all of those end
+    __syncthreads();  // teams for keys may have another size, and use the barriers and memory of the last teams
     inspect(f.k, f.n, f.d, f.column_inverse, f.column_nans, memory);
   };
   if (NORMALIZE) {
@@ -146,7 +145,7 @@ fused(const __grid_constant__ Fused f) {
     row_log_sum_exp(f, scale, memory);
     if (TWO_SIDED) column_log_sum_exp(f, scale);
   }
-  // Phase 2's writes come before phase 3's reads: of other rows or of columns, or of a team's own rows
+  // The writes of phase 2 come before the reads of phase 3. Without columns, a team reads only its own rows
   if (SYMMETRIC || TWO_SIDED) grid_barrier(f.barrier, target);
   else team.sync();
 
@@ -179,7 +178,7 @@ fused(const __grid_constant__ Fused f) {
       }
     }
   }
-  // The last block to leave puts the barrier back for the next launch on this stream
+  // The last block that leaves resets the barrier for the next launch on this stream
   if (threadIdx.x == 0 && atomicAdd(f.barrier + 1, 1) == gridDim.x - 1) {
     f.barrier[0] = 0;
     f.barrier[1] = 0;

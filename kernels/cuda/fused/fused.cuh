@@ -1,4 +1,4 @@
-// What all phases of fused.cu know: the problem, who works on what, and barriers over the grid.
+// Structures and functions for all phases of fused.cu: the problem, teams of threads, and barriers over the grid.
 #pragma once
 #include "common.cuh"
 
@@ -6,13 +6,13 @@ constexpr int FUSED_THREADS = 256;
 constexpr int FUSED_WARPS = FUSED_THREADS / 32;
 constexpr int VECTOR_WIDTH = 16 / (int)sizeof(Real);  // numbers in 16 bytes
 constexpr int FUSED_TILE = 64;  // rows and columns of a tile
-constexpr int CHUNK = 128 / (int)sizeof(Real);  // of a row, in one step of a product
-constexpr int MAX_FEATURE_PARTS = 16;  // into which the features are cut
+constexpr int CHUNK = 128 / (int)sizeof(Real);  // elements of a row in one step of a product
+constexpr int MAX_FEATURE_PARTS = 16;  // the features are divided into this many parts at most
 constexpr int CHUNK_STRIDE = CHUNK + VECTOR_WIDTH;  // eight rows lie in different banks
-constexpr int SHARE = FUSED_TILE * CHUNK / FUSED_THREADS;  // of a thread, when a chunk is fetched
+constexpr int SHARE = FUSED_TILE * CHUNK / FUSED_THREADS;  // elements of a chunk that one thread fetches
 
-// Each kind of problem has a kernel of its own (-DSYMMETRIC=1 and so on). With branches instead, such a
-// short launch would spend its time on fetching instructions that it skips.
+// Each combination of these options has its own kernel (-DSYMMETRIC=1 and so on). A kernel with branches would
+// also fetch the instructions that it skips, and that takes a notable part of so short a launch.
 //     SYMMETRIC, TWO_SIDED, SIGMOID, NORMALIZE   as in Problem
 //     IDS                                        whether pairs of equal ids are excluded
 //     DTYPE                                      of the features
@@ -38,20 +38,20 @@ __device__ __forceinline__ const Element* address(const Matrix& z, i64 row, i64 
 }
 
 struct Fused {
-  Matrix q, k, dq, dk;  // dq, dk: data null where not wanted
+  Matrix q, k, dq, dk;  // data of dq or dk is null if the gradient is not wanted
   i64 m, n, d;
   Scale scale;
   Scalar bias;
   double row_direction_weight, column_direction_weight;
   double reduction_weight;    // weight of a row in the reduced loss
-  const double* row_shares;   // [M] other weights beside it, or null
-  double upstream;            // of all rows, unless each has its own
-  const double* upstreams;    // [M] or null
-  const i64* positives;       // [M], or null: the other view of a sample, or i for i
+  const double* row_shares;   // [M] weights that multiply reduction_weight, or null
+  double upstream;            // upstream gradient of all rows; unused if there are `upstreams`
+  const double* upstreams;    // [M] upstream gradient of each row, or null
+  const i64* positives;       // [M], or null: the other view of a sample if SYMMETRIC, else key i for query i
   const double* label_nans;        // [M] or null, added to losses
   const i64 *query_ids, *key_ids;
   i64 gradient;                                  // whether gradients are wanted
-  i64 parts;                                     // of the features in phase 1
+  i64 parts;                                     // number of parts of the features in phase 1
   Real* x;                                       // [max(parts, 2), M, N]: logits, then P
   double *row_inverse, *column_inverse;          // 1 / |z|
   double *row_nans, *column_nans;                  // 0 or NaN
@@ -68,7 +68,7 @@ union Vector {
   Real z[VECTOR_WIDTH];
 };
 
-// A barrier over the grid: what any block wrote before it comes before what any block reads after it.
+// A barrier over the grid: all writes before the barrier come before all reads after it, in all blocks.
 __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
   target += gridDim.x;
   __syncthreads();  // all writes of this block come before its first thread's add_release
@@ -77,14 +77,14 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
     while (load_acquire(arrived) < target) {
     }
   }
-  __syncthreads();  // no thread reads on before the first thread has seen all blocks arrive
+  __syncthreads();  // no thread continues before the first thread has seen all blocks arrive
 }
 
 __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
   return (SYMMETRIC && i == j) || (IDS && f.query_ids[i] == f.key_ids[j]);
 }
 
-// -1 of a row without a positive, whose upstream gradient is 0.
+// The positive of row i; -1 for a row without a positive, whose upstream gradient is 0.
 __device__ __forceinline__ i64 positive_of(const Fused& f, i64 i) {
   if (f.positives) return f.positives[i];
   return !SYMMETRIC ? i : i < f.m / 2 ? i + f.m / 2 : i - f.m / 2;
@@ -93,10 +93,10 @@ __device__ __forceinline__ double upstream_of(const Fused& f, i64 i) {
   return f.upstreams ? f.upstreams[i] : f.upstream;
 }
 
-// Threads that work on one row at a time: a warp; where rows are few, more of a block's warps.
+// The threads that work on one row at a time: one warp, or several warps of a block if there are few rows.
 struct Team {
-  i64 row, step;     // this team's first row, and how far the next one is
-  int lane, lanes;   // which of its threads this is
+  i64 row, step;     // this team's first row, and the distance to its next row
+  int lane, lanes;   // index of this thread in the team, and the number of the team's threads
   int index;         // of the team in its block
   double* memory;    // [FUSED_WARPS], shared
 

@@ -1,5 +1,5 @@
-// Products of fused.cu: steps from global to shared memory, the groups of threads that share a tile,
-// and where their results meet.
+// Products of fused.cu: copies of steps from global to shared memory, the groups of threads that compute a tile
+// together, and the sums of their results.
 #pragma once
 #include "fused/fused.cuh"
 
@@ -7,19 +7,20 @@ struct Chunks {
   alignas(16) Real q[FUSED_TILE][CHUNK_STRIDE], k[FUSED_TILE][CHUNK_STRIDE];
 };
 
-// This thread's share of the next step, on its way from global memory: elements STEP rows apart of
-// one column, as far as there are rows.
+// Load this thread's elements of the next step from global memory: of one column, STEP rows apart, without rows
+// past the end.
 template <int STEP, class T>
 __device__ __forceinline__ void fetch(T (&to)[SHARE], const T* from, i64 stride, int rows) {
   const i64 step = STEP * stride;
 #pragma unroll
   for (int s = 0; s < SHARE; ++s, from += step) to[s] = s * STEP < rows ? *from : T(0);
 }
-// How many rows there are, as far as a tile is concerned.
+// The number of rows, at most those of a tile.
 __device__ __forceinline__ int at_most_tile(i64 rows) {
   return rows < FUSED_TILE ? (int)rows : FUSED_TILE;
 }
-// The same as numbers, of unit norm where `inverse` (of this thread's first row) is given.
+// Element s of the elements that `fetch` has loaded, as a number, times the inverse norm of its row. `inverse`
+// begins at this thread's first row; null: rows are not normalised.
 template <int STEP>
 __device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, int rows,
                                         const double* inverse) {
@@ -27,7 +28,7 @@ __device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, int ro
   return s * STEP < rows ? (Real)((double)number(z[s]) * inverse[s * STEP]) : 0;
 }
 
-// The groups of threads that share the depth of a product, and a thread's 8 x 8 results.
+// The groups of threads, each of which multiplies a part of a step's depth, and a thread's 8 x 8 results.
 constexpr int GROUP_THREADS = 64;
 constexpr int GROUPS = FUSED_THREADS / GROUP_THREADS;
 constexpr int DEPTH = CHUNK / GROUPS;  // of a step, for each group
@@ -39,7 +40,7 @@ __device__ __forceinline__ Place place() {
   const int at = threadIdx.x % GROUP_THREADS;
   return {(int)threadIdx.x / GROUP_THREADS, at / 8, at % 8};
 }
-// Column v of this thread's eight: single ones, or (ALONG) as many as fit 16 bytes together.
+// Column v of this thread's eight columns: 8 apart, or (ALONG) in runs of 16 bytes.
 template <bool ALONG>
 __device__ __forceinline__ int column_of(int c, int v) {
   return ALONG ? (c + v / VECTOR_WIDTH * 8) * VECTOR_WIDTH + v % VECTOR_WIDTH : c + 8 * v;
@@ -48,7 +49,7 @@ __device__ __forceinline__ int column_of(int c, int v) {
 typedef Real SumTile[FUSED_TILE][FUSED_TILE + VECTOR_WIDTH];
 constexpr int SUM_TILES = PRECISION == FP64 ? 1 : 2;  // tiles that have room in shared memory
 
-// All groups' results to sums in `tiles`.
+// Add the results of all groups, in `tiles`.
 template <bool ALONG>
 __device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& at,
                                            SumTile (&tiles)[SUM_TILES]) {

@@ -97,7 +97,8 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
   __syncthreads();  // the reads of sums come before the next tile's writes, to the same memory
 }
 
-// Tile t of the logits: row by row; where x is symmetric, those on the diagonal and beyond.
+// Row and column of tile t of the logits, in the order of rows. If x is symmetric, tiles below the diagonal are
+// left out.
 __device__ __forceinline__ void tile_of(const Fused& f, i64 t, i64 across, i64& row, i64& column) {
   row = SYMMETRIC ? 0 : t / across;
   column = SYMMETRIC ? t : t % across;
@@ -105,8 +106,8 @@ __device__ __forceinline__ void tile_of(const Fused& f, i64 t, i64 across, i64& 
     for (; column >= across; column += ++row) column -= across;
 }
 
-// Parts of logits to their sum. A team takes the rows that it will read again in phase 2, so that
-// no barrier is needed for rows.
+// Add the parts of logits. A team adds the rows that the same team reads in phase 2, so rows need no barrier over
+// the grid.
 __device__ void add_parts(const Fused& f, double* memory) {
   const i64 size = f.m * f.n;
   const Team team(f.m, memory);
@@ -120,5 +121,5 @@ __device__ void add_parts(const Fused& f, double* memory) {
       for (int p = 1; p < MAX_FEATURE_PARTS; ++p) part[0] += part[p];
       *x = part[0];
     }
-  team.sync();  // one thread reads the positive's logit, which another has summed
+  team.sync();  // one thread reads the positive's logit, which another thread has added
 }

@@ -45,7 +45,7 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
   }
 }
 
-// A block takes 32 columns at a time; its warps take rows in turn.
+// A block computes 32 columns at a time, and its warps take the rows in turns.
 __device__ void column_log_sum_exp(const Fused& f, double scale) {
   __shared__ Real tops[FUSED_WARPS][32];
   __shared__ double sums[FUSED_WARPS][32];
@@ -89,7 +89,7 @@ struct Slope {
   Real c, scale, bias;
 };
 
-// dL/dx_ij of a negative, with `scale` folded in.
+// dL/dx_ij of a negative, times `scale`.
 __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64 j, Real x) {
   if (SIGMOID) {
     const Real z = s.scale * x + s.bias, e = exp2_(-fabs(z) * (Real)LOG2_E);
@@ -107,7 +107,8 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
 struct GapResult {
   double loss, negative_probability;
 };
-// What follows from a gap (direction_losses.cuh). Not inlined, so that this short launch fetches the code once.
+// Loss and negative probability of a row with this gap (direction_losses.cuh). The function is not inlined, so
+// that this short launch fetches its instructions once.
 __device__ __noinline__ GapResult gap_result(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
 __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,

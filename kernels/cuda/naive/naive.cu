@@ -1,39 +1,39 @@
 // method="naive": the whole logit matrix, kernel by kernel as a textbook would have it.
 //
-//     unit_rows          U = Z in one format, its rows of unit norm where asked for
-//     similarity         X = scale U V'; excluded pairs are -inf
-//     row_losses         every row's negatives against its positive: loss, log-sum-exp, rank
-//     column_losses      the same for every column (clip)
-//     sigmoid_losses     every pair on its own (siglip)
+//     unit_rows          U: the features Z converted to Real and, if `normalize`, divided by their norms
+//     similarity         X = scale U V'; logits of excluded pairs are -inf
+//     row_losses         for each row: loss, log-sum-exp, retrieval rank
+//     column_losses      the same for each column (clip)
+//     sigmoid_losses     the loss of each pair by itself (siglip)
 //     logit_gradient     G = dL/dX
-//     feature_gradient   dU = scale G V, dV = scale G' U, or of one set of rows scale (G + G') U
-//     to_features        dZ, back through the normalisation
+//     feature_gradient   dU = scale G V, dV = scale G' U, or scale (G + G') U if the queries are the keys
+//     to_features        dZ from dU, through the normalisation
 //
-// A row has a block, whose threads walk along it side by side; sums are taken in one fixed order.
-// Positives are kept out of the sums: with n the log-sum-exp of the negatives and p the positive's
-// logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). Nothing cancels but the logits.
-// Logits are natural here. They are multiplied by log2(e) where direction_losses.cuh, in base 2, takes them.
+// One thread block computes one row, and neighbouring threads read neighbouring elements. The order of each sum
+// is fixed. Positives are kept out of the sums: with n the log-sum-exp of the negatives and p the positive's
+// logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). Only logits are subtracted from each other.
+// Logits are in natural units. The functions of direction_losses.cuh take logits in base 2: log2(e) x.
 //
 // This is the first of three steps. Here the whole logit matrix is in memory, and products are plain
-// multiply-adds. The next step, tiled/product.cuh, keeps a tile of logits in registers and uses the tensor
-// cores. The last one, sm90/sweep/sweep.cuh, is for Hopper.
+// multiply-adds. The second step, tiled/product.cuh, keeps a tile of logits in registers and uses the tensor
+// cores. The third step, sm90/sweep/sweep.cuh, is for Hopper.
 #include "common.cuh"
 
 constexpr int NAIVE_THREADS = 256;
 constexpr int NAIVE_TILE = 32;  // rows and columns of a product's tile
 
-// Which pairs count.
+// The positives, and the pairs that are excluded.
 struct Pairs {
   const i64* positives;               // [M] the key that is row i's positive; -1: none, and upstream is 0
   const i64 *query_ids, *key_ids;     // [M], [N] or null: equal ids are excluded
-  i64 symmetric;                      // one set of rows on both sides: i = j is excluded
+  i64 symmetric;                      // the queries are the keys: i = j is excluded
   __device__ bool excluded(i64 i, i64 j) const {
     if (j == positives[i]) return false;
     return (symmetric && i == j) || (query_ids && query_ids[i] == key_ids[j]);
   }
 };
 
-// Of natural logits.
+// Functions of natural logits.
 __device__ __forceinline__ double softplus(double x) { return softplus2(LOG2_E * x); }
 __device__ __forceinline__ double logistic(double x) { return sigmoid2(LOG2_E * x); }
 __device__ __forceinline__ Real exp_(Real x) { return exp2_(x * (Real)LOG2_E); }
@@ -49,7 +49,7 @@ __device__ __forceinline__ double block_max(double x) {
 
 // --- features ---------------------------------------------------------------------------------------------
 
-// One block a row. bad[row] is NaN where a feature is not finite, else 0.
+// One block a row. bad[row] is NaN if a feature of the row is not finite, else 0.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, double* inverse,
           double* bad) {
@@ -94,12 +94,13 @@ to_features(const Real* g, const Real* u, i64 d, i64 normalize, const double* in
 
 // --- products ---------------------------------------------------------------------------------------------
 
-// sum += sum_k a(i, k) b(j, k) for a tile of 32 x 32: this thread's rows i0 + y + 8 h, column j0 + x.
-// Tiles pass through shared memory. A_ALONG: neighbours in memory are neighbours in k (else in i).
+// sum[h] += sum_k a(i0 + y + 8 h, k) b(j0 + x, k): a thread's four elements of a tile of 32 x 32. The operands are
+// copied to shared memory, 32 x 32 elements at a time. A_ALONG: elements of `a` that are neighbours in memory have
+// neighbouring k; otherwise they have neighbouring i. B_ALONG: the same for b and j.
 template <bool A_ALONG, bool B_ALONG, class A, class B>
 __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64 j0, i64 columns,
                                          i64 depth, A a, B b) {
-  // One more column: the elements of a column lie in 32 banks
+  // With one more column, the 32 elements of a column lie in 32 banks
   __shared__ Real as[NAIVE_TILE][NAIVE_TILE + 1], bs[NAIVE_TILE][NAIVE_TILE + 1];
   const int x = threadIdx.x % NAIVE_TILE, y = threadIdx.x / NAIVE_TILE;
   for (i64 k0 = 0; k0 < depth; k0 += NAIVE_TILE) {
@@ -168,14 +169,14 @@ feature_gradient(const Real* g, const Real* z, i64 m, i64 n, i64 d, i64 which,
 
 // --- losses -----------------------------------------------------------------------------------------------
 
-// What a row (a column) knows of its logits.
+// Numbers of each row, or of each column, that follow from its logits.
 struct Side {
   double *gap, *lse, *loss, *top;  // base-2 gap; log-sum-exp of all; loss; largest negative
   i64* rank;                       // how many negatives lie above the positive
 };
 
-// What follows from natural logits: the negatives' maximum `top`, their sum of e^(x - top), and the
-// positive's logit (direction_losses.cuh).
+// Write the loss, the log-sum-exp and the gap of a row or column to element i of `side`. Of its negatives, `top`
+// is the largest logit, and `sum` the sum of e^(x - top).
 __device__ __forceinline__ void put(const Side& side, i64 i, double top, double sum, double positive,
                                     bool has_positive = true) {
   const Sum negatives = {LOG2_E * top, sum};
@@ -211,8 +212,8 @@ row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
   side.rank[i] = (i64)above;
 }
 
-// One block 32 columns: each warp reads along rows, so that 32 neighbours come at a time. Key j is
-// the positive of query j.
+// One block computes 32 columns, and each warp reads 32 neighbouring elements of a row at a time. Key j is the
+// positive of query j.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
   __shared__ double memory[NAIVE_THREADS / 32][33];
@@ -245,8 +246,7 @@ column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
   side.rank[j] = (i64)above;
 }
 
-// One block a row: softplus(x + b) for pairs that should not match, softplus(-x - b) for the one
-// that should.
+// One block a row: the loss is softplus(x + b) for a negative, and softplus(-x - b) for the positive.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
                const __grid_constant__ Scalar bias, double* loss) {
@@ -285,7 +285,7 @@ logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
       if (column_lse)
         value += upstream[j] * column_direction_weight * exp_((Real)((double)logit - column_lse[j]));
     }
-    if (j == y) value = -value;  // the positive's logit should grow
+    if (j == y) value = -value;  // the loss falls if the logit of the positive grows
     g[i * n + j] = (Real)value;
     if (value != 0) dot += value * (double)logit;
     total += value;
