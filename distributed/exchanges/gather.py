@@ -1,13 +1,15 @@
-"""The gather: each rank gets the keys of the others at once, and sends their sums home at once.
+"""The gather: each rank receives the keys of all others at once, and returns sums to their owners.
 
 Rank r has its own keys and one buffer with the keys of the w shards before it: of ranks r - w, ...,
-r - 1 (mod n), in this order. w is n - 1, or half of that if each pair of shards meets on one rank.
-The rank folds its own block while the keys of others arrive, and then the blocks of all others
-together. Its sums of others' keys go to the owners of the keys. It receives n - 1 partial sums of
-its own keys and adds them pairwise, in an order that depends only on the number of ranks.
+r - 1 (mod n), in this order. w is n - 1, or half of n - 1 if each pair of shards meets on one rank.
+The rank computes its own block while the keys of other ranks arrive, and then one block with the
+keys of all other ranks. The sums of these keys go to the ranks that own the keys. Each rank
+receives up to n - 1 partial sums of its own keys and adds them pairwise. The order of the additions
+depends only on the number of ranks.
 
-Keys are gathered once a call. A later round has them from its beginning, so the own block comes
-last: sums of shards travel while the next shards, and then the own block, are computed.
+Keys are gathered once in a call. In a later round they are there from the beginning, so the own
+block comes last: sums of a shard travel while the next shards, and then the own block, are
+computed.
 """
 
 from __future__ import annotations
@@ -59,21 +61,21 @@ class Gather:
         sums_of_others = [
             self.xp.empty((rows_within[summed], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
-        own_part_count = 0 if half else 1  # the first part is this rank's sums of its own keys
-        parts = [
-            self.xp.empty((own_part_count + summed, rows[r], *tail), dtype) for tail, dtype in types
+        own_sum_count = 0 if half else 1  # the first partial sum is this rank's
+        partial_sums = [
+            self.xp.empty((own_sum_count + summed, rows[r], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
-        # one chunk while keys arrive: a sigmoid loss is the same with gradients and without
+        # one chunk while keys arrive, so that a sigmoid loss has the same bits without gradients
         own_first = pending is not None or round.same_pairs
         chunks = list(self._chunks(reach, summed, () if own_first else types))
-        if half and round.same_pairs and 2 * reach == n:  # one of two ranks visits the farthest
+        if half and round.same_pairs and 2 * reach == n:  # one rank of a pair visits the farthest
             chunks = [(reach, reach), *self._chunks(reach - 1, reach - 1, ())]
         order = [None, *chunks] if own_first else [*chunks, None]  # None: the own block
         going_home: list[Pending] = []
         for step, chunk in enumerate(order):
             if chunk is None:
                 span = slice(starts[r], starts[r + 1])
-                own_sums = [part[0] for part in parts] if own_part_count else []
+                own_sums = [part[0] for part in partial_sums] if own_sum_count else []
                 visit(Keys(True, span, True, step, len(order)), own, own_sums)
                 continue
             if pending is not None:
@@ -93,20 +95,20 @@ class Gather:
             if sums:
                 home = {
                     n - d: ([rows_of(array, d, d) for array in sums_of_others],
-                            [part[own_part_count + d - 1] for part in parts])
+                            [part[own_sum_count + d - 1] for part in partial_sums])
                     for d in range(near, far + 1)
                 }  # fmt: skip
                 going_home.append(self.transport.exchange(home))
         for transfer in going_home:
             transfer.wait()
-        has_parts = types and own_part_count + summed
+        has_parts = types and own_sum_count + summed
         if round.combine is not None and round.keep is not None and has_parts:
-            round.keep(slice(0, rows[r]), *added(parts, round.combine, 2))
+            round.keep(slice(0, rows[r]), *added(partial_sums, round.combine, 2))
 
     def _gather(
         self, own: list[Array], rows_within: list[int]
     ) -> tuple[Pending | None, list[Array]]:
-        """Gather `own` of the shards in reach.
+        """Gather the arrays `own` of all shards in reach.
 
         Returns (transfer, gathered arrays). The transfer is None unless features are arriving.
         """
@@ -115,7 +117,7 @@ class Gather:
         for array in own:
             index = next((i for i, key in enumerate(self.keys) if key is array), None)
             far, buffer = (-1, None) if index is None else self.gathered.get(index, (-1, None))
-            # by distances, not by numbers of rows: distances are the same on all ranks
+            # distances are compared, because they are the same on all ranks; numbers of rows differ
             if far < reach:
                 buffer = self.xp.empty((rows_within[-1], *array.shape[1:]), array.dtype)
                 arriving.append((array, buffer))
@@ -155,14 +157,16 @@ class Gather:
             yield far, nearer + 1
 
 
-def added(parts: list[Array], combine: Combine, most: int = 1) -> list[list[Array]]:
-    """Add stacked parts pairwise, until at most `most` sums are left.
+def added(partial_sums: list[Array], combine: Combine, most: int = 1) -> list[list[Array]]:
+    """Add stacked partial sums pairwise, until at most `most` sums are left.
 
-    log2(parts) operations, because an operation adds half of the parts to the other half.
+    Each operation adds one half of the partial sums to the other half.
     """
-    n = len(parts[0])
+    n = len(partial_sums[0])
     while n > most:
         pairs = n // 2
-        combine([part[:pairs] for part in parts], [part[n - pairs : n] for part in parts])
+        combine(
+            [part[:pairs] for part in partial_sums], [part[n - pairs : n] for part in partial_sums]
+        )
         n -= pairs
-    return [[part[i] for part in parts] for i in range(n)]
+    return [[part[i] for part in partial_sums] for i in range(n)]

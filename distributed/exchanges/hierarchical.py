@@ -1,21 +1,23 @@
 """The hierarchical exchange: a gather among the ranks of a host, a ring between hosts.
 
-Ranks are numbered host by host, as many on each. Counterparts are the ranks at the same place of
-their hosts. The ranks of host h first fold each other's keys, as in a gather. Then they visit those
-of hosts h - 1, h - 2, ... (mod the number of hosts). A shard goes round its counterparts, and each
-of them gives it to the other ranks of its host: it enters a host once. So do its sums, which follow
-it: a counterpart adds up those of its host and those that arrived, and sends them on.
+Ranks are numbered host by host, and each host has the same number of ranks. A rank's place is its
+number on its host. Counterparts are the ranks with the same place on all hosts. The ranks of host h
+first visit each other's keys, as in a gather. Then they visit the keys of hosts h - 1, h - 2, ...
+(mod the number of hosts). A shard goes from counterpart to counterpart, and each counterpart sends
+it to the other ranks of its host, so a shard enters a host once. The sums of the shard's keys
+follow it: a counterpart adds the sums of its host to the sums that arrive, and sends them on.
 
-This is a pipeline. In tick t, while the keys of host h - t + 1 are visited,
+The work is a pipeline. In tick t, while the keys of host h - t + 1 are visited,
 
     keys of host h - t - 1 arrive from the counterpart,
     keys of host h - t are gathered inside the host,
-    sums of keys of host h - t + 2 go to those ranks of the host that add them,
-    sums of keys of host h - t + 3, which are added, go to the counterpart.
+    sums of keys of host h - t + 2 go to the ranks of the host that add them,
+    sums of keys of host h - t + 3 are complete on this host, and go to the counterpart.
 
-A tick is one exchange: links inside hosts and between them work at the same time. The sums of a
-shard are always added in the same order: over a host pairwise, and over hosts as in the ring. Where
-each pair of shards meets on one rank, hosts go half way round as ranks do inside them.
+A tick is one exchange, so links inside hosts and links between hosts work at the same time. The
+sums of a shard are always added in the same order: pairwise over the ranks of a host, and over
+hosts as in the ring. If each pair of shards meets on one rank only, shards go half way round the
+hosts.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ from .partition import Partition
 
 
 class Inside:
-    """Exchanges among the ranks of a host, by their distance there."""
+    """Exchanges among the ranks of a host. Distances are differences of places."""
 
     def __init__(self, transport: Exchanger, ranks: int, local_size: int, place: int) -> None:
         self.transport, self.ranks = transport, ranks
         self.local_size, self.place = local_size, place
 
     def shifts(self, inside: Shifts) -> dict[int, tuple[Sequence[Array], Sequence[Array]]]:
-        """The shifts by distance among all ranks, the same distances on all ranks."""
+        """The same shifts by distances among all ranks. These distances are equal on all ranks."""
         shifts: dict[int, tuple[Sequence[Array], Sequence[Array]]] = {}
         for distance, (send, receive) in inside.items():
-            # after the last rank of the host comes its first: a shift may wrap around
+            # a shift may wrap around: the first rank of a host follows the last
             send_wraps = self.place + distance >= self.local_size
             receive_wraps = self.place < distance
             for wraps in (False, True):
@@ -91,21 +93,21 @@ class Hierarchical:
         visit, combine = round.visit, round.combine
         reach, summed = round.reach(self.hosts), round.summed(self.hosts)  # in steps
         pipeline = Pipeline(self, round, reach, summed)
-        complete: list[list[Array]] = []  # sums of this rank's keys: over its host, over others
+        complete: list[list[Array]] = []  # sums of this rank's keys over its host, and over others
         steps = reach
 
         def visit_inside(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            """Visit keys of this host; two visits if the host's first keys come after its last."""
+            """Visit keys of this host. Keys that wrap around take two visits."""
             nonlocal steps
             pipeline.advance(min(pipeline.begun + 1, 2))
             steps = 2 * keys.steps + reach
             here, end = self.partition.starts[self.first_rank(0)], self.gather.partition.total
             start, stop = keys.rows.start, keys.rows.stop
-            parts = [(start, stop, slice(None))]
+            ranges = [(start, stop, slice(None))]
             if stop > end:
                 cut = end - start
-                parts = [(start, end, slice(cut)), (0, stop - end, slice(cut, None))]
-            for step, (first, last, rows) in enumerate(parts, 2 * keys.step + 2 - len(parts)):
+                ranges = [(start, end, slice(cut)), (0, stop - end, slice(cut, None))]
+            for step, (first, last, rows) in enumerate(ranges, 2 * keys.step + 2 - len(ranges)):
                 visit(
                     Keys(keys.are_own, slice(here + first, here + last), True, step, steps),
                     [array[rows] for array in arrays], [array[rows] for array in sums],
@@ -135,13 +137,18 @@ class Hierarchical:
 class Pipeline:
     """The keys and sums of other hosts in one round, and the exchanges that carry them."""
 
-    def __init__(self, way: Hierarchical, round: Round, reach: int, summed: int) -> None:
-        self.way, self.own, self.types, self.combine = way, round.own, round.types, round.combine
-        self.like: list[RowType] = [(array.shape[1:], array.dtype) for array in self.own]
+    def __init__(self, exchange: Hierarchical, round: Round, reach: int, summed: int) -> None:
+        self.exchange, self.own, self.types, self.combine = (
+            exchange,
+            round.own,
+            round.types,
+            round.combine,
+        )
+        self.key_types: list[RowType] = [(array.shape[1:], array.dtype) for array in self.own]
         self.reach, self.summed = reach, summed  # steps of the last hosts visited, and with sums
-        self.shards = [way.shards(step) for step in range(reach + 1)]
+        self.shards = [exchange.shards(step) for step in range(reach + 1)]
         self.largest = max(shards.largest for shards in self.shards)
-        self.most = max(shards.total for shards in self.shards)  # keys of a host
+        self.host_keys = max(shards.total for shards in self.shards)  # keys of a host
         self.stores: dict[str, list[Array]] = {}
         self.views: dict[tuple[str, tuple[int, ...]], list[Array]] = {}
         self.complete: list[list[Array]] = []
@@ -149,7 +156,7 @@ class Pipeline:
         self.ticks = self._ticks()
 
     def advance(self, ticks: int) -> None:
-        """Begin ticks until `ticks` have begun, each at the end of the one before."""
+        """Begin ticks until `ticks` of them have begun. A tick begins when the last one ends."""
         while self.begun < ticks:
             next(self.ticks, None)
             self.begun += 1
@@ -162,21 +169,25 @@ class Pipeline:
 
     def keys(self, step: int) -> list[Array]:
         """The arrays of the keys of the host so many steps before."""
-        return self._arrays(f"keys {step % 3}", self.like, self.most, self.shards[step].total)
+        return self._arrays(
+            f"keys {step % 3}", self.key_types, self.host_keys, self.shards[step].total
+        )
 
     def sums(self, step: int) -> list[Array]:
         """The sums of these keys over this rank's queries."""
-        return self._arrays(f"sums {step % 2}", self.types, self.most, self.shards[step].total)
+        return self._arrays(f"sums {step % 2}", self.types, self.host_keys, self.shards[step].total)
 
     def _sums_of_shard(self, name: str, step: int, *count: int) -> list[Array]:
-        """Sums of the keys that this rank's counterpart owns; of `count` ranks."""
-        rows = self.shards[step].rows[self.way.place]
+        """Memory for sums of the keys of this rank's counterpart, from each of `count` ranks."""
+        rows = self.shards[step].rows[self.exchange.place]
         return self._arrays(name, self.types, prod(count) * self.largest, *count, rows)
 
     def _arrays(self, name: str, types: Sequence[RowType], room: int, *shape: int) -> list[Array]:
         """Arrays of this shape, in memory for `room` rows that is allocated once."""
         if name not in self.stores:
-            self.stores[name] = [self.way.xp.empty((room, *tail), dtype) for tail, dtype in types]
+            self.stores[name] = [
+                self.exchange.xp.empty((room, *tail), dtype) for tail, dtype in types
+            ]
         if (name, shape) not in self.views:
             self.views[name, shape] = [
                 store[: prod(shape)].reshape(*shape, *store.shape[1:])
@@ -186,11 +197,11 @@ class Pipeline:
 
     def _rows_of_place(self, arrays: list[Array], step: int, place: int) -> list[Array]:
         """From arrays of a host's keys, the rows of the rank at `place` (mod the host's ranks)."""
-        starts, place = self.shards[step].starts, place % self.way.local_size
+        starts, place = self.shards[step].starts, place % self.exchange.local_size
         return [array[starts[place] : starts[place + 1]] for array in arrays]
 
     def _ticks(self) -> Iterator[None]:
-        way, place, local_size = self.way, self.way.place, self.way.local_size
+        exchange, place, local_size = self.exchange, self.exchange.place, self.exchange.local_size
         with_sums = range(1, self.summed + 1)
         last = max(self.reach, self.summed + 3) if with_sums else self.reach
         for tick in range(last + 1) if self.reach else ():
@@ -199,7 +210,7 @@ class Pipeline:
             keys = self.keys(tick) if gathers else []
             shard = self._rows_of_place(keys, tick, place) if gathers else self.own
             sums = self.sums(to_add) if adds else []
-            parts = self._sums_of_shard("parts", to_add, local_size - 1) if adds else []
+            partial_sums = self._sums_of_shard("partial", to_add, local_size - 1) if adds else []
             inside: dict[int, tuple[list[Array], list[Array]]] = {}
             for distance in range(1, local_size):
                 send, receive = inside[distance] = [], []
@@ -208,8 +219,8 @@ class Pipeline:
                     receive += self._rows_of_place(keys, tick, place - distance)
                 if adds:
                     send += self._rows_of_place(sums, to_add, place + distance)
-                    receive += [part[distance - 1] for part in parts]
-            shifts = way.inside.shifts(inside)
+                    receive += [part[distance - 1] for part in partial_sums]
+            shifts = exchange.inside.shifts(inside)
             send, receive = [], []
             if tick < self.reach:
                 send += shard
@@ -217,11 +228,11 @@ class Pipeline:
             hosts = 1
             if to_send in with_sums:
                 home = to_send == self.summed
-                hosts = way.hosts - to_send if home else 1
+                hosts = exchange.hosts - to_send if home else 1
                 send += self._sums_of_shard("added", to_send)
                 receive += self._sums_of_shard("arrived", 0 if home else to_send + 1)
             shifts[hosts * local_size] = send, receive
-            pending = way.transport.exchange(shifts)
+            pending = exchange.transport.exchange(shifts)
             yield
             pending.wait()
             if adds:
@@ -230,14 +241,15 @@ class Pipeline:
             self.complete.append(self._sums_of_shard("arrived", 0))
 
     def _add(self, step: int) -> None:
-        """Add the sums of a shard over this rank, the others of its host, and the hosts before."""
+        """Add the sums of a shard: of this rank, of the other ranks of its host, and of the hosts
+        that the shard has visited before."""
         assert self.combine is not None
         sums = self._sums_of_shard("added", step)
-        own_sums = self._rows_of_place(self.sums(step), step, self.way.place)
+        own_sums = self._rows_of_place(self.sums(step), step, self.exchange.place)
         for total, part in zip(sums, own_sums, strict=True):
             total[...] = part
-        if self.way.local_size > 1:
-            parts = self._sums_of_shard("parts", step, self.way.local_size - 1)
-            self.combine(sums, *added(parts, self.combine))
+        if self.exchange.local_size > 1:
+            partial_sums = self._sums_of_shard("partial", step, self.exchange.local_size - 1)
+            self.combine(sums, *added(partial_sums, self.combine))
         if step > 1:
             self.combine(sums, self._sums_of_shard("arrived", step))

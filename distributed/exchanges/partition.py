@@ -1,4 +1,4 @@
-"""How the queries, or the keys, of a batch are split into shards: one a rank, of any size."""
+"""The division of a batch's queries, or keys, into shards of any size, one for each rank."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ...checks import validation
 from ...spec import COMPILED, DEFAULTS, LOSSES, NAMES, VECTORS, Loss
 from .autograd import WAITING_DTYPES, evaluate, transformed, wanted_of
 
-WIDEST = "fp64"  # the widest range of scales: the operator checks that of its precision
+WIDEST = "fp64"  # has the widest range of scales; the operator checks the range of its precision
 # Schema types of Python types. Only `workspace` defaults to None, and it is int?.
 TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
 PLAIN = (bool, str, int, float, type(None))

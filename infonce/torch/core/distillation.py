@@ -11,11 +11,12 @@ from ... import losses
 from ...checks import validation
 from .autograd import NO_SECOND_DERIVATIVE
 
-NAMES = ("scale", "query", "key")  # what has a gradient
+NAMES = ("scale", "query", "key")  # arguments that have a gradient
 
 
 class _Distillation(torch.autograd.Function):
-    """loss = f(scale, query, key); the gradients are computed with it, or for each row later."""
+    """loss = f(scale, query, key). The forward pass computes the gradients, or, for the losses of
+    rows, the backward pass."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -54,16 +55,16 @@ def _evaluated(
 ) -> Any:
     scale, query, key = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
     teacher_query, teacher_key = (z.detach() for z in teacher)
-    given = {**options, **more, "scale": scale, "wrt": wrt}
+    keywords = {**options, **more, "scale": scale, "wrt": wrt}
     function: Any = losses.distill_loss_and_grad
-    if (group := given.pop("group", None)) is not None:
+    if (group := keywords.pop("group", None)) is not None:
         from infonce import distributed
 
         from . import process_group
 
         function = distributed.distill_loss_and_grad
-        given = {"gradient_scale": "ddp", **given, "comm": process_group.connect(group)}
-    return function(query, key, teacher_query, teacher_key, **given)
+        keywords = {"gradient_scale": "ddp", **keywords, "comm": process_group.connect(group)}
+    return function(query, key, teacher_query, teacher_key, **keywords)
 
 
 def distill_loss(

@@ -1,5 +1,7 @@
-"""What losses in the place of other projects' have in common: settings that are attributes,
-refusals of what this library has not, and the batch of all processes.
+"""The base of drop-in replacements for other projects' losses.
+
+It keeps settings as attributes, refuses settings that this library lacks, and shares a batch with
+all processes.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from ..functions import require_known
 
 
 class DropIn(nn.Module):
-    """A loss with the settings of another project's, as attributes that may change between calls,
-    and with options of a function of `infonce.torch`."""
+    """A loss with the settings of another project's loss, and options of `infonce.torch`.
+
+    Settings are attributes, and may change between calls.
+    """
 
     def __init__(self, options: dict[str, Any], **settings: Any) -> None:
         super().__init__()
@@ -35,7 +39,7 @@ class DropIn(nn.Module):
 
 
 def require(name: str, value: Any, expected: Any, instead: str) -> None:
-    """ValueError for a setting that only another project has, which says what to do instead."""
+    """ValueError if a setting has a value that this library lacks; `instead` says what to do."""
     plain = isinstance(value, (bool, int, float, str))
     if value is not expected and not (plain and value == expected):
         came = repr(value) if plain else validation.what(value)
@@ -43,21 +47,23 @@ def require(name: str, value: Any, expected: Any, instead: str) -> None:
 
 
 def world(wanted: bool = True) -> Any:
-    """The group of all processes; None where there is one process, or they are not wanted."""
+    """The group of all processes; None if there is one process, or if it is not `wanted`."""
     if wanted and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.group.WORLD
     return None
 
 
 def everywhere(wanted: bool = True) -> dict[str, Any]:
-    """The keyword that shares a batch with all processes; nothing where there is one process."""
+    """The keyword `group` that shares a batch with all processes; empty for a single process."""
     group = world(wanted)
     return {} if group is None else {"group": group}
 
 
 def shard(group: Any, rows: int) -> tuple[int, int, int]:
-    """Where this process's rows begin among those of all, how many rows and processes there are.
-    Without a group there is one process."""
+    """The index of this process's first row in the batch, the rows and the processes of the batch.
+
+    `rows` is the number of this process's rows. Without a group, there is one process.
+    """
     if group is None:
         return 0, rows, 1
     ranks = ranks_of(group)
@@ -66,13 +72,15 @@ def shard(group: Any, rows: int) -> tuple[int, int, int]:
 
 
 def first_row(group: Any, rows: int) -> int:
-    """Where this process's rows begin among those of all."""
+    """The index of this process's first row in the batch of all processes."""
     return shard(group, rows)[0]
 
 
 def mean_of_all(losses: Tensor, group: Any) -> Tensor:
-    """Mean of the rows' losses of all processes, with the gradient that DDP, which averages, makes
-    that of this mean. Losses of a function over processes have ``gradient_scale="global"``."""
+    """The mean of all processes' row losses, whose gradients DDP averages to those of the mean.
+
+    `losses` of a function over processes need ``gradient_scale="global"``.
+    """
     if group is None:
         return losses.mean()
     ranks = ranks_of(group)
@@ -83,7 +91,7 @@ def mean_of_all(losses: Tensor, group: Any) -> Tensor:
 
 @torch.no_grad()
 def gathered(rows: Tensor, group: Any) -> list[Tensor]:
-    """The rows of each process, which have as many each, without a gradient."""
+    """The rows of each process, without a gradient. All processes need the same number of rows."""
     sizes = ranks_of(group).allgather(len(rows))
     if len(set(sizes)) > 1:
         raise ValueError(f"rows: expected as many on all processes that gather them, got {sizes}")

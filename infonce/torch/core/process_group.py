@@ -1,7 +1,7 @@
 """The communicator of torch.distributed: its process groups for `infonce.distributed`.
 
-Arrays on GPUs are sent by NCCL where it is available, as over MPI; host arrays and the small values
-of an allgather by a gloo group of this module's own.
+NCCL sends arrays on GPUs if it is available, as over MPI. A separate gloo group, which this module
+makes, sends host arrays and the small values of an allgather.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def connect(group: Any = None) -> ProcessGroup:
 
 
 class ProcessGroup(Communicator):
-    """A communicator on a duplicate of a process group, apart from the caller's own messages.
+    """A communicator on a duplicate of a process group, apart from the caller's messages.
 
-    The first allgather duplicates it, within the timeout of any other.
+    The first allgather makes the duplicate, within the timeout of an allgather.
     """
 
     peers: Peers
@@ -63,7 +63,7 @@ class ProcessGroup(Communicator):
 
     def _duplicate(self) -> None:
         """Duplicate the group."""
-        never = datetime.timedelta(days=7)  # gloo's own limit: waiting is bounded here
+        never = datetime.timedelta(days=7)  # for gloo, because `bounded` limits the wait
         self._group = self.bounded(
             lambda: dist.new_group(self._members, never, "gloo", use_local_synchronization=True),
             "gloo",

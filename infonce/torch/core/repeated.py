@@ -1,8 +1,7 @@
-"""Calls on the CPU that differ from an earlier one in features, scale and bias alone.
+"""Calls on the CPU that differ from an earlier call only in features, scale and bias.
 
-A training loop makes the same call again and again, and in a small batch the checks take longer
-than the products. Here the checks are those of the first call, and its problem is the template of
-the others.
+A training loop repeats the same call, and in a small batch the checks take longer than the
+products. So only the first call is checked in full. Its problem is the template for later calls.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ...result import LossAndGrad
 from ...spec import Loss
 
 MOST_TEMPLATES = 256
-MOST_ROWS = 2**12  # of a template that has vectors of their length
+MOST_ROWS = 2**12  # of a call whose template keeps its vectors
 DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
 NUMBERS = (float, int)
 _templates: dict[tuple[Any, ...], Problem | None] = {}  # None: calls that are checked each time
@@ -41,7 +40,7 @@ def evaluate(
     wrt: frozenset[str],
 ) -> LossAndGrad | None:  # fmt: skip
     """Loss and gradients of a call like an earlier one. None: the call has to be checked."""
-    types = tuple(map(type, options.values()))  # for True == 1
+    types = tuple(map(type, options.values()))  # a part of the key, because True == 1
     if not PLAIN.issuperset(types):
         return None
     key = (
@@ -73,7 +72,7 @@ def evaluate(
 def _template(
     kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any]
 ) -> Problem | None:  # fmt: skip
-    """The checked problem of a call, without its features."""
+    """The checked problem of a call, without its features; None: check such calls each time."""
     numbers = [value for value in (scale, bias) if isinstance(value, Tensor)]
     on_cpu = all(tensor.is_cpu for tensor in (*features, *numbers))
     if not on_cpu or not DTYPES.keys() >= {z.dtype for z in features}:
@@ -96,7 +95,7 @@ def _template(
 
 @cache
 def _one_block() -> Any:
-    """The module: an import statement takes time in small batches."""
+    """The module of one block. An import statement would take time in small batches."""
     from ...kernels.cpu import one_block
 
     return one_block
@@ -109,7 +108,7 @@ def _number(value: Any) -> Any:
 def _solved(
     kind: Loss, problem: Problem, features: Sequence[Tensor], wrt: frozenset[str]
 ) -> LossAndGrad | None:
-    """Loss and gradients of a checked problem; None where one block is not enough for it."""
+    """Loss and gradients of a checked problem; None if it cannot be computed as one block."""
     names = kind.arguments
     outs: dict[str, Any] = {
         name: np.empty(z.shape, DTYPES[z.dtype])
@@ -126,7 +125,7 @@ def _solved(
     try:
         with np.errstate(**SILENT):
             solution = _one_block().solve(problem, gradients)
-    except MemoryError:  # the checked call says what helps
+    except MemoryError:  # the call is checked then, and its error says what to use instead
         return None
     if solution is None or solution.loss is None:
         return None
