@@ -80,39 +80,42 @@ class Communicator:
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
     ) -> Pending:  # fmt: skip
-        """Start sending C-contiguous arrays to rank + distance (mod size) while receiving as many
-        from rank - distance, of the sizes that the receiver gives. NumPy arrays (with a CUDA-aware
-        library, CuPy arrays) of any dtype, sent as bytes. Shifts complete in the order of their
-        start."""
+        """Start to send arrays to rank + distance (mod size), and to receive arrays from rank -
+        distance into `receive`.
+
+        Arrays are C-contiguous NumPy arrays (with a CUDA-aware library, CuPy arrays) of any dtype.
+        They are sent as bytes. Shifts complete in the order of their start.
+        """
         raise NotImplementedError
 
     def exchange(self, shifts: Shifts) -> Pending:
-        """Start shifts by several distances, the same on all ranks: an all-gather or an all-to-all
-        of shards that differ in size."""
+        """Start shifts by several distances, which are the same on all ranks. With all distances,
+        this is an all-gather or an all-to-all of shards of any sizes."""
         return Together([self.shift(*of, distance) for distance, of in shifts.items()])
 
     def listen(self) -> None:
         """Raise RankError if another rank is known to have failed. Called while waiting."""
 
     def overdue(self) -> None:
-        """Called after half of the timeout: tell the others that this rank is alive and waits."""
+        """Tell the other ranks that this rank waits. Called after half of the timeout."""
 
     def silent(self) -> str:
-        """The ranks that have not told that they are alive, as `RankError` names them."""
+        """The ranks that have not reported that they wait, in the words of a `RankError`."""
         return "another rank"
 
     def fail(self, error: BaseException) -> None:
-        """Called when this rank leaves a call with `error`: tell the others."""
+        """Tell the other ranks that this rank leaves a call with `error`."""
 
     def free(self) -> None:
-        """Free what the ranks keep from call to call: transports of GPUs, with their memory. Called
-        on all ranks, after the last call."""
+        """Free transports of GPUs, with their memory. All ranks call this after the last call."""
         for transport in self.__dict__.pop("gpu_transports", {}).values():
             transport.free()
 
     def until(self, done: Callable[[], bool], busy: float = BUSY) -> None:
-        """Wait for `done()`; RankError if a rank fails meanwhile, or after the timeout. The first
-        `busy` seconds are waited without sleep."""
+        """Wait until `done()` is true. RankError if another rank fails, or after the timeout.
+
+        The thread does not sleep in the first `busy` seconds.
+        """
         began = now = time.monotonic()
         look, overdue = began + LISTEN, False
         while not done():
@@ -135,8 +138,10 @@ class Communicator:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
 
     def bounded(self, function: Callable[[], Any], library: str) -> Any:
-        """Run `function`, which waits for ranks without a limit, in a thread and return its result.
-        RankError as from `until`, and for any error, as one of the `library` that it calls."""
+        """The result of `function`, which may wait for ranks without a limit. It runs in a thread.
+
+        RankError as in `until`; and for any error of `function`, as an error of `library`.
+        """
         results: list[Any] = []
         errors: list[BaseException] = []
 
@@ -154,8 +159,10 @@ class Communicator:
         return results[0]
 
     def blame(self, error: BaseException, library: str) -> RankError:
-        """The RankError for an error of a library: of a rank that has ended, where one is found. A
-        broken connection is seen before the end of the process: `listen` for a second."""
+        """The RankError for an error of a library. It names a rank that has ended, if there is one.
+
+        A broken connection is noticed before the end of a process, so this listens for a second.
+        """
         for _ in range(50):
             self.listen()
             time.sleep(0.02)
@@ -163,8 +170,10 @@ class Communicator:
 
 
 def gathered(value: Any, gather: Callable[[Array], Array]) -> list[Any]:
-    """An allgather of values, by one of bytes: `gather` takes [room] of them and returns [size,
-    room]. Values that are longer than most take it twice."""
+    """An allgather of values. `gather` is an allgather of bytes, from [room] to [size, room].
+
+    If a value is longer than most values, `gather` is called twice.
+    """
     message = pickle.dumps(value)
     room, longest = 0, SHORT
     while longest > room:
@@ -177,7 +186,7 @@ def gathered(value: Any, gather: Callable[[Array], Array]) -> list[Any]:
 
 
 class Together:
-    """Several operations as one."""
+    """Several pending operations as one."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self.parts = parts

@@ -1,7 +1,7 @@
-"""Transports of CuPy arrays: their base, and those of MPI, CUDA-aware or through pinned memory.
+"""Transports of CuPy arrays: the base class, and two over MPI, CUDA-aware or by pinned memory.
 
-An exchange starts after the work that the current stream has when `exchange` is called. Work that
-the stream gets after `wait` starts after the exchange; work between the two overlaps with it.
+An exchange starts after all work that was queued on the current stream before `exchange`. Work that
+is queued after `wait` starts after the exchange. Work between the two calls overlaps with it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ def device_name() -> str:
 
 @functools.cache
 def _name(index: int) -> str:
-    # without the index: CUDA_VISIBLE_DEVICES gives one GPU another in each process
+    # without the index, because CUDA_VISIBLE_DEVICES may number one GPU differently in processes
     return f"GPU {cupy.cuda.Device(index).pci_bus_id}"
 
 
 def kept(name: str, ranks: Communicator, make: Callable[[Communicator], Any]) -> Any:
-    """The transport of that name for the current device and stream, made if there is none yet; kept
-    with the communicator. Collective."""
+    """The transport of that name for the current device and stream.
+
+    The communicator keeps it for later calls. All ranks call this together.
+    """
     transports = _kept(ranks)
     key = name, cupy.cuda.runtime.getDevice()
     if key not in transports:
@@ -44,14 +46,19 @@ def kept(name: str, ranks: Communicator, make: Callable[[Communicator], Any]) ->
 
 
 def _kept(ranks: Communicator) -> dict[tuple[str, int], Any]:
-    made: dict[tuple[str, int], Any] = ranks.__dict__.setdefault("gpu_transports", {})
-    return made
+    transports: dict[tuple[str, int], Any] = ranks.__dict__.setdefault("gpu_transports", {})
+    return transports
 
 
 @contextmanager
 def measuring(ranks: Communicator) -> Iterator[Callable[[], tuple[float, float]]]:
-    """Gives a function: the seconds of exchanges inside, and those that work waited for them. Ranks
-    have made a call of this kind before."""
+    """A context that yields a function, which returns two numbers about exchanges in the context:
+
+    - the seconds of the exchanges;
+    - the seconds that other work waited for them.
+
+    The ranks must have made a call of the same kind before.
+    """
     transports = list(_kept(ranks).values())
     for transport in transports:
         transport.timers = []
@@ -65,17 +72,17 @@ def measuring(ranks: Communicator) -> Iterator[Callable[[], tuple[float, float]]
 
 
 class OnDevice:
-    """Base of these transports: a stream for transfers, and bounded waits for the device."""
+    """Base of transports of CuPy arrays: a stream for transfers, bounded waits for the device."""
 
-    timers: list[Any] | None = None  # [] to measure
+    timers: list[Any] | None = None  # a list while exchanges are measured
 
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
         self.work: Any = None  # the stream of the call
-        self.timed: list[Any] = []  # exchanges that no one has waited for
+        self.timed: list[Any] = []  # events of measured exchanges, before `wait`
         self.plans = OwnedPlans()  # of calls: they hold this transport
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
-        # recorded again by every exchange: a wait refers to the latest record before it
+        # each exchange records these again; a wait refers to the latest record before the wait
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
 
@@ -84,7 +91,7 @@ class OnDevice:
         return self.timers is not None
 
     def begin(self) -> None:
-        """Order the next transfers after the work that the current stream has."""
+        """Let the next transfers start after the work that is queued on the current stream."""
         self.ready.record()
         self.stream.wait_event(self.ready)
 
@@ -97,8 +104,7 @@ class OnDevice:
         return event
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of exchanges, and seconds that the stream waited for them, since `timers` was
-        []."""
+        """Seconds of the measured exchanges, and seconds that the stream waited for them."""
         elapsed = cupy.cuda.get_elapsed_time
         timers = self.timers or []
         return (
@@ -114,7 +120,7 @@ class OnDevice:
         return float(number)
 
     def finish(self) -> None:
-        """The wait is within the timeout of ranks: the device may wait for other ranks."""
+        """Wait for the device, at most for the timeout, because the device may wait for ranks."""
         self.ready.record()
         self.ranks.until(lambda: self.ready.done, OF_DEVICE)
 
@@ -140,8 +146,7 @@ class CudaAware(OnDevice):
 
 
 class _ByHost:
-    """An exchange that the host makes while the device computes: in `wait`, which is called when
-    the products of the step are queued."""
+    """An exchange that the host makes in `wait`, while the device computes queued products."""
 
     def __init__(self, transport: OnDevice, ready: Any, shifts: Shifts) -> None:
         self.ranks, self.ready, self.shifts = transport.ranks, ready, shifts
@@ -161,7 +166,7 @@ class Staged(OnDevice):
 
 
 class _Staged:
-    """An exchange through pinned host memory: copied to it at once, sent in `wait`."""
+    """An exchange through pinned host memory. Copies to it begin at once, and `wait` sends them."""
 
     def __init__(self, transport: Staged, shifts: Shifts) -> None:
         self.transport, self.shifts = transport, shifts
@@ -190,7 +195,7 @@ class _Staged:
                     array.set(host, stream=transport.stream)
         transport.done.record(transport.stream)
         cupy.cuda.get_current_stream().wait_event(transport.done)
-        # pinned memory goes back to its pool when the copies are over
+        # the pinned memory may return to its pool only after the copies
         transport.ranks.until(lambda: bool(transport.done.done))
 
 

@@ -1,19 +1,19 @@
 """Copies to other GPUs of this host by copy engines, which take no multiprocessors.
 
-Each rank has a mailbox in the memory of its GPU, which all ranks of its host map (CUDA IPC): two
-slots for each of the others, and words that say whether a slot is full, or still in use. A message
-goes in pieces. The sender copies a piece into a slot at the receiver, and says there that it is
-full. The receiver copies the piece to where it belongs, and says at the sender that the slot is
-free again.
+Each rank has a mailbox in the memory of its GPU, which all ranks of its host map (CUDA IPC). A
+mailbox has two slots for each other rank, and words that say whether a slot is full or in use. A
+message travels in pieces. The sender copies a piece to a slot of the receiver's mailbox, and writes
+the word "full" there. The receiver copies the piece to its array, and writes to the sender's
+mailbox that the slot is free again.
 
-Streams wait for words and write them: neither the host nor a kernel takes part, and all may be
-captured in a CUDA graph. Every rank sends a piece and receives one in turn. So pieces move on even
-if all streams of a GPU share one queue.
+Streams wait for words and write them. Neither the host nor a kernel takes part, and a CUDA graph
+may capture all steps. Each rank sends one piece and receives one piece in turns, so pieces advance
+even if all streams of a GPU share one queue.
 
-Where a host has two ranks, small arrays are swapped by a kernel of some blocks, which writes to the
-other GPU and waits for what comes from it: of a small copy, most of the time is between its steps.
+If a host has two ranks, a kernel swaps small arrays, because a small copy spends most of its time
+between its steps. The kernel writes to the other GPU, and waits for the arrays of the other GPU.
 
-mailboxes.py has the memory and the operations of GPUs.
+mailboxes.py has the memory of GPUs and the operations on their streams.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 SLOTS = 2  # for each sender
 MAILBOX = 2**25  # bytes of all slots of a rank
-LEAST = 2**20  # bytes of a message between more than two ranks; what is less is left to NCCL
-SMALL, MOST = 2**20, 4  # bytes that a kernel swaps, and arrays
-BLOCKS = 16  # of swap.cu
-WORD, LINE = 4, 256  # bytes
-PATIENCE = 10.0  # seconds that the first copies may take, and work that is abandoned
+LEAST = 2**20  # bytes; with more than two ranks, NCCL sends smaller messages
+SMALL, MOST = 2**20, 4  # a kernel swaps at most so many bytes, and at most so many arrays
+BLOCKS = 16  # thread blocks of swap.cu
+WORD, LINE = 4, 256  # bytes of a word, and of an aligned line
+PATIENCE = 10.0  # seconds to wait for the first copies, and for abandoned work
 AT_LEAST, EQUAL = 0, 1  # how streams compare words
 
 # (array, first byte, bytes, place in the slot) of each part of a piece
@@ -40,7 +40,7 @@ Pieces = list[list[tuple[int, int, int, int]]]
 
 @dataclass(frozen=True)
 class Swap:
-    """Bytes of the arrays that go to one rank, and of those that come from another."""
+    """Bytes of the arrays that are sent to rank `to`, and of those received from rank `source`."""
 
     to: int
     sent: tuple[int, ...]
@@ -50,35 +50,41 @@ class Swap:
 
 @functools.cache
 def pieces(sizes: tuple[int, ...], room: int) -> Pieces:
-    """Arrays of these sizes, in slots of `room` bytes: a multiple of `LINE`, as are places."""
-    found: Pieces = []
+    """Divide arrays of these sizes into pieces for slots of `room` bytes.
+
+    `room` and the places in a slot are multiples of `LINE`.
+    """
+    result: Pieces = []
     free = 0
     for array, size in enumerate(sizes):
         first = 0
         while first < size:
             if not free:
-                found.append([])
+                result.append([])
                 free = room
             part = min(size - first, free)
-            found[-1].append((array, first, part, room - free))
+            result[-1].append((array, first, part, room - free))
             first += part
             free -= -(-part // LINE) * LINE
-    return found
+    return result
 
 
 class Copies:
-    """Between this rank and the others of its host, of which there are some. `mailboxes`: where
-    each of these ranks' begins in this process; `device` has the operations of streams."""
+    """Copies between this rank and the other ranks of its host.
+
+    `mailboxes` has the address of each rank's mailbox in this process. `device` has the operations
+    on streams.
+    """
 
     def __init__(self, rank: int, mailboxes: dict[int, int], device: Any) -> None:
         self.rank, self.mailboxes, self.device = rank, mailboxes, device
         self.ranks = list(mailboxes)
-        # of a host with two ranks, the other one
+        # the other rank, if the host has two ranks
         self.partner = next(r for r in self.ranks if r != rank) if len(self.ranks) == 2 else None
-        # of words that say which slots are full, and as many that say which are in use
+        # bytes of the words that say which slots are full; as many say which slots are in use
         self.words = -(-len(self.ranks) * SLOTS * WORD // LINE) * LINE
         self.room = MAILBOX // (SLOTS * (len(self.ranks) - 1)) // LINE * LINE
-        # what comes after the slots: two buffers, numbers of what arrives there, and counters
+        # offset of the memory after the slots: two buffers, counts of arrivals there, and counters
         self.channel = 2 * self.words + self.room * SLOTS * (len(self.ranks) - 1)
 
     def take(self, rank: int, size: int) -> bool:
@@ -87,8 +93,11 @@ class Copies:
         return here and (size >= LEAST or self.partner is not None)
 
     def run(self, swaps: Sequence[Swap], addresses: Sequence[int], stream: Any) -> None:
-        """Queue swaps on the stream. `addresses` of each: of the arrays that go, then of those that
-        come. All ranks call this with swaps that fit together, in the same order."""
+        """Queue swaps on the stream.
+
+        `addresses` has, for each swap, the addresses of sent arrays and then of received arrays.
+        All ranks call this with matching swaps in the same order.
+        """
         first = 0
         for swap in swaps:
             middle = first + len(swap.sent)
@@ -99,8 +108,8 @@ class Copies:
                 self.partner is not None
                 and max(map(padded_bytes, (swap.sent, swap.received))) <= SMALL
             ):
-                # `swap.to` or `swap.source` may be on another host, to which nothing is copied:
-                # the partner launches the kernel all the same, for what goes the other way
+                # `swap.to` or `swap.source` may be on another host. Nothing is copied to it, but
+                # both partners launch the kernel, for the arrays that go the other way
                 sides = (self.mailboxes[r] + self.channel for r in (self.partner, self.rank))
                 self.device.swap(stream, swap, outgoing, incoming, *sides)
                 continue
@@ -112,8 +121,8 @@ class Copies:
                     self._receive(swap.source, turn % SLOTS, received, incoming, stream)
 
     def release(self, done: Callable[[], bool], patience: float = PATIENCE) -> None:
-        """End all waits of this rank's streams, until `done`: after an error, other ranks may never
-        write."""
+        """End all waits of this rank's streams, until `done()` is true. After an error, other ranks
+        may never write the words."""
         mine, end = self.mailboxes[self.rank], time.monotonic() + patience
         while not done() and time.monotonic() < end:
             self.device.fill(mine, 1, self.words)
@@ -149,15 +158,15 @@ class Copies:
 
     @property
     def in_use(self) -> int:
-        """Where the words begin that say what the others have still to take from this rank."""
+        """Address of the words that say which pieces of this rank the others have not taken yet."""
         return self.mailboxes[self.rank] + self.words
 
     def _full(self, owner: int, source: int, slot: int) -> int:
-        """Whether a slot there holds a piece from `source`."""
+        """Address of the word that says whether a slot holds a piece from `source`."""
         return self.mailboxes[owner] + WORD * (SLOTS * self.ranks.index(source) + slot)
 
     def _in_use(self, owner: int, to: int, slot: int) -> int:
-        """Whether `to` has still to take what this rank has sent to a slot there."""
+        """Address of the word that says whether `to` has not taken the owner's piece in a slot."""
         return self._full(owner, to, slot) + self.words
 
     def _slot(self, owner: int, source: int, slot: int) -> int:
@@ -167,5 +176,5 @@ class Copies:
 
 
 def padded_bytes(sizes: tuple[int, ...]) -> int:
-    """Bytes of these arrays in a buffer of swap.cu; of too many arrays, more than it has."""
+    """Bytes that these arrays take in a buffer of swap.cu; more than it has for too many arrays."""
     return SMALL + 1 if len(sizes) > MOST else sum(-(-size // 16) * 16 for size in sizes)

@@ -39,8 +39,8 @@ class PositivePairs:
 
 
 def count_positives(xp: Any, problem: Problem) -> tuple[Array, Array]:
-    """How many keys have the positive id of each query [M], and how many queries have
-    the positive id of each key [N]; int64. Nothing is read on the host."""
+    """[M] int64 the number of keys with each query's positive id, and [N] int64 the number of
+    queries with each key's positive id. The host reads no number of a GPU."""
     sides = problem.query_positive_ids, problem.key_positive_ids
     queries, keys = (
         xp.searchsorted(ordered, own, side="right") - xp.searchsorted(ordered, own, side="left")
@@ -50,7 +50,7 @@ def count_positives(xp: Any, problem: Problem) -> tuple[Array, Array]:
 
 
 def weigh_positives(xp: Any, problem: Problem, queries: Array, keys: Array) -> None:
-    """Give the problem the weights that follow from the numbers of positives."""
+    """Set the weights of pairs in `problem`. `queries`, `keys`: results of `count_positives`."""
     problem.query_pair_weights, problem.key_pair_weights = (
         0.5 / xp.maximum(count, 1) for count in (queries, keys)
     )

@@ -15,12 +15,14 @@ def sigmoid(  # type: ignore[no-untyped-def]
     x, scale, bias, a, losses, gradient_sums, moments,
     row_positive_ids=None, column_positive_ids=None, row_weights=None, column_weights=None,
 ):  # fmt: skip
-    """Negatives: x <- a_i sigmoid(z), losses += softplus(z), with z = scale x + bias and a_i the
-    upstream gradient of row i. Sums of the new x go to gradient_sums, those of the new x times the
-    raw product to `moments` (or None).
+    """Negatives: x <- a_i sigmoid(z) and losses_i += softplus(z), with z = scale x + bias.
 
-    With positive ids, pairs of equal ones are positives: x <- -v a_i sigmoid(-z) and
-    losses += v softplus(-z), with v = row_weights_i + column_weights_j."""
+    a_i is the upstream gradient of row i. The sum of the new x of a row is added to gradient_sums,
+    and the sum of the new x times the old x to `moments` (or None).
+
+    Pairs of equal positive ids are positives: x <- -v a_i sigmoid(-z) and
+    losses_i += v softplus(-z), with v = row_weights_i + column_weights_j.
+    """
     wide_vectors()
     one = x.dtype.type(1)
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
@@ -59,8 +61,10 @@ def sigmoid(  # type: ignore[no-untyped-def]
 def sigmoid_positives(  # type: ignore[no-untyped-def]
     x, positives, first_column, logits, scale, bias, a, losses, gradient_sums, moments
 ):
-    """Positives: x <- -a_i sigmoid(-z), losses += softplus(-z), with z = logits + bias. The
-    `logits` are scaled products; `scale` serves only the `moments`."""
+    """Positives: x <- -a_i sigmoid(-z) and losses_i += softplus(-z), with z = logits_i + bias.
+
+    The `logits` are products times the scale. Only the `moments` need `scale`.
+    """
     for i in range(x.shape[0]):
         j = positives[i] - first_column
         if 0 <= j < x.shape[1]:
