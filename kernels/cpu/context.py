@@ -37,24 +37,26 @@ class Context:
     # The memory of each worker of the LSE fold, by the block whose logits it still has
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
-    def block_elements(self, logits: int) -> int:
-        """Elements that the logits of a block take, with the bits of a guide, a byte each, or with
-        the logits of a teacher."""
-        if self.auxiliary_query is None:
-            return logits
-        return logits + (logits if self.has_teacher else -(-logits // self.dtype.itemsize))
+    def block_elements(self, m: int, n: int) -> int:
+        """Elements that the logits [m, n] of a block take, with the bits of a guide, a byte for
+        four rows of a column, or with the logits of a teacher."""
+        if self.auxiliary_query is None or self.has_teacher:
+            return m * n * (1 + self.has_teacher)
+        bits = -(-m // 4) * n
+        return m * n + -(-bits // self.dtype.itemsize)
 
     def block_of(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
         """The logits [m, n] of a block in its memory, and a guide's bits or a teacher's logits."""
         x, rest = memory[: m * n].reshape(m, n), memory[m * n :]
         if self.auxiliary_query is None:
             return x, None
-        rest = rest if self.has_teacher else rest.view(np.uint8)
-        return x, rest[: m * n].reshape(m, n)
+        if self.has_teacher:
+            return x, rest[: m * n].reshape(m, n)
+        return x, rest.view(np.uint8)[: -(-m // 4) * n].reshape(-1, n)
 
     def worker_elements(self, d: int, bm: int, bn: int) -> int:
         """Elements in the buffers of a worker."""
-        elements = self.block_elements(bm * bn)
+        elements = self.block_elements(bm, bn)
         for side, rows in ((self.auxiliary_query, bm), (self.auxiliary_key, bn)):
             if side is not None and not side.readable_in_place:
                 elements += rows * side.features.shape[1]
@@ -79,8 +81,8 @@ class Context:
             if not grid.triangle and a < self.threads and b == 0 and problem.method != "fused":
                 continue  # a worker's last block: it stays in the worker's buffer
             rows, columns = grid.rows[a], grid.columns[b]
-            logits = (rows.stop - rows.start) * (columns.stop - columns.start)
-            elements = self.block_elements(logits)
+            lengths = rows.stop - rows.start, columns.stop - columns.start
+            elements = self.block_elements(*lengths)
             size = elements * self.dtype.itemsize
             lacking += max(0, size - room)
             if size <= room:

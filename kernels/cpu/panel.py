@@ -44,7 +44,7 @@ class Worker:
             used += size
             return memory[used - size : used].reshape(shape)
 
-        self.logits = buffer(context.block_elements(bm * bn))
+        self.logits = buffer(context.block_elements(bm, bn))
         self.query_buffer = None if context.query.readable_in_place else buffer(bm, d)
         self.key_buffer = None if context.key.readable_in_place else buffer(bn, d)
         self.auxiliary_query_buffer, self.auxiliary_key_buffer = (
@@ -171,9 +171,7 @@ class Worker:
         limits = fold.guide_limits[rows]
         if tile.mark_pairs(g, limits, part(fold.guide_key_limits, columns), guide_bits):
             return None
-        not_finite = ~np.isfinite(g)
-        guide_bits[not_finite] = 0
-        return not_finite
+        return ~np.isfinite(g)
 
     def epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool

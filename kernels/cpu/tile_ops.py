@@ -64,21 +64,31 @@ def exclude_diagonal(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def bit_of(i, direction):  # type: ignore[no-untyped-def]
+    """The bit of row i and a direction in `guide_bits`."""
+    return np.uint8(direction << 2 * (i & 3))
+
+
+@compiled
 def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
-    """guide_bits[i, j] = the directions that leave out pair (i, j), whose guide product is g[i, j].
+    """guide_bits[i // 4, j] = the directions that leave out pair (i, j), whose guide product is
+    g[i, j], two bits for each of four rows. A product that is not finite leaves out no pair.
 
     Returns whether all products are finite.
     """
     wide_vectors()
-    zero = g.dtype.type(0)
+    zero, high = g.dtype.type(0), g.dtype.type(np.inf)
     total = zero
+    guide_bits[:] = 0
     for i in range(g.shape[0]):
-        row, limit, out = g[i], limits[i], guide_bits[i]
+        row, limit, out = g[i], limits[i], guide_bits[i >> 2]
+        by_row, by_column = bit_of(i, BY_ROW), bit_of(i, BY_COLUMN)
         for j in range(row.size):
-            bits = np.uint8(BY_ROW) if row[j] > limit else np.uint8(0)
+            finite = row[j] < high
+            bits = by_row if (row[j] > limit) & finite else np.uint8(0)
             if key_limits is not None:
-                bits |= np.uint8(BY_COLUMN) if row[j] > key_limits[j] else np.uint8(0)
-            out[j] = bits
+                bits |= by_column if (row[j] > key_limits[j]) & finite else np.uint8(0)
+            out[j] |= bits
             total += row[j] * zero
     return total == zero
 
@@ -100,7 +110,7 @@ def seen(value, bias, at, limits, of, low, guide_bits, i, j, bit):  # type: igno
     if limits is not None:
         value = low if value > limits[of] else value
     if guide_bits is not None:
-        value = low if guide_bits[i, j] & np.uint8(bit) else value
+        value = low if guide_bits[i >> 2, j] & bit_of(i, bit) else value
     if bias is not None:
         value += bias[at]
     return value
