@@ -164,6 +164,17 @@ def test_a_guide_that_is_not_finite_makes_losses_nan(
         called(problem, check_finite=True, **method)
 
 
+def test_a_product_of_the_guide_that_overflows_makes_losses_nan(method: dict[str, Any]) -> None:
+    problem = guided("clip", 20, guide_margin=1e3)
+    problem.softmax["guide"] = tuple(z.copy() for z in problem.softmax["guide"])
+    for z, row in zip(problem.softmax["guide"], (2, 9), strict=True):
+        z[:, 0] = 0.0
+        z[row, 0] = 1e200
+    options = given_options(problem) | method
+    losses = infonce.clip_loss(*problem.features, reduction="none", **options)
+    assert np.flatnonzero(np.isnan(losses)).tolist() == [2, 9]
+
+
 def test_peak_memory_is_within_the_workspace() -> None:
     m, d, e, workspace = 3000, 32, 48, 8 * 2**20
     rng = np.random.default_rng(0)
