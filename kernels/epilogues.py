@@ -16,8 +16,8 @@ from .problem import Array, Problem, fast_replace
 class Sums:
     """Running (max, sum) of 2^x2 of every row, or of every column: the state of the LSE fold.
 
-    For the gradient of the scale (`Problem.moments`), also the first moment of the logits:
-    moment / sum is their mean under the softmax.
+    If `Problem.moments`, the sums also have the first moment of the logits, for the gradient of the
+    scale. The mean of the logits under the softmax is moment / sum.
     """
 
     max: Array  # [n] float64, identity -inf
@@ -25,7 +25,7 @@ class Sums:
     moment: Array = None  # [n] float64, identity 0: sum_j 2^(x2_j - max) x2_j; None: not wanted
 
     def clear(self) -> None:
-        """Set to the identity: nothing is folded in yet."""
+        """Set to the identity: the sums over no logits."""
         self.max[:], self.sum[:] = -np.inf, 0.0
         if self.moment is not None:
             self.moment[:] = 0.0
@@ -41,7 +41,7 @@ class Sums:
 
 
 def arrays_of(sums: Sequence[Sums]) -> list[Array]:
-    """The arrays of several sums, as far as they have them."""
+    """The arrays of several sums, without those that are None."""
     return [array for each in sums for array in each.arrays if array is not None]
 
 
@@ -53,7 +53,7 @@ def sums_of(arrays: Sequence[Array], like: Sequence[Sums]) -> list[Sums]:
 
 @dataclass
 class Statistics:
-    """LSE fold: (max, sum) over the negatives of rows and columns, and the positives' logits."""
+    """LSE fold: (max, sum) over the negatives of each row and column, and the positives' logits."""
 
     rows: Sums
     columns: Sums | None  # `rows` itself in the symmetric case; None if the loss has no column side
@@ -74,7 +74,7 @@ class Statistics:
         return [] if self.columns is None else [self.columns]
 
     def for_block(self, column_sums: Sequence[Sums]) -> Statistics:
-        """The same sums of rows with these of columns (none: rows alone), without ranks."""
+        """The same sums of rows, with `column_sums` (if not empty), and without retrieval ranks."""
         columns = column_sums[0] if column_sums else None
         return fast_replace(self, columns=columns, row_rank=None, column_rank=None)
 
@@ -100,11 +100,12 @@ class SoftmaxGradient:
     """
 
     row_reference: Array  # r [M], base 2
-    row_factor: Array  # a [M], with `scale` and 2^(r - log-sum-exp) folded in
+    row_factor: Array  # a [M], times `scale` and 2^(r - log-sum-exp)
     column_reference: Array | None  # r' [N]
     column_factor: Array | None  # b [N]
-    positive_gradient: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
-    # [N]: of key j's query, if it is not row j here; or another bound of column j's dL/dx
+    positive_gradient: Array  # [M]: dL/dx at (i, positive of i), times `scale`
+    # [N]: dL/dx at key j and its query, if that query is not row j; or another bound of dL/dx in
+    # column j
     column_positive_gradient: Array | None = None
     linear: Sequence[Any] = ()  # `linear.LinearTerm`s, added to the complete gradients
 
@@ -130,9 +131,9 @@ class OnlineSoftmax:
 class Sigmoid:
     """SigLIP's loss and dL/dx in one pass: they need no log-sum-exp."""
 
-    row_factor: Array  # [M] upstream, with `scale` folded in
+    row_factor: Array  # [M] upstream, times `scale`
     losses: Array  # [M] out
-    bias_grad: Array  # [M] out: sum_j dL/dx_ij, with `scale` folded in
+    bias_grad: Array  # [M] out: sum_j dL/dx_ij, times `scale`
     log_scale_grad: Array  # [M] out: sum_j dL/dx_ij x_ij; None: not wanted
     positive_logits: Array  # [M] out: scale q_i . k_j at the positive, natural units
 

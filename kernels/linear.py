@@ -85,7 +85,7 @@ def partners(
 
 @dataclass
 class SegmentSums:
-    """Sums over the keys of each row's segment, or over the rows of each key's."""
+    """For each row, sums over the keys of its segment; or for each key, over rows."""
 
     products: Array  # of q_i . k_j
     number: Array  # of keys; float64
@@ -166,7 +166,7 @@ class LinearGradient:
 
 
 class Summing(Protocol):
-    """What linear terms need of a backend."""
+    """The methods of a backend that linear terms need."""
 
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
@@ -215,18 +215,24 @@ def sums_of(
 
 @dataclass
 class Smoothed:
-    """Label smoothing: the means, and the segments whose sums they are, each with its sign."""
+    """Label smoothing: mean logits, and the segments over which they are means.
+
+    The keys that take part are those of `parts`, each with its sign, and the positives in `same`.
+    """
 
     rows: Smoothing
     columns: Smoothing | None
     parts: list[tuple[float, Segments]]
-    same: Array  # [M, P] whether a positive takes part for all that its id or group says
+    same: Array  # [M, P] whether a positive takes part although its id or group excludes it
 
     def terms(
         self, xp: Any, e: float, row_factor: Array, column_factor: Array | None, joint: bool
     ) -> list[LinearTerm]:
-        """The gradient; the factors are those of the loss of each row and column. `joint`: rows i
-        and i + B have the same."""
+        """The linear terms of the gradient.
+
+        `row_factor` and `column_factor` are the factors of the losses of rows and of columns. If
+        the loss is `joint`, rows i and i + B have the same factor.
+        """
         row_factors = e * row_factor / self.rows.keys
         if joint:
             row_factors = xp.tile(row_factors, 2)
@@ -246,8 +252,11 @@ class Smoothed:
 def smoothed(
     xp: Any, problem: Problem, backend: Summing, positive_logits: Array, bias: Array | None
 ) -> Smoothed:
-    """Over all keys (of the row's group) less those of equal id, but with the positives, whose
-    biases are `bias`. Ids and groups do not come together."""
+    """The mean logit of each row over the keys that take part.
+
+    These are all keys (of the row's group), without keys of the row's id, and with the positives.
+    `bias` has the biases of the positives. A problem has ids or groups, never both.
+    """
     m, n, _ = problem.shape
     sets = as_sets(problem.positives)
     same = xp.zeros(sets.shape, bool)

@@ -1,15 +1,15 @@
 """Loss and gradients of a softmax with any targets: sets of positives, margins, label smoothing.
 
-A row whose target is one positive, of probability 1, has loss softplus(n - p) and the gradient
--sigmoid(n - p) at the positive (see `finalize_direction`). This file has what other
-targets add. The positives of a row stand in for one whose logit m is their log-sum-exp:
+If the target of a row is one positive with probability 1, the loss is softplus(n - p), and the
+gradient at the positive is -sigmoid(n - p): see `finalize_direction`. This file has the additions
+of other targets. All positives of a row count as one positive, whose logit m is their log-sum-exp:
 
     loss = softplus(n - m) + (m - mean of their logits) + e (mean of their logits - mean of all)
     -dloss/dx at a positive = share sigmoid(n - m) + ((1 - e) / |P| - share) + e / K
 
-with e the label smoothing, K the number of keys that take part, and share the positive's part of
-the sum of exponentials. Nothing cancels: of a single positive both brackets are 0.
-The gradient of the mean of all is linear: see `linear`. The derivatives by log(scale) are
+Here e is the label smoothing, K the number of keys that take part, and share the positive's part of
+the positives' sum of exponentials. Nothing cancels: for a single positive both brackets are 0. The
+gradient of the mean of all is linear: see `linear`. The derivatives by log(scale) are
 
     dx / dlog(scale) = x
     dm / dlog(scale) = sum over the positives of share x
@@ -27,7 +27,7 @@ from .problem import LN_2, LOG2_E, Array, Problem, as_sets, fast_replace
 
 @dataclass
 class Smoothing:
-    """The mean logit over the keys that take part, and their number, of rows or of columns."""
+    """For each row, or for each column: the mean logit over K keys that take part, and K."""
 
     mean: Array  # natural units, margins taken off, without biases
     keys: Array  # K
@@ -36,7 +36,7 @@ class Smoothing:
 
 @dataclass
 class Targets:
-    """Targets of rows, or of columns."""
+    """The targets of all rows, or of all columns."""
 
     logit: Array  # [M] m, base 2; -inf of a row without positives
     mean: Array | None = None  # [M] sum of share x, base 2, without biases; None: `logit`
@@ -46,7 +46,7 @@ class Targets:
     offset: Any = None  # [M, P] or number, of the gradient at positives; None: 0
 
     def pull(self, negative_probability: Array) -> Array:
-        """-dloss/dx at the positives, [M] or [M, P], but for label smoothing's e / K."""
+        """[M] or [M, P] -dloss/dx at the positives, without the e / K of label smoothing."""
         if self.offset is None:
             return negative_probability
         if getattr(self.share, "ndim", 0) == 2:
@@ -94,7 +94,7 @@ def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
 def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
     """Positives' logits of all rows, after a fold over one triangle of pairs (i, j).
 
-    Only the smaller index of a pair has its logit; the larger takes it from there.
+    The fold writes the logit of a pair at its smaller index. It is copied to the larger index.
     """
     visited = (positives > xp.arange(len(positives))) | (positives < 0)
     return xp.where(visited, logits, logits[positives])
@@ -104,7 +104,7 @@ def targets(
     xp: Any, problem: Problem, logits: Array, smoothing: Smoothing | None,
     bias: Array | None = None,
 ) -> Targets:  # fmt: skip
-    """From the logits of positives and their biases, [M] or [M, P], base 2."""
+    """The targets of rows, from the logits and biases of their positives: [M] or [M, P], base 2."""
     if problem.weights is not None or logits.ndim > 1 or problem.classes is not None:
         logits = xp.where(problem.positives[: len(logits)] < 0, -xp.inf, logits)
     if problem.margin:

@@ -16,8 +16,9 @@ from ..problem import LOG2_E, Array, Gradients, Problem, as_sets
 from ..sigmoid.positives import PositivePairs
 from .naive import Matrix, exclude, matrix_sums, sigmoid_terms
 
-Sides = tuple[Array | None, Array | None]  # of rows, of columns
-Factors = tuple[Array, Array, Array | None, Array | None]  # reference and factor of either side
+Sides = tuple[Array | None, Array | None]  # for rows, for columns
+# (reference, factor) of rows, and of columns
+Factors = tuple[Array, Array, Array | None, Array | None]
 
 
 class ArrayFold:
@@ -32,7 +33,8 @@ class ArrayFold:
         self.xp, self.dtype = backend.xp, backend.dtype
         xp, dtype = self.xp, self.dtype
         self.scale = xp.asarray(problem.scale, dtype)
-        # of exponents to logits; and of the positives' logits that a fold leaves
+        # exponents of negatives are logits times `exponent_ratio`; the logits of positives that the
+        # fold writes are multiplied by `positive_ratio`
         self.exponent_ratio = self.positive_ratio = None
         if problem.hardness:
             self.exponent_ratio = problem.exponent_scale / problem.scale
@@ -236,10 +238,10 @@ class ArrayFold:
             sides.append((stats.columns.part(columns), 0))
         biases = self._biases(rows, columns)
         for side, (total, axis) in enumerate(sides):
-            found = matrix_sums(
+            block_sums = matrix_sums(
                 self.xp, x, axis, problem.moments, biases[side], left_out[side], memory
             )
-            vectors.merge(total, found)
+            vectors.merge(total, block_sums)
 
     def _taught(
         self, problem: TaughtProblem, x: Array, rows: slice, columns: slice
@@ -260,8 +262,8 @@ class ArrayFold:
         memory = self.xp.empty_like(t)
         for total, of, axis in ((stats.teacher_rows, rows, 1), (stats.teacher_columns, columns, 0)):
             if total is not None:
-                found = matrix_sums(self.xp, t, axis, True, None, None, memory, x)
-                self.backend.vectors.merge(total.part(of), found)
+                block_sums = matrix_sums(self.xp, t, axis, True, None, None, memory, x)
+                self.backend.vectors.merge(total.part(of), block_sums)
         return None
 
     def _count(self, ranks: RetrievalRanks, x: Array, rows: slice, columns: slice) -> None:

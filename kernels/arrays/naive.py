@@ -4,7 +4,7 @@ Three matrix products, one M x N matrix, and a few passes over it. This is not f
 memory, but it shows what the folds compute, and it can return the logits. Exponents are natural.
 Nothing reads an element of an array on the host.
 
-M x N matrices have one element more, behind the last: positives that a row lacks are there.
+M x N matrices have one further element after the last, at the index of positives that a row lacks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..solve import Solution, Vectors
 from ..targets import guide_problem, limits
 from .own import OwnNegatives
 
-# The most M x N arrays alive at once; the latter with options of the softmax
+# The largest number of M x N arrays at one time, without and with options of the softmax
 MATRICES, MATRICES_WITH_OPTIONS = 4, 10
 
 
 def matrix_bytes(problem: Problem) -> int:
-    """What the matrices take."""
+    """Bytes of all M x N matrices that exist at one time."""
     m, n, _ = problem.shape
     matrices = MATRICES if problem.plain else MATRICES_WITH_OPTIONS + problem.guided
     return matrices * m * n * (8 if problem.compute == "fp64" else 4)
@@ -61,10 +61,11 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         ]
         xp.matmul(guides[0], guides[1].T, out=products.all)
         products.flat[~xp.isfinite(products.flat)] = np.nan
-        found = _left_out(xp, guide, products, index)
+        by_guide = _left_out(xp, guide, products, index)
+        by_limits = left_out_of_rows, left_out_of_columns
         left_out_of_rows, left_out_of_columns = (
-            one if other is None else one | other
-            for one, other in zip(found, (left_out_of_rows, left_out_of_columns), strict=True)
+            guide_mask if limit_mask is None else guide_mask | limit_mask
+            for guide_mask, limit_mask in zip(by_guide, by_limits, strict=True)
         )
         x.all[xp.isnan(products.all)] = np.nan
         del products

@@ -70,7 +70,7 @@ class OwnNegatives:
         return normalized_rows(self.xp, z, self.problem.normalize, self.dtype)
 
     def sums(self) -> Sums:
-        """Of each row, as those of its other negatives."""
+        """Sums over the own negatives of each row, to be merged with those of other negatives."""
         xp = self.xp
         m = len(self.problem.query)
         sums = Sums(xp.empty(m), xp.empty(m), xp.empty(m) if self.problem.moments else None)
@@ -84,7 +84,7 @@ class OwnNegatives:
         return sums
 
     def add_gradients(self, reference: Array, factor: Array, gradients: Gradients) -> Array:
-        """Adds to dQ, and writes dO. Returns [M] the sums of g_ik <q_i, o_ik>."""
+        """Add to dQ, and write gradients of own negatives. Returns [M] sum_k g_ik <q_i, o_ik>."""
         xp = self.xp
         products = xp.empty(len(self.problem.query))
         for part in self._parts():
@@ -106,7 +106,10 @@ class OwnNegatives:
         return products
 
     def finish(self, finalized: Finalized, gradients: Gradients | None) -> None:
-        """Marks losses, and adds the gradients, of which that of the scale has no moments."""
+        """Add NaN to losses of rows whose own keys are not finite, and add the gradients.
+
+        The gradient of the scale gets its share here if it does not come from moments.
+        """
         finalized.losses = finalized.losses + self.not_finite()
         if gradients is None:
             return
@@ -116,7 +119,7 @@ class OwnNegatives:
             finalized.log_scale_grad = products if others is None else products + others
 
     def not_finite(self) -> Array:
-        """[M] NaN for rows whose own keys, but those that are masked, are not finite; else 0."""
+        """[M] NaN for rows with an own key that is not finite and not masked; else 0."""
         xp, problem = self.xp, self.problem
         row_nans = xp.empty(len(problem.query))
         for rows in slices(len(row_nans), 1024):
@@ -128,7 +131,7 @@ class OwnNegatives:
 
 
 def joined(vectors: Any, problem: Problem, stats: Statistics) -> OwnNegatives | None:
-    """The own negatives of a problem, once they have joined the sums of its rows; None without."""
+    """Merge the own negatives into the sums of rows. Returns them; None if the problem has none."""
     if problem.own is None:
         return None
     own = OwnNegatives(vectors.xp, problem)
