@@ -54,17 +54,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """First those of the site, which one worker builds; then long ones: no worker is left with one
-    at the end. Those marked `slow` run where `-m` names them."""
+    """First those of the site, which one worker builds; then notebooks: no worker is left with one
+    at the end. Ranks come last: they use all cores by themselves, and load what Numba has compiled
+    for other tests. Those marked `slow` run where `-m` names them."""
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if item not in set(slow)]
         config.hook.pytest_deselected(items=slow)
-    long = "test_notebooks.py::test_runs", "test_ranks.py::test_equal_to_one_process"
     items.sort(
         key=lambda item: (
             "site" not in getattr(item, "fixturenames", ()),
-            not any(name in item.nodeid for name in long),
+            "test_ranks.py::test_equal_to_one_process" in item.nodeid,
+            "test_notebooks.py::test_runs" not in item.nodeid,
         )
     )
 

@@ -89,7 +89,7 @@ def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
 
 # What so many ranks do. They start once, which takes seconds a process
 OPTIONS = "equal:6:host", "in_turn:40", "cases", "limits:host", "distilled"
-EQUAL = ["ranks:equal:40", *(f"options_over_ranks:{of}" for of in OPTIONS)]
+EQUAL = ["ranks:equal:20", *(f"options_over_ranks:{of}" for of in OPTIONS)]
 CHECKS = {
     1: [*EQUAL, "options_over_ranks:ends"],
     2: [
@@ -104,10 +104,11 @@ CHECKS = {
         "ranks_trouble:freed",
     ],
     4: [
-        "ranks:equal:40", "options_over_ranks:equal:12:host", *EQUAL[2:],
+        EQUAL[0], "options_over_ranks:equal:12:host", *EQUAL[2:],
         "options_over_ranks:not_finite",
     ],
-    5: EQUAL,
+    # options are no others than those of 3 and 4 ranks
+    5: ["ranks:equal:9"],
     6: ["ranks:equal:9"],
 }  # fmt: skip
 

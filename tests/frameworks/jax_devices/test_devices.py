@@ -79,6 +79,6 @@ def test_callbacks_of_gpus_on_the_emulator() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 3, 5])
+@pytest.mark.parametrize("devices", [1, 3])
 def test_other_numbers_of_devices(devices: int) -> None:
     run("losses_over_devices.py", devices, "options:8")
