@@ -96,7 +96,7 @@ def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_least_workspace(loss: str) -> None:
-    n = smaller(700, 90)
+    n = smaller(700, 50)
     args = arguments(loss, *pairs("partly aligned", n, n, 40, np.float32, 0))
     given = [cupy.asarray(z) for z in args]
     with pytest.raises(ValueError, match="workspace: expected at least") as refused:
@@ -307,10 +307,9 @@ def test_several_devices() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_capture(loss: str, method: str) -> None:
-    first = [
-        cupy.asarray(z) for z in arguments(loss, *pairs("random", 300, 300, 24, np.float32, 0))
-    ]
-    second = arguments(loss, *pairs("partly aligned", 300, 300, 24, np.float32, 1))
+    n = smaller(300, 100)
+    first = [cupy.asarray(z) for z in arguments(loss, *pairs("random", n, n, 24, np.float32, 0))]
+    second = arguments(loss, *pairs("partly aligned", n, n, 24, np.float32, 1))
     scale = cupy.asarray(4.0)
     step = infonce.capture(getattr(infonce, f"{loss}_loss_and_grad"), *first, scale=scale,
                            method=method)  # fmt: skip
