@@ -26,6 +26,9 @@ def loss(
 ) -> Array:  # fmt: skip
     """The loss alone, of the caller's arrays."""
     if prefixes.taken(kind, options):
+        found = _in_one_pass(kind, caller_arrays, labels, bias, options, False)
+        if found is not None:
+            return found
         return prefixes.loss(
             kind, caller_arrays, options, lambda z, others: loss(kind, z, labels, bias, others)
         )
@@ -51,6 +54,9 @@ def loss_and_grad(
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
     if prefixes.taken(kind, options):
+        found = _in_one_pass(kind, caller_arrays, labels, bias, options, True)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         return prefixes.loss_and_grad(
             kind,
             caller_arrays,
@@ -67,6 +73,34 @@ def loss_and_grad(
             if teacher is not None:
                 add_teacher(kind, request, features, teacher)
             return result_of(kind, request, _solve(request), caller_arrays[0])
+
+
+def _in_one_pass(
+    kind: Loss, caller_arrays: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any],
+    with_grad: bool,
+) -> Any:  # fmt: skip
+    """The result for all prefixes of `dims` at once; None: each prefix is a call of its own."""
+    features = arrays.natives(caller_arrays, kind.arguments)
+    if not all(isinstance(z, np.ndarray) for z in features):
+        return None
+    parts, others = prefixes.parts_of(kind, features, options)
+    if len(parts) == 1 or parts[-1][0] < features[0].shape[1] or kind.symmetric or kind.locked:
+        return None
+    with arrays.compute_context(features[0]):
+        request = check(kind, features, labels, bias, others, with_grad=with_grad)
+        if request.offload:
+            return None
+        from .kernels.prefixes.solve import solve as solve_prefixes
+
+        try:
+            solution = solve_prefixes(request.problem, request.gradients, parts)
+        except MemoryError as error:
+            raise_with_advice(error, request.problem)
+        if solution is None:
+            return None
+        if with_grad:
+            return result_of(kind, request, solution, caller_arrays[0])
+        return loss_of(request, solution, caller_arrays[0])
 
 
 def loss_of(request: Request, solution: Solution, caller: Array) -> Array:

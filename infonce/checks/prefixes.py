@@ -66,7 +66,7 @@ def loss(
     """The loss alone."""
     with arrays.on_stream_of(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
-        parts, others = _parts(kind, features, options)
+        parts, others = parts_of(kind, features, options)
         losses = [evaluate([z[:, :d] for z in features], others) for d, _ in parts]
         return arrays.converter_to(caller_arrays[0])(_weighted(losses, parts))
 
@@ -74,10 +74,10 @@ def loss(
 def loss_and_grad(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> LossAndGrad:
-    """Loss and gradients. Log-sum-exps, metrics and logits are those of the last prefix."""
+    """Loss and gradients. Log-sum-exps, metrics and logits are those of the widest prefix."""
     with arrays.on_stream_of(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
-        parts, others = _parts(kind, features, options)
+        parts, others = parts_of(kind, features, options)
         wrt = validation.wrt(kind, others.get("wrt"))
         grad_dtype = validation.grad_dtype(others.pop("grad_dtype", None))
         named = dict(zip(kind.arguments, features, strict=True))
@@ -94,36 +94,43 @@ def loss_and_grad(
         if not isinstance(grad_out, (int, float)):
             grad_out = xp.asarray(arrays.native(grad_out, "grad_out"))
         wide = [np.float32 for z in grads.values() if z.dtype.itemsize < 4]
-        results: list[LossAndGrad] = []
+        sums = {name: xp.empty(z.shape, wide[0]) if wide else z for name, z in grads.items()}
+        losses: list[Array] = []
         scalars: dict[str, Any] = {}
-        sums = {name: xp.zeros(z.shape, wide[0]) if wide else z for name, z in grads.items()}
-        for z in sums.values():
-            z[...] = 0
-        for d, weight in parts:
+        # The widest prefix comes first: its gradients are written where those of the others are
+        # added, and its temporary memory has room for the others
+        for d, weight in reversed(parts):
             inner = {**others, "grad_out": grad_out * weight}
             if wide:
                 inner["grad_dtype"] = wide[0]
+            if not losses and sums:
+                inner["out"] = {name: z[:, :d] for name, z in sums.items()}
+                for z in sums.values():
+                    z[:, d:] = 0
             result = evaluate([z[:, :d] for z in features], inner)
-            results.append(result)
+            if not losses:
+                widest = result
+            losses.append(result.loss)
             for name, gradient in result.grads._asdict().items():
-                if name in sums:
-                    sums[name][:, :d] += gradient
-                elif gradient is not None:
+                if name not in sums and gradient is not None:
                     scalars[name] = scalars.get(name, 0.0) + gradient
+                elif result is not widest and gradient is not None:
+                    sums[name][:, :d] += gradient
         for name, z in grads.items():
             if z is not sums[name]:
                 z[...] = sums[name]
-        convert, last = arrays.converter_to(caller_arrays[0]), results[-1]
+        convert = arrays.converter_to(caller_arrays[0])
         found = {name: given.get(name, convert(z)) for name, z in grads.items()}
         found |= {name: convert(xp.asarray(number)) for name, number in scalars.items()}
-        loss = convert(_weighted([result.loss for result in results], parts))
-        every = last.grads._replace(**found)
-        return LossAndGrad(loss, every, last.lse, last.metrics, last.logits)
+        loss = convert(_weighted(losses[::-1], parts))
+        every = widest.grads._replace(**found)
+        return LossAndGrad(loss, every, widest.lse, widest.metrics, widest.logits)
 
 
-def _parts(
+def parts_of(
     kind: Loss, features: Sequence[Array], options: Mapping[str, Any]
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
+    """As `prefixes`, after the checks of the features."""
     kinds = arrays.kinds(features)
     validation.features(kind.arguments, features, kinds, 0)
     return prefixes(kind, features, options)

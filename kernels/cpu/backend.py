@@ -44,6 +44,7 @@ TRIANGLE_SIDE = 896
 # With groups: rows of a tile of one group; side of a tile of several, of which smaller ones have
 # fewer pairs of different groups; and how many rows or columns of one group have their own tiles
 GROUP_ROWS, MIXED_SIDE, LEAST_RUN = 1024, 384, 128
+PREFIX_TILE = 1024, 608  # a thread has a tile of each of several prefixes at once
 MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
 
 
@@ -62,34 +63,37 @@ class CPU:
     """Blocks of one problem on the CPU: see `infonce.kernels.solve.Backend`."""
 
     vectors = Vectors(np)
+    worker_class = Worker
 
     def __init__(
-        self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None
-    ) -> None:
+        self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None,
+        further_tiles: int = 0,
+    ) -> None:  # fmt: skip
         """`ahead`: gradients that a later fold over ranks will accumulate: its tiles are those of
-        this fold."""
+        this fold. `further_tiles`: see `Context`."""
         m, n, d = problem.shape
         self.dtype = DTYPES[problem.compute]
-        query = self._side(problem, problem.query)
+        query = self.side_of(problem, problem.query)
         self.context = Context(
             self.dtype,
             query,
-            query if problem.symmetric else self._side(problem, problem.key),
+            query if problem.symmetric else self.side_of(problem, problem.key),
             threads=thread_count() if m * n * d >= MIN_THREADED_CALL else 1,
             gradient=(gradients or ahead) is not None,
             both_folds=gradients is not None,
             query_in_place=gradients is not None and self._in_place(problem, gradients),
             accumulators=self._accumulator_rows(problem, gradients),
+            further_tiles=further_tiles,
         )
         if problem.auxiliary_query is not None:
-            other = self._side(problem, problem.auxiliary_query)
+            other = self.side_of(problem, problem.auxiliary_query)
             self.context.auxiliary_query = self.context.auxiliary_key = other
             if not problem.symmetric:
-                self.context.auxiliary_key = self._side(problem, problem.auxiliary_key)
+                self.context.auxiliary_key = self.side_of(problem, problem.auxiliary_key)
             self.context.has_teacher = isinstance(problem, TaughtProblem)
         self.tile = self._tile(problem)
 
-    def _side(self, problem: Problem, features: Array) -> Side:
+    def side_of(self, problem: Problem, features: Array) -> Side:
         norms = norms_of(features, self.dtype) if problem.normalize else None
         return Side(features, self.dtype, norms)
 
@@ -161,6 +165,8 @@ class CPU:
         bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
         if problem.query_groups is not None:
             bm = min(bm, GROUP_ROWS)
+        if context.further_tiles:
+            bm, bn = min(bm, PREFIX_TILE[0]), min(bn, PREFIX_TILE[1])
         # at least two panels a thread
         while bm > 16 and context.threads > 1 and 2 * bm * context.threads > m:
             bm //= 2
@@ -231,7 +237,7 @@ class CPU:
             worker = None
             for i in panels:  # next() on a range iterator is atomic
                 a = len(grid.rows) - 1 - i if backwards else i
-                worker = worker or Worker(run, a)
+                worker = worker or self.worker_class(run, a)
                 worker.panel(a, report)
             if worker is None:
                 return

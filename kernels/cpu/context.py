@@ -27,6 +27,7 @@ class Context:
     both_folds: bool  # both folds run in this object, so logits may be kept for the second
     query_in_place: bool  # dQ accumulates in its destination
     accumulators: int  # rows of dK that accumulate in the workspace; 0: in their destination
+    further_tiles: int = 0  # tiles of logits in a worker's buffers besides the logits of its block
     auxiliary_query: Side | None = None  # features of a guide, or of a teacher
     auxiliary_key: Side | None = None
     has_teacher: bool = False
@@ -56,7 +57,7 @@ class Context:
 
     def worker_elements(self, d: int, bm: int, bn: int) -> int:
         """Elements in the buffers of a worker."""
-        elements = self.block_elements(bm, bn)
+        elements = self.block_elements(bm, bn) + self.further_tiles * bm * bn
         for side, rows in ((self.auxiliary_query, bm), (self.auxiliary_key, bn)):
             if side is not None and not side.readable_in_place:
                 elements += rows * side.features.shape[1]

@@ -88,7 +88,7 @@ class Worker:
                 is_first = fold.first_panels[b] == a
                 # Only the first panel writes g before `order.wait`: the other panels wait for it
                 product = g if is_first and g.flags.c_contiguous else self.product[: len(k)]
-                np.matmul(x.T, q, out=product)
+                self.multiply(x, q, product, of_columns=True)
             if run_in_order is not None or fold.column_gradients:
                 order.wait(a, b)
             if run_in_order is not None:
@@ -108,7 +108,7 @@ class Worker:
 
     def block(self, a: int, b: int, q: Array, k: Array) -> Array:
         """The tile's raw products, -inf for excluded pairs. The gradient fold reuses kept ones."""
-        fold, problem = self.fold, self.fold.problem
+        fold = self.fold
         kept = fold.kept_logits.get((a, b))
         memory = self.logits if kept is None else kept
         x, self.auxiliary_tile = fold.context.block_of(memory, len(q), len(k))
@@ -118,7 +118,12 @@ class Worker:
             self.buffered = None
             return x
         self.buffered = None if kept is not None else (a, b)
-        rows, columns = fold.grid.rows[a], fold.grid.columns[b]
+        self.compute(x, q, k, fold.grid.rows[a], fold.grid.columns[b])
+        return x
+
+    def compute(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
+        """Write the raw products of a tile into x, -inf for excluded pairs."""
+        fold, problem = self.fold, self.fold.problem
         spoiled = None
         if fold.teacher_logit_scale:
             self.multiply_auxiliary_features(rows, columns, self.auxiliary_tile)
@@ -147,7 +152,6 @@ class Worker:
             groups = problem.query_groups[rows], problem.key_groups[columns]
             if any((of != groups[0][0]).any() for of in groups):
                 tile.exclude_ids(x, *groups, False, *positive_ids)
-        return x
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """The products of the guide's features, or of the teacher's."""
@@ -302,13 +306,17 @@ class Worker:
         """dQ_a += P K_b."""
         dq = self.row_accumulator(rows)
         if first:
-            np.matmul(x, k, out=dq)
+            self.multiply(x, k, dq)
             return
         product = self.product[: len(x)]
-        np.matmul(x, k, out=product)
+        self.multiply(x, k, product)
         if isinstance(self.fold.epilogue, OnlineSoftmax):
             np.multiply(dq, self.rescale[:, None], out=dq, casting="same_kind")
         np.add(dq, product, out=dq)
+
+    def multiply(self, x: Array, features: Array, out: Array, of_columns: bool = False) -> None:
+        """out = P K_b, or P' Q_a for the gradients of columns, with dL/dx in the tile x."""
+        np.matmul(x.T if of_columns else x, features, out=out)
 
     def row_accumulator(self, rows: slice) -> Array:
         """Where dQ of these rows accumulates."""

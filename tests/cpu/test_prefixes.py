@@ -1,11 +1,15 @@
 """`dims`: the sum of a loss over prefixes of the features."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from infonce.kernels.cpu import backend
+from infonce.kernels.cpu.workers import BUFFER_POOL
+from infonce.kernels.prefixes import solve as prefix_solve
 from judge import assert_grad, viewed
 from reference_problems import FEATURES, one_problem, quick
 
@@ -131,3 +135,130 @@ def test_jax() -> None:
     np.testing.assert_allclose(got, total, rtol=1e-5)
     for gradient, field in zip(grads, ("image", "text", "scale"), strict=True):
         np.testing.assert_allclose(gradient, want[field], rtol=1e-3, atol=1e-6)
+
+
+# --- all prefixes in one pass ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of several prefixes: whether one pass has computed it. Tiles are small, and
+    several threads work."""
+    found: list[bool] = []
+
+    def solve(*args: Any) -> Any:
+        solution = one_pass(*args)
+        found.append(solution is not None)
+        return solution
+
+    one_pass = prefix_solve.solve
+    monkeypatch.setattr(prefix_solve, "solve", solve)
+    monkeypatch.setattr(backend, "PREFIX_TILE", (16, 11))
+    monkeypatch.setattr(backend, "MIN_THREADED_CALL", 0)
+    monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
+    return found
+
+
+def draw_call(data: Any) -> tuple[str, list[np.ndarray], dict[str, Any]]:
+    """A loss, its features and its options."""
+    name = data.draw(st.sampled_from(["clip", "info_nce"]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    dtype = data.draw(st.sampled_from([np.float64, np.float32, np.float16]))
+    rows, width = data.draw(st.integers(2, 50)), data.draw(st.integers(3, 12))
+    further = rng.choice(np.arange(1, width), data.draw(st.integers(1, min(4, width - 1))), False)
+    dims = (*sorted(further.tolist()), width)
+    columns = rows + (data.draw(st.integers(0, 20)) if name == "info_nce" else 0)
+    features = [(rng.standard_normal((n, width)) / width**0.5) for n in (rows, columns)]
+    options = {
+        "scale": 3.0, "normalize": data.draw(st.booleans()), "method": "tiled", "dims": dims,
+        "dim_weights": rng.uniform(-1.0, 2.0, len(dims)).tolist(),
+    }  # fmt: skip
+    if name == "info_nce":
+        options["labels"] = rng.integers(-1, columns, rows)
+    return name, [z.astype(dtype) for z in features], options
+
+
+def test_one_pass(passes: list[bool]) -> None:
+    @settings(quick, max_examples=25)
+    @given(st.data())
+    def check(data: Any) -> None:
+        name, features, options = draw_call(data)
+        passes.clear()
+        got, again = (function(name)(*features, **options) for _ in range(2))
+        alone = function(name, "")(*features, **options)
+        assert passes == [True, True, True]
+        formula = {o: options[o] for o in ("scale", "normalize", "labels") if o in options}
+        total, grads = summed(name, features, options["dims"], options["dim_weights"], **formula)
+        dtype, size = features[0].dtype.name, 6.0 * len(options["dims"])
+        near = {"float64": 1e-13}.get(dtype, 1e-6) * size
+        assert abs(got.loss - total) <= near
+        assert abs(alone - total) <= near
+        for field, want in grads.items():
+            assert_grad(getattr(got.grads, field), want, dtype, 20.0, terms=10.0 * size)
+            assert np.array_equal(getattr(got.grads, field), getattr(again.grads, field))
+        last = getattr(reference, name)(*features, **formula)
+        lse = got.lse if isinstance(got.lse, tuple) else (got.lse,)
+        wanted = last.lse if isinstance(last.lse, tuple) else (last.lse,)
+        for have, want in zip(lse, wanted, strict=True):
+            np.testing.assert_allclose(have, want, rtol=near, atol=near)
+
+    check()
+
+
+def test_one_pass_of_some_gradients(passes: list[bool]) -> None:
+    features, options = one_problem("clip", rows=40, width=6).features, {"scale": 2.0}
+    upstream = np.linspace(-1, 1, 40)
+    out = {"text": np.full(features[1].shape, np.nan)}
+    steps: list[tuple[str, int, int]] = []
+    got = infonce.clip_loss_and_grad(
+        *features, dims=(2, 6), reduction="none", grad_out=upstream, wrt=("text", "scale"), out=out,
+        method="tiled", normalize=True, progress=lambda *step: steps.append(step), **options,
+    )  # fmt: skip
+    options["normalize"] = True
+    _, grads = summed("clip", features, (2, 6), (1.0, 1.0), weights=upstream, **options)
+    assert passes == [True]
+    assert got.grads.text is out["text"]
+    assert got.grads.image is None
+    np.testing.assert_allclose(out["text"], grads["text"], rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(got.grads.scale, grads["scale"], rtol=1e-11)
+    assert got.loss.shape == (40,)
+    assert {phase for phase, _, _ in steps} == {"log-sum-exp", "gradient"}
+    no_features = infonce.clip_loss_and_grad(
+        *features, dims=(2, 6), wrt=("scale",), method="tiled", **options
+    )
+    _, grads = summed("clip", features, (2, 6), (1.0, 1.0), **options)
+    np.testing.assert_allclose(no_features.grads.scale, grads["scale"], rtol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "options", [{"workspace": 2500}, {"margin": 0.1}, {"normalize": True}, {"ids": np.arange(400)}]
+)
+def test_calls_of_each_prefix(options: dict[str, Any], passes: list[bool]) -> None:
+    """Without room for the tiles, with an option, or with a prefix near 0 beside its row."""
+    image, text = one_problem("clip", rows=400, width=6).features
+    image = np.array(image)
+    if "normalize" in options:
+        image[3, :2] *= 2.0**-50
+    options = {"scale": 2.0, **options}
+    got = infonce.clip_loss_and_grad(image, text, dims=(2, 6), method="tiled", **options)
+    assert passes == [False]
+    options.pop("workspace", None)
+    total, grads = summed("clip", (image, text), (2, 6), (1.0, 1.0), **options)
+    np.testing.assert_allclose(got.loss, total, rtol=1e-12)
+    np.testing.assert_allclose(got.grads.text, grads["text"], rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_memory_of_one_pass(normalize: bool) -> None:
+    """At most the workspace, the gradients and vectors."""
+    rng = np.random.default_rng(0)
+    image, text = rng.standard_normal((2, 3000, 16), np.float32) / 4
+    options = {"scale": 2.0, "dims": (4, 8, 16), "workspace": 2**23, "normalize": normalize}
+    infonce.clip_loss_and_grad(image, text, method="tiled", **options)  # compiles
+    BUFFER_POOL.clear()
+    tracemalloc.start()
+    result = infonce.clip_loss_and_grad(image, text, method="tiled", **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    vectors = 100 * 3000 * 8
+    assert peak <= 2**23 + sum(g.nbytes for g in result.grads) + vectors

@@ -1,0 +1,1 @@
+"""Several prefixes of the features in one pass, on the CPU."""

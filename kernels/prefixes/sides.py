@@ -1,0 +1,55 @@
+"""Rows of features whose prefixes are divided by norms of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..cpu.operands import Side, normalization_backward, norms_of
+from ..problem import Array
+
+MOST_RATIO = 2.0**40  # of norms: then products of a prefix of unit rows do not underflow
+
+
+@dataclass
+class PrefixSide(Side):
+    """Rows u_i. If they are normalised, ratio_i times a prefix of u_i is its unit vector v_i."""
+
+    ranges: Sequence[slice] = ()  # the features that each prefix adds
+    ratios: Array = None  # [P, n] in the compute dtype; None: not normalised
+    dots: Array = None  # [P, n] float64: <dL/dv_i, v_i>
+
+    def __post_init__(self) -> None:
+        if self.norms is None:
+            return
+        shape, inverse = (len(self.ranges), len(self.features)), self.norms.inverse
+        self.ratios, self.dots = np.ones(shape, self.dtype), np.empty(shape)
+        for part, ratio in zip(self.ranges[:-1], self.ratios, strict=False):
+            norms = norms_of(self.features[:, : part.stop], self.dtype)
+            far = any(
+                each.exponent is not None and each.exponent.any() for each in (self.norms, norms)
+            )
+            ratio[:] = np.inf if far else norms.inverse / np.where(inverse == 0, 1, inverse)
+
+    @property
+    def is_moderate(self) -> bool:
+        """Whether products of prefixes stay within the range of the compute dtype."""
+        return self.ratios is None or bool(self.ratios.max(initial=0.0) <= MOST_RATIO)
+
+    def to_features(
+        self, g: Array, z: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
+    ) -> Array:
+        """See `Side`. Each prefix is differentiated through its own norm."""
+        if self.norms is None:
+            return g
+        if dtype.itemsize > g.itemsize:
+            g = g.astype(dtype)
+        pull = np.zeros(len(g))
+        for prefix in reversed(range(len(self.ranges))):
+            part, ratio = self.ranges[prefix], self.ratios[prefix, rows].astype(np.float64)
+            pull += ratio * ratio * self.dots[prefix, rows]
+            normalization_backward(g[:, part], z[:, part], pull, self.norms.inverse[rows])
+        return g

@@ -1,0 +1,96 @@
+"""Several prefixes of the features in one pass: sum_p w_p loss(first d_p features), on the CPU.
+
+A call of each prefix computes its own products. Here the logits of a prefix are those of the prefix
+before it plus products of further features, and the gradient of a feature takes one product with
+the sum of the dL/dx of all prefixes that have this feature. So products are those of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from ..cpu import one_block
+from ..cpu.backend import CPU
+from ..cpu.fold import Factors
+from ..cpu.operands import Side
+from ..problem import LOG2_E, Array, Gradients, Problem, fast_replace
+from ..solve import Solution, gradient_fold, one_pass, softmax_gradient, solution_of
+from .problem import PrefixGradient, PrefixStatistics, problems_of_prefixes
+from .sides import PrefixSide
+from .worker import PrefixWorker
+
+
+class PrefixCPU(CPU):
+    """The blocks of all prefixes."""
+
+    worker_class = PrefixWorker
+
+    def __init__(
+        self, problem: Problem, gradients: Gradients | None, widths: Sequence[int]
+    ) -> None:
+        self.sides: list[PrefixSide] = []
+        self.ranges = [slice(*ends) for ends in pairwise((0, *widths))]
+        super().__init__(problem, gradients, further_tiles=len(widths) - 1 + problem.normalize)
+
+    def side_of(self, problem: Problem, features: Array) -> Side:
+        side = PrefixSide(**super().side_of(problem, features).__dict__, ranges=self.ranges)
+        self.sides.append(side)
+        return side
+
+
+def fits(problem: Problem, gradients: Gradients | None) -> bool:
+    """Whether `solve` knows all options of the problem, and takes less time than calls."""
+    options = problem.margin or problem.decoupled or problem.hardness or problem.retrieval_ranks
+    vectors = problem.query_ids, problem.label_nans, problem.bias
+    known = problem.loss_follows_from_sums and problem.set_size == 1 and not options
+    known = known and not problem.symmetric and all(vector is None for vector in vectors)
+    tiled = problem.method in ("auto", "tiled") and not one_block.fits(problem)
+    return bool(known and tiled and not one_pass(problem, gradients))
+
+
+def solve(
+    problem: Problem, gradients: Gradients | None, prefixes: Sequence[tuple[int, float]]
+) -> Solution | None:
+    """Loss, log-sum-exps of all features and gradients, from (width, weight) of each prefix, the
+    last of which has all features. None: calls of each prefix are to be made instead."""
+    if not fits(problem, gradients):
+        return None
+    try:
+        backend = PrefixCPU(problem, gradients, [width for width, _ in prefixes])
+    except ValueError:  # the workspace has no room for so many tiles
+        return None
+    if not all(side.is_moderate for side in backend.sides):
+        return None
+    vectors = backend.vectors
+    if gradients is not None and problem.scale_grad_from_dots:
+        m, n, _ = problem.shape
+        gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+    problems, stats = zip(
+        *(vectors.statistics(each) for each in problems_of_prefixes(problem, prefixes)), strict=True
+    )
+    problem = problems[-1]
+    sums = PrefixStatistics(**stats[-1].__dict__, prefixes=stats)
+    backend.fold(problem, backend.grid(problem, False), sums, None)
+
+    finalized = [
+        vectors.finalize(*each, False, gradients is not None, backend)
+        for each in zip(problems, stats, strict=True)
+    ]
+    if gradients is not None:
+        scale, dtype = float(problem.scale) * LOG2_E, backend.dtype
+        epilogues = list(map(softmax_gradient, problems, finalized))
+        parts = [
+            (Factors(each, scale, dtype, True), each.positive_gradient.astype(dtype))
+            for each in epilogues
+        ]
+        epilogue = PrefixGradient(**epilogues[-1].__dict__, prefixes=parts)
+        gradient_fold(problem, backend, False, epilogue, gradients)
+    losses = sum(w * each.losses for (_, w), each in zip(prefixes, finalized, strict=True))
+    slopes: list[Any] = [each.log_scale_grad for each in finalized]
+    dots = None if gradients is None else gradients.dots
+    loss, scale_grad, _ = vectors.totals(
+        problem, losses, sum(slopes) if problem.moments else None, dots, None
+    )
+    return fast_replace(solution_of(finalized[-1], stats[-1], loss, scale_grad), losses=losses)

@@ -1,0 +1,168 @@
+"""A worker whose tiles have the logits of one prefix after another.
+
+The products of a prefix are the products of the prefix before it, plus the products of the further
+features. dL/dx adds up in the opposite direction: the gradients of features get the dL/dx of all
+prefixes that have these features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..cpu import tile_ops as tile
+from ..cpu.elementary import compiled, wide_vectors
+from ..cpu.fold import Fold
+from ..cpu.panel import Worker
+from ..epilogues import Sums
+from ..problem import Array
+from .problem import PrefixGradient, PrefixStatistics
+from .sides import PrefixSide
+
+
+class PrefixWorker(Worker):
+    """One thread of a fold over all prefixes."""
+
+    def __init__(self, fold: Fold, first: int) -> None:
+        super().__init__(fold, first)
+        context, (bm, bn) = fold.context, fold.grid.largest
+        assert isinstance(context.query, PrefixSide)
+        assert isinstance(context.key, PrefixSide)
+        self.query, self.key, self.ranges = context.query, context.key, context.query.ranges
+        count = context.further_tiles
+        self.further = self.memory[-count * bm * bn :].reshape(count, bm * bn)
+        self.tiles: list[Array] = []  # of each prefix: products, then dL/dx
+        self.merges: list[Callable[[], None] | None] = []
+
+    def further_tile(self, number: int, m: int, n: int) -> Array:
+        """A tile besides the logits of the block."""
+        return self.further[number, : m * n].reshape(m, n)
+
+    def block(self, a: int, b: int, q: Array, k: Array) -> Array:
+        if isinstance(self.fold.epilogue, PrefixGradient):
+            shape = len(q), len(k)
+            self.tiles = [self.further_tile(p, *shape) for p in range(len(self.ranges) - 1)]
+            for prefix, x in enumerate(self.tiles):
+                self.add_range(x, q, k, prefix, self.tiles[prefix - 1])
+        x = super().block(a, b, q, k)
+        self.tiles.append(x)
+        return x
+
+    def add_range(self, x: Array, q: Array, k: Array, prefix: int, before: Array) -> None:
+        """x = the products of a prefix. `before` has the products of the prefix before it."""
+        of = self.ranges[prefix]
+        np.matmul(q[:, of], k[:, of].T, out=x)
+        if prefix:
+            np.add(x, before, out=x)
+
+    def compute(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
+        last = len(self.ranges) - 1
+        if isinstance(self.fold.epilogue, PrefixGradient):
+            self.add_range(x, q, k, last, self.tiles[-1])
+            return
+        self.merges, before = [], x
+        for prefix in range(last + 1):
+            y = x if prefix == last else self.further_tile(prefix % 2, *x.shape)
+            self.add_range(y, q, k, prefix, before)
+            self.merges.append(self.prefix_statistics(y, rows, columns, prefix))
+            before = y
+
+    def prefix_statistics(
+        self, x: Array, rows: slice, columns: slice, prefix: int
+    ) -> Callable[[], None] | None:
+        """The sums of a prefix, from its products x. See `Worker.epilogue`."""
+        fold, epilogue = self.fold, self.fold.epilogue
+        assert isinstance(epilogue, PrefixStatistics)
+        stats = epilogue.prefixes[prefix]
+        y = x if prefix == len(self.ranges) - 1 else self.unit_products(x, rows, columns, prefix)
+        positives = fold.problem.positives[rows][:, None]
+        found = np.full(positives.shape, np.nan)
+        tile.set_aside_positives(y, positives, columns.start, 1.0, found)
+        logits = stats.positive_logits[rows]
+        np.multiply(found[:, 0], fold.positive_scale, out=logits, where=~np.isnan(found[:, 0]))
+        sizes = 1 + (2 if fold.problem.moments else 1)
+        self.tile_rows, self.tile_columns = (Sums(*np.empty((sizes, n))) for n in x.shape)
+        merge = self.statistics(stats, y, rows, columns, False)
+        if y is x:  # the next prefix adds to these products
+            tile.insert_positives(x, positives, columns.start, found.astype(x.dtype))
+        return merge
+
+    def unit_products(self, x: Array, rows: slice, columns: slice, prefix: int) -> Array:
+        """The products of unit vectors; x itself if no features are normalised."""
+        if self.query.ratios is None:
+            return x
+        y = self.further_tile(len(self.further) - 1, *x.shape)
+        multiply_by_ratios(x, self.query.ratios[prefix, rows], self.key.ratios[prefix, columns], y)
+        return y
+
+    def epilogue(
+        self, x: Array, rows: slice, columns: slice, diagonal: bool
+    ) -> Callable[[], None] | None:
+        fold, epilogue = self.fold, self.fold.epilogue
+        if isinstance(epilogue, PrefixGradient):
+            positives, wider = fold.problem.positives[rows][:, None], None
+            column_dots = np.zeros((len(self.tiles), len(x.T)), x.dtype)
+            for prefix in reversed(range(len(self.tiles))):
+                x = self.tiles[prefix]
+                g = self.unit_products(x, rows, columns, prefix)
+                factors, positive_gradient = epilogue.prefixes[prefix]
+                plain = (None, None), (None, None), None  # no biases, limits and guide
+                self.softmax_gradient(g, factors, rows, columns, *plain)
+                values = positive_gradient[rows][:, None]
+                tile.insert_positives(g, positives, columns.start, values)
+                if g is not x:
+                    dots = self.query.dots[prefix, rows]
+                    if columns.start == fold.grid.columns[0].start:
+                        dots[:] = 0
+                    ratios = self.query.ratios[prefix, rows], self.key.ratios[prefix, columns]
+                    chain(g, x, *ratios, dots, column_dots[prefix])
+                if wider is not None:
+                    np.add(x, wider, out=x)
+                wider = x
+            if self.key.dots is None:
+                return None
+
+            def add_dots() -> None:
+                of_keys = self.key.dots[:, columns]
+                of_keys[:] = column_dots + (of_keys if rows.start else 0)
+
+            return add_dots
+
+        merges = [merge for merge in self.merges if merge is not None]
+
+        def run_in_order() -> None:
+            for merge in merges:
+                merge()
+
+        return run_in_order if merges else None
+
+    def multiply(self, x: Array, features: Array, out: Array, of_columns: bool = False) -> None:
+        for each, of in zip(self.tiles, self.ranges, strict=True):
+            np.matmul(each.T if of_columns else each, features[:, of], out=out[:, of])
+
+
+@compiled
+def multiply_by_ratios(x, row_ratio, column_ratio, out):  # type: ignore[no-untyped-def]
+    """out = x times its ratios."""
+    wide_vectors()
+    for i in range(x.shape[0]):
+        row, to, ratio = x[i], out[i], row_ratio[i]
+        for j in range(row.size):
+            to[j] = row[j] * (ratio * column_ratio[j])
+
+
+@compiled
+def chain(g, x, row_ratio, column_ratio, row_dots, column_dots):  # type: ignore[no-untyped-def]
+    """x <- g times its ratios, from dL/dy in g to dL/dx, y = x times the ratios; dots += g y."""
+    wide_vectors()
+    for i in range(x.shape[0]):
+        row, gi, ratio = x[i], g[i], row_ratio[i]
+        total = x.dtype.type(0)
+        for j in range(row.size):
+            scaled = gi[j] * (ratio * column_ratio[j])
+            dot = scaled * row[j]
+            total += dot
+            column_dots[j] += dot
+            row[j] = scaled
+        row_dots[i] += total
