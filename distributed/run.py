@@ -220,7 +220,7 @@ def block_folding(request: Request) -> BlockFolding:
     if request.on_gpu:
         from infonce.kernels.gpu import select, shard
 
-        if request.problem.needs_arrays:
+        if request.problem.needs_arrays or request.problem.guided:
             on_arrays = select.array_blocks
             return BlockFolding(_on(on_arrays), shard.VectorsOverRanks(), on_arrays)
         fold = partial(shard.fold_block, ahead=ahead)

@@ -186,7 +186,7 @@ class Problem:
     @property
     def needs_arrays(self) -> bool:
         """Whether an option is taken by no kernel of a GPU, but by operations on arrays."""
-        return self.guided
+        return False
 
     @property
     def linear_terms(self) -> bool:

@@ -85,7 +85,7 @@ def explain(
     precision, method, workspace, wrt, normalize, metrics
         As in the functions of the losses. An empty `wrt` explains the loss alone.
     ids, groups, guide, positive_ids : bool, default False
-        Whether the call has ids, groups, a guide or positive ids.
+        Whether the call has ids, groups, a guide (of as many features) or positive ids.
 
     Returns
     -------
@@ -128,8 +128,9 @@ def explain(
         _call(kind, (rows, columns, features), dtype, precision, wanted), method=method,
         workspace=given or WORKSPACE, workspace_given=given is not None, normalize=normalize,
         ids=ids, groups=groups, positive_ids=positive_ids, retrieval_ranks=metrics,
-        needs_arrays=guide,
     )  # fmt: skip
+    if guide:  # whose features are as wide as those of the call
+        call = replace(call, guide_query=call.query, guide_key=call.key)
     made = schedule(call, gpu.properties)
     lines = tuple(work_of(made, gpu))
     asked = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..kernels.gpu import config
 from ..kernels.gpu.schedule import (
     Fold,
+    Guide,
     Operands,
     Purpose,
     Schedule,
@@ -42,12 +43,35 @@ def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
     for fold in schedule.folds:
         name = fold.purpose.value.partition(" and ")[0]
         kind = operands.precision if operands.precision in gpu.flops else "16 bits"
+        if schedule.guide is not None:
+            yield _work_of_guide(name, fold, schedule.guide, gpu)
         for made in _kernel_and_products(name, fold, schedule, operands):
             kernel, blocks, launches, flops, moved = made
             seconds = max(flops / gpu.flops[kind], moved / gpu.bandwidth)
             tile = (fold.shape.query_tile_rows, fold.shape.block_n) if blocks else None
             block = fold.grid.largest if blocks else None
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
+
+
+def _work_of_guide(name: str, fold: Fold, guide: Guide, gpu: GPU) -> Work:
+    """The marks of all blocks of a pass."""
+    operands, tile = guide.operands, guide.tile
+    flops = moved = 0.0
+    for a, rows in enumerate(fold.grid.rows):
+        for b in fold.grid.visits(a):
+            m, columns = rows.stop - rows.start, fold.grid.columns[b]
+            n = columns.stop - columns.start
+            passes = {1: 1, 2: 3}[operands.parts]
+            flops += 2.0 * m * n * operands.width / operands.item * passes
+            moved += (m + n) * operands.width * operands.parts + guide.marks * m * n / 8
+    blocks, kind = len(fold.grid), operands.precision
+    seconds = max(
+        flops / gpu.flops[kind if kind in gpu.flops else "16 bits"], moved / gpu.bandwidth
+    )
+    shape = tile.query_tile_rows, tile.block_n
+    return Work(
+        name, "tiled/guide", shape, fold.grid.largest, blocks, blocks, flops, moved, seconds
+    )
 
 
 def _kernel_and_products(

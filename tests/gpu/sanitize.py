@@ -106,6 +106,12 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
             for d in (40, 1100):
                 yield loss, dtype, "auto", 300, d, options
     yield "nt_xent", "bfloat16", "auto", 4352, 128, options
+    # marks of a guide, groups and positive ids
+    for loss in ("info_nce", "nt_xent", "clip", "siglip"):
+        pairs = "positive_ids" if loss == "siglip" else "guide"
+        for dtype in ("float64", "float32", "bfloat16"):
+            for d in (40, 1100):
+                yield loss, dtype, "auto", 300, d, {"method": "tiled", pairs: True, "groups": True}
     offload = {"offload": True, "workspace": 2**20, "label_smoothing": 0.1}
     yield "clip", "float32", "auto", 300, 40, offload
 
@@ -160,6 +166,14 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
             options["labels"] = cupy.asarray(rng.integers(-20, rows, shape))
         if classes := options.pop("classes", None):
             options["labels"] = cupy.asarray(rng.integers(0, classes, rows))
+        if options.pop("groups", False):
+            options["groups"] = cupy.arange(rows) % (rows // 2) // 40
+        if options.pop("positive_ids", False):
+            names = cupy.asarray(rng.integers(0, rows // 2, (2, rows)))
+            options["positive_ids"] = tuple(names)
+        if options.pop("guide", False):
+            guide = [cupy.asarray(rng.standard_normal((rows, 72)).astype(dtype)) for _ in z]
+            options |= {"guide": guide[0] if sides == 1 else tuple(guide), "normalize": True}
         if options.pop("key_bias", False):
             options["key_bias"] = cupy.asarray(rng.standard_normal(rows))
         out = getattr(infonce, f"{loss}_loss_and_grad")(

@@ -1,10 +1,12 @@
-"""Guides on a GPU, which operations on arrays take block by block; also on CuPy's stand-in."""
+"""Guides on a GPU: marks of pairs, which kernels read; also on CuPy's stand-in."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING
+from gpu_problems import MISSING, dtype_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reference_problems import one_problem, taken
 
 import infonce
@@ -17,6 +19,9 @@ if not MISSING:
     import cupy
 
 NAMES = ("info_nce", "nt_xent", "clip", "lit", "gte")
+
+
+WORKSPACES = st.sampled_from([2**19, None])
 
 
 def placed(value: Any) -> Any:
@@ -39,14 +44,67 @@ def test_guides(name: str, normalize: bool, method: str) -> None:
     function = getattr(infonce, f"{name}_loss_and_grad")
     for dtype, tolerance in (("float64", 1e-12), ("float32", 1e-5)):
         features = [placed(z.astype(dtype)) for z in problem.features]
-        given = options | {"guide": placed(softmax["guide"]), "method": method}
-        given["workspace"] = 2**16 if method == "auto" else None
-        got = function(*features, **given)
+        arguments = options | {"guide": placed(softmax["guide"]), "method": method}
+        arguments["workspace"] = 2**16 if method == "auto" else None
+        got = function(*features, **arguments)
         np.testing.assert_allclose(got.loss.get(), want.loss, rtol=tolerance)
         for argument, gradient in want.grads.items():
             if gradient is not None:
                 have = getattr(got.grads, argument).get()
                 np.testing.assert_allclose(have, gradient, rtol=tolerance, atol=tolerance)
+
+
+SIDES = st.sampled_from([1, 127, 128, 129, 200, 257])
+
+
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent"])
+def test_marks_on_both_sides_of_tiles(name: str, dtype: str, data: st.DataObject) -> None:
+    """Guides whose products every precision holds exactly, none within 0.5 of a limit; one block
+    and several, of rows of one K-slice and of several."""
+    rows, columns = data.draw(SIDES, "rows"), data.draw(SIDES, "columns")
+    width, guide_width = (data.draw(st.sampled_from([8, 40, 136]), of) for of in ("D", "E"))
+    rows += rows % 2 if name == "nt_xent" else 0
+    columns = columns if name == "info_nce" and columns > rows else rows
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    sizes = (rows, columns)[: 1 + (name != "nt_xent")]
+    z = [(rng.normal(size=(n, width)) / width**0.5).astype(dtype_of(dtype)) for n in sizes]
+    guide = [rng.integers(-2, 3, (n, guide_width)) * 1.0 for n in sizes]
+    options: dict[str, Any] = {"scale": 4.0, "guide_margin": 0.5}
+    guides = tuple(guide) if len(guide) > 1 else guide[0]
+    want = getattr(reference, name)(*(a.astype(np.float64) for a in z), guide=guides, **options)
+    of_dtype = [cupy.asarray(a.astype(dtype_of(dtype))) for a in guide]
+    got = getattr(infonce, f"{name}_loss_and_grad")(
+        *map(cupy.asarray, z), guide=tuple(of_dtype) if len(guide) > 1 else of_dtype[0],
+        grad_dtype=np.float32, method="tiled", workspace=data.draw(WORKSPACES), **options,
+    )  # fmt: skip
+    tolerance = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+    assert abs(float(got.loss) - want.loss) <= 2e-6 * max(1, want.loss)
+    for gradient, argument in zip(want.grads.values(), got.grads, strict=False):
+        difference = np.linalg.norm(argument.get() - gradient)
+        assert difference <= tolerance * np.linalg.norm(gradient) + 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("side", [0, -1])
+def test_a_guide_that_is_not_finite_makes_losses_nan(name: str, side: int) -> None:
+    problem = one_problem(name, rows=6)
+    guide = [a for a in np.random.default_rng(3).normal(size=(len(problem.features), 6, 5))]
+    guide[side][2, 1] = np.inf
+    guides = tuple(guide) if len(guide) > 1 else guide[0]
+    with np.errstate(invalid="ignore"):
+        want = problem._replace(softmax={"guide": guides}).reference()
+    options = {k: v for k, v in problem.options().items() if k not in ("weights", "guide")}
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    features = map(cupy.asarray, problem.features)
+    options |= {"guide": placed(guides), "reduction": "none"}
+    got = function(*features, **options)
+    np.testing.assert_array_equal(np.isnan(got.loss.get()), np.isnan(want.losses))
+    for gradient, argument in zip(want.grads.values(), got.grads, strict=False):
+        if gradient is not None:
+            np.testing.assert_array_equal(np.isnan(argument.get()), np.isnan(gradient))
 
 
 def test_a_guide_elsewhere_is_refused() -> None:

@@ -2,6 +2,9 @@
 #pragma once
 #include "common.cuh"
 
+#ifndef COLUMNS
+#define COLUMNS 1  // columns have a softmax, too
+#endif
 constexpr int K_SLICE = 128;  // bytes of a row that a stage of a pipeline holds
 // One side of the products: rows of `width` bytes, 16-byte aligned.
 struct Operand {

@@ -20,6 +20,9 @@
 #ifndef LIMITS
 #define LIMITS 0  // 1: negatives above the limit of their row are left out; 2: each column has a limit, too
 #endif
+#ifndef GUIDE
+#define GUIDE 0  // 1: pairs that a guide marks in their row are left out; 2: each pair has a mark in its column, too
+#endif
 #ifndef BIAS
 #define BIAS 0  // 1: keys have biases; 2: queries have biases, too, as keys of their columns
 #endif
@@ -36,8 +39,28 @@ struct Block : PlainBlock {
 #if LIMITS
   const Real *row_limits, *column_limits;  // [rows], [columns] or null
 #endif
+#if GUIDE
+  const u32 *row_marks, *column_marks;  // `mark_word`s of the block's pairs; those of columns may be null
+#endif
 #if BIAS
   const Real *row_bias, *column_bias;  // [rows] or null, [columns]
+#endif
+};
+
+// Marks of a guide (tiled/guide.cu). A word has the marks of one row with a quarter of the columns of a group of
+// MARKED_COLUMNS: of a group's column c, it is bit `mark_bit(c)` of the row's word c / 2 % 4. So a thread whose
+// accumulators hold the products of tensor cores has all its columns of a group in one word.
+constexpr int MARKED_COLUMNS = 128;
+__device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
+// The number of a word, of a block with so many rows.
+__device__ __forceinline__ i64 mark_word(i64 rows, i64 row, i64 column) {
+  return (column / MARKED_COLUMNS * rows + row) * 4 + column / 2 % 4;
+}
+
+// Whether a guide marks a pair in its row, and in its column.
+struct Marks {
+#if GUIDE
+  bool in_row, in_column;
 #endif
 };
 
@@ -47,6 +70,7 @@ struct Pair {
   const Rows& rows;
   const Columns& columns;
   int row, column;
+  Marks marks;
 };
 
 // The option that changes nothing. Other options derive from it and replace its members. Functions take the
@@ -214,6 +238,29 @@ struct Limits : Option<Limits> {
 #endif
 };
 
+// Pairs that a guide marks are left out: guide.
+struct GuideMarks : Option<GuideMarks> {
+#if GUIDE
+  enum : bool { MASKS = GUIDE == 1, SPLITS = GUIDE == 2, SPARSE = true };
+  template <class Pair>
+  __device__ __forceinline__ static bool excluded(Real, const Pair& p) { return p.marks.in_row & p.marks.in_column; }
+#endif
+#if GUIDE == 2
+  template <class Pair>
+  __device__ __forceinline__ static bool in_row(Real, const Pair& p) { return !p.marks.in_row; }
+  template <class Pair>
+  __device__ __forceinline__ static bool in_column(Real, const Pair& p) { return !p.marks.in_column; }
+  template <class Pair>
+  __device__ __forceinline__ static void add_to_row(float& sum, float e, float, const Pair& p) {
+    if (!p.marks.in_row) sum += e;
+  }
+  template <class Pair>
+  __device__ __forceinline__ static void add_to_column(float& sum, float e, float, const Pair& p) {
+    if (!p.marks.in_column) sum += e;
+  }
+#endif
+};
+
 // Biases of keys are added to logits: key_bias.
 struct Biases : Option<Biases> {
 #if BIAS
@@ -285,16 +332,18 @@ struct All {
   __device__ __forceinline__ static bool in_row(Real x, const Pair& p) { return (Each::in_row(x, p) & ...); }
   template <class Pair>
   __device__ __forceinline__ static bool in_column(Real x, const Pair& p) { return (Each::in_column(x, p) & ...); }
-  static_assert((0 + ... + Each::SPLITS) <= 1, "add_to_row and add_to_column serve one option");
+  // `add_to_row` and `add_to_column` of an option serve if no other option SPLITS.
+  enum : bool { SEVERAL_SPLIT = (0 + ... + Each::SPLITS) > 1 };
   template <class Pair>
   __device__ __forceinline__ static void add_to_row(float& sum, float e, float x, const Pair& p) {
-    if (!SPLITS) sum += e;
-    (Each::add_to_row(sum, e, x, p), ...);
+    if (SEVERAL_SPLIT ? in_row(x, p) : !SPLITS) sum += e;
+    if (!SEVERAL_SPLIT) (Each::add_to_row(sum, e, x, p), ...);
   }
   template <class Pair>
   __device__ __forceinline__ static float column_sum(float e0, float x0, const Pair& p0, float e1, float x1,
                                                      const Pair& p1) {
     if (!SPLITS) return e0 + e1;
+    if (SEVERAL_SPLIT) return (in_column(x0, p0) ? e0 : 0) + (in_column(x1, p1) ? e1 : 0);
     float sum = 0;
     (Each::add_to_column(sum, e0, x0, p0), ...);
     (Each::add_to_column(sum, e1, x1, p1), ...);
@@ -306,4 +355,4 @@ struct All {
     return x;
   }
 };
-typedef All<EqualIds, OtherGroups, PositiveIds, Limits, Biases> Options;
+typedef All<EqualIds, OtherGroups, PositiveIds, Limits, GuideMarks, Biases> Options;

@@ -10,10 +10,6 @@
 // Query tiles that are to be computed anew hold anything here; another kernel overwrites them.
 #include "block/block.cuh"
 
-#ifndef COLUMNS
-#define COLUMNS 1
-#endif
-
 constexpr int STRIP = 16;      // rows with one reference exponent, all by one thread
 constexpr int GROUP = 8;       // columns of a thread: 16 bytes
 constexpr int CACHED_THREADS = 128;

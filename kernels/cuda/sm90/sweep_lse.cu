@@ -33,10 +33,6 @@
 #include "sm90/sweep/columns.cuh"
 #include "sm90/sweep/strip.cuh"
 
-#ifndef COLUMNS
-#define COLUMNS 1
-#endif
-
 #ifndef MAXIMA
 #define MAXIMA 0
 #endif
@@ -108,6 +104,7 @@ struct Lse {
 
   __device__ __forceinline__ void publish(int t) {
     consumer.columns.publish(b, t, lane);
+    rows.load_marks(b, work.query_tile, t, lane);
     if (!COLUMNS) return;
     // While the last products run, in time for end_tile
     column_sum = Partial::empty();

@@ -62,7 +62,10 @@ struct Online {
     }
   }
 
-  __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
+  __device__ __forceinline__ void publish(int t) {
+    consumer.columns.publish(b, t, lane);
+    rows.load_marks(b, work.query_tile, t, lane);
+  }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
     prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 pair, float value) {

@@ -18,10 +18,6 @@
 // normalised features.
 #include "tiled/tile.cuh"
 
-#ifndef COLUMNS
-#define COLUMNS 1
-#endif
-
 struct FactorsShared {
   Real row_reference[BLOCK_M], a[BLOCK_M], u[BLOCK_M];
   Real column_reference[BLOCK_N], v[BLOCK_N];

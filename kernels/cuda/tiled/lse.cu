@@ -12,10 +12,6 @@
 // column. This is fast almost always, and right always.
 #include "tiled/tile.cuh"
 
-#ifndef COLUMNS
-#define COLUMNS 1
-#endif
-
 // What underflow takes from a sum is below 64 * 2^-126: nothing beside a sum of 2^-80. No sum of terms
 // up to 1 is as large as the other bound, which is for features that are not finite.
 constexpr Real MIN_EXACT_SUM = (Real)0x1p-80, MAX_EXACT_SUM = (Real)0x1p80;

@@ -4,10 +4,6 @@
 // integers: atomic additions give the same result in any order.
 #include "tiled/tile.cuh"
 
-#ifndef COLUMNS
-#define COLUMNS 1
-#endif
-
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 ranks(const __grid_constant__ Block block, const Real* row_threshold, const Real* column_threshold,
       u64* row_rank, u64* column_rank) {

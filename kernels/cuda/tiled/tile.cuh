@@ -9,10 +9,29 @@ struct TileShared {
   Real row_factor[BLOCK_M], column_factor[BLOCK_N];
   Options::RowNumbers<BLOCK_M> rows;
   Options::ColumnNumbers<BLOCK_N> columns;
+#if GUIDE
+  u32 row_marks[4 * BLOCK_M];  // words of the tile's rows, of one group of MARKED_COLUMNS
+  int first_marked;            // the tile's first column in this group
+#endif
+#if GUIDE == 2
+  u32 column_marks[4 * BLOCK_M];
+#endif
 
   // The pair of a row and a column of the tile.
   __device__ __forceinline__ auto pair(int row, int column) const {
-    return Pair<Options::RowNumbers<BLOCK_M>, Options::ColumnNumbers<BLOCK_N>>{rows, columns, row, column};
+    return Pair<Options::RowNumbers<BLOCK_M>, Options::ColumnNumbers<BLOCK_N>>{rows, columns, row, column,
+                                                                               marks(row, column)};
+  }
+  __device__ __forceinline__ Marks marks(int row, int column) const {
+    Marks marks;
+#if GUIDE
+    const int word = 4 * row + column / 2 % 4, bit = mark_bit((BLOCK_N == MARKED_COLUMNS ? 0 : first_marked) + column);
+    marks = {bool(row_marks[word] >> bit & 1), true};
+#endif
+#if GUIDE == 2
+    marks.in_column = column_marks[word] >> bit & 1;
+#endif
+    return marks;
   }
 };
 
@@ -34,6 +53,14 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
   }
   Options::copy_rows(s.rows, b, [&](auto& to, auto from) { fetch(to, from + t.row, rows); });
   Options::copy_columns(s.columns, b, [&](auto& to, auto from) { fetch(to, from + t.column, columns); });
+#if GUIDE
+  const i64 word = mark_word(b.q.rows, t.row, t.column);
+  s.first_marked = (int)(t.column % MARKED_COLUMNS);
+  fetch(s.row_marks, b.row_marks + word, 4 * rows);
+#endif
+#if GUIDE == 2
+  fetch(s.column_marks, b.column_marks + word, 4 * rows);
+#endif
 }
 
 // x_ij *= f_i f_j: products of features become products of normalised rows.

@@ -18,7 +18,7 @@ from .precision import (
     truncation_bias,
 )
 from .sweep import STRIP, SWEEP_PRECISIONS, Residency, Sweep, defines, register_sweep, sweep_for
-from .tile import BLOCK_M, Tile, tile_for
+from .tile import BLOCK_M, GuideNeeds, Tile, tile_for
 from .workspace import (
     PIECE_ROWS,
     Blocking,
@@ -48,6 +48,7 @@ __all__ = [
     "SWEEP_PRECISIONS",
     "Blocking",
     "DeviceProperties",
+    "GuideNeeds",
     "Needs",
     "Residency",
     "Sweep",

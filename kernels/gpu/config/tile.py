@@ -8,6 +8,8 @@ from functools import lru_cache
 from .precision import ACCUMULATOR_BYTES, K_SLICE, DeviceProperties
 
 BLOCK_M = 128  # rows of a tile
+# Bytes of the marks of one row with a group of MARKED_COLUMNS (kernels/cuda/block/options.cuh)
+MARKED_COLUMNS, MARK_BYTES = 128, 16
 RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
 TWO_LEVEL_FEATURES = 1024  # products of more features are added in two levels
 
@@ -24,6 +26,7 @@ class Tile:
     real: int = 4  # bytes of a logit
     number_count: int = 0  # see `Call.number_count`
     name_count: int = 0  # see `Call.name_count`
+    guided: bool = False  # pairs have marks of a guide
 
     query_tile_rows = BLOCK_M
 
@@ -48,7 +51,8 @@ class Tile:
         factors = 3 * BLOCK_M + 2 * self.block_n
         vectors = (1 + self.number_count) * sides
         integers = BLOCK_M + (1 + self.name_count) * sides
-        return 8 * integers + self.real * (vectors + max(sums, factors))
+        marks = self.guided * 2 * BLOCK_M * MARK_BYTES
+        return 8 * integers + self.real * (vectors + max(sums, factors)) + marks
 
     def blocks(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Thread blocks of a launch: as many as run at once. Each computes one or more tiles."""
@@ -84,6 +88,7 @@ def tile_for(
     device: DeviceProperties,
     number_count: int = 0,
     name_count: int = 0,
+    guided: bool = False,
 ) -> Tile:
     """The tile with the deepest pipeline that the device's shared memory holds.
 
@@ -101,7 +106,9 @@ def tile_for(
         candidates = [(128, 64, 3, 2), (128, 64, 2, 2), *candidates]
     for block_n, warp_n, stages, blocks in candidates:
         real = ACCUMULATOR_BYTES[precision]
-        candidate = Tile(block_n, warp_n, stages, levels, blocks, real, number_count, name_count)
+        candidate = Tile(
+            block_n, warp_n, stages, levels, blocks, real, number_count, name_count, guided
+        )
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)
         if needed <= device.shared_memory and together <= device.shared_memory_of_all:
@@ -110,3 +117,22 @@ def tile_for(
         f"device of compute capability {device.capability}: expected at least {needed} bytes of "
         f"shared memory a block, got {device.shared_memory}"
     )
+
+
+@dataclass(frozen=True)
+class GuideNeeds:
+    """The arrays that marks of a guide need in the workspace."""
+
+    marks: int  # of a pair: in its row, and in its column
+    query_row_bytes: int  # of a staged copy of the guide's features; 0: they are read in place
+    key_row_bytes: int
+
+    def parts(self, rows: int, columns: int) -> dict[str, int]:
+        """Bytes of each part, for blocks of up to rows x columns."""
+        mark_bytes = rows * -(-columns // MARKED_COLUMNS) * MARK_BYTES
+        return {
+            "guide_query_rows": rows * self.query_row_bytes,
+            "guide_key_rows": columns * self.key_row_bytes,
+            "row_marks": mark_bytes,
+            "column_marks": (self.marks == 2) * mark_bytes,
+        }

@@ -19,9 +19,9 @@ from .precision import (
     OPERAND_PARTS,
     padded,
     product_width,
-)
+)  # fmt: skip
 from .sweep import STRIP, Sweep
-from .tile import BLOCK_M, Tile
+from .tile import BLOCK_M, GuideNeeds, Tile
 
 # The least number of columns whose exponentials are cached, unless all are. Cached blocks have all
 # rows, and products with fewer columns take longer than the cache saves
@@ -55,6 +55,7 @@ class Needs:
     staged_once: int = 0
     weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
+    guide: GuideNeeds | None = None
 
     @property
     def statistics_needs(self) -> Needs:
@@ -86,6 +87,8 @@ class Needs:
         sizes = {
             "query_rows": self.staged_query * by_block * rows * operand_row,
             "key_rows": self.staged_key * by_block * columns * operand_row,
+            # staged rows come first: a later fold may find them in the same place
+            **(self.guide.parts(rows, columns) if self.guide is not None else {}),
             "gradient_block": self.gradient and self.gradient_block_bytes(rows, columns, d),
             "dq_accumulator": dq_rows * accumulator_row,
             "dk_accumulator": dk_rows * accumulator_row,

@@ -50,6 +50,9 @@ def readable_by_kernels(problem: Problem) -> Problem:
     key = query if problem.symmetric else with_strides_in_whole_elements(problem.key)
     if query is not problem.query or key is not problem.key:
         changed |= {"query": query, "key": key}
+    if problem.guided:
+        for name in ("guide_query", "guide_key"):
+            changed[name] = with_strides_in_whole_elements(getattr(problem, name))
     return replace(problem, **changed) if changed else problem
 
 

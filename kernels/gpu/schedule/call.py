@@ -117,8 +117,10 @@ class Call:
     set_size: int = 1  # positives of each query
     key_bias: bool = False
     query_bias: bool = False  # biases of queries, which are the keys of the columns' softmax
-    compares_with_limits: bool = False  # negatives above a limit are left out
+    has_limits: bool = False  # negatives above a limit are left out
     limits: bool = False  # limits are given as vectors, as in a block over ranks
+    guide_query: Matrix | None = None  # features by a guide; None: the call has no guide
+    guide_key: Matrix | None = None
     row_numbers: bool = False  # margin, decoupled or hardness: numbers in the loss of a row
     weights: bool = False  # weights of rows that are not part of the upstream gradient
     smoothing: bool = False
@@ -137,7 +139,7 @@ class Call:
         """The description of a problem on a GPU."""
         dq = dk = None
         if gradients is not None:
-            dq, dk = map(_destination, (gradients.query, gradients.key))
+            dq, dk = map(_matrix_of, (gradients.query, gradients.key))
             if dq is None and gradients.want_query:  # of a later fold: it adds to dQ in float32
                 m, _, d = problem.shape
                 dq = Matrix.packed(m, d, "float32")
@@ -149,7 +151,8 @@ class Call:
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
             problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
             problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
-            problem.compares_with_limits, problem.limits is not None,
+            problem.has_limits, problem.limits is not None,
+            _matrix_of(problem.guide_query), _matrix_of(problem.guide_key),
             bool(problem.margin or problem.decoupled or problem.hardness),
             problem.weights is not None, problem.label_smoothing != 0.0, classes is not None,
             0 if sums is None else sums.count, problem.joint, problem.retrieval_ranks,
@@ -176,9 +179,28 @@ class Call:
         return self.query_gradient is not None or self.key_gradient is not None
 
     @property
+    def guided(self) -> bool:
+        return self.guide_query is not None
+
+    @property
+    def guide_call(self) -> Call:
+        """The products of the guide's features, which are compared with limits."""
+        assert self.guide_query is not None
+        assert self.guide_key is not None
+        compute = self.compute
+        if compute != "fp64" and self.guide_query.dtype != self.query.dtype:
+            compute = "fp32"  # which is accurate for features of all other dtypes
+        return Call(
+            self.loss, self.guide_query, self.guide_key, compute=compute, normalize=self.normalize,
+            has_limits=True,
+        )  # fmt: skip
+
+    @property
     def pair_options(self) -> int:
-        """The number of these options that a call has: groups, positive ids, limits, biases."""
-        return self.groups + self.positive_ids + self.compares_with_limits + self.key_bias
+        """The number of these options that a call has: groups, positive ids, limits, a guide,
+        biases."""
+        names = self.groups + self.positive_ids
+        return names + self.has_limits + self.guided + self.key_bias
 
     @property
     def name_count(self) -> int:
@@ -189,15 +211,17 @@ class Call:
     def number_count(self) -> int:
         """The number of vectors of real numbers of these options: limits, biases, and positive ids,
         which have weights."""
-        return self.compares_with_limits + self.key_bias + self.positive_ids
+        return self.has_limits + self.key_bias + self.positive_ids
 
     def pair_defines(self, columns: int) -> dict[str, int]:
         """The -D options of `pair_options`; `columns`: 1 if columns have a softmax."""
         defines = {"GROUPS": 1} if self.groups else {}
         if self.positive_ids:
             defines["POSITIVE_IDS"] = 1
-        if self.compares_with_limits:
+        if self.has_limits:
             defines["LIMITS"] = 2 if columns else 1
+        if self.guided:
+            defines["GUIDE"] = 2 if columns else 1
         if self.key_bias:
             defines["BIAS"] = 2 if self.query_bias else 1
         return defines
@@ -223,8 +247,8 @@ class Call:
         )
 
 
-def _destination(out: Array | None) -> Matrix | None:
-    return None if out is None else Matrix.of(out)
+def _matrix_of(array: Array | None) -> Matrix | None:
+    return None if array is None else Matrix.of(array)
 
 
 def _loss_of(problem: Problem) -> Loss:

@@ -15,7 +15,17 @@ import numpy as np
 from .. import config
 from ..config import DeviceProperties, Needs, Sweep, Tile, precision
 from .call import ITEM, Call, Loss, Matrix
-from .folds import Cut, Fold, Folds, OperandRows, Operands, Part, Reading
+from .folds import (
+    Cut,
+    Fold,
+    Folds,
+    Guide,
+    OperandRows,
+    Operands,
+    Part,
+    Reading,
+    scheduled_kernel,
+)  # fmt: skip
 from .fused import TILE, OneLaunch, one_launch
 from .method import choose_method
 
@@ -28,7 +38,7 @@ ONE_PASS = ("bf16x3", "bf16")
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
 GROUP_BLOCK = 8192  # most rows and columns of a block, if groups leave out blocks
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
-# Bytes that alignment may add: less than ALIGNMENT for each part. A fold has at most 10 parts
+# Bytes that alignment may add: less than ALIGNMENT for each part. A fold has at most 14 parts
 # (`Needs.parts`), and the cache has 2 (`Needs.cached_parts`)
 ALIGNMENT_BYTES = 16 * ALIGNMENT
 
@@ -44,6 +54,7 @@ class Schedule:
     operands: Operands | None = None
     tile: Tile | None = None
     sweep: Sweep | None = None  # which replaces tiles
+    guide: Guide | None = None
     folds: tuple[Fold, ...] = ()
     one_pass: bool = False
     cached_columns: int = 0  # columns whose exponentials are cached between the folds
@@ -66,13 +77,14 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     """The schedule of a tiled call, or of a block over ranks."""
     operands = choose_operands(call, device)
     tile = config.tile_for(
-        operands.precision, call.shape[2], device, call.number_count, call.name_count
+        operands.precision, call.shape[2], device, call.number_count, call.name_count, call.guided
     )
+    guide = choose_guide(call, device) if call.guided else None
     sweep, register_sweep = choose_sweeps(call, operands, device)
-    cut = choose_cut(call, operands, tile, sweep, register_sweep, device)
+    cut = choose_cut(call, operands, tile, sweep, register_sweep, guide, device)
     folds = Folds(call, operands, tile, sweep, register_sweep, cut).all()
     return Schedule(
-        call, "tiled", device, None, operands, tile, sweep, folds, cut.one_pass,
+        call, "tiled", device, None, operands, tile, sweep, guide, folds, cut.one_pass,
         cut.gradient.cached_columns, cached_memory(call, cut), cut.workspace,
     )  # fmt: skip
 
@@ -111,7 +123,7 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
         in_parts = in_parts or (
             operand_precision in config.FLOAT16 and call.query.dtype != "float16"
         )
-    if in_parts and call.compares_with_limits and (call.symmetric or call.limits):
+    if in_parts and call.has_limits and (call.symmetric or call.limits):
         # a product must be the same number in each block and fold, and x_ji must equal x_ij
         operand_precision = "fp32"
     if not config.supported(operand_precision, device):
@@ -194,9 +206,21 @@ def choose_sweeps(
     return sweep, register_sweep
 
 
+def choose_guide(call: Call, device: DeviceProperties) -> Guide:
+    """How the products of a guide are computed."""
+    guide = call.guide_call
+    operand_precision = choose_precision(guide, device)
+    query, key = (choose_rows(guide, z, operand_precision) for z in (guide.query, guide.key))
+    width = min(query.features, key.features) * config.element_bytes(operand_precision)
+    tile = config.tile_for(operand_precision, guide.shape[2], device, guide.number_count)
+    both = call.two_sided or call.symmetric
+    kernel = scheduled_kernel("guide", guide, operand_precision, tile, COLUMNS=int(both))
+    return Guide(Operands(operand_precision, query, key, width, 0, 0), tile, kernel, 1 + both)
+
+
 def choose_cut(
     call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, register_sweep: Sweep | None,
-    device: DeviceProperties,
+    guide: Guide | None, device: DeviceProperties,
 ) -> Cut:  # fmt: skip
     """The largest blocks whose temporary memory fits the workspace."""
     operand_precision, shape, whole_call = operands.precision, call.shape, call.block is None
@@ -227,6 +251,7 @@ def choose_cut(
         dk_in_workspace=writes_gradient
         and not (dq_in_place if call.symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),
+        guide=None if guide is None else guide.needs,
     )  # fmt: skip
     may_cache = (
         whole_call and call.gradient

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...grid import Grid, slices
 from .. import config
-from ..config import Blocking, Needs, Sweep, Tile
+from ..config import Blocking, GuideNeeds, Needs, Sweep, Tile
 from .call import Call, Loss, Purpose
 from .matrix_products import sums_of_first_block
 
@@ -77,6 +77,23 @@ class Operands:
 
 
 @dataclass(frozen=True)
+class Guide:
+    """How a guide's products become marks of pairs, before the kernels of a fold read them."""
+
+    operands: Operands
+    tile: Tile
+    kernel: ScheduledKernel
+    marks: int  # of a pair: in its row, and in its column
+
+    @property
+    def needs(self) -> GuideNeeds:
+        """The memory that marks need in the workspace."""
+        sides = self.operands.query, self.operands.key
+        staged = (z.row_bytes if z.reading is Reading.BY_BLOCK else 0 for z in sides)
+        return GuideNeeds(self.marks, *staged)
+
+
+@dataclass(frozen=True)
 class Part:
     """A named part of the workspace."""
 
@@ -140,6 +157,26 @@ class Cut:
     dq_copies: int
 
 
+def scheduled_kernel(
+    name: str, call: Call, precision: str, shape: Tile | Sweep, *, gradient: bool = True,
+    sums: bool = False, **defines: Any,
+) -> ScheduledKernel:  # fmt: skip
+    """The kernel `name` of tiled/ or sm90/, with its -D options."""
+    options = {"PRECISION": precision.upper(), "IDS": int(call.ids), "FACTORS": int(call.normalize),
+               **defines}  # fmt: skip
+    if call.set_size > 1:
+        options["SETS"] = 1
+    options |= call.pair_defines(defines.get("COLUMNS", 0))
+    if isinstance(shape, Tile):
+        options |= {"BLOCK_N": shape.block_n, "WARP_N": shape.warp_n, "STAGES": shape.stages,
+                    "LEVELS": shape.levels, "MIN_BLOCKS": shape.min_blocks}  # fmt: skip
+        file, shared = f"tiled/{name}.cu", shape.shared
+    else:
+        options |= config.defines(shape, gradient, sums)
+        file, shared = f"sm90/{name}.cu", options["SHARED"]
+    return ScheduledKernel(file, name, shape.threads, tuple(options.items()), shared)
+
+
 @dataclass(frozen=True)
 class Folds:
     """Makes the folds of a call, from the choices of decisions.py."""
@@ -198,25 +235,9 @@ class Folds:
 
     # -- kernels and memory
 
-    def kernel(
-        self, name: str, shape: Tile | Sweep, *, gradient: bool = True, sums: bool = False,
-        **defines: Any,
-    ) -> ScheduledKernel:  # fmt: skip
+    def kernel(self, name: str, shape: Tile | Sweep, **options: Any) -> ScheduledKernel:
         """The kernel `name` of tiled/ or sm90/, with its -D options."""
-        call = self.call
-        options = {"PRECISION": self.operands.precision.upper(), "IDS": int(call.ids),
-                "FACTORS": int(call.normalize), **defines}  # fmt: skip
-        if call.set_size > 1:
-            options["SETS"] = 1
-        options |= call.pair_defines(defines.get("COLUMNS", 0))
-        if isinstance(shape, Tile):
-            options |= {"BLOCK_N": shape.block_n, "WARP_N": shape.warp_n, "STAGES": shape.stages,
-                     "LEVELS": shape.levels, "MIN_BLOCKS": shape.min_blocks}  # fmt: skip
-            file, shared = f"tiled/{name}.cu", shape.shared
-        else:
-            options |= config.defines(shape, gradient, sums)
-            file, shared = f"sm90/{name}.cu", options["SHARED"]
-        return ScheduledKernel(file, name, shape.threads, tuple(options.items()), shared)
+        return scheduled_kernel(name, self.call, self.operands.precision, shape, **options)
 
     @property
     def moments(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import Rows
 from ..schedule import BlockFold, Call, Fold, Purpose, tiled_schedule
+from . import guide
 from .buffers import Buffers
 from .gradient import SoftmaxRun
 from .lse import RanksRun, StatisticsRun
@@ -64,6 +65,11 @@ class GPU:
         if problem.bias is not None:
             return self._solve_sigmoid(problem, gradients, dots)
         problem, stats = vectors.statistics(problem)
+        if problem.guided:  # dL/dx of rows that a guide spoils becomes NaN
+            nans = guide.nans(problem, vectors)
+            if problem.joint:  # rows i and i + B have one softmax
+                nans = nans.reshape(2, -1).sum(axis=0)
+            problem = fast_replace(problem, upstream=problem.upstream + nans)
         epilogues: dict[Purpose, Epilogue] = {
             Purpose.STATISTICS: stats, Purpose.RANKS: retrieval_ranks_of(stats, problem),
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
@@ -126,13 +132,17 @@ class GPU:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
         m = problem.shape[0]
         out = self.buffers.launcher.queue.zeros(m + 1, np.float64)
-        return self.vectors.find_and_add_nans(problem, out[:m], out[m:])
+        row_nans = self.vectors.find_and_add_nans(problem, out[:m], out[m:])
+        return row_nans + guide.nans(problem, self.vectors) if problem.guided else row_nans
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
     def positive_dots(self, problem: Problem) -> Array:
+        guide_features = self.buffers.guide
         query, key = self.linear_rows
+        if guide_features is not None and guide_features.is_of(problem):
+            query, key = guide_features.linear_rows
         return query.positive_products(key, problem.positives)
 
     def segment_sums(

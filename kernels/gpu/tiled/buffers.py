@@ -9,13 +9,14 @@ import numpy as np
 
 from ...problem import Array, Problem
 from .. import config
-from ..device.arguments import NATURAL, Fields, address, matrix
+from ..device.arguments import NATURAL, Fields, address
 from ..device.launcher import Launcher
 from ..device.launches import Queue
 from ..linear import Rows
 from ..schedule import Schedule
 from ..vectors import TiledVectors
-from .operands import CachedExponentials, OperandSide, Workspace
+from .guide import Guide
+from .operands import CachedExponentials, OperandSide, Workspace, find_feature_divisors, to_products
 
 
 class PairVectors:
@@ -57,10 +58,6 @@ class PairVectors:
         if column_bias is not None:
             self.rows["row_bias"], self.columns["column_bias"] = row_bias, column_bias
 
-    @property
-    def has_limits(self) -> bool:
-        return "row_limits" in self.rows
-
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields of struct Block that these options add."""
         found = {name: address(vector, rows.start) for name, vector in self.rows.items()}
@@ -84,6 +81,7 @@ class Buffers:
         self.key = self.query
         if not problem.symmetric:
             self.key = OperandSide(*side, problem.key, operands.key)
+        self.guide = Guide(problem, schedule, queue) if schedule.guide is not None else None
         self.vectors = TiledVectors(self.launcher, problem)
         self.scalars = self.vectors.scalars
         # read before `materialize_vectors` replaces the rule by a vector
@@ -97,19 +95,24 @@ class Buffers:
         self._queries_of_keys: tuple[Array, Array, Array] | None = None
 
     def prepare(self, problem: Problem) -> None:
-        """Before the first fold: float16 divisors of features; limits and biases as products."""
+        """Before the first fold: float16 divisors of features; limits and biases as products; the
+        limits of a guide."""
         bias, operands = 0.0, self.operands
         if self.schedule.sweep is not None:
             width = problem.shape[2] * operands.item  # adding zeros cuts nothing off
             bias = config.sweep_truncation_bias(self.precision, width)
-        divisors = self._find_feature_divisors()
+        self.feature_divisors = find_feature_divisors(
+            self.launcher, self.sides, self.schedule.device.multiprocessors
+        )
         self.logit_scale = {
             **self.scalars.exponent_scale,
             "factor": 1 + bias,
-            "feature_divisors": divisors,
+            "feature_divisors": address(self.feature_divisors, 2),
         }
         if not problem.plain_logits or problem.has_positive_ids:
             self.pair_vectors = PairVectors(self, problem)
+        if self.guide is not None:
+            self.guide.prepare(problem)
 
     @property
     def sides(self) -> list[OperandSide]:
@@ -122,43 +125,9 @@ class Buffers:
         rows = [Rows(self.launcher, side) for side in self.sides]
         return rows[0], rows[-1]
 
-    def _find_feature_divisors(self) -> int:
-        """Choose float16 divisors of queries and keys, so that operands neither overflow nor
-        underflow. Returns the address of the product of both divisors; 0: no divisors."""
-        sides = self.sides
-        divided = [side for side in sides if side.form.has_divisor]
-        if not divided:
-            return 0
-        largest, self.feature_divisors = self.launcher.queue.zeros(2, np.uint32), cupy.empty(3)
-        for side in divided:
-            (n, d), index = side.features.shape, sides.index(side)
-            self.launcher.rows(
-                "find_largest", n, d, most=8 * self.schedule.device.multiprocessors,
-                z=matrix(side.features), n=n, d=d, found=address(largest, index),
-            )  # fmt: skip
-            side.feature_divisor = address(self.feature_divisors, index)
-        largest_key = address(largest, len(sides) - 1)
-        self.launcher.launch(
-            "rows.cu", "find_feature_divisors", 1, 1,
-            {"largest_query": largest, "largest_key": largest_key,
-             "feature_divisors": self.feature_divisors},
-        )  # fmt: skip
-        return address(self.feature_divisors, 2)
-
     def to_products(self, values: Array, value_scale: Fields) -> Array:
         """The products whose logits are `values` times `value_scale` (struct Scale)."""
-        n = len(values)
-        out = cupy.empty(n, self.real)
-        self.launcher.vectors(
-            "to_products",
-            n,
-            values=values,
-            value_scale=value_scale,
-            n=n,
-            scale=self.logit_scale,
-            out=out,
-        )
-        return out
+        return to_products(self.launcher, values, value_scale, self.logit_scale, self.real)
 
     def add_bias(self, logits: Array, bias: Array, by: float, out: Array) -> None:
         """out = logits + by * bias."""

@@ -29,6 +29,8 @@ class FoldRun:
         if problem.host_groups is not None:
             self.grid = _grid_of_groups(problem, fold.grid)
         self.scale, self.pair_vectors = buffers.logit_scale, buffers.pair_vectors
+        self.guide = buffers.guide
+        self.marks: Fields = {}  # of the current block
         self.rows, self.columns = fold.grid.largest
         self.memory = buffers.workspace.begin_fold(fold)
 
@@ -40,6 +42,8 @@ class FoldRun:
             for column_block in self.grid.visits(row_block):
                 columns = self.grid.columns[column_block]
                 self.k = key.block(columns, "key_rows", self.memory, staged)
+                if self.guide is not None:
+                    self.marks = self.guide.mark(rows, columns, self.memory, staged)
                 self.block(rows, columns, row_block, column_block)
                 done += 1
                 if self.problem.progress is not None:
@@ -103,7 +107,7 @@ class FoldRun:
         }  # fmt: skip
         if self.pair_vectors is not None:
             fields |= self.pair_vectors.fields(rows, columns)
-        return fields
+        return fields | self.marks
 
 
 def _grid_of_groups(problem: Problem, grid: Grid) -> Grid:

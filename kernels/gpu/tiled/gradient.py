@@ -317,7 +317,7 @@ class SoftmaxRun(GradientRun):
                 if wanted is not None and not (is_key_side and problem.symmetric)
             }
         column_reference = sources["column_reference"]
-        if column_reference is not None and pairs is not None and pairs.has_limits:
+        if column_reference is not None and problem.compares_with_limits:
             self.launcher.launch(
                 "vectors.cu", "check_spread", 1, RANGE_THREADS,
                 {"row_reference": sources["row_reference"], "column_reference": column_reference,

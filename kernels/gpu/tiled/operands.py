@@ -150,6 +150,45 @@ class OperandSide(Features):
         return operand
 
 
+def find_feature_divisors(
+    launcher: Launcher, sides: Sequence[OperandSide], multiprocessors: int
+) -> Array | None:
+    """Choose float16 divisors of queries and keys, so that operands neither overflow nor underflow.
+
+    Returns the divisor of each side, and their product; None: no divisors.
+    """
+    divided = [side for side in sides if side.form.has_divisor]
+    if not divided:
+        return None
+    largest, divisors = launcher.queue.zeros(2, np.uint32), cupy.empty(3)
+    for side in divided:
+        (n, d), index = side.features.shape, sides.index(side)
+        launcher.rows(
+            "find_largest", n, d, most=8 * multiprocessors, z=matrix(side.features), n=n, d=d,
+            found=address(largest, index),
+        )  # fmt: skip
+        side.feature_divisor = address(divisors, index)
+    largest_key = address(largest, len(sides) - 1)
+    launcher.launch(
+        "rows.cu", "find_feature_divisors", 1, 1,
+        {"largest_query": largest, "largest_key": largest_key, "feature_divisors": divisors},
+    )  # fmt: skip
+    return divisors
+
+
+def to_products(
+    launcher: Launcher, values: Array, value_scale: Fields, logit_scale: Fields, real: np.dtype[Any]
+) -> Array:
+    """The products whose logits, by `logit_scale`, are `values` times `value_scale` (struct
+    Scale)."""
+    n = len(values)
+    out = cupy.empty(n, real)
+    launcher.vectors(
+        "to_products", n, values=values, value_scale=value_scale, n=n, scale=logit_scale, out=out
+    )
+    return out
+
+
 # --- gradient blocks ------------------------------------------------------------------------------
 
 

@@ -2,10 +2,6 @@
 #pragma once
 #include "sm90/sweep/logits.cuh"
 
-#ifndef COLUMNS
-#define COLUMNS 1
-#endif
-
 // Numbers of options take the place of columns' reference exponents in shared memory. The reference exponents
 // are then read from global memory, if one exponential does not serve both sides.
 constexpr bool KEEPS_REFERENCES = COLUMNS && !Options::SPLITS && !Options::SHIFTS;
@@ -43,6 +39,7 @@ struct LogitGradient {
 
   __device__ __forceinline__ void publish(int t) {
     consumer.columns.publish(b, t, lane);
+    rows.load_marks(b, work.query_tile, t, lane);
     if (!COLUMNS) return;
     const int to = in_slices(lane.thread);
     const i64 at = (i64)t * TILE_COLUMNS + lane.thread;

@@ -11,6 +11,12 @@ struct Rows : Options::RowNumbers<2> {
 #if FACTORS
   float factor[2];
 #endif
+#if GUIDE
+  u32 row_marks[2];  // words of the current tile
+#endif
+#if GUIDE == 2
+  u32 column_marks[2];
+#endif
   __device__ __forceinline__ void load(const Block& b, int query_tile, const Lane& lane) {
     const i64 itself = b.first_row + (i64)query_tile * QUERY_TILE_ROWS - b.first_column;
     const int far = 1 << 30;
@@ -26,6 +32,32 @@ struct Rows : Options::RowNumbers<2> {
 #endif
       Options::copy_rows(*this, b, [&](auto& to, auto from) { to[h] = inside ? from[row] : 0; });
     }
+  }
+  // The marks of a guide for a tile.
+  __device__ __forceinline__ void load_marks(const Block& b, int query_tile, int tile, const Lane& lane) {
+#if GUIDE
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 row = lane.row_of(query_tile, h);
+      const i64 word = mark_word(b.q.rows, row, (i64)tile * TILE_COLUMNS + 2 * lane.t);
+      row_marks[h] = row < b.q.rows ? b.row_marks[word] : 0;
+#if GUIDE == 2
+      column_marks[h] = row < b.q.rows ? b.column_marks[word] : 0;
+#endif
+    }
+#endif
+  }
+  // Of x[i] of that tile.
+  __device__ __forceinline__ Marks marks(int i) const {
+    Marks marks;
+#if GUIDE
+    const int h = i / 2 % 2, bit = mark_bit(i / 4 * 8 + i % 2);
+    marks = {bool(row_marks[h] >> bit & 1), true};
+#endif
+#if GUIDE == 2
+    marks.in_column = column_marks[h] >> bit & 1;
+#endif
+    return marks;
   }
   // Of a positive in the block, or -1.
   __device__ __forceinline__ static int column(const Block& b, i64 key) {
@@ -78,7 +110,7 @@ struct SliceColumns : Options::ColumnNumbers<4> {
 
 // The pair of x[i], of which `columns` are the slice.
 __device__ __forceinline__ auto pair_of(int i, const Rows& rows, const SliceColumns& columns) {
-  return Pair<Rows, SliceColumns>{rows, columns, i / 2 % 2, i / 4 % 2 * 2 + i % 2};
+  return Pair<Rows, SliceColumns>{rows, columns, i / 2 % 2, i / 4 % 2 * 2 + i % 2, rows.marks(i)};
 }
 
 // The largest of this thread's exponents in the first or the second of its rows; LOW if the row's softmax has
@@ -147,7 +179,7 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
   if (Options::MASKS)
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-      Options::mask(x[i], Pair<Rows, Columns>{rows, columns, i / 2 % 2, column_of(i, lane)});
+      Options::mask(x[i], Pair<Rows, Columns>{rows, columns, i / 2 % 2, column_of(i, lane), rows.marks(i)});
     }
   const int diagonal = rows.diagonal - first;
   const bool crossed = diagonal > -QUERY_TILE_ROWS && diagonal < TILE_COLUMNS;

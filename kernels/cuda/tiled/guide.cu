@@ -1,0 +1,47 @@
+// Marks of pairs by a guide: those whose product is above the limit of their row, or of their column.
+//
+// The queries and keys of this launch are the guide's features, and LIMITS is 1, or 2 if columns have a softmax. The
+// kernels of the loss read the marks as an option of pairs (GuideMarks in block/options.cuh). They compute the product
+// of a pair in several folds; its marks are the same in each, because this kernel adds up a product in one order only.
+#include "tiled/tile.cuh"
+
+#if WARP_N == 64
+typedef unsigned short MarksOfLane;  // of a row: one bit for each of LANE_N columns
+#else
+typedef unsigned char MarksOfLane;
+#endif
+static_assert(LANE_N == 8 * sizeof(MarksOfLane), "a lane has whole bytes of a word");
+static_assert(MARKED_COLUMNS % BLOCK_N == 0, "a tile lies in one group of marked columns");
+
+extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
+guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
+  extern __shared__ __align__(128) char stages[];
+  __shared__ TileShared shared;
+  const Position p;
+  Pipeline pipeline(block, stages);
+  for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
+    prepare(shared, block, tile);
+    Products x;
+    tile_product(x, pipeline, p);
+    apply_factors(x, shared, p);
+    const i64 first = tile.column + p.warp_n * WARP_N;  // column of this warp
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      u32 in_row = 0, in_column = 0;  // bit j: of x[i][j]
+#pragma unroll
+      for (int j = 0; j < LANE_N; ++j) {
+        const auto pair = shared.pair(p.row(i), p.column(j));
+        in_row |= (u32)(x[i][j] > pair.rows.row_limits[pair.row]) << j;
+#if LIMITS == 2
+        in_column |= (u32)(x[i][j] > pair.columns.column_limits[pair.column]) << j;
+#endif
+      }
+      const i64 row = tile.row + p.row(i);
+      if (row >= block.q.rows) continue;
+      // Of a word, this lane has LANE_N bits
+      const i64 at = mark_word(block.q.rows, row, first + 2 * p.t) * (32 / LANE_N) + first % MARKED_COLUMNS / WARP_N;
+      ((MarksOfLane*)row_marks)[at] = (MarksOfLane)in_row;
+      if (LIMITS == 2) ((MarksOfLane*)column_marks)[at] = (MarksOfLane)in_column;
+    }
+  }
+}
