@@ -162,8 +162,9 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
         if options.pop("ids", False):
             options["ids"] = cupy.asarray(rng.integers(0, rows, rows))
         if "labels" in options:
-            shape = rows, options["labels"]
-            options["labels"] = cupy.asarray(rng.integers(-20, rows, shape))
+            each = [rng.permutation(rows)[: options["labels"]] for _ in range(rows)]
+            is_none = rng.random((rows, options["labels"])) < 0.2
+            options["labels"] = cupy.asarray(np.where(is_none, -1, each))
         if classes := options.pop("classes", None):
             options["labels"] = cupy.asarray(rng.integers(0, classes, rows))
         if options.pop("groups", False):
