@@ -55,7 +55,7 @@ def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
 
 def _work_of_guide(name: str, fold: Fold, guide: Guide, gpu: GPU) -> Work:
     """The marks of all blocks of a pass."""
-    operands, tile = guide.operands, guide.tile
+    operands, shape = guide.operands, guide.shape
     flops = moved = 0.0
     for a, rows in enumerate(fold.grid.rows):
         for b in fold.grid.visits(a):
@@ -68,10 +68,8 @@ def _work_of_guide(name: str, fold: Fold, guide: Guide, gpu: GPU) -> Work:
     seconds = max(
         flops / gpu.flops[kind if kind in gpu.flops else "16 bits"], moved / gpu.bandwidth
     )
-    shape = tile.query_tile_rows, tile.block_n
-    return Work(
-        name, "tiled/guide", shape, fold.grid.largest, blocks, blocks, flops, moved, seconds
-    )
+    tile, kernel = (shape.query_tile_rows, shape.block_n), guide.kernel.file.removesuffix(".cu")
+    return Work(name, kernel, tile, fold.grid.largest, blocks, blocks, flops, moved, seconds)
 
 
 def _kernel_and_products(

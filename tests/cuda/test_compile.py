@@ -160,8 +160,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
             **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
-        options = ("--ptxas-options=-v",)
-        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]
+        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
         assert "serialized" not in log  # products that wait for each other
         allowed = (SPILLS_EXTRAS if extras else budget) + moments * SPILLS_MOMENTS
         assert spilled(log) <= allowed, (defines, log)
@@ -199,6 +198,23 @@ def test_sweeps_with_limits_and_biases(
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(("limits", "normalize"), [(1, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("fp16", 1040)])
+def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: int) -> None:
+    """It has as many stages as shared memory has room for, and spills hardly anything."""
+    sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], False, False, 1 + normalize)
+    assert sweep is not None
+    assert sweep.stages(False, False) == (4 if sweep.wide else 6)
+    defines = {
+        "PRECISION": precision.upper(), **config.defines(sweep, False, False), "IDS": 0,
+        "FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits,
+    }  # fmt: skip
+    log = compiler.compile_for("sm90/sweep_guide.cu", defines, "sm_90a", PTXAS)[1]
+    assert "serialized" not in log
+    assert spilled(log) <= SPILLS, (defines, log)
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("name", ["lse", "gradient"])
 def test_tiled_kernels_with_limits_and_biases(name: str, precision: str) -> None:
@@ -224,12 +240,11 @@ def test_cached_exponentials(precision: str, columns: int, extras: bool, moments
         "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "CACHE": 1,
         "MOMENTS": int(moments),
     }  # fmt: skip
-    options = ("--ptxas-options=-v",)
-    log = compiler.compile_for("sm90/sweep_lse.cu", defines, "sm_90a", options)[1]
+    log = compiler.compile_for("sm90/sweep_lse.cu", defines, "sm_90a", PTXAS)[1]
     assert "serialized" not in log
     assert spilled(log) <= SWEEPS["lse"][1] + moments * SPILLS_MOMENTS, (defines, log)
     defines = {"PRECISION": precision.upper(), "COLUMNS": columns}
-    log = compiler.compile_for("sm90/cached_gradient.cu", defines, "sm_90a", options)[1]
+    log = compiler.compile_for("sm90/cached_gradient.cu", defines, "sm_90a", PTXAS)[1]
     assert spilled(log) == 0
 
 
@@ -241,7 +256,7 @@ def test_cached_exponentials(precision: str, columns: int, extras: bool, moments
 )
 def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
     """Kernels that look for several positives a row keep to the budgets of the others."""
-    options, device = ("--ptxas-options=-v",), DEVICES["sm_90a"]
+    device = DEVICES["sm_90a"]
     sweep = config.sweep_for(precision, width, device, extras)
     assert sweep is not None
     for name in ("lse", "gradient"):
@@ -250,20 +265,18 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
             "PRECISION": precision.upper(), **config.defines(sweep, gradient, not gradient),
             "IDS": int(extras), "FACTORS": int(extras), "COLUMNS": 0, "SETS": 1,
         }  # fmt: skip
-        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]
+        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
         assert "serialized" not in log
         assert spilled(log) <= (SPILLS_EXTRAS if extras else SWEEPS[name][1]), (defines, log)
     for name in ("lse", "gradient"):
         for element in ("bf16", "fp64") if THOROUGH else ("bf16",):
             tile = config.tile_for(element, 64, DEVICES["sm_80"])
             compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1)
-            tile, more = (
-                config.tile_for(element, 64, DEVICES["sm_80"], 2),
-                {"LIMITS": 1, "BIAS": 1},
-            )
+            tile = config.tile_for(element, 64, DEVICES["sm_80"], 2)
+            more = {"LIMITS": 1, "BIAS": 1}
             compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1, **more)
     defines = {"PRECISION": "FP32", "FACTORS": int(extras), "SETS": 1}
-    assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", options)[1]) <= 64
+    assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", PTXAS)[1]) <= 64
 
 
 @needs_nvrtc
@@ -287,8 +300,7 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
             "SHARED": sweep.shared(True, False), "IDS": int(extras), "FACTORS": int(extras),
             "COLUMNS": columns,
         }  # fmt: skip
-        options = ("--ptxas-options=-v",)
-        log = compiler.compile_for("sm90/sweep_narrow.cu", defines, "sm_90a", options)[1]
+        log = compiler.compile_for("sm90/sweep_narrow.cu", defines, "sm_90a", PTXAS)[1]
         assert "serialized" not in log
         assert spilled(log) <= SWEEPS["gradient"][1], (defines, log)
 
@@ -316,8 +328,7 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
 def test_finish(precision: str, factors: int, linear: int, arch: str) -> None:
     one_in(3, (precision == "FP64") + factors + linear + list(DEVICES).index(arch))
     defines = {"PRECISION": precision, "FACTORS": factors, "LINEAR": linear}
-    log = compiler.compile_for("finish.cu", defines, arch, ("--ptxas-options=-v",))[1]
-    assert spilled(log) <= 32
+    assert spilled(compiler.compile_for("finish.cu", defines, arch, PTXAS)[1]) <= 32
 
 
 @needs_nvrtc
@@ -329,7 +340,7 @@ def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
     place = list(kinds).index(kind) + (precision == "FP64") + list(DEVICES).index(arch)
     one_in(3, place)
     defines = {"PRECISION": precision, "DTYPE": f"DTYPE_{dtype}", "NORMALIZE": 1, "IDS": 1, **kinds}
-    log = compiler.compile_for("fused/fused.cu", defines, arch, ("--ptxas-options=-v",))[1]
+    log = compiler.compile_for("fused/fused.cu", defines, arch, PTXAS)[1]
     assert spilled(log) <= (64 if precision == "FP32" else 512)
 
 
@@ -387,14 +398,3 @@ def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type:
     (tmp_path / "elementwise.cu").write_text(kernel.preamble + text)
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
     assert compiler.compile_for("elementwise.cu", {}, "sm_80")
-
-
-@needs_nvrtc
-def test_errors_name_file_and_line(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "inner.cuh").write_text("#pragma once\nint fine;\nint broken = missing;\n")
-    (tmp_path / "outer.cu").write_text('int a;\n#include "inner.cuh"\n#include "inner.cuh"\nhuh;\n')
-    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
-    with pytest.raises(RuntimeError) as error:
-        compiler.compile_for("outer.cu", {}, "sm_80")
-    assert "inner.cuh(3)" in str(error.value)
-    assert "outer.cu(4)" in str(error.value)

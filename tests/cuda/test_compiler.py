@@ -1,4 +1,5 @@
-"""How sources are put together, and files compiled side by side; nothing is compiled here."""
+"""How sources are put together, and files compiled side by side. One file is compiled here:
+one with errors."""
 
 import re
 import threading
@@ -143,3 +144,18 @@ def test_lines_after_an_include_that_is_skipped(
 
 def test_architecture() -> None:
     assert [compiler.architecture(c) for c in ("75", "90", "100")] == ["sm_75", "sm_90a", "sm_100"]
+
+
+@pytest.mark.extras
+def test_errors_name_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        pytest.importorskip("cupy").cuda.nvrtc.getVersion()
+    except Exception as error:
+        pytest.skip(f"no NVRTC: {error}")
+    (tmp_path / "inner.cuh").write_text("#pragma once\nint fine;\nint broken = missing;\n")
+    (tmp_path / "outer.cu").write_text('int a;\n#include "inner.cuh"\n#include "inner.cuh"\nhuh;\n')
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    with pytest.raises(RuntimeError) as error:
+        compiler.compile_for("outer.cu", {}, "sm_80")
+    assert "inner.cuh(3)" in str(error.value)
+    assert "outer.cu(4)" in str(error.value)

@@ -87,6 +87,29 @@ def test_marks_on_both_sides_of_tiles(name: str, dtype: str, data: st.DataObject
         assert difference <= tolerance * np.linalg.norm(gradient) + 1e-9
 
 
+# operands of up to 1024 bytes a row stay in a sweep's shared memory, longer ones do not
+@pytest.mark.parametrize("width", [16, 576])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), [("info_nce", "float16"), ("clip", "bfloat16")])
+def test_marks_of_normalized_and_of_wide_rows(
+    name: str, dtype: str, normalize: bool, width: int
+) -> None:
+    """Guides of -1 and 1, whose products differ by even numbers; the margin is odd."""
+    rng = np.random.default_rng(width)
+    z = [rng.normal(size=(n, 8)).astype(dtype_of(dtype)) for n in (130, 130 + (name != "clip"))]
+    guide = [rng.choice([-1.0, 1.0], (len(a), width)) for a in z]
+    options: dict[str, Any] = {"scale": 4.0 if normalize else 0.5, "normalize": normalize}
+    options["guide_margin"] = -(width // 16 | 1) / (width if normalize else 1)
+    want = getattr(reference, name)(
+        *(a.astype(np.float64) for a in z), guide=tuple(guide), **options
+    )
+    got = getattr(infonce, f"{name}_loss_and_grad")(
+        *map(cupy.asarray, z), guide=placed(tuple(a.astype(dtype_of(dtype)) for a in guide)),
+        grad_dtype=np.float32, method="tiled", **options,
+    )  # fmt: skip
+    assert abs(float(got.loss) - want.loss) <= 2e-6 * max(1, want.loss)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", [0, -1])
 def test_a_guide_that_is_not_finite_makes_losses_nan(name: str, side: int) -> None:

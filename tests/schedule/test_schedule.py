@@ -94,6 +94,18 @@ def test_folds_fit_their_workspace_and_visit_all_blocks(
     assert sum(fold.dq_accumulator is not None for fold in made.folds) == wanted
 
 
+@pytest.mark.parametrize(
+    ("device", "compute", "kernel"),
+    [("h200", "bf16", "sm90/sweep_guide"), ("h200", "fp16", "sm90/sweep_guide"),
+     ("h200", "fp32", "tiled/guide"), ("a100", "bf16", "tiled/guide")],
+)  # fmt: skip
+def test_the_kernel_of_a_guide(device: str, compute: str, kernel: str) -> None:
+    guide = Matrix.packed(4096, 520, DTYPES[compute])
+    call = a_call(Loss.BOTH, 4096, 0, 64, compute, guide_query=guide, guide_key=guide)
+    works = work_of(schedule(call, DEVICES[device]), GPUS[device])
+    assert next(works).kernel == kernel
+
+
 def test_the_decisions_of_one_call() -> None:
     """Those that docs/methods.md tells about."""
     made = schedule(a_call(Loss.BOTH, 65536, 65536, 512), DEVICES["h200"])

@@ -47,7 +47,7 @@ struct Block : PlainBlock {
 #endif
 };
 
-// Marks of a guide (tiled/guide.cu). A word has the marks of one row with a quarter of the columns of a group of
+// Marks of a guide (tiled/guide.cu, sm90/sweep_guide.cu). A word has the marks of one row with a quarter of the columns of a group of
 // MARKED_COLUMNS: of a group's column c, it is bit `mark_bit(c)` of the row's word c / 2 % 4. So a thread whose
 // accumulators hold the products of tensor cores has all its columns of a group in one word.
 constexpr int MARKED_COLUMNS = 128;

@@ -71,7 +71,7 @@ class Sweep:
         """Stages of the pipeline.
 
         `gradient`: the kernel writes a gradient block. `sums`: the kernel adds up columns. A kernel
-        that caches exponentials does both.
+        that caches exponentials does both. The kernel of a guide does neither.
         """
         left = self.shared_memory - self.reserved(gradient, sums) - self.query_tile_bytes
         if self.in_registers:  # stages hold whole key tiles
@@ -92,13 +92,14 @@ class Sweep:
 
     def reserved(self, gradient: bool, sums: bool) -> int:
         """Bytes of shared memory beside the query tile and the stages."""
-        # factors and references of columns, or factors, limits and biases of columns
-        vectors = VECTOR_BYTES * max(2, 1 + self.number_count)
+        number_bytes = VECTOR_BYTES * self.number_count  # limits and biases of columns
+        # factors of columns, and references unless numbers take their place
+        vectors = VECTOR_BYTES * (1 if self.number_count else 2)
         gradient_bytes = vectors + (not self.in_registers) * self.warpgroups * GRADIENT_STRIP_BYTES
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
-        sum_bytes += VECTOR_BYTES * self.number_count
         extra_bytes = self.extras * EXTRAS_BYTES + self.name_count * NAME_BYTES
-        return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + extra_bytes
+        column_bytes = number_bytes + extra_bytes
+        return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + column_bytes
 
     def shared(self, gradient: bool, sums: bool) -> int:
         """Bytes of dynamic shared memory."""

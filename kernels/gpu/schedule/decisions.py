@@ -212,10 +212,18 @@ def choose_guide(call: Call, device: DeviceProperties) -> Guide:
     operand_precision = choose_precision(guide, device)
     query, key = (choose_rows(guide, z, operand_precision) for z in (guide.query, guide.key))
     width = min(query.features, key.features) * config.element_bytes(operand_precision)
-    tile = config.tile_for(operand_precision, guide.shape[2], device, guide.number_count)
     both = call.two_sided or call.symmetric
-    kernel = scheduled_kernel("guide", guide, operand_precision, tile, COLUMNS=int(both))
-    return Guide(Operands(operand_precision, query, key, width, 0, 0), tile, kernel, 1 + both)
+    sweep = None
+    if not precision.PORTABLE and operand_precision not in config.OPERAND_PARTS:
+        # columns have no ids, so their factors are one more vector of numbers
+        numbers = guide.number_count + guide.normalize
+        sweep = config.sweep_for(operand_precision, width, device, False, number_count=numbers)
+    shape = sweep or config.tile_for(operand_precision, guide.shape[2], device, guide.number_count)
+    name = "sweep_guide" if sweep else "guide"
+    kernel = scheduled_kernel(
+        name, guide, operand_precision, shape, gradient=False, COLUMNS=int(both)
+    )
+    return Guide(Operands(operand_precision, query, key, width, 0, 0), shape, kernel, 1 + both)
 
 
 def choose_cut(

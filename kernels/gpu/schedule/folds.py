@@ -81,7 +81,7 @@ class Guide:
     """How a guide's products become marks of pairs, before the kernels of a fold read them."""
 
     operands: Operands
-    tile: Tile
+    shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
     marks: int  # of a pair: in its row, and in its column
 

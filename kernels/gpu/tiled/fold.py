@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ...grid import Grid, default_positive_blocks, without_other_groups
 from ...problem import Problem
-from .. import config
 from ..device.arguments import Fields, address
 from ..schedule import Fold, ScheduledKernel
 from .buffers import Buffers
-from .operands import Operand, OperandSide
+from .operands import Operand, launch_over_block
 
 
 class FoldRun:
@@ -72,25 +70,12 @@ class FoldRun:
         `segments` is the number of segments into which a sweep divides the keys of each query
         tile; 0 for the fastest number.
         """
-        shape, m, n = self.shape, self.q.rows, self.k.rows
-        block = self.block_fields(rows, columns, triangle)
-        kernel_arguments: Fields = {"block": block, **arguments}
-        if isinstance(shape, config.Tile):
-            blocks = shape.blocks(m, n, self.buffers.schedule.device.multiprocessors)
-        else:
-            blocks = shape.blocks(m, n, triangle)
-            kernel_arguments["q"] = self.operand_map(self.q, self.buffers.query, shape.query_box)
-            kernel_arguments["k"] = self.operand_map(self.k, self.buffers.key, config.BLOCK_M)
-            kernel_arguments["segments"] = segments or shape.segments(m, n, triangle)
-        self.launcher.run(kernel, blocks, kernel_arguments)
-
-    def operand_map(self, z: Operand, side: OperandSide, box_rows: int) -> Any:
-        """The tensor map of an operand with all its parts."""
-        operands = self.buffers.operands
-        width = operands.parts * side.form.features * operands.item
-        return self.launcher.queue.tensor_map(
-            z.data, z.rows, width, z.stride * operands.item, box_rows, operands.precision
-        )
+        buffers = self.buffers
+        fields = {"block": self.block_fields(rows, columns, triangle), **arguments}
+        launch_over_block(
+            kernel, self.shape, buffers.schedule.device.multiprocessors, (self.q, buffers.query),
+            (self.k, buffers.key), fields, triangle, segments,
+        )  # fmt: skip
 
     def block_fields(self, rows: slice, columns: slice, triangle: bool) -> Fields:
         """struct Block."""

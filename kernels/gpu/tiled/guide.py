@@ -9,13 +9,14 @@ import numpy as np
 
 from ...problem import Array, Problem, fast_replace
 from ...targets import guide_problem
+from .. import config
 from ..device.arguments import NATURAL, Fields, address
 from ..device.launcher import Launcher
 from ..device.launches import Queue
 from ..linear import Rows
 from ..schedule import Schedule
 from ..vectors import TiledVectors
-from .operands import OperandSide, find_feature_divisors, to_products
+from .operands import OperandSide, find_feature_divisors, launch_over_block, to_products
 
 
 class Guide:
@@ -47,12 +48,19 @@ class Guide:
 
     def prepare(self, problem: Problem) -> None:
         """Before the first fold: limits as products, of rows and of columns."""
-        divisors = {"feature_divisors": address(self.feature_divisors, 2)}
+        bias = 0.0
+        if isinstance(self.schedule.shape, config.Sweep):
+            width = self.query.features.shape[1] * self.operands.item
+            bias = config.sweep_truncation_bias(self.operands.precision, width)
+        scale = NATURAL | {
+            "factor": 1 + bias,
+            "feature_divisors": address(self.feature_divisors, 2),
+        }
 
         def products(limits: Array | None) -> Array | None:
             if limits is None:
                 return None
-            return to_products(self.launcher, limits, NATURAL, NATURAL | divisors, self.real)
+            return to_products(self.launcher, limits, NATURAL, scale, self.real)
 
         self.limits = products(problem.guide_limits), products(problem.guide_key_limits)
         self.positives = problem.positives
@@ -64,19 +72,21 @@ class Guide:
         assert self.limits is not None
         query = self.query.block(rows, "guide_query_rows", memory, staged)
         key = self.key.block(columns, "guide_key_rows", memory, staged)
-        item, tile = self.operands.item, self.schedule.tile
+        item, shape = self.operands.item, self.schedule.shape
         marks = {"row_marks": memory["row_marks"], "column_marks": memory.get("column_marks")}
         row_limits, column_limits = self.limits
         block = {
             "q": query.fields(item), "k": key.fields(item), "width": self.operands.width,
-            "row_tiles": -(-query.rows // tile.query_tile_rows),
-            "column_tiles": -(-key.rows // tile.block_n), "scale": NATURAL,
+            "row_tiles": -(-query.rows // shape.query_tile_rows),
+            "column_tiles": -(-key.rows // shape.block_n), "scale": NATURAL,
             "row_limits": address(row_limits, rows.start),
             "column_limits": address(column_limits, columns.start),
             "positives": address(self.positives, rows.start), **NO_OPTIONS,
         }  # fmt: skip
-        blocks = tile.blocks(query.rows, key.rows, self.multiprocessors)
-        self.launcher.run(self.schedule.kernel, blocks, {"block": block, **marks})
+        launch_over_block(
+            self.schedule.kernel, shape, self.multiprocessors, (query, self.query),
+            (key, self.key), {"block": block, **marks},
+        )  # fmt: skip
         return marks
 
 

@@ -16,7 +16,7 @@ from ..device.arguments import Fields, address, matrix
 from ..device.launcher import Launcher
 from ..device.launches import Queue
 from ..device.tensor_map import SIZE
-from ..schedule import ALIGNMENT, Fold, OperandRows, Part, Reading, Schedule
+from ..schedule import ALIGNMENT, Fold, OperandRows, Part, Reading, Schedule, ScheduledKernel
 
 
 class Workspace:
@@ -148,6 +148,37 @@ class OperandSide(Features):
             gradient_divisor=gradient_divisor, out=buffer, stride=operand.stride, part=operand.part,
         )  # fmt: skip
         return operand
+
+    def tensor_map(self, operand: Operand, box_rows: int) -> Any:
+        """The tensor map of an operand with all its parts."""
+        item = config.element_bytes(self.precision)
+        width = config.OPERAND_PARTS.get(self.precision, 1) * self.form.features * item
+        return self.launcher.queue.tensor_map(
+            operand.data, operand.rows, width, operand.stride * item, box_rows, self.precision
+        )
+
+
+def launch_over_block(
+    kernel: ScheduledKernel, shape: config.Tile | config.Sweep, multiprocessors: int,
+    query: tuple[Operand, OperandSide], key: tuple[Operand, OperandSide], arguments: Fields,
+    triangle: bool = False, segments: int = 0,
+) -> None:  # fmt: skip
+    """Launch a kernel over the block of two operands, with persistent thread blocks.
+
+    A sweep also takes tensor maps of the operands and the number of segments. `segments` is that
+    number; 0 for the fastest number.
+    """
+    (q, query_side), (k, key_side) = query, key
+    if isinstance(shape, config.Tile):
+        blocks = shape.blocks(q.rows, k.rows, multiprocessors)
+    else:
+        blocks = shape.blocks(q.rows, k.rows, triangle)
+        arguments = {
+            "q": query_side.tensor_map(q, shape.query_box),
+            "k": key_side.tensor_map(k, config.BLOCK_M),
+            "segments": segments or shape.segments(q.rows, k.rows, triangle), **arguments,
+        }  # fmt: skip
+    query_side.launcher.run(kernel, blocks, arguments)
 
 
 def find_feature_divisors(

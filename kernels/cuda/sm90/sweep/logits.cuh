@@ -150,6 +150,16 @@ __device__ __forceinline__ void set_aside(float (&x)[64], const int (&at)[2], co
     if (met[h] && at[h] % 8 / 2 == lane.t) take(h, value[h]);
 }
 
+// Raw products of a tile become products of unit rows.
+__device__ __forceinline__ void apply_factors(float (&x)[64], const Rows& rows, const Columns& columns,
+                                              const Lane& lane) {
+#if FACTORS
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    x[i] *= rows.factor[i / 2 % 2] * columns.factor[column_of(i, lane)];
+#endif
+}
+
 // Raw products of a tile become products of unit rows. A positive's product is handed to `take(number of
 // the pair in b.positives, x)`. It becomes EXCLUDED then, like all pairs that are in neither softmax: padding,
 // i = j where symmetric, and pairs that options mask.
@@ -157,11 +167,7 @@ template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
                                         const Block& b, int query_tile, int tile, const Lane& lane,
                                         Take take) {
-#if FACTORS
-#pragma unroll
-  for (int i = 0; i < 64; ++i)
-    x[i] *= rows.factor[i / 2 % 2] * columns.factor[column_of(i, lane)];
-#endif
+  apply_factors(x, rows, columns, lane);
   const int first = tile * TILE_COLUMNS;
   const i64 each = b.positives_of_row();
   for (i64 number = 0; number < each; ++number) {

@@ -1,5 +1,5 @@
 // A sweep over a block of logits on Hopper: the main loop of sweep_lse.cu, sweep_gradient.cu,
-// sweep_online.cu, sweep_sigmoid.cu and sweep_narrow.cu.
+// sweep_online.cu, sweep_sigmoid.cu, sweep_narrow.cu and sweep_guide.cu.
 //
 //              key tiles, 128 rows of K each, streamed one K-slice (64 elements of D) at a time
 //             +----+----+----+----+----+----+- - -

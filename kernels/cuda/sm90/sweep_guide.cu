@@ -1,0 +1,67 @@
+// Marks of pairs by a guide as a sweep (sweep/sweep.cuh): the marks that tiled/guide.cu computes, from the same
+// limits, at the speed of the tensor cores. A thread has all columns of a tile that belong to one word of each of
+// its two rows.
+#include "sm90/sweep/logits.cuh"
+
+static_assert(TILE_COLUMNS == MARKED_COLUMNS, "a tile is a group of marked columns");
+
+struct Guide {
+  static constexpr bool SUMS = false, PUBLISHES = false;
+  struct ConsumerShared {
+    Columns columns;
+  };
+  struct WarpgroupShared {};
+
+  const Block& b;
+  const Lane& lane;
+  ConsumerShared& consumer;
+  u32 *row_marks, *column_marks;
+
+  Work work;
+  Rows rows;
+
+  __device__ __forceinline__ void begin_query_tile(const Work& w) {
+    work = w;
+    rows.load(b, w.query_tile, lane);
+  }
+  __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
+
+  __device__ __forceinline__ void tile(float (&x)[64], int t) {
+    apply_factors(x, rows, consumer.columns, lane);
+    u32 in_row[2] = {0, 0}, in_column[2] = {0, 0};
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) {
+      const SliceColumns columns(consumer.columns, s, lane);
+#pragma unroll
+      for (int i = 8 * s; i < 8 * s + 8; ++i) {
+        const auto pair = pair_of(i, rows, columns);
+        const int bit = mark_bit(i / 4 * 8 + i % 2);  // the same for all lanes
+        const bool above = LIMITS == 2 ? !Limits::in_row(x[i], pair) : Limits::excluded(x[i], pair);
+        in_row[pair.row] |= (u32)above << bit;
+        in_column[pair.row] |= (u32)!Limits::in_column(x[i], pair) << bit;
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 row = lane.row_of(work.query_tile, h);
+      if (row >= b.q.rows) continue;
+      const i64 word = mark_word(b.q.rows, row, (i64)t * TILE_COLUMNS + 2 * lane.t);
+      row_marks[word] = in_row[h];
+      if (LIMITS == 2) column_marks[word] = in_column[h];
+    }
+  }
+  __device__ __forceinline__ void end_tile(int) {}
+  __device__ __forceinline__ void end_query_tile(const Work&) {}
+};
+
+extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
+#if WIDE
+__cluster_dims__(BLOCKS, 1, 1)
+#endif
+sweep_guide(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+            const __grid_constant__ Block block, i64 segments, u32* row_marks, u32* column_marks) {
+  SweepShared<Guide>& shared = sweep_shared<Guide>();
+  const Lane lane;
+  Guide guide{block, lane, shared.consumer[lane.consumer & 1], row_marks, column_marks};
+  sweep(shared, q, k, block, (int)segments, guide, lane);
+}
