@@ -47,9 +47,9 @@ struct Block : PlainBlock {
 #endif
 };
 
-// Marks of a guide (tiled/guide.cu, sm90/sweep_guide.cu). A word has the marks of one row with a quarter of the columns of a group of
-// MARKED_COLUMNS: of a group's column c, it is bit `mark_bit(c)` of the row's word c / 2 % 4. So a thread whose
-// accumulators hold the products of tensor cores has all its columns of a group in one word.
+// Marks of a guide (tiled/guide.cu, sm90/sweep_guide.cu). A word has the marks of one row with a quarter of the
+// columns of a group of MARKED_COLUMNS: of a group's column c, it is bit `mark_bit(c)` of the row's word c / 2 % 4. So
+// a thread whose accumulators hold the products of tensor cores has all its columns of a group in one word.
 constexpr int MARKED_COLUMNS = 128;
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
 // The number of a word, of a block with so many rows.

@@ -1,6 +1,6 @@
 // Gradient fold of narrow rows as a sweep (sweep/sweep.cuh, IN_REGISTERS). P = dL/dx stays in registers, and
-// dQ += P K is accumulated at once, divided by the gradient divisor as P is. For rows this short, it would take longer to write P
-// and to read it twice than to compute the products.
+// dQ += P K is accumulated at once, divided by the gradient divisor as P is. For rows this short, it would take longer
+// to write P and to read it twice than to compute the products.
 #include "sm90/sweep/gradient.cuh"
 
 constexpr int WIDTH = 64 * K_SLICES;  // of rows, in elements
