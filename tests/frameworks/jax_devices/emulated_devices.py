@@ -48,7 +48,7 @@ def evaluate(name: str, z: list[np.ndarray], numbers: dict[str, Any], labels: An
         given.append({**absent, **arrays})
     owns = [np.concatenate(of["features"] if kind.joint else of["features"][-1:]) for of in given]
     keys = np.concatenate(owns)
-    plan = rounds.plan(call, {**given[0], "keys": keys})
+    plan = rounds.plan_callbacks(call, {**given[0], "keys": keys})
     inputs = [
         {**jax.tree.map(cupy.asarray, {**of, "keys": keys, "rank": np.int32(i)}), "past": []}
         for i, of in enumerate(given)
