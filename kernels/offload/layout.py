@@ -35,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes on the device for bytes_per_row row."""
+    """Bytes on the device for one row."""
 
     feature: int
     accumulator: int

@@ -50,7 +50,7 @@ struct Block : PlainBlock {
 // Marks of a guide (tiled/guide.cu, sm90/sweep_guide.cu). A word has the marks of one row with a quarter of the
 // columns of a group of MARKED_COLUMNS: of a group's column c, it is bit `mark_bit(c)` of the row's word c / 2 % 4. So
 // a thread whose accumulators hold the products of tensor cores has all its columns of a group in one word.
-constexpr int MARKED_COLUMNS = 128;
+enum : int { MARKED_COLUMNS = 128 };
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
 // The number of a word, of a block with so many rows.
 __device__ __forceinline__ i64 mark_word(i64 rows, i64 row, i64 column) {
@@ -60,17 +60,16 @@ __device__ __forceinline__ i64 mark_word(i64 rows, i64 row, i64 column) {
 // Whether a guide marks a pair in its row, and in its column.
 struct Marks {
 #if GUIDE
-  bool in_row, in_column;
+  bool left_out_of_row, left_out_of_column;
 #endif
 };
 
 // The numbers of some rows and some columns, and which of them belong to a pair.
 template <class Rows, class Columns>
-struct Pair {
+struct Pair : Marks {  // a base without members takes no memory
   const Rows& rows;
   const Columns& columns;
   int row, column;
-  Marks marks;
 };
 
 // The option that changes nothing. Other options derive from it and replace its members. Functions take the
@@ -243,20 +242,20 @@ struct GuideMarks : Option<GuideMarks> {
 #if GUIDE
   enum : bool { MASKS = GUIDE == 1, SPLITS = GUIDE == 2, SPARSE = true };
   template <class Pair>
-  __device__ __forceinline__ static bool excluded(Real, const Pair& p) { return p.marks.in_row & p.marks.in_column; }
+  __device__ __forceinline__ static bool excluded(Real, const Pair& p) { return p.left_out_of_row & p.left_out_of_column; }
 #endif
 #if GUIDE == 2
   template <class Pair>
-  __device__ __forceinline__ static bool in_row(Real, const Pair& p) { return !p.marks.in_row; }
+  __device__ __forceinline__ static bool in_row(Real, const Pair& p) { return !p.left_out_of_row; }
   template <class Pair>
-  __device__ __forceinline__ static bool in_column(Real, const Pair& p) { return !p.marks.in_column; }
+  __device__ __forceinline__ static bool in_column(Real, const Pair& p) { return !p.left_out_of_column; }
   template <class Pair>
   __device__ __forceinline__ static void add_to_row(float& sum, float e, float, const Pair& p) {
-    if (!p.marks.in_row) sum += e;
+    if (!p.left_out_of_row) sum += e;
   }
   template <class Pair>
   __device__ __forceinline__ static void add_to_column(float& sum, float e, float, const Pair& p) {
-    if (!p.marks.in_column) sum += e;
+    if (!p.left_out_of_column) sum += e;
   }
 #endif
 };

@@ -19,8 +19,8 @@ struct TileShared {
 
   // The pair of a row and a column of the tile.
   __device__ __forceinline__ auto pair(int row, int column) const {
-    return Pair<Options::RowNumbers<BLOCK_M>, Options::ColumnNumbers<BLOCK_N>>{rows, columns, row, column,
-                                                                               marks(row, column)};
+    return Pair<Options::RowNumbers<BLOCK_M>, Options::ColumnNumbers<BLOCK_N>>{marks(row, column), rows,
+                                                                               columns, row, column};
   }
   __device__ __forceinline__ Marks marks(int row, int column) const {
     Marks marks;
@@ -29,7 +29,7 @@ struct TileShared {
     marks = {bool(row_marks[word] >> bit & 1), true};
 #endif
 #if GUIDE == 2
-    marks.in_column = column_marks[word] >> bit & 1;
+    marks.left_out_of_column = column_marks[word] >> bit & 1;
 #endif
     return marks;
   }

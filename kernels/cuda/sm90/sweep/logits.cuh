@@ -55,7 +55,7 @@ struct Rows : Options::RowNumbers<2> {
     marks = {bool(row_marks[h] >> bit & 1), true};
 #endif
 #if GUIDE == 2
-    marks.in_column = column_marks[h] >> bit & 1;
+    marks.left_out_of_column = column_marks[h] >> bit & 1;
 #endif
     return marks;
   }
@@ -110,7 +110,7 @@ struct SliceColumns : Options::ColumnNumbers<4> {
 
 // The pair of x[i], of which `columns` are the slice.
 __device__ __forceinline__ auto pair_of(int i, const Rows& rows, const SliceColumns& columns) {
-  return Pair<Rows, SliceColumns>{rows, columns, i / 2 % 2, i / 4 % 2 * 2 + i % 2, rows.marks(i)};
+  return Pair<Rows, SliceColumns>{rows.marks(i), rows, columns, i / 2 % 2, i / 4 % 2 * 2 + i % 2};
 }
 
 // The largest of this thread's exponents in the first or the second of its rows; LOW if the row's softmax has
@@ -185,7 +185,7 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
   if (Options::MASKS)
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-      Options::mask(x[i], Pair<Rows, Columns>{rows, columns, i / 2 % 2, column_of(i, lane), rows.marks(i)});
+      Options::mask(x[i], Pair<Rows, Columns>{rows.marks(i), rows, columns, i / 2 % 2, column_of(i, lane)});
     }
   const int diagonal = rows.diagonal - first;
   const bool crossed = diagonal > -QUERY_TILE_ROWS && diagonal < TILE_COLUMNS;
