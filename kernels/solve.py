@@ -118,12 +118,20 @@ class Solution:
     loss: Array | None = None  # 0-d, reduced; None: the caller reduces `losses`
 
 
+def with_dots(
+    problem: Problem, gradients: Gradients | None, vectors: Vectors
+) -> Gradients | None:  # fmt: skip
+    """The destinations with memory for `Gradients.dots`, if the gradient of the scale needs it."""
+    if gradients is None or not problem.scale_grad_from_dots or gradients.dots is not None:
+        return gradients
+    m, n, _ = problem.shape
+    return fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+
+
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of a problem, which may be any loss."""
     vectors = backend.vectors
-    if gradients is not None and problem.scale_grad_from_dots and gradients.dots is None:
-        m, n, _ = problem.shape
-        gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+    gradients = with_dots(problem, gradients, vectors)
     if problem.bias is not None:
         return _solve_sigmoid(problem, backend, vectors, gradients)
     return _solve_softmax(problem, backend, vectors, gradients)

@@ -1,4 +1,7 @@
-"""`dims=`: the sum of a loss over prefixes of the features, each of which is a call of its own."""
+"""`dims=`: the sum of a loss over prefixes of the features, by one call for each prefix.
+
+`dispatch._in_one_pass` takes some calls before: see `infonce.kernels.prefixes`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Evaluate = Callable[[Sequence[Array], Mapping[str, Any]], Any]  # of features an
 
 
 def taken(loss: Loss, options: Mapping[str, Any]) -> bool:
-    """Whether a call is one of several prefixes. (A loss that has none refuses it later.)"""
+    """Whether the call has `dims` and the loss takes them. (Other losses refuse `dims` later.)"""
     return options.get("dims") is not None and "dims" not in loss.refused
 
 

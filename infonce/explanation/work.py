@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..kernels.gpu import config
 from ..kernels.gpu.schedule import (
     Fold,
-    Guide,
+    GuideSchedule,
     Operands,
     Purpose,
     Schedule,
@@ -53,7 +53,7 @@ def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
 
 
-def _work_of_guide(name: str, fold: Fold, guide: Guide, gpu: GPU) -> Work:
+def _work_of_guide(name: str, fold: Fold, guide: GuideSchedule, gpu: GPU) -> Work:
     """The marks of all blocks of a pass."""
     operands, shape = guide.operands, guide.shape
     flops = moved = 0.0

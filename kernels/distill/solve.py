@@ -11,7 +11,7 @@ from __future__ import annotations
 from ..direction_losses import Direction
 from ..epilogues import SoftmaxGradient, Sums
 from ..problem import LN_2, Array, Gradients, fast_replace
-from ..solve import Backend, Solution, Vectors, gradient_fold
+from ..solve import Backend, Solution, Vectors, gradient_fold, with_dots
 from .problem import TaughtGradient, TaughtProblem, TaughtStatistics
 
 Pair = tuple[Direction, Direction]  # of student and teacher
@@ -21,8 +21,7 @@ def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None)
     """Loss, log-sum-exps and gradients."""
     vectors, xp = backend.vectors, backend.vectors.xp
     m, n, _ = problem.shape
-    if gradients is not None and problem.scale_grad_from_dots and gradients.dots is None:
-        gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+    gradients = with_dots(problem, gradients, vectors)
     problem = fast_replace(problem, positives=xp.full(m, -1))
     if isinstance(problem.upstream, float):
         problem = fast_replace(problem, upstream=xp.full(m, problem.upstream))

@@ -3,8 +3,8 @@
 The GPU copies pinned memory without the CPU. Threads copy other memory through pinned memory,
 because one thread reaches only a fraction of the rate of PCIe. Each thread has a pinned buffer and
 a stream. While the GPU copies the buffer of one thread, the other threads fill or empty their
-buffers. Threads and buffers are kept for later calls: 2 x `THREADS` buffers of `CHUNK` bytes, or of
-a row if a row is longer.
+buffers. Threads and buffers are kept for later calls: 2 x `THREADS` buffers of `COPY_BYTES` bytes, or
+of a row if a row is longer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ..solve import BlockQuestion, Solution
 from . import backend
 
 THREADS = 6  # in each direction
-CHUNK = 2**22  # most bytes that a thread copies at a time
-LEAST_CHUNK = 2**20  # for fewer bytes, threads mainly wait for Python's global lock
+COPY_BYTES = 2**22  # most bytes that a thread copies at a time
+LEAST_COPY_BYTES = 2**20  # for fewer bytes, threads mainly wait for Python's global lock
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -99,7 +99,7 @@ class HostCopies:
 
     def touch(self, target: Array) -> None:
         if target.flags.c_contiguous and not _pinned(target, target.dtype):
-            parts = _chunks(target, target.nbytes)
+            parts = _parts_to_copy(target, target.nbytes)
             self.touching += [_pool("out").submit(_touch, target[part]) for part in parts]
 
     def arrive(self, target: Array, source: Array) -> Ticket:
@@ -122,18 +122,20 @@ class HostCopies:
         return self.ticket(parts, None, target, source)
 
     def submit(
-        self, direction: str, copy: Callable[..., Any], there: Array, here: Array, ready: Any
-    ) -> list[Future[Any]]:
-        """Copy by chunks of rows, each on the lane of a thread. Threads get addresses on the
+        self, direction: str, copy: Callable[..., Any], device_array: Array, host_array: Array,
+        ready: Any,
+    ) -> list[Future[Any]]:  # fmt: skip
+        """Copy parts of the rows, each part on the lane of a thread. Threads get addresses on the
         device: its memory is free as soon as this call gives it back, not when threads do."""
 
         def on_lane(address: int, part: Array) -> Any:
             return copy(_lane(device), address, part, dtype, ready)
 
-        device, dtype, start, row = self.device, there.dtype, there.data.ptr, there[:1].nbytes
+        device, dtype, start = self.device, device_array.dtype, device_array.data.ptr
+        row_bytes = device_array[:1].nbytes
         return [
-            _pool(direction).submit(on_lane, start + part.start * row, here[part])
-            for part in _chunks(here, there.nbytes)
+            _pool(direction).submit(on_lane, start + part.start * row_bytes, host_array[part])
+            for part in _parts_to_copy(host_array, device_array.nbytes)
         ]
 
     def ticket(
@@ -186,15 +188,15 @@ def _pool(direction: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, f"infonce-offload-{direction}")
 
 
-def _chunks(array: Array, size: int) -> list[slice]:
-    """Rows that a thread copies at a time, of `size` bytes: all threads have some, if they are not
-    too few."""
-    chunk, rows = min(CHUNK, max(LEAST_CHUNK, size // THREADS)), len(array)
-    return slices(rows, max(1, chunk * rows // max(1, size)))
+def _parts_to_copy(array: Array, size: int) -> list[slice]:
+    """Rows of an array of `size` bytes that a thread copies at a time. Every thread gets rows,
+    unless the array is too small for all threads."""
+    copied, rows = min(COPY_BYTES, max(LEAST_COPY_BYTES, size // THREADS)), len(array)
+    return slices(rows, max(1, copied * rows // max(1, size)))
 
 
 def _touch(array: Array) -> None:
-    """Write what is there to each page."""
+    """Write one byte of each page, unchanged, so that the system provides the page."""
     array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] |= 0
 
 
@@ -214,7 +216,7 @@ class _Lane:
     """A pinned buffer, and the stream of its copies."""
 
     def __init__(self) -> None:
-        self.memory = cupyx.empty_pinned(CHUNK, np.uint8)
+        self.memory = cupyx.empty_pinned(COPY_BYTES, np.uint8)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.last = self.stream.record()
 

@@ -67,7 +67,7 @@ class StreamedFold:
         (m, n, _), layout = problem.shape, context.layout
         rows = StreamedSide(problem.query, grid.rows)
         columns = StreamedSide(problem.key, grid.columns)
-        staying, self.keys_stay = layout.features, n <= m
+        staying, self.keys_stay = layout.staying_without_gradients, n <= m
         if gradients is not None:
             staying = layout.staying
             if gradients.want_query:

@@ -28,7 +28,7 @@ class Layout:
 
     panel: int  # rows of a streamed panel
     staying: int  # rows that stay, in a fold with gradients: a multiple of `panel`
-    features: int  # rows that stay, in a fold without gradients
+    staying_without_gradients: int  # rows that stay, in a fold without gradients
     block: int  # bytes for the fold of one block
     whole: bool  # all rows of the smaller side stay, in all folds
 

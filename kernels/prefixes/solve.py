@@ -16,7 +16,14 @@ from ..cpu.backend import CPU
 from ..cpu.fold import Factors
 from ..cpu.operands import Side
 from ..problem import LOG2_E, Array, Gradients, Problem, fast_replace
-from ..solve import Solution, gradient_fold, one_pass, softmax_gradient, solution_of
+from ..solve import (
+    Solution,
+    gradient_fold,
+    one_pass,
+    softmax_gradient,
+    solution_of,
+    with_dots,
+)  # fmt: skip
 from .problem import PrefixGradient, PrefixStatistics, problems_of_prefixes
 from .sides import PrefixSide
 from .worker import PrefixWorker
@@ -41,7 +48,7 @@ class PrefixCPU(CPU):
 
 
 def fits(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether `solve` knows all options of the problem, and takes less time than calls."""
+    """Whether `solve` knows all options, and is faster than a call for each prefix."""
     options = problem.margin or problem.decoupled or problem.hardness or problem.retrieval_ranks
     vectors = problem.query_ids, problem.label_nans, problem.bias
     known = problem.loss_follows_from_sums and problem.set_size == 1 and not options
@@ -54,7 +61,7 @@ def solve(
     problem: Problem, gradients: Gradients | None, prefixes: Sequence[tuple[int, float]]
 ) -> Solution | None:
     """Loss, log-sum-exps of all features and gradients, from (width, weight) of each prefix, the
-    last of which has all features. None: calls of each prefix are to be made instead."""
+    last of which has all features. None: the caller makes a call for each prefix instead."""
     if not fits(problem, gradients):
         return None
     try:
@@ -64,9 +71,7 @@ def solve(
     if not all(side.is_moderate for side in backend.sides):
         return None
     vectors = backend.vectors
-    if gradients is not None and problem.scale_grad_from_dots:
-        m, n, _ = problem.shape
-        gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+    gradients = with_dots(problem, gradients, vectors)
     problems, stats = zip(
         *(vectors.statistics(each) for each in problems_of_prefixes(problem, prefixes)), strict=True
     )

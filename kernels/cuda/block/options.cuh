@@ -47,20 +47,25 @@ struct Block : PlainBlock {
 #endif
 };
 
-// Marks of a guide (tiled/guide.cu, sm90/sweep_guide.cu). A word has the marks of one row with a quarter of the
-// columns of a group of MARKED_COLUMNS: of a group's column c, it is bit `mark_bit(c)` of the row's word c / 2 % 4. So
-// a thread whose accumulators hold the products of tensor cores has all its columns of a group in one word.
+// Marks of a guide (tiled/guide.cu, sm90/sweep_guide.cu): bit 1 if the product of a pair is above the limit. A word has
+// the marks of one row with a quarter of the columns of a group of MARKED_COLUMNS. The mark of column c of a group is
+// bit `mark_bit(c)` of the row's word c / 2 % 4. So a thread whose accumulators hold the products of tensor cores has
+// all its columns of a group in one word.
 enum : int { MARKED_COLUMNS = 128 };
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
-// The number of a word, of a block with so many rows.
+// The index of the word that has the mark of a pair, in the words of a block with so many `rows`.
 __device__ __forceinline__ i64 mark_word(i64 rows, i64 row, i64 column) {
   return (column / MARKED_COLUMNS * rows + row) * 4 + column / 2 % 4;
 }
+// In place of a column's word if columns have no softmax: then the mark of the row decides.
+enum : u32 { ALL_MARKED = ~0u };
 
-// Whether a guide marks a pair in its row, and in its column.
+// Whether a guide leaves a pair out of the softmax of its row, and of its column.
 struct Marks {
 #if GUIDE
   bool left_out_of_row, left_out_of_column;
+  __device__ __forceinline__ Marks(u32 row_word, u32 column_word, int bit)
+      : left_out_of_row(row_word >> bit & 1), left_out_of_column(column_word >> bit & 1) {}
 #endif
 };
 

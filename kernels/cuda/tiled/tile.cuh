@@ -12,9 +12,7 @@ struct TileShared {
 #if GUIDE
   u32 row_marks[4 * BLOCK_M];  // words of the tile's rows, of one group of MARKED_COLUMNS
   int first_marked;            // the tile's first column in this group
-#endif
-#if GUIDE == 2
-  u32 column_marks[4 * BLOCK_M];
+  u32 column_marks[GUIDE == 2 ? 4 * BLOCK_M : 1];
 #endif
 
   // The pair of a row and a column of the tile.
@@ -23,15 +21,12 @@ struct TileShared {
                                                                                columns, row, column};
   }
   __device__ __forceinline__ Marks marks(int row, int column) const {
-    Marks marks;
 #if GUIDE
     const int word = 4 * row + column / 2 % 4, bit = mark_bit((BLOCK_N == MARKED_COLUMNS ? 0 : first_marked) + column);
-    marks = {bool(row_marks[word] >> bit & 1), true};
+    return Marks(row_marks[word], GUIDE == 2 ? column_marks[word] : ALL_MARKED, bit);
+#else
+    return {};
 #endif
-#if GUIDE == 2
-    marks.left_out_of_column = column_marks[word] >> bit & 1;
-#endif
-    return marks;
   }
 };
 
@@ -57,9 +52,7 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
   const i64 word = mark_word(b.q.rows, t.row, t.column);
   s.first_marked = (int)(t.column % MARKED_COLUMNS);
   fetch(s.row_marks, b.row_marks + word, 4 * rows);
-#endif
-#if GUIDE == 2
-  fetch(s.column_marks, b.column_marks + word, 4 * rows);
+  if (GUIDE == 2) fetch(s.column_marks, b.column_marks + word, 4 * rows);
 #endif
 }
 

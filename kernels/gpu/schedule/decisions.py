@@ -19,7 +19,7 @@ from .folds import (
     Cut,
     Fold,
     Folds,
-    Guide,
+    GuideSchedule,
     OperandRows,
     Operands,
     Part,
@@ -54,7 +54,7 @@ class Schedule:
     operands: Operands | None = None
     tile: Tile | None = None
     sweep: Sweep | None = None  # which replaces tiles
-    guide: Guide | None = None
+    guide: GuideSchedule | None = None
     folds: tuple[Fold, ...] = ()
     one_pass: bool = False
     cached_columns: int = 0  # columns whose exponentials are cached between the folds
@@ -206,7 +206,7 @@ def choose_sweeps(
     return sweep, register_sweep
 
 
-def choose_guide(call: Call, device: DeviceProperties) -> Guide:
+def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
     """How the products of a guide are computed."""
     guide = call.guide_call
     operand_precision = choose_precision(guide, device)
@@ -223,12 +223,14 @@ def choose_guide(call: Call, device: DeviceProperties) -> Guide:
     kernel = scheduled_kernel(
         name, guide, operand_precision, shape, gradient=False, COLUMNS=int(both)
     )
-    return Guide(Operands(operand_precision, query, key, width, 0, 0), shape, kernel, 1 + both)
+    return GuideSchedule(
+        Operands(operand_precision, query, key, width, 0, 0), shape, kernel, 1 + both
+    )
 
 
 def choose_cut(
     call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, register_sweep: Sweep | None,
-    guide: Guide | None, device: DeviceProperties,
+    guide: GuideSchedule | None, device: DeviceProperties,
 ) -> Cut:  # fmt: skip
     """The largest blocks whose temporary memory fits the workspace."""
     operand_precision, shape, whole_call = operands.precision, call.shape, call.block is None

@@ -77,7 +77,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Guide:
+class GuideSchedule:
     """How a guide's products become marks of pairs, before the kernels of a fold read them."""
 
     operands: Operands

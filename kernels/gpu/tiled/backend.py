@@ -20,13 +20,12 @@ from ...arrays.own import joined
 from ...epilogues import Epilogue, OnlineSoftmax, Sigmoid, retrieval_ranks_of
 from ...linear import Segments, SegmentSums, segment_sums
 from ...problem import Array, Gradients, Problem, fast_replace
-from ...solve import Solution, softmax_gradient, solution_of
+from ...solve import Solution, softmax_gradient, solution_of, with_dots
 from ...targets import with_limits
 from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import Rows
 from ..schedule import BlockFold, Call, Fold, Purpose, tiled_schedule
-from . import guide
 from .buffers import Buffers
 from .gradient import SoftmaxRun
 from .lse import RanksRun, StatisticsRun
@@ -58,15 +57,13 @@ class GPU:
     def solve(self, problem: Problem, gradients: Gradients | None) -> Solution:
         """Loss, log-sum-exps and gradients of a whole call."""
         vectors, folds = self.vectors, self.schedule.folds
-        if gradients is not None and problem.scale_grad_from_dots and gradients.dots is None:
-            m, n, _ = problem.shape
-            gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+        gradients = with_dots(problem, gradients, vectors)
         dots = None if gradients is None else gradients.dots
         if problem.bias is not None:
             return self._solve_sigmoid(problem, gradients, dots)
         problem, stats = vectors.statistics(problem)
-        if problem.guided:  # dL/dx of rows that a guide spoils becomes NaN
-            nans = guide.nans(problem, vectors)
+        if self.buffers.guide is not None:  # dL/dx of rows that a guide spoils becomes NaN
+            nans = self.buffers.guide.find_row_nans(problem, vectors)
             if problem.joint:  # rows i and i + B have one softmax
                 nans = nans.reshape(2, -1).sum(axis=0)
             problem = fast_replace(problem, upstream=problem.upstream + nans)
@@ -133,16 +130,17 @@ class GPU:
         m = problem.shape[0]
         out = self.buffers.launcher.queue.zeros(m + 1, np.float64)
         row_nans = self.vectors.find_and_add_nans(problem, out[:m], out[m:])
-        return row_nans + guide.nans(problem, self.vectors) if problem.guided else row_nans
+        guide = self.buffers.guide
+        return row_nans if guide is None else row_nans + guide.row_nans
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
     def positive_dots(self, problem: Problem) -> Array:
-        guide_features = self.buffers.guide
+        guide = self.buffers.guide
         query, key = self.linear_rows
-        if guide_features is not None and guide_features.is_of(problem):
-            query, key = guide_features.linear_rows
+        if guide is not None and guide.is_of(problem):
+            query, key = guide.linear_rows
         return query.positive_products(key, problem.positives)
 
     def segment_sums(

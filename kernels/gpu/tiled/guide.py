@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cupy
 import numpy as np
 
@@ -37,6 +35,7 @@ class Guide:
             self.launcher, [self.query, self.key][: 2 - problem.symmetric], self.multiprocessors
         )
         self.limits: tuple[Array, Array | None] | None = None
+        self.row_nans: Array = None
 
     def is_of(self, problem: Problem) -> bool:
         """Whether the features of a problem are the guide's: see `targets.guide_problem`."""
@@ -45,6 +44,20 @@ class Guide:
     @property
     def linear_rows(self) -> tuple[Rows, Rows]:
         return Rows(self.launcher, self.query), Rows(self.launcher, self.key)
+
+    def find_row_nans(self, problem: Problem, vectors: TiledVectors) -> Array:
+        """[M] NaN for rows whose loss depends on a feature of the guide that is not finite, else 0.
+
+        Such a query spoils its own row; or all rows, if columns have a softmax. Such a key spoils
+        all rows.
+        """
+        guide, any_key = guide_problem(problem), cupy.zeros(1)
+        rows = vectors.find_row_nans(guide, any_key)
+        if problem.two_sided:
+            queries = fast_replace(guide, key=guide.query, symmetric=True)
+            vectors.find_row_nans(queries, any_key)
+        self.row_nans = vectors.add_nans(cupy.zeros(problem.shape[0]), rows, any_key)
+        return self.row_nans
 
     def prepare(self, problem: Problem) -> None:
         """Before the first fold: limits as products, of rows and of columns."""
@@ -95,16 +108,3 @@ NO_OPTIONS: Fields = {
     "first_row": 0, "first_column": 0, "set_size": 1, "query_ids": None, "key_ids": None,
     "symmetric": False, "triangle": False,
 }  # fmt: skip
-
-
-def nans(problem: Problem, vectors: TiledVectors) -> Array:
-    """[M] NaN for rows whose loss depends on a feature of the guide that is not finite, else 0.
-
-    Such a query spoils its own row; or all rows, if columns have a softmax. Such a key spoils all.
-    """
-    guide, any_key = guide_problem(problem), cupy.zeros(1)
-    rows = vectors.find_row_nans(guide, any_key)
-    if problem.two_sided:
-        queries: Any = fast_replace(guide, key=guide.query, symmetric=True)
-        vectors.find_row_nans(queries, any_key)
-    return vectors.add_nans(cupy.zeros(problem.shape[0]), rows, any_key)

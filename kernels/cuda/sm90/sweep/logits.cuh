@@ -12,10 +12,7 @@ struct Rows : Options::RowNumbers<2> {
   float factor[2];
 #endif
 #if GUIDE
-  u32 row_marks[2];  // words of the current tile
-#endif
-#if GUIDE == 2
-  u32 column_marks[2];
+  u32 row_marks[2], column_marks[2];  // words of the current tile
 #endif
   __device__ __forceinline__ void load(const Block& b, int query_tile, const Lane& lane) {
     const i64 itself = b.first_row + (i64)query_tile * QUERY_TILE_ROWS - b.first_column;
@@ -33,7 +30,7 @@ struct Rows : Options::RowNumbers<2> {
       Options::copy_rows(*this, b, [&](auto& to, auto from) { to[h] = inside ? from[row] : 0; });
     }
   }
-  // The marks of a guide for a tile.
+  // Loads the marks of a guide for a tile.
   __device__ __forceinline__ void load_marks(const Block& b, int query_tile, int tile, const Lane& lane) {
 #if GUIDE
 #pragma unroll
@@ -41,23 +38,18 @@ struct Rows : Options::RowNumbers<2> {
       const i64 row = lane.row_of(query_tile, h);
       const i64 word = mark_word(b.q.rows, row, (i64)tile * TILE_COLUMNS + 2 * lane.t);
       row_marks[h] = row < b.q.rows ? b.row_marks[word] : 0;
-#if GUIDE == 2
-      column_marks[h] = row < b.q.rows ? b.column_marks[word] : 0;
-#endif
+      column_marks[h] = GUIDE == 1 ? ALL_MARKED : row < b.q.rows ? b.column_marks[word] : 0;
     }
 #endif
   }
-  // Of x[i] of that tile.
+  // The marks of the pair of x[i], in the tile that `load_marks` has loaded.
   __device__ __forceinline__ Marks marks(int i) const {
-    Marks marks;
 #if GUIDE
-    const int h = i / 2 % 2, bit = mark_bit(i / 4 * 8 + i % 2);
-    marks = {bool(row_marks[h] >> bit & 1), true};
+    const int h = i / 2 % 2;
+    return Marks(row_marks[h], column_marks[h], mark_bit(i / 4 * 8 + i % 2));
+#else
+    return {};
 #endif
-#if GUIDE == 2
-    marks.left_out_of_column = column_marks[h] >> bit & 1;
-#endif
-    return marks;
   }
   // Of a positive in the block, or -1.
   __device__ __forceinline__ static int column(const Block& b, i64 key) {
