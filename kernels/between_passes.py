@@ -125,7 +125,7 @@ def _direction(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> D
         direction.loss = direction.loss + target.excess
         if moments:
             direction.log_scale_grad = direction.log_scale_grad + target.excess_scale_grad
-    if problem.weights is not None:  # rows without a positive have no loss
+    if problem.weights is not None:  # without a positive a row has weight 0, and no loss
         has_none = xp.isneginf(target.logit)
         direction.loss = xp.where(has_none, 0.0, direction.loss)
         if moments:

@@ -41,7 +41,7 @@ class Problem:
     """One loss on one pair of checked feature arrays: all that a backend needs to know.
 
     `losses_i` is the loss of row i. The result is ``sum_i upstream_i * losses_i``, and gradients
-    are gradients of that. `upstream` is the weight of the reduction times the caller's `grad_out`.
+    are those of this sum. `upstream` is the weight of the reduction times the caller's `grad_out`.
 
     Where `upstream` is the same for all rows it is a number, and where `positives` follow from the
     loss they are None. `materialize_vectors` makes them arrays; some kernels need none.
@@ -53,7 +53,7 @@ class Problem:
     upstream: Any  # [M] float64; a number if it is the same for all rows
     # [M] int64: row i's positive key; [M, P]: several, -1 for none; None: the loss's default
     positives: Array = None
-    # weight of each row's loss in the reduced loss, beside `row_shares`; None: no reduction
+    # factor of every row's loss in the reduced loss, times `row_shares`; None: no reduction
     reduction_weight: float | None = None
     row_direction_weight: float = 1.0  # of the losses of the softmax over keys, in `losses_i`
     column_direction_weight: float = 0.0  # of the losses of the softmax over queries; 0: none

@@ -30,7 +30,7 @@ TIMEOUT = 300.0  # seconds
 SHORT = 2040  # bytes of most values that all ranks exchange
 LISTEN = 0.05  # seconds between calls of `listen`
 BUSY = 5e-3  # seconds of waiting before the first sleep: most waits are shorter than one
-OF_DEVICE = 50e-3  # the same of waits for a device: a processor that has slept is slow for a while
+DEVICE_BUSY = 50e-3  # `BUSY` for waits on a device: a processor is slow after it has slept
 
 
 # lets other processes of this core run, and other threads of this one

@@ -70,7 +70,7 @@ class MPIRanks(Communicator):
     """The ranks of an mpi4py communicator.
 
     Messages go over two duplicates of it, apart from the caller's own. The first allgather makes
-    the duplicates, within the timeout of any other. The functions of mpi4py used here are Idup,
+    the duplicates, and has the same timeout as others. The functions of mpi4py used here are Idup,
     Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
     """
 

@@ -17,7 +17,7 @@ import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.plan import OwnedPlans
 
-from ..communicators.base import OF_DEVICE, Array, Communicator, Pending, Shifts
+from ..communicators.base import DEVICE_BUSY, Array, Communicator, Pending, Shifts
 from .base import Queued
 
 
@@ -122,7 +122,7 @@ class OnDevice:
     def finish(self) -> None:
         """Wait for the device, at most for the timeout, because the device may wait for ranks."""
         self.ready.record()
-        self.ranks.until(lambda: self.ready.done, OF_DEVICE)
+        self.ranks.until(lambda: self.ready.done, DEVICE_BUSY)
 
     def queued(self, queue: Queue) -> Queued | None:
         return None

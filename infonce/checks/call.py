@@ -182,14 +182,14 @@ def _problem(
         shares = rows.shares(xp, weights, reduction)
     row_share = static.row_share if shares is None else shares
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
-    loss_share = None  # of a row, beside `row_shares`
+    reduction_weight = None
     if reduction != "none":
-        loss_share = static.row_share if shares is None else 1.0
+        reduction_weight = static.row_share if shares is None else 1.0
     if loss.joint:
         query = key = xp.concatenate([query, key])
     # by position: keyword arguments would take some microseconds more, which small batches notice
     problem = Problem(
-        query, key, scale, upstream, positives, loss_share,
+        query, key, scale, upstream, positives, reduction_weight,
         loss.row_direction_weight, loss.column_direction_weight,  # weights of the two directions
         bias, loss.symmetric,
         False, False,  # key_shard, no_local_positives

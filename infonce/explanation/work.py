@@ -33,6 +33,9 @@ class Work:
     seconds: float  # at the peaks of the device
 
 
+PART_PRODUCTS = {1: 1, 2: 3}  # products of parts that a product of operands takes, by their parts
+
+
 def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
     """All lines of a schedule."""
     if schedule.one_launch is not None:
@@ -42,32 +45,27 @@ def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
         return
     for fold in schedule.folds:
         name = fold.purpose.value.partition(" and ")[0]
-        kind = operands.precision if operands.precision in gpu.flops else "16 bits"
         if schedule.guide is not None:
             yield _work_of_guide(name, fold, schedule.guide, gpu)
         for made in _kernel_and_products(name, fold, schedule, operands):
             kernel, blocks, launches, flops, moved = made
-            seconds = max(flops / gpu.flops[kind], moved / gpu.bandwidth)
+            seconds = _seconds(gpu, operands.precision, flops, moved)
             tile = (fold.shape.query_tile_rows, fold.shape.block_n) if blocks else None
             block = fold.grid.largest if blocks else None
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
 
 
 def _work_of_guide(name: str, fold: Fold, guide: GuideSchedule, gpu: GPU) -> Work:
-    """The marks of all blocks of a pass."""
+    """The work of marking the pairs of all blocks of a pass."""
     operands, shape = guide.operands, guide.shape
     flops = moved = 0.0
     for a, rows in enumerate(fold.grid.rows):
         for b in fold.grid.visits(a):
             m, columns = rows.stop - rows.start, fold.grid.columns[b]
             n = columns.stop - columns.start
-            passes = {1: 1, 2: 3}[operands.parts]
-            flops += 2.0 * m * n * operands.width / operands.item * passes
+            flops += 2.0 * m * n * operands.width / operands.item * PART_PRODUCTS[operands.parts]
             moved += (m + n) * operands.width * operands.parts + guide.marks * m * n / 8
-    blocks, kind = len(fold.grid), operands.precision
-    seconds = max(
-        flops / gpu.flops[kind if kind in gpu.flops else "16 bits"], moved / gpu.bandwidth
-    )
+    blocks, seconds = len(fold.grid), _seconds(gpu, operands.precision, flops, moved)
     tile, kernel = (shape.query_tile_rows, shape.block_n), guide.kernel.file.removesuffix(".cu")
     return Work(name, kernel, tile, fold.grid.largest, blocks, blocks, flops, moved, seconds)
 
@@ -77,7 +75,7 @@ def _kernel_and_products(
 ) -> Iterator[tuple[str, int, int, float, float]]:
     """Kernel, blocks, launches, operations and bytes."""
     item = config.OPERAND_BYTES[operands.precision]
-    per_product = {1: 1, 2: 3}[operands.parts]
+    per_product = PART_PRODUCTS[operands.parts]
     pairs, read, cached, launches = 0.0, 0, 0, 0
     multiplied = _Products(operands)
     for a, rows in enumerate(fold.grid.rows):
@@ -138,6 +136,11 @@ def _work_of_one_launch(schedule: Schedule, gpu: GPU) -> Work:
     features = [call.query] if call.symmetric else [call.query, call.key]
     flops = 2.0 * d * (logits + m * n * len(outs))
     moved = sum(z.rows * z.row_bytes for z in (*features, *outs))
-    kind = "fp64" if call.compute == "fp64" else "fp32"
-    seconds = max(flops / gpu.flops[kind], moved / gpu.bandwidth)
+    seconds = _seconds(gpu, "fp64" if call.compute == "fp64" else "fp32", flops, moved)
     return Work("loss and gradient", "fused/fused", (64, 64), (m, n), 1, 1, flops, moved, seconds)
+
+
+def _seconds(gpu: GPU, precision: str, flops: float, moved: float) -> float:
+    """The least time of a step, at the peaks of the device."""
+    rate = gpu.flops.get(precision, gpu.flops["16 bits"])
+    return max(flops / rate, moved / gpu.bandwidth)

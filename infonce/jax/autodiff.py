@@ -74,11 +74,11 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
                 "got one that is: jax.lax.stop_gradient makes one"
             )
     inputs = jax.tree.map(lambda leaf: leaf.value, inputs)
-    # Per-row losses have no single upstream gradient: theirs are computed when it is known
-    later = call.reduction == "none"
-    out = _evaluate(replace(call, wrt=() if later else wanted), inputs)
-    grads = {name: out[name] for name in wanted if not later}
-    residuals = grads, inputs if later else None, _Dtypes(tuple(dtypes.items()))
+    # Gradients of per-row losses are computed in the backward pass, which knows the upstream ones
+    in_backward = call.reduction == "none"
+    out = _evaluate(replace(call, wrt=() if in_backward else wanted), inputs)
+    grads = {name: out[name] for name in wanted if not in_backward}
+    residuals = grads, inputs if in_backward else None, _Dtypes(tuple(dtypes.items()))
     return (out["loss"], out["metrics"], out.get("weight")), residuals
 
 

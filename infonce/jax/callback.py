@@ -56,8 +56,10 @@ def integers(value: Any) -> Any:
 
 
 def stand_in(value: Any, number: int = 0) -> np.ndarray:
-    """An array of the shape and dtype of `value` that holds `number`; but of integers [M, P] sets
-    of one."""
+    """An array of the shape and dtype of `value` that holds `number`.
+
+    [M, P] integers become sets with one member: 0, and -1 in the other columns.
+    """
     shape, dtype = value.shape, value.dtype
     if len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer):
         return np.broadcast_to(-(np.arange(shape[1]) > 0).astype(np.int64), shape)

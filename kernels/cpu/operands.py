@@ -65,8 +65,10 @@ class Side:
     def to_features(
         self, g: Array, z: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
     ) -> Array:
-        """dL/dz of the features from g = dL/du of `rows`, z = u and dots = <g, u>: g itself, or an
-        array of `dtype` where that has a wider range."""
+        """dL/dz of the features from g = dL/du of `rows`, z = u and dots = <g, u>.
+
+        The result is g itself; or an array of `dtype`, if `dtype` has a wider range.
+        """
         norms = self.norms
         if norms is None:
             return g

@@ -27,8 +27,8 @@ ONE_THREAD = 2**18  # multiply-adds of a product: OpenBLAS itself uses one threa
 
 
 class _Guarded:
-    """What threads share, under a lock. A fork waits for the thread that holds the lock, so that
-    the child finds all in order; and the child's lock is free."""
+    """State that threads share, under a lock. A fork waits for the thread that holds the lock, so
+    that no other thread is changing the state that the child copies. The child gets a new lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -40,7 +40,7 @@ class _Guarded:
             )
 
     def _in_child(self) -> None:
-        """In a forked child, which has the thread that forked alone."""
+        """In a forked child, whose only thread is the one that called fork."""
         self._lock = threading.RLock()
 
 

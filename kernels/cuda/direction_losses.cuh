@@ -83,8 +83,8 @@ __device__ __forceinline__ Direction finalize_direction(Sum negatives, double po
   d.gap = (negatives.max - positive) + log2(negatives.sum);
   d.loss = decoupled ? LN_2 * d.gap : softplus2(d.gap);
   d.negative_probability = decoupled ? 1 : sigmoid2(d.gap);
-  const bool alone = decoupled || is_nothing(positive);
-  d.lse2 = alone ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
+  const bool lacks_positive = decoupled || is_nothing(positive);
+  d.lse2 = lacks_positive ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
   const bool none = negatives.sum == 0;
   const double negative_mean = none && decoupled ? 0 : negatives.moment / negatives.sum;
   d.log_scale_grad = none && !decoupled ? LN_2 * d.negative_probability

@@ -1,7 +1,7 @@
 // Complete gradients of features, from sums over gradient blocks. One warp, or half of a warp, computes a row.
 //
-// With P_ij f_i f_j in gradient blocks, the products give g_i = f_i dU_i (rows.cuh defines f, s and e),
-// and the gradient with respect to the rows as they came is
+// rows.cuh defines the factor f, the exponent e and s = 2^-e z of a row z. Gradient blocks have P_ij f_i f_j, so their
+// products with features give g_i = f_i dU_i. The gradient with respect to the features z is
 //
 //     dz = (dU - u <dU, u>) / |z| = 2^-e (g - f^2 s <g, s>),     <dU, u> = <g, s>.
 //

@@ -3,7 +3,7 @@
 The GPU copies pinned memory without the CPU. Threads copy other memory through pinned memory,
 because one thread reaches only a fraction of the rate of PCIe. Each thread has a pinned buffer and
 a stream. While the GPU copies the buffer of one thread, the other threads fill or empty their
-buffers. Threads and buffers are kept for later calls: 2 x `THREADS` buffers of `COPY_BYTES` bytes, or
+buffers. Threads and buffers are kept for later calls: 2 x `THREADS` buffers of `COPY_BYTES`, or
 of a row if a row is longer.
 """
 

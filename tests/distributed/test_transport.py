@@ -280,7 +280,11 @@ def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> N
     now = itertools.count(0, 3e-4)
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=sleeps.append)
     monkeypatch.setattr(base, "time", clock)
-    for looks, busy, slept in ((5, base.BUSY, 0), (100, base.OF_DEVICE, 0), (200, base.BUSY, 180)):
+    for looks, busy, slept in (
+        (5, base.BUSY, 0),
+        (100, base.DEVICE_BUSY, 0),
+        (200, base.BUSY, 180),
+    ):
         left = iter(range(looks))
         Alone().until(lambda left=left: next(left, None) is None, busy)  # type: ignore[misc]
         assert slept <= len(sleeps) <= slept + 10 * bool(slept)

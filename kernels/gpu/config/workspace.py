@@ -101,7 +101,7 @@ class Needs:
         return {name: size for name, size in sizes.items() if size}
 
     def gradient_block_bytes(self, rows: int, columns: int, d: int) -> int:
-        """Bytes for dL/dx of a block, or for one row of dK, which may be converted there."""
+        """Bytes for dL/dx of a block; at least for one row of dK, which may be converted there."""
         size = rows * gradient_stride(columns, self.precision) * OPERAND_BYTES[self.precision]
         return max(size, self.accumulator_row_bytes(d))
 
@@ -202,7 +202,7 @@ class Blocking:
 
 
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
-    """Bytes for the smallest blocks of which there are few (`has_few_blocks`)."""
+    """Bytes for the smallest blocks whose number is still allowed (`has_few_blocks`)."""
     m, n, d = shape
     side = least_block_side(m, n)
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()

@@ -45,8 +45,8 @@ class Launcher:
         function = self.queue.function(
             self.device, file, kernel, shared, PRECISION=PRECISIONS[self.precision], **defines
         )
-        takes = signature(file, kernel, given_options(defines))
-        self.queue.launch(function, takes, grid, block, shared, arguments)
+        parameters = signature(file, kernel, given_options(defines))
+        self.queue.launch(function, parameters, grid, block, shared, arguments)
 
     def run(
         self, kernel: schedule.ScheduledKernel, blocks: int, arguments: Mapping[str, Any]
@@ -55,8 +55,8 @@ class Launcher:
         function = self.queue.function(
             self.device, kernel.file, kernel.name, kernel.shared, **kernel.defines
         )
-        takes = signature(kernel.file, kernel.name, given_options(kernel.defines))
-        self.queue.launch(function, takes, blocks, kernel.threads, kernel.shared, arguments)
+        parameters = signature(kernel.file, kernel.name, given_options(kernel.defines))
+        self.queue.launch(function, parameters, blocks, kernel.threads, kernel.shared, arguments)
 
     def rows(
         self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,

@@ -19,7 +19,7 @@ from .tensor_map import tensor_map
 
 
 class Queue:
-    """Runs everything at once, on the current stream."""
+    """Launches on the current stream at once. `Recorder` has the same methods, and records."""
 
     function: Callable[..., Any] = staticmethod(compiler.function)
 

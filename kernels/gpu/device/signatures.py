@@ -27,7 +27,7 @@ _BLOCK = re.search(r"^struct Block .*?^};", flatten("block/options.cuh"), re.S |
 assert _BLOCK is not None
 OPTIONAL = (*re.findall(r"^#if (\w+)$", _BLOCK[0], re.M), "LINEAR")
 TENSOR_MAP = "TensorMap"  # bytes that the driver has written
-# Code that makes of a variable what its field holds: Python's numbers have 8 bytes to CuPy
+# Python expressions that convert a value to the type of its field; CuPy passes numbers in 8 bytes
 CODE = {
     POINTER: "({0} if {0}.__class__ is int else address_of({0}))", INTEGER: "int({})",
     NUMBER: "({0} if isinstance({0}, float) else float({0}))", TENSOR_MAP: "{}",
