@@ -171,8 +171,10 @@ def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: i
         return
     assert of.block >= of.panel * row.block
     with_gradient = of.staying * row.staying + of.panel * row.streamed
-    assert of.panel <= of.features
-    without = of.features * row.feature + 2 * of.panel * (row.feature + row.leaving)
+    assert of.panel <= of.staying_without_gradients
+    without = of.staying_without_gradients * row.feature + 2 * of.panel * (
+        row.feature + row.leaving
+    )
     assert max(with_gradient, without) <= 2**workspace - of.block
     assert of.whole == (of.staying == min(m, n))
     assert of.whole or of.staying % of.panel == 0
