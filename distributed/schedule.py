@@ -241,8 +241,8 @@ def exchange_of(
 def exchange_room(request: Request) -> int:
     """Bytes that buffers of an exchange may take on this rank.
 
-    The buffers may take half of the workspace. If the caller gives no workspace, they may also take
-    `unasked_bytes` of the GPU's memory, if that is more.
+    The buffers may take half of the workspace. If the caller gives no workspace, they may take
+    `DeviceProperties.default_memory_limit`, if that is more.
     """
     problem = request.problem
     half_workspace = int(problem.workspace // 2)
@@ -250,8 +250,8 @@ def exchange_room(request: Request) -> int:
         return half_workspace
     from infonce.kernels.gpu.device.launcher import device_properties
 
-    share: int = device_properties(problem.query.device.id).unasked_bytes
-    return max(half_workspace, share)
+    properties = device_properties(problem.query.device.id)
+    return max(half_workspace, int(properties.default_memory_limit))
 
 
 def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool:

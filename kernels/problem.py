@@ -294,12 +294,12 @@ class Gradients:
 
 @dataclass
 class NotFinite:
-    """NaN marks a row whose loss depends on a feature that is NaN or infinite; other marks are 0.
+    """NaN flags of rows. A flag is NaN if the loss of its row depends on a NaN or infinity, else 0.
 
-    One such query spoils its own row, one such key all rows. Blocks of the same queries share these
-    marks.
+    A NaN or infinity in a query sets the flag of its row. A NaN or infinity in a key sets
+    `any_key`, for all rows. Blocks of the same queries share the flags.
     """
 
     rows: Array  # [M]
     any_key: Array  # [1]: added to every row
-    queries_checked: bool = False  # `rows` already has the marks of the queries
+    queries_checked: bool = False  # `rows` already has the flags of the queries

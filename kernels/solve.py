@@ -147,8 +147,8 @@ def fold_block(
 ) -> None:  # fmt: skip
     """Run the fold of `epilogue` over a problem that is one block of a larger problem.
 
-    The sums `to_clear` are emptied first. `not_finite` gets the marks of this block, in the fold
-    that computes losses.
+    The sums `to_clear` are emptied first. The fold that computes losses adds the NaN flags of this
+    block's features to `not_finite`.
     """
     if callable(epilogue):
         epilogue(backend, problem)
@@ -331,10 +331,10 @@ class Vectors:
 
     def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Backend) -> Array:
         """Losses; NaN, as is d log(scale), where they depend on a feature that is not finite."""
-        marks = backend.row_nans(problem)
+        nan_flags = backend.row_nans(problem)
         if fold.log_scale_grad is not None:
-            fold.log_scale_grad += marks
-        return fold.losses + marks
+            fold.log_scale_grad += nan_flags
+        return fold.losses + nan_flags
 
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,

@@ -156,15 +156,15 @@ def _label_kernel(cupy: Any) -> Any:
     """A kernel with three outputs for each label:
 
     - positive: the label; 0 if it is out of range; -1 if it is negative and rows may have `none`.
-    - mark: 0; NaN if the label is out of range.
+    - label_nan: 0; NaN if the label is out of range.
     - present: 1; 0 if `positive` is -1.
     """
     return cupy.ElementwiseKernel(
-        "int64 label, int64 n, bool none", "int64 positive, float64 mark, float64 present",
+        "int64 label, int64 n, bool none", "int64 positive, float64 label_nan, float64 present",
         """
         const bool no_label = none && label < 0, inside = label >= 0 && label < n;
         positive = no_label ? -1 : inside ? label : 0;
-        mark = no_label || inside ? 0 : __longlong_as_double(0x7ff8000000000000LL);
+        label_nan = no_label || inside ? 0 : __longlong_as_double(0x7ff8000000000000LL);
         present = no_label ? 0 : 1;
         """,
         "infonce_labels",

@@ -81,7 +81,7 @@ def block(
         gpu.vectors.clear(to_clear)
     gpu.fold_block(problem, epilogue, gradients)
     if not_finite is not None:
-        # marks of queries are written once, and each block adds the marks of its keys
+        # the first block of the queries writes their NaN flags; each block adds those of its keys
         gpu.vectors.find_row_nans(
             problem, not_finite.any_key, not_finite.rows, not_finite.queries_checked
         )

@@ -151,13 +151,13 @@ def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: st
         assert config.blockings(shape, needs, least, 128, False)[2] <= least
         with pytest.raises(ValueError, match=rf"at least {least} bytes .* got {least - 1}"):
             config.blockings(shape, needs, least - 1, 128, False)
-        for beside in (least // 3, 10 * least):  # less than half of the workspace, and half of it
-            enough = min(least + beside, 2 * least)
-            left = config.left_to_folds(enough, beside)
-            assert config.blockings(shape, needs, left, 128, False, 0, beside)[2] <= left
-            left = config.left_to_folds(enough - 2, beside)
+        for reserved in (least // 3, 10 * least):  # less than half of the workspace, and half of it
+            enough = min(least + reserved, 2 * least)
+            left = config.fold_workspace(enough, reserved)
+            assert config.blockings(shape, needs, left, 128, False, 0, reserved)[2] <= left
+            left = config.fold_workspace(enough - 2, reserved)
             with pytest.raises(ValueError, match=rf"at least {enough} bytes .* got {enough - 2}"):
-                config.blockings(shape, needs, left, 128, False, 0, beside)
+                config.blockings(shape, needs, left, 128, False, 0, reserved)
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
@@ -207,16 +207,16 @@ def test_rows_of_whole_16_bytes(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp64", "fp16x3", "bf16"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (9, 9, 3), (300, 7, 33), (7, 300, 33),
                                    (5000, 5000, 129), (10**6, 10**6, 3)])  # fmt: skip
-def test_blocks_fit_beside_operands_that_are_staged_once(
+def test_blocks_fit_with_staged_copies_of_all_rows(
     shape: tuple[int, int, int], precision: str
 ) -> None:
     m, n, d = shape
     size = (m + n) * config.padded(d, precision) * config.OPERAND_BYTES[precision]
-    assert config.staged_once(size, 5 * size) == size
-    assert config.staged_once(size, 5 * size - 1) == 0
+    assert config.may_stage_all_rows(size, 5 * size)
+    assert not config.may_stage_all_rows(size, 5 * size - 1)
     for dk_in_workspace in (False, True):
         by_blocks = config.Needs(precision, True, True, True, True, True, dk_in_workspace)
-        needs = replace(by_blocks, staged_once=size)
+        needs = replace(by_blocks, staged_copy_bytes=size)
         workspace = max(5 * size, config.least_workspace(shape, by_blocks, 128))
         *cuts, bytes_of_both = config.blockings(shape, needs, workspace, 128, False)
         assert bytes_of_both + size <= workspace
@@ -292,9 +292,9 @@ def test_cached_exponentials_fit(
             assert all(b.stop <= border or b.start >= border for b in blocks)
     assert cached == n if n <= 8192 else 8192 <= cached < 1.1 * 8192
     assert not blockings(0)[0].cached_columns
-    # beside operands that are staged once, which the folds then do not stage
+    # copies of all rows are staged before the folds, so the folds stage no rows
     staged = item * (m + n) * config.padded(d, precision)
-    needs = replace(needs, staged_once=staged)
+    needs = replace(needs, staged_copy_bytes=staged)
     assert blockings(2**40)[2] == config.blockings(shape, needs, 2**28, 256, False, 2**40)[2]
 
 
@@ -315,7 +315,7 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
     ):  # fmt: skip
         needs = config.Needs(
             precision, staged, staged, False, True, True, accumulator, sweep,
-            overlay_row_bytes=item * d, staged_once=once,
+            overlay_row_bytes=item * d, staged_copy_bytes=once,
         )  # fmt: skip
         found = config.all_keys_blocking(shape, needs, workspace, sweep.block_n)
         weighted = replace(needs, weighted_query=True)

@@ -240,7 +240,7 @@ def test_rows_are_staged_once() -> None:
 
 def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fold of blocks of other sizes lies between two folds of the same blocks."""
-    monkeypatch.setattr(config, "staged_once", lambda *_: 0)
+    monkeypatch.setattr(config, "may_stage_all_rows", lambda *_: False)
     (m, n, d), into = (512, 4096, 384), recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
         query, key, dq, dk = (cupy.empty((rows, d), np.float32) for rows in (m, n, m, n))

@@ -72,7 +72,7 @@ def test_folds_fit_their_workspace_and_visit_all_blocks(
         with pytest.raises(ValueError, match="workspace: expected at least"):
             schedule(call, DEVICES[device])
         return
-    allowed = max(call.workspace, 0 if workspace else DEVICES[device].unasked_bytes)
+    allowed = max(call.workspace, 0 if workspace else DEVICES[device].default_memory_limit)
     assert made.workspace <= allowed + 16 * ALIGNMENT
     dk_folds = [fold for fold in made.folds if fold.dk_accumulator is not None]
     for fold in made.folds:

@@ -3,7 +3,7 @@
 // The dot products x_ij = q_i . k_j are computed once, and stay in the workspace (and the L2 cache). All thread
 // blocks go through the same phases. Barriers over the grid separate the phases:
 //
-//     0  norms of rows; marks of rows with features that are not finite
+//     0  norms of rows; NaN flags of rows with features that are not finite
 //     1  x, by tiles of 64 x 64. If x is symmetric, one triangle of the tiles. If there are fewer tiles than
 //        thread blocks, each tile is the sum of several products over parts of the features
 //     2  for each row and column: the log-sum-exp n of its negatives, and the gap n - p to its positive's logit

@@ -36,10 +36,11 @@ class DeviceProperties:
     memory: int  # bytes of the GPU's memory
 
     @property
-    def unasked_bytes(self) -> int:
-        """Bytes that a call may take to save time, if its caller gives no workspace.
+    def default_memory_limit(self) -> int:
+        """Most bytes of temporary memory of a call whose caller gives no workspace.
 
-        They are for cached exponentials, and for buffers of exchanges over ranks.
+        A call takes more than the default workspace only if that saves time: for cached
+        exponentials, and for buffers of exchanges over ranks.
         """
         return self.memory // 32
 

@@ -33,7 +33,7 @@ class Residency(Enum):
     """The place where a sweep keeps the rows of queries, and dL/dx."""
 
     RESIDENT = "the query tile stays in shared memory"
-    STREAMED = "K-slices of queries pass through the pipeline beside those of keys"
+    STREAMED = "the pipeline carries K-slices of queries and of keys"
     WIDE = "as STREAMED, 128 x 256 logits a block, and a cluster of two blocks shares the keys"
     IN_REGISTERS = "as RESIDENT, and dL/dx stays in registers, where it is multiplied by the keys"
 
@@ -91,7 +91,7 @@ class Sweep:
         return 0 if self.streamed else self.k_slices * self.query_tile_rows * K_SLICE
 
     def reserved(self, gradient: bool, sums: bool) -> int:
-        """Bytes of shared memory beside the query tile and the stages."""
+        """Bytes of shared memory for all but the query tile and the stages."""
         number_bytes = VECTOR_BYTES * self.number_count  # limits and biases of columns
         # factors of columns, and references unless numbers take their place
         vectors = VECTOR_BYTES * (1 if self.number_count else 2)

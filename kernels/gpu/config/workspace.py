@@ -52,7 +52,7 @@ class Needs:
     # accumulators are in the workspace
     overlay_row_bytes: int = 0
     # bytes of staged copies of all rows, made before the folds; 0: each fold copies a block's rows
-    staged_once: int = 0
+    staged_copy_bytes: int = 0
     weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
     guide: GuideNeeds | None = None
@@ -83,7 +83,7 @@ class Needs:
         accumulator_row = self.accumulator_row_bytes(d)
         row_sums = tile.row_sums(rows, columns) if self.rows else 0
         column_sums = tile.column_sums(rows, columns) if self.columns else 0
-        by_block = not self.staged_once
+        by_block = not self.staged_copy_bytes
         sizes = {
             "query_rows": self.staged_query * by_block * rows * operand_row,
             "key_rows": self.staged_key * by_block * columns * operand_row,
@@ -101,7 +101,10 @@ class Needs:
         return {name: size for name, size in sizes.items() if size}
 
     def gradient_block_bytes(self, rows: int, columns: int, d: int) -> int:
-        """Bytes for dL/dx of a block; at least for one row of dK, which may be converted there."""
+        """Bytes for dL/dx of a block, and at least for one row of an accumulator.
+
+        After the last block, rows of dK are converted to their dtype in this memory.
+        """
         size = rows * gradient_stride(columns, self.precision) * OPERAND_BYTES[self.precision]
         return max(size, self.accumulator_row_bytes(d))
 
@@ -138,17 +141,17 @@ def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: i
     return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
 
 
-def left_to_folds(workspace: int, beside: int) -> int:
-    """Bytes of the workspace without `beside` bytes for other arrays; at least half of it."""
-    return workspace - min(workspace // 2, beside)
+def fold_workspace(workspace: int, reserved: int) -> int:
+    """Bytes of the workspace without `reserved` bytes for other arrays; at least half of it."""
+    return workspace - min(workspace // 2, reserved)
 
 
-def staged_once(size: int, workspace: int) -> int:
-    """`size`, if operands of that many bytes are staged before the folds, within the workspace.
+def may_stage_all_rows(copy_bytes: int, workspace: int) -> bool:
+    """Whether the folds' workspace has room for staged copies of all rows.
 
-    0 if each fold stages the rows of its blocks.
+    Otherwise each fold stages the rows of a block before it computes the block.
     """
-    return size if size <= workspace // 5 else 0
+    return copy_bytes <= workspace // 5
 
 
 def gradient_stride(columns: int, precision: str) -> int:
@@ -202,7 +205,7 @@ class Blocking:
 
 
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
-    """Bytes for the smallest blocks whose number is still allowed (`has_few_blocks`)."""
+    """Bytes for the smallest blocks that a call may have: `has_few_blocks` limits their number."""
     m, n, d = shape
     side = least_block_side(m, n)
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
@@ -233,7 +236,7 @@ def blocking(
         border = needs.overlay_border(n, d)
         if border and n - border <= max_dk_rows:
             dk_rows, overlaid = n, border
-    room = workspace - needs.staged_once - (dk_rows - overlaid) * row
+    room = workspace - needs.staged_copy_bytes - (dk_rows - overlaid) * row
     n = max(overlaid, n - overlaid)  # no block contains the border
     m = n if symmetric else m
     if most_side is not None:
@@ -261,21 +264,24 @@ def blocking(
 @lru_cache(1024)
 def blockings(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
-    cache_bytes: int = 0, beside: int = 0, most_side: int | None = None,
+    cache_bytes: int = 0, reserved: int = 0, most_side: int | None = None,
 ) -> tuple[Blocking, Blocking, int]:  # fmt: skip
     """Blocks of the log-sum-exp fold, blocks of the gradient fold, and bytes for both folds.
 
-    The gradient fold has smaller blocks, because dL/dx takes memory. If `cache_bytes` is not 0, the
-    folds may take that many bytes, and cache as many exponentials as fit. `beside` are the bytes
-    that `left_to_folds` has subtracted. Blocks have at most `most_side` rows and columns (not those
-    with a cache). ValueError if there would be too many blocks
-    (`has_few_blocks`).
+    The gradient fold has smaller blocks, because dL/dx takes memory.
+
+    - `workspace`: bytes of the folds, from which `fold_workspace` has subtracted `reserved`.
+    - `cache_bytes`: if not 0, the folds may take that many bytes instead, and cache as many
+      exponentials as fit.
+    - `most_side`: blocks have at most that many rows and columns, unless exponentials are cached.
+
+    ValueError if there would be too many blocks (`has_few_blocks`).
     """
     folds = needs.statistics_needs, needs.gradient_needs
     least = max(least_workspace(shape, each, block_n) for each in folds)  # bytes
     if workspace < least:
-        # the message has the caller's workspace, before `left_to_folds`
-        least, workspace = (size + min(size, beside) for size in (least, workspace))
+        # the message names the caller's workspace, which includes the reserved bytes
+        least, workspace = (size + min(size, reserved) for size in (least, workspace))
         raise ValueError(workspace_too_small(shape, least, workspace))
     caching = _caching_blockings(shape, needs, cache_bytes, block_n) if cache_bytes else None
     if caching is not None:
@@ -305,7 +311,7 @@ def all_keys_blocking(
     wave = needs.sweep.rows_at_once // -(-d // BLOCK_M) // BLOCK_M * BLOCK_M
     needs = replace(needs, rows=True, columns=False, weighted_query=True)
     dk_rows = n if needs.dk_in_workspace else 0
-    room = workspace - needs.staged_once
+    room = workspace - needs.staged_copy_bytes
 
     def size(overlaid: int, rows: int) -> int:
         return needs.blocking_bytes(Blocking(rows, n, dk_rows, overlaid), d, block_n)
@@ -336,13 +342,16 @@ def _caching_blockings(
     """
     m, n, d = shape
     dk_rows = n if needs.dk_in_workspace else 0
-    beside_cache = replace(needs.gradient_needs, gradient=False)  # the cache is the gradient block
+    # the memory of the cache is also the gradient block
+    gradient_needs = replace(needs.gradient_needs, gradient=False)
 
     def size(overlaid: int, columns: int) -> int:
         cut = Blocking(m, columns, dk_rows, overlaid)
-        folds = needs.statistics_needs, beside_cache
-        beside = needs.staged_once + max(fold.blocking_bytes(cut, d, block_n) for fold in folds)
-        return sum(needs.cached_parts(m, columns, d).values()) + beside
+        folds = needs.statistics_needs, gradient_needs
+        other_bytes = needs.staged_copy_bytes + max(
+            fold.blocking_bytes(cut, d, block_n) for fold in folds
+        )
+        return sum(needs.cached_parts(m, columns, d).values()) + other_bytes
 
     def has_room(overlaid: int, columns: int) -> bool:
         return size(overlaid, columns) <= workspace
@@ -356,7 +365,7 @@ def _caching_blockings(
         if columns >= least:
             gradient = Blocking(m, columns, dk_rows, overlaid, cached_columns=columns)
             statistics = replace(gradient, overlaid=0)
-            best = statistics, gradient, size(overlaid, columns) - needs.staged_once
+            best = statistics, gradient, size(overlaid, columns) - needs.staged_copy_bytes
     return best
 
 

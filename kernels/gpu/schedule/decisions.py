@@ -142,8 +142,10 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
     staged_bytes = sum(
         z.rows * side.row_bytes for side, z in sides if side.reading is not Reading.IN_PLACE
     )
-    once = config.staged_once(staged_bytes, room_of_folds(call, operand_precision))
-    if once:
+    reserved = reserved_bytes(call, operand_precision)
+    workspace = config.fold_workspace(call.workspace, reserved)
+    staged_copy_bytes = staged_bytes if config.may_stage_all_rows(staged_bytes, workspace) else 0
+    if staged_copy_bytes:
         query, key = (
             side if side.reading is Reading.IN_PLACE else replace(side, reading=Reading.ONCE)
             for side in (query, key)
@@ -155,17 +157,12 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
         key,
         width,
         config.product_width(call.query.columns, operand_precision),
-        once,
+        staged_copy_bytes,
     )
 
 
-def room_of_folds(call: Call, operand_precision: str) -> int:
-    """Bytes of the workspace that are left to folds."""
-    return config.left_to_folds(call.workspace, bytes_beside_folds(call, operand_precision))
-
-
-def bytes_beside_folds(call: Call, operand_precision: str) -> int:
-    """Bytes of the workspace that linear terms and joint losses take."""
+def reserved_bytes(call: Call, operand_precision: str) -> int:
+    """Bytes of the workspace for linear terms and joint losses, which folds cannot take."""
     sides = (1 + call.two_sided) * call.smoothing
     return call.joint_copy_bytes + config.term_bytes(
         call.shape, sides, call.class_sums, config.ACCUMULATOR_BYTES[operand_precision]
@@ -234,8 +231,8 @@ def choose_cut(
 ) -> Cut:  # fmt: skip
     """The largest blocks whose temporary memory fits the workspace."""
     operand_precision, shape, whole_call = operands.precision, call.shape, call.block is None
-    beside = bytes_beside_folds(call, operand_precision)
-    room = config.left_to_folds(call.workspace, beside)
+    reserved = reserved_bytes(call, operand_precision)
+    room = config.fold_workspace(call.workspace, reserved)
     dq_only = call.gradient and call.key_gradient is None
     one_pass = (
         whole_call and call.gradient and call.one_softmax and sweep is not None
@@ -254,7 +251,7 @@ def choose_cut(
         precision=operand_precision, sweep=sweep, moments=call.moments, gradient=writes_gradient,
         staged_query=operands.query.reading is not Reading.IN_PLACE,
         staged_key=operands.key.reading is not Reading.IN_PLACE,
-        staged_once=operands.copied_once,
+        staged_copy_bytes=operands.staged_copy_bytes,
         columns=call.two_sided or call.symmetric,
         rows=call.loss is Loss.PAIRS or (one_pass and dq_only),
         dq_accumulators=0 if dq_in_place else dq_copies,
@@ -269,14 +266,14 @@ def choose_cut(
     )  # fmt: skip
     room_with_cache = room
     if may_cache and not call.workspace_given:
-        room_with_cache = max(room, device.unasked_bytes)
+        room_with_cache = max(room, device.default_memory_limit)
     blocks = None
     if one_pass and not dq_only:
         blocks = config.all_keys_blocking(shape, needs, room_with_cache, tile.block_n)
         one_pass = blocks is not None
     statistics, gradient, size = blocks or config.blockings(
         shape, needs, room, tile.block_n, call.symmetric, room_with_cache if may_cache else 0,
-        beside, GROUP_BLOCK if call.host_groups else None,
+        reserved, GROUP_BLOCK if call.host_groups else None,
     )  # fmt: skip
     return Cut(
         needs, statistics, gradient, size + ALIGNMENT_BYTES, one_pass, dq_in_place, dk_in_place,

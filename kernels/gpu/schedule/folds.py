@@ -59,7 +59,7 @@ class Operands:
     key: OperandRows
     width: int  # bytes of a row in the products of logits, in each part
     gradient_width: int  # features of a row in the products that compute gradients
-    copied_once: int  # bytes of copies of all rows; 0 if rows are copied by block
+    staged_copy_bytes: int  # of copies of all rows; 0 if each fold copies the rows of its blocks
 
     @property
     def parts(self) -> int:
