@@ -1,7 +1,8 @@
-"""Time CLIP's loss and gradients over this host's GPUs by each exchange, beside other projects.
+"""Time a loss and its gradients over this host's GPUs by each exchange, beside other projects.
 
-python benchmarks/ranks/exchanges.py [--gpus 2] [--batch 8192 16384 32768 65536] [--dim 512]
-    [--contenders gather ring open_clip inf_cl] [--output benchmarks/results/exchanges.json]
+python benchmarks/ranks/exchanges.py [--loss clip] [--gpus 2] [--batch 8192 16384 32768 65536]
+    [--dim 512] [--contenders gather ring open_clip inf_cl siglip_kernel]
+    [--output benchmarks/results/exchanges.json]
 mpiexec -n 2 python benchmarks/ranks/exchanges.py ...
 
 Each GPU has a process of torch.distributed. A step is the loss and `backward()`, of unit rows in
@@ -38,17 +39,20 @@ from infonce.cli.common import to_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 OVER_MPI = {"gather_mpi": "gather", "ring_mpi": "ring"}
-CONTENDERS = (*OVER_MPI, "gather", "ring", "open_clip", "inf_cl")
+OURS = (*OVER_MPI, "gather", "ring")
+CONTENDERS = {"clip": (*OURS, "open_clip", "inf_cl"), "siglip": (*OURS, "siglip_kernel")}
 SCALE = 1 / 0.07
+BIAS = -10.0  # of siglip
 WARM, MOST_WARM = 0.05, 200  # seconds and steps before those that are timed: processors wake up
 
 
-def step_of(name: str, rank: int, size: int, *inputs: Any) -> Callable[[], None]:
-    """Loss and gradients of (image, text, scale)."""
+def step_of(kind: str, name: str, rank: int, size: int, *inputs: Any) -> Callable[[], None]:
+    """Loss and gradients of (image, text, scale), by a contender's loss of that kind."""
     if exchange := OVER_MPI.get(name):
-        image, text = (native(z.detach()) for z in inputs[:2])
-        return partial(distributed.clip_loss_and_grad, image, text, scale=SCALE, exchange=exchange)
-    loss = loss_of(name, rank, size)
+        arrays = [native(z.detach()) for z in inputs[:2]] + [BIAS] * (kind == "siglip")
+        function = getattr(distributed, f"{kind}_loss_and_grad")
+        return partial(function, *arrays, scale=SCALE, exchange=exchange)
+    loss = loss_of(kind, name, rank, size)
 
     def step() -> None:
         loss(*inputs).backward()
@@ -58,8 +62,15 @@ def step_of(name: str, rank: int, size: int, *inputs: Any) -> Callable[[], None]
     return step
 
 
-def loss_of(name: str, rank: int, size: int) -> Callable[[Any, Any, Any], Any]:
+def loss_of(kind: str, name: str, rank: int, size: int) -> Callable[[Any, Any, Any], Any]:
     """(image, text, scale) -> loss."""
+    if name == "siglip_kernel":
+        from siglip_kernel.distributed import DistributedSigLIPLoss
+
+        sigmoid = DistributedSigLIPLoss(rank=rank, world_size=size)
+        return lambda image, text, scale: sigmoid(
+            image, text, scale, torch.tensor(BIAS, device=image.device)
+        )
     if name == "open_clip":
         from open_clip.loss import ClipLoss
 
@@ -73,8 +84,10 @@ def loss_of(name: str, rank: int, size: int) -> Callable[[Any, Any, Any], Any]:
             return sum(cal_inf_loss(q, k, scale=scale, head_dim=256) for q, k in sides) / 2
 
         return both
-    return lambda image, text, scale: infonce.torch.clip_loss(
-        image, text, scale=scale, group=dist.group.WORLD, exchange=name
+    bias = [BIAS] * (kind == "siglip")
+    function = getattr(infonce.torch, f"{kind}_loss")
+    return lambda image, text, scale: function(
+        image, text, *bias, scale=scale, group=dist.group.WORLD, exchange=name
     )
 
 
@@ -126,7 +139,7 @@ def work(
         rows.append(row)
         for name in arguments.contenders:
             try:
-                run = step_of(name, rank, size, image, text, scale)
+                run = step_of(arguments.loss, name, rank, size, image, text, scale)
                 once = seconds(run, 3, barrier)[-1]
                 seconds(run, int(min(MOST_WARM, WARM / once)), barrier)
                 row[f"{name}_s"] = statistics.median(seconds(run, arguments.steps, barrier))
@@ -134,7 +147,7 @@ def work(
                     found = transfers(run, arguments.steps, barrier)
                     row |= {f"{name}_{k}": v for k, v in found.items()}
             except Exception as error:  # of another project: the others are still timed
-                if name in ("gather", "ring", *OVER_MPI):
+                if name in OURS:
                     raise
                 print(f"{name}, {batch}: {error}", file=sys.stderr)
                 continue
@@ -151,9 +164,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20, help="timed, the median counts")
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--loss", choices=CONTENDERS, default="clip")
+    every = list(dict.fromkeys(name for names in CONTENDERS.values() for name in names))
+    parser.add_argument("--contenders", nargs="+", choices=every, help="all that have the loss")
     parser.add_argument("--output", type=Path, default=RESULTS / "exchanges.json")
     arguments = parser.parse_args()
+    arguments.contenders = arguments.contenders or CONTENDERS[arguments.loss]
+    if lacking := set(arguments.contenders) - set(CONTENDERS[arguments.loss]):
+        parser.error(f"--contenders: {', '.join(sorted(lacking))} has no {arguments.loss}")
 
     rows: list[Any] = []
     try:
@@ -176,10 +194,10 @@ def main() -> None:
                 rows += json.loads(Path(folder, "rows.json").read_text())
     report = {
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} of one host",
-        "versions": machine.versions("torch", "open_clip_torch", "inf_cl"),
+        "versions": machine.versions("torch", "open_clip_torch", "inf_cl", "siglip-kernel"),
         "commit": machine.commit(),
         "date": machine.now(),
-        "settings": {"loss": "clip", "dtype": "bfloat16", "temperature": 0.07,
+        "settings": {"loss": arguments.loss, "dtype": "bfloat16", "temperature": 0.07,
                      "open_clip": "local_loss, gather_with_grad"},
         "results": rows,
     }  # fmt: skip
