@@ -170,8 +170,10 @@ def row_statistics(  # type: ignore[no-untyped-def]
         row_sum[i] = 0.0
         if row_moment is not None:
             row_moment[i] = 0.0
-        if top == -np.inf:  # all pairs are excluded
-            continue
+        if top == -np.inf:  # all pairs are excluded, but for a NaN, which `fmax` ignores
+            if not np.isnan(row).any():
+                continue
+            row_max[i], top = 0.0, zero
         scale = x.dtype.type(c)
         total, moment = zero, zero
         for j in range(row.size):
@@ -228,6 +230,8 @@ def column_statistics(  # type: ignore[no-untyped-def]
             if column_moment is not None:
                 moments[j] += e * (value_of(of, row, i, j) if y != low else zero)
     for j in range(n):
+        if np.isnan(sums[j]) and column_max[j] == -np.inf:
+            column_max[j] = 0.0  # all pairs are excluded, but for a NaN, which `fmax` ignores
         empty = column_max[j] == -np.inf
         column_sum[j] = 0.0 if empty else np.float64(sums[j])
         if column_moment is not None:

@@ -175,6 +175,19 @@ def test_a_product_of_the_guide_that_overflows_makes_losses_nan(method: dict[str
     assert np.flatnonzero(np.isnan(losses)).tolist() == [2, 9]
 
 
+def test_a_product_that_overflows_is_seen_if_all_other_pairs_are_excluded(
+    method: dict[str, Any],
+) -> None:
+    z = np.random.default_rng(0).standard_normal((2, 12, 8))
+    guide = np.zeros((2, 12, 4))
+    guide[0, 2, 0] = guide[1, 9, 0] = 1e200
+    groups = np.where(np.arange(12) == 2, 9, np.arange(12)), np.arange(12)
+    losses = infonce.clip_loss(
+        *z, scale=1.0, reduction="none", groups=groups, guide=tuple(guide), **method
+    )
+    assert np.flatnonzero(np.isnan(losses)).tolist() == [2, 9]
+
+
 def test_peak_memory_is_within_the_workspace() -> None:
     m, d, e, workspace = 3000, 32, 48, 8 * 2**20
     rng = np.random.default_rng(0)
