@@ -189,16 +189,9 @@ def row_statistics(  # type: ignore[no-untyped-def]
 
 @compiled
 def column_statistics(  # type: ignore[no-untyped-def]
-    x,
-    c,
-    column_max,
-    column_sum,
-    column_moment,
-    key_bias=None,
-    limits=None,
-    guide_bits=None,
+    x, c, column_max, column_sum, column_moment, key_bias=None, limits=None, guide_bits=None,
     of=None,
-):
+):  # fmt: skip
     """(max, sum) and moment of each column: `row_statistics` with rows and columns exchanged.
 
     The keys of a column's softmax are the rows, so `key_bias` has a number for each row.
@@ -240,18 +233,9 @@ def column_statistics(  # type: ignore[no-untyped-def]
 
 @compiled
 def row_and_column_statistics(  # type: ignore[no-untyped-def]
-    x,
-    c,
-    row_max,
-    row_sum,
-    row_moment,
-    column_max,
-    column_sum,
-    column_moment,
-    sums,
-    moments,
+    x, c, row_max, row_sum, row_moment, column_max, column_sum, column_moment, sums, moments,
     of=None,
-):
+):  # fmt: skip
     """(max, sum) and moment of each row and column of the tile, with one exponential a logit.
 
     The exponential of a logit is e_ij = 2^(c x_ij - r_i), where r_i is the maximum of row i. The
