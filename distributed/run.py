@@ -216,13 +216,12 @@ def block_folding(request: Request) -> BlockFolding:
     if request.offload:
         from infonce.kernels.offload import copies, layout
 
-        return BlockFolding(copies.fold_block, Vectors(np, exponent_scaled=True), layout.layout)
+        # both folds of a problem with a guide have the same blocks, and so leave out the same pairs
+        fold = partial(copies.fold_block, ahead=ahead if request.problem.guided else None)
+        return BlockFolding(fold, Vectors(np, exponent_scaled=True), layout.layout)
     if request.on_gpu:
-        from infonce.kernels.gpu import select, shard
+        from infonce.kernels.gpu import shard
 
-        if request.problem.needs_arrays or request.problem.guided:
-            on_arrays = select.array_blocks
-            return BlockFolding(_on(on_arrays), shard.VectorsOverRanks(), on_arrays)
         fold = partial(shard.fold_block, ahead=ahead)
         return BlockFolding(
             fold, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)

@@ -182,7 +182,7 @@ OPTIONS: dict[str, Option] = {
         positive (of several, the largest) by more than `guide_margin`. In CLIP each direction
         compares with its own positive. nt_xent takes one array [2B, E]. Guides get no gradient;
         ``normalize=True`` normalises them too; they are multiplied in the precision of the
-        features. Not with `offload` or ``metrics=True``.""",
+        features. With `offload`, they are in host memory too. Not with ``metrics=True``.""",
     ),
     "guide_margin": Option(0.0, "float, default 0",
         """How far above that of the positive a negative's product by the `guide` may be; inf leaves

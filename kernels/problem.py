@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 Array = Any  # a NumPy or CuPy array
@@ -109,6 +109,9 @@ class Problem:
     # positives of rows with one other row in their class
     classes: Any = None
 
+    # fields with features from a second model, a guide or a teacher, if there is one
+    auxiliary_names: ClassVar[tuple[str, str]] = "guide_query", "guide_key"
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """(M, N, D)."""
@@ -170,13 +173,13 @@ class Problem:
 
     @property
     def auxiliary_query(self) -> Array:
-        """The queries' features from a second model, a guide or a teacher; None: there is none."""
-        return self.guide_query
+        """The queries' features from the second model; None: there is none."""
+        return getattr(self, self.auxiliary_names[0])
 
     @property
     def auxiliary_key(self) -> Array:
         """The keys' features from the second model."""
-        return self.guide_key
+        return getattr(self, self.auxiliary_names[1])
 
     @property
     def auxiliary_width(self) -> int:

@@ -331,8 +331,6 @@ def _check_static(
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
     dtypes = {z.dtype.name for z in arrays}
-    if o["offload"] and o["guide"] is not None:
-        raise ValueError("offload: expected False with guide, got True")
     if o["offload"]:
         validation.offload(loss, o["method"], query)
     compute = validation.precision(o["precision"], dtypes, on_cpu)

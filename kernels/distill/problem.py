@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..epilogues import SoftmaxGradient, Statistics, Sums
 from ..problem import Array, Problem, fast_replace
@@ -17,18 +17,11 @@ class TaughtProblem(Problem):
     teacher_query: Array = None  # [M, E]
     teacher_key: Array = None  # [N, E]
     teacher_scale: Any = 1.0
+    auxiliary_names: ClassVar[tuple[str, str]] = "teacher_query", "teacher_key"
 
     @property
     def plain_logits(self) -> bool:
         return False
-
-    @property
-    def auxiliary_query(self) -> Array:
-        return self.teacher_query
-
-    @property
-    def auxiliary_key(self) -> Array:
-        return self.teacher_key
 
     @property
     def needs_arrays(self) -> bool:

@@ -10,13 +10,14 @@ import cupy
 import numpy as np
 
 from .. import problem as problems
+from .. import solve as two_passes
 from ..between_passes import Finalized
 from ..direction_losses import Direction
 from ..epilogues import Epilogue, Sigmoid, Statistics, Sums
 from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion
 from . import plan as gpu_plan
-from . import recorded
+from . import recorded, select
 from .device.arguments import Fields, address, matrix, readable_by_kernels, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
@@ -36,6 +37,10 @@ def fold_block(
     """
     # blocks need no classes, and a plan would depend on the arrays of classes
     block = problems.fast_replace(readable_by_kernels(problem), classes=None)
+    if _on_arrays(block):
+        blocks = select.array_blocks(block, gradients)
+        two_passes.fold_block(blocks, block, triangle, epilogue, gradients, not_finite, to_clear)
+        return
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
     by_kernels = problem.plain_logits and not (problem.has_positive_ids or callable(epilogue))
     by_kernels = by_kernels and not getattr(epilogue, "linear", ())
@@ -47,9 +52,17 @@ def fold_block(
 
 def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
     """ValueError if the workspace has no room for a block; for arguments see `fold_block`."""
+    if _on_arrays(problem):
+        select.array_blocks(problem, gradients)
+        return
     block = BlockFold(None, accumulates=gradients is not None)
     properties = device_properties(problem.query.device.id)
     tiled_schedule(Call.of(readable_by_kernels(problem), gradients or ahead, block), properties)
+
+
+def _on_arrays(problem: Problem) -> bool:
+    """Whether operations on arrays compute blocks of this problem: kernels have no such blocks."""
+    return problem.needs_arrays or problem.guided
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:

@@ -34,6 +34,7 @@ from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, map_arrays, on_device, segments_on
 from .fold import StreamedCall, StreamedFold
 from .layout import Layout, layout, left_beside_all
+from .panels import empty_like
 
 
 def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) -> Solution:
@@ -60,8 +61,13 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
 def fold_block(
     device: OffloadDevice, problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
+    ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`solve.fold_block` of a block whose arrays are on the host."""
+    """`solve.fold_block` of a block whose arrays are on the host.
+
+    `ahead` are the gradients of a later fold of such blocks: this fold has the panels of the later
+    one.
+    """
     problem = replace(problem, classes=None)  # blocks need no classes
     if to_clear is not None:
         to_clear.clear()
@@ -75,7 +81,8 @@ def fold_block(
         dots = device.put(gradients.dots)
         device_gradients = replace(gradients, dots=dots)
     with device.copies() as copies:
-        backend = Offload(problem, gradients, layout(problem, gradients), device, copies)
+        panels = layout(problem, gradients or ahead)
+        backend = Offload(problem, gradients, panels, device, copies)
         two_passes.fold_block(
             backend,
             _vectors_on(device, problem),
@@ -111,32 +118,29 @@ def _solve_whole(
     problem: Problem, gradients: Gradients | None, device: OffloadDevice, copies: HostCopies
 ) -> Solution:
     """Copy all features to the device, solve the problem there, and copy all gradients back."""
-    xp = device.xp
+    xp, arriving = device.xp, []
 
-    def empty_on_device(array: Array) -> Array:
-        return xp.empty(array.shape, array.dtype.newbyteorder("="))
+    def empty(array: Array) -> Array:
+        return empty_like(xp, array, len(array))
 
-    query = empty_on_device(problem.query)
-    arriving = [copies.arrive(query, problem.query)]
-    key = query
-    if not problem.symmetric:
-        key = empty_on_device(problem.key)
-        arriving.append(copies.arrive(key, problem.key))
+    def copied(array: Array) -> Array:
+        target = empty(array)
+        arriving.append(copies.arrive(target, array))
+        return target
+
+    names = "query", "key", *problem.auxiliary_names
+    arrays = map_arrays(tuple(getattr(problem, name) for name in names), copied)
     for ticket in arriving:
         ticket.wait()
-    device_destinations, leaving = gradients, []
+    to = () if gradients is None else (gradients.query, gradients.key)
+    device_gradients, results = gradients, map_arrays(to, empty)
     if gradients is not None:
-        host_gradients = gradients.query, gradients.key
-        device_gradients = [None if z is None else empty_on_device(z) for z in host_gradients]
-        device_destinations = replace(gradients, query=device_gradients[0], key=device_gradients[1])
-        leaving = [
-            (destination, gradient)
-            for destination, gradient in zip(host_gradients, device_gradients, strict=True)
-            if destination is not None
-        ]
-    solution = device.solve(replace(problem, query=query, key=key), device_destinations)
-    for destination, gradient in leaving:
-        copies.leave(destination, gradient, False)
+        device_gradients = replace(gradients, query=results[0], key=results[1])
+    whole = replace(problem, **dict(zip(names, arrays, strict=True)))
+    solution = device.solve(whole, device_gradients)
+    for destination, gradient in zip(to, results, strict=True):
+        if destination is not None:
+            copies.leave(destination, gradient, False)
     return solution
 
 
@@ -159,7 +163,10 @@ class Offload:
         return False  # log-sum-exps first, then the gradients
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
+        """All folds of a problem with a guide visit the same blocks, so that they leave out the
+        same pairs: those of the square, because the gradient fold has no room for a triangle."""
         m, n, _ = problem.shape
+        triangle = triangle and not problem.guided
         return Grid(slices(m, self.layout.panel), slices(n, self.layout.panel), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
@@ -212,6 +219,8 @@ class Offload:
             self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
             self.fold(problem, grid, retrieval_ranks_of(epilogue, problem), None)
             return
+        if isinstance(epilogue, Statistics) and not grid.triangle and problem.symmetric:
+            epilogue = replace(epilogue, columns=None)  # rows alone see all pairs of the square
         at_once = problem.symmetric or self.layout.whole
         if gradients and gradients.want_query and gradients.want_key and not at_once:
             self.fold(problem, grid, epilogue, replace(gradients, want_key=False))

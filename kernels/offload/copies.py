@@ -23,12 +23,12 @@ import cupyx
 import numpy as np
 from cupy.cuda import runtime
 
-from ..epilogues import Epilogue
+from ..epilogues import Epilogue, Sums
 from ..gpu import select, shard
 from ..gpu.linear import Rows
 from ..gpu.vectors import ElementwiseVectors
 from ..grid import slices
-from ..problem import Array, Gradients, Problem
+from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion, Solution
 from . import backend
 
@@ -44,10 +44,13 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
 def fold_block(
     problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
-    gradients: Gradients | None, *sums: Any,
+    gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
+    ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`solve.fold_block` of host arrays, on the current GPU."""
-    backend.fold_block(GPU(), problem, triangle, epilogue, gradients, *sums)
+    """`backend.fold_block` on the current GPU."""
+    backend.fold_block(
+        GPU(), problem, triangle, epilogue, gradients, not_finite, to_clear, ahead
+    )  # fmt: skip
 
 
 class GPU:

@@ -21,7 +21,7 @@ from .device import HostCopies, OffloadDevice, Ticket
 from .epilogues import block_epilogue
 from .layout import PIECE_PANELS, Layout, real_bytes, row_bytes
 from .linear import StreamedRows
-from .panels import Arrivals, Departures, Part, StreamedSide, apart, longest
+from .panels import Arrivals, Departures, Part, StreamedSide, apart, arrive, empty_like, longest
 
 # A streamed panel, and the pieces of the run that it meets, in this order. If the panel is None,
 # the run meets itself
@@ -42,7 +42,7 @@ class StreamedCall:
         m = len(problem.query)
         marks = device.xp.zeros(m + 1)
         self.not_finite = NotFinite(marks[:m], marks[m:])
-        self.staying_features: Array = None  # of the smaller side, if it stays in all folds
+        self.staying: list[Array] = []  # arrays of the smaller side, if it stays in all folds
         size = layout.panel * row_bytes(problem, gradients).leaving
         self.departures = Departures(device.xp, copies, size)
 
@@ -65,8 +65,11 @@ class StreamedFold:
         self.context, self.device = context, context.device
         self.problem, self.grid, self.epilogue, self.gradients = problem, grid, epilogue, gradients
         (m, n, _), layout = problem.shape, context.layout
-        rows = StreamedSide(problem.query, grid.rows)
-        columns = StreamedSide(problem.key, grid.columns)
+        queries, keys = [problem.query], [problem.key]
+        if problem.auxiliary_key is not None:
+            queries.append(problem.auxiliary_query)
+            keys.append(problem.auxiliary_key)
+        rows, columns = StreamedSide(queries, grid.rows), StreamedSide(keys, grid.columns)
         staying, self.keys_stay = layout.staying_without_gradients, n <= m
         if gradients is not None:
             staying = layout.staying
@@ -103,6 +106,8 @@ class StreamedFold:
 
         Pieces are single panels in the first and last step, so that work begins when the first
         panel of the run has arrived, and the first gradient leaves before the last is complete.
+        With a guide all pieces are single panels: then all folds have the same blocks, whose
+        products have the same bits, and so they leave out the same pairs.
         """
         whole, panels = slice(run[0].start, run[-1].stop), self.stream.panels
         if self.problem.symmetric:
@@ -110,10 +115,13 @@ class StreamedFold:
             panels = before + [p for p in panels if p.start >= whole.stop]
         steps: list[Step] = [(None, [whole])] if self.problem.symmetric else []
         for i, panel in enumerate(panels):
-            if self.gradients is not None:
-                steps.append((panel, run if i + 1 == len(panels) else self.pieces(run, panel)))
+            alone = i + 1 == len(panels) if self.gradients is not None else not steps
+            if alone or self.problem.guided:
+                steps.append((panel, run))
+            elif self.gradients is not None:
+                steps.append((panel, self.pieces(run, panel)))
             else:
-                steps.append((panel, run if i == 0 and not steps else [whole]))
+                steps.append((panel, [whole]))
         return steps
 
     def pieces(self, run: list[slice], panel: slice) -> list[slice]:
@@ -134,7 +142,7 @@ class StreamedFold:
         """Visit the blocks of a run with all panels of its steps."""
         panels = [panel for panel, _ in steps if panel is not None]
         all_pieces = [piece for _, pieces in steps for piece in pieces]
-        arrivals = Arrivals(self.device.xp, self.context.copies, self.stream, panels)
+        arrivals = Arrivals(self.device.xp, self.context.copies, self.stream.arrays, panels)
         staying_run, arriving = self.hold(run)
         stream_accumulator = self.accumulator(self.stream, longest(panels))
         block_accumulator = self.accumulator(
@@ -170,17 +178,17 @@ class StreamedFold:
 
     def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
         """Begin to copy a run to the device; return the run and its copies: (first row, copy)."""
-        context, features = self.context, self.stay.features
+        context, arrays = self.context, self.stay.arrays
         start, stop = run[0].start, run[-1].stop
-        on_device, arriving = context.staying_features, deque[tuple[int, Ticket]]()
-        if on_device is None:
-            dtype = features.dtype.newbyteorder("=")
-            on_device = self.device.xp.empty((stop - start, features.shape[1]), dtype)
+        on_device, arriving = context.staying, deque[tuple[int, Ticket]]()
+        if not on_device:
+            on_device = [empty_like(self.device.xp, z, stop - start) for z in arrays]
             for panel in run:
-                target = on_device[panel.start - start : panel.stop - start]
-                arriving.append((panel.start, context.copies.arrive(target, features[panel])))
+                targets = [z[panel.start - start : panel.stop - start] for z in on_device]
+                tickets = arrive(context.copies, targets, arrays, panel)
+                arriving.extend((panel.start, ticket) for ticket in tickets)
             if context.layout.whole:
-                context.staying_features = on_device
+                context.staying = on_device
         accumulator = self.accumulator(self.stay, stop - start)
         return Part(slice(start, stop), on_device, accumulator), arriving
 
@@ -188,7 +196,7 @@ class StreamedFold:
         """Memory for the gradient of `rows` rows of a side; None if no gradient is wanted."""
         if side.to is None:
             return None
-        return self.device.xp.empty((rows, side.features.shape[1]), self.context.real)
+        return self.device.xp.empty((rows, self.problem.shape[2]), self.context.real)
 
     def block(
         self, queries: Part, keys: Part | None, first_of_queries: bool, first_of_keys: bool,
@@ -207,10 +215,11 @@ class StreamedFold:
         if self.context.on_diagonal:
             no_local = no_local or apart(rows, columns)
 
+        query_name, key_name = problem.auxiliary_names
         block = fast_replace(
             problem,
-            query=queries.features,
-            key=keys.features,
+            **dict(zip(("query", query_name), queries.arrays, strict=False)),
+            **dict(zip(("key", key_name), keys.arrays, strict=False)),
             positives=self.device.vectors.local_positives(problem.positives[rows], columns),
             **parts(problem, QUERY_VECTORS, rows),
             **parts(problem, KEY_VECTORS, columns),

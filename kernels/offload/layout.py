@@ -66,19 +66,24 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
     """The bytes of a row of a problem."""
     m, n, d = problem.shape
     item = max(problem.query.dtype.itemsize, problem.key.dtype.itemsize)
-    real = real_bytes(problem)
+    real, auxiliary = real_bytes(problem), problem.auxiliary_width
+    feature = d * item
+    if auxiliary:
+        items = problem.auxiliary_query.dtype.itemsize, problem.auxiliary_key.dtype.itemsize
+        feature += auxiliary * max(items)
     out = [] if gradients is None else [gradients.query, gradients.key]
     leaving = max((min(g.dtype.itemsize, real) for g in out if g is not None), default=0)
     if gradients is not None and gradients.add_query:
         leaving = real
     panel_item = max(item, 2 if problem.compute in ("bf16", "fp16") else real)
-    return RowBytes(d * item, d * real, d * leaving, block_row_bytes(m, n, d, panel_item, real))
+    block = block_row_bytes(m, n, d + auxiliary, panel_item, real)
+    return RowBytes(feature, d * real, d * leaving, block)
 
 
-def block_row_bytes(m: int, n: int, d: int, item: int, real: int) -> int:
+def block_row_bytes(m: int, n: int, width: int, item: int, real: int) -> int:
     """Bytes of the accumulators of a block's queries, and of a row of its gradient block, whose
     elements have `item` bytes."""
-    return PIECE_PANELS * d * real + min(GRADIENT_PANEL_COLUMNS, max(m, n)) * item
+    return PIECE_PANELS * width * real + min(GRADIENT_PANEL_COLUMNS, max(m, n)) * item
 
 
 def least_workspace(rows: int, row: RowBytes) -> int:
@@ -117,15 +122,19 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
         whole = staying == smaller
     block = workspace - staying * row.staying - panel * row.streamed
     streamed = 2 * panel * (row.feature + row.leaving)
-    features = (workspace - block - streamed) // row.feature
-    if features < smaller:
-        features = features // panel * panel
-    return Layout(panel, staying, features, block, whole)
+    without_gradients = (workspace - block - streamed) // row.feature
+    if problem.guided:  # all folds have the same blocks: see `StreamedFold.steps`
+        without_gradients = staying
+    elif without_gradients < smaller:
+        without_gradients = without_gradients // panel * panel
+    return Layout(panel, staying, without_gradients, block, whole)
 
 
 def left_beside_all(problem: Problem, gradients: Gradients | None) -> int:
     """Bytes of the workspace beside all features and gradients; 0 if less than half is left."""
     arrays = [problem.query] if problem.symmetric else [problem.query, problem.key]
+    if problem.auxiliary_key is not None:
+        arrays += [problem.auxiliary_query, problem.auxiliary_key][: len(arrays)]
     if gradients is not None:
         arrays += [g for g in (gradients.query, gradients.key) if g is not None]
     left = problem.workspace - sum(array.nbytes for array in arrays)

@@ -8,7 +8,7 @@ from ..grid import slices
 from ..linear import Rows
 from ..problem import Array, Problem
 from .device import HostCopies, OffloadDevice
-from .panels import Arrivals, StreamedSide
+from .panels import Arrivals
 
 
 class StreamedRows:
@@ -19,26 +19,27 @@ class StreamedRows:
         panel: int,
     ) -> None:  # fmt: skip
         self.device, self.copies, self.problem = device, copies, problem
-        self.side = StreamedSide(features, slices(len(features), panel))
+        self.features, self.slices = features, slices(len(features), panel)
 
     def panels(self) -> Iterator[tuple[slice, Rows]]:
         """Rows on the device, while the next are copied."""
-        panels = self.side.panels
-        arrivals = Arrivals(self.device.xp, self.copies, self.side, panels)
-        for rows in panels:
-            yield rows, self.device.rows(arrivals.take(), self.problem)
+        arrivals = Arrivals(self.device.xp, self.copies, [self.features], self.slices)
+        for rows in self.slices:
+            yield rows, self.device.rows(arrivals.take()[0], self.problem)
 
     def sums(
         self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
     ) -> Array:
         total = None
-        for rows, there in self.panels():
-            panel_sums = there.sums(segment[rows], count, None if factor is None else factor[rows])
+        for rows, features in self.panels():
+            panel_sums = features.sums(
+                segment[rows], count, None if factor is None else factor[rows]
+            )
             total = panel_sums if total is None else total + panel_sums
         return total
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
         out = self.device.vectors.zeros(len(segment))
-        for rows, there in self.panels():
-            out[rows] = there.products(segment[rows], sums, itself)
+        for rows, features in self.panels():
+            out[rows] = features.products(segment[rows], sums, itself)
         return out

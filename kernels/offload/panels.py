@@ -19,6 +19,18 @@ def apart(rows: slice, columns: slice) -> bool:
     return bool(rows.stop <= columns.start or columns.stop <= rows.start)
 
 
+def empty_like(xp: Any, array: Array, rows: int) -> Array:
+    """Memory on the device for so many rows of an array on the host."""
+    return xp.empty((rows, *array.shape[1:]), array.dtype.newbyteorder("="))
+
+
+def arrive(
+    copies: HostCopies, targets: Sequence[Array], arrays: Sequence[Array], panel: slice
+) -> list[Ticket]:
+    """Begin to copy a panel of each array to its target on the device."""
+    return [copies.arrive(to, z[panel]) for to, z in zip(targets, arrays, strict=True)]
+
+
 def longest(panels: Sequence[slice]) -> int:
     """Rows of the longest panel."""
     return max((panel.stop - panel.start for panel in panels), default=0)
@@ -28,7 +40,7 @@ def longest(panels: Sequence[slice]) -> int:
 class StreamedSide:
     """Queries or keys on the host, and the destination of their gradient."""
 
-    features: Array
+    arrays: Sequence[Array]  # features, and those of a second model (`Problem.auxiliary_names`)
     panels: Sequence[slice]  # rows of each panel
     to: Array = None  # destination of the gradient; None: no gradient is wanted
     add: bool = False  # the gradient is added to the contents of `to`
@@ -41,47 +53,51 @@ class Part:
     """Rows of queries or keys on the device, with the accumulator of their gradient."""
 
     rows: slice
-    features: Array
+    arrays: Sequence[Array]  # see `StreamedSide`
     gradient: Array | None
+
+    @property
+    def features(self) -> Array:
+        return self.arrays[0]
 
     def part(self, rows: slice) -> Part:
         """Some of these rows; `rows` counts from the first row of the side."""
         local = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
         gradient = None if self.gradient is None else self.gradient[local]
-        return Part(rows, self.features[local], gradient)
+        return Part(rows, [z[local] for z in self.arrays], gradient)
 
 
 class Arrivals:
-    """Copies of streamed panels to the device. While one panel is used, the next is copied.
+    """Copies of panels of some arrays to the device. While one panel is used, the next is copied.
 
-    All panels share two buffers.
+    All panels share two buffers of each array.
     """
 
     def __init__(
-        self, xp: Any, copies: HostCopies, side: StreamedSide, panels: Sequence[slice]
+        self, xp: Any, copies: HostCopies, arrays: Sequence[Array], panels: Sequence[slice]
     ) -> None:
-        self.copies, self.side, self.panels = copies, side, deque(panels)
-        shape = longest(panels), side.features.shape[1]
-        dtype = side.features.dtype.newbyteorder("=")
-        self.buffers = deque(xp.empty(shape, dtype) for _ in panels[:2])
+        self.copies, self.arrays, self.panels = copies, arrays, deque(panels)
+        rows = longest(panels)
+        self.buffers = deque([empty_like(xp, z, rows) for z in arrays] for _ in panels[:2])
         self.arriving = self.start()
 
-    def start(self) -> tuple[Array, Ticket] | None:
-        """Begin to copy the next panel to the buffer that is not in use."""
+    def start(self) -> tuple[list[Array], list[Ticket]] | None:
+        """Begin to copy the next panel to the buffers that are not in use."""
         if not self.panels:
             return None
         panel = self.panels.popleft()
-        target = self.buffers[0][: panel.stop - panel.start]
+        targets = [buffer[: panel.stop - panel.start] for buffer in self.buffers[0]]
         self.buffers.rotate(-1)
-        return target, self.copies.arrive(target, self.side.features[panel])
+        return targets, arrive(self.copies, targets, self.arrays, panel)
 
-    def take(self) -> Array:
+    def take(self) -> list[Array]:
         """The next panel on the device. The panel before it must not be used any more."""
         assert self.arriving is not None
-        target, ticket = self.arriving
+        targets, tickets = self.arriving
         self.arriving = self.start()
-        ticket.wait()
-        return target
+        for ticket in tickets:
+            ticket.wait()
+        return targets
 
 
 class Departures:

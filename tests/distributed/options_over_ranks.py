@@ -106,11 +106,6 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
         sides = options["guide"] if isinstance(options["guide"], tuple) else (options["guide"],)
         sides = tuple(placed(z[own], place) for z, own in zip(sides, mine, strict=False))
         options["guide"] = sides if len(sides) > 1 else sides[0]
-        if place.startswith("offload"):
-            del options["guide"], options["guide_margin"]
-            softmax = dict(problem.softmax)
-            del softmax["guide"], softmax["guide_margin"]
-            problem = problem._replace(softmax=softmax)
     with_grad = dict(options)
     if reduction == "none":
         grad_out = rng.uniform(-1.0, 1.0, rows)

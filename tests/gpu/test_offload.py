@@ -31,6 +31,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
 
 
+GUIDE = np.random.default_rng(9).standard_normal((2, 30, 3))
 OPTIONS: list[dict[str, Any]] = [
     {"margin": 0.2, "hardness": 1.5},
     {"margin": 0.2, "decoupled": True},
@@ -41,6 +42,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"key_bias": np.sin(np.arange(30))},
     {"false_negative_margin": 0.1},
     {"key_bias": np.sin(np.arange(30)), "false_negative_margin": -0.1, "hardness": 1.5},
+    {"guide": GUIDE, "guide_margin": 0.3},
+    {"guide": GUIDE, "normalize": True, "groups": np.arange(30) // 10, "hardness": 1.5},
 ]
 
 
@@ -356,6 +359,8 @@ def test_options_of_the_softmax(
     args = pairs("partly aligned", 15 if one_set else 30, 15 if one_set else 30, 8, np.float64, 3)
     args = arguments("nt_xent" if one_set else loss, *args)
     given = {k: v for k, v in options.items() if k not in REFUSED.get(loss, ())}
+    if "guide" in given:
+        given["guide"] = GUIDE[0] if one_set else tuple(GUIDE)
     labels = None
     if loss == "info_nce":
         labels = np.arange(30)

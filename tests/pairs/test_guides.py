@@ -235,7 +235,6 @@ Z = np.random.default_rng(0).standard_normal((4, 3))
         ("clip", {"guide": (Z, Z), "guide_margin": "1"}, TypeError, "guide_margin: expected a num"),
         ("clip", {"guide": (Z, Z), "metrics": True}, ValueError, "metrics: expected False with g"),
         ("clip", {"guide": (Z, Z), "label_smoothing": 0.1}, ValueError, "label_smoothing: exp"),
-        ("clip", {"guide": (Z, Z), "offload": True}, ValueError, "offload: expected False with g"),
         ("siglip", {"guide": (Z, Z)}, ValueError, "guide: expected None for siglip, which"),
         ("siglip", {"guide_margin": 1.0}, ValueError, "guide_margin: expected 0.0 for siglip"),
     ],
