@@ -71,7 +71,7 @@ def _build(
     )  # fmt: skip
     result = solve(problem, folds, gradients)
     return {
-        "losses": result.losses if problem.reduction_weight is None else None,
+        "losses": result.losses if problem.common_share is None else None,
         "row_lse": result.row_lse, "column_lse": result.column_lse,
         **totals(through, vectors, result.loss, result, divisors, dtype),
     }  # fmt: skip

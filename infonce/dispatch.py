@@ -195,11 +195,11 @@ def _reduced(request: Request, solution: Solution) -> Array:
     """The loss by `reduction`. GPU kernels reduce it themselves: `solution.loss`."""
     if solution.loss is not None:
         return _scalar_array(request, solution.loss)
-    shares = request.problem.row_shares
-    losses = weighted(request.static.xp, solution.losses, shares)
+    row_shares = request.problem.row_shares
+    losses = weighted(request.static.xp, solution.losses, row_shares)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
-    mean = request.reduction == "mean" and shares is None
+    mean = request.reduction == "mean" and row_shares is None
     return _scalar_array(request, losses.mean() if mean else losses.sum())
 
 

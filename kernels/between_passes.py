@@ -78,21 +78,22 @@ def finalize(
             columns.negative_probability
         )
         column_factor = column_upstream * columns.reference_probability
-    # sums do not show all features that are not finite, so such rows get NaN here
+    # sums may stay finite although a feature is not finite: rows with such a feature get NaN here
     losses = losses + backend.row_nans(problem)[: len(losses)]
-    if log_scale_grad is not None:  # a feature that is not finite makes it NaN already
+    if log_scale_grad is not None:  # a feature that is not finite has made it NaN already
         log_scale_grad = problem.upstream * log_scale_grad
     pull = at_positive  # -dL/dx at positives, with linear terms
     if smooth is not None:
-        key_share = problem.label_smoothing * row_upstream / smooth.rows.keys
+        smoothing_pull = problem.label_smoothing * row_upstream / smooth.rows.keys
         if column_upstream is not None and smooth.columns is not None:
-            key_share = key_share + problem.label_smoothing * column_upstream / smooth.columns.keys
-        pull = at_positive + _times(key_share, xp.ones_like(at_positive))
-        # linear terms leave out positives that are not `same`, and a joint loss counts positives
-        # twice
-        same = smooth.same[: len(row_upstream)].reshape(at_positive.shape)
-        counted = 2.0 * same - 1.0 if problem.joint else 1.0 * same
-        at_positive = at_positive + _times(key_share, counted)
+            column_pull = problem.label_smoothing * column_upstream / smooth.columns.keys
+            smoothing_pull = smoothing_pull + column_pull
+        pull = at_positive + _times(smoothing_pull, xp.ones_like(at_positive))
+        # The linear terms pull at the keys of `smooth.parts`. Positives outside of `parts` get
+        # their pull here. `parts` of a joint loss have positives twice: one pull is taken back
+        added = smooth.added_positives[: len(row_upstream)].reshape(at_positive.shape)
+        counted = 2.0 * added - 1.0 if problem.joint else 1.0 * added
+        at_positive = at_positive + _times(smoothing_pull, counted)
         linear += smooth.terms(
             xp, problem.label_smoothing, row_upstream, column_upstream, problem.joint
         )
@@ -125,11 +126,11 @@ def _direction(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> D
         direction.loss = direction.loss + target.excess
         if moments:
             direction.log_scale_grad = direction.log_scale_grad + target.excess_scale_grad
-    if problem.weights is not None:  # without a positive a row has weight 0, and no loss
-        has_none = xp.isneginf(target.logit)
-        direction.loss = xp.where(has_none, 0.0, direction.loss)
+    if problem.weights is not None:  # a row without a positive has weight 0, and its loss is 0
+        lacks_positive = xp.isneginf(target.logit)
+        direction.loss = xp.where(lacks_positive, 0.0, direction.loss)
         if moments:
-            direction.log_scale_grad = xp.where(has_none, 0.0, direction.log_scale_grad)
+            direction.log_scale_grad = xp.where(lacks_positive, 0.0, direction.log_scale_grad)
     return direction
 
 

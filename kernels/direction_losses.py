@@ -38,17 +38,17 @@ def finalize_direction(
         d loss / d log(scale) = sigmoid(n - p) (E[x] - p).
 
     Only logits are subtracted from each other. `decoupled`: the softmax leaves out the positive, so
-    the loss is n - p, and the sigmoid is replaced by 1. `mean`: the mean of the positives' logits,
-    weighted by their shares, if a row has several positives; None: p.
+    the loss is n - p, and the sigmoid is replaced by 1. `mean`: if a row has
+    several positives, their logits' mean under the softmax over them; None: p.
     """
     gap = (sums.max - positive) + xp.log2(sums.sum)
     if decoupled:
         top, total = _finite(xp, sums.max), sums.sum
-        loss, share = LN_2 * gap, xp.ones_like(gap)
+        loss, negative_probability = LN_2 * gap, xp.ones_like(gap)
     else:
         top = _finite(xp, xp.maximum(sums.max, positive))
         total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
-        loss, share = softplus2(xp, gap), sigmoid2(xp, gap)
+        loss, negative_probability = softplus2(xp, gap), sigmoid2(xp, gap)
     lse2 = top + xp.log2(total)
     # a column's max may be an upper bound of its logits; then total < 1, and lse2 is below top
     reference, probability = xp.minimum(top, _finite(xp, lse2)), 1.0 / xp.maximum(total, 1.0)
@@ -58,8 +58,10 @@ def finalize_direction(
         positive_mean = positive if mean is None else mean
         if not decoupled:
             positive_mean = xp.where(sums.sum == 0, 0.0, positive_mean)
-        log_scale_grad = LN_2 * share * (negative_mean - positive_mean)
-    return Direction(loss, LN_2 * lse2, share, reference, probability, log_scale_grad)
+        log_scale_grad = LN_2 * negative_probability * (negative_mean - positive_mean)
+    return Direction(
+        loss, LN_2 * lse2, negative_probability, reference, probability, log_scale_grad
+    )  # fmt: skip
 
 
 def _finite(xp: Any, top: Array) -> Array:

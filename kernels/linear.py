@@ -217,13 +217,13 @@ def sums_of(
 class Smoothed:
     """Label smoothing: mean logits, and the segments over which they are means.
 
-    The keys that take part are those of `parts`, each with its sign, and the positives in `same`.
+    The keys that take part are the keys of `parts`, each with its sign, and `added_positives`.
     """
 
     rows: Smoothing
     columns: Smoothing | None
     parts: list[tuple[float, Segments]]
-    same: Array  # [M, P] whether a positive takes part although its id or group excludes it
+    added_positives: Array  # [M, P] whether a positive takes part that `parts` exclude
 
     def terms(
         self, xp: Any, e: float, row_factor: Array, column_factor: Array | None, joint: bool
@@ -259,24 +259,24 @@ def smoothed(
     """
     m, n, _ = problem.shape
     sets = as_sets(problem.positives)
-    same = xp.zeros(sets.shape, bool)
+    added_positives = xp.zeros(sets.shape, bool)
     if problem.query_groups is None:
         parts = [(1.0, Segments(xp.zeros(m, xp.int64), xp.zeros(n, xp.int64), 1))]
     else:
         parts = [(1.0, Segments(problem.query_groups, problem.key_groups))]
         positive_groups = as_sets(backend.take_at_positives(problem, problem.key_groups))
-        same = (sets >= 0) & (positive_groups != problem.query_groups[:, None])
+        added_positives = (sets >= 0) & (positive_groups != problem.query_groups[:, None])
     if problem.query_ids is not None:
         parts.append((-1.0, Segments(problem.query_ids, problem.key_ids)))
         positive_ids = as_sets(backend.take_at_positives(problem, problem.key_ids))
-        same = (sets >= 0) & (positive_ids == problem.query_ids[:, None])
+        added_positives = (sets >= 0) & (positive_ids == problem.query_ids[:, None])
 
     def at_positives(values: Array) -> Array:
-        return xp.where(same, as_sets(values), 0.0).sum(axis=1)
+        return xp.where(added_positives, as_sets(values), 0.0).sum(axis=1)
 
     present = (sets >= 0).sum(axis=1)
     row_sum = at_positives(positive_logits * LN_2) - problem.scale * problem.margin * present
-    row_keys = same.sum(axis=1).astype(float)
+    row_keys = added_positives.sum(axis=1).astype(float)
     row_bias: Any = 0.0 if bias is None else at_positives(bias)
     column_sum, column_keys = row_sum, row_keys  # key i is the positive of query i
     for sign, segments in parts:
@@ -290,4 +290,4 @@ def smoothed(
     row_keys, column_keys = xp.maximum(row_keys, 1.0), xp.maximum(column_keys, 1.0)
     rows = Smoothing(row_sum / row_keys, row_keys, row_bias / row_keys)
     columns = Smoothing(column_sum / column_keys, column_keys) if problem.two_sided else None
-    return Smoothed(rows, columns, parts, same)
+    return Smoothed(rows, columns, parts, added_positives)

@@ -41,7 +41,8 @@ class Problem:
     """One loss on one pair of checked feature arrays: all that a backend needs to know.
 
     `losses_i` is the loss of row i. The result is ``sum_i upstream_i * losses_i``, and gradients
-    are those of this sum. `upstream` is the weight of the reduction times the caller's `grad_out`.
+    are those of this sum. `upstream` is the share of a row, the factor of its loss in the reduced
+    loss, times the caller's `grad_out`.
 
     Where `upstream` is the same for all rows it is a number, and where `positives` follow from the
     loss they are None. `materialize_vectors` makes them arrays; some kernels need none.
@@ -53,8 +54,8 @@ class Problem:
     upstream: Any  # [M] float64; a number if it is the same for all rows
     # [M] int64: row i's positive key; [M, P]: several, -1 for none; None: the loss's default
     positives: Array = None
-    # factor of every row's loss in the reduced loss, times `row_shares`; None: no reduction
-    reduction_weight: float | None = None
+    # the share of every row; if there are `row_shares`, their common factor. None: no reduction
+    common_share: float | None = None
     row_direction_weight: float = 1.0  # of the losses of the softmax over keys, in `losses_i`
     column_direction_weight: float = 0.0  # of the losses of the softmax over queries; 0: none
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
@@ -74,7 +75,7 @@ class Problem:
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
     moments: bool = False  # the scale's gradient comes from moments (`uses_moments`)
     weights: Array = None  # [M] float64 weights of the rows' losses; None: all 1
-    row_shares: Array = None  # [M] float64 weights of losses in their sum; None: all equal
+    row_shares: Array = None  # [M] float64 shares of rows, from `weights`; None: all are equal
     query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
     key_groups: Array = None  # excluded, except for the positive
     # groups of queries and of keys as NumPy arrays, from which blocks without a common group are

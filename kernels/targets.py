@@ -5,14 +5,14 @@ gradient at the positive is -sigmoid(n - p): see `finalize_direction`. This file
 of other targets. All positives of a row count as one positive, whose logit m is their log-sum-exp:
 
     loss = softplus(n - m) + (m - mean of their logits) + e (mean of their logits - mean of all)
-    -dloss/dx at a positive = share sigmoid(n - m) + ((1 - e) / |P| - share) + e / K
+    -dloss/dx at a positive = f sigmoid(n - m) + ((1 - e) / |P| - f) + e / K
 
-Here e is the label smoothing, K the number of keys that take part, and share the positive's part of
+Here e is the label smoothing, K the number of keys that take part, and f the positive's fraction of
 the positives' sum of exponentials. Nothing cancels: for a single positive both brackets are 0. The
 gradient of the mean of all is linear: see `linear`. The derivatives by log(scale) are
 
     dx / dlog(scale) = x
-    dm / dlog(scale) = sum over the positives of share x
+    dm / dlog(scale) = sum over the positives of f x
 
 with logits x without the biases of keys.
 """
@@ -39,19 +39,19 @@ class Targets:
     """The targets of all rows, or of all columns."""
 
     logit: Array  # [M] m, base 2; -inf of a row without positives
-    mean: Array | None = None  # [M] sum of share x, base 2, without biases; None: `logit`
+    mean: Array | None = None  # [M] sum of f x, base 2, without biases; None: `logit`
     excess: Array | None = None  # [M] loss above softplus(n - m); None: 0
     excess_scale_grad: Array | None = None  # [M] its derivative by log(scale)
-    share: Any = 1.0  # [M, P]
+    fraction: Any = 1.0  # [M, P] f
     offset: Any = None  # [M, P] or number, of the gradient at positives; None: 0
 
     def pull(self, negative_probability: Array) -> Array:
         """[M] or [M, P] -dloss/dx at the positives, without the e / K of label smoothing."""
         if self.offset is None:
             return negative_probability
-        if getattr(self.share, "ndim", 0) == 2:
+        if getattr(self.fraction, "ndim", 0) == 2:
             negative_probability = negative_probability[:, None]
-        return self.share * negative_probability + self.offset
+        return self.fraction * negative_probability + self.offset
 
 
 def limits(xp: Any, problem: Problem, dots: Array) -> Array:
@@ -127,17 +127,17 @@ def targets(
     below = xp.where(present, logits - xp.where(xp.isneginf(top), 0.0, top)[:, None], -xp.inf)
     powers = xp.exp2(below)
     total = powers.sum(axis=1)
-    share = powers / xp.where(total == 0, 1.0, total)[:, None]
+    fraction = powers / xp.where(total == 0, 1.0, total)[:, None]
     unbiased = xp.where(present, below - bias, 0.0)
     mean_bias = xp.where(present, bias, 0.0).sum(axis=1) / count
-    mean_below, share_below = unbiased.sum(axis=1) / count, (share * unbiased).sum(axis=1)
+    mean_below, weighted_below = unbiased.sum(axis=1) / count, (fraction * unbiased).sum(axis=1)
     excess = LN_2 * (xp.log2(total) - (mean_below + mean_bias))
-    scale_term = LN_2 * (share_below - mean_below)
+    scale_term = LN_2 * (weighted_below - mean_below)
     if smoothing is not None:
         smooth = e * (LN_2 * (top + mean_below) - smoothing.mean)
         scale_term = scale_term + smooth
         excess = excess + smooth + e * (LN_2 * mean_bias - smoothing.bias)
-    offset = (1.0 - e) / count[:, None] - share
+    offset = (1.0 - e) / count[:, None] - fraction
     return Targets(
-        top + xp.log2(total), top + share_below, excess, scale_term, share, offset
+        top + xp.log2(total), top + weighted_below, excess, scale_term, fraction, offset
     )  # fmt: skip

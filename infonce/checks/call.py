@@ -77,7 +77,7 @@ class _StaticChecks:
     scalar_grads: bool  # whether gradients of scale or bias are wanted
     moments: bool  # see `uses_moments`
     reduction: str
-    row_share: float  # weight of a row's loss in the reduced loss, if rows have no weights
+    common_share: float  # factor of every row's loss in the reduced loss, if rows have no weights
     dtype: np.dtype[Any]  # of the loss
     metrics: bool
     return_logits: bool
@@ -174,22 +174,22 @@ def _problem(
         positives, label_nans, has_positive = rows.positives(
             xp, labels, len(query), static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
-    weights, shares = get("weights"), None
+    weights, row_shares = get("weights"), None
     if weights is not None:
         weights = rows.weights(xp, weights, len(query), batch is None)
     weights = rows.row_weights(xp, weights, has_positive)
     if weights is not None and batch is None:  # over ranks, the sum of all weights is not known yet
-        shares = rows.shares(xp, weights, reduction)
-    row_share = static.row_share if shares is None else shares
-    upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
-    reduction_weight = None
+        row_shares = rows.row_shares(xp, weights, reduction)
+    shares = static.common_share if row_shares is None else row_shares
+    upstream = validation.upstream(xp, grad_out, reduction, len(query), shares)
+    common_share = None
     if reduction != "none":
-        reduction_weight = static.row_share if shares is None else 1.0
+        common_share = static.common_share if row_shares is None else 1.0
     if loss.joint:
         query = key = xp.concatenate([query, key])
     # by position: keyword arguments would take some microseconds more, which small batches notice
     problem = Problem(
-        query, key, scale, upstream, positives, reduction_weight,
+        query, key, scale, upstream, positives, common_share,
         loss.row_direction_weight, loss.column_direction_weight,  # weights of the two directions
         bias, loss.symmetric,
         False, False,  # key_shard, no_local_positives
@@ -199,7 +199,7 @@ def _problem(
         progress,
         static.workspace is not None,  # workspace_given
         label_nans, static.scalar_grads, static.moments, weights,
-        shares,  # row_shares
+        row_shares,
     )  # fmt: skip
     for name, value in static.softmax:
         setattr(problem, name, value)
@@ -370,7 +370,7 @@ def _check_static(
         scalar_grads=scalar_grads,
         moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
         reduction=o["reduction"],
-        row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
+        common_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
         metrics=bool(o["metrics"]),
         return_logits=bool(o["return_logits"]),

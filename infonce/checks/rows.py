@@ -125,12 +125,12 @@ def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> A
     return ones_and_zeros if weights is None else ones_and_zeros * weights
 
 
-def shares(xp: Any, weights: Array, reduction: str) -> Array:
-    """The weight of each row's loss in the reduced loss. A mean divides weights by their sum."""
+def row_shares(xp: Any, weights: Array, reduction: str) -> Array:
+    """The factor of each row's loss in the reduced loss. A mean divides weights by their sum."""
     if reduction != "mean":
         return weights
     if xp is not np:
-        return _gpu_labels().shares(weights)
+        return _gpu_labels().row_shares(weights)
     return weights / xp.maximum(weights.sum(), math.ulp(0.0))
 
 

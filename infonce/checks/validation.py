@@ -308,15 +308,15 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
     return value
 
 
-def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: Any) -> Any:
-    """The upstream gradient of each row's loss: `row_share` times `grad_out`.
+def upstream(xp: Any, grad_out: Any, reduction: str, m: int, shares: Any) -> Any:
+    """The upstream gradient of each row's loss: `shares` times `grad_out`.
 
-    `row_share`, the weight of a row in the reduced loss, is a number or [M]. The result is a number
-    if both factors are numbers, else [M].
+    `shares`, the factors of rows' losses in the reduced loss, are a number or [M]. The result is a
+    number if both factors are numbers, else [M].
     """
     if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
         factor = real("grad_out", grad_out)
-        return row_share if factor == 1 else factor * row_share
+        return shares if factor == 1 else factor * shares
     expected = "a number or a float array"
     value = listed("grad_out", grad_out, expected)
     if not is_float(value.dtype) and value.dtype.kind not in "iu":
@@ -328,8 +328,8 @@ def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: Any) -> 
             f'reduction="{reduction}", got {value.shape}'
         )
     if isinstance(value, np.ndarray) and value.ndim == 0:
-        return float(value) * row_share
-    value = xp.asarray(value).astype(np.float64) * row_share
+        return float(value) * shares
+    value = xp.asarray(value).astype(np.float64) * shares
     return xp.ascontiguousarray(xp.broadcast_to(value, (m,)))
 
 

@@ -283,8 +283,8 @@ def _run(
     result = dispatch.result_of(call.kind, request, solution, inputs["keys"])
     deliver(call, result, out, call.kind.arguments)
     if out["weight"] is not None:
-        shares = request.problem.row_shares
-        out["weight"][...] = len(solution.losses) if shares is None else shares.sum()
+        row_shares = request.problem.row_shares
+        out["weight"][...] = len(solution.losses) if row_shares is None else row_shares.sum()
 
 
 def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:

@@ -121,8 +121,8 @@ class ArrayFold:
         for whole in self.linear[is_key_side]:
             term, wide = whole.part(rows), z.astype(np.float64)
             if term.factor is not None:
-                share = term.sums[term.segment] - term.itself * wide
-                g = g - (term.factor[:, None] * share).astype(self.dtype)
+                mean_term = term.sums[term.segment] - term.itself * wide
+                g = g - (term.factor[:, None] * mean_term).astype(self.dtype)
             if term.weighted is not None:
                 g = g - term.weighted[term.segment].astype(self.dtype)
         if gradients.dots is not None and not (is_key_side and gradients.want_query):

@@ -101,8 +101,8 @@ def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
         return None
     if problem.scalar_grads:
         solution.scale_grad = np.float64(log_scale_grad / scale)
-    if problem.reduction_weight is not None and problem.row_shares is None:
-        solution.loss = np.float64(loss * problem.reduction_weight)
+    if problem.common_share is not None and problem.row_shares is None:
+        solution.loss = np.float64(loss * problem.common_share)
     return solution
 
 
@@ -227,8 +227,9 @@ def finalize_direction(high, total, p):  # type: ignore[no-untyped-def]
         return LN_2 * (high - p) + log, lse, total / whole, high, 1.0 / whole
     gap = (high - p) + math.log2(total)
     rest = 2.0 ** (-abs(gap))
-    share = (rest if gap < 0 else 1.0) / (1.0 + rest)
-    return LN_2 * max(gap, 0.0) + math.log1p(rest), lse, share, high + math.log2(whole), 1.0
+    negative_probability = (rest if gap < 0 else 1.0) / (1.0 + rest)
+    loss, log2_sum = LN_2 * max(gap, 0.0) + math.log1p(rest), high + math.log2(whole)
+    return loss, lse, negative_probability, log2_sum, 1.0
 
 
 @compiled
@@ -286,13 +287,15 @@ def softmax(  # type: ignore[no-untyped-def]
     loss, log_scale_grad = 0.0, 0.0
     for i in range(m):
         p = positive[i, 0] - c * margin
-        row_loss, lse[0, i], share, base, weight = finalize_direction(high[0, i], total[0, i], p)
+        row_loss, lse[0, i], negative_part, base, weight = finalize_direction(
+            high[0, i], total[0, i], p
+        )
         losses[i] = row_direction_weight * row_loss
         a = upstream[i] * row_direction_weight * scale
-        pull[i, 0] = a * share
+        pull[i, 0] = a * negative_part
         if total[0, i] != 0.0:
             mean = moments[0, i] / total[0, i]
-            log_scale_grad += upstream[i] * row_direction_weight * share * (mean - p)
+            log_scale_grad += upstream[i] * row_direction_weight * negative_part * (mean - p)
         reference[0, i], factor[0, i], again[i] = rounded_reference(c, base, a * weight, one)
         top, low = max(top, again[i]), min(low, again[i])
         if symmetric:
@@ -301,15 +304,15 @@ def softmax(  # type: ignore[no-untyped-def]
     if two_sided:  # key i is the positive of query i
         for j in range(n):
             p = positive[j, 0] - c * margin
-            column_loss, lse[1, j], share, base, weight = finalize_direction(
+            column_loss, lse[1, j], negative_part, base, weight = finalize_direction(
                 high[1, j], total[1, j], p
             )
             losses[j] += column_direction_weight * column_loss
             b = upstream[j] * column_direction_weight * scale
-            pull[j, 0] += b * share
+            pull[j, 0] += b * negative_part
             if total[1, j] != 0.0:
                 mean = moments[1, j] / total[1, j]
-                log_scale_grad += upstream[j] * column_direction_weight * share * (mean - p)
+                log_scale_grad += upstream[j] * column_direction_weight * negative_part * (mean - p)
             reference[1, j], factor[1, j], _ = rounded_reference(c, base, b * weight, one)
             total[1, j], high[1, j], least = b * weight, base, min(least, base)
     for i in range(m):

@@ -76,7 +76,7 @@ __device__ __forceinline__ bool is_nothing(double logit) {  // -inf
   return logit < -0x1.fffffffffffffp1023;
 }
 
-// `mean`: the share-weighted mean of the positives' logits, if there are several; else `positive`.
+// `mean`: if a row has several positives, their logits' mean under the softmax over them; else `positive`.
 __device__ __forceinline__ Direction finalize_direction(Sum negatives, double positive,
                                                         bool decoupled, double mean) {
   Direction d;

@@ -28,7 +28,7 @@ from .schedule.fused import THREADS, TILE, one_launch
 # a small batch
 FIELDS = (
     "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_direction_weight",
-    "column_direction_weight", "reduction_weight", "row_shares", "upstream", "upstreams",
+    "column_direction_weight", "common_share", "row_shares", "upstream", "upstreams",
     "positives", "label_nans", "query_ids", "key_ids", "gradient", "parts", "x", "row_inverse",
     "column_inverse",
     "row_nans", "column_nans", "row_gap", "column_gap", "row_dot", "column_dot", "row_sum",
@@ -143,7 +143,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     arguments = _pack(
         *q, *k, *query_gradient, *key_gradient, m, n, d, *scale, *bias,
         problem.row_direction_weight, problem.column_direction_weight,
-        problem.reduction_weight or 0.0,
+        problem.common_share or 0.0,
         address(problem.row_shares), upstream, address(each), address(problem.positives),
         address(problem.label_nans), address(problem.query_ids), address(problem.key_ids),
         problem.scalar_grads or gradients is not None, launch.parts,
@@ -159,7 +159,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         problem.progress("loss and gradient", 1, 1)
 
     array, solution = cupy.ndarray, Solution()
-    if problem.reduction_weight is None:
+    if problem.common_share is None:
         solution.losses = array((m,), real, out)
     else:
         solution.loss = array((), real, out + loss)

@@ -85,8 +85,8 @@ def _classes(
     return {**outputs, "order": order, "ids": ids}
 
 
-def shares(weights: Array) -> Array:
-    """Each weight's share of their sum."""
+def row_shares(weights: Array) -> Array:
+    """The weights divided by their sum."""
     n, out = len(weights), cupy.empty(len(weights))
     _launcher(Queue()).launch(
         "labels.cu", "find_shares", 1, SHARE_THREADS,

@@ -116,9 +116,9 @@ class VectorsOverRanks(ElementwiseVectors):
         """This rank's sum of losses, if losses are reduced, and gradients of scale and bias."""
         if not self.has_plan(problem):
             return super().totals(problem, losses, log_scale_grad, dots, bias_grad)
-        unreduced = problems.fast_replace(problem, reduction_weight=1.0)
+        unreduced = problems.fast_replace(problem, common_share=1.0)
         get = self.plan(recorded.totals, unreduced, losses, log_scale_grad, dots, bias_grad).get
-        loss = None if problem.reduction_weight is None else get("loss")
+        loss = None if problem.common_share is None else get("loss")
         return loss, get("scale_grad"), get("bias_grad")
 
     def has_plan(self, problem: Problem) -> bool:

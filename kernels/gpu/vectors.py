@@ -360,8 +360,8 @@ class TiledVectors(ElementwiseVectors):
         self.launcher.launch(
             "vectors.cu", "totals", 1, 1024,
             {
-                "losses": losses, "m": len(losses), "share": problem.reduction_weight or 0.0,
-                "shares": problem.row_shares,
+                "losses": losses, "m": len(losses), "common_share": problem.common_share or 0.0,
+                "row_shares": problem.row_shares,
                 "log_scale_grad": log_scale_grad, "dots": dots,
                 "count": 0 if dots is None else len(dots),
                 "pair_counts": problem.pair_counts, "bias_grad": bias_grad,
@@ -370,7 +370,7 @@ class TiledVectors(ElementwiseVectors):
             },
         )  # fmt: skip
         return (
-            None if problem.reduction_weight is None else out[0],
+            None if problem.common_share is None else out[0],
             None if log_scale_grad is None and dots is None else out[1],
             None if bias_grad is None else out[2],
         )

@@ -154,7 +154,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     query, key = (features("nt_xent", m, 24, dtype_of(dtype), seed)[0] for seed in (1, 2))
     problem = problems.Problem(
         query=query, key=query if loss == "nt_xent" else key, scale=cupy.array(14.0),
-        upstream=cupy.asarray(rng.uniform(0, 1, m)), reduction_weight=0.25 / m,
+        upstream=cupy.asarray(rng.uniform(0, 1, m)), common_share=0.25 / m,
         positives=cupy.asarray((np.arange(m) + m // 2 * (loss == "nt_xent")) % m) + 7 * m,
         row_direction_weight=0.5 if loss == "clip" else 1.0,
         column_direction_weight=0.5 * (loss == "clip"),

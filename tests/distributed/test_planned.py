@@ -285,7 +285,7 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
         query, key = (cupy.empty((8, 64), "float32") for _ in range(2))
         weights, losses = (cupy.empty(8) for _ in range(2))
     problem = Problem(
-        query, key, 14.0, weights, reduction_weight=0.1, weights=weights, row_shares=weights
+        query, key, 14.0, weights, common_share=0.1, weights=weights, row_shares=weights
     )
     assert problem.loss_follows_from_sums
     problem = problem.without_weights()
@@ -293,8 +293,8 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     vectors = shard.VectorsOverRanks()
     assert vectors.totals(problem, losses, None, None, None)[0] == "the sum"
     assert given[0].row_shares is weights
-    assert given[0].reduction_weight == 1.0
-    separate = replace(problem, reduction_weight=None)
+    assert given[0].common_share == 1.0
+    separate = replace(problem, common_share=None)
     assert vectors.totals(separate, losses, None, None, None)[0] is None
     smoothed = replace(problem, weights=weights, label_smoothing=0.1)
     assert not smoothed.loss_follows_from_sums

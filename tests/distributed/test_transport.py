@@ -85,7 +85,7 @@ class Summing(Vectors):
     """Whose totals have the sum of the losses where it is wanted, as those on a GPU."""
 
     def totals(self, problem: Any, losses: Any, *parts: Any) -> Any:
-        loss = None if problem.reduction_weight is None else losses.sum()
+        loss = None if problem.common_share is None else losses.sum()
         return loss, *super().totals(problem, losses, *parts)[1:]
 
 

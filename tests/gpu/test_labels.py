@@ -144,11 +144,11 @@ def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool)
 
 
 @pytest.mark.parametrize("n", [1, 100, 5000])
-def test_shares(n: int) -> None:
+def test_row_shares(n: int) -> None:
     weights = np.random.default_rng(n).random(n)
-    found = gpu_labels.shares(cupy.asarray(weights)).get()
+    found = gpu_labels.row_shares(cupy.asarray(weights)).get()
     np.testing.assert_allclose(found, weights / math.fsum(weights), rtol=1e-13)
-    assert (gpu_labels.shares(cupy.zeros(n)).get() == 0).all()
+    assert (gpu_labels.row_shares(cupy.zeros(n)).get() == 0).all()
 
 
 ROWS = smaller(600, 200)

@@ -153,7 +153,7 @@ fused(const __grid_constant__ Fused f) {
   grid_barrier(f.barrier, target);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
     const double loss = sum_of(f.losses, f.m, f.row_shares);
-    if (threadIdx.x == 0) *f.loss = (Real)(f.reduction_weight * loss);
+    if (threadIdx.x == 0) *f.loss = (Real)(f.common_share * loss);
   }
   if (f.gradient) {
     if (NORMALIZE && f.dk.data) {

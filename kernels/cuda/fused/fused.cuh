@@ -43,8 +43,8 @@ struct Fused {
   Scale scale;
   Scalar bias;
   double row_direction_weight, column_direction_weight;
-  double reduction_weight;    // weight of a row in the reduced loss
-  const double* row_shares;   // [M] weights that multiply reduction_weight, or null
+  double common_share;        // factor of all losses in the reduced loss
+  const double* row_shares;   // [M] factors of rows, which multiply common_share, or null
   double upstream;            // upstream gradient of all rows; unused if there are `upstreams`
   const double* upstreams;    // [M] upstream gradient of each row, or null
   const i64* positives;       // [M], or null: the other view of a sample if SYMMETRIC, else key i for query i

@@ -128,17 +128,17 @@ struct SigmoidLoss {
           const bool positive = is_positive(x[i], i);
           const float weight = positive ? pair_weight(i) : 1, y = positive ? -z : z;
           const float e = exp2_(-fabsf(y));
-          float share, log1p;
-          sigmoid_parts(e, share, log1p);
+          float sigmoid_abs, log1p;
+          sigmoid_parts(e, sigmoid_abs, log1p);
           tile_sums[h].loss = fmaf(weight, fmaf(fmaxf(y, 0), (float)LN_2, log1p), tile_sums[h].loss);
-          x[i] = (y < 0 ? e * share : share) * (positive ? -weight : weight) * a[h];
+          x[i] = (y < 0 ? e * sigmoid_abs : sigmoid_abs) * (positive ? -weight : weight) * a[h];
 #endif
         } else {
           const float e = exp2_(-fabsf(z));
-          float share, log1p;
-          sigmoid_parts(e, share, log1p);
+          float sigmoid_abs, log1p;
+          sigmoid_parts(e, sigmoid_abs, log1p);
           tile_sums[h].loss += fmaf(fmaxf(z, 0), (float)LN_2, log1p);
-          x[i] = (z < 0 ? e * share : share) * a[h];
+          x[i] = (z < 0 ? e * sigmoid_abs : sigmoid_abs) * a[h];
         }
         tile_sums[h].gradient += x[i];
         if (MOMENTS) sums[h].moment = fmaf(x[i], product, sums[h].moment);

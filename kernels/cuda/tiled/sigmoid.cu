@@ -45,14 +45,14 @@ __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, con
       if (positive) z = -z;
 #endif
       const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
-      Real share, log1p;
-      sigmoid_parts(e, share, log1p);
+      Real sigmoid_abs, log1p;
+      sigmoid_parts(e, sigmoid_abs, log1p);
 #if POSITIVE_IDS
       loss = fma(weight, max_(z, 0) + log1p, loss);
-      x[i][j] = (z < 0 ? e * share : share) * (positive ? -weight : weight) * a;
+      x[i][j] = (z < 0 ? e * sigmoid_abs : sigmoid_abs) * (positive ? -weight : weight) * a;
 #else
       loss += max_(z, 0) + log1p;
-      x[i][j] = (z < 0 ? e * share : share) * a;
+      x[i][j] = (z < 0 ? e * sigmoid_abs : sigmoid_abs) * a;
 #endif
       total += x[i][j];
       if (MOMENTS) moment = fma(x[i][j], product, moment);

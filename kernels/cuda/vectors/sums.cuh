@@ -265,18 +265,18 @@ __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   }
   Direction row = without_positive(f.rows.get(i));
   if (count) {
-    const double mean_of_share = weighted / total;
-    row = f.options.finalize(f.rows.get(i), top + log2(total), top + mean_of_share);
+    const double positive_mean = weighted / total;
+    row = f.options.finalize(f.rows.get(i), top + log2(total), top + positive_mean);
     row.loss += LN_2 * (log2(total) - sum / count);
-    row.log_scale_grad += LN_2 * (mean_of_share - unbiased / count);
+    row.log_scale_grad += LN_2 * (positive_mean - unbiased / count);
   }
   const double a = f.upstream[i] * (f.row_direction_weight * f.options.scale.bare());
   for (i64 s = 0; s < each; ++s) {
-    const double share = exp2(biased(s) - top) / total;
-    gradient[s] = keys[s] < 0 ? 0 : -a * (share * row.negative_probability + (1.0 / count - share));
+    const double fraction = exp2(biased(s) - top) / total;
+    gradient[s] = keys[s] < 0 ? 0 : -a * (fraction * row.negative_probability + (1.0 / count - fraction));
   }
   put_row(f, i, row, a, f.row_direction_weight * row.loss, f.row_direction_weight * row.log_scale_grad,
-          a * row.negative_probability);  // shares add up to 1
+          a * row.negative_probability);  // fractions add up to 1
 }
 
 // solve.Vectors.finalize, a row a thread.
@@ -333,14 +333,17 @@ __device__ __forceinline__ double add_up(const double* x, i64 n, const double* w
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 
-// out[0] = share * sum of losses, each times its share of `shares` (null: 1), out[1] = (sum of log_scale_grad
-// + sum of dots / pair_counts) / scale, out[2] = sum of bias_grad / scale; null: 0.
+// Arrays that are null count as 0, and row_shares as 1.
+//
+//     out[0] = common_share * sum of losses[i] * row_shares[i]
+//     out[1] = (sum of log_scale_grad + sum of dots / pair_counts) / scale
+//     out[2] = sum of bias_grad / scale
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
-totals(const double* losses, i64 m, double share, const double* shares, const double* log_scale_grad,
+totals(const double* losses, i64 m, double common_share, const double* row_shares, const double* log_scale_grad,
        const double* dots, i64 count, double pair_counts, const double* bias_grad,
        const __grid_constant__ Scale scale, void* out, i64 is_float) {
   const double log_scale_sum = add_up(log_scale_grad, m) + add_up(dots, count) / pair_counts;
-  const double sums[3] = {share * add_up(losses, m, shares), log_scale_sum / scale.bare(),
+  const double sums[3] = {common_share * add_up(losses, m, row_shares), log_scale_sum / scale.bare(),
                           add_up(bias_grad, m) / scale.bare()};
   if (threadIdx.x) return;
 #pragma unroll

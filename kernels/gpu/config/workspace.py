@@ -248,8 +248,8 @@ def blocking(
     if needs.sweep is not None and needs.gradient and not symmetric:
         # the rows of all query tiles that run at once, or of half of them, unless the workspace
         # then has room for too few columns
-        for share in (1, 2):
-            rows = _even(m, min(m, needs.sweep.rows_at_once // share))
+        for divisor in (1, 2):
+            rows = _even(m, min(m, needs.sweep.rows_at_once // divisor))
             if has_room(rows, min(n, rows // 4)):
                 columns = _largest(n, partial(has_room, rows))
                 return Blocking(rows, _even(n, columns), dk_rows, overlaid)
