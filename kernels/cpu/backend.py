@@ -31,9 +31,9 @@ from ..grid import (
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, one_pass
-from . import one_block
 from .context import Context
 from .fold import Fold
+from .one_block import solve as one_block
 from .operands import DTYPES, Side, dots_at, norms_of, not_finite
 from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, require_memory, thread_count

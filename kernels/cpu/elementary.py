@@ -5,6 +5,7 @@ Polynomials, in float32 and float64, for loops over the logits of a tile. NaN is
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,29 @@ def exponent_bits(typingctx: Any, a: Any) -> Any:
         return builder.bitcast(shifted, args[0].type)
 
     return a(a), codegen
+
+
+@intrinsic
+def loaded_again(typingctx: Any, pointed: Any) -> Any:
+    """The first element of an array, as another thread wrote it last. (LLVM would load it once.)"""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.load_atomic(array.data, "acquire", 8)
+
+    return pointed.dtype(pointed), codegen
+
+
+@compiled
+def wait_awake(turn, number, most, after):  # type: ignore[no-untyped-def]
+    """Wait until turn[0] is the number: for `most` steps of some 40 ns at most, and for `after`
+    more. A step is a chain of square roots, which leave the core to its other thread."""
+    left, x = most, 1.5
+    while left > 0:
+        for _ in range(8):
+            x = math.sqrt(x + 1.0)
+        left = min(left, after) if loaded_again(turn) == number and left > after else left - 1
+    return x
 
 
 @compiled

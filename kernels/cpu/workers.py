@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,7 @@ ONE_THREAD = 2**18  # multiply-adds of a product: OpenBLAS itself uses one threa
 # --- threads --------------------------------------------------------------------------------------
 
 
-class _Guarded:
+class Guarded:
     """State that threads share, under a lock. A fork waits for the thread that holds the lock, so
     that no other thread is changing the state that the child copies. The child gets a new lock."""
 
@@ -44,7 +41,7 @@ class _Guarded:
         self._lock = threading.RLock()
 
 
-class _Blas(_Guarded):
+class _Blas(Guarded):
     """Makes BLAS single-threaded while any fold runs, and restores the caller's setting after."""
 
     def __init__(self) -> None:
@@ -160,7 +157,7 @@ class PanelOrder:
             self._condition.notify_all()
 
 
-class _Pools(_Guarded):
+class _Pools(Guarded):
     """Idle worker threads of earlier calls. New threads share a core until the system moves them,
     and that takes longer than a small batch.
 
@@ -190,101 +187,6 @@ class _Pools(_Guarded):
 
 
 POOLS = _Pools()
-
-
-class _Helper:
-    """A thread that does a piece of work while its caller does another. The thread waits for a bare
-    lock: the queue and the future of an executor take twice as long as the lock."""
-
-    def __init__(self) -> None:
-        self._begun, self._ended = threading.Lock(), threading.Lock()
-        self._begun.acquire()
-        self._ended.acquire()
-        self._work: Any = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="infonce", daemon=True).start()
-
-    def begin(self, work: Callable[[], None]) -> None:
-        self._work, self._error = work, None
-        self._begun.release()
-
-    def end(self) -> BaseException | None:
-        """Wait for the work. The error that stopped it."""
-        self._ended.acquire()
-        return self._error
-
-    def _run(self) -> None:
-        with np.errstate(**SILENT):
-            while True:
-                self._begun.acquire()
-                try:
-                    self._work()
-                except BaseException as error:
-                    self._error = error
-                self._work = None  # it has the caller's arrays
-                self._ended.release()
-
-
-class _Helpers(_Guarded):
-    """Idle helpers of earlier calls. At exit, no helper is inside BLAS, whose memory goes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._idle: list[_Helper] = []
-        self._busy: set[_Helper] = set()
-        self._closed = False
-        atexit.register(self._close)
-
-    def _in_child(self) -> None:
-        super()._in_child()
-        self._idle, self._busy = [], set()  # a child has no threads of its parent
-
-    def take(self, count: int) -> list[_Helper]:
-        """So many helpers, or none where no thread can start."""
-        with self._lock:
-            if self._closed:
-                return []
-            try:
-                while len(self._idle) < count:
-                    self._idle.append(_Helper())
-            except RuntimeError:
-                return []
-            taken, self._idle = self._idle[:count], self._idle[count:]
-            self._busy.update(taken)
-            return taken
-
-    def give(self, helpers: list[_Helper]) -> None:
-        with self._lock:
-            self._busy.difference_update(helpers)
-            self._idle += helpers
-
-    def _close(self) -> None:
-        self._closed = True
-        deadline = time.monotonic() + 1
-        while self._busy and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-
-HELPERS = _Helpers()
-
-
-def side_by_side(work: Callable[[int], None], parts: int) -> None:
-    """`work` on 0, 1, ..., each in a thread of its own: 0 in this thread."""
-    if parts == 1:
-        work(0)
-        return
-    helpers = HELPERS.take(parts - 1)
-    for part, helper in enumerate(helpers, 1):
-        helper.begin(partial(work, part))
-    try:
-        for part in range(1 if helpers else parts):
-            work(part)
-    finally:
-        errors = [helper.end() for helper in helpers]
-        HELPERS.give(helpers)
-    for error in errors:
-        if error is not None:
-            raise error
 
 
 def in_threads(
@@ -336,7 +238,7 @@ def in_threads(
 LEAST_POOLED = 2**16  # bytes; smaller arrays are in memory that is mapped already
 
 
-class BufferPool(_Guarded):
+class BufferPool(Guarded):
     """Temporary memory of earlier calls, for reuse: the system has mapped its pages already.
     (Mapping fresh pages takes as long as a tenth of the products computed in them.)"""
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..cpu import one_block
 from ..cpu.backend import CPU
 from ..cpu.fold import Factors
+from ..cpu.one_block import solve as one_block
 from ..cpu.operands import Side
 from ..problem import LOG2_E, Array, Gradients, Problem, fast_replace
 from ..solve import (

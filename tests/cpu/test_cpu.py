@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
-from infonce.kernels.cpu import elementary, one_block
+from infonce.kernels.cpu import elementary
 from infonce.kernels.cpu import tile_ops as tile
 from infonce.kernels.cpu import workers as cpu_resources
+from infonce.kernels.cpu.one_block import solve as one_block
 from judge import LOSSES, arguments, judged, pairs
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -287,7 +288,7 @@ def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", value)
     args = pairs("random", 600, 600, 16, np.float64, 5)
     monkeypatch.setattr(cpu, "MIN_THREADED_CALL", 0)
-    monkeypatch.setattr(one_block, "MIN_THREADED_BLOCK", 0)
+    monkeypatch.setattr(one_block, "THREAD_SHARE", 1)
     for method in ("tiled", "auto"):
         with pytest.raises(ValueError, match=r"INFONCE_NUM_THREADS.*positive integer"):
             infonce.clip_loss(*args, scale=3.0, method=method)

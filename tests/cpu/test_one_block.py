@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend, one_block, workers
+from infonce.kernels.cpu import backend
+from infonce.kernels.cpu.one_block import loops, team
+from infonce.kernels.cpu.one_block import solve as one_block
 from infonce.kernels.direction_losses import finalize_direction
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.problem import SILENT
@@ -84,10 +86,10 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     return loss, z, options
 
 
-@given(calls(), st.sampled_from([2**60, 0]))
-def test_same_as_in_many_blocks(case: Any, threading_pays: int) -> None:
+@given(calls(), st.sampled_from([2**60, 1]))
+def test_same_as_in_many_blocks(case: Any, thread_share: int) -> None:
     loss, args, options = case
-    with mock.patch.object(one_block, "MIN_THREADED_BLOCK", threading_pays):
+    with mock.patch.object(one_block, "THREAD_SHARE", thread_share):
         got, used = in_one_block(loss, *args, **options)
     assert used
     with mock.patch.object(backend, "TILE", (24, 16)):
@@ -149,7 +151,7 @@ def test_losses_of_directions(size: float) -> None:
     with np.errstate(**SILENT):
         want = finalize_direction(np, Sums(high, total, None), positive)
     got = np.array(
-        [one_block.finalize_direction(*row) for row in zip(high, total, positive, strict=True)]
+        [loops.finalize_direction(*row) for row in zip(high, total, positive, strict=True)]
     )
     fields = want.loss, want.lse, want.negative_probability
     for mine, theirs in zip(got.T, fields, strict=False):
@@ -167,13 +169,12 @@ def test_losses_of_directions(size: float) -> None:
 def test_half_of_the_products_of_rows_with_themselves(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_block, "MIN_THREADED_BLOCK", 0)
     monkeypatch.setattr(one_block, "MIN_HALVED_WIDTH", 1)
-    monkeypatch.setenv("INFONCE_NUM_THREADS", str(threads))
     for rows in (1, 2, 5, 6, 23):
         z = np.random.default_rng(rows).integers(-9, 9, (rows, 4)).astype(np.float32)
         x = np.full((rows, rows), np.nan, np.float32)
-        one_block._multiply(z, z, x)
+        with team.Team(min(threads, rows)) as threads_of_call:
+            one_block._multiply(z, z, x, threads_of_call)
         np.testing.assert_array_equal(x, z @ z.T)  # integers: exact
 
 
@@ -189,15 +190,16 @@ def test_an_error_beside_this_thread() -> None:
 
     for _ in range(2):
         ended.clear()
-        with pytest.raises(ValueError, match="of part 1"):
-            workers.side_by_side(work, 3)
+        with pytest.raises(ValueError, match="of part 1"), team.Team(3) as threads:
+            threads.share(work)
         assert sorted(ended) == [0, 1, 2]
-    assert workers.HELPERS._busy == set()
+    assert team.HELPERS._busy == set()
 
 
 def test_parts_run_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "HELPERS", workers._Helpers())
-    monkeypatch.setattr(workers, "_Helper", mock.Mock(side_effect=RuntimeError("no new thread")))
+    monkeypatch.setattr(team, "HELPERS", team._Helpers())
+    monkeypatch.setattr(team, "_Helper", mock.Mock(side_effect=RuntimeError("no new thread")))
     parts: list[int] = []
-    workers.side_by_side(parts.append, 3)
+    with team.Team(3) as threads:
+        threads.share(parts.append)
     assert parts == [0, 1, 2]

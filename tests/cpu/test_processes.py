@@ -84,7 +84,8 @@ print(seen, blas() == before)
 def test_a_child_computes_whatever_other_threads_do() -> None:
     """They are inside of folds when the process forks, and hold locks."""
     found = printed("""
-from infonce.kernels.cpu.workers import BLAS, BUFFER_POOL, HELPERS, POOLS
+from infonce.kernels.cpu.one_block.team import HELPERS
+from infonce.kernels.cpu.workers import BLAS, BUFFER_POOL, POOLS
 
 ends = threading.Event()
 

@@ -96,7 +96,7 @@ def _template(
 @cache
 def _one_block() -> Any:
     """The module of one block. An import statement would take time in small batches."""
-    from ...kernels.cpu import one_block
+    from ...kernels.cpu.one_block import solve as one_block
 
     return one_block
 

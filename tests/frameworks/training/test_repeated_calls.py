@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from infonce.kernels.cpu import one_block  # noqa: E402
+from infonce.kernels.cpu.one_block import solve as one_block  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.torch  # noqa: E402

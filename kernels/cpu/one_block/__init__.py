@@ -1,0 +1,1 @@
+"""Small batches: a call whose logits fit one block."""

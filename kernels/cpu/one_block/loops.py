@@ -1,0 +1,206 @@
+"""The loops of a call in one block, which Numba compiles: everything between its products."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...direction_losses import ROUNDING
+from ...problem import LN_2, LOG2_E
+from ...sigmoid import tiles as pair_tiles
+from .. import tile_ops as tile
+from ..elementary import compiled, rounded_product, wide_vectors
+from ..fold import EXACT
+
+
+@compiled
+def all_finite(x):  # type: ignore[no-untyped-def]
+    """Whether no element is NaN or infinite: 0 times either is NaN."""
+    wide_vectors()
+    zero = x.dtype.type(0)
+    total = zero
+    for i in range(x.shape[0]):
+        row = x[i]
+        for j in range(row.size):
+            total += row[j] * zero
+    return total == zero
+
+
+@compiled
+def finalize_direction(high, total, p):  # type: ignore[no-untyped-def]
+    """(loss, log-sum-exp, sigmoid(n - p), reference, 2^(reference - log-sum-exp)).
+
+    `high` and `total` are the maximum and the sum over the negatives of a row or column, `p` is
+    the logit of its positive: see `finalize_direction` of kernels/direction_losses.py. This
+    function computes one power and one logarithm, unless `high` is a bound far above all logits.
+    """
+    if p >= high:
+        rest = total * 2.0 ** (high - p)
+        loss = math.log1p(rest)
+        return loss, LN_2 * p + loss, rest / (1.0 + rest), p, 1.0 / (1.0 + rest)
+    whole = total + 2.0 ** (p - high)
+    log = math.log(whole)
+    lse = LN_2 * high + log
+    if whole >= 1.0 or whole != whole:
+        return LN_2 * (high - p) + log, lse, total / whole, high, 1.0 / whole
+    gap = (high - p) + math.log2(total)
+    rest = 2.0 ** (-abs(gap))
+    negative_probability = (rest if gap < 0 else 1.0) / (1.0 + rest)
+    loss, log2_sum = LN_2 * max(gap, 0.0) + math.log1p(rest), high + math.log2(whole)
+    return loss, lse, negative_probability, log2_sum, 1.0
+
+
+@compiled
+def rounded_reference(c, reference, factor, one):  # type: ignore[no-untyped-def]
+    """(reference in units of dot products, the factor for this reference, the reference in base 2).
+
+    See `rounded_reference` of kernels/direction_losses.py. `one`: 1 in the compute dtype.
+    """
+    r = reference / c
+    smaller = np.nextafter(r, -np.inf)
+    r = smaller if rounded_product(c, smaller) >= reference else r
+    narrow = one.dtype.type(r)
+    again = rounded_product(c, np.float64(narrow))
+    return narrow, factor * 2.0 ** min(again - reference, ROUNDING), again
+
+
+@compiled
+def softmax(  # type: ignore[no-untyped-def]
+    x, positives, row_ids, column_ids, scale, margin, upstream, row_direction_weight,
+    column_direction_weight, symmetric, gradient, moments, losses, lse,
+):  # fmt: skip
+    """Raw products x become dL/dx, for a gradient. `losses` [M] and `lse` [2, .] are written;
+    `moments` [2, .] is memory for the sums' moments.
+
+    Returns (whether x is finite, the sum of the losses, d loss / d log(scale)).
+    """
+    if not all_finite(x):
+        return False, 0.0, 0.0
+    m, n = x.shape
+    c = scale * LOG2_E
+    two_sided = column_direction_weight != 0.0
+    at = positives.reshape(m, 1)
+    positive = np.empty((m, 1))
+    tile.set_aside_positives(x, at, 0, c, positive)
+    if symmetric:
+        tile.exclude_diagonal(x)
+    if row_ids.size > 0:
+        tile.exclude_ids(x, row_ids, column_ids)
+    high, total = np.empty((2, max(m, n))), np.empty((2, max(m, n)))
+    row_moment, column_moment = moments[0, :m], moments[1, :n]
+    if two_sided:
+        part = np.empty((2, n), x.dtype)
+        tile.row_and_column_statistics(
+            x, c, high[0, :m], total[0, :m], row_moment, high[1, :n], total[1, :n], column_moment,
+            part[0], part[1],
+        )  # fmt: skip
+    else:
+        tile.row_statistics(x, c, high[0, :m], total[0, :m], row_moment)
+
+    # From sums to losses, and to references and factors of the gradient
+    one = np.ones(1, x.dtype)
+    reference, factor = np.empty((2, max(m, n)), x.dtype), np.empty((2, max(m, n)), x.dtype)
+    again, pull = np.empty(m), np.zeros((m, 1))
+    top, low, least = -np.inf, np.inf, np.inf
+    loss, log_scale_grad = 0.0, 0.0
+    for i in range(m):
+        p = positive[i, 0] - c * margin
+        row_loss, lse[0, i], negative_part, base, weight = finalize_direction(
+            high[0, i], total[0, i], p
+        )
+        losses[i] = row_direction_weight * row_loss
+        a = upstream[i] * row_direction_weight * scale
+        pull[i, 0] = a * negative_part
+        if total[0, i] != 0.0:
+            mean = moments[0, i] / total[0, i]
+            log_scale_grad += upstream[i] * row_direction_weight * negative_part * (mean - p)
+        reference[0, i], factor[0, i], again[i] = rounded_reference(c, base, a * weight, one)
+        top, low = max(top, again[i]), min(low, again[i])
+        if symmetric:
+            reference[1, i], factor[1, i], least = reference[0, i], factor[0, i], min(least, base)
+            total[1, i], high[1, i] = a * weight, base
+    if two_sided:  # key i is the positive of query i
+        for j in range(n):
+            p = positive[j, 0] - c * margin
+            column_loss, lse[1, j], negative_part, base, weight = finalize_direction(
+                high[1, j], total[1, j], p
+            )
+            losses[j] += column_direction_weight * column_loss
+            b = upstream[j] * column_direction_weight * scale
+            pull[j, 0] += b * negative_part
+            if total[1, j] != 0.0:
+                mean = moments[1, j] / total[1, j]
+                log_scale_grad += upstream[j] * column_direction_weight * negative_part * (mean - p)
+            reference[1, j], factor[1, j], _ = rounded_reference(c, base, b * weight, one)
+            total[1, j], high[1, j], least = b * weight, base, min(least, base)
+    for i in range(m):
+        loss += losses[i]
+    log_scale_grad *= LN_2
+    if not gradient:
+        return True, loss, log_scale_grad
+
+    # dL/dx. One exponential for both directions while none underflows: see `Fold._factors`
+    if not (two_sided or symmetric):
+        tile.softmax_gradient(x, c, reference[0, :m], factor[0, :m])
+    elif top - least < 40 and top - low < 80 and max(abs(top), abs(low)) < EXACT:
+        middle = 0.5 * (top + least)
+        u, v = np.empty(m, x.dtype), np.empty(n, x.dtype)
+        for i in range(m):
+            u[i] = 2.0 ** (again[i] - middle)
+        for j in range(n):
+            v[j] = total[1, j] * 2.0 ** (middle - high[1, j])
+        tile.softmax_gradient_shared(x, c, reference[0, :m], factor[0, :m], u, v)
+    else:
+        tile.softmax_gradient_two_sided(
+            x, c, reference[0, :m], factor[0, :m], reference[1, :n], factor[1, :n]
+        )
+    at_positive = np.empty((m, 1), x.dtype)
+    for i in range(m):
+        at_positive[i, 0] = -(pull[i, 0] + (pull[positives[i], 0] if symmetric else 0.0))
+    tile.insert_positives(x, at, 0, at_positive)
+    return True, loss, log_scale_grad
+
+
+@compiled
+def sigmoid(  # type: ignore[no-untyped-def]
+    x, positives, row_ids, column_ids, scale, bias, upstream, moments, losses
+):
+    """As `softmax`, of the pairwise sigmoid: raw products x become dL/dx, `losses` are added to.
+
+    Returns (whether x is finite, sum of the losses, d loss / d log(scale), the sum of dL/dx).
+    """
+    if not all_finite(x):
+        return False, 0.0, 0.0, 0.0
+    m = len(x)
+    positive = np.empty((m, 1))
+    tile.set_aside_positives(x, positives.reshape(m, 1), 0, scale, positive)
+    if row_ids.size > 0:
+        tile.exclude_ids(x, row_ids, column_ids)
+    factor, sums = upstream * scale, np.zeros(m)
+    narrow = factor.astype(x.dtype)
+    row_moment = moments[0, :m]
+    row_moment[:] = 0
+    pair_tiles.sigmoid(x, scale, bias, narrow, losses, sums, row_moment)
+    pair_tiles.sigmoid_positives(
+        x, positives, 0, positive[:, 0], scale, bias, factor, losses, sums, row_moment
+    )
+    return True, losses.sum(), row_moment.sum(), sums.sum()
+
+
+@compiled
+def unit_rows(z, least, most, out, inverse):  # type: ignore[no-untyped-def]
+    """out_i = z_i / |z_i|, and 0 for a row of zeros. Whether all squared norms are 0 or within
+    [least, most]."""
+    wide_vectors()
+    for i in range(z.shape[0]):
+        zi, to = z[i], out[i]
+        square = 0.0
+        for d in range(zi.size):
+            square += np.float64(zi[d]) * np.float64(zi[d])
+        if not least <= square <= most and (square != 0.0 or np.any(zi != 0)):
+            return False
+        inverse[i] = 0.0 if square == 0.0 else 1.0 / math.sqrt(square)
+        for d in range(zi.size):
+            to[d] = np.float64(zi[d]) * inverse[i]
+    return True

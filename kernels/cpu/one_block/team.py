@@ -1,0 +1,138 @@
+"""The threads of a call in one block, which share one product after another."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...problem import SILENT
+from ..elementary import wait_awake
+from ..workers import Guarded
+
+# Threads of a call wait awake for each other, in steps of some 50 ns: to fall asleep and be woken
+# takes each 20 to 50 us. The other thread still has the GIL for a while when the wait is over.
+MOST_STEPS = 2000
+STEPS_TO_END, STEPS_TO_BEGIN = 20, 100  # until the other has given up the GIL
+
+
+class _Helper:
+    """A thread that does pieces of work while its caller does others. The thread waits for a bare
+    lock: the queue and the future of an executor take twice as long as the lock."""
+
+    def __init__(self) -> None:
+        self._begun, self._ended = threading.Lock(), threading.Lock()
+        self._begun.acquire()
+        self._ended.acquire()
+        # How many pieces of work were begun and ended, for threads that are awake
+        self._beginnings, self._ends = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._work: Any = None
+        self._last = True
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="infonce", daemon=True).start()
+
+    def begin(self, work: Callable[[], None], last: bool) -> None:
+        """`last`: no other piece follows soon, so the thread need not wait awake for it."""
+        self._work, self._last, self._error = work, last, None
+        self._begun.release()
+        self._beginnings[0] += 1
+
+    def end(self) -> BaseException | None:
+        """Wait for the work. The error that stopped it."""
+        wait_awake(self._ends, self._beginnings[0], MOST_STEPS, STEPS_TO_END)
+        self._ended.acquire()
+        return self._error
+
+    def _run(self) -> None:
+        with np.errstate(**SILENT):
+            while True:
+                self._begun.acquire()
+                last = self._last
+                try:
+                    self._work()
+                except BaseException as error:
+                    self._error = error
+                self._work = None  # it has the caller's arrays
+                number = self._ends[0] + 1
+                self._ended.release()
+                self._ends[0] = number
+                if not last:
+                    wait_awake(self._beginnings, number + 1, MOST_STEPS, STEPS_TO_BEGIN)
+
+
+class _Helpers(Guarded):
+    """Idle helpers of earlier calls. At exit, no helper is inside BLAS, whose memory goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._idle: list[_Helper] = []
+        self._busy: set[_Helper] = set()
+        self._closed = False
+        atexit.register(self._close)
+
+    def _in_child(self) -> None:
+        super()._in_child()
+        self._idle, self._busy = [], set()  # a child has no threads of its parent
+
+    def take(self, count: int) -> list[_Helper]:
+        """So many helpers, or none where no thread can start."""
+        with self._lock:
+            if self._closed:
+                return []
+            try:
+                while len(self._idle) < count:
+                    self._idle.append(_Helper())
+            except RuntimeError:
+                return []
+            taken, self._idle = self._idle[:count], self._idle[count:]
+            self._busy.update(taken)
+            return taken
+
+    def give(self, helpers: list[_Helper]) -> None:
+        with self._lock:
+            self._busy.difference_update(helpers)
+            self._idle += helpers
+
+    def _close(self) -> None:
+        self._closed = True
+        deadline = time.monotonic() + 1
+        while self._busy and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+HELPERS = _Helpers()
+
+
+class Team:
+    """The threads of a call, which share one piece of its work after another."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._helpers: list[_Helper] = []
+
+    def __enter__(self) -> Team:
+        if self.threads > 1:
+            self._helpers = HELPERS.take(self.threads - 1)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._helpers:
+            HELPERS.give(self._helpers)
+
+    def share(self, work: Callable[[int], None], last: bool = False) -> None:
+        """`work` on 0, 1, ..., each in a thread of its own: 0 in this thread."""
+        for part, helper in enumerate(self._helpers, 1):
+            helper.begin(partial(work, part), last)
+        try:
+            for part in range(1 if self._helpers else self.threads):
+                work(part)
+        finally:
+            errors = [helper.end() for helper in self._helpers]
+        for error in errors:
+            if error is not None:
+                raise error
