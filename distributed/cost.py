@@ -1,24 +1,27 @@
-"""How long a call over ranks takes, by its exchange, and what memory; from measured constants.
+"""A model of the time and memory of a call over ranks, for each exchange, from measured constants.
 
-With b rows of each side on each of n GPUs, a call takes 2 b b n D operations forward and 6 b b n D
-backward on each. The ring has n steps forward and n backward. While a block is computed the next
-one is sent:
+Each of n GPUs has b queries and b keys of width D. On each GPU, a call takes 2 b b n D operations in
+the forward pass (log-sum-exps) and 6 b b n D in the backward pass (gradients).
+
+**Ring.** Each pass has n steps. In a step, a GPU computes one block and sends the keys of the next:
 
     step = start + max(operations / rate, latency + bytes / bandwidth)
 
-Forward, keys are sent with their ids and column statistics; backward, with their factors and dK.
-The last transfer, of dK to the owner of its keys, overlaps with nothing.
+Forward, keys travel with their ids and column statistics; backward, with their factors and dK. The
+last transfer, of dK to the rank that owns the keys, overlaps with no computation. Over several
+nodes, a ring is as fast as its slowest link.
 
-Over hosts a ring is as fast as its slowest link.
+**Gather.** The forward pass has two blocks, the backward pass has two or a few more. There are four
+transfers:
 
-The gather has two blocks forward and two or a few more backward, and four transfers: of keys, which
-hide behind the own block; of column statistics; of factors; and of dK, from the end of the first
-block backward on.
+- keys, which overlap with the local block;
+- column statistics;
+- factors;
+- dK, which overlaps with the backward blocks after the first.
 
-The hierarchical exchange visits a host at a time: what NVLink and the network carry for one has the
-time of its block to hide behind. Its blocks are launched as those of the ring. Nothing overlaps
-with the first keys from another host, but for the own block, nor with the way home of the last
-sums.
+**Hierarchical.** A step visits the keys of one node. The transfers of a step, by NVLink and by the
+network, overlap with its block. Blocks take the `start` of the ring. The keys of the first other
+node overlap only with the local block. The last transfer of sums overlaps with no computation.
 """
 
 from __future__ import annotations
@@ -41,17 +44,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """The parameters of the model. Defaults: bfloat16, D = 512, from benchmarks/results/ring.json;
-    what only a gather has, from benchmarks/results/exchanges-mpi.json."""
+    """The parameters of the model.
 
-    rate: float = 610e12  # operations a second, of large blocks
+    The defaults are for bfloat16 and D = 512. They were measured in benchmarks/results/ring.json;
+    those of a gather, in benchmarks/results/exchanges-mpi.json.
+    """
+
+    rate: float = 610e12  # operations a second, in large blocks
     start: float = 0.28e-3  # seconds a block: launches, and idle multiprocessors at its end
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
-    across: Link = Link(30e-6, 45e9)  # 400 Gb/s a GPU
-    gpus: int = 8  # of a host
-    call: float = 0.17e-3  # seconds of a call that gathers: agreement of the ranks, sums over them
-    block: float = 0.06e-3  # seconds of its blocks, as `start`
-    message: float = 1.5e-6  # seconds of a message to one rank
+    across: Link = Link(30e-6, 45e9)  # the network: 400 Gb/s a GPU
+    gpus: int = 8  # GPUs of a node
+    call: float = 0.17e-3  # a gather: seconds a call, for the agreement of ranks and for their sums
+    block: float = 0.06e-3  # a gather: seconds a block, in place of `start`
+    message: float = 1.5e-6  # a gather: seconds a message to one rank
 
 
 @dataclass(frozen=True)
@@ -67,15 +73,17 @@ class Step:
         return self.computing / self.seconds
 
 
-CHUNK = 2**26  # bytes of sums from which on they go home in parts
+# A gather sends dK back in parts of at least CHUNK bytes, and in at most MOST_CHUNKS parts
+CHUNK = 2**26
 MOST_CHUNKS = 4
+FLOPS_PER_LOGIT = (2, 6)  # forward, backward: operations for each logit and feature
 NVLINK = Link(20e-6, 300e9)  # large messages
-ITEM, DK = 2, 4  # bytes of a feature, and of dK's elements
-VECTORS = 300  # bytes a row in vectors: sums, log-sum-exps, factors, positives
+ITEM, DK = 2, 4  # bytes of a feature, and of an element of dK
+VECTORS = 300  # bytes a row of all vectors: sums, log-sum-exps, factors, positives
 
 
 def transfer_bytes(rows: float, dim: int) -> tuple[float, float]:
-    """Bytes of a forward and of a backward step."""
+    """Bytes that a rank sends in a forward step, and in a backward step, of a ring."""
     keys = rows * dim * ITEM
     return keys + 16 * rows, keys + 24 * rows + rows * dim * DK
 
@@ -84,15 +92,15 @@ def predict(rows: float, dim: int, ranks: int, machine: Machine | None = None) -
     """One call of clip's loss and gradients with `rows` rows of each side on each of `ranks`."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
-    link = machine.inside if ranks <= machine.gpus else machine.across  # the slowest
+    slowest_link = machine.inside if ranks <= machine.gpus else machine.across
     computing, seconds, starts = 0.0, 0.0, 2 * ranks * machine.start
-    for share, size in zip((2, 6), transfer_bytes(rows, dim), strict=True):
-        block = share * rows * rows * dim / machine.rate
-        moving = link.latency + size / link.bandwidth if ranks > 1 else 0.0
+    for flops, size in zip(FLOPS_PER_LOGIT, transfer_bytes(rows, dim), strict=True):
+        block = flops * rows * rows * dim / machine.rate
+        moving = slowest_link.latency + size / slowest_link.bandwidth if ranks > 1 else 0.0
         seconds += ranks * (machine.start + max(block, moving))
         computing += ranks * block
     if ranks > 1:
-        seconds += link.latency + rows * dim * DK / link.bandwidth
+        seconds += slowest_link.latency + rows * dim * DK / slowest_link.bandwidth
     return Step(seconds, computing, seconds - computing - starts)
 
 
@@ -104,14 +112,14 @@ def _require(rows: float, dim: int, ranks: int) -> None:
 def predict_gather(
     rows: float, dim: int, ranks: int, machine: Machine | None = None
 ) -> Step:  # fmt: skip
-    """As `predict`, of a call that gathers keys."""
+    """`predict` for the exchange "gather"."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
     others, hosts = ranks - 1, -(-ranks // machine.gpus)
-    neighbours = min(others, -(-ranks // hosts) - 1)  # the other ranks of the host
+    neighbours = min(others, -(-ranks // hosts) - 1)  # other ranks of the node
 
     def moving(bytes_of_row: float) -> float:
-        """Seconds to exchange an array of a row a key with every other rank."""
+        """Seconds to exchange `bytes_of_row` bytes a key with every other rank."""
         if not others:
             return 0.0
         size = rows * bytes_of_row
@@ -121,7 +129,7 @@ def predict_gather(
             times.append(far.latency + (others - neighbours) * size / far.bandwidth)
         return others * machine.message + max(times)
 
-    forward, backward = (share * rows * rows * dim / machine.rate for share in (2, 6))
+    forward, backward = (flops * rows * rows * dim / machine.rate for flops in FLOPS_PER_LOGIT)
     computing = ranks * (forward + backward)
     blocks = min(2, ranks)
     seconds = machine.call + 2 * blocks * machine.block
@@ -130,8 +138,8 @@ def predict_gather(
         seconds += moving(16) + moving(24)
         chunks = chunks_of(rows * ranks * dim * DK, others)
         seconds += (chunks - 1) * machine.block
-        before = others * backward / chunks  # the first dK goes home
-        seconds += max(ranks * backward, before + moving(dim * DK))
+        first_chunk = others * backward / chunks  # then its dK is sent
+        seconds += max(ranks * backward, first_chunk + moving(dim * DK))
     else:
         seconds += backward
     starts = machine.call + 2 * blocks * machine.block
@@ -141,33 +149,34 @@ def predict_gather(
 def predict_hierarchical(
     rows: float, dim: int, ranks: int, machine: Machine | None = None
 ) -> Step:  # fmt: skip
-    """As `predict`, of a call whose keys are gathered inside hosts and go round between them."""
+    """`predict` for the exchange "hierarchical": a gather inside nodes, a ring between nodes."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
     hosts = -(-ranks // machine.gpus)
     host_ranks = ranks / hosts
 
     def inside(bytes_of_row: float) -> float:
-        """Seconds to exchange an array of a row a key with every other rank of the host."""
+        """Seconds to exchange `bytes_of_row` bytes a key with every other rank of the node."""
         others, link = host_ranks - 1, machine.inside
         latency = link.latency + others * machine.message if others else 0.0
         return latency + others * rows * bytes_of_row / link.bandwidth
 
     def across(bytes_of_row: float) -> float:
-        """Seconds to send it to another host."""
+        """Seconds to send `bytes_of_row` bytes a key to another node."""
         link = machine.across
         return link.latency + rows * bytes_of_row / link.bandwidth if hosts > 1 else 0.0
 
     computing = 0.0
     starts = machine.call + 2 * (hosts + 1) * machine.start
     seconds = starts
-    for share, vectors, sums in ((2, 0, 16), (6, 24, dim * DK)):
+    # bytes a key: vectors that travel with keys, and sums that travel back
+    for flops, vectors, sums in zip(FLOPS_PER_LOGIT, (0, 24), (16, dim * DK), strict=True):
         keys = dim * ITEM + vectors
-        block = share * rows * rows * dim / machine.rate
+        block = flops * rows * rows * dim / machine.rate
         tick = max(inside(keys + sums), across(keys + sums))
         seconds += max(block, inside(keys) + across(keys)) + max((host_ranks - 1) * block, tick)
         seconds += (hosts - 1) * max(host_ranks * block, tick)
-        seconds += inside(sums) + across(sums)  # of the last host: overlap with nothing
+        seconds += inside(sums) + across(sums)  # of the last node: nothing overlaps with them
         computing += ranks * block
     return Step(seconds, computing, seconds - computing - starts)
 
@@ -178,20 +187,26 @@ EXCHANGES: dict[str, Callable[[float, int, int, Machine | None], Step]] = {
 
 
 def chunks_of(size: float, shards: int) -> int:
-    """In how many parts sums of `size` bytes over the keys of so many other ranks go home."""
+    """The number of parts in which a gather sends dK of `size` bytes back to `shards` ranks."""
     return int(max(1, min(size // CHUNK, MOST_CHUNKS, shards)))
 
 
 def gather_bytes(rows: list[int], key_row: int, sum_row: int) -> int:
-    """Bytes of a gather's buffers on a rank at most, for shards of so many keys: a key takes
-    `key_row` bytes, its sums `sum_row`."""
+    """The most bytes that buffers of a gather take on a rank.
+
+    `rows` are the numbers of keys of all shards. A key takes `key_row` bytes, its sums take
+    `sum_row` bytes.
+    """
     others = sum(rows) - min(rows)
     return others * (key_row + sum_row) + len(rows) * max(rows) * sum_row
 
 
 def hierarchical_bytes(rows: list[int], local_size: int, key_row: int, sum_row: int) -> int:
-    """As `gather_bytes`, of the hierarchical exchange: for the keys of the own host and of three
-    others, which arrive, are gathered, are folded; for sums of two hosts, and of shards to add."""
+    """`gather_bytes` for the hierarchical exchange.
+
+    Buffers hold the keys of the own node and of three others: keys that arrive, that are gathered,
+    and that are in a block. They also hold the sums of two nodes, and shards to add to these sums.
+    """
     host = max(sum(rows[r : r + local_size]) for r in range(0, len(rows), local_size))
     return 4 * host * key_row + (2 * host + (local_size + 2) * max(rows)) * sum_row
 
@@ -201,7 +216,7 @@ def fastest(
     rows: float, dim: int, ranks: int, machine: Machine | None = None,
     among: tuple[str, ...] = tuple(EXCHANGES),
 ) -> str:  # fmt: skip
-    """The exchange that takes the least time; the hierarchical one only over several hosts."""
+    """The exchange that takes the least time. "hierarchical" needs several nodes."""
     gpus = (machine or Machine()).gpus
     if not 1 < gpus < ranks:
         among = tuple(name for name in among if name != "hierarchical")
@@ -211,10 +226,11 @@ def fastest(
 def memory(
     rows: int, dim: int, workspace: int = WORKSPACE, offload: bool = False
 ) -> float:  # fmt: skip
-    """Bytes on each of three or more GPUs above features and gradients: what a call of clip's loss
-    and gradients with `rows` rows of each side takes at most, in 16 bits.
+    """The most bytes that a call of clip takes on each of three or more GPUs.
 
-    With `offload` there are no features nor gradients on a GPU.
+    The call computes loss and gradients of 16-bit features, `rows` of each side on each GPU. The
+    bytes do not include features and gradients. With `offload`, a GPU has no features and no
+    gradients.
     """
     if rows <= 0 or dim < 1 or workspace < 1:
         raise ValueError(
@@ -224,19 +240,19 @@ def memory(
     if offload:
         panels = rows * dim * (2 * ITEM + 5 * DK) + rows * (rows * ITEM + dim * DK)
         return min(workspace, panels) + vectors
-    row = dim * (2 * ITEM + 3 * DK)  # of buffers
+    row = dim * (2 * ITEM + 3 * DK)  # bytes of a row of all buffers
     pieces = -(-rows // max(1, workspace // 2 // row))
     piece = -(-rows // pieces)
-    block = rows * (piece * ITEM + dim * DK)  # dL/dx of one block, and its share of dQ
+    block = rows * (piece * ITEM + dim * DK)  # dL/dx of one block, and its part of dQ
     return min(workspace, block) + piece * row + rows * dim * DK + vectors
 
 
 def hidden_from(dim: int, link: Link, machine: Machine | None = None) -> float:
-    """Rows on each GPU from which transfers over `link` hide behind the products."""
+    """The least rows on each GPU with which products take as long as transfers over `link`."""
     machine = machine or Machine()
     rows = 0.0
-    for share, size in zip((2, 6), transfer_bytes(1.0, dim), strict=True):
-        # share b b D / rate = latency + size b / bandwidth
-        a, b = share * dim / machine.rate, size / link.bandwidth
+    for flops, size in zip(FLOPS_PER_LOGIT, transfer_bytes(1.0, dim), strict=True):
+        # flops b b D / rate = latency + size b / bandwidth
+        a, b = flops * dim / machine.rate, size / link.bandwidth
         rows = max(rows, (b + sqrt(b * b + 4 * a * link.latency)) / (2 * a))
     return rows

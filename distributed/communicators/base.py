@@ -1,12 +1,14 @@
 """The interface of communicators: `Communicator`, with bounded waits, and `RankError`.
 
-Two operations are needed: an allgather of small Python values, and a shift of arrays to a rank
-further on. mpi.py has them for mpi4py's communicators; an instance of any other subclass of
-`Communicator` can be passed as `comm`.
+A communicator has two operations: an allgather of small Python values, and a shift, in which each
+rank sends arrays to the rank at a distance. mpi.py implements both by mpi4py. A caller may pass
+another subclass of `Communicator` as `comm`.
 
-A rank that raises an error, or ends between calls, tells the others, which raise `RankError`. A
-rank that is killed is noticed by the ranks of its host, which tell the others; a rank that hangs is
-named after the timeout. So no rank waits for ever.
+No rank waits for ever:
+
+- A rank that raises an error, or ends between calls, tells the other ranks, which raise `RankError`.
+- If a rank is killed, the ranks on its node notice it, and tell the other ranks.
+- If a rank hangs, the other ranks raise a `RankError` with its number after the timeout.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ import numpy as np
 from .processes import Peers
 
 Array = Any
-# By distance: arrays that go to rank + distance, and those that come from rank - distance
+# distance -> (arrays sent to rank + distance, arrays received from rank - distance)
 Shifts = Mapping[int, tuple[Sequence[Array], Sequence[Array]]]
 TIMEOUT = 300.0  # seconds
-SHORT = 2040  # bytes of most values that all ranks exchange
+SHORT = 2040  # bytes that most values of an allgather need
 LISTEN = 0.05  # seconds between calls of `listen`
-BUSY = 5e-3  # seconds of waiting before the first sleep: most waits are shorter than one
-DEVICE_BUSY = 50e-3  # `BUSY` for waits on a device: a processor is slow after it has slept
+BUSY = 5e-3  # seconds of waiting before the first sleep: most waits end before
+DEVICE_BUSY = 50e-3  # `BUSY` for waits on a device, because a processor is slow after a sleep
 
 
-# lets other processes of this core run, and other threads of this one
+# lets other processes and threads run on this core
 _yield: Callable[[], None] = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
 
 
@@ -58,9 +60,9 @@ class Communicator:
     timeout : float or None
         Seconds that a rank waits for others before `RankError`; set by each call of a loss.
     peers : Peers or None
-        The processes of the ranks, where they are known.
+        The processes of the ranks, if they are known.
     last_schedule : RankSchedule or None
-        The schedule of their last call. The next call often has the same one.
+        The schedule of the last call of the ranks, which the next call often has again.
     waited, moving : float
         Total seconds that this rank waited for shifts, and that shifts were in progress.
     """
@@ -89,9 +91,11 @@ class Communicator:
         raise NotImplementedError
 
     def exchange(self, shifts: Shifts) -> Pending:
-        """Start shifts by several distances, which are the same on all ranks. With all distances,
-        this is an all-gather or an all-to-all of shards of any sizes."""
-        return Together([self.shift(*of, distance) for distance, of in shifts.items()])
+        """Start shifts by several distances. All ranks pass the same distances.
+
+        With all distances, this is an all-gather or an all-to-all of shards of any sizes.
+        """
+        return Together([self.shift(*arrays, distance) for distance, arrays in shifts.items()])
 
     def listen(self) -> None:
         """Raise RankError if another rank is known to have failed. Called while waiting."""
@@ -100,7 +104,7 @@ class Communicator:
         """Tell the other ranks that this rank waits. Called after half of the timeout."""
 
     def silent(self) -> str:
-        """The ranks that have not reported that they wait, in the words of a `RankError`."""
+        """The ranks that have not reported that they wait, as words for a `RankError`."""
         return "another rank"
 
     def fail(self, error: BaseException) -> None:
@@ -117,12 +121,12 @@ class Communicator:
         The thread does not sleep in the first `busy` seconds.
         """
         began = now = time.monotonic()
-        look, overdue = began + LISTEN, False
+        next_listen, overdue = began + LISTEN, False
         while not done():
             now = time.monotonic()
-            if now >= look:
+            if now >= next_listen:
                 self.listen()
-                look = now + LISTEN
+                next_listen = now + LISTEN
             if self.timeout is not None and now - began > self.timeout / 2 and not overdue:
                 self.overdue()
                 overdue = True
@@ -140,7 +144,8 @@ class Communicator:
     def bounded(self, function: Callable[[], Any], library: str) -> Any:
         """The result of `function`, which may wait for ranks without a limit. It runs in a thread.
 
-        RankError as in `until`; and for any error of `function`, as an error of `library`.
+        RankError as in `until`. An error of `function` also becomes a RankError, which names
+        `library`.
         """
         results: list[Any] = []
         errors: list[BaseException] = []
@@ -161,7 +166,7 @@ class Communicator:
     def blame(self, error: BaseException, library: str) -> RankError:
         """The RankError for an error of a library. It names a rank that has ended, if there is one.
 
-        A broken connection is noticed before the end of a process, so this listens for a second.
+        A connection breaks before the end of its process is known, so this listens for a second.
         """
         for _ in range(50):
             self.listen()

@@ -37,11 +37,14 @@ def load_mpi() -> Any:
     return MPI
 
 
-_attribute: Any = None  # the MPI key under which a communicator keeps its MPIRanks
+_attribute: Any = None  # the key of the MPI attribute that stores the MPIRanks of a communicator
 
 
 def connect(comm: Any = None) -> Communicator:
-    """The Communicator of `comm`: None (all ranks), an mpi4py communicator, or a Communicator."""
+    """The Communicator for `comm`, which is an mpi4py communicator, or None for all ranks.
+
+    A `Communicator` is returned as it is.
+    """
     global _attribute
     if isinstance(comm, Communicator):
         return comm
@@ -54,7 +57,8 @@ def connect(comm: Any = None) -> Communicator:
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise ValueError("comm: expected an intra-communicator that this rank is part of")
     if _attribute is None:
-        # When MPI ends, it deletes the attributes of COMM_WORLD too. No rank may send then.
+        # At its end, MPI deletes the attributes of COMM_WORLD too. Ranks may not send then, so
+        # `free`, which sends, is not called
         _attribute = MPI.Comm.Create_keyval(
             delete_fn=lambda comm, key, ranks: comm == MPI.COMM_WORLD or ranks.free()
         )
@@ -69,9 +73,8 @@ def connect(comm: Any = None) -> Communicator:
 class MPIRanks(Communicator):
     """The ranks of an mpi4py communicator.
 
-    Messages go over two duplicates of it, apart from the caller's own. The first allgather makes
-    the duplicates, and has the same timeout as others. The functions of mpi4py used here are Idup,
-    Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
+    Messages use two duplicates of the communicator, so that they do not mix with messages of the
+    caller. The first allgather makes the duplicates, within the timeout of the call.
     """
 
     peers: Peers
@@ -85,8 +88,8 @@ class MPIRanks(Communicator):
         self._process = os.getpid()
         self._data: Any = None
         self._control: Any = None
-        self._ended: dict[int, tuple[int, str]] = {}  # rank -> its last call, why it ended
-        self._waiting: dict[int, int] = {}  # rank -> call in which it last sent WAITING
+        self._ended: dict[int, tuple[int, str]] = {}  # rank -> its last call, reason of its end
+        self._waiting: dict[int, int] = {}  # rank -> the last call in which it sent WAITING
         self._sent: list[Any] = []  # control messages that are being sent
         self._active: list[_Shift] = []
         self._work = threading.Condition()
@@ -104,11 +107,11 @@ class MPIRanks(Communicator):
     def _duplicate(self) -> Any:
         duplicate, request = self._comm.Idup()
         self._complete(request, duplicate)
-        duplicate.Set_errhandler(self.MPI.ERRORS_RETURN)  # mpi4py raises them
+        duplicate.Set_errhandler(self.MPI.ERRORS_RETURN)  # mpi4py raises errors that MPI returns
         return duplicate
 
     def free(self) -> None:
-        """Called when `comm` is freed, by all of its ranks."""
+        """Free the duplicates. All ranks call this when the caller frees the communicator."""
         atexit.unregister(self._leave)
         if self._data is None or self.broken:
             return
@@ -176,7 +179,10 @@ class MPIRanks(Communicator):
         return shift
 
     def _advance_in_background(self, shift: _Shift) -> None:
-        """MPI transfers large messages only inside its functions: a thread calls them meanwhile."""
+        """Let a thread call MPI until the shift is complete.
+
+        MPI transfers large messages only while a thread is inside one of its functions.
+        """
         with self._work:
             self._active.append(shift)
             if self._worker is None:
@@ -199,7 +205,7 @@ class MPIRanks(Communicator):
             time.sleep(1e-3)
 
     def _checked(self, call: Callable[[], Any]) -> Any:
-        """The result of an MPI function; its error as RankError."""
+        """The result of an MPI function. An error of MPI becomes a RankError."""
         try:
             return call()
         except self.MPI.Exception as error:
@@ -211,9 +217,9 @@ class MPIRanks(Communicator):
         if self._control is None:
             return
         gone = self.peers.gone()
-        # after `gone()`: a rank that is gone may have sent its reason before
-        with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone
-            self._hear()
+        # A rank that is gone may have sent its reason before: read messages after `gone()`
+        with contextlib.suppress(self.MPI.Exception):  # MPI's errors about a rank that is gone
+            self._read_messages()
         for r, (last_call, reason) in self._ended.items():
             gone.pop(r, None)
             if last_call < self.call:  # it ended before this call
@@ -221,7 +227,7 @@ class MPIRanks(Communicator):
         for message in gone.values():
             raise RankError(message)
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         status = self.MPI.Status()
         while self._control.Iprobe(tag=CONTROL_TAG, status=status):
             message = bytearray(status.Get_count(self.MPI.BYTE))
@@ -235,21 +241,21 @@ class MPIRanks(Communicator):
             else:
                 self._waiting[source] = call
 
-    def _tell(self, kind: str, text: str = "") -> None:
-        """Send a control message of a kind (FAILED, ENDED, WAITING) to all ranks in reach."""
+    def _send_to_all(self, kind: str, text: str = "") -> None:
+        """Send a control message of a kind (FAILED, ENDED, WAITING) to all other ranks."""
         if self._control is None:
             return
         message = bytearray(pickle.dumps((kind, self.call, text)))
         for r in range(self.size):
             if r != self.rank:
-                with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone
+                with contextlib.suppress(self.MPI.Exception):  # the rank may be gone
                     request = self._control.Isend([message, self.MPI.BYTE], r, CONTROL_TAG)
                     self._sent.append((request, message))
         with contextlib.suppress(self.MPI.Exception):
             self._sent = [s for s in self._sent if not s[0].Test()]
 
     def overdue(self) -> None:
-        self._tell(WAITING)
+        self._send_to_all(WAITING)
 
     def silent(self) -> str:
         quiet = [
@@ -257,7 +263,7 @@ class MPIRanks(Communicator):
             if r != self.rank and self._waiting.get(r) != self.call
         ]  # fmt: skip
         if self._control is None and len(quiet) > 1:
-            return "another rank"  # no control message can have come yet
+            return "another rank"  # control messages need the duplicates, which are not made yet
         return ", ".join(quiet) if quiet else "ranks that wait too"
 
     def fail(self, error: BaseException) -> None:
@@ -267,28 +273,32 @@ class MPIRanks(Communicator):
         if not isinstance(error, RankError):
             self.broken = f"rank {self.rank} failed: {_in_words(error)}"
         with self._work:
-            left, self._active = self._active, []
-        _abandoned.extend(left)
-        self._tell(FAILED, self.broken)
+            unfinished, self._active = self._active, []
+        _abandoned.extend(unfinished)
+        self._send_to_all(FAILED, self.broken)
 
     def _leave(self) -> None:
-        """Tell the others at the end of this process. After an error, wait up to 5 seconds for all
-        ranks to end as well, then abort those that do not."""
+        """Tell the other ranks that this process ends.
+
+        After an error, wait up to 5 seconds for all ranks to end, then abort the ranks that run.
+        """
         if self.size == 1 or self.MPI.Is_finalized() or os.getpid() != self._process:
             return
         if not self.broken:
-            error = getattr(sys, "last_value", None)  # an uncaught exception
-            why = f"rank {self.rank} has ended"
-            self._tell(ENDED, why if error is None else f"{why}: {_in_words(error)}")
+            error = getattr(sys, "last_value", None)  # the exception that ends the process
+            reason = f"rank {self.rank} has ended"
+            if error is not None:
+                reason += f": {_in_words(error)}"
+            self._send_to_all(ENDED, reason)
             return
         try:
             request = None if self._control is None else self._control.Ibarrier()
-            patience = time.monotonic() + 5.0
-            while time.monotonic() < patience:
+            deadline = time.monotonic() + 5.0
+            while time.monotonic() < deadline:
                 if request is not None and request.Test():
                     return
                 if self._ended or self.peers.gone():
-                    time.sleep(2.0)  # time for the others to print their errors
+                    time.sleep(2.0)  # the other ranks print their errors meanwhile
                     break
                 time.sleep(0.01)
         except self.MPI.Exception:
@@ -298,7 +308,8 @@ class MPIRanks(Communicator):
         (self._control or self._comm).Abort(1)
 
 
-_abandoned: list[Any] = []  # operations that may never complete, kept with their buffers
+# Operations that may never complete. MPI may still write to their buffers, so they are not freed
+_abandoned: list[Any] = []
 
 
 def _in_words(error: BaseException) -> str:
@@ -340,7 +351,7 @@ class _Shift:
 
 
 def _pieces(array: Array) -> list[Array]:
-    """The bytes of a contiguous array, in messages below the 2 GiB that all MPI libraries take."""
+    """The bytes of a contiguous array, as messages of less than 2 GiB, the limit of MPI libraries."""
     if array.nbytes == 0:
         return []
     flat = array.reshape(-1).view(np.uint8)
