@@ -1,7 +1,7 @@
 """A model of the time and memory of a call over ranks, for each exchange, from measured constants.
 
-Each of n GPUs has b queries and b keys of width D. On each GPU, a call takes 2 b b n D operations in
-the forward pass (log-sum-exps) and 6 b b n D in the backward pass (gradients).
+Each of n GPUs has b queries and b keys of width D. On each GPU, a call takes 2 b b n D operations
+in the forward pass (log-sum-exps) and 6 b b n D in the backward pass (gradients).
 
 **Ring.** Each pass has n steps. In a step, a GPU computes one block and sends the keys of the next:
 

@@ -6,7 +6,8 @@ another subclass of `Communicator` as `comm`.
 
 No rank waits for ever:
 
-- A rank that raises an error, or ends between calls, tells the other ranks, which raise `RankError`.
+- A rank that raises an error, or ends between calls, tells the other ranks. These raise a
+  `RankError`.
 - If a rank is killed, the ranks on its node notice it, and tell the other ranks.
 - If a rank hangs, the other ranks raise a `RankError` with its number after the timeout.
 """

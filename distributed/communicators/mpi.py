@@ -351,7 +351,10 @@ class _Shift:
 
 
 def _pieces(array: Array) -> list[Array]:
-    """The bytes of a contiguous array, as messages of less than 2 GiB, the limit of MPI libraries."""
+    """The bytes of a contiguous array, as messages of at most PIECE bytes.
+
+    All MPI libraries take messages below 2 GiB.
+    """
     if array.nbytes == 0:
         return []
     flat = array.reshape(-1).view(np.uint8)

@@ -265,7 +265,7 @@ def test_process_of_which_nothing_can_be_known(monkeypatch: pytest.MonkeyPatch) 
 def test_rank_that_ended_is_missed_by_later_calls() -> None:
     ranks: Any = object.__new__(mpi.MPIRanks)
     ranks.MPI, ranks._control = types.SimpleNamespace(Exception=OSError), object()
-    ranks._hear, ranks._ended = lambda: None, {1: (3, "rank 1 has ended")}
+    ranks._read_messages, ranks._ended = lambda: None, {1: (3, "rank 1 has ended")}
     ranks.peers = types.SimpleNamespace(gone=lambda: {1: "rank 1 is gone"})
     ranks.call = 3  # its last: it has done its part
     ranks.listen()
