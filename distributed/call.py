@@ -26,7 +26,7 @@ def evaluate(
 ) -> Any:  # fmt: skip
     """The result of one call on this rank, of the caller's arrays; `rank_options` are those of
     distributed/losses.py."""
-    if prefixes.taken(kind, options):
+    if prefixes.has_prefixes(kind, options):
         dims = options["dims"], options.get("dim_weights")
 
         def of_prefix(features: Sequence[Any], others: Mapping[str, Any]) -> Any:

@@ -24,11 +24,11 @@ def loss(
     kind: Loss, caller_arrays: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any],
     teacher: Any = None,
 ) -> Array:  # fmt: skip
-    """The loss alone, of the caller's arrays."""
-    if prefixes.taken(kind, options):
-        found = _in_one_pass(kind, caller_arrays, labels, bias, options, False)
-        if found is not None:
-            return found
+    """The loss of the caller's arrays, without gradients."""
+    if prefixes.has_prefixes(kind, options):
+        result = _in_one_pass(kind, caller_arrays, labels, bias, options, False)
+        if result is not None:
+            return result
         return prefixes.loss(
             kind, caller_arrays, options, lambda z, others: loss(kind, z, labels, bias, others)
         )
@@ -52,11 +52,11 @@ def loss_and_grad(
     grad_buffers: dict[str, Any] | None = None,
     teacher: Any = None,
 ) -> LossAndGrad:
-    """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
-    if prefixes.taken(kind, options):
-        found = _in_one_pass(kind, caller_arrays, labels, bias, options, True)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+    """The loss and the gradients in `wrt`. An adapter may pass `grad_buffers` for the gradients."""
+    if prefixes.has_prefixes(kind, options):
+        result = _in_one_pass(kind, caller_arrays, labels, bias, options, True)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
         return prefixes.loss_and_grad(
             kind,
             caller_arrays,
@@ -79,11 +79,14 @@ def _in_one_pass(
     kind: Loss, caller_arrays: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any],
     with_grad: bool,
 ) -> Any:  # fmt: skip
-    """The result for all prefixes of `dims` at once; None: each prefix is a call of its own."""
+    """The result of a call with `dims`, computed in one pass.
+
+    None if the call needs a pass for each prefix.
+    """
     features = arrays.natives(caller_arrays, kind.arguments)
     if not all(isinstance(z, np.ndarray) for z in features):
         return None
-    parts, others = prefixes.parts_of(kind, features, options)
+    parts, others = prefixes.check_and_read(kind, features, options)
     if len(parts) == 1 or parts[-1][0] < features[0].shape[1] or kind.symmetric or kind.locked:
         return None
     with arrays.compute_context(features[0]):

@@ -1,6 +1,7 @@
-"""`dims=`: the sum of a loss over prefixes of the features, by one call for each prefix.
+"""`dims=`: the weighted sum of the losses of several prefixes of the features.
 
-`dispatch._in_one_pass` takes some calls before: see `infonce.kernels.prefixes`.
+Each prefix is a call of its own. A call that can compute all prefixes in one pass does not come
+here: `dispatch._in_one_pass` passes it to `infonce.kernels.prefixes`.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from ..result import LossAndGrad
 from ..spec import Loss
 from . import outputs, validation
 
-Evaluate = Callable[[Sequence[Array], Mapping[str, Any]], Any]  # of features and options
+# (features of a prefix, options without `dims`) -> the result of the prefix
+Evaluate = Callable[[Sequence[Array], Mapping[str, Any]], Any]
 
 
-def taken(loss: Loss, options: Mapping[str, Any]) -> bool:
-    """Whether the call has `dims` and the loss takes them. (Other losses refuse `dims` later.)"""
+def has_prefixes(loss: Loss, options: Mapping[str, Any]) -> bool:
+    """Whether the call has `dims`, and the loss takes them. Otherwise a later check refuses."""
     return options.get("dims") is not None and "dims" not in loss.refused
 
 
-def prefixes(
+def read_prefixes(
     loss: Loss, features: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
-    """Widths and weights of the prefixes, and the other options."""
+    """The (width, weight) of each prefix, and the options without `dims` and `dim_weights`."""
     others = dict(options)
     dims, weights = others.pop("dims"), others.pop("dim_weights", None)
     if options.get("own") is not None:
@@ -66,10 +68,10 @@ def _listed(weights: Any) -> list[Any]:
 def loss(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> Any:
-    """The loss alone."""
+    """The loss, without gradients."""
     with arrays.on_stream_of(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
-        parts, others = parts_of(kind, features, options)
+        parts, others = check_and_read(kind, features, options)
         losses = [evaluate([z[:, :d] for z in features], others) for d, _ in parts]
         return arrays.converter_to(caller_arrays[0])(_weighted(losses, parts))
 
@@ -77,10 +79,10 @@ def loss(
 def loss_and_grad(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> LossAndGrad:
-    """Loss and gradients. Log-sum-exps, metrics and logits are those of the widest prefix."""
+    """Loss and gradients. Log-sum-exps, metrics and logits belong to the widest prefix."""
     with arrays.on_stream_of(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
-        parts, others = parts_of(kind, features, options)
+        parts, others = check_and_read(kind, features, options)
         wrt = validation.wrt(kind, others.get("wrt"))
         grad_dtype = validation.grad_dtype(others.pop("grad_dtype", None))
         named = dict(zip(kind.arguments, features, strict=True))
@@ -90,7 +92,7 @@ def loss_and_grad(
             if name in wrt
         }
         xp = arrays.namespace(features[0])
-        grads, given = outputs.gradient_arrays(
+        grads, caller_outs = outputs.gradient_arrays(
             xp, kind, features, others.pop("out", None), new, grad_dtype
         )
         grad_out = others.pop("grad_out", 1.0)
@@ -100,8 +102,8 @@ def loss_and_grad(
         sums = {name: xp.empty(z.shape, wide[0]) if wide else z for name, z in grads.items()}
         losses: list[Array] = []
         scalars: dict[str, Any] = {}
-        # The widest prefix comes first: its gradients are written where those of the others are
-        # added, and its temporary memory has room for the others
+        # The widest prefix comes first. The other prefixes add to its gradients, and reuse its
+        # temporary memory
         for d, weight in reversed(parts):
             inner = {**others, "grad_out": grad_out * weight}
             if wide:
@@ -123,24 +125,24 @@ def loss_and_grad(
             if z is not sums[name]:
                 z[...] = sums[name]
         convert = arrays.converter_to(caller_arrays[0])
-        found = {name: given.get(name, convert(z)) for name, z in grads.items()}
-        found |= {name: convert(xp.asarray(number)) for name, number in scalars.items()}
+        by_name = {name: caller_outs.get(name, convert(z)) for name, z in grads.items()}
+        by_name |= {name: convert(xp.asarray(number)) for name, number in scalars.items()}
         loss = convert(_weighted(losses[::-1], parts))
-        every = widest.grads._replace(**found)
-        return LossAndGrad(loss, every, widest.lse, widest.metrics, widest.logits)
+        all_grads = widest.grads._replace(**by_name)
+        return LossAndGrad(loss, all_grads, widest.lse, widest.metrics, widest.logits)
 
 
-def parts_of(
+def check_and_read(
     kind: Loss, features: Sequence[Array], options: Mapping[str, Any]
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
-    """As `prefixes`, after the checks of the features."""
+    """Check the features, then `read_prefixes`."""
     kinds = arrays.kinds(features)
     validation.features(kind.arguments, features, kinds, 0)
-    return prefixes(kind, features, options)
+    return read_prefixes(kind, features, options)
 
 
 def _weighted(losses: Sequence[Array], parts: Sequence[tuple[int, float]]) -> Array:
-    """The weighted sum, in the dtype of the losses."""
+    """The sum of losses times weights, in the dtype of the losses."""
     dtype = losses[0].dtype
     total = sum(w * loss.astype(np.float64) for loss, (_, w) in zip(losses, parts, strict=True))
     return arrays.namespace(losses[0]).asarray(total, dtype)

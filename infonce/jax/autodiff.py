@@ -19,7 +19,7 @@ from .callback import TracedCall, call_out, deliver, integers, options_of, outpu
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
-    """See `callback.outputs`."""
+    """The results of a call, as `callback.outputs` describes them."""
     if call.axis is not None:
         return axis.evaluate(call, inputs)
     out: dict[str, Any] = call_out(functools.partial(_fill, call), outputs(call, inputs), inputs)
@@ -27,19 +27,24 @@ def _evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @_evaluate.defjvp
-def _not_again(call: TracedCall, primals: Any, tangents: Any) -> Any:
+def _refuse_second_derivative(call: TracedCall, primals: Any, tangents: Any) -> Any:
     raise TypeError(
         f"{call.kind.name}_loss: gradients of the losses of infonce cannot be differentiated again"
     )
 
 
 def _fill(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """The same dispatch as for arrays; feature gradients are written to `out` directly."""
+    """Compute the call by `infonce.dispatch`, and write its results to the arrays of `out`.
+
+    Feature gradients are computed in the memory of `out`, without a copy.
+    """
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     teacher = None
     if call.kind.taught:
-        of = inputs["teacher"]
-        teacher = Teacher(of["teacher_query"], of["teacher_key"], scale=of["teacher_scale"])
+        arrays = inputs["teacher"]
+        teacher = Teacher(
+            arrays["teacher_query"], arrays["teacher_key"], scale=arrays["teacher_scale"]
+        )
     result = dispatch.loss_and_grad(
         call.kind, inputs["features"], integers(inputs["labels"]), inputs["bias"],
         options_of(call, inputs), direct, teacher,
@@ -52,14 +57,20 @@ def _fill(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def parts(call: TracedCall, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The loss and metrics. Over an axis, this device's parts of them, and of the sum of weights if
-    a mean is to be divided by it."""
+    """The loss, the metrics and the sum of weights.
+
+    Over an axis, they are the part of this device. The sum of weights is None unless the caller
+    divides a mean by it.
+    """
     out = _evaluate(call, inputs)
     return out["loss"], out["metrics"], out.get("weight")
 
 
 def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
-    """Loss, and gradients of what is differentiated (`perturbed`), locked towers excepted."""
+    """The loss, and the gradients of the arguments that JAX differentiates (`perturbed`).
+
+    Locked towers get no gradient.
+    """
     dtypes = {
         name: value.value.dtype
         for name, value in _named(call.kind, inputs).items()
@@ -74,7 +85,7 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
                 "got one that is: jax.lax.stop_gradient makes one"
             )
     inputs = jax.tree.map(lambda leaf: leaf.value, inputs)
-    # Gradients of per-row losses are computed in the backward pass, which knows the upstream ones
+    # Gradients of losses of rows need the upstream gradient, so the backward pass computes them
     in_backward = call.reduction == "none"
     out = _evaluate(replace(call, wrt=() if in_backward else wanted), inputs)
     grads = {name: out[name] for name in wanted if not in_backward}
@@ -89,8 +100,8 @@ def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
     if isinstance(upstream, SymbolicZero):
         upstream = jnp.zeros(upstream.shape, upstream.dtype)
     if inputs is not None:
-        again = replace(call, metrics=False, wrt=tuple(wanted))
-        out = _evaluate(again, {**inputs, "grad_out": upstream})
+        gradient_call = replace(call, metrics=False, wrt=tuple(wanted))
+        out = _evaluate(gradient_call, {**inputs, "grad_out": upstream})
         grads = {name: out[name] for name in wanted}
     else:
         grads = {name: (grads[name] * upstream).astype(dtype) for name, dtype in wanted.items()}
@@ -111,7 +122,7 @@ parts.defvjp(_forward, _backward, symbolic_zeros=True)
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Dtypes:
-    """Dtypes of the arguments that are differentiated, static among the residuals."""
+    """Dtypes of the arguments that are differentiated: a static part of the residuals."""
 
     by_name: tuple[tuple[str, Any], ...]
 

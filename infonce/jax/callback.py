@@ -1,4 +1,4 @@
-"""Calls out of a compiled program: their static part, and the callback on the program's buffers."""
+"""A loss in a compiled program: the static part of the call, and the callback that computes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..spec import ARRAYS, NAMES, WAITING, Loss
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class Wide:
-    """Integers of 64 bits as two of 32, for programs whose arrays have no more (without x64)."""
+    """64-bit integers as pairs of 32-bit integers, for programs without x64."""
 
     halves: Any  # int32 [..., 2]
     dtype: np.dtype[Any]
@@ -47,18 +47,20 @@ class Wide:
 
     @property
     def value(self) -> Any:
-        """The integers, where `halves` are an array of NumPy's or CuPy's."""
+        """The integers. `halves` have to be an array of NumPy or CuPy, as in a callback."""
         return self.halves.view(self.dtype)[..., 0]
 
 
 def integers(value: Any) -> Any:
+    """The integers of a `Wide`; another value as it is."""
     return value.value if isinstance(value, Wide) else value
 
 
 def stand_in(value: Any, number: int = 0) -> np.ndarray:
-    """An array of the shape and dtype of `value` that holds `number`.
+    """An array of the shape and dtype of `value`, each of whose elements is `number`.
 
-    [M, P] integers become sets with one member: 0, and -1 in the other columns.
+    The checks of a call read it in place of a traced array, which has no values. [M, P] integers
+    become sets of one key, so that they pass the check of sets: 0, and -1 in the other columns.
     """
     shape, dtype = value.shape, value.dtype
     if len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer):
@@ -70,15 +72,15 @@ def stand_in(value: Any, number: int = 0) -> np.ndarray:
 class Axis:
     """The devices over which the rows of a batch are spread."""
 
-    names: tuple[Any, ...]  # of axes of `jax.shard_map` or `jax.pmap`
+    names: tuple[Any, ...]  # names of axes of `jax.shard_map` or `jax.pmap`
     size: int  # number of devices
-    varying: frozenset[Any]  # axes over which arguments differ; none where JAX does not check
-    on_cpu: bool  # by JAX's default backend
+    varying: frozenset[Any]  # axes over which arguments differ; empty if JAX does not check them
+    on_cpu: bool  # whether JAX's default backend is the CPU
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """The static part of a call, known when it is traced."""
+    """The part of a call that is known when JAX traces it."""
 
     kind: Loss
     options: tuple[tuple[str, Any], ...]
@@ -92,7 +94,7 @@ class TracedCall:
 
 
 def options_of(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The options of `checks.call.check`, from the arrays of a callback."""
+    """The options that `checks.call.check` takes, from the arrays of a callback."""
     options = {**dict(call.options), "scale": inputs["scale"], "wrt": frozenset(call.wrt)}
     arrays = {name: inputs[name] for name in ("grad_out", *ARRAYS)}
     for name in NAMES:
@@ -104,8 +106,10 @@ def options_of(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Shapes and dtypes of what a call returns: {"loss": ..., "metrics": {...}, and the gradients
-    in `call.wrt` by name}."""
+    """The shapes and dtypes of the results of a call: {"loss": ..., "metrics": {...}, **gradients}.
+
+    `gradients` are those in `call.wrt`, by name.
+    """
     features = inputs["features"]
     m, n = len(features[0]), len(features[call.kind.key_argument])
     double = any(z.dtype == jnp.float64 for z in features)
@@ -122,22 +126,23 @@ def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     }
     arguments = dict(zip(call.kind.arguments, features, strict=True))
     arguments |= {"scale": inputs["scale"], "bias": inputs["bias"]}
-    of = jax.ShapeDtypeStruct
-    later = inputs["grad_out"] is None  # gradients wait for it
+    struct = jax.ShapeDtypeStruct
+    # without `grad_out`, gradients are multiplied by the upstream gradient after the call
+    unscaled = inputs["grad_out"] is None
 
     def gradient(array: Any) -> Any:
-        dtype = WAITING.get(array.dtype.name, array.dtype) if later else array.dtype
-        return of(array.shape, dtype)
+        dtype = WAITING.get(array.dtype.name, array.dtype) if unscaled else array.dtype
+        return struct(array.shape, dtype)
 
     return {
-        "loss": of(rows, jnp.float64 if double else jnp.float32),
-        "metrics": {k: v and of(*v) for k, v in shapes.items()} if call.metrics else {},
+        "loss": struct(rows, jnp.float64 if double else jnp.float32),
+        "metrics": {k: v and struct(*v) for k, v in shapes.items()} if call.metrics else {},
         **{name: gradient(arguments[name]) for name in call.wrt},
     }
 
 
 def deliver(call: TracedCall, result: LossAndGrad, out: dict[str, Any], direct: Any) -> None:
-    """Write a result to the buffers `out`, but for the gradients `direct`, which are there."""
+    """Write a result to the buffers `out`. The gradients `direct` are already there."""
     out["loss"][...] = result.loss
     with np.errstate(**SILENT):
         for name in call.wrt:
@@ -149,8 +154,10 @@ def deliver(call: TracedCall, result: LossAndGrad, out: dict[str, Any], direct: 
 
 
 def call_out(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> Any:
-    """Arrays of these shapes and dtypes, which `fill(out, inputs)` writes when the program runs: on
-    NumPy's arrays, or on CuPy's."""
+    """Arrays of these shapes and dtypes, which `fill(out, inputs)` writes when the program runs.
+
+    `fill` gets arrays of NumPy on the host and arrays of CuPy on a GPU, in the program's memory.
+    """
     run = functools.partial(_run, fill)
     return buffer_callback(run, shapes, vmap_method="sequential")(inputs)
 
@@ -170,7 +177,7 @@ def _run(fill: Callable[[Any, Any], None], context: Any, out: Any, inputs: Any) 
 
 
 class _Stream:
-    """A CUDA stream by the protocol `__cuda_stream__`."""
+    """A CUDA stream with the protocol `__cuda_stream__`, which CuPy reads."""
 
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer

@@ -42,16 +42,28 @@ def _apply(
     teacher: Teacher | None = None,
     **options: Any,
 ) -> Any:
-    if prefixes.taken(kind, options):
+    if prefixes.has_prefixes(kind, options):
         require_known(kind, features, {})
-        parts_of, given = prefixes.prefixes(kind, features, options)
-        given |= {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
+        widths_and_weights, prefix_options = prefixes.read_prefixes(kind, features, options)
+        prefix_options |= {
+            "scale": scale,
+            "temperature": temperature,
+            "metrics": metrics,
+            "guide": guide,
+        }
         outs = [
-            _apply(kind, [z[:, :d] for z in features], labels, bias, axis_name=axis_name, **given)
-            for d, _ in parts_of
+            _apply(
+                kind,
+                [z[:, :d] for z in features],
+                labels,
+                bias,
+                axis_name=axis_name,
+                **prefix_options,
+            )
+            for d, _ in widths_and_weights
         ]
         losses = [out[0] for out in outs] if metrics else outs
-        total = sum(w * loss for (_, w), loss in zip(parts_of, losses, strict=True))
+        total = sum(w * loss for (_, w), loss in zip(widths_and_weights, losses, strict=True))
         return (total, outs[-1][1]) if metrics else total
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)

@@ -35,7 +35,7 @@ def _apply(
         if options.get("group") is None and (group_options := options.keys() - PLAIN - {"group"}):
             raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
         labels = options.pop("labels", labels)
-    if prefixes.taken(kind, options):
+    if prefixes.has_prefixes(kind, options):
         return _over_prefixes(kind, features, options, labels, bias)
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
@@ -79,7 +79,7 @@ def _over_prefixes(
     for name, z in zip(kind.arguments, features, strict=True):
         if not isinstance(z, Tensor) or z.ndim != 2:
             raise TypeError(f"{name}: expected a tensor [rows, features], got {validation.what(z)}")
-    parts, others = prefixes.prefixes(kind, features, options)
+    parts, others = prefixes.read_prefixes(kind, features, options)
     total: Any = 0.0
     out: Any = None
     for d, weight in parts:

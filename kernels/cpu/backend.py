@@ -73,11 +73,11 @@ class CPU:
         this fold. `further_tiles`: see `Context`."""
         m, n, d = problem.shape
         self.dtype = DTYPES[problem.compute]
-        query = self.side_of(problem, problem.query)
+        query = self.make_side(problem, problem.query)
         self.context = Context(
             self.dtype,
             query,
-            query if problem.symmetric else self.side_of(problem, problem.key),
+            query if problem.symmetric else self.make_side(problem, problem.key),
             threads=thread_count() if m * n * d >= MIN_THREADED_CALL else 1,
             gradient=(gradients or ahead) is not None,
             both_folds=gradients is not None,
@@ -86,14 +86,14 @@ class CPU:
             further_tiles=further_tiles,
         )
         if problem.auxiliary_query is not None:
-            other = self.side_of(problem, problem.auxiliary_query)
+            other = self.make_side(problem, problem.auxiliary_query)
             self.context.auxiliary_query = self.context.auxiliary_key = other
             if not problem.symmetric:
-                self.context.auxiliary_key = self.side_of(problem, problem.auxiliary_key)
+                self.context.auxiliary_key = self.make_side(problem, problem.auxiliary_key)
             self.context.has_teacher = isinstance(problem, TaughtProblem)
         self.tile = self._tile(problem)
 
-    def side_of(self, problem: Problem, features: Array) -> Side:
+    def make_side(self, problem: Problem, features: Array) -> Side:
         norms = norms_of(features, self.dtype) if problem.normalize else None
         return Side(features, self.dtype, norms)
 

@@ -1,25 +1,27 @@
-// Complete gradients of features, from sums over gradient blocks. One warp, or half of a warp, computes a row.
+// Completes gradients of features: adds positives and linear terms to the sums over gradient blocks, and
+// differentiates through the normalisation. A warp, or half of a warp, computes a row.
 //
-// rows.cuh defines the factor f, the exponent e and s = 2^-e z of a row z. Gradient blocks have P_ij f_i f_j, so their
-// products with features give g_i = f_i dU_i. The gradient with respect to the features z is
+// rows.cuh defines the factor f, the exponent e and s = 2^-e z of a row z, whose normalised row is u = f s. A
+// gradient block contains the factors of its rows and columns: its elements are P_ij f_i f_j. So the product of the
+// block with the rows s_j is g_i = f_i dU_i, if dU_i is the gradient with respect to u_i. The gradient with respect
+// to the features z is
 //
 //     dz = (dU - u <dU, u>) / |z| = 2^-e (g - f^2 s <g, s>),     <dU, u> = <g, s>.
 //
 // A row of zeros has zero gradient.
 //
-// FACTORS: rows are normalised, and have factors and exponents. Without FACTORS, a row needs fewer registers,
-// so that more rows are in flight.
+// FACTORS: rows are normalised, so they have factors and exponents. Without FACTORS, a thread needs fewer
+// registers, and more rows are in flight.
 #include "rows.cuh"
 
 #ifndef FACTORS
 #define FACTORS 0
 #endif
-// Terms of the loss that are linear in the logits: see kernels/linear.py.
 #ifndef LINEAR
-#define LINEAR 0
+#define LINEAR 0  // 1: the loss has terms that are linear in the logits (kernels/linear.py)
 #endif
 
-// 16 bytes, in one store if the address is aligned, else in four stores.
+// Stores 16 bytes, at once if the address is aligned, else in four stores.
 __device__ __forceinline__ void set_16_bytes(char* to, uint4 x) {
   u32* words = (u32*)to;
   if ((u64)to % 16 == 0) *(uint4*)to = x;
@@ -54,18 +56,18 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
   }
 }
 
-// Positives of a row: (row, partner) pairs whose dL/dx is not in the gradient blocks.
+// The positives of rows. A positive is a pair of a row and its partner; gradient blocks do not contain its dL/dx.
 struct Positives {
   const double* gradient;  // [queries, set_size] dL/dx at the positives
   const i64* partner;      // [queries, set_size] keys of each query, -1 for none; null: key i of query i
-  const i64 *begin, *end;  // not null: rows are keys, and partner[begin[j] .. end[j]) the pairs of key j
+  const i64 *begin, *end;  // if not null, rows are keys, and key j has the pairs partner[begin[j] .. end[j])
   i64 set_size;
-  i64 others;              // rows of the other side: a row of a higher number has no partner
+  i64 others;              // number of rows of the other side: a row of a higher number has no partner
   Matrix z;                // the partners' features
   const Real* factor;
   const int* exponent;
 
-  // Add to `g` what positives add to the gradient of row `row`, from feature `column` on.
+  // Adds the positives' part of the gradient of row `row` to `g`, from feature `column` on.
   template <class T>
   __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
@@ -88,14 +90,14 @@ struct Positives {
 };
 
 #if LINEAR
-// t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i], which is subtracted from dL/du_i.
+// A linear term, t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i], is subtracted from dL/du_i.
 struct LinearGradient {
-  const i64* segment;            // of each row; null: 0; -1: the row has no such term
-  const double* factor;          // of each row; null: 0
+  const i64* segment;            // segment of each row, -1 if the row has no such term; null: all 0
+  const double* factor;          // factor of each row; null: all 0
   const Real *sums, *weighted;  // [segments, d], or null: 0
   double itself;
 
-  // Subtract own_factor t_i from `g`, in eight features; `u` has the same features of u_i.
+  // Subtracts own_factor t_i from `g`. `g` and `u` have the same eight features of the gradient and of u_i.
   template <class T>
   __device__ __forceinline__ void subtract(T (&g)[LANE_FEATURES], const T (&u)[LANE_FEATURES], i64 row,
                                            i64 column, i64 d, double own_factor) const {
@@ -117,17 +119,17 @@ struct LinearGradient {
 };
 
 struct LinearGradients {
-  LinearGradient first, second;  // the second may have neither factors nor weighted sums
+  LinearGradient first, second;  // without factors and weighted sums, the second changes nothing
 };
 #else
 struct LinearGradients {};
 #endif
 
-// Eight features of a row, and of its gradient.
+// Eight features of a row, and of the row's gradient.
 template <class T>
 struct Finished {
-  T g[LANE_FEATURES];  // the gradient, before its part along the row is taken off
-  T x[LANE_FEATURES];  // the row, near unit length
+  T g[LANE_FEATURES];  // the gradient g of the opening comment
+  T x[LANE_FEATURES];  // the row s, whose norm is near 1
 
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
                                       const LinearGradients& linear, const Matrix& z, i64 row, i64 column,
@@ -159,19 +161,19 @@ struct Finished {
   }
 };
 
-// The root of the gradient divisor, with the divisor's sign. Sums are multiplied by the root and then by its
-// absolute value, because the divisor itself may be too small for a float.
+// The square root of a divisor's absolute value, with the divisor's sign. Sums are multiplied by the root and by
+// the absolute root, because the divisor itself may be too small for a float.
 __device__ __forceinline__ double signed_root(double divisor) {
   return copysign(sqrt(fabs(divisor)), divisor);
 }
 
-// Complete gradients of n rows from row `first` on.
-//   - `acc` [n, acc_stride] has their sums over gradient blocks. The sums were divided by gradient_divisor[0], or,
-//     if `divisor_step` is 1, by gradient_divisor[row]. They are multiplied by it here.
-//   - The features of the other side were divided by *feature_divisor (null: by 1).
-//   - Positives and linear terms are added here.
-//   - The gradients are written to `out` (data null: not written), or, if `add`, added to it.
-//   - <gradient, row> is written to `dots`, if `dots` is not null.
+// Completes the gradients of n rows, from row `first` on.
+//   - `acc` [n, acc_stride] has the sums over gradient blocks. Gradient blocks were divided by gradient_divisor[0],
+//     or, if `divisor_step` is 1, by gradient_divisor[row]; this kernel multiplies the sums by that divisor.
+//   - The features of the other side were divided by *feature_divisor (null: by 1), which is multiplied back, too.
+//   - The gradients are written to `out`, or added to `out` if `add` is 1. If the data of `out` is null, they are
+//     not written.
+//   - <g, s> of each row is written to `dots`, unless `dots` is null.
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || FACTORS && LINEAR ? 2 : FACTORS ? 3 : 4)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
@@ -225,13 +227,13 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   if (!out.data) return;
   const double along = f * f * dot;
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Finished<double> row_of(sum, root, positives, linear, z, row, k, d, f, e);
+    Finished<double> finished(sum, root, positives, linear, z, row, k, d, f, e);
     double before[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (add) get_group(before, out, row, k, d - k);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i)
-      row_of.g[i] = ldexp(row_of.g[i] - along * row_of.x[i], -e) + before[i];
-    set_group(row_of.g, out, row, k, d - k);
+      finished.g[i] = ldexp(finished.g[i] - along * finished.x[i], -e) + before[i];
+    set_group(finished.g, out, row, k, d - k);
   }
 #endif
 }

@@ -1,14 +1,14 @@
-// What follows from labels and weights before a call: classes of rows, and shares of rows in the loss.
+// Classes of rows, from labels, and shares of rows in the loss, from weights.
 //
-// Rows are sorted by their labels. Rows of one label keep their order, and nothing is added atomically: the
-// same bits from run to run. The host reads nothing: how many classes there are is not known to it.
+// Rows are sorted by their labels. Rows of one label keep their order, and there are no atomics, so that the bits
+// are the same in every run. The host reads no result, so it does not know the number of classes.
 #include "common.cuh"
 
 constexpr int SORT_THREADS = 1024, SORT_ROWS = 2 * SORT_THREADS;
 
-// Sorts each run of SORT_ROWS rows by their labels, a block a run (bitonic sort): `sorted` are the labels, and
-// `order` the rows. `ids` (or null) are the labels as classes have them: with `classes`, a row of a negative
-// label is alone, and has an id of its own.
+// Sorts each run of SORT_ROWS rows by their labels, by a bitonic sort; a block sorts a run. `sorted` gets the labels,
+// and `order` the rows. If `classes` is 1, a row with a negative label is a class by itself, and gets an id that no
+// other row has. `ids`, unless it is null, gets the ids of all rows in their first order.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 sort_labels(const i64* labels, i64 n, i64 classes, i64* ids, i64* sorted, i64* order) {
   __shared__ i64 label[SORT_ROWS];
@@ -16,7 +16,7 @@ sort_labels(const i64* labels, i64 n, i64 classes, i64* ids, i64* sorted, i64* o
   const i64 first = blockIdx.x * (i64)SORT_ROWS;
   for (int at = threadIdx.x; at < SORT_ROWS; at += SORT_THREADS) {
     const i64 i = first + at;
-    i64 id = 0x7fffffffffffffffLL;  // of no row: behind all rows
+    i64 id = 0x7fffffffffffffffLL;  // the last run is filled with ids that come after all rows
     if (i < n) {
       id = classes && labels[i] < 0 ? -1 - i : labels[i];
       if (ids) ids[i] = id;
@@ -40,7 +40,7 @@ sort_labels(const i64* labels, i64 n, i64 classes, i64* ids, i64* sorted, i64* o
     sorted[first + at] = label[at], order[first + at] = first + row[at];
 }
 
-// How many of the labels sorted[begin .. end) come before `label`; with `equal` 1, those equal to it, too.
+// The number of labels in sorted[begin .. end) that are less than `label`, or, if `equal` is 1, at most `label`.
 __device__ __forceinline__ i64 labels_before(const i64* sorted, i64 begin, i64 end, i64 label, i64 equal) {
   i64 low = begin, high = end;
   while (low < high) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ i64 labels_before(const i64* sorted, i64 begin, i64 e
   return low - begin;
 }
 
-// Merges every two sorted runs of `run` rows into one. A row moves by how many of the other run come before
-// it; of equal labels, those of the first run do.
+// Merges each pair of sorted runs of `run` rows. A row moves by the number of rows of the other run that come before
+// it. Of two rows with one label, the row of the first run comes first.
 extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64 n, i64 run,
                                         i64* merged, i64* merged_order) {
   const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -63,9 +63,12 @@ extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64
   merged[to] = sorted[at], merged_order[to] = order[at];
 }
 
-// Of each row: the other row of a class of two, else -1 (positives); 1 if it has a positive, else 0; and, of
-// classes of at least `least` rows, a place for sums and how many other rows there are, else -1 and 0. A class
-// has no more places than one in `least` rows: the multiple of `least` that is among its sorted rows.
+// Writes four numbers for each row:
+//   - positives: the other row, if the class has two rows; else -1
+//   - present: 1 if the row has a positive, else 0
+//   - place: the index of the class among sums of classes, if the class has at least `least` rows; else -1. Sorted
+//     rows of such a class contain a multiple of `least`, and this multiple, divided by `least`, is the index.
+//   - others: the number of other rows of the class, if the class has at least `least` rows; else 0
 extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64 n, i64 least,
                                         i64* positives, double* present, i64* place, i64* others) {
   const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -81,7 +84,7 @@ extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64
 
 constexpr int SHARE_THREADS = 1024;
 
-// shares[i] = weights[i] / sum of all, which is at least `smallest`. One block of threads.
+// shares[i] = weights[i] / max(sum of all weights, smallest), by one block of threads.
 extern "C" __global__ void __launch_bounds__(SHARE_THREADS)
 find_shares(const double* weights, i64 n, double smallest, double* shares) {
   __shared__ double memory[SHARE_THREADS / 32];

@@ -1,8 +1,8 @@
-// Terms of a loss that are linear in the logits: see kernels/linear.py. Sums over the rows of a segment
-// are taken in a fixed order, without atomics: the same bits from run to run.
+// Terms of a loss that are linear in the logits: see kernels/linear.py. A segment is a set of rows whose features
+// are summed. A sum has a fixed order, without atomics, so that its bits are the same in every run.
 #include "rows.cuh"
 
-// Rows u_i of one side: z_i, or with factors z_i / |z_i| = factor[i] 2^-exponent[i] z_i.
+// Rows u_i of queries or of keys: z_i, or, if there are factors, z_i / |z_i| = factor[i] 2^-exponent[i] z_i.
 struct Rows {
   Matrix z;
   const Real* factor;  // or null
@@ -13,22 +13,24 @@ struct Rows {
   }
 };
 
-// Which segment each row belongs to (null: all to segment 0; -1: to none), and the rows in an order in which
-// those of a segment stand together (null: as they come).
+// The segments of rows, and an order of the rows.
 struct Segments {
-  const i64 *segment, *order;
+  const i64* segment;  // segment of each row, -1 for none; null: all rows are in segment 0
+  const i64* order;    // rows, in an order in which each segment is contiguous; null: 0, 1, ...
 
   __device__ __forceinline__ i64 row(i64 at) const { return order ? order[at] : at; }
   __device__ __forceinline__ i64 of(i64 row) const { return segment ? segment[row] : 0; }
 };
 
-// --- sums: pieces of so many rows, then pieces of one segment -------------------------------------------
+// --- sums of segments: first over pieces of PIECE_ROWS rows, then over the pieces of a segment -----------
 
 constexpr int PIECE_ROWS = 64, ROWS_AT_ONCE = 4;
 
-// Sums of weight[i] u_i (null: 1) over the rows of PIECE_ROWS places in the order. A segment that lies within
-// them goes to out[segment], [count, d]. Of one that began before, or goes on behind them, the sum is a piece:
-// pieces[place, 0] or pieces[place, 1], [places, 2, d]. A thread has eight features.
+// Adds up weight[i] u_i (null: 1) for each segment of a place, which has PIECE_ROWS rows in their order. A thread
+// adds eight features.
+//   - The sum of a segment that lies within the place goes to out[segment] ([segments, d]).
+//   - The sum of a segment that begins before the place goes to pieces[place, 0] ([places, 2, d]).
+//   - The sum of another segment that continues after the place goes to pieces[place, 1].
 extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64 n, i64 d,
                                           const __grid_constant__ Segments segments,
                                           const double* weight, Real* out, double* pieces) {
@@ -78,10 +80,10 @@ extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64
   put(end < n && segments.of(segments.row(end)) == current);
 }
 
-constexpr int JOIN_FEATURES = 64, JOIN_PARTS = 4;  // threads of a block: so many features, and shares of pieces
+constexpr int JOIN_FEATURES = 64, JOIN_PARTS = 4;  // a block has one thread for each feature and part of the pieces
 
-// The sums of segments whose pieces lie in several places. A block has the first of these places and some
-// features.
+// Adds up the pieces of each segment that lies in several places. A block adds JOIN_FEATURES features of the
+// segment that continues after its place, if the segment begins in this place.
 extern "C" __global__ void __launch_bounds__(JOIN_FEATURES * JOIN_PARTS)
 join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const double* pieces, Real* out) {
   __shared__ double sums[JOIN_PARTS][JOIN_FEATURES];
@@ -92,7 +94,8 @@ join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const doubl
   const auto here = [&](i64 at) { return segments.of(segments.row(at)) == segment; };
   const i64 begin = place * PIECE_ROWS;
   if (segment < 0 || !here(next - 1) || (begin > 0 && here(begin) && here(begin - 1))) return;
-  i64 last = place + 1, beyond = (n + PIECE_ROWS - 1) / PIECE_ROWS;  // of the segment: places in their order
+  // `last` becomes the last place of the segment, by bisection
+  i64 last = place + 1, beyond = (n + PIECE_ROWS - 1) / PIECE_ROWS;
   while (beyond - last > 1) {
     const i64 middle = (last + beyond) / 2;
     if (here(middle * PIECE_ROWS)) last = middle;
@@ -114,7 +117,8 @@ join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const doubl
 
 // --- products, and gradients of rows ----------------------------------------------------------------------
 
-// out[i] = u_i . (sums[segment_i] - itself u_i); 0 of a row of no segment. A warp a row, or half of one.
+// out[i] = u_i . (sums[segment_i] - itself u_i), or 0 if row i has no segment. A warp, or half of a warp, computes a
+// row.
 extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i64 n, i64 d,
                                             const i64* segment, const Real* sums, double itself,
                                             double* out) {
@@ -140,8 +144,8 @@ extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i
   if (lane == 0) out[row] = dot;
 }
 
-// out[i] = u_r . v_j for row r = i / each and its positive j = positives[i]; 0 if that is negative. A warp a
-// positive.
+// out[i] = u_r . v_j, the product of query r = i / each and its positive, key j = positives[i]; 0 if j is negative.
+// A warp computes a product.
 extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
                                              const __grid_constant__ Rows key, i64 n, i64 d, i64 each,
                                              const i64* positives, double* out) {
@@ -158,9 +162,11 @@ extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
   if (threadIdx.x % 32 == 0) out[i] = dot;
 }
 
-// g_i -= t, with t = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i] (null: 0); through the
-// normalisation, (t - u_i <t, u_i>) / |z_i|; and dots_i (null: not wanted) -= <t, u_i>. A warp a row. (finish.cu
-// does the same before it rounds.)
+// Subtracts linear terms from complete gradients g_i of rows z_i; finish.cu does the same before it rounds. A warp
+// computes a row. With t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i] (null: 0):
+//
+//     g_i    -= t_i, or, if rows are normalised, (t_i - u_i <t_i, u_i>) / |z_i|
+//     dots_i -= <t_i, u_i>, if `dots` is not null
 extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i64 n, i64 d,
                                            const i64* segment, const double* factor,
                                            const Real* sums, const Real* weighted, double itself,

@@ -1,14 +1,14 @@
-// Rows of features before the products: norms, largest sizes, operands. One warp, or half of a warp,
-// computes one row.
+// Rows of features before the products: norms, largest absolute values, staged copies. A warp, or half of a warp,
+// computes a row.
 #include "rows.cuh"
 
-// The factor and exponent of each normalised row, such that features * 2^-exponent * factor has unit norm
-// (rows.cuh). A row of zeros has factor 0, and a row whose norm is not finite has factor NaN.
+// Computes the factor and the exponent of each row: features * 2^-exponent * factor has norm 1 (rows.cuh). A row of
+// zeros has factor 0, and a row whose norm is not finite has factor NaN.
 extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i64 d, Real* factor,
                                      int* exponent) {
   const i64 row = lanes_row(32);
   if (row >= n) return;
-  int feature_exponent = 0, norm_exponent = 0;  // the squares are sums of features * 2^-feature_exponent
+  int feature_exponent = 0, norm_exponent = 0;  // features are divided by 2^feature_exponent before the squares
   if (z.dtype == DTYPE_FLOAT64) {
     double largest = 0;
     for (i64 k = threadIdx.x % 32; k < d; k += 32) largest = fmax(largest, fabs(z.get(row, k)));
@@ -27,8 +27,8 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
   exponent[row] = usable ? norm_exponent + feature_exponent : 0;
 }
 
-// `any_key_not_finite` becomes NaN if a feature of any of n keys is not finite (all rows that write it
-// write the same). out[row] is NaN if a feature of query `row` is not finite, else label_nans[row] (null: 0).
+// NaN flags of m queries and n keys. out[row] is NaN if a feature of query `row` is not finite, else label_nans[row]
+// (null: 0). *any_key_not_finite becomes NaN if a feature of a key is not finite. Several warps may write this NaN.
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
                                       const double* label_nans, double* out,
@@ -52,11 +52,11 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   else if (is_not_finite) *any_key_not_finite = NAN_;
 }
 
-// The bits of the largest finite absolute value of n rows' features; `found` starts as 0. Each of a few
-// warps reads many rows, because every warp reads `found` in the end.
-extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n, i64 d, u32* found) {
+// Finds the largest finite absolute value of all features. *largest_bits, which the caller sets to 0, gets its bits.
+// There are few warps, which read many rows each, because each warp reads *largest_bits once.
+extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n, i64 d, u32* largest_bits) {
   const int lanes = lanes_of(d);
-  u32 largest = 0;  // the bits of positive floats are in the order of their values
+  u32 largest = 0;  // bits of positive floats, as integers, are in the order of the floats
   for (i64 row = lanes_row(lanes); row < n; row += gridDim.x * (i64)ROWS_THREADS / lanes)
     for (i64 k = threadIdx.x % lanes * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
       float x[LANE_FEATURES];
@@ -69,13 +69,13 @@ extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n,
     }
 #pragma unroll
   for (int by = 16; by > 0; by /= 2) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, by));
-  if (threadIdx.x % 32 == 0 && largest > *(volatile u32*)found) atomicMax(found, largest);
+  if (threadIdx.x % 32 == 0 && largest > *(volatile u32*)largest_bits) atomicMax(largest_bits, largest);
 }
 
-// float16 divisors of features: a power of two for each side, such that the side's largest quotient lies in
-// [2^14, 2^15), because float16's largest number is 65504. feature_divisors[0] is for queries,
-// feature_divisors[1] for keys, and feature_divisors[2], the product of both, makes products of quotients products
-// of features. `largest_query` and `largest_key` come from find_largest; 0: the side's divisor is 1.
+// Chooses the divisors of float16 features of queries ([0]) and of keys ([1]), and their product ([2]), by which a
+// product of quotients is multiplied. A divisor is the power of two with which the largest quotient lies in
+// [2^14, 2^15); the largest float16 number is 65504. `largest_query` and `largest_key` come from find_largest. If one
+// is 0, its divisor is 1.
 constexpr int FP16_EXPONENT = 14;
 extern "C" __global__ void find_feature_divisors(const u32* largest_query, const u32* largest_key,
                                                  double* feature_divisors) {
@@ -87,9 +87,10 @@ extern "C" __global__ void find_feature_divisors(const u32* largest_query, const
   feature_divisors[2] = feature_divisors[0] * feature_divisors[1];
 }
 
-// Operands of the products: rows of `stride` elements, or of parts of `part` elements each. Elements after
-// feature d are zeros. A row is divided by 2^exponent[row], or by *feature_divisor (null pointers: by 1). Rows
-// of 16-bit elements are also multiplied by weight[row] / *gradient_divisor, if `weight` is not null.
+// Copies rows to the form of operands: `stride` elements a row, which are parts of `part` elements if an element is
+// the sum of several parts. Elements after feature d are zeros. A row is divided by 2^exponent[row], or by
+// *feature_divisor (null pointers: by 1). If `weight` is not null, a row of 16-bit elements is also multiplied by
+// weight[row] / *gradient_divisor.
 extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
                                  const int* exponent, const double* feature_divisor,
                                  const double* weight, const double* gradient_divisor, char* out,

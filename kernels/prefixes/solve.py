@@ -1,8 +1,11 @@
-"""Several prefixes of the features in one pass: sum_p w_p loss(first d_p features), on the CPU.
+"""The sum of the losses of several prefixes, sum_p w_p loss(first d_p features), on the CPU.
 
-A call of each prefix computes its own products. Here the logits of a prefix are those of the prefix
-before it plus products of further features, and the gradient of a feature takes one product with
-the sum of the dL/dx of all prefixes that have this feature. So products are those of one call.
+All prefixes share their matrix products, which take the time of the products of one call:
+
+- The logits of a prefix are the logits of the next shorter prefix plus the products of the further
+  features.
+- The gradient of a feature is one product with the sum of dL/dx over the prefixes that have the
+  feature.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from .worker import PrefixWorker
 
 
 class PrefixCPU(CPU):
-    """The blocks of all prefixes."""
+    """The backend of a problem with prefixes: a tile has the logits of each prefix."""
 
     worker_class = PrefixWorker
 
@@ -41,27 +44,30 @@ class PrefixCPU(CPU):
         self.ranges = [slice(*ends) for ends in pairwise((0, *widths))]
         super().__init__(problem, gradients, further_tiles=len(widths) - 1 + problem.normalize)
 
-    def side_of(self, problem: Problem, features: Array) -> Side:
-        side = PrefixSide(**super().side_of(problem, features).__dict__, ranges=self.ranges)
+    def make_side(self, problem: Problem, features: Array) -> Side:
+        side = PrefixSide(**super().make_side(problem, features).__dict__, ranges=self.ranges)
         self.sides.append(side)
         return side
 
 
 def fits(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether `solve` knows all options, and is faster than a call for each prefix."""
+    """Whether `solve` takes the call: it has all its options, and is faster than separate calls."""
     options = problem.margin or problem.decoupled or problem.hardness or problem.retrieval_ranks
     vectors = problem.query_ids, problem.label_nans, problem.bias
-    known = problem.loss_follows_from_sums and problem.set_size == 1 and not options
-    known = known and not problem.symmetric and all(vector is None for vector in vectors)
+    has_options = problem.loss_follows_from_sums and problem.set_size == 1 and not options
+    has_options = has_options and not problem.symmetric and all(v is None for v in vectors)
     tiled = problem.method in ("auto", "tiled") and not one_block.fits(problem)
-    return bool(known and tiled and not one_pass(problem, gradients))
+    return bool(has_options and tiled and not one_pass(problem, gradients))
 
 
 def solve(
     problem: Problem, gradients: Gradients | None, prefixes: Sequence[tuple[int, float]]
 ) -> Solution | None:
-    """Loss, log-sum-exps of all features and gradients, from (width, weight) of each prefix, the
-    last of which has all features. None: the caller makes a call for each prefix instead."""
+    """The loss and gradients, and the log-sum-exps of the widest prefix.
+
+    `prefixes` has (width, weight) of each prefix; the last prefix has all features. Returns None if
+    the call needs a pass for each prefix.
+    """
     if not fits(problem, gradients):
         return None
     try:

@@ -57,14 +57,14 @@ class Workspace:
 class Operand:
     """Rows of queries or keys in the layout that kernels and cuBLAS read."""
 
-    data: int  # address
-    stride: int  # elements
-    part: int  # elements from part to part of a row (bf16x3, fp16x3)
-    rows: int
-    factor: int  # address of the factors that normalise the rows, or 0
+    data: int  # address of the first row
+    stride: int  # elements from row to row
+    part: int  # elements from part to part of a row, with two parts (bf16x3, fp16x3); else 0
+    rows: int  # number of rows
+    factor: int  # address of the factors that normalise the rows; 0: rows are not normalised
 
     def fields(self, item: int) -> Fields:
-        """struct Operand; `item`: bytes of an element."""
+        """The fields of struct Operand. `item` is the number of bytes of an element."""
         return {"data": self.data, "stride": self.stride * item, "part": self.part * item,
                 "rows": self.rows, "factor": self.factor}  # fmt: skip
 
@@ -186,7 +186,7 @@ def find_feature_divisors(
 ) -> Array | None:
     """Choose float16 divisors of queries and keys, so that operands neither overflow nor underflow.
 
-    Returns the divisor of each side, and their product; None: no divisors.
+    Returns an array of three numbers: the two divisors and their product. None: no side has one.
     """
     divided = [side for side in sides if side.form.has_divisor]
     if not divided:
@@ -196,7 +196,7 @@ def find_feature_divisors(
         (n, d), index = side.features.shape, sides.index(side)
         launcher.rows(
             "find_largest", n, d, most=8 * multiprocessors, z=matrix(side.features), n=n, d=d,
-            found=address(largest, index),
+            largest_bits=address(largest, index),
         )  # fmt: skip
         side.feature_divisor = address(divisors, index)
     largest_key = address(largest, len(sides) - 1)
@@ -210,8 +210,10 @@ def find_feature_divisors(
 def to_products(
     launcher: Launcher, values: Array, value_scale: Fields, logit_scale: Fields, real: np.dtype[Any]
 ) -> Array:
-    """The products whose logits, by `logit_scale`, are `values` times `value_scale` (struct
-    Scale)."""
+    """Numbers in the unit of products, from `values` in another unit.
+
+    `values` times `value_scale` are logits. So are the results times `logit_scale`.
+    """
     n = len(values)
     out = cupy.empty(n, real)
     launcher.vectors(
@@ -224,7 +226,7 @@ def to_products(
 
 
 class GradientBlock:
-    """dL/dx of a block: `columns` elements a row, or in each part of a row."""
+    """dL/dx of a block. A row, or each part of a row, has `columns` elements."""
 
     def __init__(self, memory: Array, columns: int, precision: str) -> None:
         self.memory, self.precision, self.first = memory, precision, 0
