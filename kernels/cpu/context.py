@@ -1,4 +1,4 @@
-"""The state of one call on the CPU that its folds share: operands, threads and kept logits."""
+"""The state of a call on the CPU that its folds share: operands, threads and kept logits."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ Block = tuple[int, int]  # (row panel, column block)
 
 @dataclass(eq=False)
 class Context:
-    """Operands of one call, its threads, and the logits that one fold keeps for the next."""
+    """Operands of a call, its threads, and the logits that a fold keeps for the next fold."""
 
-    dtype: np.dtype[Any]  # of products and accumulators
+    dtype: np.dtype[Any]  # dtype of products and accumulators
     query: Side
     key: Side
     threads: int
-    gradient: bool  # whether the call differentiates
-    both_folds: bool  # both folds run in this object, so logits may be kept for the second
-    query_in_place: bool  # dQ accumulates in its destination
+    gradient: bool  # whether the call computes gradients
+    both_folds: bool  # whether both folds run, so that the first may keep logits for the second
+    query_in_place: bool  # whether dQ accumulates in its destination
     accumulators: int  # rows of dK that accumulate in the workspace; 0: in their destination
-    further_tiles: int = 0  # tiles of logits in a worker's buffers besides the logits of its block
+    further_tiles: int = 0  # tiles in a worker's buffers, in addition to the logits of its block
     auxiliary_query: Side | None = None  # features of a guide, or of a teacher
     auxiliary_key: Side | None = None
     has_teacher: bool = False
-    # Memory of blocks of the LSE fold that the workspace has room for: the gradient fold reuses it
+    # Logits that the log-sum-exp fold keeps for the gradient fold, as far as the workspace has room
     kept_logits: dict[Block, Array] = field(default_factory=dict)
     kept_memory: Array | None = None
     kept_grid: Grid | None = None
-    # The memory of each worker of the LSE fold, by the block whose logits it still has
+    # The buffers of workers of the log-sum-exp fold, by the block whose logits a buffer still has
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
     def block_elements(self, m: int, n: int) -> int:
-        """Elements that the logits [m, n] of a block take, with the bits of a guide, a byte for
-        four rows of a column, or with the logits of a teacher."""
+        """Elements of the memory of a block: logits [m, n], and a guide's bits or teacher's logits.
+
+        The bits of a guide take one byte for four rows of a column.
+        """
         if self.auxiliary_query is None or self.has_teacher:
             return m * n * (1 + self.has_teacher)
         bits = -(-m // 4) * n
         return m * n + -(-bits // self.dtype.itemsize)
 
-    def block_of(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
-        """The logits [m, n] of a block in its memory, and a guide's bits or a teacher's logits."""
+    def split_block(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
+        """The parts of a block's memory: logits [m, n]; a guide's bits or a teacher's logits."""
         x, rest = memory[: m * n].reshape(m, n), memory[m * n :]
         if self.auxiliary_query is None:
             return x, None
@@ -76,11 +78,11 @@ class Context:
         room = problem.workspace - self.threads * self.worker_bytes(d, *grid.largest)
         room -= self.accumulators * d * self.dtype.itemsize
         places = {}
-        used = lacking = 0
+        used = lacking = 0  # elements; bytes
         blocks = [(a, b) for a in range(len(grid.rows)) for b in grid.visits(a)]
-        for a, b in sorted(blocks, key=lambda block: block[1]):  # equally many in each panel
+        for a, b in sorted(blocks, key=lambda block: block[1]):  # each panel keeps as many
             if not grid.triangle and a < self.threads and b == 0 and problem.method != "fused":
-                continue  # a worker's last block: it stays in the worker's buffer
+                continue  # the last block of a worker stays in the worker's buffer
             rows, columns = grid.rows[a], grid.columns[b]
             lengths = rows.stop - rows.start, columns.stop - columns.start
             elements = self.block_elements(*lengths)
@@ -101,27 +103,32 @@ class Context:
             )
 
     def take_kept_logits(self, grid: Grid) -> dict[Block, Array]:
-        """Logits that the LSE fold kept of the same blocks. The gradient fold overwrites them."""
-        kept = self.kept_logits if self.kept_grid == grid else {}  # keys in ranges: other blocks
+        """The logits of blocks that the log-sum-exp fold has kept, for the gradient fold.
+
+        The gradient fold overwrites the logits. If keys are divided into ranges, the gradient fold
+        has other blocks, and the result is empty.
+        """
+        kept = self.kept_logits if self.kept_grid == grid else {}
         self.kept_logits = {}
         return kept
 
     def take_worker_memory(self, grid: Grid, panel: int) -> tuple[Array | None, Block | None]:
-        """Memory of a worker of the LSE fold: (memory, the block whose logits it has).
+        """A buffer of a worker of the log-sum-exp fold, for a worker that begins with `panel`.
 
-        If possible, that is the first block of `panel`. Otherwise (memory, None), of a block that
-        no worker will begin with; or (None, None).
+        Returns (buffer, block) if the buffer has the logits of the first block of `panel`. Returns
+        (buffer, None) if its logits are of a block with which no worker begins. Returns
+        (None, None) if there is no such buffer.
         """
-        wanted = panel, 0
-        if self.kept_grid == grid and wanted in self.worker_memory:
-            return self.worker_memory.pop(wanted), wanted
+        first_block = panel, 0
+        if self.kept_grid == grid and first_block in self.worker_memory:
+            return self.worker_memory.pop(first_block), first_block
         for block in list(self.worker_memory):
             if self.kept_grid != grid or block[1] or block[0] >= self.threads:
                 return self.worker_memory.pop(block, None), None
         return None, None
 
     def release(self) -> None:
-        """The gradient is complete: return all memory to the pool."""
+        """Return all memory to the pool, after the gradient fold."""
         if self.kept_memory is not None:
             BUFFER_POOL.give(self.kept_memory)
             self.kept_memory = None

@@ -97,8 +97,11 @@ def loaded_again(typingctx: Any, pointed: Any) -> Any:
 
 @compiled
 def wait_awake(turn, number, most, after):  # type: ignore[no-untyped-def]
-    """Wait until turn[0] is the number: for `most` steps of some 40 ns at most, and for `after`
-    more. A step is a chain of square roots, which leave the core to its other thread."""
+    """Wait until turn[0] is `number`, but at most `most` steps; then take `after` more steps.
+
+    A step takes about 40 ns. It is a chain of square roots, so that the core's other hardware
+    thread can use the core.
+    """
     left, x = most, 1.5
     while left > 0:
         for _ in range(8):

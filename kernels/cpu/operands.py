@@ -1,4 +1,4 @@
-"""Rows of features as BLAS reads them, their sums, and the rows of gradients that they get."""
+"""Features as BLAS reads them: converted and normalised rows, their norms, sums and gradients."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from ..norms import near_one
 from ..problem import Array
 from .elementary import compiled, wide_vectors
 
-# Squared norms of rows that are taken as they are, by the bytes of the dtype that computes
+# Least and largest squared norm of rows that are normalised without a division by a power of two,
+# by the bytes of an element of the compute dtype
 SQUARES = {4: (2.0**-100, 2.0**100), 8: (2.0**-900, 2.0**900)}
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 
 
 @dataclass
 class Norms:
-    """Norms of rows: |z_i| = 2^exponent_i / inverse_i. A row of zeros has no direction: with an
-    inverse of 0 it stays zero, with zero gradient."""
+    """Norms of rows: |z_i| = 2^exponent_i / inverse_i.
+
+    A row of zeros has inverse 0, so that it stays zero and gets zero gradient.
+    """
 
     inverse: Array  # [n] float64
-    exponent: Array | None  # [n] int32; None: 0
+    exponent: Array | None  # [n] int32; None: all are 0
 
 
 @dataclass
 class Side:
-    """Features of queries or keys, read block by block: converted, contiguous, normalised."""
+    """Features of queries or keys. Their blocks are converted, contiguous and normalised."""
 
     features: Array
-    dtype: np.dtype[Any]
-    norms: Norms | None
+    dtype: np.dtype[Any]  # the compute dtype
+    norms: Norms | None  # None: rows are not normalised
 
     @property
     def readable_in_place(self) -> bool:
@@ -42,11 +45,11 @@ class Side:
         return self.norms is None and readable_in_place(self.features, self.dtype)
 
     def take(self, index: Array) -> Array:
-        """Rows `index` in the compute dtype, as a new array."""
+        """The rows with the numbers `index`, in the compute dtype, as a new array."""
         return self._copied(index, np.empty((len(index), self.features.shape[1]), self.dtype))
 
     def block(self, rows: slice, buffer: Array | None) -> Array:
-        """`rows` in the compute dtype, in `buffer`; without a buffer, a view of the features."""
+        """`rows` in the compute dtype: a copy in `buffer`, or a view of the features."""
         if buffer is None:
             return self.features[rows]
         return self._copied(rows, buffer[: rows.stop - rows.start])
@@ -65,14 +68,15 @@ class Side:
     def to_features(
         self, g: Array, z: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
     ) -> Array:
-        """dL/dz of the features from g = dL/du of `rows`, z = u and dots = <g, u>.
+        """The gradient dL/dz of the features of `rows`, from g = dL/du.
 
-        The result is g itself; or an array of `dtype`, if `dtype` has a wider range.
+        `z` are the normalised rows u, and `dots` are <g, u>. The result is g, overwritten, or a new
+        array of `dtype` if `dtype` has a wider range.
         """
         norms = self.norms
         if norms is None:
             return g
-        if dtype.itemsize > g.itemsize:  # long and short rows have gradients beyond float32
+        if dtype.itemsize > g.itemsize:  # gradients of very long or short rows may exceed float32
             g = g.astype(dtype)
         normalization_backward(g, z, dots, norms.inverse[rows])
         if norms.exponent is not None:
@@ -80,7 +84,7 @@ class Side:
         return g
 
     def blocks(self) -> Iterator[tuple[slice, Array]]:
-        """Rows in the compute dtype, some at a time."""
+        """All rows in the compute dtype, 1024 at a time."""
         n, d = self.features.shape
         buffer = None if self.readable_in_place else np.empty((min(n, 1024), d), self.dtype)
         for rows in slices(n, 1024):
@@ -119,7 +123,7 @@ def readable_in_place(z: Array, dtype: np.dtype[Any]) -> bool:
 
 
 def not_finite(features: Array) -> Array:
-    """[n] whether a row has a NaN or an infinity."""
+    """[n] whether each row has a NaN or an infinity."""
     out = np.empty(len(features), bool)
     if features.dtype in DTYPES.values() and features.dtype.isnative and features.flags.aligned:
         _not_finite(features, out)
@@ -130,8 +134,11 @@ def not_finite(features: Array) -> Array:
 
 
 def norms_of(features: Array, dtype: np.dtype[Any]) -> Norms:
-    """The norms of rows that are computed in `dtype`. Rows of float64 whose squares over- or
-    underflow, or which leave the range of `dtype`, are divided by a power of two first."""
+    """The norms of rows, for products in `dtype`.
+
+    A float64 row is divided by a power of two first, if its squares over- or underflow, or if its
+    norm is out of the range of `dtype`.
+    """
     squares = np.empty(len(features))
     for rows, z in Side(features, DTYPES["fp64"], None).blocks():
         squares[rows] = np.einsum("id,id->i", z, z)
@@ -159,12 +166,13 @@ def dots_at(query: Side, key: Side, positives: Array) -> Array:
 
 
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
-    """Subtract from g the term's share of -dL/du of the rows z."""
+    """Subtract the linear term from g, the gradient of `rows`, whose normalised features are z."""
     factor = np.zeros(len(g)) if term.factor is None else term.factor[rows]
-    sums = term.weighted if term.sums is None else term.sums  # one of them is there
+    # the compiled loop takes both arrays: for an array that is None, another times 0
+    sums = term.weighted if term.sums is None else term.sums
     weighted = sums if term.weighted is None else term.weighted
-    share = 0.0 if term.weighted is None else 1.0
-    _subtract(g, z, term.segment[rows], factor, sums, share, weighted, term.itself)
+    has_weighted = 0.0 if term.weighted is None else 1.0
+    _subtract(g, z, term.segment[rows], factor, sums, has_weighted, weighted, term.itself)
 
 
 # --- loops that Numba compiles --------------------------------------------------------------------
@@ -172,7 +180,7 @@ def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
 
 @compiled
 def _not_finite(z, out):  # type: ignore[no-untyped-def]
-    """out[i] = whether row i has a NaN or an infinity: 0 times either is NaN."""
+    """out[i] = whether row i has a NaN or an infinity, whose products with 0 are NaN."""
     wide_vectors()
     for i in range(z.shape[0]):
         row = z[i]
@@ -184,7 +192,7 @@ def _not_finite(z, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def normalize_rows(z, inverse_norms):  # type: ignore[no-untyped-def]
-    """z_i <- z_i / |z_i|, in float64: the scale multiplies this rounding error."""
+    """z_i <- z_i / |z_i|, in float64, because the scale multiplies the rounding error."""
     wide_vectors()
     for i in range(z.shape[0]):
         row, inverse = z[i], inverse_norms[i]
@@ -237,12 +245,14 @@ def _products(z, segment, sums, itself, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _subtract(g, z, segment, factor, sums, share, weighted, itself):  # type: ignore[no-untyped-def]
-    """g_i -= factor_i sums[segment_i] + share weighted[segment_i] - itself factor_i z_i."""
+def _subtract(  # type: ignore[no-untyped-def]
+    g, z, segment, factor, sums, has_weighted, weighted, itself
+):
+    """g_i -= factor_i (sums[segment_i] - itself z_i) + has_weighted weighted[segment_i]."""
     wide_vectors()
     for i in range(g.shape[0]):
         gi, zi, f = g[i], z[i], factor[i]
         segment_sum, weighted_sum = sums[segment[i]], weighted[segment[i]]
         for d in range(gi.size):
-            term = f * (segment_sum[d] - itself * np.float64(zi[d])) + share * weighted_sum[d]
-            gi[d] = np.float64(gi[d]) - term
+            term = f * (segment_sum[d] - itself * np.float64(zi[d]))
+            gi[d] = np.float64(gi[d]) - (term + has_weighted * weighted_sum[d])

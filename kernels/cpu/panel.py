@@ -111,7 +111,7 @@ class Worker:
         fold = self.fold
         kept = fold.kept_logits.get((a, b))
         memory = self.logits if kept is None else kept
-        x, self.auxiliary_tile = fold.context.block_of(memory, len(q), len(k))
+        x, self.auxiliary_tile = fold.context.split_block(memory, len(q), len(k))
         if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
             return x
         if self.buffered == (a, b):

@@ -1,4 +1,4 @@
-"""Threads and memory of the CPU backend, both reused by later calls; how much memory is free."""
+"""Threads and temporary memory of the CPU backend, which later calls reuse."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from ..grid import Grid
 from ..problem import SILENT, Array, Problem
 
 NO_CONTEXT = contextlib.nullcontext()
-ONE_THREAD = 2**18  # multiply-adds of a product: OpenBLAS itself uses one thread for no more
+ONE_THREAD = 2**18  # OpenBLAS computes a product of at most that many multiply-adds in one thread
 
 # --- threads --------------------------------------------------------------------------------------
 
 
 class Guarded:
-    """State that threads share, under a lock. A fork waits for the thread that holds the lock, so
-    that no other thread is changing the state that the child copies. The child gets a new lock."""
+    """State that threads share, under a lock.
+
+    `os.fork` takes the lock first, so that no thread changes the state while the child copies it.
+    The child gets a new lock.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -37,22 +40,22 @@ class Guarded:
             )
 
     def _in_child(self) -> None:
-        """In a forked child, whose only thread is the one that called fork."""
+        """Adapt the state to a forked child, which has one thread."""
         self._lock = threading.RLock()
 
 
 class _Blas(Guarded):
-    """Makes BLAS single-threaded while any fold runs, and restores the caller's setting after."""
+    """Makes BLAS single-threaded while any fold runs, and then restores the caller's setting."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._users: list[int] = []  # threads that run folds
+        self._users: list[int] = []  # identifiers of the threads that run folds
         self._libraries: list[Any] | None = None
-        self._before: list[int] = []  # threads of each library before the first fold
-        self._only_openblas = False  # known from the first fold on
+        self._before: list[int] = []  # number of threads of each library before the folds
+        self._only_openblas = False  # set when the libraries are first looked up
 
     def threads(self) -> int:
-        """How many threads the caller lets BLAS use: that many workers start."""
+        """The number of workers to start: the number of threads that the caller lets BLAS use."""
         with self._lock:
             blas = self._before if self._users else self._numbers()
             cores = (
@@ -61,15 +64,18 @@ class _Blas(Guarded):
             return int(max(1, min([cores or 1, *blas])))
 
     def _numbers(self) -> list[int]:
-        """Threads of each library."""
+        """The number of threads of each BLAS library."""
         if self._libraries is None:
             self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
             self._only_openblas = {b.internal_api for b in self._libraries} <= {"openblas"}
         return [library.num_threads for library in self._libraries]
 
     def single_threaded(self, multiply_adds: float = math.inf) -> Any:
-        """A context, for products of so many multiply-adds. (One made by contextlib would take time
-        that small batches notice.)"""
+        """A context in which a product of `multiply_adds` is computed in one thread.
+
+        The context does nothing if the product has one thread in any case. Contexts made by
+        contextlib take longer, which small batches notice.
+        """
         return NO_CONTEXT if self._only_openblas and multiply_adds <= ONE_THREAD else self
 
     def __enter__(self) -> None:
@@ -89,20 +95,20 @@ class _Blas(Guarded):
         for library, number, before in zip(
             self._libraries or [], threads, self._before, strict=True
         ):
-            if before == 1:  # and stays so
+            if before == 1:  # the folds did not change it
                 continue
-            # From threadpoolctl 3.8 on, OpenBLAS heeds the first thread that sets a number until
-            # this is called. Folds begin and end in any thread.
-            heed_any = getattr(library, "clear_controlling_thread", lambda force: None)
-            heed_any(force=True)
+            # With threadpoolctl 3.8 or later, only the thread that was the first to set a number
+            # may set another, until `clear_controlling_thread`. Folds may end in another thread
+            let_any_thread = getattr(library, "clear_controlling_thread", lambda force: None)
+            let_any_thread(force=True)
             library.set_num_threads(number)
-            heed_any(force=True)
+            let_any_thread(force=True)
 
     def _in_child(self) -> None:
         super()._in_child()
-        folds = bool(self._users)
+        had_users = bool(self._users)
         self._users = [thread for thread in self._users if thread == threading.get_ident()]
-        if folds and not self._users:
+        if had_users and not self._users:
             self._set(self._before)
 
 
@@ -110,28 +116,31 @@ BLAS = _Blas()
 
 
 def thread_count() -> int:
-    """Worker threads: INFONCE_NUM_THREADS, else what BLAS may use on this process's cores."""
-    asked = os.environ.get("INFONCE_NUM_THREADS", "")
-    if asked:
-        if not asked.isdigit() or int(asked) < 1:
-            raise ValueError(f"INFONCE_NUM_THREADS: expected a positive integer, got {asked!r}")
-        return int(asked)
+    """The number of worker threads: INFONCE_NUM_THREADS, or the number that BLAS may use."""
+    value = os.environ.get("INFONCE_NUM_THREADS", "")
+    if value:
+        if not value.isdigit() or int(value) < 1:
+            raise ValueError(f"INFONCE_NUM_THREADS: expected a positive integer, got {value!r}")
+        return int(value)
     return BLAS.threads()
 
 
 class Cancelled(Exception):
-    """Another worker failed or the caller interrupted."""
+    """Another worker has failed, or the caller has interrupted the call."""
 
 
 class PanelOrder:
-    """Makes workers add to a column block in the order of the panels that visit it, or `backwards`
-    (never a gradient fold); counts finished blocks."""
+    """The order in which workers add to a column block: the order of the panels that visit it.
+
+    `backwards`: in the reverse order, which a gradient fold never has. `done` counts the blocks
+    that workers have finished.
+    """
 
     def __init__(self, grid: Grid, backwards: bool = False) -> None:
         self.done = 0
         self.cancelled = False
         self.backwards = backwards
-        # by column block: the panels that have not added to it, the next one last
+        # for each column block, the panels that have not added to it; the next one is the last
         self._panels: list[list[int]] = [[] for _ in grid.columns]
         panels = range(len(grid.rows))
         for a in panels if backwards else reversed(panels):
@@ -140,34 +149,37 @@ class PanelOrder:
         self._condition = threading.Condition()
 
     def wait(self, panel: int, column: int) -> None:
+        """Wait until it is the turn of `panel` to add to column block `column`."""
         with self._condition:
             self._condition.wait_for(lambda: self.cancelled or self._panels[column][-1] == panel)
             if self.cancelled:
                 raise Cancelled
 
     def advance(self, panel: int, column: int) -> None:
+        """Let the next panel add to column block `column`."""
         with self._condition:
             self._panels[column].remove(panel)
             self.done += 1
             self._condition.notify_all()
 
     def cancel(self) -> None:
+        """Stop all workers: each raises `Cancelled` at its next wait."""
         with self._condition:
             self.cancelled = True
             self._condition.notify_all()
 
 
 class _Pools(Guarded):
-    """Idle worker threads of earlier calls. New threads share a core until the system moves them,
-    and that takes longer than a small batch.
+    """Idle worker threads of earlier calls.
 
-    Nothing here ends them: at exit, a hook of concurrent.futures tells its threads to end, and
-    waits for them. They are no daemons, which could be inside BLAS when its memory goes.
+    A new thread starts on a busy core, and the system moves it later than a small batch ends. So
+    calls reuse threads. At exit, a hook of concurrent.futures ends the threads and waits for them.
+    Daemon threads would not be waited for, and could be inside BLAS when its memory is freed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._idle: dict[int, list[ThreadPoolExecutor]] = {}  # by their number of threads
+        self._idle: dict[int, list[ThreadPoolExecutor]] = {}  # by the number of threads
 
     def _in_child(self) -> None:
         super()._in_child()
@@ -175,7 +187,7 @@ class _Pools(Guarded):
 
     @contextmanager
     def borrow(self, threads: int) -> Iterator[ThreadPoolExecutor]:
-        """An executor of so many threads, for this call alone."""
+        """An executor of so many threads, which no other call uses meanwhile."""
         with self._lock:
             idle = self._idle.setdefault(threads, [])
             pool = idle.pop() if idle else ThreadPoolExecutor(threads, "infonce")
@@ -195,14 +207,17 @@ def in_threads(
     order: PanelOrder,
     report: Callable[[], None],
 ) -> None:
-    """Run `work` in each of `threads` threads; a failure in one stops the others."""
+    """Run `work` in each of `threads` threads. If one fails, the others stop.
+
+    The calling thread calls `report` every 0.1 seconds.
+    """
 
     def guarded() -> None:
         try:
             with np.errstate(**SILENT):
                 work(lambda: None)
         except BaseException:
-            order.cancel()  # else others would wait for this panel for ever
+            order.cancel()  # otherwise other workers would wait for this panel for ever
             raise
 
     with POOLS.borrow(threads) as pool:
@@ -212,9 +227,9 @@ def in_threads(
                 try:
                     futures.append(pool.submit(guarded))
                 except RuntimeError as refusal:
-                    if "new futures" not in str(refusal):  # but a thread that cannot start
+                    if "new futures" not in str(refusal):  # a thread cannot start
                         raise
-                    break  # at exit, concurrent.futures takes no more work
+                    break  # at exit, concurrent.futures refuses new work
             if not futures:
                 guarded()
             pending = set(futures)
@@ -235,20 +250,26 @@ def in_threads(
 # --- memory ---------------------------------------------------------------------------------------
 
 
-LEAST_POOLED = 2**16  # bytes; smaller arrays are in memory that is mapped already
+LEAST_POOLED = 2**16  # bytes; the system has mapped the memory of smaller arrays already
 
 
 class BufferPool(Guarded):
-    """Temporary memory of earlier calls, for reuse: the system has mapped its pages already.
-    (Mapping fresh pages takes as long as a tenth of the products computed in them.)"""
+    """Temporary memory of earlier calls, which later calls reuse.
+
+    The system has mapped its pages already. To map new pages takes as long as a tenth of the
+    products that are computed in them.
+    """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.limit = limit  # bytes kept at most
+        self.limit = limit  # most bytes that the pool keeps
         self._buffers: list[Array] = []
 
     def take(self, elements: int, dtype: np.dtype[Any]) -> Array:
-        """[elements], uninitialised. In one piece, which the system can map in large pages."""
+        """An uninitialised array of `elements` elements.
+
+        A caller takes all its memory as one array, which the system can map in large pages.
+        """
         size = elements * dtype.itemsize
         if size < LEAST_POOLED:
             return np.empty(elements, dtype)
@@ -265,7 +286,7 @@ class BufferPool(Guarded):
             self._buffers = []
 
     def give(self, array: Array) -> None:
-        """Return an array of `take` to the pool; the caller must not use it any more."""
+        """Return an array of `take` to the pool. The caller may not use the array any more."""
         if array.nbytes < LEAST_POOLED:
             return
         owner = array
@@ -281,7 +302,7 @@ BUFFER_POOL = BufferPool(256 * 2**20)
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping (0: unknown)."""
+    """Bytes that can be allocated without swapping; 0 if this is not known."""
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":") for line in lines)
@@ -291,7 +312,7 @@ def available_memory() -> int:
 
 
 def require_memory(problem: Problem, needed: int) -> None:
-    """MemoryError where so many bytes are not free."""
+    """MemoryError if `needed` bytes are not free."""
     room = available_memory()
     if room and needed > room:
         m, n, _ = problem.shape

@@ -1,4 +1,4 @@
-"""The threads of a call in one block, which share one product after another."""
+"""The threads of a call in one block, which divide each product among them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from ...problem import SILENT
 from ..elementary import wait_awake
 from ..workers import Guarded
 
-# Threads of a call wait awake for each other, in steps of some 50 ns: to fall asleep and be woken
-# takes each 20 to 50 us. The other thread still has the GIL for a while when the wait is over.
+# Threads of a call wait awake for each other, because to fall asleep takes 20 to 50 us, and so does
+# to wake up. A step of a wait takes about 40 ns. After a wait, there are further steps until the
+# other thread has given up the GIL
 MOST_STEPS = 2000
-STEPS_TO_END, STEPS_TO_BEGIN = 20, 100  # until the other has given up the GIL
+STEPS_TO_END, STEPS_TO_BEGIN = 20, 100
 
 
 class _Helper:
-    """A thread that does pieces of work while its caller does others. The thread waits for a bare
-    lock: the queue and the future of an executor take twice as long as the lock."""
+    """A thread that does pieces of work while its caller does other pieces.
+
+    The thread waits for a bare lock. The queue and the future of an executor take twice as long.
+    """
 
     def __init__(self) -> None:
         self._begun, self._ended = threading.Lock(), threading.Lock()
         self._begun.acquire()
         self._ended.acquire()
-        # How many pieces of work were begun and ended, for threads that are awake
+        # Numbers of pieces of work that have begun and ended, for threads that wait awake
         self._beginnings, self._ends = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._work: Any = None
         self._last = True
@@ -37,13 +40,13 @@ class _Helper:
         threading.Thread(target=self._run, name="infonce", daemon=True).start()
 
     def begin(self, work: Callable[[], None], last: bool) -> None:
-        """`last`: no other piece follows soon, so the thread need not wait awake for it."""
+        """Begin a piece of work. After the `last` piece, the thread does not wait awake."""
         self._work, self._last, self._error = work, last, None
         self._begun.release()
         self._beginnings[0] += 1
 
     def end(self) -> BaseException | None:
-        """Wait for the work. The error that stopped it."""
+        """Wait for the end of the work. Returns the error that stopped it, or None."""
         wait_awake(self._ends, self._beginnings[0], MOST_STEPS, STEPS_TO_END)
         self._ended.acquire()
         return self._error
@@ -57,7 +60,7 @@ class _Helper:
                     self._work()
                 except BaseException as error:
                     self._error = error
-                self._work = None  # it has the caller's arrays
+                self._work = None  # frees the caller's arrays
                 number = self._ends[0] + 1
                 self._ended.release()
                 self._ends[0] = number
@@ -66,7 +69,10 @@ class _Helper:
 
 
 class _Helpers(Guarded):
-    """Idle helpers of earlier calls. At exit, no helper is inside BLAS, whose memory goes."""
+    """Idle helpers of earlier calls.
+
+    The exit of the process waits for busy helpers, because BLAS frees its memory at exit.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +86,7 @@ class _Helpers(Guarded):
         self._idle, self._busy = [], set()  # a child has no threads of its parent
 
     def take(self, count: int) -> list[_Helper]:
-        """So many helpers, or none where no thread can start."""
+        """`count` helpers, or an empty list if no thread can start."""
         with self._lock:
             if self._closed:
                 return []
@@ -109,7 +115,7 @@ HELPERS = _Helpers()
 
 
 class Team:
-    """The threads of a call, which share one piece of its work after another."""
+    """The threads of a call, among which each step of its work is divided."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -125,7 +131,7 @@ class Team:
             HELPERS.give(self._helpers)
 
     def share(self, work: Callable[[int], None], last: bool = False) -> None:
-        """`work` on 0, 1, ..., each in a thread of its own: 0 in this thread."""
+        """Call `work` with 0, 1, ... at the same time, each in one thread; 0 in this thread."""
         for part, helper in enumerate(self._helpers, 1):
             helper.begin(partial(work, part), last)
         try:
