@@ -188,11 +188,6 @@ class Problem:
         return 0 if self.auxiliary_key is None else int(self.auxiliary_key.shape[1])
 
     @property
-    def needs_arrays(self) -> bool:
-        """Whether an option is taken by no kernel of a GPU, but by operations on arrays."""
-        return False
-
-    @property
     def linear_terms(self) -> bool:
         """Whether the loss has terms that are linear in the logits: see `linear`."""
         return self.label_smoothing != 0.0 or self.classes is not None

@@ -205,8 +205,6 @@ def _notes(made: Schedule) -> list[str]:
     call, operands = made.call, made.operands
     if made.method == "naive":
         return ["the logits are kept in memory; the kernels of kernels/cuda/naive run in turn"]
-    if made.method == "arrays":
-        return ["an option is taken by no kernel: operations on arrays compute blocks in turn"]
     if operands is None:
         return []
     names = ("queries", operands.query), ("keys", operands.key)

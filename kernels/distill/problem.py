@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..epilogues import SoftmaxGradient, Statistics, Sums
@@ -23,10 +23,6 @@ class TaughtProblem(Problem):
     def plain_logits(self) -> bool:
         return False
 
-    @property
-    def needs_arrays(self) -> bool:
-        return True
-
 
 def taught(problem: Problem, query: Array, key: Array, scale: Any) -> TaughtProblem:
     """The problem with this teacher."""
@@ -35,6 +31,17 @@ def taught(problem: Problem, query: Array, key: Array, scale: Any) -> TaughtProb
         problem.__dict__, teacher_query=query, teacher_key=key, teacher_scale=scale
     )
     return taught_problem
+
+
+def models(problem: TaughtProblem) -> tuple[Problem, Problem]:
+    """The softmax of the student, and that of the teacher, as problems without positives."""
+    values = {field.name: getattr(problem, field.name) for field in fields(Problem)}
+    values |= {"key_shard": True, "no_local_positives": True, "moments": False}
+    student = Problem(**values)
+    teacher = fast_replace(
+        student, query=problem.teacher_query, key=problem.teacher_key, scale=problem.teacher_scale
+    )
+    return student, teacher
 
 
 @dataclass

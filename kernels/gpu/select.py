@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import cupy
 
-from .. import problem as problems
-from .. import solve as two_passes
 from ..arrays.backend import ArrayBlocks
 from ..distill.problem import TaughtProblem
-from ..distill.solve import solve as solve_distillation
 from ..problem import Gradients, Problem
 from ..solve import Solution
 from . import fused as gpu_fused
@@ -18,6 +15,7 @@ from . import linear, recorded
 from . import naive as gpu_naive
 from . import plan as gpu_plan
 from .device.arguments import readable_by_kernels
+from .distill.solve import solve as solve_distillation
 from .schedule import choose_method, has_plan, is_computed_by_kernels_only
 from .tiled.backend import GPU
 from .vectors import ElementwiseVectors
@@ -30,12 +28,12 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     if isinstance(problem, TaughtProblem):
-        return _on_arrays(problem, gradients)
+        return solve_distillation(problem, gradients)
     unweighted = problem  # kernels find the weights of rows in the upstream gradient
     if problem.weights is not None and is_computed_by_kernels_only(problem):
         unweighted = problem.without_weights()
     method = choose_method(unweighted)
-    on_arrays = method == "arrays" or (method == "naive" and not unweighted.plain)
+    on_arrays = method == "naive" and not unweighted.plain
     return METHODS[method](problem if on_arrays else unweighted, gradients)
 
 
@@ -61,20 +59,9 @@ def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
     return gpu.solve(problem, gradients)
 
 
-def _on_arrays(problem: Problem, gradients: Gradients | None) -> Solution:
-    """By folds whose blocks are computed by operations on arrays."""
-    scale = gpu_naive.valid_scale(problem)
-    problem = problems.fast_replace(readable_by_kernels(problem), scale=scale)
-    if isinstance(problem, TaughtProblem):
-        return solve_distillation(problem, array_blocks(problem, gradients), gradients)
-    return two_passes.solve(problem, array_blocks(problem, gradients), gradients)
-
-
 def array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
     """The backend that computes blocks by operations on CuPy's arrays."""
     return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.Rows.of)
 
 
-METHODS = {
-    "naive": gpu_naive.solve, "fused": gpu_fused.solve, "tiled": _tiled, "arrays": _on_arrays,
-}  # fmt: skip
+METHODS = {"naive": gpu_naive.solve, "fused": gpu_fused.solve, "tiled": _tiled}

@@ -62,7 +62,7 @@ def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients
 
 def _on_arrays(problem: Problem) -> bool:
     """Whether operations on arrays compute blocks of this problem: kernels have no such blocks."""
-    return problem.needs_arrays or problem.guided
+    return problem.auxiliary_query is not None
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:

@@ -1,8 +1,12 @@
-"""Distillation on a GPU, by operations on arrays; also on CuPy's stand-in."""
+"""Distillation on a GPU, by kernels; also on CuPy's stand-in."""
+
+from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING
+from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, dtype_of
+from infonce.kernels.gpu.device.launcher import device_properties
+from infonce.kernels.gpu.schedule import Call, tiled_schedule
 
 import infonce
 from infonce import reference
@@ -12,32 +16,141 @@ pytestmark = [
 ]  # fmt: skip
 if not MISSING:
     import cupy
+    from infonce.kernels.gpu import select
+
+
+def features(m: int, n: int, d: int = 24, e: int = 40, seed: int = 0) -> list[np.ndarray]:
+    """Of a student and a teacher; rows of about unit length."""
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(rows, w)) / w**0.5 for w in (d, e) for rows in (m, n)]
+
+
+def placed(args: list[np.ndarray], dtype: str = "float64") -> list[Any]:
+    return [cupy.asarray(z.astype(dtype_of(dtype))) for z in args]
+
+
+def check(got: Any, want: reference.Reference, loss_bound: float, bound: float) -> None:
+    """Loss, log-sum-exps and gradients; errors of gradients are relative to what cancels."""
+    np.testing.assert_allclose(float(got.loss), want.loss, rtol=loss_bound)
+    found = got.lse if isinstance(got.lse, tuple) else (got.lse,)
+    for have, expected in zip(
+        found, want.lse if isinstance(want.lse, tuple) else (want.lse,), strict=True
+    ):
+        np.testing.assert_allclose(have.get(), expected, rtol=loss_bound, atol=loss_bound)
+    for name, gradient in want.grads.items():
+        have = getattr(got.grads, name)
+        if have is not None:
+            error = np.linalg.norm(have.get().astype(np.float64) - gradient)
+            assert error <= bound * np.linalg.norm(gradient), (name, error)
+
+
+# (devices of the stand-in, dtype, precision); device 2 has the portable kernels
+KINDS = [(0, "bfloat16", "bf16"), (0, "float32", "fp32"), (2, "bfloat16", "bf16"),
+         (2, "float32", "tf32"), (2, "float64", "fp64")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("two_sided", "normalize"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("device", "dtype", "precision"), KINDS)
+def test_precisions(
+    device: int, dtype: str, precision: str, two_sided: bool, normalize: bool
+) -> None:
+    """On both sides of tiles, whose last rows and columns are few; the teacher has wider rows."""
+    m, n = (257, 257) if two_sided else (130, 257)
+    args = [z.astype(dtype_of(dtype)).astype(np.float64) for z in features(m, n, 72, 136)]
+    options: dict[str, Any] = {"scale": 6.0, "teacher_scale": 8.0, "two_sided": two_sided}
+    options["normalize"] = normalize
+    want = reference.distill(*args, **options)
+    with cupy.cuda.Device(device % cupy.cuda.runtime.getDeviceCount()):
+        got = infonce.distill_loss_and_grad(
+            *placed(args, dtype), precision=precision, grad_dtype=np.float32, **options
+        )
+        check(got, want, LOSS_BOUND[precision], 2 * GRAD_BOUND[precision])
+
+
+@pytest.mark.parametrize("scale", [2.0, 80.0])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (40, 23), (130, 130)])
+def test_blocks(m: int, n: int, scale: float) -> None:
+    """Little workspace: several blocks, gradients of keys in ranges; logits near and far apart."""
+    args, options = features(m, n), {"scale": scale, "two_sided": m == n}
+    want = reference.distill(*args, **options)
+    wide = placed(args)
+    for workspace in (None, 2**17 if m > 100 else 2**16):
+        given = {"workspace": workspace, "grad_dtype": np.float32, **options}
+        check(infonce.distill_loss_and_grad(*wide, **given), want, 1e-12, 1e-6)
+        got = infonce.distill_loss_and_grad(*wide, wrt="key", **given)
+        np.testing.assert_allclose(got.grads.key.get(), want.grads["key"], rtol=1e-4, atol=1e-6)
+        got = infonce.distill_loss_and_grad(*wide, wrt=("query", "scale"), **given)
+        assert got.grads.key is None
+        check(got, want, 1e-12, 1e-6)
 
 
 @pytest.mark.parametrize("method", ["auto", "fused", "naive", "tiled"])
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("m", "n"), [(40, 40), (40, 23)])
-def test_distillation(m: int, n: int, normalize: bool, method: str) -> None:
-    rng = np.random.default_rng(0)
-    args = [rng.normal(size=size) for size in ((m, 5), (n, 5), (m, 3), (n, 3))]
-    options = {"scale": 2.0, "teacher_scale": 3.0, "normalize": normalize, "two_sided": m == n}
-    want = reference.distill(*args, **options)
-    for dtype, tolerance in (("float64", 1e-12), ("float32", 1e-5)):
-        given = [cupy.asarray(z.astype(dtype)) for z in args]
-        workspace = 2**16 if method == "auto" else None
-        got = infonce.distill_loss_and_grad(*given, method=method, workspace=workspace, **options)
-        np.testing.assert_allclose(got.loss.get(), want.loss, rtol=tolerance)
-        for name, gradient in want.grads.items():
-            have = getattr(got.grads, name).get()
-            np.testing.assert_allclose(have, gradient, rtol=tolerance, atol=tolerance)
+def test_methods_reductions_and_weights(method: str) -> None:
+    args, weights = features(60, 60), np.linspace(0, 2, 60)
+    options: dict[str, Any] = {"scale": 3.0, "teacher_scale": 4.0, "method": method}
+    wide = placed(args)
+    got = infonce.distill_loss_and_grad(*wide, weights=cupy.asarray(weights), **options)
+    del options["method"]
+    want = reference.distill(*args, weights=weights / weights.sum(), **options)
+    check(got, want, 1e-12, 1e-11)
+    options["method"] = method
+    each = infonce.distill_loss(*wide, reduction="none", **options)
+    np.testing.assert_allclose(each.get(), want.losses, rtol=1e-12)
+    options["scale"] = cupy.asarray(np.float32(3.0))
+    got = infonce.distill_loss_and_grad(*wide, wrt="scale", **options)
+    want = reference.distill(*args, scale=3.0, teacher_scale=4.0)
+    np.testing.assert_allclose(got.grads.scale.get(), want.grads["scale"], rtol=1e-11)
 
 
-def test_a_teacher_equal_to_the_student_gives_no_gradient() -> None:
-    z = np.random.default_rng(0).normal(size=(2, 30, 8)).astype(np.float32)
-    query, key = map(cupy.asarray, z)
-    got = infonce.distill_loss_and_grad(query, key, query, key, scale=20.0)
-    assert not got.grads.query.get().any()
-    assert not got.grads.key.get().any()
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float64", "float32")])
+def test_dtypes_of_teachers(dtypes: tuple[str, str]) -> None:
+    """A teacher of another dtype is not rounded to that of the student."""
+    args = features(40, 40)
+    given = [*placed(args[:2], dtypes[0]), *placed(args[2:], dtypes[1])[::1]]
+    given[3] = cupy.asarray(np.asfortranarray(args[3].astype(np.float32)))
+    want = reference.distill(*(z.get().astype(np.float64) for z in given), scale=5.0)
+    got = infonce.distill_loss_and_grad(*given, scale=5.0, grad_dtype=np.float32)
+    check(got, want, 2e-6, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_teacher_equal_to_the_student_gives_no_gradient(dtype: str) -> None:
+    query, key = placed(features(140, 140)[:2], dtype)
+    for two_sided in (True, False):
+        got = infonce.distill_loss_and_grad(
+            query, key, query, key, scale=20.0, two_sided=two_sided
+        )
+        for gradient in got.grads:
+            assert not gradient.get().any()
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_makes_losses_nan(at: int, bad: float) -> None:
+    args = features(6, 6, 4, 3)
+    args[at][2, 1] = bad
+    options: dict[str, Any] = {"scale": 2.0}
+    assert np.isnan(infonce.distill_loss(*placed(args), **options).get())
+    got = infonce.distill_loss_and_grad(
+        *placed(args), reduction="none", two_sided=False, **options
+    )
+    spoiled = (np.arange(6) == 2) | (at % 2 == 1)
+    np.testing.assert_array_equal(np.isnan(got.loss.get()), spoiled)
+    assert np.isnan(got.grads.query.get()[spoiled]).all()
+
+
+def test_the_workspace_is_a_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fold has the gradient blocks and the sums of its tiles within the workspace."""
+    found = []
+    solve = select.solve_distillation
+    monkeypatch.setattr(
+        select, "solve_distillation", lambda *given: found.append(given) or solve(*given)
+    )
+    wide = placed(features(300, 300), "float32")
+    infonce.distill_loss_and_grad(*wide, scale=2.0, workspace=2**20)
+    schedule = tiled_schedule(Call.of(*found[0]), device_properties(cupy.cuda.Device().id))
+    assert schedule.workspace <= 2**20
+    assert len(schedule.folds[0].grid) > 1
 
 
 def test_a_teacher_elsewhere_is_refused() -> None:

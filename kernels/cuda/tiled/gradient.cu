@@ -18,22 +18,6 @@
 // normalised features.
 #include "tiled/tile.cuh"
 
-struct FactorsShared {
-  Real row_reference[BLOCK_M], a[BLOCK_M], u[BLOCK_M];
-  Real column_reference[BLOCK_N], v[BLOCK_N];
-};
-
-__device__ __forceinline__ void prepare(FactorsShared& s, const Factors& f, const Block& b,
-                                        const Tile& t) {
-  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
-  fetch(s.row_reference, f.row_reference + t.row, rows);
-  fetch(s.a, f.a + t.row, rows);
-  if (!COLUMNS) return;
-  fetch(s.u, f.u + t.row, rows);
-  fetch(s.column_reference, f.column_reference + t.column, columns);
-  fetch(s.v, f.v + t.column, columns);
-}
-
 // Turn the products x into P.
 __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& f, const TileShared& s, Real c,
                                               bool one_exponential, const Position& p) {

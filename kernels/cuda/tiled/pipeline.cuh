@@ -21,6 +21,9 @@ constexpr int BLOCK_M = 128;
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1
 #endif
+#ifndef TEACHER
+#define TEACHER 0  // 1: a tile has two products, that of a student's features and that of a teacher's
+#endif
 constexpr int WARP_M = 64;
 constexpr int WARPS_M = BLOCK_M / WARP_M;
 constexpr int WARPS_N = BLOCK_N / WARP_N;
@@ -97,13 +100,17 @@ struct Pipeline {
   const Block& block;
   char* const stages;    // STAGES * STAGE_BYTES of shared memory
   const int row_slices;  // of a row
+  const Block* const teacher;  // the same rows and columns with the features of the teacher
+  const int teacher_slices;    // of a row of the teacher
+  bool copies_teacher = false;  // after a tile's K-slices of the student come those of the teacher
   Tile ahead;            // whose K-slices are being copied
   Share q, k;
   int slice = 0;                      // the next of them
   int filled = 0, read = STAGES - 1;  // stages: the next to be filled, the one that is read
 
-  __device__ __forceinline__ Pipeline(const Block& b, char* memory)
-      : block(b), stages(memory), row_slices((int)((b.width + K_SLICE - 1) / K_SLICE)) {
+  __device__ __forceinline__ Pipeline(const Block& b, char* memory, const Block* second = nullptr)
+      : block(b), stages(memory), row_slices((int)((b.width + K_SLICE - 1) / K_SLICE)), teacher(second),
+        teacher_slices(TEACHER ? (int)((second->width + K_SLICE - 1) / K_SLICE) : 0) {
     begin(find_tile(b, blockIdx.x));
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -112,32 +119,38 @@ struct Pipeline {
     }
   }
 
+  __device__ __forceinline__ int row_slices_of(bool of_teacher) const {
+    return TEACHER && of_teacher ? teacher_slices : row_slices;
+  }
   // K-slices of a tile, over all pairs of parts.
-  __device__ __forceinline__ int slices() const { return PASSES * row_slices; }
+  __device__ __forceinline__ int slices(bool of_teacher) const { return PASSES * row_slices_of(of_teacher); }
+  // The features whose K-slices are being copied.
+  __device__ __forceinline__ const Block& copied() const { return TEACHER && copies_teacher ? *teacher : block; }
 
   __device__ __forceinline__ void begin(const Tile& t) {
     ahead = t;
-    q.begin(block.q, t.row, t.exists);
-    k.begin(block.k, t.column, t.exists);
+    q.begin(copied().q, t.row, t.exists);
+    k.begin(copied().k, t.column, t.exists);
   }
 
   // Start the copies of the next K-slice: of queries, then of keys.
-  __device__ __forceinline__ void start_queries() { start<0, BLOCK_M>(q, block.q); }
+  __device__ __forceinline__ void start_queries() { start<0, BLOCK_M>(q, copied().q); }
   __device__ __forceinline__ void start_keys() {
-    start<1, BLOCK_N>(k, block.k);
+    start<1, BLOCK_N>(k, copied().k);
     cp_async_commit();
     filled = filled == STAGES - 1 ? 0 : filled + 1;
-    if (++slice < slices()) return;
+    if (++slice < slices(copies_teacher)) return;
     slice = 0;
-    begin(next_tile(block, ahead));
+    copies_teacher = TEACHER && !copies_teacher;
+    begin(copies_teacher ? ahead : next_tile(block, ahead));
   }
 
   template <int SIDE, int ROWS>
   __device__ __forceinline__ void start(const Share& share, const Operand& z) {
-    const int pass = PASSES > 1 ? slice / row_slices : 0;
-    const int offset = (slice - pass * row_slices) * K_SLICE;
+    const int of_row = row_slices_of(copies_teacher), pass = PASSES > 1 ? slice / of_row : 0;
+    const int offset = (slice - pass * of_row) * K_SLICE;
     const i64 part = PASSES > 1 && pass == SIDE ? z.part : 0;
-    const bool in_row = offset + (int)(threadIdx.x % 8) * 16 < (int)block.width;
+    const bool in_row = offset + (int)(threadIdx.x % 8) * 16 < (int)copied().width;
     char* to = stages + filled * STAGE_BYTES + SIDE * BLOCK_M * K_SLICE;
     share.start<ROWS>(to, z.stride, part + offset, in_row);
   }

@@ -143,9 +143,10 @@ __device__ __forceinline__ void multiply_k_slice(Products& d, const char* stage,
 
 #endif
 
-// x = products of the pipeline's next tile. When this returns, all copies that threads have started
-// so far have arrived.
-__device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, const Position& p) {
+// x = products of the pipeline's next tile, or with TEACHER of the next model. When this returns, all copies that
+// threads have started so far have arrived.
+__device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, const Position& p,
+                                             bool of_teacher = false) {
   clear(x);
 #if LEVELS == 2
   Products sum;  // of the last K-slices
@@ -153,7 +154,7 @@ __device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, co
 #else
   Products& sum = x;
 #endif
-  const int slices = pipeline.slices();
+  const int slices = pipeline.slices(of_teacher);
   const char* stage = pipeline.next();
 #if TENSOR_CORES
   Fragments fragments[2];

@@ -147,6 +147,23 @@ __device__ __forceinline__ Real column_sum(Real x) {
 
 // --- gradient blocks --------------------------------------------------------------------------------------
 
+// The factors of the tile's rows and columns (tiled/gradient.cu).
+struct FactorsShared {
+  Real row_reference[BLOCK_M], a[BLOCK_M], u[BLOCK_M];
+  Real column_reference[BLOCK_N], v[BLOCK_N];
+};
+
+__device__ __forceinline__ void prepare(FactorsShared& s, const Factors& f, const Block& b,
+                                        const Tile& t) {
+  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
+  fetch(s.row_reference, f.row_reference + t.row, rows);
+  fetch(s.a, f.a + t.row, rows);
+  if (!COLUMNS) return;
+  fetch(s.u, f.u + t.row, rows);
+  fetch(s.column_reference, f.column_reference + t.column, columns);
+  fetch(s.v, f.v + t.column, columns);
+}
+
 #if PRECISION >= BF16X3
 // One row's elements of this lane, in 8-byte pieces that fill 32-byte sectors: of two column groups,
 // even lanes take both words of the first, odd lanes of the second.

@@ -27,6 +27,7 @@ class Tile:
     number_count: int = 0  # see `Call.number_count`
     name_count: int = 0  # see `Call.name_count`
     guided: bool = False  # pairs have marks of a guide
+    taught: bool = False  # a tile has a second product, of a teacher's features
 
     query_tile_rows = BLOCK_M
 
@@ -44,7 +45,8 @@ class Tile:
         """An upper bound of the bytes of static shared memory.
 
         Kernels declare positives, ids, groups, positive ids and factors of rows and columns, and
-        either sums of strips or the factors of gradient blocks.
+        either sums of strips or the factors of gradient blocks. With a teacher, they declare pairs
+        of sums, factors of losses, and all others twice.
         """
         sides = BLOCK_M + self.block_n
         sums = 3 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
@@ -52,6 +54,9 @@ class Tile:
         vectors = (1 + self.number_count) * sides
         integers = BLOCK_M + (1 + self.name_count) * sides
         marks = self.guided * 2 * BLOCK_M * MARK_BYTES
+        if self.taught:
+            strips = self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n
+            return 2 * 8 * integers + self.real * (2 * (vectors + factors) + sides + 2 * strips)
         return 8 * integers + self.real * (vectors + max(sums, factors)) + marks
 
     def blocks(self, rows: int, columns: int, multiprocessors: int) -> int:
@@ -89,25 +94,29 @@ def tile_for(
     number_count: int = 0,
     name_count: int = 0,
     guided: bool = False,
+    taught: bool = False,
 ) -> Tile:
     """The tile with the deepest pipeline that the device's shared memory holds.
 
     Two blocks share a multiprocessor if registers and shared memory allow it. Then one computes
     products while the other runs its epilogue.
 
-    `number_count`, `name_count`: vectors of options of pairs, see `schedule.Call`.
+    `number_count`, `name_count`: vectors of options of pairs, see `schedule.Call`. `taught`: a warp
+    has registers for two products, with a teacher's.
     """
     two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (
         precision != "fp64" and d > TWO_LEVEL_FEATURES
     )
     levels = 2 if two_levels else 1
     candidates = [(128, 32, 3, 1), (128, 32, 2, 1), (64, 32, 2, 1)]
-    if levels == 1 and precision != "fp64":  # a warp has registers for 64 x 64 products
+    if taught and precision == "fp64":
+        candidates = [(64, 16, 2, 1), (32, 16, 2, 1)]
+    elif levels == 1 and precision != "fp64" and not taught:  # registers for 64 x 64 products
         candidates = [(128, 64, 3, 2), (128, 64, 2, 2), *candidates]
     for block_n, warp_n, stages, blocks in candidates:
         real = ACCUMULATOR_BYTES[precision]
         candidate = Tile(
-            block_n, warp_n, stages, levels, blocks, real, number_count, name_count, guided
+            block_n, warp_n, stages, levels, blocks, real, number_count, name_count, guided, taught
         )
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)

@@ -56,6 +56,8 @@ class Needs:
     weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
     guide: GuideNeeds | None = None
+    # bytes of staged copies of a teacher's row of queries, and of keys; 0: it is read in place
+    teacher_rows: tuple[int, int] | None = None  # None: there is no teacher
 
     @property
     def statistics_needs(self) -> Needs:
@@ -65,7 +67,7 @@ class Needs:
     @property
     def gradient_needs(self) -> Needs:
         """The needs of the gradient fold."""
-        return replace(self, columns=False)
+        return self if self.teacher_rows is not None else replace(self, columns=False)
 
     def accumulator_row_bytes(self, d: int) -> int:
         """Bytes of a row of an accumulator."""
@@ -84,11 +86,14 @@ class Needs:
         row_sums = tile.row_sums(rows, columns) if self.rows else 0
         column_sums = tile.column_sums(rows, columns) if self.columns else 0
         by_block = not self.staged_copy_bytes
+        teacher_query_row, teacher_key_row = self.teacher_rows or (0, 0)
         sizes = {
             "query_rows": self.staged_query * by_block * rows * operand_row,
             "key_rows": self.staged_key * by_block * columns * operand_row,
             # staged rows come first: a later fold may find them in the same place
             **(self.guide.parts(rows, columns) if self.guide is not None else {}),
+            "teacher_query_rows": rows * teacher_query_row,
+            "teacher_key_rows": columns * teacher_key_row,
             "gradient_block": self.gradient and self.gradient_block_bytes(rows, columns, d),
             "dq_accumulator": dq_rows * accumulator_row,
             "dk_accumulator": dk_rows * accumulator_row,

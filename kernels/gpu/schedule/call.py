@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ...distill.problem import TaughtProblem
 from ...epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
 from ...problem import WORKSPACE, Array, Gradients, Problem
 
@@ -29,6 +30,7 @@ class Purpose(Enum):
     GRADIENT = "gradient"
     ONE_PASS = "log-sum-exp and gradient"
     SIGMOID = "sigmoid loss"
+    DISTILLATION = "distillation"
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class Call:
     limits: bool = False  # limits are given as vectors, as in a block over ranks
     guide_query: Matrix | None = None  # features by a guide; None: the call has no guide
     guide_key: Matrix | None = None
+    teacher_query: Matrix | None = None  # features by a teacher; None: the call has no teacher
+    teacher_key: Matrix | None = None
     row_numbers: bool = False  # margin, decoupled or hardness: numbers in the loss of a row
     weights: bool = False  # weights of rows that are not part of the upstream gradient
     smoothing: bool = False
@@ -131,7 +135,6 @@ class Call:
     moments: bool = False  # sums have first moments, from which the gradient of the scale follows
     joint_copy_bytes: int = 0  # of the workspace, for copies that a joint loss needs
     adds_query: bool = False  # dQ is added to the contents of its destination
-    needs_arrays: bool = False  # no kernel takes one of the options
     block: BlockFold | None = None  # None: all folds of a whole call
 
     @staticmethod
@@ -143,6 +146,9 @@ class Call:
             if dq is None and gradients.want_query:  # of a later fold: it adds to dQ in float32
                 m, _, d = problem.shape
                 dq = Matrix.packed(m, d, "float32")
+        teacher = None, None
+        if isinstance(problem, TaughtProblem):
+            teacher = Matrix.of(problem.teacher_query), Matrix.of(problem.teacher_key)
         classes = problem.classes
         sums = None if classes is None else classes.in_sums
         return Call(
@@ -152,18 +158,23 @@ class Call:
             problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
             problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
             problem.has_limits, problem.limits is not None,
-            _matrix_of(problem.guide_query), _matrix_of(problem.guide_key),
+            _matrix_of(problem.guide_query), _matrix_of(problem.guide_key), *teacher,
             bool(problem.margin or problem.decoupled or problem.hardness),
             problem.weights is not None, problem.label_smoothing != 0.0, classes is not None,
             0 if sums is None else sums.count, problem.joint, problem.retrieval_ranks,
             problem.moments, problem.joint_copy_bytes,
-            gradients is not None and gradients.add_query, problem.needs_arrays, block,
+            gradients is not None and gradients.add_query, block,
         )  # fmt: skip
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(M, N, D)."""
         return self.query.rows, self.key.rows, self.query.columns
+
+    @property
+    def widest(self) -> int:
+        """The features of a row in the longest product of logits."""
+        return max(z.columns for z in (self.query, self.teacher_query) if z is not None)
 
     @property
     def symmetric(self) -> bool:
@@ -181,6 +192,10 @@ class Call:
     @property
     def guided(self) -> bool:
         return self.guide_query is not None
+
+    @property
+    def taught(self) -> bool:
+        return self.teacher_query is not None
 
     @property
     def guide_call(self) -> Call:
@@ -234,7 +249,7 @@ class Call:
     def plain(self) -> bool:
         """Whether each row has one positive, and the softmax has no options."""
         options = self.pair_options or self.row_numbers or self.weights
-        options = options or self.own or self.needs_arrays or self.linear_terms or self.joint
+        options = options or self.own or self.linear_terms or self.joint
         return not (options or self.set_size > 1)
 
     @property

@@ -55,6 +55,7 @@ class Schedule:
     tile: Tile | None = None
     sweep: Sweep | None = None  # which replaces tiles
     guide: GuideSchedule | None = None
+    teacher: Operands | None = None
     folds: tuple[Fold, ...] = ()
     one_pass: bool = False
     cached_columns: int = 0  # columns whose exponentials are cached between the folds
@@ -65,7 +66,7 @@ class Schedule:
 def schedule(call: Call, device: DeviceProperties) -> Schedule:
     """The schedule of a call on a device."""
     method = choose_method(call)
-    if method in ("naive", "arrays"):
+    if method == "naive":
         return Schedule(call, method, device)
     if method == "fused":
         return Schedule(call, method, device, one_launch=launch_of(call, device))
@@ -77,14 +78,16 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     """The schedule of a tiled call, or of a block over ranks."""
     operands = choose_operands(call, device)
     tile = config.tile_for(
-        operands.precision, call.shape[2], device, call.number_count, call.name_count, call.guided
-    )
+        operands.precision, call.widest, device, call.number_count, call.name_count, call.guided,
+        call.taught,
+    )  # fmt: skip
+    teacher = choose_teacher(call, operands) if call.taught else None
     guide = choose_guide(call, device) if call.guided else None
     sweep, register_sweep = choose_sweeps(call, operands, device)
-    cut = choose_cut(call, operands, tile, sweep, register_sweep, guide, device)
+    cut = choose_cut(call, operands, tile, sweep, register_sweep, guide, teacher, device)
     folds = Folds(call, operands, tile, sweep, register_sweep, cut).all()
     return Schedule(
-        call, "tiled", device, None, operands, tile, sweep, guide, folds, cut.one_pass,
+        call, "tiled", device, None, operands, tile, sweep, guide, teacher, folds, cut.one_pass,
         cut.gradient.cached_columns, cached_memory(call, cut), cut.workspace,
     )  # fmt: skip
 
@@ -150,7 +153,7 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
             side if side.reading is Reading.IN_PLACE else replace(side, reading=Reading.ONCE)
             for side in (query, key)
         )
-    width = min(query.features, key.features) * config.element_bytes(operand_precision)
+    width = product_bytes(operand_precision, query, key)
     return Operands(
         operand_precision,
         query,
@@ -186,11 +189,16 @@ def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
     )
 
 
+def product_bytes(operand_precision: str, query: OperandRows, key: OperandRows) -> int:
+    """Bytes of a row in the products of logits, in each part."""
+    return min(query.features, key.features) * config.element_bytes(operand_precision)
+
+
 def choose_sweeps(
     call: Call, operands: Operands, device: DeviceProperties
 ) -> tuple[Sweep | None, Sweep | None]:
     """The sweep that replaces tiles, and the sweep that keeps dL/dx in registers, or None."""
-    if precision.PORTABLE:
+    if precision.PORTABLE or call.taught:
         return None, None
     extras = call.normalize or call.ids
     sweep = config.sweep_for(
@@ -203,12 +211,22 @@ def choose_sweeps(
     return sweep, register_sweep
 
 
+def choose_teacher(call: Call, operands: Operands) -> Operands:
+    """The teacher's features as operands of products, in the precision of the student's."""
+    assert call.teacher_query is not None
+    assert call.teacher_key is not None
+    query, key = (
+        choose_rows(call, z, operands.precision) for z in (call.teacher_query, call.teacher_key)
+    )
+    return replace(operands, query=query, key=key, width=product_bytes(operands.precision, query, key))
+
+
 def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
     """How the products of a guide are computed."""
     guide = call.guide_call
     operand_precision = choose_precision(guide, device)
     query, key = (choose_rows(guide, z, operand_precision) for z in (guide.query, guide.key))
-    width = min(query.features, key.features) * config.element_bytes(operand_precision)
+    width = product_bytes(operand_precision, query, key)
     both = call.two_sided or call.symmetric
     sweep = None
     if not precision.PORTABLE and operand_precision not in config.OPERAND_PARTS:
@@ -227,7 +245,7 @@ def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
 
 def choose_cut(
     call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, register_sweep: Sweep | None,
-    guide: GuideSchedule | None, device: DeviceProperties,
+    guide: GuideSchedule | None, teacher: Operands | None, device: DeviceProperties,
 ) -> Cut:  # fmt: skip
     """The largest blocks whose temporary memory fits the workspace."""
     operand_precision, shape, whole_call = operands.precision, call.shape, call.block is None
@@ -253,12 +271,13 @@ def choose_cut(
         staged_key=operands.key.reading is not Reading.IN_PLACE,
         staged_copy_bytes=operands.staged_copy_bytes,
         columns=call.two_sided or call.symmetric,
-        rows=call.loss is Loss.PAIRS or (one_pass and dq_only),
+        rows=call.loss is Loss.PAIRS or call.taught or (one_pass and dq_only),
         dq_accumulators=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient
         and not (dq_in_place if call.symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),
         guide=None if guide is None else guide.needs,
+        teacher_rows=None if teacher is None else teacher.rows_by_block,
     )  # fmt: skip
     may_cache = (
         whole_call and call.gradient

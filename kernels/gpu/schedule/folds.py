@@ -67,6 +67,14 @@ class Operands:
         return config.OPERAND_PARTS.get(self.precision, 1)
 
     @property
+    def rows_by_block(self) -> tuple[int, int]:
+        """Bytes of a row of queries, and of keys, that is copied by block; 0: it is not."""
+        query, key = (
+            side.row_bytes * (side.reading is Reading.BY_BLOCK) for side in (self.query, self.key)
+        )
+        return query, key
+
+    @property
     def item(self) -> int:
         """Bytes of one part of an element."""
         return config.element_bytes(self.precision)
@@ -88,9 +96,7 @@ class GuideSchedule:
     @property
     def needs(self) -> GuideNeeds:
         """The memory that marks need in the workspace."""
-        sides = self.operands.query, self.operands.key
-        staged = (z.row_bytes if z.reading is Reading.BY_BLOCK else 0 for z in sides)
-        return GuideNeeds(self.marks, *staged)
+        return GuideNeeds(self.marks, *self.operands.rows_by_block)
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,8 @@ class Folds:
             return self.block_folds(block.purpose, block.triangle)
         if call.loss is Loss.PAIRS:
             return self.gradients(Purpose.SIGMOID, False)
+        if call.taught:
+            return self.gradients(Purpose.DISTILLATION, False)
         if self.cut.one_pass:
             grid = self.grid(self.cut.gradient, call.symmetric, False)
             if call.key_gradient is not None:
@@ -326,7 +334,8 @@ class Folds:
         memory = self.memory(
             grid, dq.copies * dq.rows if dq else 0, dk.rows if dk and dk is not dq else 0,
             gradient=has_gradient_block and not cached, rows=purpose is not Purpose.GRADIENT,
-            columns=False, weighted_query=purpose is Purpose.ONE_PASS and want_key,
+            columns=purpose is Purpose.DISTILLATION and self.two_sided,
+            weighted_query=purpose is Purpose.ONE_PASS and want_key,
         )  # fmt: skip
         return Fold(
             purpose, grid, shape, self.gradient_kernel(purpose, shape, wanted), memory,
@@ -341,6 +350,9 @@ class Folds:
         tiled = isinstance(shape, Tile)
         if purpose is Purpose.ONE_PASS:
             return self.kernel("sweep_online", shape, **self.moments)
+        if purpose is Purpose.DISTILLATION:
+            columns, gradient = int(self.two_sided), int(wanted)
+            return self.kernel("distill", shape, COLUMNS=columns, GRADIENT=gradient, MOMENTS=1)
         if purpose is Purpose.SIGMOID:
             name = "sigmoid" if tiled else "sweep_sigmoid"
             return self.kernel(name, shape, GRADIENT=int(wanted), **self.moments)

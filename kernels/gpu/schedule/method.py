@@ -1,4 +1,4 @@
-"""The choice of a call's method on a GPU: naive, fused, tiled, or operations on arrays."""
+"""The choice of a call's method on a GPU: naive, fused or tiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ def choose_method(asked: Problem | Call) -> str:
     "fused"   one launch, for a small batch or if the caller asks for it
     "tiled"   folds over blocks, for other batches or if the caller asks for them
     "naive"   the whole matrix, if the caller asks for it, or asks for "fused" with options
-    "arrays"  folds by operations on arrays, for options that no kernel takes
 
     ValueError for "fused" if the logits do not fit the workspace, or if `metrics` asks for ranks.
     """
@@ -27,8 +26,6 @@ def choose_method(asked: Problem | Call) -> str:
         _require_one_launch(asked)
         # the fused kernel takes no options; "naive" keeps the logits, too, and takes all options
         return "fused" if asked.plain else "naive"
-    if asked.needs_arrays and method != "naive":
-        return "arrays"
     if method in ("naive", "tiled"):
         return method
     m, n, d = asked.shape

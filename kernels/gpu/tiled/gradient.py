@@ -13,12 +13,14 @@ from ...grid import slices
 from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
-from ..device.signatures import structure
 from ..linear import linear_gradients
 from ..schedule import CACHED_COLUMNS, Fold
 from .buffers import Buffers
 from .fold import FoldRun
-from .operands import NO_GRADIENT_BLOCK, Accumulator, CachedExponentials, GradientBlock, Operand
+from .operands import (
+    NO_GRADIENT_BLOCK, RANGE_THREADS, SOURCES, Accumulator, CachedExponentials, Factors,
+    GradientBlock, Operand, find_ranges, new_ranges,
+)  # fmt: skip
 
 # A gradient block is divided by its gradient divisor, which brings the largest element near this
 # number, because float16 overflows at 65504. The factors that normalise two rows are at most 2
@@ -28,9 +30,6 @@ LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
 CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "fp16x3": 2, "bf16": 14, "bf16x3": 14}
 COMPUTE = {"fp64": 70, "fp32": 69, "tf32": 77, "fp16": 68, "fp16x3": 68, "bf16": 68, "bf16x3": 68}
 OP_N, OP_T = 0, 1
-# struct FactorSources: vectors of the epilogue
-SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
-RANGES, RANGE_THREADS = structure("vectors.cu", "Ranges"), 1024
 
 
 @cache  # the arrays are never freed, because plans hold their addresses
@@ -50,7 +49,7 @@ class GradientRun(FoldRun):
         super().__init__(buffers, problem, fold, phase)
         self.gradients = gradients
         # struct Ranges, whose first number is the gradient divisor
-        self.ranges = cupy.empty(RANGES.size // 8)
+        self.ranges = new_ranges()
         # [M] if each row of dQ has a gradient divisor of its own
         self.row_divisors: Array = None
         self.positive_gradient: Array = None  # [M] scale * dL/dx at positives
@@ -265,15 +264,9 @@ class GradientRun(FoldRun):
 
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
         """Find the gradient divisor, and whether one exponential serves rows and columns."""
-        self.launcher.launch(
-            "vectors.cu", "ranges", 1, RANGE_THREADS,
-            {
-                "f": dict.fromkeys(SOURCES) | vectors, "m": m, "n": n,
-                "set_size": self.problem.set_size, "by_factor": by_factor,
-                "largest_element": LARGEST_ELEMENT.get(self.buffers.precision, 1.0),
-                "out": self.ranges,
-            },
-        )  # fmt: skip
+        largest = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
+        set_size = self.problem.set_size
+        find_ranges(self.launcher, (m, n), vectors, self.ranges, largest, by_factor, set_size)
 
 
 class SoftmaxRun(GradientRun):
@@ -323,31 +316,10 @@ class SoftmaxRun(GradientRun):
                 {"row_reference": sources["row_reference"], "column_reference": column_reference,
                  "m": m, "n": n, "out": self.ranges},
             )  # fmt: skip
-        # a, u and v as in kernels/cuda/tiled/gradient.cu
-        self.row_reference, self.a, self.u = cupy.empty((3, m), buffers.real)
-        self.column_reference = self.v = None
-        if column_reference is not None:
-            self.column_reference, self.v = cupy.empty((2, n), buffers.real)
-        self.launcher.vectors(
-            "factors", max(m, n), f=sources, m=m, n=n, scale=self.scale, ranges=self.ranges,
-            out={
-                "row_reference": self.row_reference, "a": self.a, "u": self.u,
-                "column_reference": self.column_reference, "v": self.v,
-            },
-        )  # fmt: skip
-
-    def factors(self, rows: slice, columns: slice) -> Fields:
-        """The fields of struct Factors for a block."""
-        return {
-            "row_reference": address(self.row_reference, rows.start),
-            "a": address(self.a, rows.start), "u": address(self.u, rows.start),
-            "column_reference": address(self.column_reference, columns.start),
-            "v": address(self.v, columns.start),
-            "one_exponential": self.ranges.data.ptr + RANGES.offset("one_exponential"),
-        }  # fmt: skip
+        self.factors = Factors(self.launcher, buffers.real, (m, n), sources, self.scale, self.ranges)
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
-        factors, cached, wanted = self.factors(rows, columns), self.buffers.cached, None
+        factors, cached, wanted = self.factors.fields(rows, columns), self.buffers.cached, None
         if self.fold.in_registers:
             self.add_in_registers(rows, columns, row_block, factors)
             return

@@ -1,8 +1,8 @@
-"""Memory of a call on a GPU: workspace, operands as kernels read them, gradient accumulators."""
+"""Memory of a call on a GPU: workspace, operands, gradient blocks, their factors, accumulators."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,13 @@ from .. import config
 from ..device.arguments import Fields, address, matrix
 from ..device.launcher import Launcher
 from ..device.launches import Queue
+from ..device.signatures import structure
 from ..device.tensor_map import SIZE
 from ..schedule import ALIGNMENT, Fold, OperandRows, Part, Reading, Schedule, ScheduledKernel
+
+# struct FactorSources: vectors of the epilogue
+SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
+RANGES, RANGE_THREADS = structure("vectors.cu", "Ranges"), 1024
 
 
 class Workspace:
@@ -293,6 +298,60 @@ class CachedExponentials:
 
 
 NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "anew": 0}
+
+
+# --- factors of gradient blocks -------------------------------------------------------------------
+
+
+def new_ranges() -> Array:
+    """Memory for struct Ranges, whose first number is the gradient divisor."""
+    return cupy.empty(RANGES.size // 8)
+
+
+def find_ranges(
+    launcher: Launcher, shape: tuple[int, int], vectors: Mapping[str, Array], out: Array,
+    largest_element: float = 1.0, by_factor: bool = False, set_size: int = 1,
+) -> None:  # fmt: skip
+    """Find the gradient divisor, and whether one exponential serves rows and columns."""
+    m, n = shape
+    launcher.launch(
+        "vectors.cu", "ranges", 1, RANGE_THREADS,
+        {
+            "f": dict.fromkeys(SOURCES) | {**vectors}, "m": m, "n": n, "set_size": set_size,
+            "by_factor": by_factor, "largest_element": largest_element, "out": out,
+        },
+    )  # fmt: skip
+
+
+class Factors:
+    """The vectors a, u and v of kernels/cuda/tiled/gradient.cu, and the rounded references."""
+
+    def __init__(
+        self, launcher: Launcher, real: np.dtype[Any], shape: tuple[int, int],
+        sources: Mapping[str, Array], scale: Fields, ranges: Array,
+    ) -> None:  # fmt: skip
+        (m, n), self.ranges = shape, ranges
+        self.row_reference, self.a, self.u = cupy.empty((3, m), real)
+        self.column_reference = self.v = None
+        if sources["column_reference"] is not None:
+            self.column_reference, self.v = cupy.empty((2, n), real)
+        launcher.vectors(
+            "factors", max(m, n), f=sources, m=m, n=n, scale=scale, ranges=ranges,
+            out={
+                "row_reference": self.row_reference, "a": self.a, "u": self.u,
+                "column_reference": self.column_reference, "v": self.v,
+            },
+        )  # fmt: skip
+
+    def fields(self, rows: slice, columns: slice) -> Fields:
+        """The fields of struct Factors for a block."""
+        return {
+            "row_reference": address(self.row_reference, rows.start),
+            "a": address(self.a, rows.start), "u": address(self.u, rows.start),
+            "column_reference": address(self.column_reference, columns.start),
+            "v": address(self.v, columns.start),
+            "one_exponential": self.ranges.data.ptr + RANGES.offset("one_exponential"),
+        }  # fmt: skip
 
 
 # --- accumulators ---------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ inline int __float_as_int(float x) { return device::bits_as<int>(x); }
 inline float __uint_as_float(unsigned x) { return device::bits_as<float>(x); }
 inline float __int_as_float(int x) { return device::bits_as<float>(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }

@@ -1,0 +1,123 @@
+// Distillation: the gradient block and the sums of the losses, once the log-sum-exps of a student and of a teacher are
+// known.
+//
+// With x the product of the student's features, p the student's probability in the softmax of the row and q the
+// teacher's, p' and q' those in the softmax of the column:
+//
+//     P_ij = a_i (p_ij - q_ij) + b_j (p'_ij - q'_ij)
+//
+// A tile yields, for each of its rows, sum_j q_ij x_ij and sum_j (p_ij - q_ij) x_ij, and with COLUMNS the same for each
+// of its columns. Another kernel adds these sums in a fixed order. A tile has two products, one after the other:
+// that of the student's features, and that of the teacher's.
+#define TEACHER 1
+#include "tiled/tile.cuh"
+#include "block/distill.cuh"
+
+// Numbers of a tile for one model.
+struct ModelShared {
+  TileShared tile;
+  FactorsShared factors;
+};
+
+__device__ __forceinline__ void prepare(ModelShared& s, const Factors& f, const Block& b, const Tile& t) {
+  prepare(s.tile, b, t);
+  prepare(s.factors, f, b, t);
+}
+
+// The factors of the losses, and the sums that a tile leaves.
+struct LossShared {
+  Real row_weight[BLOCK_M], column_weight[BLOCK_N];  // a and b
+  Real2 row_sums[WARPS_N][BLOCK_M], column_sums[WARPS_M][BLOCK_N];
+};
+
+__device__ __forceinline__ ColumnFactors column_factors(const FactorsShared& f, int column) {
+  if (!COLUMNS) return {};
+  return {f.column_reference[column], f.v[column]};
+}
+
+// x <- P, from the products x of the student and t of the teacher; the sums of the strip's rows and columns.
+template <bool ONE>
+__device__ __forceinline__ void distill_strip(Products& x, const Products& t, LossShared& s,
+                                              const FactorsShared& student, const FactorsShared& teacher, Real c,
+                                              Real teacher_c, const Position& p) {
+  DistillSums of_columns[LANE_N] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int r = p.row(i);
+    const Real a = s.row_weight[r];
+    const RowFactors row = {student.row_reference[r], student.a[r], COLUMNS ? student.u[r] : 0};
+    const RowFactors teacher_row = {teacher.row_reference[r], teacher.a[r], COLUMNS ? teacher.u[r] : 0};
+    DistillSums of_row = {};
+#pragma unroll
+    for (int j = 0; j < LANE_N; ++j) {
+      const int column = p.column(j);
+      const Real product = x[i][j];
+      const Probabilities of = probabilities<ONE>(product, c, row, column_factors(student, column));
+      const Probabilities wanted = probabilities<ONE>(t[i][j], teacher_c, teacher_row, column_factors(teacher, column));
+      of_row.add(of.in_row, wanted.in_row, product);
+      x[i][j] = a * (of.in_row - wanted.in_row);
+      if (!COLUMNS) continue;
+      of_columns[j].add(of.in_column, wanted.in_column, product);
+      x[i][j] = fma(s.column_weight[column], of.in_column - wanted.in_column, x[i][j]);
+    }
+    const Real2 sums = real2(row_sum(of_row.target), row_sum(of_row.excess));
+    if (p.t == 0) s.row_sums[p.warp_n][r] = sums;
+  }
+  if (!COLUMNS) return;
+#pragma unroll
+  for (int j = 0; j < LANE_N; ++j) {
+    const Real2 sums = real2(column_sum(of_columns[j].target), column_sum(of_columns[j].excess));
+    if (p.g == 0) s.column_sums[p.warp_m][p.column(j)] = sums;
+  }
+}
+
+// The sums of a row or column over `strips`, to `out`.
+template <int STRIPS, int N>
+__device__ __forceinline__ void store_sums(const Real2 (&strips)[STRIPS][N], Real2* out, i64 existing) {
+  for (int i = threadIdx.x; i < N && i < existing; i += TILED_THREADS) {
+    Real2 sums = strips[0][i];
+#pragma unroll
+    for (int w = 1; w < STRIPS; ++w) sums = real2(sums.x + strips[w][i].x, sums.y + strips[w][i].y);
+    out[i] = sums;
+  }
+}
+
+// `row_sums` [column tiles, rows], `column_sums` [row tiles, columns].
+extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
+distill(const __grid_constant__ Block block, const __grid_constant__ Block teacher,
+        const __grid_constant__ Factors factors, const __grid_constant__ Factors teacher_factors,
+        const Real* row_weight, const Real* column_weight, Real2* row_sums, Real2* column_sums,
+        const __grid_constant__ GradientBlock gradient_block) {
+  extern __shared__ __align__(128) char stages[];
+  __shared__ ModelShared of_student, of_teacher;
+  __shared__ LossShared of_loss;
+  const Position p;
+  const Real c = (Real)logit_factor(block.scale.get() * LOG2_E);
+  const Real teacher_c = (Real)logit_factor(teacher.scale.get() * LOG2_E);
+  const bool one_exponential = !COLUMNS || (*factors.one_exponential && *teacher_factors.one_exponential);
+  const i64 rows = block.q.rows, columns = block.k.rows;
+  Pipeline pipeline(block, stages, &teacher);
+  for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
+    prepare(of_student, factors, block, tile);
+    prepare(of_teacher, teacher_factors, teacher, tile);
+    fetch(of_loss.row_weight, row_weight + tile.row, rows - tile.row);
+    if (COLUMNS) fetch(of_loss.column_weight, column_weight + tile.column, columns - tile.column);
+    Products x, t;
+    tile_product(x, pipeline, p);
+    tile_product(t, pipeline, p, true);
+    apply_factors(x, of_student.tile, p);
+    apply_factors(t, of_teacher.tile, p);
+    exclude(x, of_student.tile, block, tile, p);
+    exclude(t, of_teacher.tile, teacher, tile, p);
+    if (one_exponential)
+      distill_strip<true>(x, t, of_loss, of_student.factors, of_teacher.factors, c, teacher_c, p);
+    else distill_strip<false>(x, t, of_loss, of_student.factors, of_teacher.factors, c, teacher_c, p);
+    __syncthreads();  // the writes of all strips' sums come before their reads
+    store_sums(of_loss.row_sums, row_sums + tile.column / BLOCK_N * rows + tile.row, rows - tile.row);
+    if (COLUMNS)
+      store_sums(of_loss.column_sums, column_sums + tile.row / BLOCK_M * columns + tile.column, columns - tile.column);
+    if (!GRADIENT) continue;
+    apply_factors(x, of_student.tile, p);
+    store_gradient_block(x, gradient_block, block, tile, p);
+  }
+}

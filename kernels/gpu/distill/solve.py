@@ -1,0 +1,124 @@
+"""Distillation on a GPU, by kernels: see `infonce.kernels.distill.solve`.
+
+Two log-sum-exp folds, of the student and of the teacher, are those of a loss without positives.
+Then one fold computes the products of both models, and from them the gradients and the rest of the
+losses: the mean of the student's logits under the teacher's softmax, and the gradient of the scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cupy
+
+from ...direction_losses import Direction
+from ...distill.problem import TaughtProblem, models
+from ...epilogues import Statistics, Sums
+from ...problem import Array, Gradients, Problem, fast_replace
+from ...solve import Solution
+from ..device.arguments import readable_by_kernels
+from ..device.launcher import device_properties
+from ..device.launches import Queue
+from ..naive import valid_scale
+from ..schedule import Call, Schedule, tiled_schedule
+from ..tiled.backend import GPU
+from ..tiled.buffers import Buffers
+from ..vectors import ElementwiseVectors, TiledVectors
+from .fold import Distillation, DistillationRun, Teacher
+
+Pair = tuple[Direction, Direction]  # of student and teacher
+
+
+def solve(problem: TaughtProblem, gradients: Gradients | None) -> Solution:
+    """Loss, log-sum-exps and gradients."""
+    problem = _with_one_precision(problem)
+    properties = device_properties(cupy.cuda.Device().id)
+    schedule = tiled_schedule(Call.of(problem, gradients), properties)
+    m = problem.shape[0]
+    positives = cupy.full(m, -1)
+    student, teacher = (
+        readable_by_kernels(fast_replace(model, positives=positives, scale=valid_scale(model)))
+        for model in models(problem)
+    )
+    if isinstance(student.upstream, float):
+        student = fast_replace(student, upstream=cupy.full(m, student.upstream))
+    of_student, of_teacher = _statistics(student), _statistics(teacher)
+    rows = _direction(of_student.rows), _direction(of_teacher.rows)
+    columns = None
+    if of_student.columns is not None and of_teacher.columns is not None:
+        columns = _direction(of_student.columns), _direction(of_teacher.columns)
+    return _solve(student, teacher, schedule, rows, columns, gradients)
+
+
+def _with_one_precision(problem: TaughtProblem) -> TaughtProblem:
+    """The problem in a precision that is accurate for the features of both models."""
+    if problem.compute != "fp64" and problem.teacher_query.dtype != problem.query.dtype:
+        return fast_replace(problem, compute="fp32")
+    return problem
+
+
+def _statistics(model: Problem) -> Statistics:
+    """The sums of a model's exponentials."""
+    gpu = GPU(model)
+    model, stats = gpu.vectors.statistics(model)
+    gpu.run(gpu.schedule.folds, model, stats, None)
+    return stats
+
+
+def _direction(sums: Sums) -> Direction:
+    """The log-sum-exps of rows or of columns, and the reference exponents of their gradient."""
+    no_positives = cupy.full(len(sums.max), -cupy.inf)
+    return ElementwiseVectors().direction(sums, no_positives)
+
+
+def _solve(
+    problem: Problem, teacher_problem: Problem, schedule: Schedule, rows: Pair,
+    columns: Pair | None, gradients: Gradients | None,
+) -> Solution:  # fmt: skip
+    """The solution for known log-sum-exps."""
+    m, n, _ = problem.shape
+    buffers = Buffers(problem, schedule, Queue())
+    vectors = buffers.vectors
+    buffers.prepare(problem)
+    assert schedule.teacher is not None
+    teacher = Teacher(teacher_problem, schedule.teacher, buffers)
+    nans = _row_nans(problem, vectors, False)
+    nans = nans + _row_nans(teacher_problem, vectors, problem.two_sided)
+    weight = (problem.upstream + nans) * problem.scale
+    row_weight, column_weight = problem.row_direction_weight, problem.column_direction_weight
+    row_sums, column_sums = cupy.zeros((2, m)), cupy.zeros((2, n))
+    epilogue = Distillation(
+        rows, columns, row_weight * weight, None if columns is None else column_weight * weight,
+        row_sums, column_sums,
+    )  # fmt: skip
+    for before, fold in zip((None, *schedule.folds), schedule.folds, strict=False):
+        if before is not None and before.dk_accumulator is None:
+            # losses are complete: those of the folds for dK are not counted
+            epilogue = replace(epilogue, row_sums=row_sums.copy(), column_sums=column_sums.copy())
+        DistillationRun(buffers, problem, fold, epilogue, gradients, teacher).run()
+
+    unit = problem.scale * buffers.logit_scale["factor"]  # of logits, for products of operands
+    if buffers.feature_divisors is not None:
+        unit = unit * buffers.feature_divisors[2]
+    losses = row_weight * (rows[0].lse - unit * row_sums[0]) + nans
+    slope = row_weight * row_sums[1]
+    if columns is not None:
+        losses = losses + column_weight * (columns[0].lse - unit * column_sums[0])
+        slope = slope + column_weight * column_sums[1]
+    log_scale_grad = problem.upstream * (unit * slope + nans) if problem.scalar_grads else None
+    loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, None, None)
+    column_lse = None if columns is None else columns[0].lse
+    return Solution(losses, rows[0].lse, column_lse, scale_grad=scale_grad, loss=loss)
+
+
+def _row_nans(problem: Problem, vectors: TiledVectors, queries_spoil_all: bool) -> Array:
+    """[M] NaN for rows whose loss depends on a feature of a model that is not finite, else 0.
+
+    Such a query spoils its own row, or all rows; such a key spoils all rows.
+    """
+    any_key = cupy.zeros(1)
+    rows = vectors.find_row_nans(problem, any_key)
+    if queries_spoil_all:
+        queries = fast_replace(problem, key=problem.query, symmetric=True)
+        vectors.find_row_nans(queries, any_key)
+    return vectors.add_nans(cupy.zeros(problem.shape[0]), rows, any_key)
