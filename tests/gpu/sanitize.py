@@ -112,6 +112,10 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
         for dtype in ("float64", "float32", "bfloat16"):
             for d in (40, 1100):
                 yield loss, dtype, "auto", 300, d, {"method": "tiled", pairs: True, "groups": True}
+    # a teacher of as many features, in kernels of every kind
+    for dtype in ("float64", "float32", "bfloat16"):
+        for d in (40, 1100):
+            yield "distill", dtype, "auto", 300, d, {"normalize": d == 40}
     offload = {"offload": True, "workspace": 2**20, "label_smoothing": 0.1}
     yield "clip", "float32", "auto", 300, 40, offload
 
@@ -155,7 +159,7 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
         # the last line of a process that was killed tells its call
         print(loss, dtype, precision, rows, d, given, flush=True)
         options = dict(given)
-        sides = 1 if loss in ONE_SIDE else 2
+        sides = {"distill": 4}.get(loss, 1 if loss in ONE_SIDE else 2)
         z = [(rng.standard_normal((rows, d)) / d**0.5).astype(dtype) for _ in range(sides)]
         if not options.get("offload"):
             z = [cupy.asarray(x) for x in z]

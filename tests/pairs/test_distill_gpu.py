@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, dtype_of
+from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, PRODUCT, dtype_of
 from infonce.kernels.gpu.device.launcher import device_properties
 from infonce.kernels.gpu.schedule import Call, tiled_schedule
 
@@ -29,19 +29,22 @@ def placed(args: list[np.ndarray], dtype: str = "float64") -> list[Any]:
     return [cupy.asarray(z.astype(dtype_of(dtype))) for z in args]
 
 
-def check(got: Any, want: reference.Reference, loss_bound: float, bound: float) -> None:
-    """Loss, log-sum-exps and gradients; errors of gradients are relative to what cancels."""
-    np.testing.assert_allclose(float(got.loss), want.loss, rtol=loss_bound)
-    found = got.lse if isinstance(got.lse, tuple) else (got.lse,)
-    for have, expected in zip(
-        found, want.lse if isinstance(want.lse, tuple) else (want.lse,), strict=True
-    ):
-        np.testing.assert_allclose(have.get(), expected, rtol=loss_bound, atol=loss_bound)
+def check(got: Any, want: reference.Reference, args: list[np.ndarray], precision: str) -> None:
+    """Loss, log-sum-exps and gradients in float32. Where probabilities of student and teacher
+    cancel, the error of a gradient is relative to these."""
+    bound, logit = LOSS_BOUND[precision], 10.0
+    np.testing.assert_allclose(float(got.loss), want.loss, rtol=bound, atol=PRODUCT[precision])
+    assert got.loss >= 0
+    sides = [lse if isinstance(lse, tuple) else (lse,) for lse in (got.lse, want.lse)]
+    for have, expected in zip(*sides, strict=True):
+        np.testing.assert_allclose(have.get(), expected, rtol=bound, atol=bound)
+    terms = 8 * logit * max(float(np.linalg.norm(z, axis=1).max()) for z in args[:2])
     for name, gradient in want.grads.items():
-        have = getattr(got.grads, name)
-        if have is not None:
+        if (have := getattr(got.grads, name)) is not None:
             error = np.linalg.norm(have.get().astype(np.float64) - gradient)
-            assert error <= bound * np.linalg.norm(gradient), (name, error)
+            limit = (GRAD_BOUND[precision] + 2.0**-23) * np.linalg.norm(gradient)
+            rounded = 8 * PRODUCT[precision] * (1 + logit) * terms / len(want.losses) ** 0.5
+            assert error <= limit + rounded, (name, error, limit, rounded)
 
 
 # (devices of the stand-in, dtype, precision); device 2 has the portable kernels
@@ -64,7 +67,7 @@ def test_precisions(
         got = infonce.distill_loss_and_grad(
             *placed(args, dtype), precision=precision, grad_dtype=np.float32, **options
         )
-        check(got, want, LOSS_BOUND[precision], 2 * GRAD_BOUND[precision])
+        check(got, want, args, precision)
 
 
 @pytest.mark.parametrize("scale", [2.0, 80.0])
@@ -76,12 +79,12 @@ def test_blocks(m: int, n: int, scale: float) -> None:
     wide = placed(args)
     for workspace in (None, 2**17 if m > 100 else 2**16):
         given = {"workspace": workspace, "grad_dtype": np.float32, **options}
-        check(infonce.distill_loss_and_grad(*wide, **given), want, 1e-12, 1e-6)
+        check(infonce.distill_loss_and_grad(*wide, **given), want, args, "fp64")
         got = infonce.distill_loss_and_grad(*wide, wrt="key", **given)
         np.testing.assert_allclose(got.grads.key.get(), want.grads["key"], rtol=1e-4, atol=1e-6)
         got = infonce.distill_loss_and_grad(*wide, wrt=("query", "scale"), **given)
         assert got.grads.key is None
-        check(got, want, 1e-12, 1e-6)
+        check(got, want, args, "fp64")
 
 
 @pytest.mark.parametrize("method", ["auto", "fused", "naive", "tiled"])
@@ -92,7 +95,7 @@ def test_methods_reductions_and_weights(method: str) -> None:
     got = infonce.distill_loss_and_grad(*wide, weights=cupy.asarray(weights), **options)
     del options["method"]
     want = reference.distill(*args, weights=weights / weights.sum(), **options)
-    check(got, want, 1e-12, 1e-11)
+    check(got, want, args, "fp64")
     options["method"] = method
     each = infonce.distill_loss(*wide, reduction="none", **options)
     np.testing.assert_allclose(each.get(), want.losses, rtol=1e-12)
@@ -110,16 +113,14 @@ def test_dtypes_of_teachers(dtypes: tuple[str, str]) -> None:
     given[3] = cupy.asarray(np.asfortranarray(args[3].astype(np.float32)))
     want = reference.distill(*(z.get().astype(np.float64) for z in given), scale=5.0)
     got = infonce.distill_loss_and_grad(*given, scale=5.0, grad_dtype=np.float32)
-    check(got, want, 2e-6, 1e-5)
+    check(got, want, args, "fp32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_teacher_equal_to_the_student_gives_no_gradient(dtype: str) -> None:
     query, key = placed(features(140, 140)[:2], dtype)
     for two_sided in (True, False):
-        got = infonce.distill_loss_and_grad(
-            query, key, query, key, scale=20.0, two_sided=two_sided
-        )
+        got = infonce.distill_loss_and_grad(query, key, query, key, scale=20.0, two_sided=two_sided)
         for gradient in got.grads:
             assert not gradient.get().any()
 
@@ -131,9 +132,7 @@ def test_a_value_that_is_not_finite_makes_losses_nan(at: int, bad: float) -> Non
     args[at][2, 1] = bad
     options: dict[str, Any] = {"scale": 2.0}
     assert np.isnan(infonce.distill_loss(*placed(args), **options).get())
-    got = infonce.distill_loss_and_grad(
-        *placed(args), reduction="none", two_sided=False, **options
-    )
+    got = infonce.distill_loss_and_grad(*placed(args), reduction="none", two_sided=False, **options)
     spoiled = (np.arange(6) == 2) | (at % 2 == 1)
     np.testing.assert_array_equal(np.isnan(got.loss.get()), spoiled)
     assert np.isnan(got.grads.query.get()[spoiled]).all()
@@ -147,9 +146,9 @@ def test_the_workspace_is_a_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
         select, "solve_distillation", lambda *given: found.append(given) or solve(*given)
     )
     wide = placed(features(300, 300), "float32")
-    infonce.distill_loss_and_grad(*wide, scale=2.0, workspace=2**20)
+    infonce.distill_loss_and_grad(*wide, scale=2.0, workspace=2**19)
     schedule = tiled_schedule(Call.of(*found[0]), device_properties(cupy.cuda.Device().id))
-    assert schedule.workspace <= 2**20
+    assert schedule.workspace <= 2**19
     assert len(schedule.folds[0].grid) > 1
 
 

@@ -5,6 +5,9 @@
 #ifndef COLUMNS
 #define COLUMNS 1  // columns have a softmax, too
 #endif
+#ifndef GRADIENT
+#define GRADIENT 1  // kernels that add up losses also write the gradient block
+#endif
 constexpr int K_SLICE = 128;  // bytes of a row that a stage of a pipeline holds
 // One side of the products: rows of `width` bytes, 16-byte aligned.
 struct Operand {

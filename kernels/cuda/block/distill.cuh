@@ -7,13 +7,10 @@
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// The probability of a pair in the softmax of its row, and in that of its column.
-struct Probabilities {
-  Real in_row, in_column;
-};
+// The product of a pair outside of the matrix. Its logit c x is finite, and far below all others.
+__device__ __forceinline__ Real outside_product(Real c) { return -fmin((Real)0x1p126, (Real)0x1p100 / c); }
 
-// The factors of a row and of a column. All terms of a gradient are made of them (tiled/gradient.cu), with factors
-// of losses that are 1.
+// The factors of a row and of a column, as tiled/gradient.cu has them for losses with the weight 1.
 struct RowFactors {
   Real reference, a, u;
 };
@@ -21,23 +18,33 @@ struct ColumnFactors {
   Real reference, v;
 };
 
-// Of the product x of one model. ONE: one exponential serves row and column.
+// Of a pair and one model: the probabilities in the softmax of the row and in that of the column, and the exponents
+// c x - reference, which are the logarithms of these probabilities but for corrections by `a` and `v`.
+struct Probabilities {
+  Real in_row, in_column, row_exponent, column_exponent;
+};
+
+// From the product x. ONE: one exponential serves row and column.
 template <bool ONE>
 __device__ __forceinline__ Probabilities probabilities(Real x, Real c, const RowFactors& row,
                                                        const ColumnFactors& column) {
-  const Real e = exp2_(fma(c, x, -row.reference));
-  Probabilities p = {rounded_product(e, row.a), 0};
-  if (COLUMNS && ONE) p.in_column = rounded_product(e, row.u * column.v);
-  if (COLUMNS && !ONE) p.in_column = rounded_product(exp2_(fma(c, x, -column.reference)), column.v);
+  Probabilities p = {};
+  p.row_exponent = fma(c, x, -row.reference);
+  const Real e = exp2_(p.row_exponent);
+  p.in_row = rounded_product(e, row.a);
+  if (!COLUMNS) return p;
+  p.column_exponent = fma(c, x, -column.reference);
+  p.in_column = ONE ? rounded_product(e, row.u * column.v) : rounded_product(exp2_(p.column_exponent), column.v);
   return p;
 }
 
-// Sums of a row over its pairs, or of a column, for the loss and the gradient of the scale: of the teacher's
-// probabilities times the student's products, and of the differences of probabilities times these products.
+// Sums of a row over its pairs, or of a column. With p and q the probabilities of student and teacher and y the
+// student's exponent: q y, for the loss; (p - q) y, for the gradient of the scale. An error of q has little weight in
+// both where y is small, as it is for probable pairs.
 struct DistillSums {
   Real target, excess;
-  __device__ __forceinline__ void add(Real probability, Real teacher_probability, Real x) {
-    target = fma(teacher_probability, x, target);
-    excess = fma(probability - teacher_probability, x, excess);
+  __device__ __forceinline__ void add(Real p, Real q, Real y) {
+    target = fma(q, y, target);
+    excess = fma(p - q, y, excess);
   }
 };

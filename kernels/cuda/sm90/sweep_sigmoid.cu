@@ -3,9 +3,6 @@
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/strip.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT 1
-#endif
 
 // Most tiles have no logit near 0. Where all base-2 logits z of a tile are below CALM, series in e = 2^z up
 // to e^5 replace the division. Where all are below CALMER and P has 16 bits, series up to e^2 suffice: their

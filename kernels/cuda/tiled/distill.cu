@@ -1,14 +1,15 @@
 // Distillation: the gradient block and the sums of the losses, once the log-sum-exps of a student and of a teacher are
 // known.
 //
-// With x the product of the student's features, p the student's probability in the softmax of the row and q the
-// teacher's, p' and q' those in the softmax of the column:
+// With p the student's probability in the softmax of the row and q the teacher's, p' and q' those in the softmax of
+// the column:
 //
 //     P_ij = a_i (p_ij - q_ij) + b_j (p'_ij - q'_ij)
+//     loss of row i = -sum_j q_ij log p_ij
 //
-// A tile yields, for each of its rows, sum_j q_ij x_ij and sum_j (p_ij - q_ij) x_ij, and with COLUMNS the same for each
-// of its columns. Another kernel adds these sums in a fixed order. A tile has two products, one after the other:
-// that of the student's features, and that of the teacher's.
+// A tile yields the sums of block/distill.cuh for each of its rows, and with COLUMNS for each of its columns. Another
+// kernel adds these sums in a fixed order. A tile has two products, one after the other: that of the student's
+// features, and that of the teacher's.
 #define TEACHER 1
 #include "tiled/tile.cuh"
 #include "block/distill.cuh"
@@ -51,13 +52,12 @@ __device__ __forceinline__ void distill_strip(Products& x, const Products& t, Lo
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const int column = p.column(j);
-      const Real product = x[i][j];
-      const Probabilities of = probabilities<ONE>(product, c, row, column_factors(student, column));
+      const Probabilities of = probabilities<ONE>(x[i][j], c, row, column_factors(student, column));
       const Probabilities wanted = probabilities<ONE>(t[i][j], teacher_c, teacher_row, column_factors(teacher, column));
-      of_row.add(of.in_row, wanted.in_row, product);
+      of_row.add(of.in_row, wanted.in_row, of.row_exponent);
       x[i][j] = a * (of.in_row - wanted.in_row);
       if (!COLUMNS) continue;
-      of_columns[j].add(of.in_column, wanted.in_column, product);
+      of_columns[j].add(of.in_column, wanted.in_column, of.column_exponent);
       x[i][j] = fma(s.column_weight[column], of.in_column - wanted.in_column, x[i][j]);
     }
     const Real2 sums = real2(row_sum(of_row.target), row_sum(of_row.excess));
@@ -69,6 +69,15 @@ __device__ __forceinline__ void distill_strip(Products& x, const Products& t, Lo
     const Real2 sums = real2(column_sum(of_columns[j].target), column_sum(of_columns[j].excess));
     if (p.g == 0) s.column_sums[p.warp_m][p.column(j)] = sums;
   }
+}
+
+// Products outside of the matrix become `instead`.
+__device__ __forceinline__ void leave_out(Products& x, Real instead, i64 rows, i64 columns, const Position& p) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < LANE_N; ++j)
+      if (p.row(i) >= rows || p.column(j) >= columns) x[i][j] = instead;
 }
 
 // The sums of a row or column over `strips`, to `out`.
@@ -92,30 +101,32 @@ distill(const __grid_constant__ Block block, const __grid_constant__ Block teach
   __shared__ ModelShared of_student, of_teacher;
   __shared__ LossShared of_loss;
   const Position p;
-  const Real c = (Real)logit_factor(block.scale.get() * LOG2_E);
-  const Real teacher_c = (Real)logit_factor(teacher.scale.get() * LOG2_E);
+  const Real c = (Real)(block.scale.get() * LOG2_E), teacher_c = (Real)(teacher.scale.get() * LOG2_E);
   const bool one_exponential = !COLUMNS || (*factors.one_exponential && *teacher_factors.one_exponential);
   const i64 rows = block.q.rows, columns = block.k.rows;
   Pipeline pipeline(block, stages, &teacher);
   for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
+    const i64 rows_here = rows - tile.row, columns_here = columns - tile.column;
     prepare(of_student, factors, block, tile);
     prepare(of_teacher, teacher_factors, teacher, tile);
-    fetch(of_loss.row_weight, row_weight + tile.row, rows - tile.row);
-    if (COLUMNS) fetch(of_loss.column_weight, column_weight + tile.column, columns - tile.column);
+    fetch(of_loss.row_weight, row_weight + tile.row, rows_here);
+    if (COLUMNS) fetch(of_loss.column_weight, column_weight + tile.column, columns_here);
     Products x, t;
     tile_product(x, pipeline, p);
     tile_product(t, pipeline, p, true);
     apply_factors(x, of_student.tile, p);
     apply_factors(t, of_teacher.tile, p);
-    exclude(x, of_student.tile, block, tile, p);
-    exclude(t, of_teacher.tile, teacher, tile, p);
+    if (rows_here < BLOCK_M || columns_here < BLOCK_N) {
+      leave_out(x, outside_product(c), rows_here, columns_here, p);
+      leave_out(t, outside_product(teacher_c), rows_here, columns_here, p);
+    }
     if (one_exponential)
       distill_strip<true>(x, t, of_loss, of_student.factors, of_teacher.factors, c, teacher_c, p);
     else distill_strip<false>(x, t, of_loss, of_student.factors, of_teacher.factors, c, teacher_c, p);
     __syncthreads();  // the writes of all strips' sums come before their reads
-    store_sums(of_loss.row_sums, row_sums + tile.column / BLOCK_N * rows + tile.row, rows - tile.row);
+    store_sums(of_loss.row_sums, row_sums + tile.column / BLOCK_N * rows + tile.row, rows_here);
     if (COLUMNS)
-      store_sums(of_loss.column_sums, column_sums + tile.row / BLOCK_M * columns + tile.column, columns - tile.column);
+      store_sums(of_loss.column_sums, column_sums + tile.row / BLOCK_M * columns + tile.column, columns_here);
     if (!GRADIENT) continue;
     apply_factors(x, of_student.tile, p);
     store_gradient_block(x, gradient_block, block, tile, p);

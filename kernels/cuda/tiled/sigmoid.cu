@@ -14,9 +14,6 @@
 // v_ij softplus(-z_ij) and P_ij = -v_ij a_i sigmoid(-z_ij). These positives are in the sums and in P.
 #include "tiled/tile.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT 1
-#endif
 
 struct SigmoidShared {
   Real a[BLOCK_M];

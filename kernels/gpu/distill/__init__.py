@@ -1,1 +1,1 @@
-"""Distillation on a GPU: log-sum-exps of student and teacher, then one fold for losses and gradients."""
+"""Distillation on a GPU: the passes of a call with a student and a teacher."""

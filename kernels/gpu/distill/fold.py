@@ -13,8 +13,13 @@ from ..schedule import Fold, Operands
 from ..tiled.buffers import Buffers
 from ..tiled.gradient import GradientRun
 from ..tiled.operands import (
-    SOURCES, Factors, OperandSide, find_feature_divisors, find_ranges, new_ranges,
-)  # fmt: skip
+    SOURCES,
+    Factors,
+    OperandSide,
+    find_feature_divisors,
+    find_ranges,
+    new_ranges,
+)
 from ..vectors import Scalars
 
 
@@ -30,26 +35,39 @@ class Teacher:
         self.feature_divisors = find_feature_divisors(
             launcher, [self.query, self.key], buffers.schedule.device.multiprocessors
         )
-        self._scalars = Scalars(launcher, problem)
+        self._scalars = Scalars(launcher, problem)  # holds the array of the scale
         self.logit_scale = self._scalars.scale | {
-            "factor": 1, "feature_divisors": address(self.feature_divisors, 2),
-        }  # fmt: skip
+            "feature_divisors": address(self.feature_divisors, 2)
+        }
 
 
 @dataclass
 class Distillation:
-    """The epilogue: directions of student and teacher, weights of losses, sums of losses."""
+    """The epilogue: factors of probabilities, weights of losses, and the sums of losses."""
 
-    rows: tuple[Direction, Direction]  # of the student, and of the teacher
-    columns: tuple[Direction, Direction] | None  # of a two-sided loss
-    row_weight: Array  # [M] float64: dloss / d(row's loss), times the scale
-    column_weight: Array | None  # [N]
-    # [2, M] float64 out. For each row, the sums over its pairs of the teacher's probability times
-    # the student's product of features, and of the difference of probabilities times this product
-    row_sums: Array
+    factors: tuple[Factors, Factors]  # of the student, and of the teacher
+    row_weight: Array  # [M] float64: dL / d(loss of the row), times the scale
+    column_weight: Array | None  # [N] of a two-sided loss
+    row_sums: Array  # [2, M] float64 out: the sums of kernels/cuda/block/distill.cuh
     column_sums: Array  # [2, N]
 
     phase = "gradient"
+
+
+def probability_factors(
+    buffers: Buffers, rows: Direction, columns: Direction | None, scale: Fields
+) -> Factors:
+    """The factors of the probabilities of a model whose logits have a `scale` (struct Scale)."""
+    m, n, ranges = len(rows.reference), 0, new_ranges()
+    sources = dict.fromkeys(SOURCES)
+    sources |= {"row_reference": rows.reference, "row_factor": cupy.ones(m)}
+    if columns is not None:
+        n = len(columns.reference)
+        sources |= {"column_reference": columns.reference, "column_factor": cupy.ones(n)}
+    find_ranges(
+        buffers.launcher, (m, n), sources, ranges
+    )  # no divisor: probabilities are at most 1
+    return Factors(buffers.launcher, buffers.real, (m, n), sources, scale, ranges)
 
 
 class DistillationRun(GradientRun):
@@ -63,37 +81,12 @@ class DistillationRun(GradientRun):
         self.epilogue, self.teacher = epilogue, teacher
         m, n, _ = problem.shape
         self.positive_gradient = cupy.zeros(m)
-        column_references = [None, None]
-        if epilogue.columns is not None:
-            column_references = [each.reference for each in epilogue.columns]
-        self.find_ranges(
-            m, n, by_factor=True, row_factor=epilogue.row_weight,
-            column_reference=column_references[0], column_factor=epilogue.column_weight,
-        )  # fmt: skip
+        # columns have the weights of rows
+        self.find_ranges(m, n, by_factor=True, row_factor=epilogue.row_weight)
         self.row_weight = self.divided(epilogue.row_weight)
         self.column_weight = None
         if epilogue.column_weight is not None:
             self.column_weight = self.divided(epilogue.column_weight)
-        self.factors = [
-            self.probability_factors(rows.reference, columns, scale)
-            for rows, columns, scale in zip(
-                epilogue.rows, column_references, (self.scale, teacher.logit_scale), strict=True
-            )
-        ]
-
-    def probability_factors(
-        self, row_reference: Array, column_reference: Array | None, scale: Fields
-    ) -> Factors:
-        """The factors of probabilities, which have no weights, and 1 as their divisor."""
-        m, n, _ = self.problem.shape
-        ranges = new_ranges()
-        sources = dict.fromkeys(SOURCES) | {
-            "row_reference": row_reference, "row_factor": cupy.ones(m),
-            "column_reference": column_reference,
-            "column_factor": None if column_reference is None else cupy.ones(n),
-        }  # fmt: skip
-        find_ranges(self.launcher, (m, n), sources, ranges)
-        return Factors(self.launcher, self.buffers.real, (m, n), sources, scale, ranges)
 
     def divided(self, weight: Array) -> Array:
         """Weights divided by the gradient divisor."""
@@ -104,11 +97,10 @@ class DistillationRun(GradientRun):
         return out
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
-        of_student, of_teacher = (each.fields(rows, columns) for each in self.factors)
+        of_student, of_teacher = (each.fields(rows, columns) for each in self.epilogue.factors)
         arguments = {
-            "teacher": self.teacher_fields(rows, columns),
-            "factors": of_student, "teacher_factors": of_teacher,
-            "row_weight": address(self.row_weight, rows.start),
+            "teacher": self.teacher_fields(rows, columns), "factors": of_student,
+            "teacher_factors": of_teacher, "row_weight": address(self.row_weight, rows.start),
             "column_weight": address(self.column_weight, columns.start),
             "row_sums": self.memory["row_partials"],
             "column_sums": self.memory.get("column_partials"),
@@ -136,8 +128,9 @@ class DistillationRun(GradientRun):
     def add_sums(self, side: str, slots: int, sums: Array, part: slice) -> None:
         """Add the sums of a block's tiles to those of its rows, or of its columns."""
         n, (target, excess) = part.stop - part.start, sums
+        no_divisor = self.epilogue.factors[0].ranges
         self.launcher.vectors(
             "add_pairs", n, pairs=self.memory[f"{side}_partials"], z=None, slots=slots, stride=n,
-            n=n, gradient_divisor=self.factors[0].ranges, scale=self.scale, a=address(target, part.start),
+            n=n, gradient_divisor=no_divisor, scale=self.scale, a=address(target, part.start),
             b=address(excess, part.start), c=None,
         )  # fmt: skip

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import cupy
+import numpy as np
 
 from ...direction_losses import Direction
 from ...distill.problem import TaughtProblem, models
 from ...epilogues import Statistics, Sums
-from ...problem import Array, Gradients, Problem, fast_replace
+from ...problem import LN_2, LOG2_E, Array, Gradients, Problem, fast_replace
 from ...solve import Solution
 from ..device.arguments import readable_by_kernels
 from ..device.launcher import device_properties
@@ -24,7 +25,7 @@ from ..schedule import Call, Schedule, tiled_schedule
 from ..tiled.backend import GPU
 from ..tiled.buffers import Buffers
 from ..vectors import ElementwiseVectors, TiledVectors
-from .fold import Distillation, DistillationRun, Teacher
+from .fold import Distillation, DistillationRun, Teacher, probability_factors
 
 Pair = tuple[Direction, Direction]  # of student and teacher
 
@@ -85,11 +86,16 @@ def _solve(
     nans = _row_nans(problem, vectors, False)
     nans = nans + _row_nans(teacher_problem, vectors, problem.two_sided)
     weight = (problem.upstream + nans) * problem.scale
+    pairs = zip(rows, columns or (None, None), strict=True)
+    factors = [
+        probability_factors(buffers, *pair, scale)
+        for pair, scale in zip(pairs, (buffers.logit_scale, teacher.logit_scale), strict=True)
+    ]
     row_weight, column_weight = problem.row_direction_weight, problem.column_direction_weight
     row_sums, column_sums = cupy.zeros((2, m)), cupy.zeros((2, n))
     epilogue = Distillation(
-        rows, columns, row_weight * weight, None if columns is None else column_weight * weight,
-        row_sums, column_sums,
+        (factors[0], factors[1]), row_weight * weight,
+        None if columns is None else column_weight * weight, row_sums, column_sums,
     )  # fmt: skip
     for before, fold in zip((None, *schedule.folds), schedule.folds, strict=False):
         if before is not None and before.dk_accumulator is None:
@@ -97,18 +103,37 @@ def _solve(
             epilogue = replace(epilogue, row_sums=row_sums.copy(), column_sums=column_sums.copy())
         DistillationRun(buffers, problem, fold, epilogue, gradients, teacher).run()
 
-    unit = problem.scale * buffers.logit_scale["factor"]  # of logits, for products of operands
-    if buffers.feature_divisors is not None:
-        unit = unit * buffers.feature_divisors[2]
-    losses = row_weight * (rows[0].lse - unit * row_sums[0]) + nans
-    slope = row_weight * row_sums[1]
+    row_loss, slope = _losses(problem, buffers, row_sums, factors[0].row_reference, rows[0])
+    losses, slope = row_weight * row_loss + nans, row_weight * slope
+    log_scale_grad = column_lse = None
     if columns is not None:
-        losses = losses + column_weight * (columns[0].lse - unit * column_sums[0])
-        slope = slope + column_weight * column_sums[1]
-    log_scale_grad = problem.upstream * (unit * slope + nans) if problem.scalar_grads else None
+        column_loss, column_slope = _losses(
+            problem, buffers, column_sums, factors[0].column_reference, columns[0]
+        )
+        losses = losses + column_weight * column_loss
+        slope, column_lse = slope + column_weight * column_slope, columns[0].lse
+    if problem.scalar_grads:
+        log_scale_grad = problem.upstream * (slope + nans)
     loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, None, None)
-    column_lse = None if columns is None else columns[0].lse
     return Solution(losses, rows[0].lse, column_lse, scale_grad=scale_grad, loss=loss)
+
+
+def _losses(
+    problem: Problem, buffers: Buffers, sums: Array, exponent: Array, direction: Direction
+) -> tuple[Array, Array]:
+    """Losses of rows, or of columns, and d loss / d log(scale), from complete sums.
+
+    Kernels round the factor c of base-2 logits and the reference `exponent`, in float32. The loss
+    is that of the logarithms of probabilities without this rounding.
+    """
+    c = problem.scale if isinstance(problem.scale, cupy.ndarray) else np.float64(problem.scale)
+    c = c * (LOG2_E * buffers.logit_scale["factor"])
+    if buffers.feature_divisors is not None:
+        c = buffers.feature_divisors[2] * c
+    unrounded = c / c.astype(buffers.real)
+    rest = exponent * unrounded - direction.reference
+    losses = -LN_2 * (unrounded * sums[0] + rest)
+    return cupy.maximum(losses, 0.0), LN_2 * sums[1]
 
 
 def _row_nans(problem: Problem, vectors: TiledVectors, queries_spoil_all: bool) -> Array:

@@ -146,9 +146,9 @@ class Call:
             if dq is None and gradients.want_query:  # of a later fold: it adds to dQ in float32
                 m, _, d = problem.shape
                 dq = Matrix.packed(m, d, "float32")
-        teacher = None, None
+        teacher: tuple[Array, Array] = (None, None)
         if isinstance(problem, TaughtProblem):
-            teacher = Matrix.of(problem.teacher_query), Matrix.of(problem.teacher_key)
+            teacher = problem.teacher_query, problem.teacher_key
         classes = problem.classes
         sums = None if classes is None else classes.in_sums
         return Call(
@@ -158,7 +158,8 @@ class Call:
             problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
             problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
             problem.has_limits, problem.limits is not None,
-            _matrix_of(problem.guide_query), _matrix_of(problem.guide_key), *teacher,
+            _matrix_of(problem.guide_query), _matrix_of(problem.guide_key),
+            _matrix_of(teacher[0]), _matrix_of(teacher[1]),
             bool(problem.margin or problem.decoupled or problem.hardness),
             problem.weights is not None, problem.label_smoothing != 0.0, classes is not None,
             0 if sums is None else sums.count, problem.joint, problem.retrieval_ranks,

@@ -218,7 +218,9 @@ def choose_teacher(call: Call, operands: Operands) -> Operands:
     query, key = (
         choose_rows(call, z, operands.precision) for z in (call.teacher_query, call.teacher_key)
     )
-    return replace(operands, query=query, key=key, width=product_bytes(operands.precision, query, key))
+    return replace(
+        operands, query=query, key=key, width=product_bytes(operands.precision, query, key)
+    )
 
 
 def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:

@@ -352,7 +352,7 @@ class Folds:
             return self.kernel("sweep_online", shape, **self.moments)
         if purpose is Purpose.DISTILLATION:
             columns, gradient = int(self.two_sided), int(wanted)
-            return self.kernel("distill", shape, COLUMNS=columns, GRADIENT=gradient, MOMENTS=1)
+            return self.kernel("distill", shape, COLUMNS=columns, GRADIENT=gradient)
         if purpose is Purpose.SIGMOID:
             name = "sigmoid" if tiled else "sweep_sigmoid"
             return self.kernel(name, shape, GRADIENT=int(wanted), **self.moments)

@@ -18,9 +18,17 @@ from ..schedule import CACHED_COLUMNS, Fold
 from .buffers import Buffers
 from .fold import FoldRun
 from .operands import (
-    NO_GRADIENT_BLOCK, RANGE_THREADS, SOURCES, Accumulator, CachedExponentials, Factors,
-    GradientBlock, Operand, find_ranges, new_ranges,
-)  # fmt: skip
+    NO_GRADIENT_BLOCK,
+    RANGE_THREADS,
+    SOURCES,
+    Accumulator,
+    CachedExponentials,
+    Factors,
+    GradientBlock,
+    Operand,
+    find_ranges,
+    new_ranges,
+)
 
 # A gradient block is divided by its gradient divisor, which brings the largest element near this
 # number, because float16 overflows at 65504. The factors that normalise two rows are at most 2
@@ -316,7 +324,9 @@ class SoftmaxRun(GradientRun):
                 {"row_reference": sources["row_reference"], "column_reference": column_reference,
                  "m": m, "n": n, "out": self.ranges},
             )  # fmt: skip
-        self.factors = Factors(self.launcher, buffers.real, (m, n), sources, self.scale, self.ranges)
+        self.factors = Factors(
+            self.launcher, buffers.real, (m, n), sources, self.scale, self.ranges
+        )
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         factors, cached, wanted = self.factors.fields(rows, columns), self.buffers.cached, None
