@@ -29,7 +29,6 @@ from infonce.kernels.epilogues import (
     Statistics,
     Sums,
     arrays_of,
-    retrieval_ranks_of,
     sums_of,
 )
 from infonce.kernels.grid import Grid
@@ -69,8 +68,8 @@ class FoldsOverRanks:
         self.positives_are_local = pairs and not labelled
         m = len(problem.query)
         if gradients is not None and problem.scale_grad_from_dots:
-            gradients.dots = vectors.zeros(m if gradients.want_query else keys.total)
-        self.all_nans = vectors.zeros(m + 1)
+            gradients.dots = vectors.zero_vector(m if gradients.want_query else keys.total)
+        self.all_nans = vectors.zero_vector(m + 1)
         self.not_finite = NotFinite(self.all_nans[:m], self.all_nans[m:])
         self.local: dict[bool, Array] = {}  # kept by `_positives`
 
@@ -135,7 +134,7 @@ class FoldsOverRanks:
     ) -> tuple[SegmentSums, SegmentSums | None]:
         """See `infonce.kernels.linear.Summing`; segments are ids that mean the same on all
         ranks."""
-        zeros = self.vectors.zeros
+        zeros = self.vectors.zero_vector
         rows, column_sums = (SegmentSums(zeros(n), zeros(n), zeros(n)) for n in problem.shape[:2])
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
@@ -182,7 +181,7 @@ class FoldsOverRanks:
         if isinstance(epilogue, Statistics):
             self._statistics(problem, epilogue)
             if epilogue.row_rank is not None:
-                self._ranks(problem, retrieval_ranks_of(epilogue, problem))
+                self._ranks(problem, epilogue.retrieval_ranks)
         elif gradients is None:
             assert isinstance(epilogue, Sigmoid)
 

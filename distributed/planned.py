@@ -8,7 +8,7 @@ from infonce.kernels.gpu import plan, recorded
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.shard import QueuedVectors
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
-from infonce.kernels.solve import Solution, solve
+from infonce.kernels.solve import Solution, solve_by_folds
 
 from .communicators.base import Communicator
 from .exchanges.arrays import key_arrays
@@ -69,7 +69,7 @@ def _build(
         problem, gradients, keys.starts[ranks.rank], keys, gather, fold_block, False,
         vectors, sum_dtype_of(problem),
     )  # fmt: skip
-    result = solve(problem, folds, gradients)
+    result = solve_by_folds(problem, folds, gradients)
     return {
         "losses": result.losses if problem.common_share is None else None,
         "row_lse": result.row_lse, "column_lse": result.column_lse,

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 from infonce.kernels.direction_losses import weighted
-from infonce.kernels.distill.problem import TaughtProblem
-from infonce.kernels.distill.solve import solve as solve_distillation
+from infonce.kernels.distill.solve import solver_by_folds
 from infonce.kernels.linear import partners
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
 from infonce.kernels.sigmoid.positives import count_positives, weigh_positives
-from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
+from infonce.kernels.solve import Backend, Solution, Vectors, fold_block
 
 from infonce.checks.call import Request
 from infonce.checks.rows import row_weights
@@ -73,8 +72,7 @@ def solution(
     elif problem.symmetric and labelled:
         wrong = unpaired(folds, problem, first)
         run_on_all_ranks(ranks, lambda: require_pairs(problem, *wrong))
-    taught = isinstance(problem, TaughtProblem)
-    result = (solve_distillation if taught else solve)(problem, folds, gradients)
+    result = solver_by_folds(problem)(problem, folds, gradients)
     if result.loss is None and request.reduction != "none":
         result.loss = weighted(xp, result.losses, problem.row_shares).sum()
     sums = totals(

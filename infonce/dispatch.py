@@ -93,7 +93,7 @@ def _in_one_pass(
         request = check(kind, features, labels, bias, others, with_grad=with_grad)
         if request.offload:
             return None
-        from .kernels.prefixes.solve import solve as solve_prefixes
+        from .kernels.prefixes.solve import solve_prefixes
 
         try:
             solution = solve_prefixes(request.problem, request.gradients, parts)

@@ -1,20 +1,25 @@
 """The step between the folds: from complete sums to losses and the vectors of the gradient fold.
 
 Losses and options differ in their targets (`targets`), in the sums that belong together, and in
-linear terms (`linear`). This step is mathematics on vectors of length M or N.
+linear terms (`linear`). This step is mathematics on vectors of length M or N. Own negatives join
+the sums here: blocks know nothing of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from .direction_losses import Direction
-from .epilogues import Statistics, Sums
+from .epilogues import SoftmaxGradient, Statistics, Sums
+from .grid import slices
 from .linear import LinearTerm, Smoothed, smoothed
-from .problem import LN_2, LOG2_E, Array, Problem, as_sets
-from .targets import Smoothing, Targets, targets
+from .norms import Norms, normalization_backward, normalized_rows
+from .problem import LN_2, LOG2_E, Array, Gradients, Problem, as_sets
+from .targets import Targets, targets
 
 
 @dataclass
@@ -31,6 +36,17 @@ class Finalized:
     # the margin's part, because `Gradients.dots` have the rest. None: not wanted
     log_scale_grad: Array | None = None
     linear: Sequence[LinearTerm] = ()
+    own: OwnNegatives | None = None  # those in the sums; None: the problem has none
+
+    def softmax_gradient(self, symmetric: bool) -> SoftmaxGradient:
+        """The epilogue of the gradient fold. `symmetric`: queries are the keys."""
+        columns, column_factor = self.columns, self.column_factor
+        if symmetric:  # dL/dx plus its transpose, because columns are rows
+            columns, column_factor = self.rows, self.row_factor
+        return SoftmaxGradient(
+            self.rows.reference, self.row_factor, None if columns is None else columns.reference,
+            column_factor, self.positive_gradient, linear=self.linear,
+        )  # fmt: skip
 
 
 def finalize(
@@ -42,6 +58,9 @@ def finalize(
     gradient fold follows.
     """
     xp, logits, sums = vectors.xp, stats.positive_logits, stats.rows
+    own = None if problem.own is None else OwnNegatives(xp, problem)
+    if own is not None:
+        vectors.merge(sums, own.sums())
     smooth = key_bias = bias = None
     if problem.key_bias is not None:
         key_bias = backend.take_at_positives(problem, problem.key_bias)
@@ -50,8 +69,11 @@ def finalize(
         smooth = smoothed(xp, problem, backend, logits, key_bias)
     if problem.joint:
         logits, sums = logits[: len(logits) // 2], _joined_sums(vectors, sums)
-        smooth = None if smooth is None else _joined_smoothing(problem, smooth, logits)
     row_targets = targets(xp, problem, logits, None if smooth is None else smooth.rows, bias)
+    column_targets = row_targets  # key i is the positive of query i
+    if problem.two_sided and (smooth is not None or bias is not None):
+        column_targets = targets(xp, problem, logits, None if smooth is None else smooth.columns)
+
     rows = _direction(vectors, problem, sums, row_targets)
     row_upstream = problem.upstream * (problem.row_direction_weight * scale)
     linear = []
@@ -60,26 +82,28 @@ def finalize(
     losses, log_scale_grad = problem.row_direction_weight * rows.loss, rows.log_scale_grad
     if log_scale_grad is not None:
         log_scale_grad = problem.row_direction_weight * log_scale_grad
-    at_positive = _times(row_upstream, row_targets.pull(rows.negative_probability))
     row_factor = row_upstream * rows.reference_probability
     columns = column_upstream = column_factor = None
-    if problem.two_sided and stats.columns is not None:  # key i is the positive of query i
-        column_targets = row_targets
-        if smooth is not None or bias is not None:
-            column_targets = targets(
-                xp, problem, logits, None if smooth is None else smooth.columns
-            )
+    if problem.two_sided and stats.columns is not None:
         columns = _direction(vectors, problem, stats.columns, column_targets)
         losses = losses + problem.column_direction_weight * columns.loss
         if log_scale_grad is not None:
             log_scale_grad += problem.column_direction_weight * columns.log_scale_grad
         column_upstream = problem.upstream * (problem.column_direction_weight * scale)
+        column_factor = column_upstream * columns.reference_probability
+    if smooth is not None:
+        linear += smooth.terms(
+            xp, problem.label_smoothing, row_upstream, column_upstream, problem.joint
+        )
+    at_positive = _times(row_upstream, row_targets.pull(rows.negative_probability))
+    if columns is not None:
         at_positive = at_positive + column_upstream * column_targets.pull(
             columns.negative_probability
         )
-        column_factor = column_upstream * columns.reference_probability
     # sums may stay finite although a feature is not finite: rows with such a feature get NaN here
     losses = losses + backend.row_nans(problem)[: len(losses)]
+    if own is not None:
+        losses = losses + own.row_nans
     if log_scale_grad is not None:  # a feature that is not finite has made it NaN already
         log_scale_grad = problem.upstream * log_scale_grad
     pull = at_positive  # -dL/dx at positives, with linear terms
@@ -94,9 +118,6 @@ def finalize(
         added = smooth.added_positives[: len(row_upstream)].reshape(at_positive.shape)
         counted = 2.0 * added - 1.0 if problem.joint else 1.0 * added
         at_positive = at_positive + _times(smoothing_pull, counted)
-        linear += smooth.terms(
-            xp, problem.label_smoothing, row_upstream, column_upstream, problem.joint
-        )
     if problem.dots_lack_margin:
         present = problem.positives[: len(pull)] >= 0
         log_scale_grad = problem.margin * as_sets(xp.where(present, pull, 0.0)).sum(axis=1)
@@ -110,7 +131,7 @@ def finalize(
         at_positive = at_positive + backend.take_at_positives(problem, at_positive)
     return Finalized(
         losses, rows, columns, row_factor, column_factor, -at_positive, log_scale_grad,
-        tuple(linear),
+        tuple(linear), own,
     )  # fmt: skip
 
 
@@ -151,16 +172,6 @@ def _joined_sums(vectors: Any, sums: Sums) -> Sums:
     return joined
 
 
-def _joined_smoothing(problem: Problem, smooth: Smoothed, logits: Array) -> Smoothed:
-    """The label smoothing of rows i and i + B together."""
-    half = len(logits)
-    keys, total = smooth.rows.keys, smooth.rows.mean * smooth.rows.keys
-    positive = LN_2 * logits - problem.scale * problem.margin
-    joined = keys[:half] + keys[half:] - 1.0
-    mean = (total[:half] + total[half:] - positive) / joined
-    return replace(smooth, rows=Smoothing(mean, joined), columns=None)
-
-
 # --- classes: the positives of a row are all others of its class ----------------------------------
 
 
@@ -190,3 +201,108 @@ def _class_means(
         all_keys = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
         rows.log_scale_grad = xp.where(in_sums, all_keys + scale_term, rows.log_scale_grad)
     return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * row_upstream / count, 0.0))
+
+
+# --- own negatives: logits of one row alone, which join its sums between the folds ----------------
+
+OWN_BYTES = 8 * 2**20  # of copies of rows with their own keys that are alive at once
+OWN_COPIES = 4  # of each
+
+
+@dataclass
+class _OwnRows:
+    """Some rows with their own keys, in the dtype of the products."""
+
+    rows: slice
+    query: Array  # [m, D] unit rows, if they are normalised
+    query_norms: Norms
+    keys: Array  # [m, K, D]
+    key_norms: Norms
+    dots: Array  # [m, K] float64; -inf for keys that are left out
+
+
+class OwnNegatives:
+    """The own negatives of all rows of a problem. Row i has K keys of its own, o_ik:
+
+    g_ik = dL/dx_ik = a_i 2^(x2_ik - r_i)        a and r of `SoftmaxGradient`
+    dO_ik = g_ik q_i        dQ_i += sum_k g_ik o_ik
+
+    These are operations on NumPy's arrays or CuPy's, over a few rows at a time.
+    """
+
+    def __init__(self, xp: Any, problem: Problem) -> None:
+        self.xp, self.problem = xp, problem
+        self.dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+        self.scale = problem.exponent_scale * LOG2_E
+
+    def _parts(self) -> Iterator[_OwnRows]:
+        xp, problem = self.xp, self.problem
+        m, k, d = problem.own.shape
+        row_bytes = OWN_COPIES * (k + 1) * d * self.dtype.itemsize
+        for rows in slices(m, max(1, OWN_BYTES // row_bytes)):
+            query, query_norms = self._unit(problem.query[rows])
+            keys, left_out = problem.own[rows].astype(self.dtype), None
+            if problem.own_mask is not None:
+                left_out = ~problem.own_mask[rows]
+                keys = xp.where(left_out[:, :, None], keys.dtype.type(0), keys)
+            unit, key_norms = self._unit(keys.reshape(-1, d))
+            keys = unit.reshape(keys.shape)
+            dots = xp.matmul(keys, query[:, :, None])[:, :, 0].astype(np.float64)
+            if left_out is not None:
+                dots = xp.where(left_out, -np.inf, dots)
+            if problem.limits is not None:
+                dots = xp.where(dots > problem.limits[rows, None], -np.inf, dots)
+            yield _OwnRows(rows, query, query_norms, keys, key_norms, dots)
+
+    def _unit(self, z: Array) -> tuple[Array, Norms]:
+        return normalized_rows(self.xp, z, self.problem.normalize, self.dtype)
+
+    def sums(self) -> Sums:
+        """Sums over the own negatives of each row, to be merged with those of other negatives.
+
+        `row_nans` [M] becomes NaN for rows with an own key that is not finite and not masked.
+        """
+        xp = self.xp
+        m = len(self.problem.query)
+        sums = Sums(xp.empty(m), xp.empty(m), xp.empty(m) if self.problem.moments else None)
+        self.row_nans = xp.empty(m)
+        for part in self._parts():
+            finite = xp.isfinite(part.keys).all(axis=(1, 2))
+            self.row_nans[part.rows] = xp.where(finite, 0.0, np.nan)
+            x = part.dots * self.scale
+            top = x.max(axis=1)
+            e = xp.exp2(x - xp.where(xp.isneginf(top), 0.0, top)[:, None])
+            sums.max[part.rows], sums.sum[part.rows] = top, e.sum(axis=1)
+            if sums.moment is not None:
+                sums.moment[part.rows] = (e * xp.where(xp.isneginf(x), 0.0, x)).sum(axis=1)
+        return sums
+
+    def add_gradients(self, reference: Array, factor: Array, gradients: Gradients) -> Array:
+        """Add to dQ, and write gradients of own negatives. Returns [M] sum_k g_ik <q_i, o_ik>."""
+        xp = self.xp
+        products = xp.empty(len(self.problem.query))
+        for part in self._parts():
+            rows = part.rows
+            x = part.dots * self.scale
+            g = factor[rows, None] * xp.exp2(xp.minimum(x - reference[rows, None], 0.0))
+            products[rows] = (g * xp.where(xp.isneginf(x), 0.0, part.dots)).sum(axis=1)
+            g = g.astype(self.dtype)
+            if gradients.query is not None and gradients.want_query:
+                dq = xp.matmul(g[:, None, :], part.keys)[:, 0]
+                gradients.query[rows] += normalization_backward(
+                    xp, dq, part.query, part.query_norms
+                )
+            if gradients.own is not None:
+                dk = (g[:, :, None] * part.query[:, None, :]).reshape(-1, part.query.shape[1])
+                unit = part.keys.reshape(dk.shape)
+                dk = normalization_backward(xp, dk, unit, part.key_norms)
+                gradients.own[rows] = dk.reshape(part.keys.shape)
+        return products
+
+    def finish(self, finalized: Finalized, gradients: Gradients) -> None:
+        """Add the gradients, after the gradient fold. The gradient of the scale gets its share here
+        if it does not come from moments."""
+        products = self.add_gradients(finalized.rows.reference, finalized.row_factor, gradients)
+        if self.problem.scale_grad_from_dots:
+            others = finalized.log_scale_grad
+            finalized.log_scale_grad = products if others is None else products + others

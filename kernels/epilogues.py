@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .problem import Array, Problem, fast_replace
+from .problem import Array, fast_replace
 
 
 @dataclass
@@ -78,6 +78,15 @@ class Statistics:
         columns = column_sums[0] if column_sums else None
         return fast_replace(self, columns=columns, row_rank=None, column_rank=None)
 
+    @property
+    def retrieval_ranks(self) -> RetrievalRanks:
+        """The epilogue that counts ranks, once these statistics are complete."""
+        ranks = RetrievalRanks(self.positive_logits, self.row_rank)
+        if self.column_rank is not None:  # key i is the positive of query i
+            ranks.column_positive_logits = self.positive_logits
+            ranks.column_rank = self.column_rank
+        return ranks
+
 
 @dataclass
 class RetrievalRanks:
@@ -141,11 +150,3 @@ class Sigmoid:
 
 
 Epilogue = Statistics | RetrievalRanks | SoftmaxGradient | OnlineSoftmax | Sigmoid
-
-
-def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
-    """The epilogue that counts ranks into complete `stats`."""
-    ranks = RetrievalRanks(stats.positive_logits, stats.row_rank)
-    if problem.two_sided:  # key i is the positive of query i
-        ranks.column_positive_logits, ranks.column_rank = stats.positive_logits, stats.column_rank
-    return ranks

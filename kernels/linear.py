@@ -252,7 +252,7 @@ class Smoothed:
 def smoothed(
     xp: Any, problem: Problem, backend: Summing, positive_logits: Array, bias: Array | None
 ) -> Smoothed:
-    """The mean logit of each row over the keys that take part.
+    """The mean logit of each row, or of both rows of a joint loss, over the keys that take part.
 
     These are all keys (of the row's group), without keys of the row's id, and with the positives.
     `bias` has the biases of the positives. A problem has ids or groups, never both.
@@ -290,4 +290,11 @@ def smoothed(
     row_keys, column_keys = xp.maximum(row_keys, 1.0), xp.maximum(column_keys, 1.0)
     rows = Smoothing(row_sum / row_keys, row_keys, row_bias / row_keys)
     columns = Smoothing(column_sum / column_keys, column_keys) if problem.two_sided else None
+    if problem.joint:  # rows i and i + B have one sum, in which their positive is one pair
+        half = m // 2
+        positive = LN_2 * positive_logits[:half] - problem.scale * problem.margin
+        keys, total = rows.keys, rows.mean * rows.keys
+        joined_keys = keys[:half] + keys[half:] - 1.0
+        rows = Smoothing((total[:half] + total[half:] - positive) / joined_keys, joined_keys)
+        columns = None
     return Smoothed(rows, columns, parts, added_positives)

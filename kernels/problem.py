@@ -102,7 +102,7 @@ class Problem:
     guide_margin: float = 0.0
     guide_limits: Array = None  # [M] limits of the guide's products
     guide_key_limits: Array = None  # [N]
-    own: Array = None  # [M, K, D]: K further negatives of each row, see `arrays.own`
+    own: Array = None  # [M, K, D]: K further negatives of each row, see `OwnNegatives`
     own_mask: Array = None  # [M, K] bool: which own negatives count; None: all
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
     joint_copy_bytes: int = 0  # of the workspace: features and gradients of a joint loss are copied

@@ -38,7 +38,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .arrays.own import joined
 from .between_passes import Finalized, finalize
 from .direction_losses import Direction, finalize_direction
 from .epilogues import (
@@ -50,7 +49,7 @@ from .epilogues import (
     Sums,
 )
 from .grid import Grid, slices
-from .problem import Array, Gradients, NotFinite, Problem, fast_replace, materialize_vectors
+from .problem import Array, Gradients, NotFinite, Problem, materialize_vectors
 from .targets import limits, mirror_positive_logits, with_limits
 
 
@@ -118,20 +117,10 @@ class Solution:
     loss: Array | None = None  # 0-d, reduced; None: the caller reduces `losses`
 
 
-def with_dots(
-    problem: Problem, gradients: Gradients | None, vectors: Vectors
-) -> Gradients | None:  # fmt: skip
-    """The destinations with memory for `Gradients.dots`, if the gradient of the scale needs it."""
-    if gradients is None or not problem.scale_grad_from_dots or gradients.dots is not None:
-        return gradients
-    m, n, _ = problem.shape
-    return fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
-
-
-def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
+def solve_by_folds(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of a problem, which may be any loss."""
     vectors = backend.vectors
-    gradients = with_dots(problem, gradients, vectors)
+    gradients = vectors.with_dots(problem, gradients)
     if problem.bias is not None:
         return _solve_sigmoid(problem, backend, vectors, gradients)
     return _solve_softmax(problem, backend, vectors, gradients)
@@ -189,30 +178,17 @@ def _solve_softmax(
     else:
         backend.fold(problem, grid, stats, None)
 
-    own = joined(vectors, problem, stats)
     finalized = vectors.finalize(problem, stats, grid.triangle, gradients is not None, backend)
     dots = None if gradients is None else gradients.dots
     if gradients is not None and not online and (gradients.want_query or gradients.want_key):
-        epilogue = softmax_gradient(problem, finalized)
+        epilogue = finalized.softmax_gradient(problem.symmetric)
         gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
-    if own is not None:
-        own.finish(finalized, gradients)
+    if finalized.own is not None and gradients is not None:
+        finalized.own.finish(finalized, gradients)
     loss, scale_grad, _ = vectors.totals(
         problem, finalized.losses, finalized.log_scale_grad, dots, None
     )
     return solution_of(finalized, stats, loss, scale_grad)
-
-
-def softmax_gradient(problem: Problem, finalized: Finalized) -> SoftmaxGradient:
-    """The epilogue of the gradient fold."""
-    rows, columns, factor = finalized.rows, finalized.columns, finalized.column_factor
-    if problem.symmetric:  # dL/dx plus its transpose, because columns are rows
-        columns, factor = rows, finalized.row_factor
-    reference = None if columns is None else columns.reference
-    return SoftmaxGradient(
-        rows.reference, finalized.row_factor, reference, factor, finalized.positive_gradient,
-        linear=finalized.linear,
-    )  # fmt: skip
 
 
 def solution_of(finalized: Finalized, stats: Statistics, loss: Any, scale_grad: Any) -> Solution:
@@ -252,7 +228,7 @@ class Vectors:
             sums.moment[:] = sums.moment * own_factor + other.moment * other_factor
         sums.max[:] = top
 
-    def zeros(self, n: int) -> Array:
+    def zero_vector(self, n: int) -> Array:
         """[n] float64."""
         return self.xp.zeros(n)
 
@@ -281,6 +257,13 @@ class Vectors:
         return finalize_direction(self.xp, sums, positive, decoupled, mean)
 
     # -- the steps of a call
+
+    def with_dots(self, problem: Problem, gradients: Gradients | None) -> Gradients | None:
+        """The destinations, with memory for `Gradients.dots` if the scale's gradient needs them."""
+        if gradients is None or not problem.scale_grad_from_dots or gradients.dots is not None:
+            return gradients
+        dots = self.dots(len(problem.query if gradients.want_query else problem.key))
+        return replace(gradients, dots=dots)
 
     def dots(self, n: int) -> Array:
         """Memory for `Gradients.dots`."""

@@ -19,10 +19,10 @@ with logits x without the biases of keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .problem import LN_2, LOG2_E, Array, Problem, as_sets, fast_replace
+from .problem import LN_2, LOG2_E, Array, Problem, as_sets
 
 
 @dataclass
@@ -66,7 +66,7 @@ def limits(xp: Any, problem: Problem, dots: Array) -> Array:
 
 def guide_problem(problem: Problem) -> Problem:
     """The problem with the guide's features as features, for the limits of the guide."""
-    return fast_replace(
+    return replace(
         problem, query=problem.guide_query, key=problem.guide_key, guide_query=None,
         guide_key=None, false_negative_margin=problem.guide_margin, limits=None, key_limits=None,
     )  # fmt: skip
@@ -80,15 +80,15 @@ def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
     is.
     """
     both = problem.symmetric or problem.two_sided
+    found: dict[str, Any] = {}
     if problem.has_limits:
         rows = vectors.limits(problem, backend.positive_dots(problem))
-        problem = fast_replace(problem, limits=rows, key_limits=rows if both else None)
+        found |= {"limits": rows, "key_limits": rows if both else None}
     if problem.guided:
         guide = guide_problem(problem)
         rows = vectors.limits(guide, backend.positive_dots(guide))
-        columns = rows if both else None
-        problem = fast_replace(problem, guide_limits=rows, guide_key_limits=columns)
-    return problem
+        found |= {"guide_limits": rows, "guide_key_limits": rows if both else None}
+    return replace(problem, **found)
 
 
 def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:

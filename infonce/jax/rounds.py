@@ -1,6 +1,6 @@
 """One device's part of a loss over devices, as callbacks between XLA's collectives.
 
-A device computes what a rank of `infonce.distributed` does: `solve` with `FoldsOverRanks`. Data
+A device computes what a rank of `infonce.distributed` does: the folds of `FoldsOverRanks`. Data
 travels by XLA's collectives, which stand between callbacks. So a callback receives the results of
 earlier callbacks and the data that arrived from other devices. It runs the call from its beginning,
 restores the results of the rounds that earlier callbacks have visited, and stops when data has to
@@ -39,7 +39,7 @@ from ..checks.validation import Batch
 from ..kernels.direction_losses import weighted
 from ..kernels.problem import SILENT, Array, Problem, uses_moments
 from ..kernels.sigmoid.positives import weigh_positives
-from ..kernels.solve import Solution, solve
+from ..kernels.solve import Solution, solve_by_folds
 from .callback import TracedCall, deliver, integers, options_of, stand_in
 
 LOG = logging.getLogger("infonce.jax")
@@ -339,7 +339,7 @@ def _solve(
         problem.upstream = problem.upstream * problem.weights
     if request.on_gpu and not call.kind.classes and problem.loss_follows_from_sums:
         problem = problem.without_weights()
-    solution = solve(problem, folds, gradients)
+    solution = solve_by_folds(problem, folds, gradients)
     if request.reduction != "none":
         xp, loss = folding.vectors.xp, solution.loss
         if loss is None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..distill.problem import TaughtProblem
-from ..epilogues import Epilogue, OnlineSoftmax, Statistics, retrieval_ranks_of
+from ..epilogues import Epilogue, OnlineSoftmax, Statistics
 from ..grid import Grid, has_few_blocks, slices, workspace_too_small
 from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import Norms, normalized_rows
@@ -152,7 +152,7 @@ class ArrayBlocks:
         assert not isinstance(epilogue, OnlineSoftmax)
         if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
             self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
-            epilogue = retrieval_ranks_of(epilogue, problem)
+            epilogue = epilogue.retrieval_ranks
         run = ArrayFold(self, problem, grid, epilogue, gradients)
         for a, rows in enumerate(grid.rows):
             run.panel(a, rows)

@@ -22,7 +22,6 @@ from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..sigmoid.positives import PositivePairs
 from ..solve import Solution, Vectors
 from ..targets import guide_problem, limits
-from .own import OwnNegatives
 
 # The largest number of M x N arrays at one time, without and with options of the softmax
 MATRICES, MATRICES_WITH_OPTIONS = 4, 10
@@ -35,17 +34,21 @@ def matrix_bytes(problem: Problem) -> int:
     return matrices * m * n * (8 if problem.compute == "fp64" else 4)
 
 
-def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> Solution:
+def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> Solution:
     """Loss and gradients of `problem` from the full matrix of logits."""
-    xp = vectors.xp
-    problem = materialize_vectors(problem, xp)
-    problem.moments = problem.scalar_grads  # all logits are there
-    m, n, _ = problem.shape
+    xp, (m, n, _) = vectors.xp, problem.shape
     dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
     u, norms = normalized_rows(xp, problem.query, problem.normalize, dtype)
     v, key_norms = u, norms
     if not problem.symmetric:
         v, key_norms = normalized_rows(xp, problem.key, problem.normalize, dtype)
+    if problem.guided:
+        guide_query, guide_key = (
+            normalized_rows(xp, z, problem.normalize, dtype)[0]
+            for z in (problem.guide_query, problem.guide_key)
+        )
+    problem = materialize_vectors(problem, xp)
+    problem.moments = problem.scalar_grads  # all logits are there
     x = Matrix(xp, m, n, dtype)
     xp.matmul(u, v.T, out=x.all)
     present = problem.positives >= 0
@@ -56,10 +59,7 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         left_out_of_rows, left_out_of_columns = _left_out(xp, problem, x, index)
     if problem.guided:
         guide, products = guide_problem(problem), Matrix(xp, m, n, dtype)
-        guides = [
-            normalized_rows(xp, z, problem.normalize, dtype)[0] for z in (guide.query, guide.key)
-        ]
-        xp.matmul(guides[0], guides[1].T, out=products.all)
+        xp.matmul(guide_query, guide_key.T, out=products.all)
         products.flat[~xp.isfinite(products.flat)] = np.nan
         by_guide = _left_out(xp, guide, products, index)
         by_limits = left_out_of_rows, left_out_of_columns
@@ -87,13 +87,11 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         solution, g = _sigmoid(xp, problem, x, index, row_nans, pairs)
     else:
         logits = xp.where(present, LOG2_E * positive.astype(np.float64), np.nan)
-        if problem.own is not None:
-            own = OwnNegatives(xp, problem)
-            row_nans = row_nans + own.not_finite()
         dense = _Dense(xp, u, v, row_nans)
         solution, g, finalized = _softmax(
-            vectors, problem, x, logits, index, (left_out_of_rows, left_out_of_columns), dense, own
+            vectors, problem, x, logits, index, (left_out_of_rows, left_out_of_columns), dense
         )
+        own = finalized.own
     solution.logits = x.all
     if gradients is None:
         return solution
@@ -160,7 +158,7 @@ def _same(xp: Any, problem: Problem, segments: Segments) -> Array:
 
 def _softmax(
     vectors: Vectors, problem: Problem, x: Matrix, positive_logits: Array, index: Array,
-    left_out: tuple[Array | None, Array | None], dense: _Dense, own: OwnNegatives | None,
+    left_out: tuple[Array | None, Array | None], dense: _Dense,
 ) -> tuple[Solution, Array, Finalized]:  # fmt: skip
     """Per-row losses, log-sum-exps and dL/dx; and what these follow from.
 
@@ -181,9 +179,8 @@ def _softmax(
         p = xp.empty_like(g)
         column_sums = matrix_sums(xp, exponents, 0, problem.moments, None, left_out[1], p)
     stats = Statistics(sums, column_sums, positive_logits)
-    if own is not None:
+    if problem.own is not None:  # `finalize` adds their sums
         stats.rows = Sums(*(None if vector is None else vector.copy() for vector in sums.arrays))
-        vectors.merge(stats.rows, own.sums())
     finalized = finalize(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
     rows, columns = finalized.rows, finalized.columns
     upstream = problem.upstream

@@ -13,10 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .. import solve as two_passes
-from ..arrays import naive
+from ..arrays.naive import matrix_bytes, solve_whole_matrix
 from ..distill.problem import TaughtProblem
-from ..distill.solve import solve as solve_distillation
+from ..distill.solve import solver_by_folds
 from ..epilogues import Epilogue, SoftmaxGradient, Statistics
 from ..grid import (
     Grid,
@@ -50,13 +49,13 @@ MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes lo
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of `problem`: from the full matrix of logits, in one block, or in many."""
-    if isinstance(problem, TaughtProblem):
-        return solve_distillation(problem, CPU(problem, gradients), gradients)
-    if problem.method == "naive":
-        require_memory(problem, naive.matrix_bytes(problem))
-        return naive.solve(problem, gradients, CPU.vectors)
+    if problem.method == "naive" and not isinstance(problem, TaughtProblem):
+        require_memory(problem, matrix_bytes(problem))
+        return solve_whole_matrix(problem, gradients, CPU.vectors)
     solution = one_block.solve(problem, gradients) if one_block.fits(problem) else None
-    return solution or two_passes.solve(problem, CPU(problem, gradients), gradients)
+    if solution is not None:
+        return solution
+    return solver_by_folds(problem)(problem, CPU(problem, gradients), gradients)
 
 
 class CPU:

@@ -8,20 +8,30 @@ of student and teacher are computed alike, so that those of equal logits cancel 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ..direction_losses import Direction
 from ..epilogues import SoftmaxGradient, Sums
-from ..problem import LN_2, Array, Gradients, fast_replace
-from ..solve import Backend, Solution, Vectors, gradient_fold, with_dots
+from ..problem import LN_2, Array, Gradients, Problem, fast_replace
+from ..solve import Backend, Solution, Vectors, gradient_fold, solve_by_folds
 from .problem import TaughtGradient, TaughtProblem, TaughtStatistics
 
 Pair = tuple[Direction, Direction]  # of student and teacher
 
 
-def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None) -> Solution:
+def solver_by_folds(problem: Problem) -> Callable[[Any, Backend, Gradients | None], Solution]:
+    """The function that solves the problem by folds, with its teacher or without one."""
+    return solve_distillation if isinstance(problem, TaughtProblem) else solve_by_folds
+
+
+def solve_distillation(
+    problem: TaughtProblem, backend: Backend, gradients: Gradients | None
+) -> Solution:
     """Loss, log-sum-exps and gradients."""
     vectors, xp = backend.vectors, backend.vectors.xp
     m, n, _ = problem.shape
-    gradients = with_dots(problem, gradients, vectors)
+    gradients = vectors.with_dots(problem, gradients)
     problem = fast_replace(problem, positives=xp.full(m, -1))
     if isinstance(problem.upstream, float):
         problem = fast_replace(problem, upstream=xp.full(m, problem.upstream))

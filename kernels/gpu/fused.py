@@ -100,7 +100,7 @@ def _launch(
     return _Launch(raw_kernel.kernel, launch.blocks, launch.parts, launch.bytes, tuple(offsets))
 
 
-def solve(problem: Problem, gradients: Gradients | None) -> Solution:
+def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients by one launch, whose M x N temporary logits fit the workspace."""
     m, n, d = problem.shape
     double = problem.compute == "fp64"

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..arrays import naive
+from ..arrays.naive import matrix_bytes, solve_whole_matrix
 from ..epilogues import Statistics, Sums
 from ..problem import LOG2_E, SCALES, Array, Gradients, Problem, fast_replace, materialize_vectors
 from ..solve import Solution
@@ -57,16 +57,16 @@ class _Side:
                 "rank": self.rank}  # fmt: skip
 
 
-def solve(problem: Problem, gradients: Gradients | None) -> Solution:
+def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of `problem` from the full matrix of logits; with options of the softmax,
     sets of positives or joint losses by operations on arrays."""
     m, n, d = problem.shape
     real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-    matrices = 2 * m * n * real.itemsize if problem.plain else naive.matrix_bytes(problem)
+    matrices = 2 * m * n * real.itemsize if problem.plain else matrix_bytes(problem)
     _require(m, n, matrices + 2 * (m + n) * d * real.itemsize)
     if not problem.plain:
         problem = fast_replace(problem, scale=valid_scale(problem))
-        return naive.solve(problem, gradients, ElementwiseVectors())
+        return solve_whole_matrix(problem, gradients, ElementwiseVectors())
     problem = materialize_vectors(problem, cupy)
     device = cupy.cuda.Device()
     symmetric, sigmoid = problem.symmetric, problem.bias is not None

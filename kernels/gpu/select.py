@@ -6,19 +6,17 @@ from dataclasses import replace
 
 import cupy
 
-from ..arrays.backend import ArrayBlocks
 from ..distill.problem import TaughtProblem
 from ..problem import Gradients, Problem
 from ..solve import Solution
-from . import fused as gpu_fused
-from . import linear, recorded
-from . import naive as gpu_naive
 from . import plan as gpu_plan
+from . import recorded
 from .device.arguments import readable_by_kernels
-from .distill.solve import solve as solve_distillation
+from .distill.solve import solve_distillation_by_kernels
+from .fused import solve_in_one_launch
+from .naive import solve_by_naive_kernels
 from .schedule import choose_method, has_plan, is_computed_by_kernels_only
 from .tiled.backend import GPU
-from .vectors import ElementwiseVectors
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -28,7 +26,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     if isinstance(problem, TaughtProblem):
-        return solve_distillation(problem, gradients)
+        return solve_distillation_by_kernels(problem, gradients)
     unweighted = problem  # kernels find the weights of rows in the upstream gradient
     if problem.weights is not None and is_computed_by_kernels_only(problem):
         unweighted = problem.without_weights()
@@ -59,9 +57,4 @@ def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
     return gpu.solve(problem, gradients)
 
 
-def array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
-    """The backend that computes blocks by operations on CuPy's arrays."""
-    return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.Rows.of)
-
-
-METHODS = {"naive": gpu_naive.solve, "fused": gpu_fused.solve, "tiled": _tiled}
+METHODS = {"naive": solve_by_naive_kernels, "fused": solve_in_one_launch, "tiled": _tiled}

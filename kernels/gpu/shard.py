@@ -11,13 +11,14 @@ import numpy as np
 
 from .. import problem as problems
 from .. import solve as two_passes
+from ..arrays.backend import ArrayBlocks
 from ..between_passes import Finalized
 from ..direction_losses import Direction
 from ..epilogues import Epilogue, Sigmoid, Statistics, Sums
 from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion
+from . import linear, recorded
 from . import plan as gpu_plan
-from . import recorded, select
 from .device.arguments import Fields, address, matrix, readable_by_kernels, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
@@ -38,7 +39,7 @@ def fold_block(
     # blocks need no classes, and a plan would depend on the arrays of classes
     block = problems.fast_replace(readable_by_kernels(problem), classes=None)
     if _on_arrays(block):
-        blocks = select.array_blocks(block, gradients)
+        blocks = _array_blocks(block, gradients)
         two_passes.fold_block(blocks, block, triangle, epilogue, gradients, not_finite, to_clear)
         return
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
@@ -53,7 +54,7 @@ def fold_block(
 def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
     """ValueError if the workspace has no room for a block; for arguments see `fold_block`."""
     if _on_arrays(problem):
-        select.array_blocks(problem, gradients)
+        _array_blocks(problem, gradients)
         return
     block = BlockFold(None, accumulates=gradients is not None)
     properties = device_properties(problem.query.device.id)
@@ -63,6 +64,11 @@ def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients
 def _on_arrays(problem: Problem) -> bool:
     """Whether operations on arrays compute blocks of this problem: kernels have no such blocks."""
     return problem.auxiliary_query is not None
+
+
+def _array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
+    """The backend that computes blocks by operations on CuPy's arrays."""
+    return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.Rows.of)
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:
@@ -143,8 +149,8 @@ class QueuedVectors(VectorsOverRanks):
         arrays = build(_bare(problem), *parts, self.queue)
         return {name: array for name, array in arrays.items() if array is not None}
 
-    def zeros(self, n: int) -> Array:
-        return self.queue.zeros(n, np.float64)
+    def zero_vector(self, n: int) -> Array:
+        return self.queue.zeroed_array(n, np.float64)
 
     def merge(self, sums: Sums, other: Sums) -> None:
         n = sums.max.size

@@ -201,9 +201,9 @@ class TiledVectors(ElementwiseVectors):
         triangle = problem.symmetric and not problem.retrieval_ranks
         stats = Statistics(rows, columns if two_sided or triangle else None, positive)
         if problem.retrieval_ranks:
-            stats.row_rank = self.launcher.queue.zeros(m, np.int64)
+            stats.row_rank = self.launcher.queue.zeroed_array(m, np.int64)
             if two_sided:
-                stats.column_rank = self.launcher.queue.zeros(n, np.int64)
+                stats.column_rank = self.launcher.queue.zeroed_array(n, np.int64)
         return problem, stats
 
     def clear(self, sums: Sums) -> None:

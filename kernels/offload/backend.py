@@ -24,12 +24,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from .. import solve as two_passes
-from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums, retrieval_ranks_of
+from .. import solve as blocks
+from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, Problem, as_sets
-from ..solve import BlockQuestion, Solution, one_pass
+from ..solve import BlockQuestion, Solution, one_pass, solve_by_folds
 from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, map_arrays, on_device, segments_on
 from .fold import StreamedCall, StreamedFold
@@ -51,7 +51,7 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
             solution = _solve_whole(whole, gradients, device, copies)
         else:
             backend = Offload(problem, gradients, panels, device, copies)
-            solution = two_passes.solve(on_device_problem, backend, gradients)
+            solution = solve_by_folds(on_device_problem, backend, gradients)
     if not problem.retrieval_ranks:  # nobody needs the statistics
         solution = replace(solution, statistics=None, direction_losses=None)
     on_host: Solution = map_arrays(solution, device.get)
@@ -83,7 +83,7 @@ def fold_block(
     with device.copies() as copies:
         panels = layout(problem, gradients or ahead)
         backend = Offload(problem, gradients, panels, device, copies)
-        two_passes.fold_block(
+        blocks.fold_block(
             backend,
             _vectors_on(device, problem),
             triangle,
@@ -217,7 +217,7 @@ class Offload:
     ) -> None:
         if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
             self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
-            self.fold(problem, grid, retrieval_ranks_of(epilogue, problem), None)
+            self.fold(problem, grid, epilogue.retrieval_ranks, None)
             return
         if isinstance(epilogue, Statistics) and not grid.triangle and problem.symmetric:
             epilogue = replace(epilogue, columns=None)  # rows alone see all pairs of the square

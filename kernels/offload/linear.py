@@ -39,7 +39,7 @@ class StreamedRows:
         return total
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
-        out = self.device.vectors.zeros(len(segment))
+        out = self.device.vectors.zero_vector(len(segment))
         for rows, features in self.panels():
             out[rows] = features.products(segment[rows], sums, itself)
         return out

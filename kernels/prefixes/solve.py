@@ -23,9 +23,7 @@ from ..solve import (
     Solution,
     gradient_fold,
     one_pass,
-    softmax_gradient,
     solution_of,
-    with_dots,
 )  # fmt: skip
 from .problem import PrefixGradient, PrefixStatistics, problems_of_prefixes
 from .sides import PrefixSide
@@ -51,7 +49,7 @@ class PrefixCPU(CPU):
 
 
 def fits(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether `solve` takes the call: it has all its options, and is faster than separate calls."""
+    """Whether `solve_prefixes` takes the call: it has all its options, and is faster than separate calls."""
     options = problem.margin or problem.decoupled or problem.hardness or problem.retrieval_ranks
     vectors = problem.query_ids, problem.label_nans, problem.bias
     has_options = problem.loss_follows_from_sums and problem.set_size == 1 and not options
@@ -60,7 +58,7 @@ def fits(problem: Problem, gradients: Gradients | None) -> bool:
     return bool(has_options and tiled and not one_pass(problem, gradients))
 
 
-def solve(
+def solve_prefixes(
     problem: Problem, gradients: Gradients | None, prefixes: Sequence[tuple[int, float]]
 ) -> Solution | None:
     """The loss and gradients, and the log-sum-exps of the widest prefix.
@@ -77,7 +75,7 @@ def solve(
     if not all(side.is_moderate for side in backend.sides):
         return None
     vectors = backend.vectors
-    gradients = with_dots(problem, gradients, vectors)
+    gradients = vectors.with_dots(problem, gradients)
     problems, stats = zip(
         *(vectors.statistics(each) for each in problems_of_prefixes(problem, prefixes)), strict=True
     )
@@ -91,7 +89,7 @@ def solve(
     ]
     if gradients is not None:
         scale, dtype = float(problem.scale) * LOG2_E, backend.dtype
-        epilogues = list(map(softmax_gradient, problems, finalized))
+        epilogues = [each.softmax_gradient(problem.symmetric) for each in finalized]
         parts = [
             (Factors(each, scale, dtype, True), each.positive_gradient.astype(dtype))
             for each in epilogues

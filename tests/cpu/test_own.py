@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.arrays import own as own_negatives
+from infonce.kernels import between_passes
 from infonce.kernels.cpu import backend
 from infonce.kernels.cpu.panel import Worker
 from judge import assert_grad, assert_loss, viewed
@@ -29,7 +29,7 @@ def problem(seed: int = 0, m: int = 24, n: int = 30, k: int = 3, d: int = 5) -> 
 def test_options_and_sizes(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """All options, gradients and strides; several parts of rows, and several blocks."""
     monkeypatch.setattr(backend, "TILE", (8, 12))
-    monkeypatch.setattr(own_negatives, "BYTES", 2000)
+    monkeypatch.setattr(between_passes, "OWN_BYTES", 2000)
 
     @settings(quick, max_examples=80)
     @given(st.data())

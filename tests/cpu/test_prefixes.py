@@ -151,8 +151,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(solution is not None)
         return solution
 
-    one_pass = prefix_solve.solve
-    monkeypatch.setattr(prefix_solve, "solve", solve)
+    one_pass = prefix_solve.solve_prefixes
+    monkeypatch.setattr(prefix_solve, "solve_prefixes", solve)
     monkeypatch.setattr(backend, "PREFIX_TILE", (16, 11))
     monkeypatch.setattr(backend, "MIN_THREADED_CALL", 0)
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")

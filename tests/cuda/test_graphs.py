@@ -84,14 +84,14 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda.ask(stream, "exchange", at)
 
     def build(array: Any, queue: Any) -> dict[str, Any]:
-        queue.zeros(4, np.float32)
+        queue.zeroed_array(4, np.float32)
         queue.gemm(*[0] * 18)
         queue.gemm(*[0] * 18)
         queue.do(exchange, array.data.ptr)
-        queue.zeros(4, np.float32)  # one step is no graph
+        queue.zeroed_array(4, np.float32)  # one step is no graph
         queue.do(exchange, array.data.ptr)
-        queue.zeros(4, np.float32)
-        return {"made": queue.zeros(4, np.float32)}
+        queue.zeroed_array(4, np.float32)
+        return {"made": queue.zeroed_array(4, np.float32)}
 
     given = cupy.ndarray(4, np.float32, cuda.malloc(16))
     other = cupy.ndarray(4, np.float32, cuda.malloc(16))
@@ -140,8 +140,8 @@ def ask(cuda: Streams) -> Callable[[int], "plan.BoundSteps"]:
     keeps of the call."""
 
     def build(array: Any, queue: Any) -> dict[str, Any]:
-        queue.zeros(2, np.float32)
-        return {"made": queue.zeros(len(array), np.float32)}
+        queue.zeroed_array(2, np.float32)
+        return {"made": queue.zeroed_array(len(array), np.float32)}
 
     def asking(n: int) -> Any:
         before, memory = kept(), cuda.memory

@@ -127,7 +127,7 @@ class HostQueue(Queue):
         """Of finished gradients whose accumulators overlay them. Nothing here looks at them."""
         self.copied += 1
 
-    def zeros(self, n: int, dtype: Any) -> Any:
+    def zeroed_array(self, n: int, dtype: Any) -> Any:
         return cupy.empty(n, dtype)
 
     def gemm(self, *arguments: int) -> None:

@@ -155,7 +155,8 @@ def nothing_runs() -> Iterator[SimpleNamespace]:
         return lambda _, *given, **options: getattr(now.into, name)(*given, **options)
 
     methods = (
-        "function", "launch", "tensor_map", "gemm", "copy", "zeros", "clear", "scratch", "do",
+        "function", "launch", "tensor_map", "gemm", "copy", "zeroed_array", "clear", "scratch",
+        "do",
     )  # fmt: skip
 
     def function(device: Any, file: str, name: str, shared: int = 0, **defines: Any) -> Direct:

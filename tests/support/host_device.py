@@ -79,7 +79,7 @@ class Host:
     def solve(self, problem: Any, gradients: Any) -> Any:
         assert problem.workspace_given  # a whole problem takes no more either
         self.whole, self.workspace = True, problem.workspace
-        return solve.solve(problem, CPU(problem, gradients), gradients)
+        return solve.solve_by_folds(problem, CPU(problem, gradients), gradients)
 
     def fold_block(
         self, problem: Any, triangle: bool, epilogue: Any, gradients: Any, not_finite: Any

@@ -42,7 +42,7 @@ class Queue:
         """Bytes from one pointer to another."""
         to.copy_from_device_async(source, size)
 
-    def zeros(self, n: int, dtype: Any) -> Array:
+    def zeroed_array(self, n: int, dtype: Any) -> Array:
         return cupy.zeros(n, dtype)
 
     def clear(self, at: Any, size: int) -> None:

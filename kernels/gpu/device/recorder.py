@@ -190,7 +190,7 @@ class Recorder(Queue):
     def copy(self, to: Any, source: Any, size: int) -> None:
         self._step(_copy, (to.ptr, source.ptr, size), (0, 1))
 
-    def zeros(self, n: int, dtype: Any) -> Array:
+    def zeroed_array(self, n: int, dtype: Any) -> Array:
         array = cupy.empty(n, dtype)
         self.clear(array.data, array.nbytes)
         return array

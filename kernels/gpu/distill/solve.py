@@ -30,7 +30,7 @@ from .fold import Distillation, DistillationRun, Teacher, probability_factors
 Pair = tuple[Direction, Direction]  # of student and teacher
 
 
-def solve(problem: TaughtProblem, gradients: Gradients | None) -> Solution:
+def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients."""
     problem = _with_one_precision(problem)
     properties = device_properties(cupy.cuda.Device().id)

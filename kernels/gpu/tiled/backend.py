@@ -16,11 +16,10 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ...arrays.own import joined
-from ...epilogues import Epilogue, OnlineSoftmax, Sigmoid, retrieval_ranks_of
+from ...epilogues import Epilogue, OnlineSoftmax, Sigmoid
 from ...linear import Segments, SegmentSums, segment_sums
-from ...problem import Array, Gradients, Problem, fast_replace
-from ...solve import Solution, softmax_gradient, solution_of, with_dots
+from ...problem import Array, Gradients, Problem
+from ...solve import Solution, solution_of
 from ...targets import with_limits
 from ..device.launcher import device_properties
 from ..device.launches import Queue
@@ -57,7 +56,7 @@ class GPU:
     def solve(self, problem: Problem, gradients: Gradients | None) -> Solution:
         """Loss, log-sum-exps and gradients of a whole call."""
         vectors, folds = self.vectors, self.schedule.folds
-        gradients = with_dots(problem, gradients, vectors)
+        gradients = vectors.with_dots(problem, gradients)
         dots = None if gradients is None else gradients.dots
         if problem.bias is not None:
             return self._solve_sigmoid(problem, gradients, dots)
@@ -66,9 +65,9 @@ class GPU:
             nans = self.buffers.guide.find_row_nans(problem, vectors)
             if problem.joint:  # rows i and i + B have one softmax
                 nans = nans.reshape(2, -1).sum(axis=0)
-            problem = fast_replace(problem, upstream=problem.upstream + nans)
+            problem.upstream = problem.upstream + nans
         epilogues: dict[Purpose, Epilogue] = {
-            Purpose.STATISTICS: stats, Purpose.RANKS: retrieval_ranks_of(stats, problem),
+            Purpose.STATISTICS: stats, Purpose.RANKS: stats.retrieval_ranks,
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
         }  # fmt: skip
         if problem.compares_with_limits:
@@ -77,11 +76,11 @@ class GPU:
         for fold in sums:
             self.run((fold,), problem, epilogues[fold.purpose], gradients)
         triangle = sums[0].grid.triangle
-        own = joined(vectors, problem, stats)
         end = vectors.finalize(problem, stats, triangle, gradients is not None, self)
-        self.run(folds[len(sums) :], problem, softmax_gradient(problem, end), gradients)
-        if own is not None:
-            own.finish(end, gradients)
+        epilogue = end.softmax_gradient(problem.symmetric)
+        self.run(folds[len(sums) :], problem, epilogue, gradients)
+        if end.own is not None and gradients is not None:
+            end.own.finish(end, gradients)
         loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
         return solution_of(end, stats, loss, scale_grad)
 
@@ -128,7 +127,7 @@ class GPU:
     def row_nans(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
         m = problem.shape[0]
-        out = self.buffers.launcher.queue.zeros(m + 1, np.float64)
+        out = self.buffers.launcher.queue.zeroed_array(m + 1, np.float64)
         row_nans = self.vectors.find_and_add_nans(problem, out[:m], out[m:])
         guide = self.buffers.guide
         return row_nans if guide is None else row_nans + guide.row_nans

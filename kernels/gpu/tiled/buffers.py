@@ -144,7 +144,7 @@ class Buffers:
         if self._queries_of_keys is None:
             launcher, positives = self.launcher, problem.positives
             m, n = positives.size, problem.shape[1]
-            zeros = launcher.queue.zeros(n + 1, np.int64)
+            zeros = launcher.queue.zeroed_array(n + 1, np.int64)
             begin = end = zeros[:n]
             order = zeros[n:]
             if not problem.no_local_positives:

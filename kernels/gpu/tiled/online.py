@@ -33,7 +33,7 @@ class OnlineRun(GradientRun):
         self.epilogue = epilogue
         m = problem.shape[0]
         # reference exponent 0 suffices for rows whose largest logit lies within about +-40
-        self.references = self.launcher.queue.zeros(m, buffers.real)
+        self.references = self.launcher.queue.zeroed_array(m, buffers.real)
         # for each query tile, whether the sweep must compute it again
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
         self.row_divisors = cupy.empty(m)

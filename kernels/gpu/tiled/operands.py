@@ -196,7 +196,7 @@ def find_feature_divisors(
     divided = [side for side in sides if side.form.has_divisor]
     if not divided:
         return None
-    largest, divisors = launcher.queue.zeros(2, np.uint32), cupy.empty(3)
+    largest, divisors = launcher.queue.zeroed_array(2, np.uint32), cupy.empty(3)
     for side in divided:
         (n, d), index = side.features.shape, sides.index(side)
         launcher.rows(
@@ -285,7 +285,7 @@ class CachedExponentials:
         self.tiles = -(-self.columns // config.BLOCK_M)
         self.references = memory["references"]
         # for each query tile, 1 if its logits lie too far apart for one reference exponent
-        self.anew = queue.zeros(-(-m // config.BLOCK_M), np.int32)
+        self.anew = queue.zeroed_array(-(-m // config.BLOCK_M), np.int32)
 
     def has(self, columns: slice) -> bool:
         """Whether exponentials of a block of these columns are cached."""
