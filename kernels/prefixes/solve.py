@@ -49,7 +49,7 @@ class PrefixCPU(CPU):
 
 
 def fits(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether `solve_prefixes` takes the call: it has all its options, and is faster than separate calls."""
+    """Whether `solve_prefixes` has all options of the call, and is faster than separate calls."""
     options = problem.margin or problem.decoupled or problem.hardness or problem.retrieval_ranks
     vectors = problem.query_ids, problem.label_nans, problem.bias
     has_options = problem.loss_follows_from_sums and problem.set_size == 1 and not options
