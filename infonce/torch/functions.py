@@ -29,6 +29,10 @@ def _apply(
     labels: Tensor | None = None,
     bias: Any = None,
 ) -> Any:
+    if labels is None:
+        again = autograd.apply_again(kind, features, bias, options)
+        if again is not None:
+            return again
     if not PLAIN.issuperset(options):
         function = f"infonce.torch.{kind.name}_loss()"
         require_known(function, options, keywords.torch_function(kind))

@@ -174,7 +174,7 @@ def test_half_of_the_products_of_rows_with_themselves(
         z = np.random.default_rng(rows).integers(-9, 9, (rows, 4)).astype(np.float32)
         x = np.full((rows, rows), np.nan, np.float32)
         with team.Team(min(threads, rows)) as threads_of_call:
-            one_block._multiply(z, z, x, threads_of_call)
+            one_block._multiply(z, z, x, threads_of_call, np.matmul)
         np.testing.assert_array_equal(x, z @ z.T)  # integers: exact
 
 

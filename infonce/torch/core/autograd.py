@@ -39,6 +39,7 @@ BATCHED = (
     "infonce: call them in a loop, batch by batch"
 )
 
+TENSORS = frozenset({Tensor, torch.nn.Parameter})
 transformed = torch._C._are_functorch_transforms_active  # whether in torch.func.grad, vmap, ...
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched passes them
 # Returns the callback with which torch.compile compiles Python functions after a graph break, or
@@ -65,7 +66,9 @@ def evaluate(
     if is_plain and features[0].is_cpu and options.get("group") is None:
         result = repeated.evaluate(kind, features, scale, bias, options, wrt)
         if result is not None:
-            return result
+            loss, grads = result
+            names = (*kind.arguments, "scale", "bias")[: None if kind.sigmoid else -1]
+            return LossAndGrad(loss, kind.grads(*map(grads.get, names)))
     all_options = {**options, **more, "scale": scale, "wrt": wrt}
     grad_buffers = {}
     for name, z in zip(kind.arguments, features, strict=True):
@@ -111,6 +114,7 @@ class TorchCall:
     options: dict[str, Any]
     with_metrics: bool
     # results:
+    loss: Tensor | None = None  # until the node takes it, if it was computed before
     metrics: Metrics | None = None
     wanted: frozenset[str] = NOTHING
     grads: list[Tensor | None] | None = None  # until a backward pass takes them
@@ -181,6 +185,36 @@ def apply(call: TorchCall, features: Sequence[Tensor]) -> Tensor:
     return result.loss
 
 
+def apply_again(
+    kind: Loss, features: Sequence[Tensor], bias: Any, options: dict[str, Any]
+) -> Tensor | None:
+    """The loss of a call like an earlier one, whose checks are not made again, as `apply` returns
+    it. None: the call has to be checked."""
+    if torch.compiler.is_compiling() or _compile_callback() or transformed():
+        return None
+    if not torch.is_grad_enabled():
+        return None
+    options = {**options}
+    scale = options.pop("scale", None)
+    if "temperature" in options:  # the last of the options of a template
+        options["temperature"] = options.pop("temperature")
+    inputs = [x if type(x) in TENSORS else None for x in (scale, bias)]
+    if not TENSORS.issuperset(map(type, features)) or any(
+        [x is not None and x.ndim for x in inputs]
+    ):
+        return None
+    needs = [x is not None and x.requires_grad for x in (*inputs, *features)]
+    wanted = wanted_of(kind, tuple(needs))
+    result = repeated.evaluate(kind, features, scale, bias, options, wanted, False)
+    if result is None or not wanted:
+        return result and result[0]
+    loss, grads = result
+    call = TorchCall(kind, None, scale, bias, options, False, loss, None, wanted)
+    call.grads = [grads.get(name) for name in ("scale", "bias", *kind.arguments)]
+    node: Tensor = _Function.apply_known(call, *inputs, *features)
+    return node
+
+
 def _computed(
     call: TorchCall, scale: Tensor | None, bias: Tensor | None, features: Sequence[Tensor],
     wrt: frozenset[str], **more: Any,
@@ -213,10 +247,21 @@ class _ReverseModeOnly(torch.autograd.Function):
 class _Function(_ReverseModeOnly):
     """loss = f(scale, bias, *features)."""
 
+    @classmethod
+    def apply_known(cls, *inputs: Any) -> Any:
+        """`apply` without its checks for transforms, which `apply_again` has made."""
+        return super(torch.autograd.Function, cls).apply(*inputs)  # type: ignore[misc]
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, call: TorchCall, *inputs: Any
     ) -> Tensor:
+        if call.loss is not None:
+            ctx.call, ctx.has_untracked = call, False
+            ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+            ctx.save_for_backward(*inputs)
+            loss, call.loss = call.loss, None
+            return loss
         scale, bias, *features = inputs
         wanted = wanted_of(call.kind, ctx.needs_input_grad[1:])
         # Losses of rows have an upstream gradient each: the backward pass computes gradients

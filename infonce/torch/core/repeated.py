@@ -7,6 +7,7 @@ products. So only the first call is checked in full. Its problem is the template
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import arrays
-from ...checks.call import DOUBLE, PLAIN, SINGLE, check
+from ...checks.call import DOUBLE, PLAIN, SCALARS, SINGLE, check
 from ...kernels.problem import (
     SCALES,
     SILENT,
@@ -25,21 +26,24 @@ from ...kernels.problem import (
     fast_replace,
     materialize_vectors,
 )  # fmt: skip
-from ...result import LossAndGrad
 from ...spec import Loss
 
 MOST_TEMPLATES = 256
 MOST_ROWS = 2**12  # of a call whose template keeps its vectors
 DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
 NUMBERS = (float, int)
+# Multiply-adds, and features of a row, of products that take less time in torch's threads: they are
+# often awake, because other operations of a model use them
+SHARED_PRODUCTS, MOST_SHARED_WIDTH = (2**21, 2**24), 2**9
 _templates: dict[tuple[Any, ...], Problem | None] = {}  # None: calls that are checked each time
 
 
 def evaluate(
     kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any],
-    wrt: frozenset[str],
-) -> LossAndGrad | None:  # fmt: skip
-    """Loss and gradients of a call like an earlier one. None: the call has to be checked."""
+    wrt: frozenset[str], may_be_first: bool = True,
+) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
+    """Loss and gradients, by argument, of a call like an earlier one. None: the call has to be
+    checked. Not `may_be_first`: only an earlier call has passed the checks before this one."""
     types = tuple(map(type, options.values()))  # a part of the key, because True == 1
     if not PLAIN.issuperset(types):
         return None
@@ -47,13 +51,16 @@ def evaluate(
         kind, wrt, scale is None, bias is None, types, *options.items(),
         *[(z.shape, z.dtype, z.is_cpu) for z in features],
     )  # fmt: skip
-    if key not in _templates:
+    template = _templates.get(key)
+    if template is None:
+        if key in _templates or not may_be_first:
+            return None
         if len(_templates) >= MOST_TEMPLATES:
             _templates.clear()
-        _templates[key] = _template(kind, features, scale, bias, {**options, "wrt": wrt})
-    template = _templates[key]
-    if template is None:
-        return None
+        template = _template(kind, features, scale, bias, {**options, "wrt": wrt})
+        _templates[key] = template
+        if template is None:
+            return None
     scale = template.scale if scale is None else _number(scale)
     low, high = SCALES[template.compute]
     if type(scale) not in NUMBERS or not low <= scale <= high:
@@ -62,11 +69,11 @@ def evaluate(
         bias = template.bias if bias is None else _number(bias)
         if type(bias) not in NUMBERS or not math.isfinite(bias):
             return None
-    query = key = arrays.native(features[0], kind.arguments[0])
-    if not kind.symmetric:
-        key = arrays.native(features[1], kind.arguments[1])
-    problem = fast_replace(template, query=query, key=key, scale=scale, bias=bias)
-    return _solved(kind, problem, features, wrt)
+    try:
+        arrays = [z.numpy(force=True) for z in features]
+    except (TypeError, RuntimeError):  # the checks of this call say what is wrong
+        return None
+    return _solved(kind, template, arrays, scale, bias, wrt)
 
 
 def _template(
@@ -101,42 +108,56 @@ def _one_block() -> Any:
     return one_block
 
 
+def _product(shape: tuple[int, int, int]) -> Any:
+    """The function for products of this shape; None: BLAS."""
+    (m, n, d), (least, most) = shape, SHARED_PRODUCTS
+    if not least <= m * n * d <= most or d >= MOST_SHARED_WIDTH:
+        return None
+    shares = torch.get_num_threads() > 1 and not os.environ.get("INFONCE_NUM_THREADS")
+    return _torch_product if shares else None
+
+
+def _torch_product(left: Any, right: Any, out: Any = None) -> Any:
+    """np.matmul by torch."""
+    out = np.empty((len(left), right.shape[1]), left.dtype) if out is None else out
+    torch.mm(torch.from_numpy(left), torch.from_numpy(right), out=torch.from_numpy(out))
+    return out
+
+
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
 
 def _solved(
-    kind: Loss, problem: Problem, features: Sequence[Tensor], wrt: frozenset[str]
-) -> LossAndGrad | None:
+    kind: Loss, template: Problem, arrays: list[Any], scale: float, bias: Any, wrt: frozenset[str]
+) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Loss and gradients of a checked problem; None if it cannot be computed as one block."""
-    names = kind.arguments
-    outs: dict[str, Any] = {
-        name: np.empty(z.shape, DTYPES[z.dtype])
-        for name, z in zip(names, features, strict=True)
-        if name in wrt
-    }
+    outs = [
+        np.empty(z.shape, z.dtype) if name in wrt else None
+        for name, z in zip(kind.arguments, arrays, strict=True)
+    ]
+    query, key = arrays[0], arrays[-1]
+    problem = fast_replace(template, query=query, key=key, scale=scale, bias=bias)
+    key_gradient = None if kind.symmetric else outs[-1]
     gradients = None
-    if outs:
-        query_gradient = outs.get(names[0])
-        key_gradient = None if kind.symmetric else outs.get(names[1])
+    if not (outs[0] is key_gradient is None):
         gradients = Gradients(
-            query_gradient, key_gradient, None, query_gradient is not None, key_gradient is not None
+            outs[0], key_gradient, None, outs[0] is not None, key_gradient is not None
         )
     try:
         with np.errstate(**SILENT):
-            solution = _one_block().solve(problem, gradients)
+            solution = _one_block().solve(problem, gradients, _product(problem.shape))
     except MemoryError:  # the call is checked then, and its error says what to use instead
         return None
     if solution is None or solution.loss is None:
         return None
-    dtype = DOUBLE if DOUBLE in (problem.query.dtype, problem.key.dtype) else SINGLE
-    grads = {name: torch.from_numpy(outs[name]) if name in outs else None for name in names}
-    grads["scale"] = _scalar_tensor(solution.scale_grad, dtype) if "scale" in wrt else None
-    if kind.sigmoid:
-        grads["bias"] = _scalar_tensor(solution.bias_grad, dtype) if "bias" in wrt else None
-    return LossAndGrad(_scalar_tensor(solution.loss, dtype), kind.grads(**grads))
-
-
-def _scalar_tensor(value: Any, dtype: np.dtype[Any]) -> Tensor:
-    """`value` as a tensor without dimensions."""
-    return torch.from_numpy(np.asarray(value, dtype))
+    dtype = DOUBLE if DOUBLE in (query.dtype, key.dtype) else SINGLE
+    grads = {
+        name: torch.from_numpy(out)
+        for name, out in zip(kind.arguments, outs, strict=True)
+        if out is not None
+    }
+    for name in SCALARS & wrt:
+        value = solution.scale_grad if name == "scale" else solution.bias_grad
+        grads[name] = torch.from_numpy(np.asarray(value, dtype))
+    return torch.from_numpy(np.asarray(solution.loss, dtype)), grads

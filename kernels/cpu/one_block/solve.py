@@ -7,6 +7,8 @@ products.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,14 @@ import numpy as np
 from ...problem import Array, Gradients, Problem, materialize_vectors
 from ...solve import Solution
 from ..operands import DTYPES, SQUARES, Norms, Side, norms_of, readable_in_place, row_dots
-from ..workers import BLAS, BUFFER_POOL, thread_count
+from ..workers import BLAS, BUFFER_POOL, NO_CONTEXT, thread_count
 from .loops import sigmoid, softmax, unit_rows
 from .team import Team
 
 MOST_LOGITS = 2**20
 THREAD_SHARE = 2**21  # multiply-adds of a product: for less, a thread takes longer than it saves
 MIN_HALVED_WIDTH = 256  # of rows: their products with themselves take longer than copies of a half
+Product = Callable[..., Array]  # as np.matmul
 NO_IDS = np.empty(0, np.int64)
 
 
@@ -44,25 +47,28 @@ def fits(problem: Problem) -> bool:
     return bool((m * n + 2 * (m + n) * d) * item <= problem.workspace)
 
 
-def solve(problem: Problem, gradients: Gradients | None) -> Solution | None:
+def solve(
+    problem: Problem, gradients: Gradients | None, product: Product | None = None
+) -> Solution | None:
     """Loss and gradients of a problem that `fits`. None: features or logits are not finite, or rows
-    lack a positive."""
+    lack a positive. `product`: computes products instead of BLAS, in threads of its own."""
     positives = problem.positives
     if problem.weights is not None and positives is not None and positives.min() < 0:
         return None
     problem = materialize_vectors(problem, np)
     m, n, d = problem.shape
     dtype = DTYPES[problem.compute]
-    query = key = _Rows(problem.query, dtype, problem.normalize)
+    query = key = _readable_rows(problem.query, dtype, problem.normalize)
     if not problem.symmetric:
-        key = _Rows(problem.key, dtype, problem.normalize)
+        key = _readable_rows(problem.key, dtype, problem.normalize)
     memory = BUFFER_POOL.take(m * n, dtype)
     x = memory.reshape(m, n)
-    with BLAS.single_threaded(m * n * d), Team(_threads(m, n, d)) as team:
-        _multiply(query.z, key.z, x, team)
+    threads = 1 if product else _threads(m, n, d, problem.symmetric)
+    with NO_CONTEXT if product else BLAS.single_threaded(m * n * d), Team(threads) as team:
+        _multiply(query[0], key[0], x, team, product or np.matmul)
         solution = _losses(problem, x, gradients is not None)
         if solution is not None and gradients is not None:
-            _store(problem, gradients, x, query, key, team)
+            _store(problem, gradients, x, query, key, team, product or np.matmul)
     BUFFER_POOL.give(memory)
     return solution
 
@@ -102,94 +108,101 @@ def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
     return solution
 
 
-class _Rows:
-    """Features as BLAS reads them: in the compute dtype, of unit length where that is asked for."""
-
-    def __init__(self, features: Array, dtype: np.dtype[Any], normalize: bool) -> None:
-        self.z = features
-        self.side: Side | None = None  # of features that are normalised
-        if normalize:
-            self.side = Side(features, dtype, None)
-            self.z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
-            least, most = SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
-            if features.dtype not in DTYPES.values() or not features.dtype.isnative:
-                features = features.astype(dtype)
-            if not (features.flags.c_contiguous and features.flags.aligned):
-                features = features.copy()  # Numba would compile `unit_rows` for each layout
-            if unit_rows(features, least, most, self.z, inverse):
-                self.side.norms = Norms(inverse, None)
-            else:
-                self.side.norms = norms_of(self.side.features, dtype)
-                self.side.block(slice(0, len(features)), self.z)
-        elif not readable_in_place(features, dtype):
-            self.z = features.astype(dtype, order="C")
+# Features as BLAS reads them, in the compute dtype and of unit length where that is asked for; and
+# the features that were normalised
+Rows = tuple[Array, Side | None]
 
 
-def _multiply(query: Array, key: Array, x: Array, team: Team) -> None:
+def _readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rows:
+    if not normalize:
+        in_place = readable_in_place(features, dtype)
+        return features if in_place else features.astype(dtype, order="C"), None
+    side = Side(features, dtype, None)
+    z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
+    least, most = SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
+    if features.dtype not in DTYPES.values() or not features.dtype.isnative:
+        features = features.astype(dtype)
+    if not (features.flags.c_contiguous and features.flags.aligned):
+        features = features.copy()  # Numba would compile `unit_rows` for each layout
+    if unit_rows(features, least, most, z, inverse):
+        side.norms = Norms(inverse, None)
+    else:
+        side.norms = norms_of(side.features, dtype)
+        side.block(slice(0, len(features)), z)
+    return z, side
+
+
+def _multiply(query: Array, key: Array, x: Array, team: Team, product: Product) -> None:
     """The raw products x."""
-    (m, d), n, threads = query.shape, len(key), team.threads
-    halved = query is key and d >= MIN_HALVED_WIDTH
-
-    def multiply_part(part: int) -> None:
-        if not (halved and threads > 1):  # BLAS itself halves a product in one part
-            columns = _part(n, threads, part)
-            np.matmul(query, key[columns].T, out=x[:, columns])
-            return
-        rows = _part(m, threads, part)
-        # Rows of the part beside themselves, and beside those of the next parts around a ring
-        np.matmul(query[rows], query[rows].T, out=x[rows, rows])
-        for step in range(1, threads // 2 + 1):
-            near, far = rows, _part(m, threads, (part + step) % threads)
-            if 2 * step == threads:  # the part opposite comes here too: each takes a half
-                first, last = sorted((near, far), key=lambda side: side.start)
-                middle = (first.start + first.stop) // 2
-                half = slice(first.start, middle) if near is first else slice(middle, first.stop)
-                near, far = half, last
-            np.matmul(query[near], query[far].T, out=x[near, far])
-            x[far, near] = x[near, far].T
-
-    team.share(multiply_part)
+    if team.threads == 1:  # BLAS itself halves the product of rows with themselves
+        product(query, key.T, out=x)
+    elif query is key and query.shape[1] >= MIN_HALVED_WIDTH:
+        team.share(partial(_multiply_half, query, x, team.threads))
+    else:
+        team.share(partial(_multiply_columns, query, key, x, team.threads))
 
 
-def _threads(m: int, n: int, d: int) -> int:
-    """For products of m x n x d multiply-adds."""
-    most = min(m, n, m * n * d // THREAD_SHARE)
+def _multiply_columns(query: Array, key: Array, x: Array, parts: int, part: int) -> None:
+    columns = _part(len(key), parts, part)
+    np.matmul(query, key[columns].T, out=x[:, columns])
+
+
+def _multiply_half(z: Array, x: Array, parts: int, part: int) -> None:
+    """Rows of the part beside themselves, and beside the rows of the next parts around a ring."""
+    rows = _part(len(z), parts, part)
+    np.matmul(z[rows], z[rows].T, out=x[rows, rows])
+    for step in range(1, parts // 2 + 1):
+        near, far = rows, _part(len(z), parts, (part + step) % parts)
+        if 2 * step == parts:  # the part opposite comes here too: each takes a half
+            first, last = sorted((near, far), key=lambda side: side.start)
+            middle = (first.start + first.stop) // 2
+            half = slice(first.start, middle) if near is first else slice(middle, first.stop)
+            near, far = half, last
+        np.matmul(z[near], z[far].T, out=x[near, far])
+        x[far, near] = x[near, far].T
+
+
+def _threads(m: int, n: int, d: int, symmetric: bool) -> int:
+    """For products of m x n x d multiply-adds, of which one may be halved."""
+    halved = symmetric and d >= MIN_HALVED_WIDTH
+    most = min(m, n, m * n * d // (2 * THREAD_SHARE if halved else THREAD_SHARE))
     return min(thread_count(), most) if most > 1 else 1
 
 
 def _store(
-    problem: Problem, gradients: Gradients, g: Array, query: _Rows, key: _Rows, team: Team
+    problem: Problem, gradients: Gradients, g: Array, query: Rows, key: Rows, team: Team,
+    product: Product,
 ) -> None:  # fmt: skip
     """The gradients of features, from dL/dx."""
-
-    def store(to: Array, left: Array, right: Array, own: _Rows, rows: slice) -> None:
-        direct = to.dtype == g.dtype and to.flags.c_contiguous and to.dtype.isnative
-        out = np.matmul(left[rows], right, out=to[rows] if direct else None)
-        if own.side is not None:
-            dots, z = np.empty(len(out)), own.z[rows]
-            row_dots(out, z, dots)
-            out = own.side.to_features(out, z, dots, rows, to.dtype)
-        if not direct:
-            np.copyto(to[rows], out, casting="same_kind")
-
-    sides = []
+    products = []
     if gradients.query is not None and gradients.want_query:
-        sides.append((gradients.query, g, key.z, query))
+        products.append((gradients.query, g, key[0], query))
     if gradients.key is not None and gradients.want_key and not problem.symmetric:
-        sides.append((gradients.key, g.T, query.z, key))
-
-    threads = team.threads
+        products.append((gradients.key, g.T, query[0], key))
+    # one thread for each product takes less time than both threads for one product after the other
+    apart = len(products) == 2 and team.threads % 2 == 0
+    parts = team.threads // 2 if apart else team.threads
 
     def store_part(part: int) -> None:
-        if len(sides) == 2 and threads % 2 == 0:  # a product as a whole takes the least time
-            side, of_side = divmod(part, threads // 2)
-            to, left, right, own = sides[side]
-            store(to, left, right, own, _part(len(to), threads // 2, of_side))
-            return
-        for to, left, right, own in sides:
-            store(to, left, right, own, _part(len(to), threads, part))
+        for to, left, right, own in products[part // parts :][:1] if apart else products:
+            _store_rows(to, left, right, own, _part(len(to), parts, part % parts), product)
 
     team.share(store_part, last=True)
+
+
+def _store_rows(
+    to: Array, left: Array, right: Array, own: Rows, rows: slice, product: Product
+) -> None:
+    """Rows of a gradient: the product of left and right, through the norms of its own features."""
+    direct = to.dtype == left.dtype and to.flags.c_contiguous and to.dtype.isnative
+    out = product(left[rows], right, out=to[rows] if direct else None)
+    z, side = own
+    if side is not None:
+        dots = np.empty(len(out))
+        row_dots(out, z[rows], dots)
+        out = side.to_features(out, z[rows], dots, rows, to.dtype)
+    if not direct:
+        np.copyto(to[rows], out, casting="same_kind")
 
 
 def _part(n: int, parts: int, part: int) -> slice:

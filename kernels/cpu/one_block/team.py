@@ -132,6 +132,9 @@ class Team:
 
     def share(self, work: Callable[[int], None], last: bool = False) -> None:
         """Call `work` with 0, 1, ... at the same time, each in one thread; 0 in this thread."""
+        if self.threads == 1:
+            work(0)
+            return
         for part, helper in enumerate(self._helpers, 1):
             helper.begin(partial(work, part), last)
         try:

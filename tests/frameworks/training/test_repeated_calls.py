@@ -11,7 +11,7 @@ from infonce.kernels.cpu.one_block import solve as one_block  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.torch  # noqa: E402
-from infonce.torch.core import repeated  # noqa: E402
+from infonce.torch.core import autograd, repeated  # noqa: E402
 
 pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("no_templates")]
 ARGUMENTS = {"clip": 2, "lit": 2, "info_nce": 2, "nt_xent": 1, "siglip": 2}
@@ -151,3 +151,62 @@ def test_few_templates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         z = torch.zeros(rows, 3, requires_grad=True)
         infonce.torch.clip_loss(z, z.detach(), scale=1.0, normalize=False)
         assert 1 <= len(repeated._templates) <= 3
+
+
+def test_the_second_call_makes_its_node_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = []
+
+    def apply(*inputs: Any) -> Any:
+        nodes.append(inputs)
+        return autograd._Function.apply(*inputs)
+
+    monkeypatch.setattr(autograd._Function, "apply_known", apply)
+    features = batch("clip", torch.float32, 0)
+    scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    losses = [infonce.torch.clip_loss(*features, scale=scale) for _ in range(3)]
+    assert len(nodes) == 2
+    want, *got = [
+        torch.autograd.grad(loss, [scale, *features], retain_graph=True)
+        for loss in (*losses, losses[2])  # the last one again: computed in the backward pass
+    ]
+    assert want[0].dtype == torch.float64
+    for grads in got:
+        torch.testing.assert_close(grads, want, rtol=1e-6, atol=1e-9)
+    half = torch.autograd.grad(0.5 * infonce.torch.clip_loss(*features, scale=scale), scale)
+    torch.testing.assert_close(half[0], 0.5 * want[0], rtol=1e-7, atol=0)
+    assert len(nodes) == 3
+    constants = [z.detach() for z in features]
+    for _ in range(2):
+        assert not infonce.torch.clip_loss(*constants, scale=5.0).requires_grad
+    assert len(nodes) == 3
+
+
+@pytest.mark.parametrize("loss", ["clip", "nt_xent"])
+def test_products_in_threads_of_torch(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near those of BLAS, the same bits each time, and none if the user limits threads."""
+    products: list[Any] = []
+
+    def product(*args: Any, **options: Any) -> Any:
+        products.append(args)
+        return multiply(*args, **options)
+
+    multiply = repeated._torch_product
+    monkeypatch.setattr(repeated, "_torch_product", product)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    z = np.random.default_rng(0).standard_normal((2, 160, 100))
+    z /= np.linalg.norm(z, axis=2, keepdims=True)
+    features = [torch.tensor(x, dtype=torch.float32, requires_grad=True) for x in z]
+    features = features[: ARGUMENTS[loss]]
+
+    def call() -> Any:
+        value = getattr(infonce.torch, f"{loss}_loss")(*features, scale=10.0)
+        return value, *torch.autograd.grad(value, features)
+
+    first, second = call(), call()
+    assert len(products) == 2 * (1 + len(features))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    monkeypatch.setenv("INFONCE_NUM_THREADS", "1")
+    for got, want in zip(first, call(), strict=True):
+        size = float(want.detach().abs().max())
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * size)  # 5e-7 (1 + x) twice
+    assert len(products) == 2 * (1 + len(features))
