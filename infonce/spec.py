@@ -277,13 +277,14 @@ OPTIONS: dict[str, Option] = {
 # fmt: on
 DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
-# Integers of samples: one array, or a pair, of rows and of columns
+# Integers of samples: one array, or a pair (of rows, of columns)
 NAMES = ("ids", "groups", "positive_ids")
-VECTORS = ("weights", "key_bias")  # arguments of compiled programs; they get no gradient
-ARRAYS = (*VECTORS, "own_mask")  # beside features; they get no gradient
-# In PyTorch and JAX gradients are computed with the loss, and wait for the upstream gradient in
-# these dtypes. A gradient that underflows in float16 would stay 0, whatever the upstream gradient
-WAITING = {"float16": "float32"}
+VECTORS = ("weights", "key_bias")  # vectors of rows or keys, which get no gradient
+ARRAYS = (*VECTORS, "own_mask")  # all arrays that get no gradient, except integers of samples
+# PyTorch and JAX compute gradients with the loss, before the upstream gradient is known. Until
+# then, gradients of these dtypes are kept in wider ones. A gradient that is 0 in float16 would stay
+# 0, even if the upstream gradient has the factor of a GradScaler
+DTYPES_UNTIL_UPSTREAM = {"float16": "float32"}
 GRAD_ONLY = frozenset(GradOptions.__annotations__) - frozenset(LossOptions.__annotations__)
 FLAGS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -323,14 +323,16 @@ class Vectors:
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
         dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        """The reduced loss (None: the caller reduces), and the gradients of scale and bias, where
-        they are wanted. That of the scale is the sum of `Finalized.log_scale_grad` and of
-        `Gradients.dots`."""
+        """The reduced loss, the gradient of the scale and the gradient of the bias.
+
+        Gradients that are not wanted are None. The loss is None: the caller reduces losses. The
+        gradient of the scale is a sum over `Finalized.log_scale_grad` and `Gradients.dots`.
+        """
         scale = problem.scale
-        mean_bias_grad = None if bias_grad is None else bias_grad.sum() / scale
+        total_bias_grad = None if bias_grad is None else bias_grad.sum() / scale
         parts = (log_scale_grad, 1.0), (dots, problem.pair_counts)
         scale_parts = [part.sum() / counts for part, counts in parts if part is not None]
-        return None, sum(scale_parts) / scale if scale_parts else None, mean_bias_grad
+        return None, sum(scale_parts) / scale if scale_parts else None, total_bias_grad
 
     def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:
         """[K]: the sums of [ranks, K] numbers in the order of the ranks, divided."""

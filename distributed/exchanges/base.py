@@ -70,7 +70,7 @@ class Round:
         """The distance, in ranks, of the farthest shard that is visited."""
         return shards // 2 if self.half else shards - 1
 
-    def summed(self, shards: int) -> int:
+    def summed_reach(self, shards: int) -> int:
         """The distance of the farthest shard with sums; 0 if no other rank's shard has sums."""
         if not self.types:
             return 0

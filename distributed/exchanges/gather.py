@@ -47,7 +47,7 @@ class Gather:
         n, r = len(self.partition.rows), self.rank
         rows, starts = self.partition.rows, self.partition.starts
         own, visit, types, half = round.own, round.visit, round.types, round.half
-        reach, summed = round.reach(n), round.summed(n)
+        reach, summed_reach = round.reach(n), round.summed_reach(n)
         # rows_within[d]: the number of rows of the shards of ranks r - d, ..., r - 1
         rows_within = [0, *accumulate(rows[(r - d) % n] for d in range(1, reach + 1))]
         pending, gathered = self._gather(own, rows_within)
@@ -59,15 +59,16 @@ class Gather:
             return array[end - rows_within[far] : end - rows_within[near - 1]]
 
         sums_of_others = [
-            self.xp.empty((rows_within[summed], *tail), dtype) for tail, dtype in types
+            self.xp.empty((rows_within[summed_reach], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
         own_sum_count = 0 if half else 1  # the first partial sum is this rank's
         partial_sums = [
-            self.xp.empty((own_sum_count + summed, rows[r], *tail), dtype) for tail, dtype in types
+            self.xp.empty((own_sum_count + summed_reach, rows[r], *tail), dtype)
+            for tail, dtype in types
         ]  # fmt: skip
         # one chunk while keys arrive, so that a sigmoid loss has the same bits without gradients
         own_first = pending is not None or round.same_pairs
-        chunks = list(self._chunks(reach, summed, () if own_first else types))
+        chunks = list(self._chunks(reach, summed_reach, () if own_first else types))
         if half and round.same_pairs and 2 * reach == n:  # one rank of a pair visits the farthest
             chunks = [(reach, reach), *self._chunks(reach - 1, reach - 1, ())]
         order = [None, *chunks] if own_first else [*chunks, None]  # None: the own block
@@ -85,7 +86,7 @@ class Gather:
             first = starts[(r - far) % n]
             span = slice(first, first + rows_within[far] - rows_within[near - 1])
             sums: list[Array] = []
-            if near <= summed:
+            if near <= summed_reach:
                 sums = [rows_of(array, far, near) for array in sums_of_others]
             arrays = [rows_of(array, far, near) for array in gathered]
             if round.is_left_to_other(r, far, n):
@@ -101,7 +102,7 @@ class Gather:
                 going_home.append(self.transport.exchange(home))
         for transfer in going_home:
             transfer.wait()
-        has_parts = types and own_sum_count + summed
+        has_parts = types and own_sum_count + summed_reach
         if round.combine is not None and round.keep is not None and has_parts:
             round.keep(slice(0, rows[r]), *added(partial_sums, round.combine, 2))
 
@@ -139,20 +140,20 @@ class Gather:
         return None, gathered
 
     def _chunks(
-        self, reach: int, summed: int, divisible: Sequence[RowType]
+        self, reach: int, summed_reach: int, divisible: Sequence[RowType]
     ) -> Iterator[tuple[int, int]]:
         """The visits of others' keys, as distances (farthest, nearest) of their shards.
 
         Shards without sums are one visit. Shards with sums are several visits if the sums are
         large. All ranks have the same visits.
         """
-        if reach > summed:
-            yield reach, summed + 1
-        if not summed:
+        if reach > summed_reach:
+            yield reach, summed_reach + 1
+        if not summed_reach:
             return
         size = sum(prod(tail) * np.dtype(dtype).itemsize for tail, dtype in divisible)
-        count = chunks_of(self.partition.total * size, summed)
-        ends = [summed * i // count for i in range(count, -1, -1)]
+        count = chunks_of(self.partition.total * size, summed_reach)
+        ends = [summed_reach * i // count for i in range(count, -1, -1)]
         for far, nearer in pairwise(ends):
             yield far, nearer + 1
 

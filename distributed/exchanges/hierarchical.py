@@ -91,8 +91,8 @@ class Hierarchical:
     def run(self, round: Round) -> None:
         """See `Exchange`."""
         visit, combine = round.visit, round.combine
-        reach, summed = round.reach(self.hosts), round.summed(self.hosts)  # in steps
-        pipeline = Pipeline(self, round, reach, summed)
+        reach, summed_reach = round.reach(self.hosts), round.summed_reach(self.hosts)  # in steps
+        pipeline = Pipeline(self, round, reach, summed_reach)
         complete: list[list[Array]] = []  # sums of this rank's keys over its host, and over others
         steps = reach
 
@@ -122,7 +122,7 @@ class Hierarchical:
         for step in range(1, reach + 1):
             pipeline.advance(step + 2)
             arrays = pipeline.keys(step)
-            sums = pipeline.sums(step) if step <= summed else []
+            sums = pipeline.sums(step) if step <= summed_reach else []
             if round.is_left_to_other(self.host, step, self.hosts):
                 visit(*no_keys(arrays), sums)
                 continue
@@ -137,7 +137,7 @@ class Hierarchical:
 class Pipeline:
     """The keys and sums of other hosts in one round, and the exchanges that carry them."""
 
-    def __init__(self, exchange: Hierarchical, round: Round, reach: int, summed: int) -> None:
+    def __init__(self, exchange: Hierarchical, round: Round, reach: int, summed_reach: int) -> None:
         self.exchange, self.own, self.types, self.combine = (
             exchange,
             round.own,
@@ -145,7 +145,8 @@ class Pipeline:
             round.combine,
         )
         self.key_types: list[RowType] = [(array.shape[1:], array.dtype) for array in self.own]
-        self.reach, self.summed = reach, summed  # steps of the last hosts visited, and with sums
+        self.reach = reach  # the step in which the last host is visited
+        self.summed_reach = summed_reach  # the last step with sums
         self.shards = [exchange.shards(step) for step in range(reach + 1)]
         self.largest = max(shards.largest for shards in self.shards)
         self.host_keys = max(shards.total for shards in self.shards)  # keys of a host
@@ -202,8 +203,8 @@ class Pipeline:
 
     def _ticks(self) -> Iterator[None]:
         exchange, place, local_size = self.exchange, self.exchange.place, self.exchange.local_size
-        with_sums = range(1, self.summed + 1)
-        last = max(self.reach, self.summed + 3) if with_sums else self.reach
+        with_sums = range(1, self.summed_reach + 1)
+        last = max(self.reach, self.summed_reach + 3) if with_sums else self.reach
         for tick in range(last + 1) if self.reach else ():
             to_add, to_send = tick - 2, tick - 3
             gathers, adds = 1 <= tick <= self.reach, to_add in with_sums
@@ -227,7 +228,7 @@ class Pipeline:
                 receive += self._rows_of_place(self.keys(tick + 1), tick + 1, place)
             hosts = 1
             if to_send in with_sums:
-                home = to_send == self.summed
+                home = to_send == self.summed_reach
                 hosts = exchange.hosts - to_send if home else 1
                 send += self._sums_of_shard("added", to_send)
                 receive += self._sums_of_shard("arrived", 0 if home else to_send + 1)

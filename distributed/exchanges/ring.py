@@ -1,12 +1,14 @@
 """The ring: shards of keys go from rank to rank, and sums over queries follow them.
 
-In step s rank r has the keys of rank k = r - s (mod n). The sums of those keys travel one step
-behind the keys. While a block is computed, the keys of the next block arrive. The sums of the
-previous ranks arrive too, and this rank's sums are added to them. After n steps the sums are sent
-to the owner of the keys. The sums of shard k are thus always added in the order k, k + 1, ...
+Sums are numbers for each key that all ranks add to: dK, or sums of columns. In step s, rank r has
+the keys of rank k = r - s (mod n). The sums of these keys travel one step behind the keys. While a
+block is computed, the keys of the next block arrive. The sums of the previous ranks arrive, too,
+and this rank adds its own. So the sums of shard k are always added in the order k, k + 1, ... After
+the last step with sums, the sums are sent to the owner of the keys. A round has n steps, or about
+half as many if queries are keys (`Round.half`).
 
-There are two buffers of keys and three of sums. If they would be larger than half of the workspace,
-shards go round in pieces, one piece of each shard at a time.
+There are two buffers of keys and three buffers of sums. If they would be larger than half of the
+workspace, shards go round in pieces, one piece of each shard at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .partition import Partition
 
 @dataclass(frozen=True)
 class Ring:
-    """How the shards of one call go round: an `Exchange`."""
+    """The exchange "ring" of a call."""
 
     xp: Any  # numpy or cupy
     rank: int
@@ -37,16 +39,21 @@ class Ring:
         ranks, rank = len(self.partition.rows), self.rank
         own, visit, types = round.own, round.visit, round.types
         steps = round.reach(ranks) + 1
-        # the steps that compute sums: in a half round, step 0 has none
-        first_summed = 1 if round.half else 0
-        summed = range(first_summed, round.summed(ranks) + 1) if types else range(0)
+        # in a half round, step 0 computes no sums
+        first_summed_step = 1 if round.half else 0
+        summed_steps = (
+            range(first_summed_step, round.summed_reach(ranks) + 1) if types else range(0)
+        )
         largest = -(-self.partition.largest // self.pieces)
         key_types: list[RowType] = [(array.shape[1:], array.dtype) for array in own]
         stores: dict[tuple[int, bool], list[Array]] = {}
         views: dict[tuple[int, bool, int], list[Array]] = {}
 
         def buffers(slot: int, rows: int, for_sums: bool) -> list[Array]:
-            """Arrays, or sums, of so many keys; allocated once, for the largest piece."""
+            """Buffers for the arrays, or for the sums, of `rows` keys.
+
+            They are parts of memory that is allocated once, for the largest piece.
+            """
             if (slot, for_sums) not in stores:
                 stores[slot, for_sums] = [
                     self.xp.empty((largest, *tail), dtype)
@@ -61,11 +68,11 @@ class Ring:
             start = self.partition.starts[rank]
             own_rows = slice(pieces[rank].start - start, pieces[rank].stop - start)
             arrays: list[Array] = [array[own_rows] for array in own]
-            carried: list[Array] = []  # the sums of the step before
+            carried: list[Array] = []  # sums that this rank sends in the next step
             for step in range(steps):
                 owner, following = (rank - step) % ranks, pieces[(rank - step - 1) % ranks]
                 rows, is_last = pieces[owner].stop - pieces[owner].start, step == steps - 1
-                sums_follow = step in summed and step - 1 in summed
+                sums_follow = step in summed_steps and step - 1 in summed_steps
                 incoming: list[Array] = []
                 outgoing: list[Array] = []
                 if not is_last:
@@ -78,9 +85,10 @@ class Ring:
                 pending = None
                 if ranks > 1:
                     pending = self.transport.exchange({1: (outgoing, [*incoming, *arrived])})
-                sums = buffers(step % 3, rows, True) if step in summed else []
+                sums = buffers(step % 3, rows, True) if step in summed_steps else []
                 if step or not self.symmetric:
-                    # Half way round an even ring, both ranks of a pair meet: one of them computes
+                    # If n is even, two ranks have each other's shards in step n / 2: one of them
+                    # computes the block
                     if round.is_left_to_other(rank, step, ranks):
                         visit(*no_keys(arrays), sums)
                     else:
@@ -89,7 +97,7 @@ class Ring:
                             step + j * steps, self.pieces * steps,
                         )  # fmt: skip
                         visit(keys, arrays, sums)
-                elif j == 0:  # queries are keys: the own shard is visited once, in one piece
+                elif j == 0:  # if queries are keys, the own shard is visited once, in one piece
                     shard = slice(start, self.partition.starts[rank + 1])
                     visit(Keys(True, shard, True, 0, self.pieces * steps), own, [])
                 if pending is not None:
@@ -98,12 +106,12 @@ class Ring:
                     round.combine(sums, arrived)
                 arrays = incoming
                 carried = sums or carried
-            if summed and round.keep is not None:
+            if summed_steps and round.keep is not None:
                 if ranks > 1:
                     rows = pieces[rank].stop - pieces[rank].start
-                    complete = buffers((summed[-1] + 1) % 3, rows, True)
-                    # the owner is so many ranks further on
-                    home = {ranks - summed[-1]: (carried, complete)}
+                    complete = buffers((summed_steps[-1] + 1) % 3, rows, True)
+                    # the owner is n - (last step with sums) ranks further on
+                    home = {ranks - summed_steps[-1]: (carried, complete)}
                     self.transport.exchange(home).wait()
                     carried = complete
                 round.keep(own_rows, carried)

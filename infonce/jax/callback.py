@@ -21,7 +21,7 @@ except ImportError as error:
 
 from ..kernels.problem import SILENT
 from ..result import LossAndGrad
-from ..spec import ARRAYS, NAMES, WAITING, Loss
+from ..spec import ARRAYS, DTYPES_UNTIL_UPSTREAM, NAMES, Loss
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
@@ -131,7 +131,9 @@ def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     unscaled = inputs["grad_out"] is None
 
     def gradient(array: Any) -> Any:
-        dtype = WAITING.get(array.dtype.name, array.dtype) if unscaled else array.dtype
+        dtype = (
+            DTYPES_UNTIL_UPSTREAM.get(array.dtype.name, array.dtype) if unscaled else array.dtype
+        )
         return struct(array.shape, dtype)
 
     return {

@@ -140,7 +140,7 @@ __device__ __forceinline__ Real max_(Real a, Real b) { return fmax(a, b); }  // 
 
 // 1 / (1 + e), which is sigmoid(|x|) for e = exp(-|x|), and log(1 + e), to relative accuracy, by one division:
 // log(1 + e) = 2 atanh(s) = s p(s^2) with s = e / (2 + e) in [0, 1/3].
-__device__ __forceinline__ void sigmoid_parts(float e, float& sigmoid_abs, float& log1p) {
+__device__ __forceinline__ void sigmoid_parts(float e, float& sigmoid_of_abs, float& log1p) {
   const float one = 1.0f + e, two = 2.0f + e, both = __fdividef(1.0f, one * two);
   const float s = e * (one * both), z = s * s;
   float p = 0x1.f39656p-3f;
@@ -149,10 +149,10 @@ __device__ __forceinline__ void sigmoid_parts(float e, float& sigmoid_abs, float
   p = fmaf(p, z, 0x1.999638p-2f);
   p = fmaf(p, z, 0x1.55555ap-1f);
   log1p = s * fmaf(p, z, 2.0f);
-  sigmoid_abs = two * both;
+  sigmoid_of_abs = two * both;
 }
-__device__ __forceinline__ void sigmoid_parts(double e, double& sigmoid_abs, double& log1p) {
-  sigmoid_abs = 1 / (1 + e);
+__device__ __forceinline__ void sigmoid_parts(double e, double& sigmoid_of_abs, double& log1p) {
+  sigmoid_of_abs = 1 / (1 + e);
   log1p = ::log1p(e);
 }
 

@@ -2,7 +2,7 @@
 //
 //     vectors/sums.cuh      merge_pairs, add_pairs, add_copies, begin, finalize, totals
 //     vectors/linear.cuh    join_rows, finalize_linear
-//     vectors/online.cuh    check_references, add_wanted, end_online
+//     vectors/online.cuh    check_references, add_repeated, end_online
 //     vectors/factors.cuh   ranges, factors, divide_factors, to_products
 //     vectors/sigmoid.cuh   begin_sigmoid, mark_not_finite, sigmoid_positives
 //     vectors/queries.cuh   count_queries, place_queries, list_queries, sort_queries

@@ -217,7 +217,7 @@ class Plan:
         self, build: Build, inputs: Sequence[Any], caller_arrays: Sequence[Array],
         graphs: bool = False,
     ) -> None:  # fmt: skip
-        self.graphs = graphs
+        self.may_use_graphs = graphs
         recorder = Recorder(graphs)
         outputs = _record(recorder, build, inputs, caller_arrays)
         self.results = {
@@ -233,7 +233,7 @@ class Plan:
             step.function().kernel.ptr if isinstance(step, Launch) else None
             for step in recorder.steps
         ]
-        self.steps, self.arrays = recorder.steps, len(recorder.sizes)
+        self.steps, self.array_count = recorder.steps, len(recorder.sizes)
         self.parameters = np.array(recorder.parameters, np.int64)
         launches, others = recorder.words, recorder.other_arguments
         first = self.first_other_word = len(launches.values)
@@ -310,7 +310,7 @@ class Plan:
     ) -> list[int]:  # fmt: skip
         """The address of each array of the call, rounded down to 16 bytes for `caller_arrays`."""
         starts = [array.data.ptr // 16 * 16 for array in caller_arrays]
-        starts += [0] * (self.arrays - len(caller_arrays))
+        starts += [0] * (self.array_count - len(caller_arrays))
         for array, offset in self.sharing:
             starts[array] = shared + offset
         for array, memory in separate.items():
@@ -337,7 +337,7 @@ class Plan:
                 bound.append((driver.launchKernel, (function, *shape, stream, at, 0)))
             else:
                 bound.append((step.do, (stream, *others[step.arguments])))
-        return BoundSteps(bound, (words, parameters), not self.graphs)
+        return BoundSteps(bound, (words, parameters), not self.may_use_graphs)
 
     def _bind_to_graphs(
         self, starts: list[int], numbers: Sequence[float], stream: int, plain: BoundSteps

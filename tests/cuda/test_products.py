@@ -103,7 +103,7 @@ class HostQueue(Queue):
             divisor: Any = DIVISOR
             if function == "sweep_online":
                 divisor = self.row_divisors[self.rows, None]
-                self.swept += [q] * (a["wanted"] is None)
+                self.swept += [q] * (a["visited_tiles"] is None)
             block = self.p[self.rows, left : left + k] / divisor
             self.split(data, block, stride, part * (part != stride), low)
         elif function == "ranges":

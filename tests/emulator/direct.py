@@ -162,7 +162,8 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     arguments = sweep_arguments(z, sweep) | {
         "positive": positive.ptr, "row_pairs": rows.ptr, "row_stride": z.m,
         "column_pairs": columns.ptr, "column_stride": z.n, "written_tiles": marks.ptr,
-        "cached": {"references": 0, "stride": 0, "anew": 0}, "gradient_block": NO_GRADIENT_BLOCK,
+        "cached": {"references": 0, "stride": 0, "uncached_tiles": 0},
+        "gradient_block": NO_GRADIENT_BLOCK,
         "gradient_map": np.zeros(1, "V128"), "row_moments": 0, "column_moments": 0,
     }  # fmt: skip
     shared = sweep.shared(False, True)
@@ -199,7 +200,7 @@ def sweep_gradient(z: Features, seed: int = 0, edit: Edit | None = None) -> Any:
         "factors": {"row_reference": reference.ptr, "a": a.ptr, "u": u.ptr, "column_reference": 0,
                     "v": 0, "one_exponential": one_exponential.ptr},
         "gradient_block": {"data": gradient.ptr, "stride": stride, "part": 0},
-        "gradient_map": tensor_map(gradient.ptr, z.m, 2 * stride, 16), "wanted": 0,
+        "gradient_map": tensor_map(gradient.ptr, z.m, 2 * stride, 16), "visited_tiles": 0,
     }  # fmt: skip
     grid, shared = sweep.blocks(z.m, z.n), sweep.shared(True, False)
     launch(

@@ -48,7 +48,7 @@ def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     def watched(self: Any, rows: slice, columns: slice, a: int, b: int) -> None:
         block(self, rows, columns, a, b)
         panels = -(-(rows.stop - rows.start) // 128)
-        swept.append(np.flatnonzero(host(self.wanted[:panels])).tolist())
+        swept.append(np.flatnonzero(host(self.repeated_tiles[:panels])).tolist())
 
     monkeypatch.setattr(online.OnlineRun, "block", watched)
     monkeypatch.setattr(recorded, "compile_kernels", lambda *_: None)  # it records too

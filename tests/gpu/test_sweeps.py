@@ -251,7 +251,7 @@ def test_cached_exponentials(
 ) -> None:
     """Exponentials kept between the folds: of all logits in one block, of all on either side of the
     border of accumulators that overlay their destination, of the first columns. Query panels
-    whose logits lie too far apart are computed anew."""
+    whose logits lie too far apart are computed again."""
     if launcher.device_properties(cupy.cuda.runtime.getDevice()).capability != "90":
         pytest.skip("for Hopper")
     calls: list[Any] = []
@@ -266,7 +266,7 @@ def test_cached_exponentials(
     monkeypatch.setattr(config.workspace, "MIN_CACHED_COLUMNS", 256)
     asked = {"fp16x3": "fp32"}.get(precision, precision)
     monkeypatch.setattr(config, "all_keys_blocking", lambda *_: None)  # two folds
-    anew = 0
+    uncached_tiles = 0
     shapes = ((128, 128, 520), (258, 386, 1024), (700, 1301, 600))
     for i, (m, n, d) in fewer(enumerate(shapes), 2):
         if loss == "clip":
@@ -290,10 +290,10 @@ def test_cached_exponentials(
                 assert found.precision == precision
                 if found.cached is None:
                     break
-                panels = int(found.cached.anew.sum())
+                panels = int(found.cached.uncached_tiles.sum())
                 if kind == "random" and scale == 1:  # no logits lie far apart
                     assert panels == 0
-                anew += panels
+                uncached_tiles += panels
                 dk = found.schedule.folds[-1].dk_accumulator
                 kept.add((found.cached.columns, dk.overlaid > 0))
                 workspace = min(workspace, found.schedule.workspace) * 9 // 10
@@ -302,4 +302,4 @@ def test_cached_exponentials(
             assert min(columns) < n or n < 1301
             assert (precision == "bf16" and n >= 256) == ((n, True) in kept)
     if kind == "lengths":
-        assert anew > 0
+        assert uncached_tiles > 0

@@ -2,8 +2,9 @@
 
 If any gradients are needed, the forward pass computes them together with the loss, and the backward
 pass multiplies them by the upstream gradient. Until then, gradients of float16 features are kept in
-float32 (`WAITING`), which takes twice the memory of float16. The alternative, a backward pass that
-computes the logits again, takes twice the time.
+float32 (`DTYPES_UNTIL_UPSTREAM`), so that they do not underflow before a GradScaler's factor
+arrives. This takes twice the memory of float16. The alternative, a backward pass that computes the
+logits again, takes twice the time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from ... import dispatch
 from ...checks.rows import is_pair
 from ...result import LossAndGrad, Metrics
-from ...spec import ARRAYS, NAMES, WAITING, Loss
+from ...spec import ARRAYS, DTYPES_UNTIL_UPSTREAM, NAMES, Loss
 from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
@@ -28,7 +29,9 @@ UNTRACKED = (
     "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *ARRAYS
 )  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
-WAITING_DTYPES = {getattr(torch, name): getattr(torch, other) for name, other in WAITING.items()}
+TENSOR_DTYPES_UNTIL_UPSTREAM = {
+    getattr(torch, name): getattr(torch, other) for name, other in DTYPES_UNTIL_UPSTREAM.items()
+}
 NO_SECOND_DERIVATIVE = "gradients of the losses of infonce cannot be differentiated again"
 FORWARD = (
     "forward mode (torch.func.jvp, jacfwd, hessian) is not supported by the losses of infonce: use "
@@ -73,7 +76,7 @@ def evaluate(
     grad_buffers = {}
     for name, z in zip(kind.arguments, features, strict=True):
         if name in wrt:
-            dtype = z.dtype if "grad_out" in more else WAITING_DTYPES.get(z.dtype)
+            dtype = z.dtype if "grad_out" in more else TENSOR_DTYPES_UNTIL_UPSTREAM.get(z.dtype)
             grad_buffers[name] = torch.empty_like(
                 z, dtype=dtype, memory_format=torch.contiguous_format
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...checks import validation
 from ...spec import COMPILED, DEFAULTS, LOSSES, NAMES, VECTORS, Loss
-from .autograd import WAITING_DTYPES, evaluate, transformed, wanted_of
+from .autograd import TENSOR_DTYPES_UNTIL_UPSTREAM, evaluate, transformed, wanted_of
 
 WIDEST = "fp64"  # has the widest range of scales; the operator checks the range of its precision
 # Schema types of Python types. Only `workspace` defaults to None, and it is int?.
@@ -69,7 +69,9 @@ def _shapes(
     dtype = torch.float64 if double else torch.float32  # of the loss
     arguments = LOSSES[kind].arguments
     values = dict(zip(arguments, (query, key), strict=False))
-    waiting = {n: (z, WAITING_DTYPES.get(z.dtype, z.dtype)) for n, z in values.items()}
+    waiting = {
+        n: (z, TENSOR_DTYPES_UNTIL_UPSTREAM.get(z.dtype, z.dtype)) for n, z in values.items()
+    }
     waiting |= {"scale": (scale, dtype), "bias": (bias, dtype)}
     names = ["scale", "bias", *arguments, *["key"] * (2 - len(arguments))]
     grads = [

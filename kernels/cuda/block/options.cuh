@@ -1,5 +1,5 @@
-// Options of a loss that change what becomes of a logit: each is a struct here, used by the tiled kernels
-// (tiled/tile.cuh) and by the sweeps (sm90/sweep/logits.cuh) alike.
+// Options of a loss that leave out pairs or change their exponents. Each is a struct here. The tiled kernels
+// (tiled/tile.cuh) and the sweeps (sm90/sweep/logits.cuh) use the same structs.
 //
 // A new option is one more struct, its name in `Options`, and its vectors in `Block`.
 #pragma once
@@ -27,7 +27,8 @@
 #define BIAS 0  // 1: keys have biases; 2: queries have biases, too, as keys of their columns
 #endif
 
-// A block with the vectors of its options (ids are in PlainBlock). Limits and biases are in the unit of products.
+// A block with the vectors of its options (ids are in PlainBlock). Limits and biases are numbers in the unit of
+// products.
 struct Block : PlainBlock {
 #if GROUPS
   const i64 *query_groups, *key_groups;  // [rows], [columns]
@@ -47,17 +48,17 @@ struct Block : PlainBlock {
 #endif
 };
 
-// Marks of a guide (tiled/guide.cu, sm90/sweep_guide.cu): bit 1 if the product of a pair is above the limit. A word has
-// the marks of one row with a quarter of the columns of a group of MARKED_COLUMNS. The mark of column c of a group is
-// bit `mark_bit(c)` of the row's word c / 2 % 4. So a thread whose accumulators hold the products of tensor cores has
-// all its columns of a group in one word.
+// Marks of a guide, which tiled/guide.cu and sm90/sweep_guide.cu write. The mark of a pair is a bit: 1 if the guide's
+// product of the pair is above the limit. Columns are in groups of MARKED_COLUMNS. A row and a group have four words of
+// 32 marks. The mark of column c of the group is bit `mark_bit(c)` of word c / 2 % 4. In this order, the columns of a
+// tensor core's products that one thread holds are in one word.
 enum : int { MARKED_COLUMNS = 128 };
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
-// The index of the word that has the mark of a pair, in the words of a block with so many `rows`.
+// The index of the word with the mark of a pair, among the words of a block of `rows` rows.
 __device__ __forceinline__ i64 mark_word(i64 rows, i64 row, i64 column) {
   return (column / MARKED_COLUMNS * rows + row) * 4 + column / 2 % 4;
 }
-// In place of a column's word if columns have no softmax: then the mark of the row decides.
+// Stands for the word of a column if columns have no softmax: then only the mark of the row decides.
 enum : u32 { ALL_MARKED = ~0u };
 
 // Whether a guide leaves a pair out of the softmax of its row, and of its column.
@@ -69,16 +70,16 @@ struct Marks {
 #endif
 };
 
-// The numbers of some rows and some columns, and which of them belong to a pair.
+// A pair: the numbers that options need of several rows and columns, and the index of the pair's row and column.
 template <class Rows, class Columns>
-struct Pair : Marks {  // a base without members takes no memory
+struct Pair : Marks {  // without a guide, Marks has no members and takes no memory
   const Rows& rows;
   const Columns& columns;
   int row, column;
 };
 
-// The option that changes nothing. Other options derive from it and replace its members. Functions take the
-// product x of a pair.
+// The base of all options, which changes nothing. An option replaces some of its members. Functions get the product x
+// of a pair.
 template <class Self>  // gives each option a base of its own: two bases of one type would take memory
 struct Option {
   enum : bool {  // constants that need no memory
@@ -104,20 +105,20 @@ struct Option {
   // Whether neither softmax has the pair: neither that of the row nor that of the column.
   template <class Pair>
   __device__ __forceinline__ static bool excluded(Real, const Pair&) { return false; }
-  // Whether no option excludes the pair: it is a positive.
+  // Whether the pair is a positive, which no option excludes.
   template <class Pair>
-  __device__ __forceinline__ static bool kept(const Pair&) { return false; }
+  __device__ __forceinline__ static bool is_positive(const Pair&) { return false; }
   // SPLITS: whether the softmax of the row, or of the column, has the pair.
   template <class Pair>
   __device__ __forceinline__ static bool in_row(Real, const Pair&) { return true; }
   template <class Pair>
   __device__ __forceinline__ static bool in_column(Real, const Pair&) { return true; }
-  // SPLITS: sum += e, if the softmax of the row, or of the column, has the pair.
+  // SPLITS: adds e to `sum` if the softmax of the row, or of the column, has the pair.
   template <class Pair>
   __device__ __forceinline__ static void add_to_row(float&, float, float, const Pair&) {}
   template <class Pair>
   __device__ __forceinline__ static void add_to_column(float&, float, float, const Pair&) {}
-  // What exponents have in place of x.
+  // The number that replaces x in the exponent.
   template <class Pair>
   __device__ __forceinline__ static Real exponent(Real x, const Pair&) { return x; }
 };
@@ -166,7 +167,7 @@ struct OtherGroups : Option<OtherGroups> {
 #endif
 };
 
-// Positives of a sigmoid that are pairs of equal ids. The epilogues of sigmoids ask `kept` and weigh these pairs.
+// Positives of a sigmoid that are pairs of equal ids. The epilogues of sigmoids ask `is_positive`, and weigh positives.
 struct PositiveIds : Option<PositiveIds> {
 #if POSITIVE_IDS
   template <int N>
@@ -190,7 +191,7 @@ struct PositiveIds : Option<PositiveIds> {
     copy(to.key_pair_weights, from.key_pair_weights);
   }
   template <class Pair>
-  __device__ __forceinline__ static bool kept(const Pair& p) {
+  __device__ __forceinline__ static bool is_positive(const Pair& p) {
     return p.rows.query_positive_ids[p.row] == p.columns.key_positive_ids[p.column];
   }
 #endif
@@ -294,7 +295,7 @@ struct Biases : Option<Biases> {
 #endif
 };
 
-// Several options, each as if it were alone.
+// Several options, each of which is written as if it were the only one.
 template <class... Each>
 struct All {
   enum : bool {
@@ -318,25 +319,26 @@ struct All {
     (Each::copy_columns(to, from, copy), ...);
   }
 
-  // x becomes EXCLUDED if neither softmax has the pair. For kernels that then ask nothing more.
+  // Portable kernels: x becomes EXCLUDED if any option excludes the pair from both softmaxes. If an option SPLITS,
+  // these kernels also ask `in_row` and `in_column`.
   template <class Pair>
   __device__ __forceinline__ static void exclude(Real& x, const Pair& p) {
-    if (kept(p)) return;
+    if (is_positive(p)) return;
     ((x = Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
-  // The same, of only those options that have MASKS. For kernels that ask `in_row` and `in_column` before each use.
+  // Sweeps: the same, for options that have MASKS only. Sweeps ask `in_row` and `in_column` for all other options.
   template <class Pair>
   __device__ __forceinline__ static void mask(Real& x, const Pair& p) {
-    if (kept(p)) return;
+    if (is_positive(p)) return;
     ((x = Each::MASKS && Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
   template <class Pair>
-  __device__ __forceinline__ static bool kept(const Pair& p) { return (Each::kept(p) | ...); }
+  __device__ __forceinline__ static bool is_positive(const Pair& p) { return (Each::is_positive(p) | ...); }
   template <class Pair>
   __device__ __forceinline__ static bool in_row(Real x, const Pair& p) { return (Each::in_row(x, p) & ...); }
   template <class Pair>
   __device__ __forceinline__ static bool in_column(Real x, const Pair& p) { return (Each::in_column(x, p) & ...); }
-  // `add_to_row` and `add_to_column` of an option serve if no other option SPLITS.
+  // If only one option SPLITS, its `add_to_row` and `add_to_column` are used.
   enum : bool { SEVERAL_SPLIT = (0 + ... + Each::SPLITS) > 1 };
   template <class Pair>
   __device__ __forceinline__ static void add_to_row(float& sum, float e, float x, const Pair& p) {

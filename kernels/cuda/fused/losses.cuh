@@ -93,9 +93,9 @@ struct Slope {
 __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64 j, Real x) {
   if (SIGMOID) {
     const Real z = s.scale * x + s.bias, e = exp2_(-fabs(z) * (Real)LOG2_E);
-    Real sigmoid_abs, log1p;
-    sigmoid_parts(e, sigmoid_abs, log1p);
-    return (z < 0 ? e * sigmoid_abs : sigmoid_abs) * f.row_factor[i];
+    Real sigmoid_of_abs, log1p;
+    sigmoid_parts(e, sigmoid_of_abs, log1p);
+    return (z < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * f.row_factor[i];
   }
   Real p = f.row_factor[i] * exp2_(s.c * (x - f.row_reference[i]));
   if (SYMMETRIC || TWO_SIDED) p += f.column_factor[j] * exp2_(s.c * (x - f.column_reference[j]));
@@ -129,8 +129,8 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
         if (j == y || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
-        Real sigmoid_abs, log1p;
-        sigmoid_parts(exp2_(-fabs(t) * (Real)LOG2_E), sigmoid_abs, log1p);
+        Real sigmoid_of_abs, log1p;
+        sigmoid_parts(exp2_(-fabs(t) * (Real)LOG2_E), sigmoid_of_abs, log1p);
         loss += max_(t, 0) + log1p;
       }
       loss = team.sum(loss) + at.loss;

@@ -7,7 +7,7 @@
 //     P_ij = e (a_i s_i + u_i s_i v_j)              `one_exponential` for both directions
 //     P_ij = e (a_i s_i + v_j 2^(r - C_j))          whatever the range of R and C
 //
-// Query tiles that are to be computed anew hold anything here; another kernel overwrites them.
+// Query tiles without a cache (`uncached_tiles`) get arbitrary values here; the sweep overwrites them.
 #include "block/block.cuh"
 
 constexpr int STRIP = 16;      // rows with one reference exponent, all by one thread

@@ -34,7 +34,7 @@ struct Gradient : LogitGradient {
   __device__ __forceinline__ void end_query_tile(const Work&) { out.end(lane); }
 };
 
-// `wanted` [query tiles of ONLINE_TILE_ROWS rows], or null: all are.
+// `visited_tiles`: see `sweep`.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -42,12 +42,12 @@ __cluster_dims__(BLOCKS, 1, 1)
 sweep_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                const __grid_constant__ Block block, i64 segments,
                const __grid_constant__ Factors factors, const __grid_constant__ GradientBlock gradient_block,
-               const __grid_constant__ TensorMap gradient_map, const int* wanted) {
+               const __grid_constant__ TensorMap gradient_map, const int* visited_tiles) {
   SweepShared<Gradient>& shared = sweep_shared<Gradient>();
   const Lane lane;
   Gradient::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   Gradient gradient{{block, lane, shared.consumer[lane.consumer & 1], factors,
                      (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.one_exponential},
                     GradientStrip(gradient_map, gradient_block, group.strips, lane)};
-  sweep(shared, q, k, block, (int)segments, gradient, lane, wanted);
+  sweep(shared, q, k, block, (int)segments, gradient, lane, visited_tiles);
 }

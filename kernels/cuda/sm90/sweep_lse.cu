@@ -17,7 +17,7 @@
 // whose sums are still too small are summed once more with their own reference exponents. This happens rarely, and the
 // result is right in each case.
 //
-// MOMENTS: each sum of 2^(c x - r) has a sum of 2^(c x - r) x, as a float beside the pair.
+// MOMENTS: each sum of 2^(c x - r) has a sum of 2^(c x - r) x, in another array.
 //
 // Options (block/options.cuh): a pair may be in the sum of its row and not in the sum of its column, or the other way
 // round. A reference exponent has to serve only the pairs in a sum. A sum without pairs is 0, and every reference
@@ -25,11 +25,12 @@
 //
 // MAXIMA: the reference exponent of a row is its maximum in every tile, because the caller wants maxima.
 //
-// CACHE: the exponentials are written to the memory of the gradient block, and the reference exponent of each strip
-// and tile beside them. The gradient fold then needs no products for these logits (cached_gradient.cu). Cached
+// CACHE: the exponentials are written to the memory of the gradient block, and the reference exponents of all strips
+// and tiles to an array. The gradient fold then needs no products for these logits (cached_gradient.cu). Cached
 // exponentials are rounded to bfloat16. If gradient blocks have two parts, exponentials are float32: the words of the
 // first part have the even columns, and the words of the second part the odd columns. If the logits of a tile lie too
-// far apart for one reference exponent, its query tile is marked, and the gradient fold computes it without the cache.
+// far apart for one reference exponent, its query tile has no cache (`uncached_tiles`), and the gradient fold computes
+// its logits again.
 #include "sm90/sweep/columns.cuh"
 #include "sm90/sweep/strip.cuh"
 
@@ -45,15 +46,15 @@
 #define MAX_WRITTEN_TILES 1024  // bits of `written_tiles`: 32 a lane
 #endif
 
-// Rows of a cached tile have reference exponents this close to the strip's. What is lost of a row is below 2^-126
-// of the strip's exponent then, nothing beside its largest term.
+// In a cached tile, the reference exponents of rows are at most this far from the reference exponent of their strip.
+// Terms of a row that underflow are then negligible relative to the row's largest term.
 constexpr float MAX_CACHED_DISTANCE = 64;
 
-// Where the exponentials go, and what they are relative to.
+// The reference exponents of cached exponentials, and the query tiles without a cache.
 struct CachedExponentials {
-  float* references;     // [strips of 16 rows, stride]: exponents, a tile each
+  float* references;    // [strips of 16 rows, stride]: a reference exponent for each strip and tile
   i64 stride;
-  int* anew;             // [query tiles of ONLINE_TILE_ROWS rows]: 1 for those to be computed anew
+  int* uncached_tiles;  // [query tiles of ONLINE_TILE_ROWS rows]: 1 if the gradient fold computes the logits again
 };
 
 struct Lse {
@@ -126,7 +127,7 @@ struct Lse {
     if (!CACHE) return;
     if (lane.lane == 0 && first_row() < b.q.rows) {
       if (good) cached.references[first_row() / 16 * cached.stride + t] = reference;
-      else cached.anew[first_row() / ONLINE_TILE_ROWS] = 1;
+      else cached.uncached_tiles[first_row() / ONLINE_TILE_ROWS] = 1;
     }
   }
 

@@ -2,18 +2,18 @@
 // the sum of each of its rows. dQ takes nothing but E K, in float32, and one factor u_i for each row, which
 // follows from the log-sum-exps that are known at the end. Then dK takes E' (u Q).
 //
-// Reference exponents r_i are given (reference_exponents.cuh), so there is no maximum to find. A sum
-// outside its bounds tells that r_i does not serve. From that tile on, the tiles of the query tile are
-// searched for the largest product of each row. The caller sets new reference exponents from them, and
-// such query tiles (`wanted`) are swept once more. The largest product of all may lie in an earlier tile, where
-// the sum was within its bounds still. That tile is within the bounds of the new r_i, too.
+// The caller chooses the reference exponents r_i (reference_exponents.cuh), so this kernel finds no maximum. If a
+// sum is outside its bounds, r_i does not serve. From that tile on, the kernel searches the tiles of the query tile
+// for the largest product of each row. The caller sets new reference exponents from these products, and launches the
+// kernel again for such query tiles (`visited_tiles`). The largest product of all may lie in an earlier tile, in
+// which the sum was still within its bounds. That tile is within the bounds of the new r_i, too.
 //
-// MOMENTS: sums of e_ij x_ij beside those of e_ij.
+// MOMENTS: also sums of e_ij x_ij.
 #include "sm90/reference_exponents.cuh"
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/strip.cuh"
 
-static_assert(QUERY_TILE_ROWS % ONLINE_TILE_ROWS == 0, "check_references tells which query tiles are wanted");
+static_assert(QUERY_TILE_ROWS % ONLINE_TILE_ROWS == 0, "check_references tells which query tiles are computed again");
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;
@@ -117,8 +117,10 @@ struct Online {
   }
 };
 
-// positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where
-// it was looked for; sum), and row_moments like them (MOMENTS). `wanted` [query tiles], or null: all are.
+//   - positive [rows]: base-2 logits of positives
+//   - row_pairs [ROW_SLOTS segments, row_stride]: (largest product, if it was searched; sum)
+//   - row_moments (MOMENTS): moments, in the layout of row_pairs
+//   - visited_tiles: see `sweep`
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -126,7 +128,7 @@ __cluster_dims__(BLOCKS, 1, 1)
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
              const __grid_constant__ Block block, i64 segments, const float* references,
              const double* before, double* positive, float2* row_pairs, i64 row_stride,
-             const int* wanted, const __grid_constant__ GradientBlock gradient_block,
+             const int* visited_tiles, const __grid_constant__ GradientBlock gradient_block,
              const __grid_constant__ TensorMap gradient_map, float* row_moments) {
   SweepShared<Online>& shared = sweep_shared<Online>();
   const Lane lane;
@@ -136,5 +138,5 @@ sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ Tensor
                 row_pairs, row_stride, row_moments, GradientStrip(gradient_map, gradient_block, group.strips, lane),
                 scale,
                 (float)scale};
-  sweep(shared, q, k, block, (int)segments, online, lane, wanted);
+  sweep(shared, q, k, block, (int)segments, online, lane, visited_tiles);
 }

@@ -125,17 +125,17 @@ struct SigmoidLoss {
           const bool positive = is_positive(x[i], i);
           const float weight = positive ? pair_weight(i) : 1, y = positive ? -z : z;
           const float e = exp2_(-fabsf(y));
-          float sigmoid_abs, log1p;
-          sigmoid_parts(e, sigmoid_abs, log1p);
+          float sigmoid_of_abs, log1p;
+          sigmoid_parts(e, sigmoid_of_abs, log1p);
           tile_sums[h].loss = fmaf(weight, fmaf(fmaxf(y, 0), (float)LN_2, log1p), tile_sums[h].loss);
-          x[i] = (y < 0 ? e * sigmoid_abs : sigmoid_abs) * (positive ? -weight : weight) * a[h];
+          x[i] = (y < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * (positive ? -weight : weight) * a[h];
 #endif
         } else {
           const float e = exp2_(-fabsf(z));
-          float sigmoid_abs, log1p;
-          sigmoid_parts(e, sigmoid_abs, log1p);
+          float sigmoid_of_abs, log1p;
+          sigmoid_parts(e, sigmoid_of_abs, log1p);
           tile_sums[h].loss += fmaf(fmaxf(z, 0), (float)LN_2, log1p);
-          x[i] = (z < 0 ? e * sigmoid_abs : sigmoid_abs) * a[h];
+          x[i] = (z < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * a[h];
         }
         tile_sums[h].gradient += x[i];
         if (MOMENTS) sums[h].moment = fmaf(x[i], product, sums[h].moment);

@@ -17,7 +17,7 @@
 
 struct SigmoidShared {
   Real a[BLOCK_M];
-  Real2 row_sums[WARPS_N][BLOCK_M];  // sums
+  Real2 row_sums[WARPS_N][BLOCK_M];  // (loss, sum of P) of a row, for each column of warps
 #if MOMENTS
   Real moments[WARPS_N][BLOCK_M];
 #endif
@@ -36,20 +36,20 @@ __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, con
       Real z = fma(scale, product, bias);
 #if POSITIVE_IDS
       const int row = p.row(i), column = p.column(j);
-      const bool positive = product != EXCLUDED && Options::kept(shared.pair(row, column));
+      const bool positive = product != EXCLUDED && Options::is_positive(shared.pair(row, column));
       const Real weight =
           positive ? shared.rows.query_pair_weights[row] + shared.columns.key_pair_weights[column] : 1;
       if (positive) z = -z;
 #endif
       const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
-      Real sigmoid_abs, log1p;
-      sigmoid_parts(e, sigmoid_abs, log1p);
+      Real sigmoid_of_abs, log1p;
+      sigmoid_parts(e, sigmoid_of_abs, log1p);
 #if POSITIVE_IDS
       loss = fma(weight, max_(z, 0) + log1p, loss);
-      x[i][j] = (z < 0 ? e * sigmoid_abs : sigmoid_abs) * (positive ? -weight : weight) * a;
+      x[i][j] = (z < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * (positive ? -weight : weight) * a;
 #else
       loss += max_(z, 0) + log1p;
-      x[i][j] = (z < 0 ? e * sigmoid_abs : sigmoid_abs) * a;
+      x[i][j] = (z < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * a;
 #endif
       total += x[i][j];
       if (MOMENTS) moment = fma(x[i][j], product, moment);

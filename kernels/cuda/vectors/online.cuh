@@ -42,14 +42,14 @@ __device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* mo
   return all;
 }
 
-// A block checks the reference exponents of a query tile. If the sums of all rows are within the bounds, it adds the
-// slots to the sums (and to the moments, unless they are null). Otherwise it sets `wanted`, so that the sweep computes
-// the query tile again. Rows outside the bounds get new reference exponents. Their sums so far, and their gradients
-// so far in `acc` [n, acc_stride] (null: none), are scaled to the new reference exponents.
+// A thread block checks the reference exponents of a query tile. If the sums of all rows are within the bounds, it
+// adds the slots to the sums (and to the moments, unless they are null). Otherwise it sets repeated_tiles[block] to 1,
+// and the sweep computes the query tile again. Rows outside the bounds get new reference exponents. Their sums so
+// far, and their gradients so far in `acc` [n, acc_stride] (null: none), are scaled to the new reference exponents.
 extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
               const __grid_constant__ Scale scale, Real* reference, double* sum, double* moment,
-              Real* acc, i64 acc_stride, i64 d, int* wanted) {
+              Real* acc, i64 acc_stride, i64 d, int* repeated_tiles) {
   __shared__ Real factor[ONLINE_TILE_ROWS];
   const i64 first = blockIdx.x * (i64)ONLINE_TILE_ROWS, i = first + threadIdx.x;
   const SlotSums f = add_slots(pairs, moments, slots, n);
@@ -59,7 +59,7 @@ check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
     outside = f.most > SHARERS * MAX_REFERENCED_SUM ||
               (sum[i] + f.sum < MIN_REFERENCED_SUM && f.high > (Real)-INFINITY_);
   const bool again = __syncthreads_or(outside);
-  if (threadIdx.x == 0) wanted[blockIdx.x] = again;
+  if (threadIdx.x == 0) repeated_tiles[blockIdx.x] = again;
   if (!again) {
     if (has_row) sum[i] += f.sum;
     if (has_row && moment) moment[i] += f.moment;
@@ -86,9 +86,9 @@ check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
 
 // Add up the slots of query tiles that the sweep has computed again.
 extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
-add_wanted(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* sum, double* moment,
-           const int* wanted) {
-  if (!wanted[blockIdx.x]) return;
+add_repeated(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* sum, double* moment,
+             const int* repeated_tiles) {
+  if (!repeated_tiles[blockIdx.x]) return;
   const i64 i = blockIdx.x * (i64)ONLINE_TILE_ROWS + threadIdx.x;
   const SlotSums f = add_slots(pairs, moments, slots, n);
   if (threadIdx.x >= ONLINE_TILE_ROWS || i >= n) return;

@@ -251,8 +251,8 @@ def blocking(
         return needs.block_bytes(rows, columns, d, block_n) <= room
 
     if needs.sweep is not None and needs.gradient and not symmetric:
-        # the rows of all query tiles that run at once, or of half of them, unless the workspace
-        # then has room for too few columns
+        # rows: those of all query tiles that run at once, or of half of them, if the workspace also
+        # has room for rows / 4 columns. Otherwise blocks are square
         for divisor in (1, 2):
             rows = _even(m, min(m, needs.sweep.rows_at_once // divisor))
             if has_room(rows, min(n, rows // 4)):

@@ -3,7 +3,7 @@
 from .call import BlockFold, Call, Loss, Matrix, Purpose
 from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule
 from .folds import (
-    CACHED_COLUMNS,
+    CACHED_BLOCK_COLUMNS,
     AccumulatorRows,
     Fold,
     GuideSchedule,
@@ -19,7 +19,7 @@ from .method import choose_method, has_plan, is_computed_by_kernels_only
 
 __all__ = [
     "ALIGNMENT",
-    "CACHED_COLUMNS",
+    "CACHED_BLOCK_COLUMNS",
     "AccumulatorRows",
     "BlockFold",
     "Call",

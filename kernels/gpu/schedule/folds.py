@@ -14,7 +14,7 @@ from .call import Call, Loss, Purpose
 from .matrix_products import sums_of_first_block
 
 CACHED_THREADS = 128  # threads of a thread block of cached_gradient.cu
-CACHED_COLUMNS = 8 * CACHED_THREADS  # columns that one of its thread blocks computes
+CACHED_BLOCK_COLUMNS = 8 * CACHED_THREADS  # columns of a thread block of cached_gradient.cu
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Folds:
             grid = self.grid(self.cut.gradient, call.symmetric, False)
             if call.key_gradient is not None:
                 grid = replace(grid, columns=slices(call.shape[1], call.shape[1]))
-            return (self.gradient(Purpose.ONE_PASS, grid, *self.wanted),)
+            return (self.gradient(Purpose.ONE_PASS, grid, *self.computed_gradients),)
         statistics = self.statistics(call.symmetric and not call.retrieval_ranks, call.two_sided)
         ranks = (self.ranks(statistics.grid, call.two_sided),) if call.retrieval_ranks else ()
         gradients = self.gradients(Purpose.GRADIENT, call.symmetric) if call.gradient else ()
@@ -226,7 +226,7 @@ class Folds:
         return self.gradients(purpose, triangle)
 
     @property
-    def wanted(self) -> tuple[bool, bool]:
+    def computed_gradients(self) -> tuple[bool, bool]:
         """Whether the folds compute dQ, and whether they compute dK."""
         block = self.call.block
         if block is not None and not block.accumulates:
@@ -306,7 +306,7 @@ class Folds:
         call, blocking = self.call, self.cut.gradient
         n = call.shape[1]
         ranges = slices(n, blocking.dk_rows or n)
-        want_query, want_key = self.wanted
+        want_query, want_key = self.computed_gradients
         triangle = triangle and len(ranges) == 1 and self.register_sweep is None
         grid = self.grid(blocking, call.symmetric, triangle)
         if call.symmetric or not want_key or len(ranges) == 1:
@@ -321,13 +321,13 @@ class Folds:
     def gradient(self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool) -> Fold:
         """A fold that computes dL/dx of each block, and adds its products to dQ and dK."""
         call, cut, shape = self.call, self.cut, self.register_sweep or self.sweep or self.tile
-        wanted, cached = want_query or want_key, cut.gradient.cached_columns > 0
-        has_gradient_block = cut.needs.gradient and wanted
+        wants_gradient, cached = want_query or want_key, cut.gradient.cached_columns > 0
+        has_gradient_block = cut.needs.gradient and wants_gradient
         dq = dk = None
-        if grid.triangle and wanted:  # rows and columns add to the same gradients
+        if grid.triangle and wants_gradient:  # rows and columns add to the same gradients
             dq = dk = self.dk_accumulator(grid, cut.dq_in_place)
         else:
-            if want_query or (wanted and call.symmetric):
+            if want_query or (wants_gradient and call.symmetric):
                 dq = self.dq_accumulator(grid)
             if want_key and not call.symmetric:
                 dk = self.dk_accumulator(grid, cut.dk_in_place)
@@ -338,13 +338,13 @@ class Folds:
             weighted_query=purpose is Purpose.ONE_PASS and want_key,
         )  # fmt: skip
         return Fold(
-            purpose, grid, shape, self.gradient_kernel(purpose, shape, wanted), memory,
-            cached_kernel=self.cached_kernel() if cached else None, gradients=wanted,
+            purpose, grid, shape, self.gradient_kernel(purpose, shape, wants_gradient), memory,
+            cached_kernel=self.cached_kernel() if cached else None, gradients=wants_gradient,
             dq_accumulator=dq, dk_accumulator=dk, in_registers=self.register_sweep is not None,
         )  # fmt: skip
 
     def gradient_kernel(
-        self, purpose: Purpose, shape: Tile | Sweep, wanted: bool
+        self, purpose: Purpose, shape: Tile | Sweep, wants_gradient: bool
     ) -> ScheduledKernel:
         """The kernel of a fold that computes gradients, or only the loss of a sigmoid."""
         tiled = isinstance(shape, Tile)
@@ -355,7 +355,7 @@ class Folds:
             return self.kernel("distill", shape, COLUMNS=columns, GRADIENT=gradient)
         if purpose is Purpose.SIGMOID:
             name = "sigmoid" if tiled else "sweep_sigmoid"
-            return self.kernel(name, shape, GRADIENT=int(wanted), **self.moments)
+            return self.kernel(name, shape, GRADIENT=int(wants_gradient), **self.moments)
         name = "sweep_narrow" if self.register_sweep else "gradient" if tiled else "sweep_gradient"
         return self.kernel(name, shape, COLUMNS=int(self.two_sided))
 

@@ -14,7 +14,7 @@ from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
 from ..linear import linear_gradients
-from ..schedule import CACHED_COLUMNS, Fold
+from ..schedule import CACHED_BLOCK_COLUMNS, Fold
 from .buffers import Buffers
 from .fold import FoldRun
 from .operands import (
@@ -329,7 +329,8 @@ class SoftmaxRun(GradientRun):
         )
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
-        factors, cached, wanted = self.factors.fields(rows, columns), self.buffers.cached, None
+        factors, cached = self.factors.fields(rows, columns), self.buffers.cached
+        visited_tiles = None
         if self.fold.in_registers:
             self.add_in_registers(rows, columns, row_block, factors)
             return
@@ -337,13 +338,13 @@ class SoftmaxRun(GradientRun):
             self.gradient_block = cached.block
             if cached.has(columns):
                 self.gradient_block = cached.block.from_column(columns.start)
-                wanted = cached.anew
+                visited_tiles = cached.uncached_tiles
                 self.from_cached(cached, rows, columns, factors)
         arguments: Fields = {"factors": factors}
         if isinstance(self.shape, config.Tile):
             arguments["gradient_block"] = self.gradient_block.fields
         else:
-            arguments |= {**self.gradient_arguments(), "wanted": wanted}
+            arguments |= {**self.gradient_arguments(), "visited_tiles": visited_tiles}
         self.launch(self.fold.kernel, rows, columns, arguments)
         self.multiply(rows, columns, row_block, column_block)
 
@@ -352,12 +353,12 @@ class SoftmaxRun(GradientRun):
     ) -> None:
         """Compute the gradient block from cached exponentials.
 
-        Query tiles that are marked in `cached.anew` are computed by the sweep instead.
+        The sweep computes the query tiles without a cache, `cached.uncached_tiles`.
         """
         kernel, strips, n = self.fold.cached_kernel, -(-self.q.rows // config.STRIP), self.k.rows
         assert kernel is not None
         self.launcher.run(
-            kernel, strips * -(-n // CACHED_COLUMNS),
+            kernel, strips * -(-n // CACHED_BLOCK_COLUMNS),
             {
                 "b": self.block_fields(rows, columns, False), "f": factors,
                 "gradient_block": self.gradient_block.fields, "reference_stride": cached.tiles,

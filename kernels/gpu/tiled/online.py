@@ -35,7 +35,7 @@ class OnlineRun(GradientRun):
         # reference exponent 0 suffices for rows whose largest logit lies within about +-40
         self.references = self.launcher.queue.zeroed_array(m, buffers.real)
         # for each query tile, whether the sweep must compute it again
-        self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
+        self.repeated_tiles = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
         self.row_divisors = cupy.empty(m)
         self.positive_gradient = cupy.empty(m)
         self.pairs, self.moments = self.memory["row_partials"], self.memory.get("row_moments")
@@ -51,12 +51,12 @@ class OnlineRun(GradientRun):
         shape = self.shape
         assert isinstance(shape, config.Sweep)
 
-        def sweep(wanted: Any, segments: int) -> int:
-            """Launch the sweep for the wanted query tiles; return the pairs of each row."""
+        def sweep(visited_tiles: Any, segments: int) -> int:
+            """Launch the sweep for query tiles (None: all); return the number of pairs of a row."""
             arguments = {
                 "references": reference, "before": row_sum,
                 "positive": address(self.epilogue.positive_logits, start), "row_pairs": self.pairs,
-                "row_stride": n, "row_moments": self.moments, "wanted": wanted,
+                "row_stride": n, "row_moments": self.moments, "visited_tiles": visited_tiles,
                 **self.gradient_arguments(),
             }  # fmt: skip
             self.launch(self.fold.kernel, rows, columns, arguments, segments=segments)
@@ -69,13 +69,13 @@ class OnlineRun(GradientRun):
         self.launch_query_tiles(
             "check_references", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
             scale=self.scale, reference=reference, sum=row_sum, moment=row_moment,
-            acc=acc, acc_stride=acc_stride, d=d, wanted=self.wanted,
+            acc=acc, acc_stride=acc_stride, d=d, repeated_tiles=self.repeated_tiles,
         )  # fmt: skip
-        # usually no query tile is wanted; the keys of a few are divided among all multiprocessors
-        slots = sweep(self.wanted, shape.max_segments(n, self.k.rows))
+        # usually no query tile is repeated; the keys of a few are divided among all multiprocessors
+        slots = sweep(self.repeated_tiles, shape.max_segments(n, self.k.rows))
         self.launch_query_tiles(
-            "add_wanted", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
-            sum=row_sum, moment=row_moment, wanted=self.wanted,
+            "add_repeated", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
+            sum=row_sum, moment=row_moment, repeated_tiles=self.repeated_tiles,
         )  # fmt: skip
         self.add_to_rows(rows, row_block)
 

@@ -284,8 +284,9 @@ class CachedExponentials:
         )
         self.tiles = -(-self.columns // config.BLOCK_M)
         self.references = memory["references"]
-        # for each query tile, 1 if its logits lie too far apart for one reference exponent
-        self.anew = queue.zeroed_array(-(-m // config.BLOCK_M), np.int32)
+        # for each query tile, 1 if its exponentials are not cached, because its logits lie too far
+        # apart for one reference exponent
+        self.uncached_tiles = queue.zeroed_array(-(-m // config.BLOCK_M), np.int32)
 
     def has(self, columns: slice) -> bool:
         """Whether exponentials of a block of these columns are cached."""
@@ -294,10 +295,11 @@ class CachedExponentials:
     @property
     def fields(self) -> Fields:
         """struct CachedExponentials."""
-        return {"references": self.references, "stride": self.tiles, "anew": self.anew}
+        return {"references": self.references, "stride": self.tiles,
+                "uncached_tiles": self.uncached_tiles}  # fmt: skip
 
 
-NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "anew": 0}
+NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "uncached_tiles": 0}
 
 
 # --- factors of gradient blocks -------------------------------------------------------------------

@@ -66,10 +66,12 @@ struct Work {
   int query_tile, segment, first, last;
 };
 
-// In a triangle a query tile meets the tiles from the diagonal on and half way round, so that each pair of
-// query tiles meets once and all query tiles have the same work. Of query tiles of which only some are wanted, the
-// segments go to different blocks of threads. Where rows of Q do not stay (WIDE), a few query tiles and a few
-// segments are in work at a time, so that their rows and keys stay in the L2 cache.
+// Item `item` of the work of a sweep: a query tile and a segment.
+//   - In a triangle, a query tile meets the tiles from the diagonal on and half way round, so that each pair of query
+//     tiles meets once and all query tiles have the same work.
+//   - If `some` query tiles are skipped, the segments of a query tile go to different thread blocks.
+//   - If rows of Q do not stay in shared memory (WIDE), a few query tiles and a few segments are in work at a time, so
+//     that their rows and keys stay in the L2 cache.
 __device__ __forceinline__ Work get_work(const Block& b, int segments, int item, bool some) {
   const int query_tiles = (int)b.row_tiles, tiles = (int)b.column_tiles;
   Work w;
@@ -91,14 +93,14 @@ __device__ __forceinline__ Work get_work(const Block& b, int segments, int item,
   return w;
 }
 
-// Whether a query tile is visited where only some are: `wanted` has a number for each ONLINE_TILE_ROWS rows.
-__device__ __forceinline__ bool is_wanted(const int* wanted, const Block& b, int query_tile) {
+// Whether a sweep visits a query tile. `visited_tiles` has a number for each ONLINE_TILE_ROWS rows, 0 for no visit.
+__device__ __forceinline__ bool is_visited(const int* visited_tiles, const Block& b, int query_tile) {
   constexpr int EACH = (QUERY_TILE_ROWS + ONLINE_TILE_ROWS - 1) / ONLINE_TILE_ROWS;
   bool any = false;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const i64 at = (i64)query_tile * EACH + i;
-    any |= at * ONLINE_TILE_ROWS < b.q.rows && wanted[at];
+    any |= at * ONLINE_TILE_ROWS < b.q.rows && visited_tiles[at];
   }
   return any;
 }

@@ -1,13 +1,13 @@
-// Which logits of a sweep's tile are in the sums: all but positives, padding, the diagonal of one set of
-// rows, and pairs that options leave out. tiled/tile.cuh does the same for tiled kernels.
+// The logits of a sweep's tile that are in the sums: all but positives, padding, the diagonal if queries are keys,
+// and pairs that options leave out. tiled/tile.cuh does the same for tiled kernels.
 #pragma once
 #include "sm90/sweep/sweep.cuh"
 
-// What a thread knows of its two rows of a query tile.
+// The numbers of a thread's two rows of a query tile.
 struct Rows : Options::RowNumbers<2> {
-  int positive[2];  // column of the positive in the block, or -1; of SETS, `at_positives` looks them up
-  int diagonal;     // of one set of rows: the query tile's first row as a column of the block; else far away
-  int end;          // all columns before this one are inside for all rows; 0 if some rows are outside
+  int positive[2];  // column of the positive in the block, or -1; with SETS, `prepare` looks up all positives
+  int diagonal;     // if queries are keys, the column of the query tile's first row; else a number far away
+  int end;          // number of columns of the block; 0 if rows of the query tile are outside of the block
 #if FACTORS
   float factor[2];
 #endif
@@ -51,7 +51,7 @@ struct Rows : Options::RowNumbers<2> {
     return {};
 #endif
   }
-  // Of a positive in the block, or -1.
+  // The column of a key in the block, or -1.
   __device__ __forceinline__ static int column(const Block& b, i64 key) {
     const i64 at = key - b.first_column;
     return at >= 0 && at < b.k.rows ? (int)at : -1;
@@ -152,9 +152,9 @@ __device__ __forceinline__ void apply_factors(float (&x)[64], const Rows& rows, 
 #endif
 }
 
-// Raw products of a tile become products of unit rows. A positive's product is handed to `take(number of
-// the pair in b.positives, x)`. It becomes EXCLUDED then, like all pairs that are in neither softmax: padding,
-// i = j where symmetric, and pairs that options mask.
+// Raw products of a tile become products of unit rows. `take` gets the number of each positive in b.positives, and
+// the positive's product. Then the products of positives become EXCLUDED, and so do all pairs that are in neither
+// softmax: padding, i = j if queries are keys, and pairs that options mask.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
                                         const Block& b, int query_tile, int tile, const Lane& lane,

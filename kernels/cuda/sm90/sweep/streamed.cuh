@@ -86,12 +86,12 @@ __device__ __forceinline__ void streamed_products(float (&products)[TILES][64], 
 
 template <class Epilogue>
 __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b, int segments,
-                                        Epilogue& epilogue, const Lane& lane, const int* wanted) {
+                                        Epilogue& epilogue, const Lane& lane, const int* visited_tiles) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   PipelineState pipe;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
-    const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !is_wanted(wanted, b, w.query_tile)) continue;
+    const Work w = get_work(b, segments, item, visited_tiles);
+    if (visited_tiles && !is_visited(visited_tiles, b, w.query_tile)) continue;
     epilogue.begin_query_tile(w);
     for (int t = w.first; t < w.last; ++t) {
       const int first = (t < tiles ? t : t - tiles) * TILES;

@@ -46,14 +46,14 @@
 template <class Epilogue>
 __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMap& q,
                                         const TensorMap& k, const Block& b, int segments,
-                                        const int* wanted) {
+                                        const int* visited_tiles) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rank = BLOCKS > 1 ? cluster_rank() : 0;
   PipelineState pipe;
   u32 query_tiles = 0;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
-    const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !is_wanted(wanted, b, w.query_tile)) continue;
+    const Work w = get_work(b, segments, item, visited_tiles);
+    if (visited_tiles && !is_visited(visited_tiles, b, w.query_tile)) continue;
     const int row = w.query_tile * QUERY_TILE_ROWS + rank * OWN_ROWS;
 #if !STREAMED
     // All consumers have read the rows of the last query tile before these loads
@@ -148,7 +148,7 @@ __device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilo
 #else
 template <class Epilogue>
 __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b, int segments,
-                                        Epilogue& epilogue, const Lane& lane, const int* wanted) {
+                                        Epilogue& epilogue, const Lane& lane, const int* visited_tiles) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rows = shared_descriptor(shared_address(s.q) + lane.half * 64 * K_SLICE);
   PipelineState pipe;
@@ -163,8 +163,8 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   int held = -1;                   // first stage of this consumer's last tile, while its keys are needed
   if (!has_turn) named_barrier_arrive(ping_pong, sharers);  // consumer 0 begins
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
-    const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !is_wanted(wanted, b, w.query_tile)) continue;
+    const Work w = get_work(b, segments, item, visited_tiles);
+    if (visited_tiles && !is_visited(visited_tiles, b, w.query_tile)) continue;
     if (query_tiles > 0) named_barrier_sync(NEW_QUERY_TILE, 128 * WARPGROUPS);  // why: see NEW_QUERY_TILE
     epilogue.begin_query_tile(w);
     barrier_wait(s.queries_full, query_tiles & 1);  // the TMA writes of the rows come before the reads of wgmma
@@ -227,19 +227,19 @@ __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
   return *(SweepShared<Epilogue>*)memory;
 }
 
-// The whole of a kernel but its epilogue. It visits the query tiles that are `wanted` [query tiles] (null:
-// all of them).
+// A whole kernel, which calls the epilogue for each tile. `visited_tiles` (`is_visited`) tells which query tiles it
+// visits; null: all.
 template <class Epilogue>
 __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap& q,
                                       const TensorMap& k, const Block& b, int segments,
                                       Epilogue& epilogue, const Lane& lane,
-                                      const int* wanted = nullptr) {
-  if (wanted) {  // mostly none of this block's query tiles is: then the block ends at once
+                                      const int* visited_tiles = nullptr) {
+  if (visited_tiles) {  // most thread blocks have no query tile to visit, and end at once
     const int items = (int)b.row_tiles * segments, step = gridDim.x / BLOCKS;
     bool any = false;
     for (int item = blockIdx.x / BLOCKS + threadIdx.x * step; item < items;
          item += SWEEP_THREADS * step)
-      any |= is_wanted(wanted, b, item / segments);
+      any |= is_visited(visited_tiles, b, item / segments);
     if (!__syncthreads_or(any)) return;
   }
   if (threadIdx.x == 0) {
@@ -256,11 +256,11 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   else __syncthreads();
   if (lane.warpgroup < WARPGROUPS) {
     warpgroup_reg_alloc<HALVES == 1 ? 232 : 112>();
-    consume(s, b, segments, epilogue, lane, wanted);
+    consume(s, b, segments, epilogue, lane, visited_tiles);
     if constexpr (Epilogue::SUMS) epilogue.end();
   } else {
     warpgroup_reg_dealloc<HALVES == 1 ? 40 : 32>();
-    if (lane.thread == 0) produce(s, q, k, b, segments, wanted);
+    if (lane.thread == 0) produce(s, q, k, b, segments, visited_tiles);
   }
   if (BLOCKS > 1) cluster_sync();  // no block ends while another may arrive at its barriers
 }
