@@ -351,7 +351,7 @@ class Folds:
         if purpose is Purpose.ONE_PASS:
             return self.kernel("sweep_online", shape, **self.moments)
         if purpose is Purpose.DISTILLATION:
-            columns, gradient = int(self.two_sided), int(wanted)
+            columns, gradient = int(self.two_sided), int(wants_gradient)
             return self.kernel("distill", shape, COLUMNS=columns, GRADIENT=gradient)
         if purpose is Purpose.SIGMOID:
             name = "sigmoid" if tiled else "sweep_sigmoid"
