@@ -13,8 +13,8 @@ from infonce.kernels.direction_losses import weighted
 from infonce.kernels.distill.solve import solver_by_folds
 from infonce.kernels.linear import partners
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
-from infonce.kernels.sigmoid.positives import count_positives, weigh_positives
 from infonce.kernels.solve import Backend, Solution, Vectors, fold_block
+from infonce.kernels.targets import count_positives, weigh_positives
 
 from infonce.checks.call import Request
 from infonce.checks.rows import row_weights

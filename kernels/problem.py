@@ -85,7 +85,7 @@ class Problem:
     query_positive_ids: Array = None
     key_positive_ids: Array = None
     # the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j], float64
-    query_pair_weights: Array = None  # [M], see `sigmoid.positives`
+    query_pair_weights: Array = None  # [M], see `targets`
     key_pair_weights: Array = None  # [N]
     # options of the softmax: see `infonce.spec.OPTIONS`
     margin: float = 0.0

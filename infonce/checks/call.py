@@ -22,7 +22,7 @@ from ..kernels.problem import (
     materialize_vectors,
     uses_moments,
 )
-from ..kernels.sigmoid.positives import count_positives, weigh_positives
+from ..kernels.targets import count_positives, weigh_positives
 from ..spec import ARRAYS, CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, NAMES, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected

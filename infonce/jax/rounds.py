@@ -38,8 +38,8 @@ from ..checks.call import Request, check
 from ..checks.validation import Batch
 from ..kernels.direction_losses import weighted
 from ..kernels.problem import SILENT, Array, Problem, uses_moments
-from ..kernels.sigmoid.positives import weigh_positives
 from ..kernels.solve import Solution, solve_by_folds
+from ..kernels.targets import weigh_positives
 from .callback import TracedCall, deliver, integers, options_of, stand_in
 
 LOG = logging.getLogger("infonce.jax")

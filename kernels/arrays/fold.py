@@ -13,7 +13,7 @@ from ..grid import Grid
 from ..linear import LinearGradient
 from ..norms import Norms, normalization_backward
 from ..problem import LOG2_E, Array, Gradients, Problem, as_sets
-from ..sigmoid.positives import PositivePairs
+from ..targets import PositivePairs
 from .naive import Matrix, exclude, matrix_sums, sigmoid_terms
 
 Sides = tuple[Array | None, Array | None]  # for rows, for columns

@@ -19,9 +19,8 @@ from ..epilogues import Statistics, Sums
 from ..linear import Segments, SegmentSums, sums_of
 from ..norms import normalization_backward, normalized_rows
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
-from ..sigmoid.positives import PositivePairs
 from ..solve import Solution, Vectors
-from ..targets import guide_problem, limits
+from ..targets import PositivePairs, guide_problem, limits
 
 # The largest number of M x N arrays at one time, without and with options of the softmax
 MATRICES, MATRICES_WITH_OPTIONS = 4, 10

@@ -13,7 +13,7 @@ from ..distill import tiles as distillation
 from ..distill.problem import TaughtStatistics
 from ..epilogues import OnlineSoftmax, RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..problem import Array
-from ..sigmoid import tiles as sigmoid
+from . import sigmoid
 from . import tile_ops as tile
 from .elementary import compiled, wide_vectors
 from .fold import Factors, Fold, part

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import backend, sigmoid
 from infonce.kernels.cpu.panel import Worker
 from infonce.kernels.grid import (
     Grid,
@@ -16,7 +16,6 @@ from infonce.kernels.grid import (
     slices_of_runs,
 )
 from infonce.kernels.problem import default_positives
-from infonce.kernels.sigmoid import tiles
 from judge import assert_grad, assert_loss, largest_logit, viewed
 from reference_problems import FEATURES, drawn_names, one_problem, quick
 
@@ -151,7 +150,7 @@ def test_excluded_pairs_of_a_sigmoid_are_exactly_zero(dtype: Any) -> None:
     """Products of subnormal numbers take ten times as long."""
     x, a = np.full((2, 5), -np.inf, dtype), np.full(2, 1e-3, dtype)
     losses, sums = np.zeros((2, 2))
-    tiles.sigmoid(x, 10.0, -10.0, a, losses, sums, None)
+    sigmoid.sigmoid(x, 10.0, -10.0, a, losses, sums, None)
     assert not x.any()
 
 

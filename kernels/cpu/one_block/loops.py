@@ -8,7 +8,7 @@ import numpy as np
 
 from ...direction_losses import ROUNDING
 from ...problem import LN_2, LOG2_E
-from ...sigmoid import tiles as pair_tiles
+from .. import sigmoid as pair_tiles
 from .. import tile_ops as tile
 from ..elementary import compiled, rounded_product, wide_vectors
 from ..fold import EXACT

@@ -1,13 +1,13 @@
 """A pairwise sigmoid on one tile of logits on the CPU, in loops that Numba compiles.
 
-As in `infonce.kernels.cpu.tile_ops`, a tile x [m, n] has raw products, -inf for excluded pairs.
+As in `tile_ops`, a tile x [m, n] has raw products, -inf for excluded pairs.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..cpu.elementary import compiled, exp2, log1p, wide_vectors
+from .elementary import compiled, exp2, log1p, wide_vectors
 
 
 @compiled
