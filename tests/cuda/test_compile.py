@@ -129,6 +129,17 @@ SPILLS_MOMENTS = 64  # more: they are for few logits, or for a fold without grad
 WIDTHS = [128, 1024, 1040, *([2048] if THOROUGH else [])]
 
 
+def compile_sweep(
+    name: str, precision: str, sweep: config.Sweep, allowed: int, has: tuple[bool, bool],
+    **more: int,
+) -> None:  # fmt: skip
+    """`has`: gradients, sums. No product waits for another, and few bytes are spilled."""
+    defines = {"PRECISION": precision.upper(), **config.defines(sweep, *has), **more}
+    log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
+    assert "serialized" not in log
+    assert spilled(log) <= allowed, (defines, log)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
@@ -157,16 +168,11 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         gradient = name != "lse"
         assert sweep.stages(gradient, not gradient) >= 3
         assert sweep.shared(gradient, not gradient) <= DEVICES["sm_90a"].shared_memory
-        defines = {
-            "PRECISION": precision.upper(), **config.defines(sweep, gradient, not gradient),
-            "IDS": int(extras), "FACTORS": int(extras), "MOMENTS": int(moments),
-            **({option: variant} if option else {}),
-            **({"MAXIMA": int(extras)} if name == "lse" else {}),
-        }  # fmt: skip
-        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
-        assert "serialized" not in log  # products that wait for each other
+        more = {"IDS": int(extras), "FACTORS": int(extras), "MOMENTS": int(moments)}
+        more |= {option: variant} if option else {}
+        more |= {"MAXIMA": int(extras)} if name == "lse" else {}
         allowed = (SPILLS_EXTRAS if extras else budget) + moments * SPILLS_MOMENTS
-        assert spilled(log) <= allowed, (defines, log)
+        compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
 
 
 # More bytes that a thread may spill with limits and biases of pairs
@@ -191,13 +197,11 @@ def test_sweeps_with_limits_and_biases(
         plain = config.sweep_for(precision, width, device, False)
         assert plain is not None
         assert sweep.stages(gradient, not gradient) == plain.stages(gradient, not gradient)
-    defines = {
-        "PRECISION": precision.upper(), **config.defines(sweep, gradient, not gradient), "IDS": 0,
-        "FACTORS": 0, "COLUMNS": columns, "LIMITS": limits * (1 + columns), "BIAS": bias,
-    }  # fmt: skip
-    log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
-    assert "serialized" not in log
-    assert spilled(log) <= SWEEPS[name][1] + SPILLS_OPTIONS, (defines, log)
+    more = {"COLUMNS": columns, "LIMITS": limits * (1 + columns), "BIAS": bias}
+    allowed = SWEEPS[name][1] + SPILLS_OPTIONS
+    compile_sweep(
+        name, precision, sweep, allowed, (gradient, not gradient), IDS=0, FACTORS=0, **more
+    )
 
 
 @needs_nvrtc
@@ -208,13 +212,18 @@ def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: in
     sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], False, False, 1 + normalize)
     assert sweep is not None
     assert sweep.stages(False, False) == (4 if sweep.wide else 6)
-    defines = {
-        "PRECISION": precision.upper(), **config.defines(sweep, False, False), "IDS": 0,
-        "FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits,
-    }  # fmt: skip
-    log = compiler.compile_for("sm90/sweep_guide.cu", defines, "sm_90a", PTXAS)[1]
-    assert "serialized" not in log
-    assert spilled(log) <= SPILLS, (defines, log)
+    more = {"FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
+    compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **more)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sweep_of_a_teacher(precision: str, normalize: bool) -> None:
+    sweep = config.teacher_sweep(precision, 1024, 1024, DEVICES["sm_90a"], normalize)
+    assert sweep is not None
+    more = {"IDS": 0, "FACTORS": int(normalize), "COLUMNS": int(precision == "bf16")}
+    compile_sweep("distill", precision, sweep, 96, (True, False), GRADIENT=1, **more)
 
 
 @needs_nvrtc
@@ -238,14 +247,9 @@ def test_cached_exponentials(precision: str, columns: int, extras: bool, moments
     one_in(2, (precision == "bf16") + columns + extras + moments)
     sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras, moments)
     assert sweep is not None
-    defines = {
-        "PRECISION": precision.upper(), **config.defines(sweep, True, True), "IDS": int(extras),
-        "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "CACHE": 1,
-        "MOMENTS": int(moments),
-    }  # fmt: skip
-    log = compiler.compile_for("sm90/sweep_lse.cu", defines, "sm_90a", PTXAS)[1]
-    assert "serialized" not in log
-    assert spilled(log) <= SWEEPS["lse"][1] + moments * SPILLS_MOMENTS, (defines, log)
+    more = {"IDS": int(extras), "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "CACHE": 1}
+    allowed = SWEEPS["lse"][1] + moments * SPILLS_MOMENTS
+    compile_sweep("lse", precision, sweep, allowed, (True, True), MOMENTS=int(moments), **more)
     defines = {"PRECISION": precision.upper(), "COLUMNS": columns}
     log = compiler.compile_for("sm90/cached_gradient.cu", defines, "sm_90a", PTXAS)[1]
     assert spilled(log) == 0
@@ -264,13 +268,9 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
     assert sweep is not None
     for name in ("lse", "gradient"):
         gradient = name != "lse"
-        defines = {
-            "PRECISION": precision.upper(), **config.defines(sweep, gradient, not gradient),
-            "IDS": int(extras), "FACTORS": int(extras), "COLUMNS": 0, "SETS": 1,
-        }  # fmt: skip
-        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
-        assert "serialized" not in log
-        assert spilled(log) <= (SPILLS_EXTRAS if extras else SWEEPS[name][1]), (defines, log)
+        more = {"IDS": int(extras), "FACTORS": int(extras), "COLUMNS": 0, "SETS": 1}
+        allowed = SPILLS_EXTRAS if extras else SWEEPS[name][1]
+        compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
     for name in ("lse", "gradient"):
         for element in ("bf16", "fp64") if THOROUGH else ("bf16",):
             tile = config.tile_for(element, 64, DEVICES["sm_80"])
@@ -297,11 +297,9 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     assert sweep.stages(True, False) % sweep.k_slices == 0
     assert sweep.shared(True, False) <= device.shared_memory
     for columns in (0, 1):
-        extra = {"IDS": int(extras), "FACTORS": int(extras), "COLUMNS": columns}
-        defines = {"PRECISION": precision.upper(), **config.defines(sweep, True, False), **extra}
-        log = compiler.compile_for("sm90/sweep_narrow.cu", defines, "sm_90a", PTXAS)[1]
-        assert "serialized" not in log
-        assert spilled(log) <= SWEEPS["gradient"][1], (defines, log)
+        more = {"IDS": int(extras), "FACTORS": int(extras), "COLUMNS": columns}
+        allowed = SWEEPS["gradient"][1]
+        compile_sweep("narrow", precision, sweep, allowed, (True, False), **more)
 
 
 @needs_nvrtc

@@ -138,18 +138,32 @@ def test_a_value_that_is_not_finite_makes_losses_nan(at: int, bad: float) -> Non
     assert np.isnan(got.grads.query.get()[spoiled]).all()
 
 
-def test_the_workspace_is_a_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fold has the gradient blocks and the sums of its tiles within the workspace."""
-    found = []
-    solve = select.solve_distillation
+@pytest.mark.parametrize(
+    ("width", "dtype", "kernel"),
+    [(40, "bfloat16", "sweep_distill"), (40, "float32", "distill"), (1600, "bfloat16", "distill")],
+)
+def test_kernels_and_workspaces(
+    width: int, dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks, with gradient blocks and sums of tiles within the workspace. On Hopper, a
+    sweep takes 16-bit rows that its shared memory holds."""
+    args = [z.astype(dtype_of(dtype)).astype(np.float64) for z in features(300, 300, 24, width)]
+    calls = []
+    solve = select.solve_distillation_by_kernels
     monkeypatch.setattr(
-        select, "solve_distillation", lambda *given: found.append(given) or solve(*given)
+        select, "solve_distillation_by_kernels", lambda *given: calls.append(given) or solve(*given)
     )
-    wide = placed(features(300, 300), "float32")
-    infonce.distill_loss_and_grad(*wide, scale=2.0, workspace=2**19)
-    schedule = tiled_schedule(Call.of(*found[0]), device_properties(cupy.cuda.Device().id))
+    got = infonce.distill_loss_and_grad(
+        *placed(args, dtype), scale=60.0, teacher_scale=3.0, workspace=2**19, grad_dtype=np.float32
+    )
+    want = reference.distill(*args, scale=60.0, teacher_scale=3.0)
+    check(got, want, args, "bf16" if dtype == "bfloat16" else "fp32")
+    properties = device_properties(cupy.cuda.Device().id)
+    schedule = tiled_schedule(Call.of(*calls[0]), properties)
     assert schedule.workspace <= 2**19
-    assert len(schedule.folds[0].grid) > 1
+    fold = schedule.folds[0]
+    assert len(fold.grid) > 1 or width == 1600
+    assert fold.kernel.name == (kernel if properties.capability == "90" else "distill")
 
 
 def test_a_teacher_elsewhere_is_refused() -> None:

@@ -17,7 +17,16 @@ from .precision import (
     sweep_truncation_bias,
     truncation_bias,
 )
-from .sweep import STRIP, SWEEP_PRECISIONS, Residency, Sweep, defines, register_sweep, sweep_for
+from .sweep import (
+    STRIP,
+    SWEEP_PRECISIONS,
+    Residency,
+    Sweep,
+    defines,
+    register_sweep,
+    sweep_for,
+    teacher_sweep,
+)
 from .tile import BLOCK_M, GuideNeeds, Tile, tile_for
 from .workspace import (
     PIECE_ROWS,
@@ -70,6 +79,7 @@ __all__ = [
     "supported",
     "sweep_for",
     "sweep_truncation_bias",
+    "teacher_sweep",
     "term_bytes",
     "tile_for",
     "truncation_bias",

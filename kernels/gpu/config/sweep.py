@@ -24,6 +24,7 @@ VECTOR_BYTES = 1024  # 4 bytes for each column, for both consumers
 EXTRAS_BYTES = 3 * 1024  # ids of columns, and factors of normalised columns
 NAME_BYTES = 2 * VECTOR_BYTES  # 8 bytes for each column, for both consumers
 BARRIER_BYTES = 256
+LEAST_STAGES = 4  # of a sweep with a teacher: with fewer, products wait for their keys
 # The time to begin and end a query tile, relative to the time of the products of one K-slice
 QUERY_TILE_COST = 14.0
 WIDE_QUERY_TILE_COST = 3.0  # for wide rows, which are not loaded before the first product
@@ -50,6 +51,7 @@ class Sweep:
     moments: bool = False  # sums have first moments
     number_count: int = 0  # see `Call.number_count`
     name_count: int = 0  # see `Call.name_count`
+    teacher_slices: int = 0  # K-slices of a teacher's row, if a tile has a product of its features
 
     square = True  # query tiles and key tiles have one size, so a sweep can visit a triangle
 
@@ -88,10 +90,14 @@ class Sweep:
     @property
     def query_tile_bytes(self) -> int:
         """Bytes of the queries that stay in shared memory."""
-        return 0 if self.streamed else self.k_slices * self.query_tile_rows * K_SLICE
+        slices = self.k_slices + self.teacher_slices
+        return 0 if self.streamed else slices * self.query_tile_rows * K_SLICE
 
     def reserved(self, gradient: bool, sums: bool) -> int:
         """Bytes of shared memory for all but the query tile and the stages."""
+        if self.teacher_slices:  # references and factors of both models, weights, normalisation
+            vectors = VECTOR_BYTES * (5 + 2 * self.extras)
+            return BARRIER_BYTES + vectors + self.warpgroups * (GRADIENT_STRIP_BYTES + SUMS_BYTES)
         number_bytes = VECTOR_BYTES * self.number_count  # limits and biases of columns
         # factors of columns, and references unless numbers take their place
         vectors = VECTOR_BYTES * (1 if self.number_count else 2)
@@ -111,7 +117,7 @@ class Sweep:
     @cached_property
     def query_tile_rows(self) -> int:
         """Rows of a query tile."""
-        return BLOCK_M // 2 if self.in_registers else self.block_n
+        return BLOCK_M // 2 if self.in_registers or self.teacher_slices else self.block_n
 
     @cached_property
     def block_n(self) -> int:
@@ -131,7 +137,7 @@ class Sweep:
     @property
     def warpgroups(self) -> int:
         """Consumer warpgroups: two warpgroups, or two pairs of warpgroups, take turns."""
-        return 4 if self.residency is Residency.RESIDENT else 2
+        return 4 if self.residency is Residency.RESIDENT and not self.teacher_slices else 2
 
     @property
     def threads(self) -> int:
@@ -177,7 +183,10 @@ class Sweep:
         return self.segment_slots * self.segments(rows, columns, triangle)
 
     def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Partial sums that a launch leaves for each column: two for each thread block."""
+        """Partial sums that a launch leaves for each column: two for each thread block, or with a
+        teacher one for each query tile."""
+        if self.teacher_slices:
+            return -(-rows // self.query_tile_rows)
         return 2 * self.blocks(rows, columns, triangle)
 
     def row_sums(self, rows: int, columns: int) -> int:
@@ -190,16 +199,19 @@ class Sweep:
     def column_sums(self, rows: int, columns: int) -> int:
         """All partial sums that launches of up to rows x columns leave for columns."""
         query_tiles, key_tiles = self._tiles(rows, columns)
+        if self.teacher_slices:
+            return columns * query_tiles
         return 2 * columns * min(self.workers, query_tiles * key_tiles) * self.cluster
 
 
 @lru_cache
 def defines(sweep: Sweep, gradient: bool, sums: bool) -> dict[str, int]:
     """-D options of a sweep's kernel; `gradient` and `sums`: see `Sweep.stages`."""
+    teacher = {"TEACHER_SLICES": sweep.teacher_slices} if sweep.teacher_slices else {}
     return {
         "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(gradient, sums),
         "SHARED": sweep.shared(gradient, sums), "WIDE": int(sweep.wide),
-        "IN_REGISTERS": int(sweep.in_registers),
+        "IN_REGISTERS": int(sweep.in_registers), **teacher,
     }  # fmt: skip
 
 
@@ -246,6 +258,24 @@ def sweep_for(
     workers = device.multiprocessors // (2 if residency is Residency.WIDE else 1)
     memory = device.shared_memory
     return Sweep(k_slices, residency, workers, memory, extras, moments, number_count, name_count)
+
+
+@lru_cache
+def teacher_sweep(
+    precision: str, width: int, teacher_width: int, device: DeviceProperties, normalize: bool
+) -> Sweep | None:
+    """The sweep with products of a student and a teacher, whose rows have so many bytes, or None.
+
+    It serves 16-bit products of rows that stay in shared memory together.
+    """
+    sweep = sweep_for(precision, width, device, normalize)
+    if sweep is None or precision in OPERAND_PARTS:
+        return None
+    slices = -(-teacher_width // K_SLICE)
+    taught = replace(
+        sweep, residency=Residency.RESIDENT, workers=device.multiprocessors, teacher_slices=slices
+    )
+    return taught if taught.stages(True, True) >= LEAST_STAGES else None
 
 
 @lru_cache

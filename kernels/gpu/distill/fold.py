@@ -5,22 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cupy
+import numpy as np
 
 from ...direction_losses import Direction
 from ...problem import Array, Gradients, Problem
+from .. import config
 from ..device.arguments import Fields, address
 from ..schedule import Fold, Operands
 from ..tiled.buffers import Buffers
 from ..tiled.gradient import GradientRun
 from ..tiled.operands import (
+    RANGES,
     SOURCES,
     Factors,
+    Operand,
     OperandSide,
     find_feature_divisors,
     find_ranges,
     new_ranges,
 )
 from ..vectors import Scalars
+
+Pair = tuple[Direction, Direction]  # of student and teacher
 
 
 class Teacher:
@@ -37,7 +43,8 @@ class Teacher:
         )
         self._scalars = Scalars(launcher, problem)  # holds the array of the scale
         self.logit_scale = self._scalars.scale | {
-            "feature_divisors": address(self.feature_divisors, 2)
+            "factor": 1 + buffers.truncation_bias(problem.shape[2]),
+            "feature_divisors": address(self.feature_divisors, 2),
         }
 
 
@@ -55,19 +62,30 @@ class Distillation:
 
 
 def probability_factors(
-    buffers: Buffers, rows: Direction, columns: Direction | None, scale: Fields
-) -> Factors:
-    """The factors of the probabilities of a model whose logits have a `scale` (struct Scale)."""
-    m, n, ranges = len(rows.reference), 0, new_ranges()
-    sources = dict.fromkeys(SOURCES)
-    sources |= {"row_reference": rows.reference, "row_factor": cupy.ones(m)}
-    if columns is not None:
-        n = len(columns.reference)
-        sources |= {"column_reference": columns.reference, "column_factor": cupy.ones(n)}
-    find_ranges(
-        buffers.launcher, (m, n), sources, ranges
-    )  # no divisor: probabilities are at most 1
-    return Factors(buffers.launcher, buffers.real, (m, n), sources, scale, ranges)
+    buffers: Buffers, rows: Pair, columns: Pair | None, scales: tuple[Fields, Fields]
+) -> tuple[Factors, Factors]:
+    """The factors of the probabilities of student and teacher, whose logits have these `scales`
+    (struct Scale). One exponential serves rows and columns of both models, or of none."""
+    shape, sources = (len(rows[0].reference), 0), []
+    for model in (0, 1):
+        vectors = {"row_reference": rows[model].reference, "row_factor": cupy.ones(shape[0])}
+        if columns is not None:
+            shape = shape[0], len(columns[model].reference)
+            vectors["column_reference"] = columns[model].reference
+            vectors["column_factor"] = cupy.ones(shape[1])
+        sources.append(dict.fromkeys(SOURCES) | vectors)
+    ranges = new_ranges(), new_ranges()
+    for of, out in zip(sources, ranges, strict=True):
+        find_ranges(buffers.launcher, shape, of, out)  # no divisor: probabilities are at most 1
+    first = RANGES.offset("one_exponential") // 8
+    flags = [each.view(np.int64)[first : first + 1] for each in ranges]
+    flags[0] &= flags[1]
+    flags[1][:] = flags[0]
+    student, teacher = (
+        Factors(buffers.launcher, buffers.real, shape, *each)
+        for each in zip(sources, scales, ranges, strict=True)
+    )
+    return student, teacher
 
 
 class DistillationRun(GradientRun):
@@ -98,14 +116,27 @@ class DistillationRun(GradientRun):
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         of_student, of_teacher = (each.fields(rows, columns) for each in self.epilogue.factors)
+        query, key = self.teacher_operands(rows, columns)
+        item, teacher = self.buffers.operands.item, self.teacher
+        teacher_block = self.block_fields(rows, columns, False) | {
+            "q": query.fields(item), "k": key.fields(item), "width": teacher.width,
+            "scale": teacher.logit_scale,
+        }  # fmt: skip
         arguments = {
-            "teacher": self.teacher_fields(rows, columns), "factors": of_student,
+            "teacher": teacher_block, "factors": of_student,
             "teacher_factors": of_teacher, "row_weight": address(self.row_weight, rows.start),
             "column_weight": address(self.column_weight, columns.start),
             "row_sums": self.memory["row_partials"],
             "column_sums": self.memory.get("column_partials"),
-            "gradient_block": self.gradient_fields(),
         }  # fmt: skip
+        if isinstance(self.shape, config.Sweep):
+            arguments |= {
+                **self.gradient_arguments(),
+                "teacher_q": teacher.query.tensor_map(query, self.shape.query_box),
+                "teacher_k": teacher.key.tensor_map(key, config.BLOCK_M),
+            }
+        else:
+            arguments["gradient_block"] = self.gradient_fields()
         self.launch(self.fold.kernel, rows, columns, arguments)
         m, n = self.q.rows, self.k.rows
         self.add_sums("row", self.shape.row_slots(m, n), self.epilogue.row_sums, rows)
@@ -114,16 +145,11 @@ class DistillationRun(GradientRun):
             self.add_sums("column", slots, self.epilogue.column_sums, columns)
         self.multiply(rows, columns, row_block, column_block)
 
-    def teacher_fields(self, rows: slice, columns: slice) -> Fields:
-        """struct Block with the features of the teacher."""
+    def teacher_operands(self, rows: slice, columns: slice) -> tuple[Operand, Operand]:
+        """The rows of the teacher's features for a block."""
         teacher, staged = self.teacher, self.buffers.workspace.staged
-        item = self.buffers.operands.item
         query = teacher.query.block(rows, "teacher_query_rows", self.memory, staged)
-        key = teacher.key.block(columns, "teacher_key_rows", self.memory, staged)
-        return self.block_fields(rows, columns, False) | {
-            "q": query.fields(item), "k": key.fields(item), "width": teacher.width,
-            "scale": teacher.logit_scale,
-        }  # fmt: skip
+        return query, teacher.key.block(columns, "teacher_key_rows", self.memory, staged)
 
     def add_sums(self, side: str, slots: int, sums: Array, part: slice) -> None:
         """Add the sums of a block's tiles to those of its rows, or of its columns."""

@@ -25,9 +25,7 @@ from ..schedule import Call, Schedule, tiled_schedule
 from ..tiled.backend import GPU
 from ..tiled.buffers import Buffers
 from ..vectors import ElementwiseVectors, TiledVectors
-from .fold import Distillation, DistillationRun, Teacher, probability_factors
-
-Pair = tuple[Direction, Direction]  # of student and teacher
+from .fold import Distillation, DistillationRun, Pair, Teacher, probability_factors
 
 
 def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients | None) -> Solution:
@@ -86,15 +84,12 @@ def _solve(
     nans = _row_nans(problem, vectors, False)
     nans = nans + _row_nans(teacher_problem, vectors, problem.two_sided)
     weight = (problem.upstream + nans) * problem.scale
-    pairs = zip(rows, columns or (None, None), strict=True)
-    factors = [
-        probability_factors(buffers, *pair, scale)
-        for pair, scale in zip(pairs, (buffers.logit_scale, teacher.logit_scale), strict=True)
-    ]
+    scales = buffers.logit_scale, teacher.logit_scale
+    factors = probability_factors(buffers, rows, columns, scales)
     row_weight, column_weight = problem.row_direction_weight, problem.column_direction_weight
     row_sums, column_sums = cupy.zeros((2, m)), cupy.zeros((2, n))
     epilogue = Distillation(
-        (factors[0], factors[1]), row_weight * weight,
+        factors, row_weight * weight,
         None if columns is None else column_weight * weight, row_sums, column_sums,
     )  # fmt: skip
     for before, fold in zip((None, *schedule.folds), schedule.folds, strict=False):

@@ -83,7 +83,7 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     )  # fmt: skip
     teacher = choose_teacher(call, operands) if call.taught else None
     guide = choose_guide(call, device) if call.guided else None
-    sweep, register_sweep = choose_sweeps(call, operands, device)
+    sweep, register_sweep = choose_sweeps(call, operands, teacher, device)
     cut = choose_cut(call, operands, tile, sweep, register_sweep, guide, teacher, device)
     folds = Folds(call, operands, tile, sweep, register_sweep, cut).all()
     return Schedule(
@@ -195,11 +195,16 @@ def product_bytes(operand_precision: str, query: OperandRows, key: OperandRows) 
 
 
 def choose_sweeps(
-    call: Call, operands: Operands, device: DeviceProperties
+    call: Call, operands: Operands, teacher: Operands | None, device: DeviceProperties
 ) -> tuple[Sweep | None, Sweep | None]:
     """The sweep that replaces tiles, and the sweep that keeps dL/dx in registers, or None."""
-    if precision.PORTABLE or call.taught:
+    if precision.PORTABLE:
         return None, None
+    if teacher is not None:
+        sweep = config.teacher_sweep(
+            operands.precision, operands.width, teacher.width, device, call.normalize
+        )
+        return sweep, None
     extras = call.normalize or call.ids
     sweep = config.sweep_for(
         operands.precision, operands.width, device, extras, call.moments, call.number_count,

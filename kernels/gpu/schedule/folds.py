@@ -351,8 +351,8 @@ class Folds:
         if purpose is Purpose.ONE_PASS:
             return self.kernel("sweep_online", shape, **self.moments)
         if purpose is Purpose.DISTILLATION:
-            columns, gradient = int(self.two_sided), int(wants_gradient)
-            return self.kernel("distill", shape, COLUMNS=columns, GRADIENT=gradient)
+            name, columns = "distill" if tiled else "sweep_distill", int(self.two_sided)
+            return self.kernel(name, shape, COLUMNS=columns, GRADIENT=int(wants_gradient))
         if purpose is Purpose.SIGMOID:
             name = "sigmoid" if tiled else "sweep_sigmoid"
             return self.kernel(name, shape, GRADIENT=int(wants_gradient), **self.moments)

@@ -97,22 +97,24 @@ class Buffers:
     def prepare(self, problem: Problem) -> None:
         """Before the first fold: float16 divisors of features; limits and biases as products; the
         limits of a guide."""
-        bias, operands = 0.0, self.operands
-        if self.schedule.sweep is not None:
-            width = problem.shape[2] * operands.item  # adding zeros cuts nothing off
-            bias = config.sweep_truncation_bias(self.precision, width)
         self.feature_divisors = find_feature_divisors(
             self.launcher, self.sides, self.schedule.device.multiprocessors
         )
         self.logit_scale = {
             **self.scalars.exponent_scale,
-            "factor": 1 + bias,
+            "factor": 1 + self.truncation_bias(problem.shape[2]),
             "feature_divisors": address(self.feature_divisors, 2),
         }
         if not problem.plain_logits or problem.has_positive_ids:
             self.pair_vectors = PairVectors(self, problem)
         if self.guide is not None:
             self.guide.prepare(problem)
+
+    def truncation_bias(self, features: int) -> float:
+        """The bias of products of rows of so many features: adding zeros cuts nothing off."""
+        if self.schedule.sweep is None:
+            return 0.0
+        return config.sweep_truncation_bias(self.precision, features * self.operands.item)
 
     @property
     def sides(self) -> list[OperandSide]:

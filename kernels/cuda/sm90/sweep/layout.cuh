@@ -15,12 +15,15 @@
 #ifndef WIDE
 #define WIDE 0
 #endif
+#ifndef TEACHER_SLICES
+#define TEACHER_SLICES 0  // K-slices of a row of the teacher, if a tile has a second product, of its features
+#endif
 // Whether each column of a tile has numbers in shared memory, in every epilogue.
 #define HAS_COLUMN_NUMBERS (FACTORS || !__is_empty(Options::ColumnNumbers<1>))
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif
-constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS ? 64 : 128;  // of a query tile
+constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS || TEACHER_SLICES ? 64 : 128;  // of a query tile
 constexpr int BLOCKS = WIDE ? 2 : 1;                               // of a cluster, which share a query tile
 constexpr int TILES = WIDE ? 2 : 1;  // of TILE_COLUMNS keys each, that are multiplied at once: a key tile
 #define STREAMED (WIDE || PRECISION == FP16X3)        // rows of Q come with the keys
@@ -55,7 +58,8 @@ constexpr int ROW_SLOTS = STREAMED ? 1 : 2;  // sums that a segment leaves for e
 constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
 constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part
 // Stages that a key tile passes through. Small parts meet large ones in K-slices of their own (WIDE).
-constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES;
+constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES + TEACHER_SLICES;
+constexpr int RESIDENT_SLICES = K_SLICES + TEACHER_SLICES;  // of a query tile that stays in shared memory
 // Warps that read a stage: those of one consumer, or (STREAMED) of all, in all blocks of the cluster
 constexpr int READERS = 4 * BLOCKS * (STREAMED ? WARPGROUPS : HALVES);
 constexpr int QUERY_TILES_AT_ONCE = 8;  // WIDE: that meet the same keys, which then come from the L2 cache
@@ -108,7 +112,7 @@ __device__ __forceinline__ bool is_visited(const int* visited_tiles, const Block
 template <class Epilogue>
 struct SweepShared {  // TMA boxes begin at multiples of 1024 bytes, as all sizes before them are
 #if !STREAMED
-  alignas(16) char q[K_SLICES][OWN_ROWS * K_SLICE];
+  alignas(16) char q[RESIDENT_SLICES][OWN_ROWS * K_SLICE];
 #endif
   alignas(16) char k[STAGES][STAGE_BYTES];
   typename Epilogue::WarpgroupShared group[WARPGROUPS];  // what a warpgroup writes of a tile
@@ -162,8 +166,8 @@ struct PipelineState {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
   __device__ __forceinline__ void skip_tile() {
-    stage += K_SLICES % STAGES;
-    phase ^= K_SLICES / STAGES & 1;
+    stage += RESIDENT_SLICES % STAGES;
+    phase ^= RESIDENT_SLICES / STAGES & 1;
     if (stage >= STAGES) stage -= STAGES, phase ^= 1;
   }
 };

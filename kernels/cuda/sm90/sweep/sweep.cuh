@@ -1,5 +1,5 @@
 // A sweep over a block of logits on Hopper: the main loop of sweep_lse.cu, sweep_gradient.cu,
-// sweep_online.cu, sweep_sigmoid.cu, sweep_narrow.cu and sweep_guide.cu.
+// sweep_online.cu, sweep_sigmoid.cu, sweep_narrow.cu, sweep_guide.cu and sweep_distill.cu.
 //
 //              key tiles, 128 rows of K each, streamed one K-slice (64 elements of D) at a time
 //             +----+----+----+----+----+----+- - -
@@ -31,22 +31,30 @@
 // a consumer issues two products: dL/dx of its last tile times the keys of that tile, and the logits of its next
 // tile. The keys of a tile stay in their stages until both products are complete.
 //
+// TEACHER_SLICES: after a tile's K-slices of the student's features come those of the teacher's. A consumer is one
+// warpgroup, and has accumulators for both products. A query tile has 64 rows of both models.
+//
 // A class Epilogue has these functions, which the consumers call in this order:
 //     begin_query_tile(work)     before the first tile of a query tile
 //     publish(tile)              writes vectors of the tile's columns to shared memory
-//     tile(x, tile)              computes with the logits x and the published vectors
+//     tile(x, tile)              computes with the logits x and the published vectors; tile(x, y, tile) with a teacher's y
 //     end_tile(tile)             after a barrier of the warpgroup, if Epilogue::SUMS (columns are summed)
 //     end_query_tile(work)       after the last tile of a query tile
 //     end()                      after the last query tile, if Epilogue::SUMS
 #pragma once
 #include "sm90/sweep/layout.cuh"
 
+// The features of a teacher (TEACHER_SLICES).
+struct TeacherMaps {
+  const TensorMap *q, *k;
+};
+
 // --- the producer warp ---------------------------------------------------------------------------------
 
 template <class Epilogue>
 __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMap& q,
                                         const TensorMap& k, const Block& b, int segments,
-                                        const int* visited_tiles) {
+                                        const int* visited_tiles, const TeacherMaps& teacher) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rank = BLOCKS > 1 ? cluster_rank() : 0;
   PipelineState pipe;
@@ -61,6 +69,8 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
     barrier_expect(s.queries_full, sizeof s.q);
     for (int i = 0; i < K_SLICES; ++i)
       tma_load(s.q[i], q, s.queries_full, i * K_SLICE_ELEMENTS, row);
+    for (int i = 0; i < TEACHER_SLICES; ++i)
+      tma_load(s.q[K_SLICES + i], *teacher.q, s.queries_full, i * K_SLICE_ELEMENTS, row);
 #endif
     for (int t = w.first; t < w.last; ++t) {
       const int column = (t < tiles ? t : t - tiles) * TILES * TILE_COLUMNS;
@@ -75,7 +85,8 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
         if (BLOCKS > 1)  // each block of the cluster loads one of two key tiles, for both blocks
           tma_load_multicast(keys + rank * K_SLICE_TILE_BYTES, k, full, feature,
                              column + rank * TILE_COLUMNS, 3);
-        else tma_load(keys, k, full, feature, column);
+        else if (i < TILE_STAGES - TEACHER_SLICES) tma_load(keys, k, full, feature, column);
+        else tma_load(keys, *teacher.k, full, (i - K_SLICES) * K_SLICE_ELEMENTS, column);
       }
     }
     ++query_tiles;
@@ -143,6 +154,29 @@ __device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilo
   }
 }
 
+// x = products of the student's features, y = those of the teacher's, as `issue_products`.
+template <class Epilogue>
+__device__ __forceinline__ void issue_both_products(float (&x)[64], float (&y)[64], SweepShared<Epilogue>& s,
+                                                    u32 rows, PipelineState& pipe, const Lane& lane) {
+  u32 before = 0;
+#pragma unroll
+  for (int i = 0; i < RESIDENT_SLICES; ++i) {
+    barrier_wait(s.full[pipe.stage], pipe.phase);  // its TMA writes come before the reads of wgmma
+    const u32 a = rows + i * (OWN_ROWS * K_SLICE / 16);
+    const u32 b = shared_descriptor(shared_address(s.k[pipe.stage]));
+    warpgroup_arrive();
+    if (i < K_SLICES) multiply_k_slice(x, a, b, i == 0);
+    else multiply_k_slice(y, a, b, i == K_SLICES);
+    warpgroup_commit();
+    if (i > 0) {
+      warpgroup_wait<1>();  // the products of the K-slice before are done
+      release_stage(s, before, lane);
+    }
+    before = pipe.stage;
+    pipe.next();
+  }
+}
+
 #if STREAMED
 #include "sm90/sweep/streamed.cuh"
 #else
@@ -182,13 +216,14 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
         continue;
       }
       const int tile = t < tiles ? t : t - tiles;
-      float x[64];
+      float x[64], y[TEACHER_SLICES ? 64 : 1];
       named_barrier_sync(ping_pong + lane.consumer, sharers);
       const int first = pipe.stage;
 #if IN_REGISTERS
       if (held >= 0) epilogue.gather(shared_address(s.k[held]));
 #endif
-      issue_products(x, s, rows, pipe, lane);
+      if constexpr (TEACHER_SLICES) issue_both_products(x, y, s, rows, pipe, lane);
+      else issue_products(x, s, rows, pipe, lane);
       // The other consumer may issue its products: they run after these
       named_barrier_arrive(ping_pong + (lane.consumer ^ 1), sharers);
       // The reads of the last tile's columns come before these writes: all of this consumer has met at its
@@ -200,9 +235,11 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       held = first;
       if (last && lane.lane == 0) barrier_arrive(s.queries_empty);
       fence_accumulators(x);
+      if (TEACHER_SLICES) fence_accumulators(y);
       // The writes of publish come before the reads of tile
       if (Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS) lane.sync_consumer();
-      epilogue.tile(x, tile);
+      if constexpr (TEACHER_SLICES) epilogue.tile(x, y, tile);
+      else epilogue.tile(x, tile);
       if (Epilogue::SUMS) lane.sync_warpgroup();  // all warps' sums are written before end_tile reads them
       epilogue.end_tile(tile);
     }
@@ -233,7 +270,8 @@ template <class Epilogue>
 __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap& q,
                                       const TensorMap& k, const Block& b, int segments,
                                       Epilogue& epilogue, const Lane& lane,
-                                      const int* visited_tiles = nullptr) {
+                                      const int* visited_tiles = nullptr,
+                                      const TeacherMaps& teacher = {}) {
   if (visited_tiles) {  // most thread blocks have no query tile to visit, and end at once
     const int items = (int)b.row_tiles * segments, step = gridDim.x / BLOCKS;
     bool any = false;
@@ -260,7 +298,7 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
     if constexpr (Epilogue::SUMS) epilogue.end();
   } else {
     warpgroup_reg_dealloc<HALVES == 1 ? 40 : 32>();
-    if (lane.thread == 0) produce(s, q, k, b, segments, visited_tiles);
+    if (lane.thread == 0) produce(s, q, k, b, segments, visited_tiles, teacher);
   }
   if (BLOCKS > 1) cluster_sync();  // no block ends while another may arrive at its barriers
 }

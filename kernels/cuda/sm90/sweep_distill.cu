@@ -1,0 +1,214 @@
+// Distillation as a sweep (sweep/sweep.cuh): the gradient block and the sums that tiled/distill.cu computes, from the
+// same factors, at the speed of the tensor cores.
+#include "block/distill.cuh"
+#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/strip.cuh"
+
+// The numbers of a model's columns, in the order of `in_slices`.
+struct ModelColumns {
+  Columns columns;
+  alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], reference[COLUMNS ? TILE_COLUMNS : 4];
+
+  __device__ __forceinline__ void publish(const Block& b, const Factors& f, int t, const Lane& lane) {
+    columns.publish(b, t, lane);
+    if (!COLUMNS) return;
+    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
+    const bool inside = at < b.k.rows;
+    v[in_slices(lane.thread)] = inside ? f.v[at] : 0;
+    reference[in_slices(lane.thread)] = inside ? f.column_reference[at] : 0;
+  }
+};
+
+// The numbers of one model for this thread's two rows.
+struct ModelRows {
+  Rows rows;
+  RowFactors factors[2];
+
+  __device__ __forceinline__ void load(const Block& b, const Factors& f, int query_tile, const Lane& lane) {
+    rows.load(b, query_tile, lane);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 row = lane.row_of(query_tile, h);
+      factors[h] = {};
+      if (row < b.q.rows) factors[h] = {f.row_reference[row], f.a[row], COLUMNS ? f.u[row] : 0};
+    }
+  }
+};
+
+// This thread's four columns of a slice.
+struct SliceNumbers {
+  float values[4];
+  __device__ __forceinline__ SliceNumbers(const float* numbers, int s, const Lane& lane) : values{} {
+    if (!COLUMNS) return;
+    const float4 four = *(const float4*)(numbers + 16 * s + 4 * lane.t);
+    values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
+  }
+};
+
+struct Distillation {
+  static constexpr bool SUMS = COLUMNS, PUBLISHES = COLUMNS;
+  struct ConsumerShared {
+    ModelColumns student, teacher;
+    alignas(16) float weight[COLUMNS ? TILE_COLUMNS : 4];
+  };
+  struct WarpgroupShared {
+    GradientStrip::Shared strips;
+    float2 column_sums[COLUMNS ? 4 : 1][TILE_COLUMNS];  // of each warp's 16 rows
+  };
+
+  const Block &b, &teacher;
+  const Lane& lane;
+  ConsumerShared& consumer;
+  WarpgroupShared& group;
+  const Factors &factors, &teacher_factors;
+  const float *row_weight, *column_weight;
+  float2 *row_sums, *column_sums;
+  GradientStrip out;
+  float c, teacher_c;
+  bool one_exponential;
+
+  Work work;
+  ModelRows student_rows, teacher_rows;
+  float weight[2];
+  double target[2], excess[2];  // of the query tile so far; this thread's columns
+
+  __device__ __forceinline__ void begin_query_tile(const Work& w) {
+    work = w;
+    student_rows.load(b, factors, w.query_tile, lane);
+    teacher_rows.load(teacher, teacher_factors, w.query_tile, lane);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 row = lane.row_of(w.query_tile, h);
+      weight[h] = row < b.q.rows ? row_weight[row] : 0;
+      target[h] = excess[h] = 0;
+    }
+  }
+
+  __device__ __forceinline__ void publish(int t) {
+    consumer.student.publish(b, factors, t, lane);
+    consumer.teacher.publish(teacher, teacher_factors, t, lane);
+    if (!COLUMNS) return;
+    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
+    consumer.weight[in_slices(lane.thread)] = at < b.k.rows ? column_weight[at] : 0;
+  }
+
+  __device__ __forceinline__ void tile(float (&x)[64], float (&y)[64], int t) {
+    apply_factors(x, student_rows.rows, consumer.student.columns, lane);
+    apply_factors(y, teacher_rows.rows, consumer.teacher.columns, lane);
+    if (t * TILE_COLUMNS + TILE_COLUMNS > student_rows.rows.end) {
+      leave_out(x, outside_product(c), t);
+      leave_out(y, outside_product(teacher_c), t);
+    }
+    if (one_exponential) differentiate<true>(x, y, t);
+    else differentiate<false>(x, y, t);
+  }
+
+  // Products outside of the matrix become `instead`.
+  __device__ __forceinline__ void leave_out(float (&x)[64], float instead, int t) const {
+#pragma unroll
+    for (int i = 0; i < 64; ++i)
+      if (lane.row_of(work.query_tile, i / 2 % 2) >= b.q.rows ||
+          (i64)t * TILE_COLUMNS + column_of(i, lane) >= b.k.rows)
+        x[i] = instead;
+  }
+
+  // x <- P, from the products x of the student and y of the teacher; the sums of rows and columns.
+  template <bool ONE>
+  __device__ __forceinline__ void differentiate(float (&x)[64], const float (&y)[64], int t) {
+    const int row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
+    DistillSums of_rows[2] = {};
+#pragma unroll
+    for (int s = 0; s < SLICES; s += 2) {
+      DistillSums of_columns[8] = {};
+#pragma unroll
+      for (int slice = s; slice < s + 2; ++slice) {
+        const SliceNumbers v(consumer.student.v, slice, lane), reference(consumer.student.reference, slice, lane),
+            teacher_v(consumer.teacher.v, slice, lane), teacher_reference(consumer.teacher.reference, slice, lane),
+            column_weight(consumer.weight, slice, lane);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const int i = 8 * slice + k, h = k / 2 % 2, column = k / 4 * 2 + k % 2;
+          const Probabilities of = probabilities<ONE>(x[i], c, student_rows.factors[h],
+                                                      {reference.values[column], v.values[column]});
+          const Probabilities wanted =
+              probabilities<ONE>(y[i], teacher_c, teacher_rows.factors[h],
+                                 {teacher_reference.values[column], teacher_v.values[column]});
+          of_rows[h].add(of.in_row, wanted.in_row, of.row_exponent);
+          float p = weight[h] * (of.in_row - wanted.in_row);
+          if (COLUMNS) {
+            of_columns[4 * (slice - s) + column].add(of.in_column, wanted.in_column, of.column_exponent);
+            p = fmaf(column_weight.values[column], of.in_column - wanted.in_column, p);
+          }
+#if FACTORS
+          p *= student_rows.rows.factor[h] * consumer.student.columns.factor[column_of(i, lane)];
+#endif
+          x[i] = p;
+        }
+        if (GRADIENT) out.store(x, slice, row, t * TILE_COLUMNS, b, lane);
+      }
+      if (COLUMNS) write_column_sums(of_columns, s / 2);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      target[h] += of_rows[h].target;
+      excess[h] += of_rows[h].excess;
+    }
+  }
+
+  // Of 32 columns: those of lane 4 g + t are 8 (k / 2) + 2 t + k % 2 for k = 0 .. 7, and it writes that of k = g.
+  __device__ __forceinline__ void write_column_sums(const DistillSums (&sums)[8], int group_of_32) {
+    float targets[8], excesses[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) targets[k] = sums[k].target, excesses[k] = sums[k].excess;
+    const float target = join_columns(targets, lane.lane, Plus()), excess = join_columns(excesses, lane.lane, Plus());
+    const int column = 32 * group_of_32 + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2;
+    group.column_sums[lane.warp][column] = make_float2(target, excess);
+  }
+
+  __device__ __forceinline__ void end_tile(int t) {
+    const i64 column = (i64)t * TILE_COLUMNS + lane.thread;
+    if (!COLUMNS || column >= b.k.rows) return;
+    float2 sums = make_float2(0, 0);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 strip = group.column_sums[w][lane.thread];
+      sums = make_float2(sums.x + strip.x, sums.y + strip.y);
+    }
+    column_sums[work.query_tile * b.k.rows + column] = sums;
+  }
+
+  __device__ __forceinline__ void end_query_tile(const Work& w) {
+    if (GRADIENT) out.end(lane);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2) {
+        target[h] += __shfl_xor_sync(ALL_LANES, target[h], lanes);
+        excess[h] += __shfl_xor_sync(ALL_LANES, excess[h], lanes);
+      }
+      const i64 row = lane.row_of(w.query_tile, h), slot = ROW_SLOTS * w.segment + lane.slot();
+      if (lane.t == 0 && row < b.q.rows)
+        row_sums[slot * b.q.rows + row] = make_float2((float)target[h], (float)excess[h]);
+    }
+  }
+  __device__ __forceinline__ void end() {}
+};
+
+// `row_sums` [ROW_SLOTS segments, rows], `column_sums` [query tiles, columns].
+extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
+sweep_distill(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+              const __grid_constant__ TensorMap teacher_q, const __grid_constant__ TensorMap teacher_k,
+              const __grid_constant__ Block block, const __grid_constant__ Block teacher, i64 segments,
+              const __grid_constant__ Factors factors, const __grid_constant__ Factors teacher_factors,
+              const float* row_weight, const float* column_weight, float2* row_sums, float2* column_sums,
+              const __grid_constant__ GradientBlock gradient_block, const __grid_constant__ TensorMap gradient_map) {
+  SweepShared<Distillation>& shared = sweep_shared<Distillation>();
+  const Lane lane;
+  Distillation::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
+  Distillation epilogue{block, teacher, lane, shared.consumer[lane.consumer & 1], group, factors, teacher_factors,
+                        row_weight, column_weight, row_sums, column_sums,
+                        GradientStrip(gradient_map, gradient_block, group.strips, lane),
+                        (float)(block.scale.get() * LOG2_E), (float)(teacher.scale.get() * LOG2_E),
+                        !COLUMNS || (*factors.one_exponential && *teacher_factors.one_exponential)};
+  sweep(shared, q, k, block, (int)segments, epilogue, lane, nullptr, {&teacher_q, &teacher_k});
+}
