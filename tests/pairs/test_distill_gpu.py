@@ -10,6 +10,7 @@ from infonce.kernels.gpu.schedule import Call, tiled_schedule
 
 import infonce
 from infonce import reference
+from infonce.checks import call
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.emulated, pytest.mark.skipif(bool(MISSING), reason=MISSING),
@@ -146,8 +147,10 @@ def test_kernels_and_workspaces(
     width: int, dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks, with gradient blocks and sums of tiles within the workspace. On Hopper, a
-    sweep takes 16-bit rows that its shared memory holds."""
-    args = [z.astype(dtype_of(dtype)).astype(np.float64) for z in features(300, 300, 24, width)]
+    sweep takes 16-bit rows that its shared memory holds. The gradient of the scale comes from those
+    of the features, as in large batches."""
+    monkeypatch.setattr(call, "uses_moments", lambda *_: False)
+    args = [z.astype(dtype_of(dtype)).astype(np.float64) for z in features(301, 301, 24, width)]
     calls = []
     solve = select.solve_distillation_by_kernels
     monkeypatch.setattr(
@@ -158,6 +161,7 @@ def test_kernels_and_workspaces(
     )
     want = reference.distill(*args, scale=60.0, teacher_scale=3.0)
     check(got, want, args, "bf16" if dtype == "bfloat16" else "fp32")
+    assert got.grads.scale is not None
     properties = device_properties(cupy.cuda.Device().id)
     schedule = tiled_schedule(Call.of(*calls[0]), properties)
     assert schedule.workspace <= 2**19

@@ -3,48 +3,52 @@
 #pragma once
 #include "block/block.cuh"
 
-// A product that the compiler does not join with a sum. So the probabilities of equal logits cancel to 0.
+// A product that the compiler does not join with a sum. So the terms of equal logits cancel to 0.
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
 // The product of a pair outside of the matrix. Its logit c x is finite, and far below all others.
 __device__ __forceinline__ Real outside_product(Real c) { return -fmin((Real)0x1p126, (Real)0x1p100 / c); }
 
-// The factors of a row and of a column, as tiled/gradient.cu has them for losses with the weight 1.
+// The factors of a row and of a column for one model, as tiled/gradient.cu has them for losses with the weight 1. The
+// probabilities are a e and v e', with e and e' of `Exponentials`. `weight` is that factor times the weight of the loss.
 struct RowFactors {
-  Real reference, a, u;
+  Real reference, a, u, weight;
 };
 struct ColumnFactors {
-  Real reference, v;
+  Real reference, v, weight;
 };
 
-// Of a pair and one model: the probabilities in the softmax of the row and in that of the column, and the exponents
-// c x - reference, which are the logarithms of these probabilities but for corrections by `a` and `v`.
-struct Probabilities {
-  Real in_row, in_column, row_exponent, column_exponent;
+// Of a pair and one model: e and e', their exponents without u, and its term in dL/dx.
+struct Exponentials {
+  Real in_row, in_column, row_exponent, column_exponent, gradient;
 };
 
-// From the product x. ONE: one exponential serves row and column.
+// From the product x. ONE: one exponential serves row and column, e' = u e.
 template <bool ONE>
-__device__ __forceinline__ Probabilities probabilities(Real x, Real c, const RowFactors& row,
-                                                       const ColumnFactors& column) {
-  Probabilities p = {};
-  p.row_exponent = fma(c, x, -row.reference);
-  const Real e = exp2_(p.row_exponent);
-  p.in_row = rounded_product(e, row.a);
-  if (!COLUMNS) return p;
-  p.column_exponent = fma(c, x, -column.reference);
-  p.in_column = ONE ? rounded_product(e, row.u * column.v) : rounded_product(exp2_(p.column_exponent), column.v);
-  return p;
+__device__ __forceinline__ Exponentials exponentials(Real x, Real c, const RowFactors& row,
+                                                     const ColumnFactors& column) {
+  Exponentials of = {};
+  of.row_exponent = fma(c, x, -row.reference);
+  of.in_row = exp2_(of.row_exponent);
+  if (!COLUMNS) {
+    of.gradient = rounded_product(of.in_row, row.weight);
+    return of;
+  }
+  of.column_exponent = fma(c, x, -column.reference);
+  of.in_column = ONE ? of.in_row * row.u : exp2_(of.column_exponent);
+  of.gradient = ONE ? rounded_product(of.in_row, fma(row.u, column.weight, row.weight))
+                    : fma(of.in_column, column.weight, rounded_product(of.in_row, row.weight));
+  return of;
 }
 
 // Sums of a row over its pairs, or of a column. With p and q the probabilities of student and teacher and y the
-// student's exponent: q y, for the loss; (p - q) y, for the gradient of the scale. An error of q has little weight in
-// both where y is small, as it is for probable pairs.
+// student's exponent: q y, for the loss, before `end` without the teacher's factor a or v; with MOMENTS (p - q) y, for
+// the gradient of the scale. An error of q has little weight in both where y is small, as it is for probable pairs.
 struct DistillSums {
   Real target, excess;
-  __device__ __forceinline__ void add(Real p, Real q, Real y) {
-    target = fma(q, y, target);
-    excess = fma(p - q, y, excess);
+  __device__ __forceinline__ void add(Real e, Real factor, Real teacher_e, Real teacher_factor, Real y) {
+    target = fma(teacher_e, y, target);
+    if (MOMENTS) excess = fma(rounded_product(e, factor) - rounded_product(teacher_e, teacher_factor), y, excess);
   }
 };

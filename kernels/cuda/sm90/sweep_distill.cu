@@ -7,15 +7,19 @@
 // The numbers of a model's columns, in the order of `in_slices`.
 struct ModelColumns {
   Columns columns;
-  alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], reference[COLUMNS ? TILE_COLUMNS : 4];
+  alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], weight[COLUMNS ? TILE_COLUMNS : 4],
+      reference[COLUMNS ? TILE_COLUMNS : 4];
 
-  __device__ __forceinline__ void publish(const Block& b, const Factors& f, int t, const Lane& lane) {
+  __device__ __forceinline__ void publish(const Block& b, const Factors& f, const float* column_weight, int t,
+                                          const Lane& lane) {
     columns.publish(b, t, lane);
     if (!COLUMNS) return;
     const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
+    const int to = in_slices(lane.thread);
     const bool inside = at < b.k.rows;
-    v[in_slices(lane.thread)] = inside ? f.v[at] : 0;
-    reference[in_slices(lane.thread)] = inside ? f.column_reference[at] : 0;
+    v[to] = inside ? f.v[at] : 0;
+    weight[to] = inside ? f.v[at] * column_weight[at] : 0;
+    reference[to] = inside ? f.column_reference[at] : 0;
   }
 };
 
@@ -24,24 +28,31 @@ struct ModelRows {
   Rows rows;
   RowFactors factors[2];
 
-  __device__ __forceinline__ void load(const Block& b, const Factors& f, int query_tile, const Lane& lane) {
+  __device__ __forceinline__ void load(const Block& b, const Factors& f, const float* row_weight, int query_tile,
+                                       const Lane& lane) {
     rows.load(b, query_tile, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.row_of(query_tile, h);
       factors[h] = {};
-      if (row < b.q.rows) factors[h] = {f.row_reference[row], f.a[row], COLUMNS ? f.u[row] : 0};
+      if (row < b.q.rows)
+        factors[h] = {f.row_reference[row], f.a[row], COLUMNS ? f.u[row] : 0, f.a[row] * row_weight[row]};
     }
   }
 };
 
-// This thread's four columns of a slice.
-struct SliceNumbers {
-  float values[4];
-  __device__ __forceinline__ SliceNumbers(const float* numbers, int s, const Lane& lane) : values{} {
+// The numbers of one model for this thread's four columns of a slice. The compiler loads only those that are used.
+struct ModelSlice {
+  ColumnFactors factors[4];
+  __device__ __forceinline__ ModelSlice(const ModelColumns& columns, int s, const Lane& lane) : factors{} {
     if (!COLUMNS) return;
-    const float4 four = *(const float4*)(numbers + 16 * s + 4 * lane.t);
-    values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
+    const int first = 16 * s + 4 * lane.t;
+    const float4 v = *(const float4*)(columns.v + first), weight = *(const float4*)(columns.weight + first),
+                 reference = *(const float4*)(columns.reference + first);
+    factors[0] = {reference.x, v.x, weight.x};
+    factors[1] = {reference.y, v.y, weight.y};
+    factors[2] = {reference.z, v.z, weight.z};
+    factors[3] = {reference.w, v.w, weight.w};
   }
 };
 
@@ -49,7 +60,6 @@ struct Distillation {
   static constexpr bool SUMS = COLUMNS, PUBLISHES = COLUMNS;
   struct ConsumerShared {
     ModelColumns student, teacher;
-    alignas(16) float weight[COLUMNS ? TILE_COLUMNS : 4];
   };
   struct WarpgroupShared {
     GradientStrip::Shared strips;
@@ -69,27 +79,19 @@ struct Distillation {
 
   Work work;
   ModelRows student_rows, teacher_rows;
-  float weight[2];
   double target[2], excess[2];  // of the query tile so far; this thread's columns
 
   __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
-    student_rows.load(b, factors, w.query_tile, lane);
-    teacher_rows.load(teacher, teacher_factors, w.query_tile, lane);
+    student_rows.load(b, factors, row_weight, w.query_tile, lane);
+    teacher_rows.load(teacher, teacher_factors, row_weight, w.query_tile, lane);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(w.query_tile, h);
-      weight[h] = row < b.q.rows ? row_weight[row] : 0;
-      target[h] = excess[h] = 0;
-    }
+    for (int h = 0; h < 2; ++h) target[h] = excess[h] = 0;
   }
 
   __device__ __forceinline__ void publish(int t) {
-    consumer.student.publish(b, factors, t, lane);
-    consumer.teacher.publish(teacher, teacher_factors, t, lane);
-    if (!COLUMNS) return;
-    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
-    consumer.weight[in_slices(lane.thread)] = at < b.k.rows ? column_weight[at] : 0;
+    consumer.student.publish(b, factors, column_weight, t, lane);
+    consumer.teacher.publish(teacher, teacher_factors, column_weight, t, lane);
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], float (&y)[64], int t) {
@@ -122,23 +124,19 @@ struct Distillation {
       DistillSums of_columns[8] = {};
 #pragma unroll
       for (int slice = s; slice < s + 2; ++slice) {
-        const SliceNumbers v(consumer.student.v, slice, lane), reference(consumer.student.reference, slice, lane),
-            teacher_v(consumer.teacher.v, slice, lane), teacher_reference(consumer.teacher.reference, slice, lane),
-            column_weight(consumer.weight, slice, lane);
+        const ModelSlice columns(consumer.student, slice, lane), teacher_columns(consumer.teacher, slice, lane);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-          const int i = 8 * slice + k, h = k / 2 % 2, column = k / 4 * 2 + k % 2;
-          const Probabilities of = probabilities<ONE>(x[i], c, student_rows.factors[h],
-                                                      {reference.values[column], v.values[column]});
-          const Probabilities wanted =
-              probabilities<ONE>(y[i], teacher_c, teacher_rows.factors[h],
-                                 {teacher_reference.values[column], teacher_v.values[column]});
-          of_rows[h].add(of.in_row, wanted.in_row, of.row_exponent);
-          float p = weight[h] * (of.in_row - wanted.in_row);
-          if (COLUMNS) {
-            of_columns[4 * (slice - s) + column].add(of.in_column, wanted.in_column, of.column_exponent);
-            p = fmaf(column_weight.values[column], of.in_column - wanted.in_column, p);
-          }
+          const int i = 8 * slice + k, h = k / 2 % 2, number = k / 4 * 2 + k % 2;
+          const RowFactors &row_of_student = student_rows.factors[h], &row_of_teacher = teacher_rows.factors[h];
+          const ColumnFactors &column = columns.factors[number], &teacher_column = teacher_columns.factors[number];
+          const Exponentials of = exponentials<ONE>(x[i], c, row_of_student, column);
+          const Exponentials wanted = exponentials<ONE>(y[i], teacher_c, row_of_teacher, teacher_column);
+          of_rows[h].add(of.in_row, row_of_student.a, wanted.in_row, row_of_teacher.a, of.row_exponent);
+          if (COLUMNS)
+            of_columns[4 * (slice - s) + number].add(of.in_column, column.v, wanted.in_column, teacher_column.v,
+                                                     of.column_exponent);
+          float p = of.gradient - wanted.gradient;
 #if FACTORS
           p *= student_rows.rows.factor[h] * consumer.student.columns.factor[column_of(i, lane)];
 #endif
@@ -151,7 +149,7 @@ struct Distillation {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       target[h] += of_rows[h].target;
-      excess[h] += of_rows[h].excess;
+      if (MOMENTS) excess[h] += of_rows[h].excess;
     }
   }
 
@@ -160,7 +158,8 @@ struct Distillation {
     float targets[8], excesses[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k) targets[k] = sums[k].target, excesses[k] = sums[k].excess;
-    const float target = join_columns(targets, lane.lane, Plus()), excess = join_columns(excesses, lane.lane, Plus());
+    const float target = join_columns(targets, lane.lane, Plus());
+    const float excess = MOMENTS ? join_columns(excesses, lane.lane, Plus()) : 0;
     const int column = 32 * group_of_32 + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2;
     group.column_sums[lane.warp][column] = make_float2(target, excess);
   }
@@ -174,6 +173,7 @@ struct Distillation {
       const float2 strip = group.column_sums[w][lane.thread];
       sums = make_float2(sums.x + strip.x, sums.y + strip.y);
     }
+    sums.x *= consumer.teacher.v[in_slices(lane.thread)];
     column_sums[work.query_tile * b.k.rows + column] = sums;
   }
 
@@ -184,11 +184,12 @@ struct Distillation {
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2) {
         target[h] += __shfl_xor_sync(ALL_LANES, target[h], lanes);
-        excess[h] += __shfl_xor_sync(ALL_LANES, excess[h], lanes);
+        if (MOMENTS) excess[h] += __shfl_xor_sync(ALL_LANES, excess[h], lanes);
       }
       const i64 row = lane.row_of(w.query_tile, h), slot = ROW_SLOTS * w.segment + lane.slot();
       if (lane.t == 0 && row < b.q.rows)
-        row_sums[slot * b.q.rows + row] = make_float2((float)target[h], (float)excess[h]);
+        row_sums[slot * b.q.rows + row] =
+            make_float2((float)target[h] * teacher_rows.factors[h].a, (float)excess[h]);
     }
   }
   __device__ __forceinline__ void end() {}

@@ -31,9 +31,13 @@ struct LossShared {
   Real2 row_sums[WARPS_N][BLOCK_M], column_sums[WARPS_M][BLOCK_N];
 };
 
-__device__ __forceinline__ ColumnFactors column_factors(const FactorsShared& f, int column) {
+// The factors of a row and of a column of the tile for one model, with the weights of their losses.
+__device__ __forceinline__ RowFactors row_factors(const FactorsShared& f, int row, Real weight) {
+  return {f.row_reference[row], f.a[row], COLUMNS ? f.u[row] : 0, f.a[row] * weight};
+}
+__device__ __forceinline__ ColumnFactors column_factors(const FactorsShared& f, int column, Real weight) {
   if (!COLUMNS) return {};
-  return {f.column_reference[column], f.v[column]};
+  return {f.column_reference[column], f.v[column], f.v[column] * weight};
 }
 
 // x <- P, from the products x of the student and t of the teacher; the sums of the strip's rows and columns.
@@ -45,29 +49,30 @@ __device__ __forceinline__ void distill_strip(Products& x, const Products& t, Lo
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int r = p.row(i);
-    const Real a = s.row_weight[r];
-    const RowFactors row = {student.row_reference[r], student.a[r], COLUMNS ? student.u[r] : 0};
-    const RowFactors teacher_row = {teacher.row_reference[r], teacher.a[r], COLUMNS ? teacher.u[r] : 0};
+    const RowFactors row = row_factors(student, r, s.row_weight[r]);
+    const RowFactors teacher_row = row_factors(teacher, r, s.row_weight[r]);
     DistillSums of_row = {};
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
-      const int column = p.column(j);
-      const Probabilities of = probabilities<ONE>(x[i][j], c, row, column_factors(student, column));
-      const Probabilities wanted = probabilities<ONE>(t[i][j], teacher_c, teacher_row, column_factors(teacher, column));
-      of_row.add(of.in_row, wanted.in_row, of.row_exponent);
-      x[i][j] = a * (of.in_row - wanted.in_row);
-      if (!COLUMNS) continue;
-      of_columns[j].add(of.in_column, wanted.in_column, of.column_exponent);
-      x[i][j] = fma(s.column_weight[column], of.in_column - wanted.in_column, x[i][j]);
+      const int at = p.column(j);
+      const ColumnFactors column = column_factors(student, at, s.column_weight[at]);
+      const ColumnFactors teacher_column = column_factors(teacher, at, s.column_weight[at]);
+      const Exponentials of = exponentials<ONE>(x[i][j], c, row, column);
+      const Exponentials wanted = exponentials<ONE>(t[i][j], teacher_c, teacher_row, teacher_column);
+      of_row.add(of.in_row, row.a, wanted.in_row, teacher_row.a, of.row_exponent);
+      if (COLUMNS)
+        of_columns[j].add(of.in_column, column.v, wanted.in_column, teacher_column.v, of.column_exponent);
+      x[i][j] = of.gradient - wanted.gradient;
     }
-    const Real2 sums = real2(row_sum(of_row.target), row_sum(of_row.excess));
-    if (p.t == 0) s.row_sums[p.warp_n][r] = sums;
+    const Real target = row_sum(of_row.target) * teacher_row.a, excess = MOMENTS ? row_sum(of_row.excess) : 0;
+    if (p.t == 0) s.row_sums[p.warp_n][r] = real2(target, excess);
   }
   if (!COLUMNS) return;
 #pragma unroll
   for (int j = 0; j < LANE_N; ++j) {
-    const Real2 sums = real2(column_sum(of_columns[j].target), column_sum(of_columns[j].excess));
-    if (p.g == 0) s.column_sums[p.warp_m][p.column(j)] = sums;
+    const Real target = column_sum(of_columns[j].target) * teacher.v[p.column(j)];
+    const Real excess = MOMENTS ? column_sum(of_columns[j].excess) : 0;
+    if (p.g == 0) s.column_sums[p.warp_m][p.column(j)] = real2(target, excess);
   }
 }
 

@@ -96,7 +96,7 @@ class Sweep:
     def reserved(self, gradient: bool, sums: bool) -> int:
         """Bytes of shared memory for all but the query tile and the stages."""
         if self.teacher_slices:  # references and factors of both models, weights, normalisation
-            vectors = VECTOR_BYTES * (5 + 2 * self.extras)
+            vectors = VECTOR_BYTES * (6 + 2 * self.extras)
             return BARRIER_BYTES + vectors + self.warpgroups * (GRADIENT_STRIP_BYTES + SUMS_BYTES)
         number_bytes = VECTOR_BYTES * self.number_count  # limits and biases of columns
         # factors of columns, and references unless numbers take their place

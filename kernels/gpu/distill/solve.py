@@ -46,6 +46,7 @@ def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients |
     columns = None
     if of_student.columns is not None and of_teacher.columns is not None:
         columns = _direction(of_student.columns), _direction(of_teacher.columns)
+    student = fast_replace(student, moments=problem.moments)
     return _solve(student, teacher, schedule, rows, columns, gradients)
 
 
@@ -79,6 +80,7 @@ def _solve(
     buffers = Buffers(problem, schedule, Queue())
     vectors = buffers.vectors
     buffers.prepare(problem)
+    gradients = vectors.with_dots(problem, gradients)
     assert schedule.teacher is not None
     teacher = Teacher(teacher_problem, schedule.teacher, buffers)
     nans = _row_nans(problem, vectors, False)
@@ -107,9 +109,10 @@ def _solve(
         )
         losses = losses + column_weight * column_loss
         slope, column_lse = slope + column_weight * column_slope, columns[0].lse
-    if problem.scalar_grads:
+    if problem.moments:
         log_scale_grad = problem.upstream * (slope + nans)
-    loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, None, None)
+    dots = None if gradients is None else gradients.dots
+    loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, dots, None)
     return Solution(losses, rows[0].lse, column_lse, scale_grad=scale_grad, loss=loss)
 
 

@@ -352,7 +352,9 @@ class Folds:
             return self.kernel("sweep_online", shape, **self.moments)
         if purpose is Purpose.DISTILLATION:
             name, columns = "distill" if tiled else "sweep_distill", int(self.two_sided)
-            return self.kernel(name, shape, COLUMNS=columns, GRADIENT=int(wants_gradient))
+            return self.kernel(
+                name, shape, COLUMNS=columns, GRADIENT=int(wants_gradient), **self.moments
+            )
         if purpose is Purpose.SIGMOID:
             name = "sigmoid" if tiled else "sweep_sigmoid"
             return self.kernel(name, shape, GRADIENT=int(wants_gradient), **self.moments)
