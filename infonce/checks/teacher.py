@@ -14,7 +14,7 @@ from . import norms, validation
 from .call import Request
 
 # Distillation, whose functions have arguments of their own: with the columns' softmax, and without
-REFUSED = (*NAMES, *SOFTMAX, *OWN, *DIMS, "offload", "metrics", "return_logits")
+REFUSED = (*NAMES, *SOFTMAX, *OWN, *DIMS, "metrics", "return_logits")
 DISTILL = Loss(
     "distill", ("query", "key"), QueryKeyGrads, row_direction_weight=0.5,
     column_direction_weight=0.5, square=True, refused=REFUSED, taught=True,

@@ -25,11 +25,12 @@ from dataclasses import replace
 import numpy as np
 
 from .. import solve as blocks
+from ..distill.solve import solver_by_folds
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, Problem, as_sets
-from ..solve import BlockQuestion, Solution, one_pass, solve_by_folds
+from ..solve import BlockQuestion, Solution, one_pass
 from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, map_arrays, on_device, segments_on
 from .fold import StreamedCall, StreamedFold
@@ -51,6 +52,7 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
             solution = _solve_whole(whole, gradients, device, copies)
         else:
             backend = Offload(problem, gradients, panels, device, copies)
+            solve_by_folds = solver_by_folds(problem)
             solution = solve_by_folds(on_device_problem, backend, gradients)
     if not problem.retrieval_ranks:  # nobody needs the statistics
         solution = replace(solution, statistics=None, direction_losses=None)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..distill.problem import TaughtGradient, TaughtStatistics
 from ..epilogues import Epilogue, RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..linear import LinearTerm, Segments
-from ..problem import Array
+from ..problem import Array, fast_replace
 from .device import OffloadDevice
 
 
@@ -73,12 +74,12 @@ def copy_arrays(target: Any, source: Any) -> None:
 def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
     """The epilogue of one block: views of its rows and columns."""
     if isinstance(epilogue, Statistics):
-        row_sums, column_sums = (
-            None if sums is None else sums.part(indices)
-            for sums, indices in ((epilogue.rows, rows), (epilogue.columns, columns))
-        )
-        assert row_sums is not None
-        return Statistics(row_sums, column_sums, epilogue.positive_logits[rows])
+        sides = {"rows": rows, "columns": columns}
+        if isinstance(epilogue, TaughtStatistics):
+            sides |= {"teacher_rows": rows, "teacher_columns": columns}
+        sums = {name: getattr(epilogue, name) for name in sides}
+        parts = {name: each and each.part(sides[name]) for name, each in sums.items()}
+        return fast_replace(epilogue, positive_logits=epilogue.positive_logits[rows], **parts)
     if isinstance(epilogue, RetrievalRanks):
         part = RetrievalRanks(epilogue.positive_logits[rows], epilogue.row_rank[rows])
         if epilogue.column_rank is not None:
@@ -92,10 +93,14 @@ def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
         if reference is not None and factor is not None:  # key j is the positive of query j
             positive = (epilogue.positive_gradient if positive is None else positive)[columns]
             reference, factor = reference[columns], factor[columns]
-        return SoftmaxGradient(
+        softmax = SoftmaxGradient(
             epilogue.row_reference[rows], epilogue.row_factor[rows], reference, factor,
             epilogue.positive_gradient[rows], positive,
         )  # fmt: skip
+        if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
+            teacher: Any = block_epilogue(epilogue.teacher, rows, columns)
+            return TaughtGradient(**softmax.__dict__, teacher=teacher)
+        return softmax
     assert isinstance(epilogue, Sigmoid)
     vectors = (getattr(epilogue, f.name) for f in fields(epilogue))
     return Sigmoid(*(None if v is None else v[rows] for v in vectors))

@@ -110,13 +110,13 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
         return min(rows, most)
 
     rows, staying = panel_in(workspace - smaller * row.staying), smaller
-    whole = rows >= min(WAVE_ROWS, larger)
+    whole, least_rows = rows >= min(WAVE_ROWS, larger), least_block_side(m, n)
     if not whole:
-        rows, least_rows = panel_in(3 * workspace // 4), least_block_side(m, n)
+        rows = panel_in(3 * workspace // 4)
         if rows < least_rows:
             least_bytes = least_workspace(least_rows, row)
             raise ValueError(workspace_too_small(problem.shape, least_bytes, workspace))
-    panel = _even(larger, rows)
+    panel = max(least_rows, _even(larger, rows))
     if not whole:
         staying = min(smaller, (workspace - panel * bytes_per_row) // row.staying // panel * panel)
         whole = staying == smaller

@@ -308,8 +308,9 @@ def parameters() -> None:
         close(got.loss, want.loss, 1e-13, "loss")
 
 
-def distilled() -> None:
+def distilled(place: str = "host") -> None:
     """Rows of students and teachers are spread alike and unevenly; ranks may have none."""
+    offload = offloaded(place)
     rng = np.random.default_rng(4)
     scales: dict[str, Any] = {"scale": 2.0, "teacher_scale": 3.0}
     few = problems.FEW_LOGITS
@@ -324,7 +325,7 @@ def distilled() -> None:
         want = reference.distill(*whole, weights=weights / weights.sum(), **given)
         rows = [z[own] for z, own in zip(whole, mine, strict=True)]
         given |= {"exchange": exchange, "workspace": workspace, "weights": weights[mine[0]]}
-        given |= {"gradient_scale": "ddp", "timeout": 60}
+        given |= {"gradient_scale": "ddp", "timeout": 60, **offload}
         problems.FEW_LOGITS = 0 if normalize else few  # the scale's gradient: from those of queries
         checks._cache.clear()
         got = distributed.distill_loss_and_grad(*rows, **given)
@@ -333,7 +334,9 @@ def distilled() -> None:
         near(got.grads.scale, want.grads["scale"], "d scale")
         near(got.grads.query, SIZE * want.grads["query"][mine[0]], "d query")
         near(got.grads.key, SIZE * want.grads["key"][mine[1]], "d key")
-        alike = distributed.distill_loss_and_grad(*rows[:2] * 2, scale=2.0, two_sided=two_sided)
+        alike = distributed.distill_loss_and_grad(
+            *rows[:2] * 2, scale=2.0, two_sided=two_sided, **offload
+        )
         assert not any(gradient.any() for gradient in alike.grads)  # its teacher is the student
         del given["weights"]
         loss = distributed.distill_loss(*rows, reduction="none", **given)

@@ -95,6 +95,7 @@ CHECKS = {
     2: [
         *EQUAL, "options_over_ranks:parameters", "ranks:accuracy:host:mpi:ring",
         "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
+        "options_over_ranks:distilled:offload to host",
     ],
     3: [
         "ranks_trouble:memory", *EQUAL, "options_over_ranks:parameters",
@@ -280,7 +281,8 @@ def test_offload_to_gpus() -> None:
         pytest.skip(reason)
     all_pass(
         2, "ranks:offload:gpu:auto", "options_over_ranks:equal:4:offload to gpu",
-        "options_over_ranks:limits:offload to gpu", limit=540,
+        "options_over_ranks:limits:offload to gpu",
+        "options_over_ranks:distilled:offload to gpu", limit=540,
     )  # fmt: skip
 
 

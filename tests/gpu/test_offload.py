@@ -11,50 +11,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu_problems import smaller
-from host_device import Host, close, room
+from host_device import close, on_host, room
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.grid import has_few_blocks, least_block_side
-from infonce.kernels.offload import backend as offload
 from infonce.kernels.offload import layout
-from infonce.kernels.problem import SILENT, Gradients, Problem
+from infonce.kernels.problem import Gradients, Problem
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
-from reference_problems import each_once
 
 import infonce
-from infonce import reference, spec
-from infonce.checks import call as checks
 from infonce.checks import validation
-from infonce.dispatch import result_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
-
-
-GUIDE = np.random.default_rng(9).standard_normal((2, 30, 3))
-OPTIONS: list[dict[str, Any]] = [
-    {"margin": 0.2, "hardness": 1.5},
-    {"margin": 0.2, "decoupled": True},
-    {"weights": np.linspace(0.0, 2.0, 30)},
-    {"weights": np.linspace(2.0, 0.0, 30), "margin": 0.1},
-    {"label_smoothing": 0.2},
-    {"label_smoothing": 0.3, "margin": 0.1, "ids": np.arange(30) // 3, "normalize": True},
-    {"key_bias": np.sin(np.arange(30))},
-    {"false_negative_margin": 0.1},
-    {"key_bias": np.sin(np.arange(30)), "false_negative_margin": -0.1, "hardness": 1.5},
-    {"guide": GUIDE, "guide_margin": 0.3},
-    {"guide": GUIDE, "normalize": True, "groups": np.arange(30) // 10, "hardness": 1.5},
-]
-
-
-def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Host]:
-    """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
-    kind = {**spec.LOSSES, "sup_con": spec.SUP_CON, "gte": spec.GTE}[loss]
-    with np.errstate(**SILENT):
-        request = checks.check(kind, args, labels, None, options, with_grad=True)
-        device = Host()
-        solution = offload.solve(request.problem, request.gradients, device)
-        return result_of(kind, request, solution, request.problem.query), device
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -340,56 +308,3 @@ def test_features_on_the_gpu_are_refused(cupy: Any) -> None:
     z = cupy.ones((4, 3))
     with pytest.raises(ValueError, match="offload: expected features in host memory"):
         infonce.clip_loss(z, z, scale=1.0, offload=True)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("workspace", [7_000, 10_000_000])
-@pytest.mark.parametrize(
-    "loss", ["info_nce", "info_nce sets", "nt_xent", "clip", "lit", "sup_con", "gte"]
-)
-@pytest.mark.parametrize("few", [True, False])
-def test_options_of_the_softmax(
-    loss: str, workspace: int, options: dict[str, Any], few: bool, request: pytest.FixtureRequest
-) -> None:
-    """`few` logits, or so many that feature gradients give the gradient of the scale."""
-    if not few:
-        request.getfixturevalue("no_few_logits")
-    loss, _, sets = loss.partition(" ")
-    one_set = loss in ("nt_xent", "sup_con")
-    args = pairs("partly aligned", 15 if one_set else 30, 15 if one_set else 30, 8, np.float64, 3)
-    args = arguments("nt_xent" if one_set else loss, *args)
-    given = {k: v for k, v in options.items() if k not in REFUSED.get(loss, ())}
-    if "guide" in given:
-        given["guide"] = GUIDE[0] if one_set else tuple(GUIDE)
-    labels = None
-    if loss == "info_nce":
-        labels = np.arange(30)
-        labels[4] = -1
-        if sets:
-            labels = each_once(np.stack([labels, labels // 2, np.full(30, -1)], axis=1))
-            labels[4] = -1
-    if loss == "sup_con":
-        labels = np.arange(30) // 4
-        labels[3] = -1  # and rows 28, 29 are a class of two
-    reference_options = dict(given) if labels is None else given | {"labels": labels}
-    if "weights" in given:
-        some = np.ones(30, bool)
-        if loss == "sup_con":
-            some = labels >= 0  # no class has a single row
-        elif labels is not None:
-            some = (labels.reshape(30, -1) >= 0).any(axis=1)
-        weights = some * given["weights"]
-        reference_options["weights"] = weights / weights.sum()
-    want = getattr(reference, loss)(*args, scale=6.0, **reference_options)
-    given |= {"scale": 6.0, "workspace": workspace, "offload": True}
-    last = spec.LOSSES[loss].arguments[-1]
-    for wrt in (None, (last, "scale")) if loss != "lit" else (None,):
-        with mock.patch.object(validation, "gpu_missing", return_value=""):
-            out, device = on_host(loss, args, labels, wrt=wrt, **given)
-        assert device.whole == (workspace > 7_000)
-        assert device.whole or device.blocks > 4
-        np.testing.assert_allclose(out.loss, want.loss, rtol=1e-12)
-        for name, gradient in want.grads.items():
-            got = getattr(out.grads, name)
-            if got is not None:
-                np.testing.assert_allclose(got, gradient, rtol=1e-11, atol=1e-13)

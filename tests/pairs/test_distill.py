@@ -259,7 +259,6 @@ Q, K, TQ, TK = features(4, 4)
         ((Q, K, TQ, TK), {"two_sided": 1}, TypeError, "two_sided: expected True or False"),
         ((Q, K, TQ, TK), {"margin": 0.1}, ValueError, "margin: expected 0.0 for distill"),
         ((Q, K, TQ, TK), {"ids": np.arange(4)}, ValueError, "ids: expected None for distill"),
-        ((Q, K, TQ, TK), {"offload": True}, ValueError, "offload: expected"),
         ((Q, K, TQ, TK), {"dims": (2, 4)}, ValueError, "dims: expected None for distill"),
         ((Q, K, TQ, TK), {"own": Q[:, None]}, ValueError, "own: expected None for distill"),
         ((Q, K, TQ, TK), {"scale": None}, ValueError, "temperature, scale: expected one of them"),

@@ -175,3 +175,18 @@ def test_a_teacher_elsewhere_is_refused() -> None:
     there = cupy.asarray(z)
     with pytest.raises(ValueError, match="teacher_query: expected an array on GPU 0 like query"):
         infonce.distill_loss(there, there, z, z, scale=1.0)
+
+
+@pytest.mark.parametrize("workspace", [2**14, None])  # blocks of chunks, and all at once
+@pytest.mark.parametrize(("m", "n"), [(40, 40), (40, 23)])
+def test_features_in_host_memory(m: int, n: int, workspace: int | None) -> None:
+    args = features(m, n, 5, 3)
+    options: dict[str, Any] = {"scale": 2.0, "teacher_scale": 3.0, "two_sided": m == n}
+    want = reference.distill(*args, **options)
+    for dtype, tolerance in (("float64", 1e-12), ("float32", 1e-5)):
+        given = [z.astype(dtype) for z in args]
+        got = infonce.distill_loss_and_grad(*given, offload=True, workspace=workspace, **options)
+        np.testing.assert_allclose(got.loss, want.loss, rtol=tolerance)
+        for name, gradient in want.grads.items():
+            have = getattr(got.grads, name)
+            np.testing.assert_allclose(have, gradient, rtol=tolerance, atol=tolerance)

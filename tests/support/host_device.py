@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 from infonce.kernels import solve
 from infonce.kernels.cpu.backend import CPU
+from infonce.kernels.distill.solve import solver_by_folds
+from infonce.kernels.offload import backend as offload
 from infonce.kernels.offload import layout
+from infonce.kernels.problem import SILENT
 
 import infonce
+from infonce import spec
+from infonce.checks import call as checks
+from infonce.checks.teacher import Teacher, add_teacher
+from infonce.dispatch import result_of
 
 
 class Memory:
@@ -79,7 +86,7 @@ class Host:
     def solve(self, problem: Any, gradients: Any) -> Any:
         assert problem.workspace_given  # a whole problem takes no more either
         self.whole, self.workspace = True, problem.workspace
-        return solve.solve_by_folds(problem, CPU(problem, gradients), gradients)
+        return solver_by_folds(problem)(problem, CPU(problem, gradients), gradients)
 
     def fold_block(
         self, problem: Any, triangle: bool, epilogue: Any, gradients: Any, not_finite: Any
@@ -109,6 +116,20 @@ class Host:
             target[...] = target + source if add else source
 
         return Copy(self, copy, None if add else target)
+
+
+def on_host(
+    loss: str, args: Any, labels: Any = None, teacher: Teacher | None = None, **options: Any
+) -> tuple[Any, Host]:
+    """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
+    kind = spec.LOSSES[loss] if teacher is None else teacher.loss
+    with np.errstate(**SILENT):
+        request = checks.check(kind, args, labels, None, options, with_grad=True)
+        if teacher is not None:
+            add_teacher(kind, request, args, teacher)
+        device = Host()
+        solution = offload.solve(request.problem, request.gradients, device)
+        return result_of(kind, request, solution, request.problem.query), device
 
 
 class Copy:
