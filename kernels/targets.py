@@ -87,7 +87,7 @@ def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
     if problem.has_limits:
         rows = vectors.limits(problem, backend.positive_dots(problem))
         found |= {"limits": rows, "key_limits": rows if both else None}
-    if problem.guided:
+    if problem.guided and problem.guide_limits is None:
         guide = guide_problem(problem)
         rows = vectors.limits(guide, backend.positive_dots(guide))
         found |= {"guide_limits": rows, "guide_key_limits": rows if both else None}

@@ -2,17 +2,6 @@
 // are summed. A sum has a fixed order, without atomics, so that its bits are the same in every run.
 #include "rows.cuh"
 
-// Rows u_i of queries or of keys: z_i, or, if there are factors, z_i / |z_i| = factor[i] 2^-exponent[i] z_i.
-struct Rows {
-  Matrix z;
-  const Real* factor;  // or null
-  const int* exponent;
-
-  __device__ __forceinline__ double inverse(i64 i) const {
-    return factor ? ldexp((double)factor[i], -exponent[i]) : 1;
-  }
-};
-
 // The segments of rows, and an order of the rows.
 struct Segments {
   const i64* segment;  // segment of each row, -1 for none; null: all rows are in segment 0

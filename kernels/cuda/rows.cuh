@@ -6,6 +6,17 @@
 #pragma once
 #include "common.cuh"
 
+// Rows u_i of queries or of keys: z_i, or, if there are factors, z_i / |z_i| = factor[i] 2^-exponent[i] z_i.
+struct Rows {
+  Matrix z;
+  const Real* factor;  // or null
+  const int* exponent;
+
+  __device__ __forceinline__ double inverse(i64 i) const {
+    return factor ? ldexp((double)factor[i], -exponent[i]) : 1;
+  }
+};
+
 constexpr int ROWS_THREADS = 256;
 
 // Half a warp computes a row of up to this many features, so that twice as many rows are in flight.

@@ -308,7 +308,11 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     ("file", "precision"),
     [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
     # whose code depends on the type of sums alone
-    + [(f, p) for f in ("vectors.cu", "linear.cu", "naive/naive.cu") for p in ("FP64", "FP32")]
+    + [
+        (f, p)
+        for f in ("vectors.cu", "linear.cu", "naive/naive.cu", "block/guide_rows.cu")
+        for p in ("FP64", "FP32")
+    ]
     + [("labels.cu", "FP32")],
 )
 def test_other_kernels(file: str, precision: str, arch: str) -> None:

@@ -17,6 +17,8 @@ pytestmark = [
 ]  # fmt: skip
 if not MISSING:
     import cupy
+    from infonce.kernels.gpu import plan as gpu_plan
+    from infonce.kernels.gpu import select as gpu_select
 
 NAMES = ("info_nce", "nt_xent", "clip", "lit", "gte")
 
@@ -133,6 +135,38 @@ def test_a_guide_that_is_not_finite_makes_losses_nan(name: str, side: int) -> No
     for gradient, argument in zip(want.grads.values(), got.grads, strict=False):
         if gradient is not None:
             np.testing.assert_array_equal(np.isnan(argument.get()), np.isnan(gradient))
+
+
+@pytest.mark.parametrize(("name", "launches"), [("info_nce", 4), ("nt_xent", 6), ("clip", 6)])
+def test_one_plan_serves_all_guides(
+    name: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two guides, one of them not finite: the bits of calls without a plan. A guide adds launches
+    of three kernels for its limits and NaNs, and of one kernel for its marks in each fold; columns
+    that leave out pairs also make a call check the range of log-sum-exps."""
+    gpu_plan.forget()
+    sides = 1 + (name != "nt_xent")
+    values = np.random.default_rng(1).standard_normal((3, sides, 140, 24))
+    values[2, 0, 3, 5] = np.nan
+    features, *guides = cupy.asarray(values.astype(dtype_of("bfloat16")))
+    function = getattr(infonce, f"{name}_loss_and_grad")
+
+    def call(**options: Any) -> list[Any]:
+        out = function(*features, scale=4.0, method="tiled", grad_dtype="float32", **options)
+        return [a.get() for a in (out.loss, *out.grads) if a is not None]
+
+    for guide in guides:
+        options = {"guide": tuple(guide) if sides == 2 else guide[0]}
+        got = call(**options)
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_select, "has_plan", lambda *_: False)
+            want = call(**options)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert np.isnan(got[0])
+    call()
+    guided, plain = (len(plan.steps) for plan in gpu_plan._plans.values())
+    assert guided == plain + launches
 
 
 def test_a_guide_elsewhere_is_refused() -> None:

@@ -67,7 +67,6 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
 
     - own negatives;
     - positive ids, whose weights kernels take in the precision of sums;
-    - a guide, whose features may not be finite;
     - label smoothing with ids, because the ids must be numbered;
     - classes whose features are not summed (`Classes.in_sums`);
     - groups, limits or biases of pairs, together with linear terms or a joint loss.
@@ -75,7 +74,7 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
     has_class_sums = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
     separable = problem.plain_logits or not (problem.linear_terms or problem.joint)
-    others = problem.own is not None or problem.has_positive_ids or problem.guided
+    others = problem.own is not None or problem.has_positive_ids
     return has_class_sums and separable and not (smoothed_ids or others)
 
 

@@ -61,16 +61,13 @@ class GPU:
         if problem.bias is not None:
             return self._solve_sigmoid(problem, gradients, dots)
         problem, stats = vectors.statistics(problem)
-        if self.buffers.guide is not None:  # dL/dx of rows that a guide spoils becomes NaN
-            nans = self.buffers.guide.find_row_nans(problem, vectors)
-            if problem.joint:  # rows i and i + B have one softmax
-                nans = nans.reshape(2, -1).sum(axis=0)
-            problem.upstream = problem.upstream + nans
+        if self.buffers.guide is not None:
+            problem = self.buffers.guide.with_limits(problem, vectors)
         epilogues: dict[Purpose, Epilogue] = {
             Purpose.STATISTICS: stats, Purpose.RANKS: stats.retrieval_ranks,
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
         }  # fmt: skip
-        if problem.compares_with_limits:
+        if problem.has_limits:
             problem = with_limits(problem, self, vectors)
         sums = [fold for fold in folds if fold.purpose in epilogues]
         for fold in sums:
@@ -126,20 +123,14 @@ class GPU:
 
     def row_nans(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
-        m = problem.shape[0]
-        out = self.buffers.launcher.queue.zeroed_array(m + 1, np.float64)
-        row_nans = self.vectors.find_and_add_nans(problem, out[:m], out[m:])
-        guide = self.buffers.guide
-        return row_nans if guide is None else row_nans + guide.row_nans
+        out = self.buffers.launcher.queue.zeroed_array(problem.shape[0], np.float64)
+        return self.vectors.find_and_add_nans(problem, out, self.vectors.any_key)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
     def positive_dots(self, problem: Problem) -> Array:
-        guide = self.buffers.guide
         query, key = self.linear_rows
-        if guide is not None and guide.is_of(problem):
-            query, key = guide.linear_rows
         return query.positive_products(key, problem.positives)
 
     def segment_sums(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cupy
 import numpy as np
 
-from ...problem import Array, Problem, fast_replace
-from ...targets import guide_problem
+from ...problem import Array, Problem
 from .. import config
 from ..device.arguments import NATURAL, Fields, address
 from ..device.launcher import Launcher
@@ -35,29 +36,36 @@ class Guide:
             self.launcher, [self.query, self.key][: 2 - problem.symmetric], self.multiprocessors
         )
         self.limits: tuple[Array, Array | None] | None = None
-        self.row_nans: Array = None
 
-    def is_of(self, problem: Problem) -> bool:
-        """Whether the features of a problem are the guide's: see `targets.guide_problem`."""
-        return problem.query is self.query.features
-
-    @property
-    def linear_rows(self) -> tuple[Rows, Rows]:
-        return Rows(self.launcher, self.query), Rows(self.launcher, self.key)
-
-    def find_row_nans(self, problem: Problem, vectors: TiledVectors) -> Array:
-        """[M] NaN for rows whose loss depends on a feature of the guide that is not finite, else 0.
+    def with_limits(self, problem: Problem, vectors: TiledVectors) -> Problem:
+        """The problem with the guide's limits, and with NaN for rows whose loss depends on a
+        feature of the guide that is not finite: in `label_nans` and in the upstream gradients.
 
         Such a query spoils its own row; or all rows, if columns have a softmax. Such a key spoils
-        all rows.
+        all rows: then `vectors.any_key` becomes NaN.
         """
-        guide, any_key = guide_problem(problem), cupy.zeros(1)
-        rows = vectors.find_row_nans(guide, any_key)
-        if problem.two_sided:
-            queries = fast_replace(guide, key=guide.query, symmetric=True)
-            vectors.find_row_nans(queries, any_key)
-        self.row_nans = vectors.add_nans(cupy.zeros(problem.shape[0]), rows, any_key)
-        return self.row_nans
+        (m, n, _), upstream = problem.shape, problem.upstream
+        limits, row_nans = cupy.empty(m), None if problem.symmetric else cupy.empty(m)
+        query, key = (Rows(self.launcher, side) for side in (self.query, self.key))
+        keys = 0 if problem.symmetric else n
+        self.launcher.rows(
+            "guide_limits", m + keys, file="block/guide_rows.cu", query=query.fields(),
+            key=key.fields(), m=m, n=keys, d=self.query.features.shape[1],
+            positives=problem.positives, each=problem.set_size, margin=problem.guide_margin,
+            two_sided=problem.two_sided, label_nans=problem.label_nans, limits=limits,
+            row_nans=row_nans, any_key_not_finite=vectors.any_key,
+        )  # fmt: skip
+        spoiled = cupy.empty(len(upstream))
+        self.launcher.launch(
+            "block/guide_rows.cu", "spoil_upstream", -(-len(upstream) // 128), 128,
+            {"n": len(upstream), "upstream": upstream, "row_nans": row_nans,
+             "any_key_not_finite": vectors.any_key, "out": spoiled},
+        )  # fmt: skip
+        both = problem.symmetric or problem.two_sided
+        return replace(
+            problem, guide_limits=limits, guide_key_limits=limits if both else None,
+            label_nans=row_nans, upstream=spoiled,
+        )  # fmt: skip
 
     def prepare(self, problem: Problem) -> None:
         """Before the first fold: limits as products, of rows and of columns."""
@@ -70,12 +78,8 @@ class Guide:
             "feature_divisors": address(self.feature_divisors, 2),
         }
 
-        def products(limits: Array | None) -> Array | None:
-            if limits is None:
-                return None
-            return to_products(self.launcher, limits, NATURAL, scale, self.real)
-
-        self.limits = products(problem.guide_limits), products(problem.guide_key_limits)
+        rows = to_products(self.launcher, problem.guide_limits, NATURAL, scale, self.real)
+        self.limits = rows, None if problem.guide_key_limits is None else rows
         self.positives = problem.positives
 
     def mark(

@@ -1,0 +1,55 @@
+// Rows of a guide's features before the marks of pairs (tiled/guide.cu): limits of rows, and which features are not
+// finite.
+#include "rows.cuh"
+
+// A warp a query, then a warp a key. limits[i] is the limit of row i (targets.limits), from its products with its
+// positives, [m, each]. row_nans[i] is NaN if a feature of query i is not finite, else label_nans[i] (null: 0).
+// `any_key_not_finite` becomes NaN if a feature of a key is not finite; if `two_sided`, also by a query, because the
+// softmax of each column has all queries. If queries are the keys, n is 0 and row_nans is null.
+extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, const __grid_constant__ Rows key, i64 m,
+                                        i64 n, i64 d, const i64* positives, i64 each, double margin,
+                                        i64 two_sided, const double* label_nans, double* limits, double* row_nans,
+                                        double* any_key_not_finite) {
+  constexpr int STEP = 32 * LANE_FEATURES;  // features of a warp at a time
+  const int first = threadIdx.x % 32 * LANE_FEATURES;
+  const bool is_key = lanes_row(32) >= m;
+  const i64 row = lanes_row(32) - (is_key ? m : 0);
+  if (is_key && row >= n) return;
+  const Rows& side = is_key ? key : query;
+  double x[LANE_FEATURES], y[LANE_FEATURES], not_finite = 0;  // products with 0 are NaN for features that are not
+  for (i64 k = first; k < d; k += STEP) {
+    get_group(x, side.z, row, k, d - k);
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) not_finite += x[i] * 0;
+  }
+  const bool spoiled = __any_sync(ALL_LANES, not_finite != 0);
+  double top = -INFINITY_;
+  bool has_positive = false;
+  for (i64 pair = row * each; !is_key && pair < (row + 1) * each; ++pair) {
+    const i64 j = positives[pair];
+    if (j < 0) continue;
+    const double query_inverse = query.inverse(row), key_inverse = key.inverse(j);
+    double dot = 0;
+    for (i64 k = first; k < d; k += STEP) {
+      get_group(x, query.z, row, k, d - k);
+      get_group(y, key.z, j, k, d - k);
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; ++i) dot += x[i] * query_inverse * (y[i] * key_inverse);
+    }
+    dot = warp_sum(dot);
+    top = dot > top || isnan(dot) ? dot : top;
+    has_positive = true;
+  }
+  if (threadIdx.x % 32) return;
+  if (spoiled && (is_key || two_sided || !row_nans)) *any_key_not_finite = NAN_;
+  if (is_key) return;
+  limits[row] = has_positive ? top + margin : INFINITY_;
+  if (row_nans) row_nans[row] = spoiled ? NAN_ : label_nans ? label_nans[row] : 0;
+}
+
+// Upstream gradients of losses that depend on a feature of the guide that is not finite become NaN.
+extern "C" __global__ void spoil_upstream(i64 n, const double* upstream, const double* row_nans,
+                                          const double* any_key_not_finite, double* out) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < n) out[i] = upstream[i] + *any_key_not_finite + (row_nans ? row_nans[i] : 0);
+}
