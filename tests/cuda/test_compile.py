@@ -302,17 +302,16 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
         compile_sweep("narrow", precision, sweep, allowed, (True, False), **more)
 
 
+# whose code depends on the type of sums alone
+OF_ONE_TYPE = "vectors.cu", "linear.cu", "naive/naive.cu", "block/guide_rows.cu"
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize(
     ("file", "precision"),
     [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
-    # whose code depends on the type of sums alone
-    + [
-        (f, p)
-        for f in ("vectors.cu", "linear.cu", "naive/naive.cu", "block/guide_rows.cu")
-        for p in ("FP64", "FP32")
-    ]
+    + [(file, precision) for file in OF_ONE_TYPE for precision in ("FP64", "FP32")]
     + [("labels.cu", "FP32")],
 )
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
