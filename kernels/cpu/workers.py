@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,27 @@ class Guarded:
         self._lock = threading.RLock()
 
 
+def _thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], Any]]:
+    """The functions that get and set the number of threads of a BLAS library.
+
+    They are OpenBLAS's own, if they are found: threadpoolctl's take longer, which small batches
+    notice, and from version 3.8 on they heed only the first thread that sets a number.
+    """
+    symbol = getattr(library, "_get_symbol", lambda name: None)
+    if library.internal_api == "openblas" and library.threading_layer == "pthreads":
+        get, set_to = symbol("openblas_get_num_threads"), symbol("openblas_set_num_threads")
+        if get is not None and set_to is not None:
+            return get, set_to
+    return partial(getattr, library, "num_threads"), library.set_num_threads
+
+
 class _Blas(Guarded):
     """Makes BLAS single-threaded while any fold runs, and then restores the caller's setting."""
 
     def __init__(self) -> None:
         super().__init__()
         self._users: list[int] = []  # identifiers of the threads that run folds
-        self._libraries: list[Any] | None = None
+        self._functions: list[tuple[Callable[[], int], Callable[[int], Any]]] | None = None
         self._before: list[int] = []  # number of threads of each library before the folds
         self._only_openblas = False  # set when the libraries are first looked up
 
@@ -65,10 +80,11 @@ class _Blas(Guarded):
 
     def _numbers(self) -> list[int]:
         """The number of threads of each BLAS library."""
-        if self._libraries is None:
-            self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-            self._only_openblas = {b.internal_api for b in self._libraries} <= {"openblas"}
-        return [library.num_threads for library in self._libraries]
+        if self._functions is None:
+            libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+            self._only_openblas = {b.internal_api for b in libraries} <= {"openblas"}
+            self._functions = [_thread_functions(library) for library in libraries]
+        return [number() for number, _ in self._functions]
 
     def single_threaded(self, multiply_adds: float = math.inf) -> Any:
         """A context in which a product of `multiply_adds` is computed in one thread.
@@ -92,17 +108,11 @@ class _Blas(Guarded):
                 self._set(self._before)
 
     def _set(self, threads: list[int]) -> None:
-        for library, number, before in zip(
-            self._libraries or [], threads, self._before, strict=True
+        for (_, set_number), number, before in zip(
+            self._functions or [], threads, self._before, strict=True
         ):
-            if before == 1:  # the folds did not change it
-                continue
-            # With threadpoolctl 3.8 or later, only the thread that was the first to set a number
-            # may set another, until `clear_controlling_thread`. Folds may end in another thread
-            let_any_thread = getattr(library, "clear_controlling_thread", lambda force: None)
-            let_any_thread(force=True)
-            library.set_num_threads(number)
-            let_any_thread(force=True)
+            if before != 1:  # else the folds did not change it
+                set_number(number)
 
     def _in_child(self) -> None:
         super()._in_child()

@@ -63,8 +63,10 @@ def solve(
         key = _readable_rows(problem.key, dtype, problem.normalize)
     memory = BUFFER_POOL.take(m * n, dtype)
     x = memory.reshape(m, n)
-    threads = 1 if product else _threads(m, n, d, problem.symmetric)
-    with NO_CONTEXT if product else BLAS.single_threaded(m * n * d), Team(threads) as team:
+    with (
+        NO_CONTEXT if product else BLAS.single_threaded(m * n * d),  # before threads are counted
+        Team(1 if product else _threads(m, n, d, problem.symmetric)) as team,
+    ):
         _multiply(query[0], key[0], x, team, product or np.matmul)
         solution = _losses(problem, x, gradients is not None)
         if solution is not None and gradients is not None:
