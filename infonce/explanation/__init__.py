@@ -23,15 +23,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
 class Explanation:
     """How a call runs on a GPU."""
 
-    call: str  # its logits and what it sums
+    call: str  # logits of the call, and the sums that it needs
     device: str
     method: str
-    precision: str  # of operands
+    precision: str  # precision of operands
     work: tuple[Work, ...]  # kernels and products in their order
     memory: dict[str, dict[str, int]]  # bytes of the workspace: pass -> part -> bytes
-    workspace: int  # bytes: the passes use the same memory, one after another
-    seconds: float  # at least, at the peaks of the device
-    recorded: float | None  # seconds that benchmarks have measured; None: nothing is recorded
+    workspace: int  # bytes of the workspace, which all passes use
+    seconds: float  # least time, at the peaks of the device
+    recorded: float | None  # seconds that a benchmark has measured; None: there is no record
     notes: tuple[str, ...] = ()
     schedule: Schedule | None = field(default=None, repr=False, compare=False)
 
@@ -65,8 +65,8 @@ def explain(
     >>> plan = infonce.explain("clip", 65536, 512, dtype="bfloat16", device="h200")
     >>> plan.workspace, plan.seconds, [work.kernel for work in plan.work]
 
-    It needs neither a GPU nor CuPy. The seconds are a bound, no prediction: they follow from the
-    peaks that the vendor states. Kernels that work on vectors of length M or N are left out.
+    The function needs neither a GPU nor CuPy. The seconds are a lower bound, not a prediction: they
+    follow from the vendor's peak rates. Kernels on vectors of length M or N are left out.
 
     Parameters
     ----------
@@ -77,13 +77,13 @@ def explain(
     features : int
         Features of a row, D.
     keys : int, optional
-        Rows of the second array, N; as many as `rows` by default.
+        Rows of the second array, N; `rows` by default.
     dtype : str, default "float32"
-        Of features and of their gradients: "float64", "float32", "bfloat16" or "float16".
+        Dtype of features and of their gradients: "float64", "float32", "bfloat16" or "float16".
     device : str, default "h200"
         "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
     precision, method, workspace, wrt, normalize, metrics
-        As in the functions of the losses. An empty `wrt` explains the loss alone.
+        As in the functions of the losses. With an empty `wrt`, the call has no gradients.
     ids, groups, guide, positive_ids : bool, default False
         Whether the call has ids, groups, a guide (of as many features) or positive ids.
 
@@ -96,7 +96,7 @@ def explain(
     Raises
     ------
     TypeError, ValueError
-        As in the functions of the losses; and for a name that is not known.
+        As in the functions of the losses, and for an unknown name.
     """
     validation.choice("loss", loss, (*spec.LOSSES,))
     validation.choice("dtype", dtype, DTYPES)
@@ -122,33 +122,33 @@ def explain(
         raise ValueError(f"keys: expected {rows} for {loss}, got {columns}")
     if kind.symmetric and not (kind.classes or kind.joint) and rows % 2:
         raise ValueError(f"rows: expected an even number, two views of each sample, got {rows}")
-    given = validation.workspace(workspace)
-    wanted = validation.wrt(kind, wrt)
+    caller_workspace = validation.workspace(workspace)
+    wrt_names = validation.wrt(kind, wrt)
     call = replace(
-        _call(kind, (rows, columns, features), dtype, precision, wanted), method=method,
-        workspace=given or WORKSPACE, workspace_given=given is not None, normalize=normalize,
-        ids=ids, groups=groups, positive_ids=positive_ids, retrieval_ranks=metrics,
+        _call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
+        workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
+        normalize=normalize, ids=ids, groups=groups, positive_ids=positive_ids, retrieval_ranks=metrics,
     )  # fmt: skip
-    if guide:  # whose features are as wide as those of the call
+    if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
-    made = schedule(call, gpu.properties)
-    lines = tuple(work_of(made, gpu))
-    asked = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
-             "method": method, "gradient": bool(wanted)}  # fmt: skip
-    usual = columns == rows and wrt in (None, ()) and not (any(flags.values()) or given)
+    call_schedule = schedule(call, gpu.properties)
+    lines = tuple(work_of(call_schedule, gpu))
+    case = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
+             "method": method, "gradient": bool(wrt_names)}  # fmt: skip
+    usual = columns == rows and wrt in (None, ()) and not (any(flags.values()) or caller_workspace)
     return Explanation(
-        _title(made.call), gpu.model, made.method,
-        made.operands.precision if made.operands is not None else call.compute,
-        lines, _memory(made), _workspace(made), sum(line.seconds for line in lines),
-        _recorded(asked, gpu) if usual else None, tuple(_notes(made)), made,
+        _title(call_schedule.call), gpu.model, call_schedule.method,
+        call_schedule.operands.precision if call_schedule.operands is not None else call.compute,
+        lines, _memory(call_schedule), _workspace(call_schedule), sum(line.seconds for line in lines),
+        _recorded(case, gpu) if usual else None, tuple(_notes(call_schedule)), call_schedule,
     )  # fmt: skip
 
 
 def _call(
-    kind: spec.Loss, shape: tuple[int, int, int], dtype: str, precision: str, wanted: frozenset[str]
+    kind: spec.Loss, shape: tuple[int, int, int], dtype: str, precision: str, wrt: frozenset[str]
 ) -> Call:  # fmt: skip
-    """The description of the call, as `checks` would have it."""
-    (m, n, d), feature_names = shape, wanted & set(kind.arguments)
+    """The description of a call with these arguments."""
+    (m, n, d), feature_names = shape, wrt & set(kind.arguments)
     joint_copy_bytes, gradient_dtype = 0, dtype
     if kind.joint:  # one softmax over the rows of both arrays, which are copied
         m = n = 2 * m
@@ -157,12 +157,12 @@ def _call(
         joint_copy_bytes = sum(m * Matrix.packed(m, d, z).row_bytes for z in copies)
     query, key = (Matrix.packed(rows, d, dtype) for rows in (m, n))
     dq, dk = (Matrix.packed(rows, d, gradient_dtype) for rows in (m, n))
-    wants_query = bool(feature_names) if kind.joint else kind.arguments[0] in wanted
-    wants_key = not kind.symmetric and kind.arguments[-1] in wanted
+    wants_query = bool(feature_names) if kind.joint else kind.arguments[0] in wrt
+    wants_key = not kind.symmetric and kind.arguments[-1] in wrt
     return Call(
         _sums_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
         validation.precision(precision, {dtype}, False),
-        moments=bool(wanted & {"scale", "bias"})
+        moments=bool(wrt & {"scale", "bias"})
         and uses_moments(m * n, bool(feature_names), False),
         classes=kind.classes, class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
         joint_copy_bytes=joint_copy_bytes,
@@ -182,48 +182,56 @@ def _title(call: Call) -> str:
     return f"{m} x {n} logits of {d} features, {call.loss.value}"
 
 
-def _memory(made: Schedule) -> dict[str, dict[str, int]]:
-    if made.one_launch is not None:
-        return {"loss and gradient": {p.name: p.bytes for p in made.one_launch.memory}}
-    found: dict[str, dict[str, int]] = {}
-    for fold in made.folds:  # several may have one purpose: the largest is shown
+def _memory(call_schedule: Schedule) -> dict[str, dict[str, int]]:
+    if call_schedule.one_launch is not None:
+        return {"loss and gradient": {p.name: p.bytes for p in call_schedule.one_launch.memory}}
+    memory: dict[str, dict[str, int]] = {}
+    for fold in call_schedule.folds:  # of several folds with one purpose, the largest is shown
         parts = {part.name: part.bytes for part in fold.workspace}
-        before = found.get(fold.purpose.value, {})
+        before = memory.get(fold.purpose.value, {})
         if sum(parts.values()) >= sum(before.values()):
-            found[fold.purpose.value] = parts
-    if made.cached:
-        found["cached from pass to pass"] = {part.name: part.bytes for part in made.cached}
-    return found
+            memory[fold.purpose.value] = parts
+    if call_schedule.cached:
+        memory["cached from pass to pass"] = {
+            part.name: part.bytes for part in call_schedule.cached
+        }
+    return memory
 
 
-def _workspace(made: Schedule) -> int:
-    size: int = made.workspace if made.one_launch is None else made.one_launch.bytes
+def _workspace(call_schedule: Schedule) -> int:
+    size: int = (
+        call_schedule.workspace
+        if call_schedule.one_launch is None
+        else call_schedule.one_launch.bytes
+    )
     return size
 
 
-def _notes(made: Schedule) -> list[str]:
-    call, operands = made.call, made.operands
-    if made.method == "naive":
+def _notes(call_schedule: Schedule) -> list[str]:
+    call, operands = call_schedule.call, call_schedule.operands
+    if call_schedule.method == "naive":
         return ["the logits are kept in memory; the kernels of kernels/cuda/naive run in turn"]
     if operands is None:
         return []
     names = ("queries", operands.query), ("keys", operands.key)
-    found = [f"{name} are read {rows.reading.value}" for name, rows in names]
-    found = found[:1] if call.symmetric else found
+    notes = [f"{name} are read {rows.reading.value}" for name, rows in names]
+    notes = notes[:1] if call.symmetric else notes
     if operands.precision != call.compute:
-        found.append(f"{call.compute} is computed with operands in {operands.precision}")
-    if made.cached_columns:
-        found.append(f"the exponentials of {made.cached_columns} columns are cached between passes")
-    for fold in made.folds:
+        notes.append(f"{call.compute} is computed with operands in {operands.precision}")
+    if call_schedule.cached_columns:
+        notes.append(
+            f"the exponentials of {call_schedule.cached_columns} columns are cached between passes"
+        )
+    for fold in call_schedule.folds:
         dk = fold.dk_accumulator
         if dk is not None and dk.overlaid:
-            found.append(f"{dk.overlaid} rows of the accumulator lie in the gradient's own memory")
+            notes.append(f"{dk.overlaid} rows of the accumulator lie in the gradient's own memory")
             break
-    return found
+    return notes
 
 
-def _recorded(asked: dict[str, Any], gpu: GPU) -> float | None:
-    """What the repository's benchmarks have measured, where they are at hand."""
+def _recorded(case: dict[str, Any], gpu: GPU) -> float | None:
+    """The recorded median time of such a call in seconds; None without a record of it."""
     try:
         record = json.loads(RESULTS.read_text())
     except OSError:
@@ -231,7 +239,7 @@ def _recorded(asked: dict[str, Any], gpu: GPU) -> float | None:
     if record["device"] != gpu.model:
         return None
     for row in record["results"]:
-        same = asked.items() <= row.items() and not row.keys() & {"keys", "wrt"}
+        same = case.items() <= row.items() and not row.keys() & {"keys", "wrt"}
         if same and "median_s" in row:
             return float(row["median_s"])
     return None

@@ -1,4 +1,4 @@
-"""What the steps of a schedule compute and move, and the time that this takes at least."""
+"""The operations and bytes of each step of a schedule, and the least time of the step."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from .devices import GPU
 class Work:
     """A kernel over all blocks of a pass, or the matrix products after it."""
 
-    name: str  # of the pass
+    name: str  # name of the pass
     kernel: str
-    tile: tuple[int, int] | None  # rows and columns that a thread block has at a time
+    tile: tuple[int, int] | None  # rows and columns of a tile of logits
     block: tuple[int, int] | None  # rows and columns of the largest block of logits
-    blocks: int
+    blocks: int  # number of blocks
     launches: int
     flops: float  # multiplications and additions
-    bytes: float  # read and written, each operand of a launch once
-    seconds: float  # at the peaks of the device
+    bytes: float  # bytes read and written, if a launch reads each operand once
+    seconds: float  # least time, at the peaks of the device
 
 
-PART_PRODUCTS = {1: 1, 2: 3}  # products of parts that a product of operands takes, by their parts
+# parts of an operand -> products of parts that make a product of two operands
+PART_PRODUCTS = {1: 1, 2: 3}
 
 
 def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
-    """All lines of a schedule."""
+    """The work of all kernels and matrix products of a schedule, in their order."""
     if schedule.one_launch is not None:
         yield _work_of_one_launch(schedule, gpu)
     operands = schedule.operands
@@ -47,8 +48,8 @@ def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
         name = fold.purpose.value.partition(" and ")[0]
         if schedule.guide is not None:
             yield _work_of_guide(name, fold, schedule.guide, gpu)
-        for made in _kernel_and_products(name, fold, schedule, operands):
-            kernel, blocks, launches, flops, moved = made
+        for step in _kernel_and_products(name, fold, schedule, operands):
+            kernel, blocks, launches, flops, moved = step
             seconds = _seconds(gpu, operands.precision, flops, moved)
             tile = (fold.shape.query_tile_rows, fold.shape.block_n) if blocks else None
             block = fold.grid.largest if blocks else None
@@ -56,7 +57,7 @@ def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
 
 
 def _work_of_guide(name: str, fold: Fold, guide: GuideSchedule, gpu: GPU) -> Work:
-    """The work of marking the pairs of all blocks of a pass."""
+    """The work of the guide's kernel, which marks the pairs of all blocks of a pass."""
     operands, shape = guide.operands, guide.shape
     flops = moved = 0.0
     for a, rows in enumerate(fold.grid.rows):
@@ -73,11 +74,10 @@ def _work_of_guide(name: str, fold: Fold, guide: GuideSchedule, gpu: GPU) -> Wor
 def _kernel_and_products(
     name: str, fold: Fold, schedule: Schedule, operands: Operands
 ) -> Iterator[tuple[str, int, int, float, float]]:
-    """Kernel, blocks, launches, operations and bytes."""
+    """(kernel, blocks, launches, operations, bytes) of a pass's kernel, and of its products."""
     item = config.OPERAND_BYTES[operands.precision]
-    per_product = PART_PRODUCTS[operands.parts]
-    pairs, read, cached, launches = 0.0, 0, 0, 0
-    multiplied = _Products(operands)
+    pairs, read, cached, launches = 0.0, 0, 0, 0  # logits, bytes, bytes, number
+    cublas_products = _Products(operands)
     for a, rows in enumerate(fold.grid.rows):
         for b in fold.grid.visits(a):
             columns = fold.grid.columns[b]
@@ -89,31 +89,40 @@ def _kernel_and_products(
             read += (m + n) * operands.width * operands.parts
             launches += 1 + (fold.purpose is Purpose.ONE_PASS)
             if fold.dq_accumulator is not None and not fold.in_registers:
-                multiplied.add(m, n, 0, False, fold.dq_accumulator.copies)
+                cublas_products.add(m, n, 0, False, fold.dq_accumulator.copies)
             same = schedule.call.symmetric and rows == columns
             if fold.dk_accumulator is not None and not fold.in_registers and not same:
-                multiplied.add(m, n, fold.dk_accumulator.first_row - columns.start, True)
+                cublas_products.add(m, n, fold.dk_accumulator.first_row - columns.start, True)
     written = pairs * item if fold.gradients and not fold.in_registers else 0
     written += schedule.cached[0].bytes if fold.caching_kernel else 0
     features = operands.width / operands.item
-    flops = 2.0 * pairs * features * per_product * (1 + fold.in_registers)
+    flops = 2.0 * pairs * features * PART_PRODUCTS[operands.parts] * (1 + fold.in_registers)
     kernel = fold.kernel.file.removesuffix(".cu")
     blocks = len(fold.grid)
     yield kernel, blocks, launches, flops, read + written + 2 * cached
-    if multiplied.number:
+    if cublas_products.number:
         sides = ("dQ", fold.dq_accumulator), ("dK", fold.dk_accumulator)
-        made = " and ".join(side for side, wanted in sides if wanted is not None)
-        yield f"cuBLAS: {made}", 0, multiplied.number, multiplied.flops, multiplied.bytes
+        gradients = " and ".join(side for side, accumulator in sides if accumulator is not None)
+        yield (
+            f"cuBLAS: {gradients}",
+            0,
+            cublas_products.number,
+            cublas_products.flops,
+            cublas_products.bytes,
+        )
 
 
 class _Products:
-    """Adds up the products of cuBLAS."""
+    """The number, operations and bytes of matrix products by cuBLAS."""
 
     def __init__(self, operands: Operands) -> None:
         self.operands, self.number, self.flops, self.bytes = operands, 0, 0.0, 0.0
 
     def add(self, m: int, n: int, border: int, is_key_side: bool, copies: int = 1) -> None:
-        """Those of a block of m x n logits: of its keys' gradients, or of its queries'."""
+        """Add the products of a block of m x n logits that compute dK, or dQ.
+
+        `border`: the first row of dK in the workspace, counted from the first key of the block.
+        """
         precision, width = self.operands.precision, self.operands.gradient_width
         real, item = config.ACCUMULATOR_BYTES[precision], self.operands.item
         for keys in key_ranges_of_products(m, n, width, precision, border):

@@ -7,20 +7,20 @@ struct Chunks {
   alignas(16) Real q[FUSED_TILE][CHUNK_STRIDE], k[FUSED_TILE][CHUNK_STRIDE];
 };
 
-// Load this thread's elements of the next step from global memory: of one column, STEP rows apart, without rows
-// past the end.
+// Loads this thread's elements of the next step from global memory. They are in one column, STEP rows apart. Rows
+// from `rows` on are 0.
 template <int STEP, class T>
 __device__ __forceinline__ void fetch(T (&to)[SHARE], const T* from, i64 stride, int rows) {
   const i64 step = STEP * stride;
 #pragma unroll
   for (int s = 0; s < SHARE; ++s, from += step) to[s] = s * STEP < rows ? *from : T(0);
 }
-// The number of rows, at most those of a tile.
+// The number of rows, but at most the rows of a tile.
 __device__ __forceinline__ int at_most_tile(i64 rows) {
   return rows < FUSED_TILE ? (int)rows : FUSED_TILE;
 }
-// Element s of the elements that `fetch` has loaded, as a number, times the inverse norm of its row. `inverse`
-// begins at this thread's first row; null: rows are not normalised.
+// The number of element s that `fetch` has loaded, times the inverse norm of its row. `inverse` has the inverse norms
+// from this thread's first row on; null: rows are not normalised.
 template <int STEP>
 __device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, int rows,
                                         const double* inverse) {
@@ -28,28 +28,29 @@ __device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, int ro
   return s * STEP < rows ? (Real)((double)number(z[s]) * inverse[s * STEP]) : 0;
 }
 
-// The groups of threads, each of which multiplies a part of a step's depth, and a thread's 8 x 8 results.
+// Threads are in groups. Each group multiplies a part of a step's depth. A thread of a group has 8 x 8 results.
 constexpr int GROUP_THREADS = 64;
 constexpr int GROUPS = FUSED_THREADS / GROUP_THREADS;
-constexpr int DEPTH = CHUNK / GROUPS;  // of a step, for each group
+constexpr int DEPTH = CHUNK / GROUPS;  // depth of a group's part of a step
 
+// The group of a thread, and the place of its results in a tile: rows r + 8 h, columns `column_of(c, v)`.
 struct Place {
-  int group, r, c;  // rows r + 8 h
+  int group, r, c;
 };
 __device__ __forceinline__ Place place() {
   const int at = threadIdx.x % GROUP_THREADS;
   return {(int)threadIdx.x / GROUP_THREADS, at / 8, at % 8};
 }
-// Column v of this thread's eight columns: 8 apart, or (ALONG) in runs of 16 bytes.
+// Column v of the eight columns of a thread: 8 apart, or (ALONG) in runs of 16 bytes.
 template <bool ALONG>
 __device__ __forceinline__ int column_of(int c, int v) {
   return ALONG ? (c + v / VECTOR_WIDTH * 8) * VECTOR_WIDTH + v % VECTOR_WIDTH : c + 8 * v;
 }
 
 typedef Real SumTile[FUSED_TILE][FUSED_TILE + VECTOR_WIDTH];
-constexpr int SUM_TILES = PRECISION == FP64 ? 1 : 2;  // tiles that have room in shared memory
+constexpr int SUM_TILES = PRECISION == FP64 ? 1 : 2;  // shared memory has room for so many tiles
 
-// Add the results of all groups, in `tiles`.
+// Adds up the results of all groups in `tiles`.
 template <bool ALONG>
 __device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& at,
                                            SumTile (&tiles)[SUM_TILES]) {

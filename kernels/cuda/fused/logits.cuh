@@ -4,6 +4,7 @@
 
 // --- phase 0 -----------------------------------------------------------------------------------------------
 
+// Finds the inverse norm and the NaN flag of each row.
 __device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, double* row_nans,
                         double* memory) {
   const Team team(rows, memory);
@@ -35,15 +36,16 @@ __device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, doubl
 
 // --- phase 1 -----------------------------------------------------------------------------------------------
 
+// The products of a tile of queries and keys over part `part_of_d` of the features.
 __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d,
                             Shared& shared) {
-  const i64 each = (f.d + f.parts * CHUNK - 1) / (f.parts * CHUNK) * CHUNK;
-  const i64 begin = part_of_d * each, end = begin + each < f.d ? begin + each : f.d;
+  const i64 part_features = (f.d + f.parts * CHUNK - 1) / (f.parts * CHUNK) * CHUNK;
+  const i64 begin = part_of_d * part_features, end = begin + part_features < f.d ? begin + part_features : f.d;
   Real* out = f.x + part_of_d * f.m * f.n;
   constexpr int STEP = FUSED_THREADS / CHUNK;
   const int row = threadIdx.x / CHUNK, column = threadIdx.x % CHUNK;
-  const int qs = at_most_tile(f.m - row0 - row);  // rows from this thread's first on
-  const int ks = at_most_tile(f.n - column0 - row);
+  const int qs = at_most_tile(f.m - row0 - row);  // rows of Q from this thread's first row on
+  const int ks = at_most_tile(f.n - column0 - row);  // rows of K
   const double* qi = NORMALIZE ? f.row_inverse + row0 + row : nullptr;
   const double* ki = NORMALIZE ? f.column_inverse + column0 + row : nullptr;
   const Place at = place();

@@ -1,4 +1,4 @@
-"""Arrays and numbers as arguments of kernels: addresses, and fields of common structures."""
+"""Arguments of kernels for arrays and numbers: addresses, and fields of common structures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...epilogues import Sums
 from ...problem import LN_2, Array, Problem
 
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
-Fields = dict[str, Any]  # of a structure that a kernel takes, by the names that CUDA gives them
+Fields = dict[str, Any]  # the fields of a structure in CUDA, by their names
 MATRIX = ("data", "row_stride", "column_stride", "dtype")
 NO_MATRIX = (0, 0, 0, 0)
 SCALAR = ("value", "pointer", "factor", "feature_divisors")
-# struct Scale of what is logits already: in natural units, and in base 2
+# struct Scale for numbers that are logits already: in natural units, and in base 2
 NATURAL: Fields = dict(zip(SCALAR, (1.0, 0, 1.0, 0), strict=True))
 BASE_2: Fields = {**NATURAL, "value": LN_2}
 
@@ -33,14 +33,17 @@ def address(array: Array | None, first: int = 0) -> int:
 
 
 def with_strides_in_whole_elements(array: Array) -> Array:
-    """The array, or a copy where its strides are not whole elements."""
+    """The array, or a contiguous copy if its strides are not multiples of an element."""
     item = array.dtype.itemsize
     rows, columns = array.strides
     return cupy.ascontiguousarray(array) if rows % item or columns % item else array
 
 
 def readable_by_kernels(problem: Problem) -> Problem:
-    """The problem as kernels read it: numbers on the device in float64, strides whole elements."""
+    """The problem in the form that kernels read.
+
+    Numbers on the device are float64, and strides are multiples of an element.
+    """
     changed = {
         name: value.astype(np.float64)
         for name, value in (("scale", problem.scale), ("bias", problem.bias))
@@ -57,7 +60,7 @@ def readable_by_kernels(problem: Problem) -> Problem:
 
 
 def matrix_values(array: Array | None, first: int = 0) -> tuple[int, int, int, int]:
-    """Fields of struct Matrix: `array` from row `first` on; for None a matrix without data."""
+    """Values of struct Matrix for `array` from row `first` on; for None, a matrix without data."""
     if array is None:
         return NO_MATRIX
     dtype = array.dtype
@@ -67,13 +70,15 @@ def matrix_values(array: Array | None, first: int = 0) -> tuple[int, int, int, i
 
 
 def matrix(array: Array | None, first: int = 0) -> Fields:
-    """`matrix_values` by their names."""
+    """struct Matrix for `array` from row `first` on; for None, a matrix without data."""
     return dict(zip(MATRIX, matrix_values(array, first), strict=True))
 
 
 def scalar_values(value: Any) -> tuple[tuple[float, int, float, int], Array]:
-    """Fields of struct Scalar for a number or a 0-d device array, and the array that its pointer
-    needs."""
+    """Values of struct Scalar for a number or a 0-d device array.
+
+    The second result is the array to which the struct points, or None. The caller keeps it alive.
+    """
     if isinstance(value, cupy.ndarray):
         wide = value.astype(np.float64, copy=False)
         return (0.0, wide.data.ptr, 1.0, 0), wide
@@ -81,13 +86,13 @@ def scalar_values(value: Any) -> tuple[tuple[float, int, float, int], Array]:
 
 
 def scalar(value: Any) -> tuple[Fields, Array]:
-    """`scalar_values` by their names."""
-    values, held = scalar_values(value)
-    return dict(zip(SCALAR, values, strict=True)), held
+    """struct Scalar for a number or a 0-d device array, and an array that the caller keeps alive."""
+    values, array = scalar_values(value)
+    return dict(zip(SCALAR, values, strict=True)), array
 
 
 def sums_fields(sums: Sums | None, first: int = 0) -> Fields:
-    """struct Sums, from row `first` on; null pointers for None."""
+    """struct Sums for sums from row `first` on; for None, null pointers."""
     arrays = (None, None, None) if sums is None else sums.arrays
     return {
         name: address(array, first)

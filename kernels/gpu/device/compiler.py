@@ -1,10 +1,9 @@
-"""From `.cu` files to CuPy's raw kernels, compiled at run time by NVRTC.
+"""Kernels of the CUDA sources, compiled at run time by NVRTC and loaded by CuPy.
 
-Sources are real files, named by their path in `kernels/cuda`: "tiled/lse.cu". So are headers:
-`#include "tiled/tile.cuh"` is replaced by that file's text, with `#line` directives, so that one
-string is all there is to compile: its digest is the key of the cache on disk, which therefore sees
-headers too, and an error still names the file and line it is in. `cupy.RawModule` loads what has
-been compiled by its path in that cache.
+A source is named by its path in `kernels/cuda`, such as "tiled/lse.cu". Before compilation, the
+text of a header replaces its `#include`. The digest of the whole text is the key of the cache on
+disk, so that a changed header compiles its kernels again. `#line` directives keep the file and line
+of an error. `cupy.RawModule` loads the machine code from its path in the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _OTHER = re.compile(r"^\s*#\s*(else|elif|endif)\b")
 
 
 def flatten(file: str, seen: set[str] | None = None) -> str:
-    """The text of `file` with its own headers, each once, in place of their includes."""
+    """The text of `file`, in which the text of each header replaces its first include."""
     seen = set() if seen is None else seen
     seen.add(file)
     lines, depth, skippable = [f'#line 1 "{file}"'], 0, False
@@ -43,7 +42,7 @@ def flatten(file: str, seen: set[str] | None = None) -> str:
         if include is None:
             lines.append(line)
             depth += bool(_BEGIN.match(line)) - bool(_END.match(line))
-            if skippable and _OTHER.match(line):  # the `#line` after an include may be skipped
+            if skippable and _OTHER.match(line):  # the `#if` may skip the `#line` after an include
                 lines.append(f'#line {number + 1} "{file}"')
                 skippable = depth > 0
             continue
@@ -55,8 +54,10 @@ def flatten(file: str, seen: set[str] | None = None) -> str:
 
 
 def architecture(capability: str) -> str:
-    """`-arch` for a compute capability as CuPy spells it, "90": with the features of that very
-    chip where kernels use them (wgmma exists on 9.0 alone)."""
+    """The `-arch` option for a compute capability such as "90".
+
+    For Hopper it includes the features of 9.0 that later devices lack, such as wgmma.
+    """
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
@@ -89,19 +90,19 @@ def compile_for(
 # --- cache on disk --------------------------------------------------------------------------------
 
 
-compile_seconds: dict[tuple[Any, ...], float] = {}  # of this process, by file and defines
+compile_seconds: dict[tuple[Any, ...], float] = {}  # in this process, by file and -D options
 
 
 def cache_directory() -> Path:
-    """INFONCE_CACHE_DIR, or the user's cache."""
-    asked = os.environ.get("INFONCE_CACHE_DIR")
-    if asked:
-        return Path(asked)
+    """The folder of the cache on disk: INFONCE_CACHE_DIR, or in the user's cache."""
+    folder = os.environ.get("INFONCE_CACHE_DIR")
+    if folder:
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infonce"
 
 
 def cubin(file: str, defines: Defines, arch: str) -> Path:
-    """Machine code in the cache, or compiled and put there."""
+    """The path of the machine code in the cache. It is compiled first if the cache lacks it."""
     from cupy.cuda import nvrtc
 
     recipe = (flatten(file), options(defines, arch), nvrtc.getVersion())
@@ -114,13 +115,13 @@ def cubin(file: str, defines: Defines, arch: str) -> Path:
     compile_seconds[file, *sorted(defines.items())] = time.perf_counter() - start
     try:
         return _written(path, code)
-    except OSError:  # no place to write: this process compiles for itself
+    except OSError:  # the cache cannot be written: use a folder of this process
         return _written(_own_directory() / name, code)
 
 
 def _written(path: Path, code: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Many processes may start at once: each writes a file of its own and renames it
+    # Several processes may write at the same time: each writes another file and renames it
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
         part.write(code)
     os.replace(part.name, path)
@@ -129,7 +130,7 @@ def _written(path: Path, code: bytes) -> Path:
 
 @cache
 def _own_directory() -> Path:
-    """Of this process, and gone with it."""
+    """A folder that is removed at the end of this process."""
     path = tempfile.mkdtemp(prefix="infonce-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return Path(path)
@@ -139,14 +140,16 @@ def _own_directory() -> Path:
 
 _modules: dict[tuple[Any, ...], Any] = {}  # cupy.RawModule
 _functions: dict[tuple[Any, ...], Any] = {}  # cupy.RawKernel
-_started: dict[tuple[Any, ...], Future[Path]] = {}  # modules that are compiled ahead
+_started: dict[tuple[Any, ...], Future[Path]] = {}  # modules whose compilation has begun
 _lock = threading.Lock()
 
 
 def start(device: Any, file: str, **defines: int | str) -> bool:
-    """Begin to compile `file` for the current device, in a thread of its own; False if this process
-    has it already. So all that a call needs is compiled side by side: NVRTC lets go of Python's
-    lock."""
+    """Begin to compile `file` for the current device, in a new thread.
+
+    Returns False if the file is compiled or has been started. All files of a call compile at the
+    same time, because NVRTC releases the GIL.
+    """
     key = _module_key(device, file, defines)
     future: Future[Path] = Future()
     if key in _modules or _started.setdefault(key, future) is not future:
@@ -169,15 +172,14 @@ def _module_key(device: Any, file: str, defines: Defines) -> tuple[Any, ...]:
 
 
 def function(device: Any, file: str, name: str, shared: int = 0, **defines: int | str) -> Any:
-    """Kernel `name` of `file` on the current device, a `cupy.RawKernel` that is compiled once a
-    process.
+    """Kernel `name` of `file` on the current device, as a `cupy.RawKernel`.
 
-    `shared` is the dynamic shared memory of its launches in bytes.
+    A process loads a kernel once. `shared` is the dynamic shared memory of its launches in bytes.
     """
     key = (device.id, file, name, shared, *defines.items())
-    found = _functions.get(key)
-    if found is not None:
-        return found
+    kernel = _functions.get(key)
+    if kernel is not None:
+        return kernel
     with _lock:
         if key not in _functions:
             _functions[key] = _load(device, file, name, shared, defines)

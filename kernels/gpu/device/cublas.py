@@ -1,4 +1,4 @@
-"""Plain matrix products on a stream that is being captured, where CuPy's wrapper refuses."""
+"""Matrix products by cuBLAS, also on a stream under capture, which CuPy's wrapper refuses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from cupy.cuda import runtime
 
 LEAST_WORKSPACE = 16 * 2**10  # with less, cuBLAS may fail
-MAX_STREAMS = 8  # that have memory for products in graphs
+MAX_STREAMS = 8  # most streams with a workspace for products in graphs
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "p": ctypes.c_void_p}
-# of the arguments of cublasGemmEx and cublasGemmStridedBatchedEx, after the handle
+# Types of the arguments of cublasGemmEx and cublasGemmStridedBatchedEx, after the handle
 ONE, BATCH = "iiiiippiipiippiiii", "iiiiippiiqpiiqppiiqiii"
 
 _workspaces: dict[tuple[int, int], Any] = {}  # by device and stream
@@ -25,9 +25,14 @@ _workspaces: dict[tuple[int, int], Any] = {}  # by device and stream
 
 @cache
 def workspace_bytes(device: int) -> int:
-    """The size of cuBLAS's own workspace on this device. Products in graphs have as much: with more
-    or less, cuBLAS may choose another algorithm, and other last bits."""
-    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")  # ":KiB of a buffer:buffers", repeated
+    """The size of cuBLAS's own workspace on this device, in bytes.
+
+    Products in graphs get as much. With another size, cuBLAS may choose another algorithm, whose
+    results differ in the last bits.
+    """
+    config = os.environ.get(
+        "CUBLAS_WORKSPACE_CONFIG", ""
+    )  # ":KiB of a buffer:number of buffers", repeated
     sizes = [int(size) for size, number in re.findall(r":(\d+):(\d+)", config) if int(number)]
     if sizes:
         return max(max(sizes) * 2**10, LEAST_WORKSPACE)
@@ -36,9 +41,12 @@ def workspace_bytes(device: int) -> int:
 
 
 def workspace(stream: int) -> int:
-    """The address of `workspace_bytes` of the current device, for graphs that are launched on this
-    stream (`streams.identity`), one after another. 0: too many streams have some, or no memory is
-    left. It stays reserved, as cuBLAS's own does."""
+    """The address of a workspace of `workspace_bytes`, for graphs on this stream.
+
+    `stream` is the stream's `streams.identity`. Graphs on one stream share the workspace, because
+    they run one after another. It stays reserved until the process ends. Returns 0 if
+    `MAX_STREAMS` streams have a workspace, or if no memory is left.
+    """
     device = runtime.getDevice()
     where = device, stream
     if where not in _workspaces and len(_workspaces) < MAX_STREAMS:
@@ -48,8 +56,8 @@ def workspace(stream: int) -> int:
         except runtime.CUDARuntimeError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
-    found = _workspaces.get(where)
-    return 0 if found is None else int(found.ptr)
+    memory = _workspaces.get(where)
+    return 0 if memory is None else int(memory.ptr)
 
 
 @cache
@@ -63,11 +71,13 @@ def _library() -> Any:
 
 
 def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
-    """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`. Four
-    more make it cublasGemmStridedBatchedEx: the elements from product to product of A, of B and of
-    C, and how many products there are. On a stream that is being captured, cuBLAS works in
-    `workspace_bytes` at the address `workspace`, which live as long as the graph is launched; 0: in
-    new memory."""
+    """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`.
+
+    With four more arguments, it is cublasGemmStridedBatchedEx: the elements from product to product
+    of A, of B and of C, and the number of products. On a stream under capture, cuBLAS uses
+    `workspace_bytes` at the address `workspace`, which must live as long as the graph is launched;
+    0: new memory.
+    """
     name, types = "gemmEx", ONE
     if len(arguments) > len(ONE):
         name, types = "gemmStridedBatchedEx", BATCH
@@ -79,8 +89,9 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
         return
     library = _library()
     size = workspace_bytes(runtime.getDevice())
-    made = cupy.empty(0 if workspace else size, np.uint8)
-    workspace = workspace or made.data.ptr  # cuBLAS's own must not be part of a graph
+    new_memory = cupy.empty(0 if workspace else size, np.uint8)
+    # a graph must not use cuBLAS's own workspace
+    workspace = workspace or new_memory.data.ptr
     where = ctypes.c_void_p(handle)
     _check(library.cublasSetStream_v2(where, ctypes.c_void_p(stream.ptr)))
     _check(library.cublasSetWorkspace_v2(where, ctypes.c_void_p(workspace), ctypes.c_size_t(size)))

@@ -14,7 +14,7 @@ from .arguments import matrix, scalar, with_strides_in_whole_elements
 from .launches import Queue
 from .signatures import Structure, given_options, kernel_files, signature
 
-HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cuh
+HALF_WARP_ROW = 128  # half a warp computes a row of at most that many features (rows.cuh)
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 
 
@@ -32,7 +32,7 @@ def device_properties(index: int) -> config.DeviceProperties:
 
 
 class Launcher:
-    """`queue` runs what is launched, or records it."""
+    """Launches kernels on `queue`, which runs or records them."""
 
     def __init__(self, device: Any, precision: str, queue: Queue) -> None:
         self.device, self.precision, self.queue = device, precision, queue
@@ -41,7 +41,7 @@ class Launcher:
         self, file: str, kernel: str, grid: int, block: int, arguments: Mapping[str, Any],
         shared: int = 0, **defines: int | str,
     ) -> None:  # fmt: skip
-        """`kernel` of `file` in kernels/cuda, with `arguments` by the names of its parameters."""
+        """Launch `kernel` of `file` in kernels/cuda, with `arguments` by the names of parameters."""
         function = self.queue.function(
             self.device, file, kernel, shared, PRECISION=PRECISIONS[self.precision], **defines
         )
@@ -51,7 +51,7 @@ class Launcher:
     def run(
         self, kernel: schedule.ScheduledKernel, blocks: int, arguments: Mapping[str, Any]
     ) -> None:
-        """A kernel as a schedule describes it."""
+        """Launch a kernel of a schedule, in `blocks` thread blocks."""
         function = self.queue.function(
             self.device, kernel.file, kernel.name, kernel.shared, **kernel.defines
         )
@@ -62,20 +62,23 @@ class Launcher:
         self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,
         file: str = "rows.cu", defines: Mapping[str, int] | None = None, **arguments: Any,
     ) -> None:  # fmt: skip
-        """A kernel of rows.cu or finish.cu, with its -D options, in `most` blocks at most: one warp
-        a row, or half of one where `features` are few."""
+        """Launch a kernel of rows.cu, finish.cu or linear.cu, in at most `most` thread blocks.
+
+        A warp computes a row, or half a warp if the row has few `features`. `defines` are the
+        kernel's -D options.
+        """
         rows_of_block = 16 if features is not None and features <= HALF_WARP_ROW else 8
         blocks = -(-rows // rows_of_block)
         blocks = blocks if most is None else min(blocks, most)
         self.launch(file, kernel, blocks, 256, arguments, **(defines or {}))
 
     def vectors(self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any) -> None:
-        """A kernel of vectors.cu: so many threads an element."""
+        """Launch a kernel of vectors.cu, with `threads` threads for each element."""
         self.launch("vectors.cu", kernel, -(-elements * threads // 128), 128, arguments)
 
 
 class Kernel:
-    """What `infonce.kernels.kernel` returns."""
+    """A kernel of this library that a user launches: the result of `infonce.kernels.kernel`."""
 
     def __init__(self, name: str, defines: Mapping[str, int | str]) -> None:
         files = kernel_files()
@@ -85,17 +88,17 @@ class Kernel:
         self.signature = signature(self.file, name, given_options(defines))
 
     def __call__(self, blocks: int, threads: int, shared: int = 0, **arguments: Any) -> None:
-        held: list[Any] = []  # until the kernel is launched
+        arrays: list[Any] = []  # keeps the arrays until the kernel is launched
         for parameter, kind in self.signature.fields:
             value = arguments.get(parameter)
             if not isinstance(kind, Structure) or value is None or isinstance(value, Mapping):
                 continue
             if kind.name == "Matrix":
-                held.append(with_strides_in_whole_elements(value))
-                arguments[parameter] = matrix(held[-1])
+                arrays.append(with_strides_in_whole_elements(value))
+                arguments[parameter] = matrix(arrays[-1])
             else:
                 arguments[parameter], array = scalar(value)
-                held.append(array)
+                arrays.append(array)
         packed = tuple(self.signature.arguments(arguments))
         device = cupy.cuda.Device()
         function = compiler.function(device, self.file, self.name, shared, **self.defines)

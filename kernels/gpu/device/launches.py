@@ -1,6 +1,6 @@
-"""What a call asks of the GPU: kernels, products, copies and zeros, in the order asked for.
+"""The operations of a call on a GPU: kernels, matrix products, copies and zeros.
 
-A `Queue` runs them on the current stream; a `Recorder` (recorder.py) writes them down.
+A `Queue` puts them on the current stream. A `Recorder` (recorder.py) records them instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from .tensor_map import tensor_map
 
 
 class Queue:
-    """Launches on the current stream at once. `Recorder` has the same methods, and records."""
+    """Puts operations on the current stream, and returns before the GPU has run them.
+
+    `Recorder` has the same methods, which record the operations.
+    """
 
     function: Callable[..., Any] = staticmethod(compiler.function)
 
@@ -27,33 +30,38 @@ class Queue:
         self, function: Any, signature: Signature, grid: int, block: int, shared: int,
         arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """A kernel of `grid` blocks of `block` threads with `shared` bytes of dynamic memory."""
+        """Launch a kernel: `grid` thread blocks of `block` threads, with `shared` bytes each."""
         function((grid,), (block,), tuple(signature.arguments(arguments)), shared_mem=shared)
 
     def tensor_map(self, data: int, *form: Any) -> Any:
-        """`tensor_map.tensor_map` as an argument of a kernel."""
+        """The argument of a kernel for a tensor map, as `tensor_map.tensor_map` makes it."""
         return tensor_map(data, *form)
 
     def gemm(self, *arguments: int) -> None:
-        """One product or a batch of them: `cublas.gemm_ex`, from its second argument on."""
+        """Compute a matrix product, or a batch of products, by `cublas.gemm_ex`.
+
+        `arguments` follow the handle.
+        """
         gemm_ex(cupy.cuda.device.get_cublas_handle(), *arguments)
 
     def copy(self, to: Any, source: Any, size: int) -> None:
-        """Bytes from one pointer to another."""
+        """Copy `size` bytes from one pointer to another."""
         to.copy_from_device_async(source, size)
 
     def zeroed_array(self, n: int, dtype: Any) -> Array:
         return cupy.zeros(n, dtype)
 
     def clear(self, at: Any, size: int) -> None:
-        """Zero bytes from a pointer on."""
+        """Set `size` bytes from a pointer on to 0."""
         at.memset_async(0, size)
 
     def scratch(self, size: int) -> Array:
-        """So many bytes for the folds of one block."""
+        """The workspace of a block, of `size` bytes."""
         return cupy.empty(size, np.uint8)
 
     def do(self, function: Callable[..., None], *pointers: int, capturable: bool = False) -> None:
-        """Whatever else works on a stream: `function(stream, *pointers)`. `capturable`: it may be
-        part of a CUDA graph."""
+        """Call `function(stream, *pointers)`, which puts another operation on the stream.
+
+        `capturable`: the operation may be part of a CUDA graph.
+        """
         function(cupy.cuda.get_current_stream().ptr, *pointers)

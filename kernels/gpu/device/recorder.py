@@ -1,9 +1,9 @@
 """The recorder of a plan: the launches of a call, with placeholders for addresses and numbers.
 
-While a call is recorded, its arrays lie at placeholder addresses, and numbers that may change are
+While a call is recorded, its arrays have placeholder addresses, and numbers that may change are
 `Placeholder`s. The signatures of kernels tell which words of their parameters are pointers. The
-recording lists these words (`Words`). In a later call, each becomes an address in one of the call's
-arrays, or one of its numbers.
+recording lists these words, and the words of numbers (`Words`). A later call replaces such a word
+by an address in one of its own arrays, or by one of its own numbers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from .launches import Queue
 from .signatures import POINTER, TENSOR_MAP, Signature
 from .tensor_map import SIZE
 
-# Placeholder addresses, at which no memory lies: FIRST + SPACING * (array + 1/2)
+# The placeholder address of an array, which is no address of real memory, is
+# FIRST + SPACING * (array + 1/2)
 MAX_ARRAYS, SPACING = 256, 1 << 40
 FIRST = 0x7FF5 << 48
-MAX_STEPS = 256  # the device takes longer for more steps than Python takes to launch them
+MAX_STEPS = 256  # a call with more steps takes longer on the device than its launches in Python
 PLAIN = {bool, float, int, str, NoneType}  # types of fields that cannot hold an array
 GEMM_POINTERS = (0, 7, 10, 14)  # workspace, A, B and C among the arguments of `_gemm`
 
@@ -46,7 +47,7 @@ class Placeholder(float):
     index: int
 
     def __new__(cls, index: int) -> Placeholder:
-        number = super().__new__(cls, float("nan"))  # so that arithmetic with it is noticed
+        number = super().__new__(cls, float("nan"))  # results of arithmetic with it are NaN, too
         number.index = index
         return number
 
@@ -67,14 +68,14 @@ class Launch:
     grid: int  # thread blocks
     block: int  # threads of a block
     shared: int  # bytes of dynamic shared memory
-    first: int  # number of its first parameter in `Recorder.parameters`
+    first: int  # index of the first parameter in `Recorder.parameters`
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is no kernel of this library: a product of cuBLAS, a copy, or zeros."""
+    """A step that launches no kernel of this library: a product of cuBLAS, a copy, or zeros."""
 
-    do: Callable[..., None]  # takes the stream, and then the arguments
+    do: Callable[..., None]  # called with the stream and the arguments
     arguments: slice  # the words in `Recorder.other_arguments`
     capturable: bool  # whether the step may be part of a CUDA graph
 
@@ -89,7 +90,7 @@ class TensorMap:
 
 @dataclass
 class Words:
-    """8-byte words, and the positions of words that each call fills in."""
+    """8-byte words, and the positions of the words that each call replaces."""
 
     values: list[int] = field(default_factory=list)
     pointers: list[tuple[int, Pointer]] = field(default_factory=list)  # (position, address)
@@ -110,21 +111,22 @@ class Words:
 
 
 class Recorder(Queue):
-    """A queue that records a call instead of running it.
+    """A queue that records the operations of a call instead of running them.
 
-    `graphs`: products may be captured in CUDA graphs, and get a workspace for cuBLAS.
+    `graphs`: the plan may become CUDA graphs, so that cuBLAS needs a workspace of its own.
     """
 
     def __init__(self, graphs: bool = False) -> None:
         self.graphs = graphs
-        self.sizes: list[int] = []  # bytes of the call's arrays
+        self.sizes: list[int] = []  # bytes of each array of the call
         self.shared: Any = None  # memory of `scratch`
         self.product_memory: Any = None  # workspace of cuBLAS, which the call does not allocate
-        self.compiling: list[Callable[[], Any]] = []  # one kernel of each file
+        # functions that wait for the compiler, one for each file and its -D options
+        self.compiling: list[Callable[[], Any]] = []
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
         self.parameters: list[int] = []  # byte offset of each parameter in `words`
-        self.other_arguments = Words()  # of steps that are no launches; addresses for tensor maps
+        self.other_arguments = Words()  # arguments of `Step`s, and addresses of tensor maps
         self.maps: list[tuple[int, int, tuple[Any, ...]]] = []  # (word, argument, form)
 
     # -- arrays at placeholder addresses
@@ -147,7 +149,7 @@ class Recorder(Queue):
     # -- what is recorded
 
     def function(self, device: Any, file: str, name: str, shared: int, **defines: Any) -> Any:
-        """A function that waits for the kernel, whose compilation runs beside the recording."""
+        """A function that waits for the kernel. The compiler runs while the call is recorded."""
         kernel = partial(compiler.function, device, file, name, shared, **defines)
         if compiler.start(device, file, **defines):
             self.compiling.append(kernel)
@@ -199,7 +201,7 @@ class Recorder(Queue):
         self._step(_zeros, (at.ptr, size), (0,))
 
     def scratch(self, size: int) -> Array:
-        """The workspace, which all blocks of a call share, because they run one after another."""
+        """The workspace. All blocks of a call share it, because they run one after another."""
         if self.shared is None:
             self.shared = self.malloc(0)
         index = placeholder_of(self.shared.ptr).array
@@ -227,7 +229,7 @@ class Recorder(Queue):
         self.steps.append(step)
 
 
-# --- inputs of a call: dataclasses that hold arrays -----------------------------------------------
+# --- inputs of a call: dataclasses with arrays  -----------------------------------------------
 
 
 def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:

@@ -1,8 +1,8 @@
-"""What kernels take, read from their sources: parameters and fields of structures, by name.
+"""The parameters of kernels, and the fields of structures, read from the CUDA sources.
 
-The `.cu` files are the only description. Python hands a kernel its arguments by the names of its
-parameters, and a structure as a dict by the names of its fields; order and types come from here. A
-name that is missing or unknown is a TypeError before the launch.
+The sources are the only description. Python passes the arguments of a kernel as a dict by the names
+of its parameters, and a structure as a dict by the names of its fields. This module adds their
+order and types. A missing or unknown name is a TypeError before the launch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 
 from .compiler import SOURCES, flatten
 
-# Letters of Python's struct module; each has 8 bytes, so that nothing is padded
+# Types of fields, as letters of Python's struct module. Each has 8 bytes, so there is no padding
 POINTER, INTEGER, NUMBER = "Q", "q", "d"
 LETTERS = {"i64": INTEGER, "double": NUMBER}
-# -D options with which struct Block has more fields, or kernels have more parameters
+# -D options that add fields to struct Block, or parameters to kernels
 _BLOCK = re.search(r"^struct Block .*?^};", flatten("block/options.cuh"), re.S | re.M)
 assert _BLOCK is not None
 OPTIONAL = (*re.findall(r"^#if (\w+)$", _BLOCK[0], re.M), "LINEAR")
-TENSOR_MAP = "TensorMap"  # bytes that the driver has written
-# Python expressions that convert a value to the type of its field; CuPy passes numbers in 8 bytes
+TENSOR_MAP = "TensorMap"  # the type of a tensor map, whose bytes the driver writes
+# Python expressions that convert a value {0} to the type of its field. CuPy passes 8-byte numbers
 CODE = {
     POINTER: "({0} if {0}.__class__ is int else address_of({0}))", INTEGER: "int({})",
     NUMBER: "({0} if isinstance({0}, float) else float({0}))", TENSOR_MAP: "{}",
@@ -45,14 +45,14 @@ _DECLARATION = re.compile(r"\s*(?:const\s+)?(\w+)(.*)", re.S)
 
 @dataclass(frozen=True)
 class Structure:
-    """Fields in their order: names, and a letter, TENSOR_MAP or another structure for each."""
+    """The fields of a structure, in their order."""
 
     name: str
-    fields: tuple[tuple[str, Any], ...]
+    fields: tuple[tuple[str, Any], ...]  # (name, type): a letter, TENSOR_MAP or a structure
 
     @cached_property
     def letters(self) -> str:
-        """Of all fields, those of inner structures too."""
+        """The letters of all fields, including the fields of inner structures."""
         return "".join(getattr(kind, "letters", kind) for _, kind in self.fields)
 
     @cached_property
@@ -64,34 +64,40 @@ class Structure:
         return self.layout.size
 
     def offset(self, name: str) -> int:
-        """Bytes from the beginning to a field."""
+        """The offset of a field, in bytes."""
         names = [field for field, _ in self.fields]
         before = self.fields[: names.index(name)]
         return sum(getattr(kind, "size", 8) for _, kind in before)
 
     @cached_property
     def leaves(self) -> Callable[[Mapping[str, Any]], list[Any]]:
-        """From values by name to values for `letters`, those of inner structures too."""
+        """A function from values by name to a list of values, one for each of `letters`."""
         lines: list[str] = []
         return self._compiled(lines, self.expressions("v", lines))
 
-    def expressions(self, given: str, lines: list[str]) -> list[str]:
-        """Python's code for each leaf of the values in variable `given`, after `lines`."""
-        found = []
-        lines.append(f"if len({given}) != {len(self.fields)}: raise KeyError")
+    def expressions(self, variable: str, lines: list[str]) -> list[str]:
+        """A Python expression for each leaf of the dict in `variable`.
+
+        The statements that the expressions need are added to `lines`.
+        """
+        leaves = []
+        lines.append(f"if len({variable}) != {len(self.fields)}: raise KeyError")
         for i, (name, kind) in enumerate(self.fields):
-            value = f"{given}_{i}"
-            lines.append(f"{value} = {given}[{name!r}]")
+            value = f"{variable}_{i}"
+            lines.append(f"{value} = {variable}[{name!r}]")
             if isinstance(kind, Structure):
-                found += kind.expressions(value, lines)
+                leaves += kind.expressions(value, lines)
             else:
-                found.append(CODE[kind].format(value))
-        return found
+                leaves.append(CODE[kind].format(value))
+        return leaves
 
     def _compiled(
         self, lines: list[str], result: list[str], **names: Any
     ) -> Callable[[Mapping[str, Any]], list[Any]]:
-        """Compiled, because a loop over the fields of a block takes longer than its launch."""
+        """A function that executes `lines` and returns the list of the expressions `result`.
+
+        It is compiled, because a loop over the fields would take longer than a launch.
+        """
         body = "\n  ".join([*lines, f"return [{', '.join(result)}]"])
         names |= {"address_of": address_of, "frombuffer": np.frombuffer}
         exec(f"def function(v):\n  {body}", names)
@@ -107,7 +113,7 @@ class Structure:
         return checked
 
     def require(self, values: Mapping[str, Any]) -> None:
-        """TypeError unless there is a value for every field and for nothing else."""
+        """TypeError if a field has no value, or a value has no field."""
         names = [name for name, _ in self.fields]
         if values.keys() != set(names):
             raise TypeError(f"{self.name}: expected {', '.join(names)}; got {', '.join(values)}")
@@ -117,12 +123,14 @@ class Structure:
 
 
 class Signature(Structure):
-    """A kernel's parameters, each passed by itself."""
+    """The parameters of a kernel."""
 
     @cached_property
     def arguments(self) -> Callable[[Mapping[str, Any]], list[Any]]:
-        """From values by name to what CuPy launches a kernel with: structures as bytes. (CuPy
-        takes long over a dtype with names.)"""
+        """A function from values by name to the arguments with which CuPy launches the kernel.
+
+        Structures become bytes, because CuPy takes long for a dtype with names.
+        """
         lines: list[str] = []
         leaves = iter(self.expressions("v", lines))
         result: list[str] = []
@@ -137,7 +145,7 @@ class Signature(Structure):
         return self._compiled(lines, result, **names)
 
     def words(self, values: Mapping[str, Any]) -> Iterator[Iterable[tuple[str, Any]]]:
-        """(letter, value) of each parameter's fields."""
+        """For each parameter, the (letter, value) of its fields."""
         leaves = iter(self.leaves(values))
         for _, kind in self.fields:
             letters = kind.letters if isinstance(kind, Structure) else (kind,)
@@ -150,19 +158,19 @@ def address_of(array: Any) -> int:
 
 
 def given_options(defines: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of `OPTIONAL` that a kernel is compiled with."""
+    """The options of `OPTIONAL` that are set in `defines`."""
     return tuple(name for name in OPTIONAL if defines.get(name))
 
 
 @cache
 def signature(file: str, kernel: str, options: tuple[str, ...] = ()) -> Signature:
-    """Of a kernel in `file`, compiled with `given_options`."""
+    """The signature of a kernel in `file`, compiled with `options` (`given_options`)."""
     return signatures(file, options)[kernel]
 
 
 @cache
 def signatures(file: str, options: tuple[str, ...] = ()) -> dict[str, Signature]:
-    """Of all kernels in `file`, by name."""
+    """The signatures of all kernels in `file`, by name."""
     text = _source(file, options)
     return {
         name: Signature(name, tuple(_fields(text, inside.split(","))))
@@ -172,12 +180,12 @@ def signatures(file: str, options: tuple[str, ...] = ()) -> dict[str, Signature]
 
 @cache
 def structure(file: str, name: str) -> Structure:
-    """Structure `name` of `file` or of a header that it includes."""
+    """The structure `name`, which `file` or one of its headers defines."""
     return _structure(_source(file), name)
 
 
 def kernel_files() -> dict[str, str]:
-    """The file that each kernel is in, by its name."""
+    """The file of each kernel, by the name of the kernel."""
     files = sorted(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.cu"))
     return {kernel: file for file in files for kernel in signatures(file)}
 
@@ -185,21 +193,21 @@ def kernel_files() -> dict[str, str]:
 @cache
 def _source(file: str, options: tuple[str, ...] = ()) -> str:
     text = _COMMENT.sub("", flatten(file)).replace("__grid_constant__", "")
-    return _OPTIONAL.sub(lambda found: found[2] if found[1] in options else "", text)
+    return _OPTIONAL.sub(lambda match: match[2] if match[1] in options else "", text)
 
 
 @cache
 def _structure(text: str, name: str) -> Structure:
-    found = re.search(_STRUCT.format(name), text, re.S)
-    if found is None:
+    match = re.search(_STRUCT.format(name), text, re.S)
+    if match is None:
         raise ValueError(f"struct {name}: expected a definition whose fields have 8 bytes each")
-    base, body = found.groups()
+    base, body = match.groups()
     inherited = _structure(text, base).fields if base else ()
     return Structure(name, (*inherited, *_fields(text, _METHOD.sub("", body).split(";"))))
 
 
 def _fields(text: str, declarations: list[str]) -> Iterator[tuple[str, Any]]:
-    """Names and kinds of what is declared: `const double *a, *b` are two pointers."""
+    """The (name, type) of each declared variable; `const double *a, *b` declares two pointers."""
     for declaration in declarations:
         if not declaration.strip():
             continue

@@ -1,4 +1,4 @@
-"""Which stream work is on, and whether one is being captured in a CUDA graph."""
+"""The identity of a stream, and whether a stream is being captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 
 import cupy
 
-PER_THREAD = 2  # cudaStreamPerThread: what every thread calls a default stream of its own
+PER_THREAD = 2  # cudaStreamPerThread: for each thread, the thread's own default stream
 
 _thread = threading.local()
 _threads = count(1)
-_captured: dict[int, Any] = {}  # streams that calls have found under capture, by address
+_captured: dict[int, Any] = {}  # streams on which a call was captured, by address
 
 
 def identity(stream: int) -> int:
-    """The stream at this address. The default stream of a thread is a negative number, which no
-    other thread has or will have."""
+    """A number that identifies the stream at this address.
+
+    The default stream of a thread gets a negative number, which no other thread ever gets.
+    """
     if stream != PER_THREAD:
         return stream
     if not hasattr(_thread, "number"):
@@ -27,13 +29,15 @@ def identity(stream: int) -> int:
 
 
 def note_capture(stream: Any) -> None:
-    """A call on this stream becomes part of a graph of the caller's."""
+    """Note that the caller captures a call on this stream in a graph."""
     _captured[stream.ptr] = stream
 
 
 def capture_under_way() -> bool:
-    """Whether the current stream is under capture, or one that a call has found to be, in any
-    thread. CUDA ends a capture with an error if a graph is freed meanwhile."""
+    """Whether the current stream, or a stream of `note_capture` in any thread, is under capture.
+
+    No graph may be freed meanwhile: CUDA would end the capture with an error.
+    """
     if cupy.cuda.get_current_stream().is_capturing():
         return True
     for address, stream in list(_captured.items()):

@@ -1,4 +1,4 @@
-"""Descriptions of matrices for Hopper's copy engine, written by the driver."""
+"""Tensor maps: descriptions of matrices for Hopper's tensor memory accelerator."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ def _encode() -> Any:
 
 @lru_cache(1024)
 def tensor_map(data: int, rows: int, width: int, stride: int, box_rows: int, precision: str) -> Any:
-    """`rows` rows of `width` bytes, `stride` bytes apart, copied in boxes of `box_rows` rows by 128
-    bytes; as bytes to pass by value. Everything is a multiple of 16 bytes."""
+    """The tensor map of `rows` rows of `width` bytes, `stride` bytes apart, as bytes.
+
+    The copies are boxes of `box_rows` rows and 128 bytes. Address, width and stride are multiples
+    of 16 bytes.
+    """
     memory = np.zeros(2 * SIZE, np.uint8)
     start = -memory.ctypes.data % SIZE
     described = memory[start : start + SIZE]
