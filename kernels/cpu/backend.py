@@ -52,9 +52,10 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if problem.method == "naive" and not isinstance(problem, TaughtProblem):
         require_memory(problem, matrix_bytes(problem))
         return solve_whole_matrix(problem, gradients, CPU.vectors)
-    solution = one_block.solve(problem, gradients) if one_block.fits(problem) else None
-    if solution is not None:
-        return solution
+    if one_block.fits(problem):
+        solution = one_block.solve(problem, gradients)
+        if solution is not None:
+            return solution
     return solver_by_folds(problem)(problem, CPU(problem, gradients), gradients)
 
 

@@ -3,6 +3,7 @@ operations on arrays, with options of the softmax."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -10,7 +11,7 @@ import numpy as np
 
 from ..arrays.naive import matrix_bytes, solve_whole_matrix
 from ..epilogues import Statistics, Sums
-from ..problem import LOG2_E, SCALES, Array, Gradients, Problem, fast_replace, materialize_vectors
+from ..problem import LOG2_E, SCALES, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution
 from .device import compiler
 from .device.arguments import Fields, matrix, scalar, with_strides_in_whole_elements
@@ -22,8 +23,10 @@ TILE = 32  # rows and columns of a product's tile
 ROWS, COLUMNS, BOTH = 0, 1, 2
 
 
-def _require(m: int, n: int, needed: int) -> None:
-    """MemoryError where so many bytes do not fit."""
+def _require_memory(problem: Problem, matrices: int) -> None:
+    """MemoryError if `matrices` bytes, unit rows and their gradients do not fit."""
+    m, n, d = problem.shape
+    needed = matrices + 2 * (m + n) * d * (8 if problem.compute == "fp64" else 4)
     free = cupy.get_default_memory_pool().free_bytes()
     if needed > free:  # asking the device takes long
         free += cupy.cuda.Device().mem_info[0]
@@ -57,16 +60,18 @@ class _Side:
                 "rank": self.rank}  # fmt: skip
 
 
+def solve_by_naive_arrays(problem: Problem, gradients: Gradients | None) -> Solution:
+    """Loss and gradients from the full matrix of logits, with any options."""
+    _require_memory(problem, matrix_bytes(problem))
+    problem = replace(problem, scale=valid_scale(problem))
+    return solve_whole_matrix(problem, gradients, ElementwiseVectors())
+
+
 def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Solution:
-    """Loss and gradients of `problem` from the full matrix of logits; with options of the softmax,
-    sets of positives or joint losses by operations on arrays."""
+    """Loss and gradients from the full matrix of logits, for a `plain` problem."""
     m, n, d = problem.shape
     real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-    matrices = 2 * m * n * real.itemsize if problem.plain else matrix_bytes(problem)
-    _require(m, n, matrices + 2 * (m + n) * d * real.itemsize)
-    if not problem.plain:
-        problem = fast_replace(problem, scale=valid_scale(problem))
-        return solve_whole_matrix(problem, gradients, ElementwiseVectors())
+    _require_memory(problem, 2 * m * n * real.itemsize)
     problem = materialize_vectors(problem, cupy)
     device = cupy.cuda.Device()
     symmetric, sigmoid = problem.symmetric, problem.bias is not None

@@ -14,7 +14,7 @@ from . import recorded
 from .device.arguments import readable_by_kernels
 from .distill.solve import solve_distillation_by_kernels
 from .fused import solve_in_one_launch
-from .naive import solve_by_naive_kernels
+from .naive import solve_by_naive_arrays, solve_by_naive_kernels
 from .schedule import choose_method, has_plan, is_computed_by_kernels_only
 from .tiled.backend import GPU
 
@@ -31,8 +31,9 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if problem.weights is not None and is_computed_by_kernels_only(problem):
         unweighted = problem.without_weights()
     method = choose_method(unweighted)
-    on_arrays = method == "naive" and not unweighted.plain
-    return METHODS[method](problem if on_arrays else unweighted, gradients)
+    if method == "naive" and not unweighted.plain:
+        return METHODS["naive arrays"](problem, gradients)
+    return METHODS[method](unweighted, gradients)
 
 
 def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -57,4 +58,7 @@ def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
     return gpu.solve(problem, gradients)
 
 
-METHODS = {"naive": solve_by_naive_kernels, "fused": solve_in_one_launch, "tiled": _tiled}
+METHODS = {
+    "naive": solve_by_naive_kernels, "naive arrays": solve_by_naive_arrays,
+    "fused": solve_in_one_launch, "tiled": _tiled,
+}  # fmt: skip
