@@ -127,7 +127,8 @@ def explain(
     call = replace(
         _call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
         workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
-        normalize=normalize, ids=ids, groups=groups, positive_ids=positive_ids, retrieval_ranks=metrics,
+        normalize=normalize, ids=ids, groups=groups, positive_ids=positive_ids,
+        retrieval_ranks=metrics,
     )  # fmt: skip
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
@@ -139,8 +140,9 @@ def explain(
     return Explanation(
         _title(call_schedule.call), gpu.model, call_schedule.method,
         call_schedule.operands.precision if call_schedule.operands is not None else call.compute,
-        lines, _memory(call_schedule), _workspace(call_schedule), sum(line.seconds for line in lines),
-        _recorded(case, gpu) if usual else None, tuple(_notes(call_schedule)), call_schedule,
+        lines, _memory(call_schedule), _workspace(call_schedule),
+        sum(line.seconds for line in lines), _recorded(case, gpu) if usual else None,
+        tuple(_notes(call_schedule)), call_schedule,
     )  # fmt: skip
 
 
@@ -182,34 +184,28 @@ def _title(call: Call) -> str:
     return f"{m} x {n} logits of {d} features, {call.loss.value}"
 
 
-def _memory(call_schedule: Schedule) -> dict[str, dict[str, int]]:
-    if call_schedule.one_launch is not None:
-        return {"loss and gradient": {p.name: p.bytes for p in call_schedule.one_launch.memory}}
+def _memory(chosen: Schedule) -> dict[str, dict[str, int]]:
+    if chosen.one_launch is not None:
+        return {"loss and gradient": {p.name: p.bytes for p in chosen.one_launch.memory}}
     memory: dict[str, dict[str, int]] = {}
-    for fold in call_schedule.folds:  # of several folds with one purpose, the largest is shown
+    for fold in chosen.folds:  # of several folds with one purpose, the largest is shown
         parts = {part.name: part.bytes for part in fold.workspace}
         before = memory.get(fold.purpose.value, {})
         if sum(parts.values()) >= sum(before.values()):
             memory[fold.purpose.value] = parts
-    if call_schedule.cached:
-        memory["cached from pass to pass"] = {
-            part.name: part.bytes for part in call_schedule.cached
-        }
+    if chosen.cached:
+        memory["cached from pass to pass"] = {part.name: part.bytes for part in chosen.cached}
     return memory
 
 
-def _workspace(call_schedule: Schedule) -> int:
-    size: int = (
-        call_schedule.workspace
-        if call_schedule.one_launch is None
-        else call_schedule.one_launch.bytes
-    )
+def _workspace(chosen: Schedule) -> int:
+    size: int = chosen.workspace if chosen.one_launch is None else chosen.one_launch.bytes
     return size
 
 
-def _notes(call_schedule: Schedule) -> list[str]:
-    call, operands = call_schedule.call, call_schedule.operands
-    if call_schedule.method == "naive":
+def _notes(chosen: Schedule) -> list[str]:
+    call, operands = chosen.call, chosen.operands
+    if chosen.method == "naive":
         return ["the logits are kept in memory; the kernels of kernels/cuda/naive run in turn"]
     if operands is None:
         return []
@@ -218,11 +214,11 @@ def _notes(call_schedule: Schedule) -> list[str]:
     notes = notes[:1] if call.symmetric else notes
     if operands.precision != call.compute:
         notes.append(f"{call.compute} is computed with operands in {operands.precision}")
-    if call_schedule.cached_columns:
+    if chosen.cached_columns:
         notes.append(
-            f"the exponentials of {call_schedule.cached_columns} columns are cached between passes"
+            f"the exponentials of {chosen.cached_columns} columns are cached between passes"
         )
-    for fold in call_schedule.folds:
+    for fold in chosen.folds:
         dk = fold.dk_accumulator
         if dk is not None and dk.overlaid:
             notes.append(f"{dk.overlaid} rows of the accumulator lie in the gradient's own memory")

@@ -86,7 +86,7 @@ def scalar_values(value: Any) -> tuple[tuple[float, int, float, int], Array]:
 
 
 def scalar(value: Any) -> tuple[Fields, Array]:
-    """struct Scalar for a number or a 0-d device array, and an array that the caller keeps alive."""
+    """struct Scalar for a number or a 0-d device array, and the array that must stay alive."""
     values, array = scalar_values(value)
     return dict(zip(SCALAR, values, strict=True)), array
 

@@ -41,7 +41,7 @@ class Launcher:
         self, file: str, kernel: str, grid: int, block: int, arguments: Mapping[str, Any],
         shared: int = 0, **defines: int | str,
     ) -> None:  # fmt: skip
-        """Launch `kernel` of `file` in kernels/cuda, with `arguments` by the names of parameters."""
+        """Launch `kernel` of `file` in kernels/cuda, with `arguments` by parameters' names."""
         function = self.queue.function(
             self.device, file, kernel, shared, PRECISION=PRECISIONS[self.precision], **defines
         )
