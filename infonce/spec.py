@@ -107,8 +107,8 @@ OPTIONS: dict[str, Option] = {
     "own": Option(None, "array [M, K, features], optional",
         """Negatives of each row alone: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. Copies
-        of rows, up to 8 MiB, are beside the workspace. Not with `label_smoothing`, `guide`,
-        `offload` and ``metrics=True``.""",
+        of rows, up to 8 MiB (with `offload` up to 16), are beside the workspace. Not with
+        `label_smoothing`, `guide` and ``metrics=True``.""",
         flag="Negatives of each row alone, [rows, K, features], .npy (info_nce).",
     ),
     "own_mask": Option(None, "bool array [M, K], optional",
@@ -314,7 +314,7 @@ UNSMOOTHED = ("decoupled", "hardness", "false_negative_margin", "guide")
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     *(("label_smoothing", other) for other in UNSMOOTHED),
     ("groups", "label_smoothing", "ids"),
-    *(("own", other) for other in ("label_smoothing", "guide", "offload", "metrics")),
+    *(("own", other) for other in ("label_smoothing", "guide", "metrics")),
 )
 
 

@@ -221,6 +221,26 @@ class _OwnRows:
     dots: Array  # [m, K] float64; -inf for keys that are left out
 
 
+class OwnRows:
+    """Reads rows with their own keys, and writes their gradients, in place."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def read(self, parts: Sequence[slice]) -> Iterator[tuple[Array, Array]]:
+        """The queries and the own keys of each part of the rows."""
+        for rows in parts:
+            yield self.problem.query[rows], self.problem.own[rows]
+
+    def add_to_query(self, gradients: Gradients, rows: slice, dq: Array) -> None:
+        """Add to the gradient of some queries."""
+        gradients.query[rows] += dq  # type: ignore[index]
+
+    def write_own(self, gradients: Gradients, rows: slice, gradient: Array) -> None:
+        """Write the gradient of the own keys of some rows."""
+        gradients.own[rows] = gradient  # type: ignore[index]
+
+
 class OwnNegatives:
     """The own negatives of all rows of a problem. Row i has K keys of its own, o_ik:
 
@@ -234,14 +254,16 @@ class OwnNegatives:
         self.xp, self.problem = xp, problem
         self.dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         self.scale = problem.exponent_scale * LOG2_E
+        self.rows = problem.own_rows or OwnRows(problem)
 
     def _parts(self) -> Iterator[_OwnRows]:
         xp, problem = self.xp, self.problem
         m, k, d = problem.own.shape
         row_bytes = OWN_COPIES * (k + 1) * d * self.dtype.itemsize
-        for rows in slices(m, max(1, OWN_BYTES // row_bytes)):
-            query, query_norms = self._unit(problem.query[rows])
-            keys, left_out = problem.own[rows].astype(self.dtype), None
+        parts = slices(m, max(1, OWN_BYTES // row_bytes))
+        for rows, (query, keys) in zip(parts, self.rows.read(parts), strict=True):
+            query, query_norms = self._unit(query)
+            keys, left_out = keys.astype(self.dtype), None
             if problem.own_mask is not None:
                 left_out = ~problem.own_mask[rows]
                 keys = xp.where(left_out[:, :, None], keys.dtype.type(0), keys)
@@ -289,14 +311,13 @@ class OwnNegatives:
             g = g.astype(self.dtype)
             if gradients.query is not None and gradients.want_query:
                 dq = xp.matmul(g[:, None, :], part.keys)[:, 0]
-                gradients.query[rows] += normalization_backward(
-                    xp, dq, part.query, part.query_norms
-                )
+                dq = normalization_backward(xp, dq, part.query, part.query_norms)
+                self.rows.add_to_query(gradients, rows, dq)
             if gradients.own is not None:
                 dk = (g[:, :, None] * part.query[:, None, :]).reshape(-1, part.query.shape[1])
                 unit = part.keys.reshape(dk.shape)
                 dk = normalization_backward(xp, dk, unit, part.key_norms)
-                gradients.own[rows] = dk.reshape(part.keys.shape)
+                self.rows.write_own(gradients, rows, dk.reshape(part.keys.shape))
         return products
 
     def finish(self, finalized: Finalized, gradients: Gradients) -> None:

@@ -104,6 +104,7 @@ class Problem:
     guide_key_limits: Array = None  # [N]
     own: Array = None  # [M, K, D]: K further negatives of each row, see `OwnNegatives`
     own_mask: Array = None  # [M, K] bool: which own negatives count; None: all
+    own_rows: Any = None  # reads own negatives that are elsewhere: see `between_passes.OwnRows`
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
     joint_copy_bytes: int = 0  # of the workspace: features and gradients of a joint loss are copied
     # `linear.Segments`: all other rows of a row's class are its positives. `positives` has only the

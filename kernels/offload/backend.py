@@ -35,6 +35,7 @@ from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, map_arrays, on_device, segments_on
 from .fold import StreamedCall, StreamedFold
 from .layout import Layout, layout, left_beside_all
+from .own import StreamedOwnRows
 from .panels import empty_like
 
 
@@ -42,7 +43,7 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
     """`solve.solve` of a problem whose arrays are on the host."""
     panels, on_device_problem = layout(problem, gradients), _vectors_on(device, problem)
     with device.copies() as copies:
-        for to in (None, None) if gradients is None else (gradients.query, gradients.key):
+        for to in _destinations(gradients):
             if to is not None:
                 copies.touch(to)
         room = left_beside_all(problem, gradients)
@@ -52,6 +53,8 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
             solution = _solve_whole(whole, gradients, device, copies)
         else:
             backend = Offload(problem, gradients, panels, device, copies)
+            if problem.own is not None:
+                on_device_problem.own_rows = StreamedOwnRows(problem, backend.context)
             solve_by_folds = solver_by_folds(problem)
             solution = solve_by_folds(on_device_problem, backend, gradients)
     if not problem.retrieval_ranks:  # nobody needs the statistics
@@ -70,7 +73,7 @@ def fold_block(
     `ahead` are the gradients of a later fold of such blocks: this fold has the panels of the later
     one.
     """
-    problem = replace(problem, classes=None)  # blocks need no classes
+    problem = replace(problem, classes=None, own=None, own_mask=None)  # blocks do not need them
     if to_clear is not None:
         to_clear.clear()
     if callable(epilogue):
@@ -103,8 +106,10 @@ def fold_block(
 
 def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
     """The problem with its vectors, but not its features, on the device."""
-    names = "upstream", "positives", "weights", "row_shares", *QUERY_VECTORS, *KEY_VECTORS
-    host_vectors = {name: getattr(problem, name) for name in names}
+    others = "upstream", "positives", "weights", "row_shares", "own_mask"
+    host_vectors = {
+        name: getattr(problem, name) for name in (*others, *QUERY_VECTORS, *KEY_VECTORS)
+    }
     device_vectors = {
         name: device.put(vector)
         for name, vector in host_vectors.items()
@@ -130,20 +135,26 @@ def _solve_whole(
         arriving.append(copies.arrive(target, array))
         return target
 
-    names = "query", "key", *problem.auxiliary_names
+    names = "query", "key", *problem.auxiliary_names, "own"
     arrays = map_arrays(tuple(getattr(problem, name) for name in names), copied)
     for ticket in arriving:
         ticket.wait()
-    to = () if gradients is None else (gradients.query, gradients.key)
+    to = _destinations(gradients)
     device_gradients, results = gradients, map_arrays(to, empty)
     if gradients is not None:
-        device_gradients = replace(gradients, query=results[0], key=results[1])
+        query, key, own = results
+        device_gradients = replace(gradients, query=query, key=key, own=own)
     whole = replace(problem, **dict(zip(names, arrays, strict=True)))
     solution = device.solve(whole, device_gradients)
     for destination, gradient in zip(to, results, strict=True):
         if destination is not None:
             copies.leave(destination, gradient, False)
     return solution
+
+
+def _destinations(gradients: Gradients | None) -> tuple[Array | None, ...]:
+    """The arrays of all gradients; None for one that is not wanted."""
+    return () if gradients is None else (gradients.query, gradients.key, gradients.own)
 
 
 DOT_BYTES = 64  # on the device, for each feature of a row in `Offload.positive_dots`

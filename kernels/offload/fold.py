@@ -228,7 +228,10 @@ class StreamedFold:
             no_local_positives=no_local,
             column_direction_weight=problem.block_column_weight,
             workspace=self.context.layout.block,
-            label_smoothing=0.0,  # linear terms are computed elsewhere
+            label_smoothing=0.0,  # linear terms are computed elsewhere, as own negatives are
+            own=None,
+            own_mask=None,
+            own_rows=None,
             progress=None,
         )
         to, dk = None, keys.gradient
@@ -245,6 +248,7 @@ class StreamedFold:
             to = replace(
                 gradients, query=queries.gradient, key=key_gradient, want_key=dk is not None,
                 add_query=queries.gradient is not None and not first_of_queries, dots=dots,
+                own=None,
             )  # fmt: skip
         not_finite = None
         if isinstance(self.epilogue, (Statistics, Sigmoid)):

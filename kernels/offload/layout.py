@@ -135,9 +135,10 @@ def left_beside_all(problem: Problem, gradients: Gradients | None) -> int:
     arrays = [problem.query] if problem.symmetric else [problem.query, problem.key]
     if problem.auxiliary_key is not None:
         arrays += [problem.auxiliary_query, problem.auxiliary_key][: len(arrays)]
+    arrays.append(problem.own)
     if gradients is not None:
-        arrays += [g for g in (gradients.query, gradients.key) if g is not None]
-    left = problem.workspace - sum(array.nbytes for array in arrays)
+        arrays += [gradients.query, gradients.key, gradients.own]
+    left = problem.workspace - sum(array.nbytes for array in arrays if array is not None)
     return left if 2 * left >= problem.workspace else 0
 
 

@@ -108,6 +108,11 @@ class Departures:
         self.buffers = deque(xp.empty(size, np.uint8) for _ in range(2 if size else 0))
         self.leaving: deque[Ticket] = deque()
 
+    def wait(self) -> None:
+        """Wait for the copies that are under way: their destinations may be added to."""
+        while self.leaving:
+            self.leaving.popleft().wait()
+
     def leave(self, side: StreamedSide, part: Part) -> None:
         """Copy a complete gradient to the host. The memory of `part` may be used again at once."""
         gradient = part.gradient

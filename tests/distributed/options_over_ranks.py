@@ -234,20 +234,7 @@ def cases() -> None:
     )
     near(got, want, "loss of ids in two dtypes")
 
-    # negatives of rows alone
-    own, mask = rng.standard_normal((20, 2, 3)), rng.random((20, 2)) < 0.8
-    for more in ({}, {"in_batch": False}, {"false_negative_margin": 0.3, "normalize": True}):
-        labels = rng.permutation(20)
-        own_options: dict[str, Any] = {"scale": 2.0, **more}
-        want = infonce.info_nce_loss_and_grad(x, y, labels, own=own, own_mask=mask, **own_options)
-        got = distributed.info_nce_loss_and_grad(
-            x[rows], y[rows], labels[rows], own=own[rows], own_mask=mask[rows], **own_options
-        )
-        near(got.loss, want.loss, "loss of own negatives")
-        near(got.grads.scale, want.grads.scale, "d scale of own negatives")
-        for name in ("query", "key", "own"):
-            near(getattr(got.grads, name), getattr(want.grads, name)[rows], f"d {name}")
-
+    own_negatives()
     # prefixes of the features
     for name in ("clip", "siglip"):
         given: dict[str, Any] = {"scale": 2.0, "dims": (1, 3), "dim_weights": (0.5, 2.0)}
@@ -263,6 +250,22 @@ def cases() -> None:
         loss = getattr(distributed, f"{name}_loss")
         assert np.isnan(loss(x[rows], y[rows], scale=2.0, label_smoothing=0.2))
     assert np.isnan(distributed.sup_con_loss(x[rows], np.arange(20)[rows] // 5, scale=2.0))
+
+
+def own_negatives(place: str = "host") -> None:
+    """Negatives of rows alone."""
+    rng, offload = np.random.default_rng(1), offloaded(place)
+    x, y, own = (rng.standard_normal(shape) for shape in ((20, 3), (20, 3), (20, 2, 3)))
+    rows, mask = shards(20, 3)[RANK], rng.random((20, 2)) < 0.8
+    for more in ({}, {"in_batch": False}, {"false_negative_margin": 0.3, "normalize": True}):
+        args, given = (x, y, rng.permutation(20)), {"own": own, "own_mask": mask}
+        mine, kept = [z[rows] for z in args], {name: z[rows] for name, z in given.items()}
+        want = infonce.info_nce_loss_and_grad(*args, scale=2.0, **given, **more)
+        got = distributed.info_nce_loss_and_grad(*mine, scale=2.0, **kept, **more, **offload)
+        near(got.loss, want.loss, "loss of own negatives")
+        near(got.grads.scale, want.grads.scale, "d scale of own negatives")
+        for name in ("query", "key", "own"):
+            near(getattr(got.grads, name), getattr(want.grads, name)[rows], f"d {name}")
 
 
 def limits(place: str) -> None:

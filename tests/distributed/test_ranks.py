@@ -96,6 +96,7 @@ CHECKS = {
         *EQUAL, "options_over_ranks:parameters", "ranks:accuracy:host:mpi:ring",
         "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
         "options_over_ranks:distilled:offload to host",
+        "options_over_ranks:own_negatives:offload to host",
     ],
     3: [
         "ranks_trouble:memory", *EQUAL, "options_over_ranks:parameters",
@@ -282,7 +283,8 @@ def test_offload_to_gpus() -> None:
     all_pass(
         2, "ranks:offload:gpu:auto", "options_over_ranks:equal:4:offload to gpu",
         "options_over_ranks:limits:offload to gpu",
-        "options_over_ranks:distilled:offload to gpu", limit=540,
+        "options_over_ranks:distilled:offload to gpu",
+        "options_over_ranks:own_negatives:offload to gpu", limit=540,
     )  # fmt: skip
 
 

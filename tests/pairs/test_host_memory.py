@@ -7,7 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from host_device import on_host
-from judge import arguments, pairs
+from infonce.kernels import between_passes
+from judge import arguments, assert_grad, assert_loss, pairs
 from reference_problems import each_once
 
 from infonce import reference, spec
@@ -125,3 +126,49 @@ def test_distillation(
     assert not alike.grads.key.any()
     teachers[1][7, 2] = np.nan
     assert np.isnan(on_host("distill", (query, key), teacher=teacher, **given)[0].loss)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"in_batch": False}, {"false_negative_margin": 0.1, "normalize": True},
+        {"hardness": 1.5, "margin": 0.1, "key_bias": np.sin(np.arange(34))},
+    ],
+    ids=lambda options: "-".join(options) or "none",
+)  # fmt: skip
+def test_own_negatives(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], dtype: Any, few: bool,
+    whole: bool, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """Several parts of their rows; masked ones are not read."""
+    if not few:
+        request.getfixturevalue("no_few_logits")
+    workspace = 10_000_000 if whole else 7_000 if dtype is np.float64 else 4_000
+    monkeypatch.setattr(between_passes, "OWN_BYTES", 3000)
+    rng = np.random.default_rng(0)
+    args = [rng.standard_normal(of) / 3 for of in ((30, 8), (34, 8), (30, 3, 8))]
+    query, key, own = (z.astype(dtype) for z in args)
+    labels, mask = rng.permutation(34)[:30], rng.random((30, 3)) < 0.8
+    own[~mask] = np.nan
+    given = {"scale": 6.0, "own_mask": mask, **options}
+    want = reference.info_nce(query, key, own=own, labels=labels, **given)
+    for wrt in (None, ("own",), ("query", "scale"), ("key", "own")):
+        out, device = on_host(
+            "info_nce own", (query, key, own), labels, wrt=wrt, workspace=workspace, **given
+        )
+        assert device.whole == whole
+        assert device.whole or device.blocks > 4
+        assert_loss(out.loss, want.loss, np.dtype(dtype).name, 10.0)
+        for name, gradient in want.grads.items():
+            got = getattr(out.grads, name)
+            assert (got is None) == (wrt is not None and name not in wrt)
+            if got is not None:
+                assert_grad(got, gradient, np.dtype(dtype).name, 10.0, terms=1.0)
+    own[3, :, 1], mask[3] = np.inf, True
+    losses = on_host(
+        "info_nce own", (query, key, own), labels, reduction="none", workspace=workspace, **given
+    )[0].loss
+    assert np.flatnonzero(np.isnan(losses)).tolist() == [3]

@@ -122,7 +122,8 @@ def on_host(
     loss: str, args: Any, labels: Any = None, teacher: Teacher | None = None, **options: Any
 ) -> tuple[Any, Host]:
     """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
-    kind = spec.LOSSES[loss] if teacher is None else teacher.loss
+    losses = {**spec.LOSSES, "info_nce own": spec.INFO_NCE_OWN}
+    kind = losses[loss] if teacher is None else teacher.loss
     with np.errstate(**SILENT):
         request = checks.check(kind, args, labels, None, options, with_grad=True)
         if teacher is not None:

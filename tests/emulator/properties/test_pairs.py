@@ -23,7 +23,7 @@ NEAR = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 2e-2}  # of the gradients
 
 
 @pytest.mark.parametrize("device", [HOPPER, PORTABLE])
-@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled", "offload"])
 @pytest.mark.parametrize("dtype", NEAR)
 def test_own_negatives(dtype: str, method: str, device: int) -> None:
     rng = np.random.default_rng(0)
@@ -35,15 +35,15 @@ def test_own_negatives(dtype: str, method: str, device: int) -> None:
         options: dict[str, Any] = {"scale": 6.0, "normalize": True, **more}
         want = reference.info_nce(query, key, labels=labels, own=own, own_mask=mask, **options)
         with cupy.cuda.Device(device):
-            arrays = [cupy.asarray(z) for z in (query, key, labels)]
+            place, how = cupy.asarray, {"method": method}
+            if method == "offload":
+                place, how = np.asarray, {"offload": True, "workspace": 2**15}
+            arrays = [place(z) for z in (query, key, labels)]
+            options |= {"own": place(own), "own_mask": place(mask), **how}
             got = infonce.info_nce_loss_and_grad(
-                *arrays, own=cupy.asarray(own), own_mask=cupy.asarray(mask), method=method,
-                grad_dtype=None if dtype == "float64" else np.float32, **options,
-            )  # fmt: skip
-            again = infonce.info_nce_loss_and_grad(
-                *arrays, own=cupy.asarray(own), own_mask=cupy.asarray(mask), method=method,
-                wrt=["own", "scale"], **options,
-            )  # fmt: skip
+                *arrays, grad_dtype=None if dtype == "float64" else np.float32, **options
+            )
+            again = infonce.info_nce_loss_and_grad(*arrays, wrt=["own", "scale"], **options)
         near(got.loss, want.loss, dtype)
         near(again.grads.scale, want.grads["scale"], dtype)
         for name in ("query", "key", "own", "scale"):

@@ -1,0 +1,45 @@
+"""Own negatives in host memory: their rows pass over the device, some at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from ..problem import Array, Gradients, Problem
+from .device import Ticket
+from .fold import StreamedCall
+from .panels import Arrivals
+
+MOST_LEAVING = 2  # gradients of parts of the rows that are on their way to the host
+
+
+class StreamedOwnRows:
+    """See `infonce.kernels.between_passes.OwnRows`."""
+
+    def __init__(self, problem: Problem, context: StreamedCall) -> None:
+        self.arrays, self.context = [problem.query, problem.own], context
+        self.leaving: deque[Ticket] = deque()
+
+    def read(self, parts: Sequence[slice]) -> Iterator[tuple[Array, Array]]:
+        """Rows on the device, while the next are copied."""
+        arrivals = Arrivals(self.context.device.xp, self.context.copies, self.arrays, parts)
+        for _ in parts:
+            query, own = arrivals.take()
+            yield query, own
+
+    def add_to_query(self, gradients: Gradients, rows: slice, dq: Array) -> None:
+        self.context.departures.wait()  # for the rest of the gradient of these rows
+        assert gradients.query is not None
+        self.leave(gradients.query[rows], dq, True)
+
+    def write_own(self, gradients: Gradients, rows: slice, gradient: Array) -> None:
+        assert gradients.own is not None
+        target = gradients.own[rows]
+        if target.dtype.itemsize < gradient.dtype.itemsize:
+            gradient = gradient.astype(target.dtype.newbyteorder("="))
+        self.leave(target, gradient, False)
+
+    def leave(self, target: Array, gradient: Array, add: bool) -> None:
+        if len(self.leaving) == MOST_LEAVING:
+            self.leaving.popleft().wait()
+        self.leaving.append(self.context.copies.leave(target, gradient, add))
