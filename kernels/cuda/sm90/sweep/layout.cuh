@@ -59,7 +59,7 @@ constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
 constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part
 // Stages that a key tile passes through. Small parts meet large ones in K-slices of their own (WIDE).
 constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES + TEACHER_SLICES;
-constexpr int RESIDENT_SLICES = K_SLICES + TEACHER_SLICES;  // of a query tile that stays in shared memory
+enum : int { RESIDENT_SLICES = K_SLICES + TEACHER_SLICES };  // of a query tile that stays in shared memory
 // Warps that read a stage: those of one consumer, or (STREAMED) of all, in all blocks of the cluster
 constexpr int READERS = 4 * BLOCKS * (STREAMED ? WARPGROUPS : HALVES);
 constexpr int QUERY_TILES_AT_ONCE = 8;  // WIDE: that meet the same keys, which then come from the L2 cache
