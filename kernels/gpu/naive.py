@@ -11,10 +11,10 @@ import numpy as np
 
 from ..arrays.naive import matrix_bytes, solve_whole_matrix
 from ..epilogues import Statistics, Sums
-from ..problem import LOG2_E, SCALES, Array, Gradients, Problem, materialize_vectors
+from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution
 from .device import compiler
-from .device.arguments import Fields, matrix, scalar, with_strides_in_whole_elements
+from .device.arguments import Fields, matrix, scalar, valid_scale, with_strides_in_whole_elements
 from .device.signatures import signature
 from .vectors import ElementwiseVectors
 
@@ -35,15 +35,6 @@ def _require_memory(problem: Problem, matrices: int) -> None:
             f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes on the GPU, of '
             f"which {free} are free"
         )
-
-
-def valid_scale(problem: Problem) -> Any:
-    """The scale; one on the device that is out of range becomes NaN, as kernels have it."""
-    if not isinstance(problem.scale, cupy.ndarray):
-        return problem.scale
-    scale = problem.scale.astype(np.float64)
-    low, high = SCALES["fp64" if problem.compute == "fp64" else "fp32"]
-    return cupy.where((scale >= low) & (scale <= high), scale, np.nan)
 
 
 class _Side:

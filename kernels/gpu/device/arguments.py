@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from ...epilogues import Sums
-from ...problem import LN_2, Array, Problem
+from ...problem import LN_2, SCALES, Array, Problem
 
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
 Fields = dict[str, Any]  # the fields of a structure in CUDA, by their names
@@ -57,6 +57,15 @@ def readable_by_kernels(problem: Problem) -> Problem:
         for name in ("guide_query", "guide_key"):
             changed[name] = with_strides_in_whole_elements(getattr(problem, name))
     return replace(problem, **changed) if changed else problem
+
+
+def valid_scale(problem: Problem) -> Any:
+    """The scale; one on the device that is out of range becomes NaN, as kernels have it."""
+    if not isinstance(problem.scale, cupy.ndarray):
+        return problem.scale
+    scale = problem.scale.astype(np.float64)
+    low, high = SCALES["fp64" if problem.compute == "fp64" else "fp32"]
+    return cupy.where((scale >= low) & (scale <= high), scale, np.nan)
 
 
 def matrix_values(array: Array | None, first: int = 0) -> tuple[int, int, int, int]:

@@ -17,10 +17,9 @@ from ...distill.problem import TaughtProblem, models
 from ...epilogues import Statistics, Sums
 from ...problem import LN_2, LOG2_E, Array, Gradients, Problem, fast_replace
 from ...solve import Solution
-from ..device.arguments import readable_by_kernels
+from ..device.arguments import readable_by_kernels, valid_scale
 from ..device.launcher import device_properties
 from ..device.launches import Queue
-from ..naive import valid_scale
 from ..schedule import Call, Schedule, tiled_schedule
 from ..tiled.backend import GPU
 from ..tiled.buffers import Buffers
