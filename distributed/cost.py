@@ -88,7 +88,7 @@ def transfer_bytes(rows: float, dim: int) -> tuple[float, float]:
     return keys + 16 * rows, keys + 24 * rows + rows * dim * DK
 
 
-def predict(rows: float, dim: int, ranks: int, machine: Machine | None = None) -> Step:
+def predict_ring(rows: float, dim: int, ranks: int, machine: Machine | None = None) -> Step:
     """One call of clip's loss and gradients with `rows` rows of each side on each of `ranks`."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
@@ -112,7 +112,7 @@ def _require(rows: float, dim: int, ranks: int) -> None:
 def predict_gather(
     rows: float, dim: int, ranks: int, machine: Machine | None = None
 ) -> Step:  # fmt: skip
-    """`predict` for the exchange "gather"."""
+    """`predict_ring` for the exchange "gather"."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
     others, hosts = ranks - 1, -(-ranks // machine.gpus)
@@ -149,7 +149,7 @@ def predict_gather(
 def predict_hierarchical(
     rows: float, dim: int, ranks: int, machine: Machine | None = None
 ) -> Step:  # fmt: skip
-    """`predict` for the exchange "hierarchical": a gather inside nodes, a ring between nodes."""
+    """`predict_ring` for the exchange "hierarchical", a gather inside nodes and a ring of nodes."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
     hosts = -(-ranks // machine.gpus)
@@ -182,7 +182,7 @@ def predict_hierarchical(
 
 
 EXCHANGES: dict[str, Callable[[float, int, int, Machine | None], Step]] = {
-    "ring": predict, "gather": predict_gather, "hierarchical": predict_hierarchical,
+    "ring": predict_ring, "gather": predict_gather, "hierarchical": predict_hierarchical,
 }  # fmt: skip
 
 

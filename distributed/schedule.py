@@ -27,6 +27,7 @@ from .transports import choice as transports
 from .transports.base import Exchanger
 
 EXCHANGES = ("auto", "ring", "gather", "hierarchical")
+COLUMN_SUM_BYTES = 24  # bytes of a column's max, sum and moment in float64
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def choose_exchange(
     d, item = problem.shape[2], problem.key.dtype.itemsize
     with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
     sums = d * sum_dtype_of(problem).itemsize if with_sums else 0
-    key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(sums, 24)
+    key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(sums, COLUMN_SUM_BYTES)
     least_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
     size = local_size(hosts)
     if size is not None:

@@ -22,19 +22,19 @@ from .targets import Smoothing
 class Segments:
     """Segments of rows and keys: keys belong to the rows of the same segment."""
 
-    # [M] int64, in [0, count), or -1 for none; without a `count`, ids of any value. None: all rows
-    # are in one segment
+    # [M] int64: the segment of each row, in [0, count), or -1 for none. If `count` is None, the
+    # segments are ids of any value. If `rows` is None, all rows are in one segment
     rows: Array
-    columns: Array  # [N]
-    count: int | None = None
-    order: Array = None  # [N] of a symmetric problem: rows, those of a segment one after another
+    columns: Array  # [N]: the segment of each key, like `rows`
+    count: int | None = None  # number of segments
+    order: Array = None  # [N] in a symmetric problem: rows in an order in which segments are runs
     _numbered: Segments | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._numbered = None
 
     def numbered(self, xp: Any) -> Segments:
-        """The same segments with a `count`: one for each id of rows, and one for all other keys."""
+        """The same segments, numbered: one for each id of rows, and one for all other keys."""
         if self.count is not None:
             return self
         if self._numbered is None:
@@ -49,7 +49,7 @@ class Segments:
         return self._numbered
 
     def members(self, xp: Any, index: Array) -> tuple[Array, Array]:
-        """[M] the number of keys in row i's segment, and [M] the sum of their `index` [N]."""
+        """For each row, the number of keys in its segment, and the sum of these keys' `index`."""
         numbered = self.numbered(xp)
         assert numbered.count is not None
         number = xp.bincount(numbered.columns, minlength=numbered.count)
@@ -59,11 +59,11 @@ class Segments:
 
 @dataclass
 class Classes(Segments):
-    """Segments that are classes. On a GPU their number is not known, and they are not counted."""
+    """Segments that are classes. On a GPU, the host does not know their number: `count` is None."""
 
-    # classes that are no pairs, whose positives are in the sums of negatives; `order` is given
+    # classes of more than two rows, whose positives are also in the sums of negatives; with `order`
     in_sums: Segments | None = None
-    others: Array = None  # [N] number of other rows in such a class, else 0
+    others: Array = None  # [N] number of other rows in a class of `in_sums`; 0 in other classes
 
 
 def partners(
@@ -71,7 +71,7 @@ def partners(
 ) -> tuple[Array, Array]:
     """The only other row of each row's class, and whether the class has other rows.
 
-    `members` are those of `Segments.members`, and `own` are the rows' indices. Returns two values:
+    `own` are the indices of rows, and `members` is `Segments.members` of `own`. Returns two values:
 
     - [N] the other row of a class of two; -1 for other classes;
     - [N] bool: whether the row's class has another row.
@@ -85,11 +85,11 @@ def partners(
 
 @dataclass
 class SegmentSums:
-    """For each row, sums over the keys of its segment; or for each key, over rows."""
+    """For each row, sums over the keys of its segment; or for each key, sums over rows."""
 
-    products: Array  # of q_i . k_j
-    number: Array  # of keys; float64
-    biases: Array  # of keys' biases
+    products: Array  # sum of q_i . k_j
+    number: Array  # number of keys, float64
+    biases: Array  # sum of the biases of keys
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
@@ -106,18 +106,21 @@ class LinearTerm:
     segments: Segments
     row_factor: Array  # [M]
     column_factor: Array | None = None  # [N]
-    query_sums: Array | None = None  # of the rows of each segment, where they are known already
+    # sums of the features of each segment, if they are known already
+    query_sums: Array | None = None
     key_sums: Array | None = None
 
 
 class Rows(Protocol):
-    """The rows u_i of one side, as the folds see them."""
+    """The rows u_i of queries or of keys, normalised if the loss normalises."""
 
     def sums(
         self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
     ) -> Array:
-        """[count, D]: the sum of factor_i u_i over the rows of each segment. `order`: as
-        `Segments.order`; then segments without rows have any sum."""
+        """[count, D]: the sum of factor_i u_i over the rows of each segment.
+
+        With `order` (`Segments.order`), the sums of segments without rows are arbitrary.
+        """
         ...
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
@@ -126,11 +129,13 @@ class Rows(Protocol):
 
 
 class LinearGradient:
-    """The gradient of a term by the rows of one side:
+    """The gradient of a linear term with respect to the rows u_i of queries or of keys:
 
     -dL/du_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i]
 
-    Without factors, or sums of the other side weighted by its factors, these are None.
+    `sums` add up the rows of the other side, and `weighted` add them up times their factors.
+    `factor` and `sums` are None if this side has no factors. `weighted` is None if the other side
+    has no factors.
     """
 
     def __init__(
@@ -145,7 +150,8 @@ class LinearGradient:
             factor, their_factor = their_factor, factor
         elif symmetric:
             their_factor = factor
-        # Of views, `sums` and `weighted` both contain row i itself, which is no pair
+        # If queries are the keys, `sums` and `weighted` both contain row i itself. The pair i = i
+        # does not count, so it is subtracted twice
         self.segment, self.itself, self.factor = own, 2.0 if symmetric else 0.0, factor
         grouping = others, segments.count
         self.sums = self.weighted = None
@@ -157,7 +163,7 @@ class LinearGradient:
             self.weighted = other_side.sums(*grouping, their_factor, segments.order)
 
     def part(self, rows: slice) -> LinearGradient:
-        """That of some rows."""
+        """The gradient with respect to `rows`."""
         part = copy(self)
         part.segment, part.factor = (
             None if vector is None else vector[rows] for vector in (self.segment, self.factor)
@@ -171,7 +177,10 @@ class Summing(Protocol):
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
-        """Of rows [M] and, if asked for, of `columns` [N]. A symmetric problem leaves out i = j."""
+        """The sums of rows [M], and the sums of columns [N] if `columns`.
+
+        If queries are the keys, pairs i = j do not count.
+        """
         ...
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
@@ -196,7 +205,7 @@ def segment_sums(
 def sums_of(
     xp: Any, problem: Problem, segments: Segments, rows: Array, columns: Array | None
 ) -> tuple[SegmentSums, SegmentSums | None]:
-    """`Summing.segment_sums` of numbered segments, from the products."""
+    """`Summing.segment_sums` of numbered segments, from the sums of products."""
 
     def sums_over(others: Array, own: Array, products: Array, bias: Array | None) -> SegmentSums:
         number = xp.bincount(others, minlength=segments.count)[own] - float(problem.symmetric)

@@ -15,12 +15,13 @@ T = TypeVar("T")
 Array = Any  # a NumPy or CuPy array
 Progress = Callable[[str, int, int], None]  # (phase, blocks done, blocks in all)
 
-WORKSPACE = 256 * 2**20  # bytes, where the caller gives none
+WORKSPACE = 256 * 2**20  # bytes; the default
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# The range of scales in float32 and float64. Above it, rounding alone changes the logits of unit
-# rows by 1, and no digit of a probability is right. Below it, products of the scale with
-# probabilities, weights and upstream gradients could underflow: they have half of all exponents.
+# The range of scales in float32 and float64. Above the range, rounding changes the logits of unit
+# rows by 1, so that no digit of a probability is right. Below the range, products of the scale with
+# probabilities, weights and upstream gradients could underflow: half of all exponents are left to
+# these factors
 SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
 # For np.errstate, in every thread: a value out of range becomes infinity or NaN, without a warning
 SILENT: Any = {"all": "ignore"}
@@ -122,18 +123,19 @@ class Problem:
 
     @property
     def plain(self) -> bool:
-        """Whether all rows have one positive, and a softmax of the logits as they are."""
+        """Whether all rows have one positive, and no option changes logits or targets."""
         return self.plain_logits and self.plain_targets
 
     @property
     def plain_logits(self) -> bool:
         """Whether no option but `ids` adds, changes or leaves out a logit."""
-        has_arrays = not (self.query_groups is self.own is self.key_bias is None)  # fast
+        # the chained `is` asks, in little time, whether all three are None
+        has_arrays = not (self.query_groups is self.own is self.key_bias is None)
         return not has_arrays and not self.compares_with_limits
 
     @property
     def plain_targets(self) -> bool:
-        """Whether all rows have one positive, with the logit of the softmax, and no more terms."""
+        """Whether all rows have one positive, no margin or the like, and no linear terms."""
         numbers = self.margin or self.decoupled or self.hardness
         others = numbers or self.linear_terms or self.joint
         one_positive = self.set_size == 1 and not self.has_positive_ids

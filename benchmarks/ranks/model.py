@@ -22,9 +22,9 @@ from infonce.distributed.cost import (
     hidden_from,
     hierarchical_bytes,
     memory,
-    predict,
     predict_gather,
     predict_hierarchical,
+    predict_ring,
 )
 from rich.table import Table
 
@@ -49,7 +49,7 @@ def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
                     "hierarchical (ms)", "efficiency", "memory of a ring"):  # fmt: skip
         table.add_column(heading, justify="right")
     for n in counts:
-        exchanges = [predict_gather, predict, *[predict_hierarchical] * (n > machine.gpus)]
+        exchanges = [predict_gather, predict_ring, *[predict_hierarchical] * (n > machine.gpus)]
         steps = [of(rows, dim, n, machine) for of in exchanges]
         times = [text for s in steps for text in (f"{1e3 * s.seconds:.2f}", f"{s.efficiency:.1%}")]
         times += [""] * (6 - len(times))
@@ -94,7 +94,7 @@ def _figure(dim: int, machine: Machine, counts: list[int]) -> Any:
     """Efficiency over rows a GPU, for some numbers of GPUs, of the ring and over hosts."""
     figure = common.optional("matplotlib.figure", "plot").Figure((9, 4), layout="constrained")
     rows = 2.0 ** np.arange(8, 18.01, 0.25)
-    exchanges = {"ring": predict, "hierarchical": predict_hierarchical}
+    exchanges = {"ring": predict_ring, "hierarchical": predict_hierarchical}
     for axes, (name, of) in zip(figure.subplots(1, 2, sharey=True), exchanges.items(), strict=True):
         for n in (8, 64, 1024):
             efficiency = [of(b, dim, n, machine).efficiency for b in rows]

@@ -45,7 +45,7 @@ def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> No
     flat = [z.reshape(-1, z.shape[-1]) for z in arrays]
     if all(z.itemsize == 8 and has_moderate_squares(z) for z in flat):
         return
-    norms = [log2_norms(z).max(initial=-np.inf) for z in flat]  # NaN if a feature is, as the loss
+    norms = [log2_norms(z).max(initial=-np.inf) for z in flat]  # NaN if a feature is NaN
     largest = 2.0 * max(norms) if loss.joint else norms[0] + max(norms[1:] or norms)
     if largest + math.log2(scale) > math.log2(LARGEST_LOGIT):
         name = loss.arguments[int(np.argmax(norms))]

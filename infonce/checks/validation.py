@@ -1,7 +1,8 @@
-"""The checks of single arguments: each returns the value that a call works with, or raises.
+"""The checks of single arguments. A check returns the value that a call works with, or raises.
 
-Messages name the argument, what was expected and what came. Only `finite`, behind an option, waits
-for a device: values of arrays on a GPU are checked by its kernels.
+A message names the argument, what was expected and what came. No check reads an array on a GPU,
+except `norms.require_finite` (`check_finite=True`), which waits for the device. Kernels check the
+values of arrays on a GPU.
 """
 
 from __future__ import annotations

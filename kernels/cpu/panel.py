@@ -284,7 +284,8 @@ class Worker:
                 )
 
         def run_in_order() -> None:
-            # Row sums too: if queries are keys, earlier panels have added to them as columns
+            # Row sums are also merged in order: if queries are the keys, earlier panels add to them
+            # as columns
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
                 threshold = fold.rank_threshold[rows]

@@ -150,7 +150,7 @@ class PanelOrder:
         self.done = 0
         self.cancelled = False
         self.backwards = backwards
-        # for each column block, the panels that have not added to it; the next one is the last
+        # for each column block, a stack of the panels that have not added; the last one is next
         self._panels: list[list[int]] = [[] for _ in grid.columns]
         panels = range(len(grid.rows))
         for a in panels if backwards else reversed(panels):

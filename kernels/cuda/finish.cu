@@ -1,9 +1,9 @@
 // Completes gradients of features: adds positives and linear terms to the sums over gradient blocks, and
 // differentiates through the normalisation. A warp, or half of a warp, computes a row.
 //
-// rows.cuh defines the factor f, the exponent e and s = 2^-e z of a row z, whose normalised row is u = f s. A
-// gradient block contains the factors of its rows and columns: its elements are P_ij f_i f_j. So the product of the
-// block with the rows s_j is g_i = f_i dU_i, if dU_i is the gradient with respect to u_i. The gradient with respect
+// rows.cuh defines the factor f, the exponent e and s = 2^-e z of a row z, whose normalised row is u = f s. With
+// P_ij = dL/dx_ij, the elements of a gradient block are multiplied by both factors: P_ij f_i f_j. So the product of
+// the block with the rows s_j is g_i = f_i dU_i, with dU_i the gradient with respect to u_i. The gradient with respect
 // to the features z is
 //
 //     dz = (dU - u <dU, u>) / |z| = 2^-e (g - f^2 s <g, s>),     <dU, u> = <g, s>.

@@ -21,7 +21,7 @@ from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
 from .schedule import is_computed_by_kernels_only
 
-# struct DefaultVectors of a call that gives all vectors
+# struct DefaultVectors of a call that passes all vectors
 NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
 
 _DIRECTION_LOSSES = compiler.flatten("direction_losses.cuh")  # merge, finalize_direction
@@ -147,21 +147,24 @@ class TiledVectors(ElementwiseVectors):
     def __init__(self, launcher: Launcher, problem: Problem) -> None:
         super().__init__()
         self.launcher, self.scalars = launcher, Scalars(launcher, problem)
-        # results are float64 for float64 features, else float32; the caller converts what differs
+        # results are float64 for float64 features, else float32; the caller converts other dtypes
         self.double = problem.query.dtype == np.float64 or launcher.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.any_key = cupy.empty(1)
 
     @staticmethod
     def alone(problem: Problem, queue: Queue) -> TiledVectors:
-        """Without folds: the steps of one of many ranks."""
+        """The vectors of one of many ranks, whose folds run elsewhere."""
         device = cupy.cuda.Device()
         precision = config.operand_precision(problem.compute, device_properties(device.id))
         return TiledVectors(Launcher(device, precision, queue), problem)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:
-        """The problem with its vectors as arrays, and struct DefaultVectors for the
-        kernel that writes them."""
+        """The problem with its vectors as arrays, and struct DefaultVectors.
+
+        Arrays that the caller has not passed are uninitialised: the kernel that gets the struct
+        writes them.
+        """
         m = problem.shape[0]
         positives, upstream = problem.positives, problem.upstream
         by_rule, same, value = None, None, 0.0
@@ -178,7 +181,7 @@ class TiledVectors(ElementwiseVectors):
         return spelled, defaults
 
     def dots(self, n: int) -> Array:
-        return cupy.empty(n)  # all are written when gradients are finished
+        return cupy.empty(n)  # the completion of gradients writes all elements
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         m, n, _ = problem.shape
@@ -207,14 +210,14 @@ class TiledVectors(ElementwiseVectors):
         return problem, stats
 
     def clear(self, sums: Sums) -> None:
-        """Nothing is folded in yet."""
+        """Set sums to the sums of nothing."""
         self.begin(None, sums, None, NO_DEFAULTS, None, 0, len(sums.max))
 
     def begin(
         self, rows: Sums | None, columns: Sums | None, positive: Array | None,
         defaults: Fields, any_key: Array | None, m: int, n: int,
     ) -> None:  # fmt: skip
-        """The identity of the log-sum-exp fold, and vectors that no caller gave."""
+        """Begin a log-sum-exp fold: set sums to sums of nothing, and write default vectors."""
         self.launcher.vectors(
             "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
             positive=positive, set_size=1 if positive is None else positive.size // m, m=m, n=n,
@@ -234,7 +237,7 @@ class TiledVectors(ElementwiseVectors):
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
         backend: Any, not_finite: NotFinite | None = None,
     ) -> Finalized:  # fmt: skip
-        """`not_finite`: which features are not finite, if that is known already."""
+        """See `solve.Vectors.finalize`. `not_finite`: the NaN flags, if they are known already."""
         if not is_computed_by_kernels_only(problem):
             return super().finalize(problem, stats, triangle, gradient, backend)
         m = problem.shape[0]
@@ -316,21 +319,24 @@ class TiledVectors(ElementwiseVectors):
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 
     def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
-        """d log(scale) is NaN already: of an infinite feature, it has products 0 times infinity."""
+        """The losses; NaN if they depend on a feature that is not finite.
+
+        The gradient of the scale is NaN without help: it contains 0 times infinity.
+        """
         return self.find_and_add_nans(problem, fold.losses, self.any_key)
 
     def find_and_add_nans(self, problem: Problem, losses: Array, any_key: Array) -> Array:
-        """Adds NaN to losses that depend on a feature that is not finite; `any_key` [1] holds 0."""
+        """Add NaN to losses that depend on a feature that is not finite. `any_key` [1] is 0."""
         return self.add_nans(losses, self.find_row_nans(problem, any_key), any_key)
 
     def find_row_nans(
         self, problem: Problem, any_key: Array, out: Array | None = None, known: bool = False
     ) -> Array | None:
-        """Writes NaN into `any_key` [1] if a feature of a key is not finite. Returns
+        """Find the NaN flags of queries, and write NaN into `any_key` [1] for a NaN flag of a key.
 
-        [M]   NaN for a query with such a feature, else its `Problem.label_nans` or 0; it is `out`,
-              if that is given
-        None  if queries are the keys, or if their values are `known` already
+        Returns [M] flags of queries, in `out` if it is given: NaN for a feature that is not finite,
+        else `Problem.label_nans` or 0. Returns None if queries are the keys, or if the flags of
+        queries are `known`.
         """
         m, n, d = problem.shape
         queries = None
@@ -345,7 +351,7 @@ class TiledVectors(ElementwiseVectors):
         return out
 
     def add_nans(self, losses: Array, row_nans: Array | None, any_key: Array) -> Array:
-        """Adds `row_nans` (None: 0) and `any_key` to losses."""
+        """Add `row_nans` (None: 0) and `any_key` to losses."""
         m = len(losses)
         self.launcher.vectors(
             "mark_not_finite", m, m=m, losses=losses, row_nans=row_nans, any_key_not_finite=any_key

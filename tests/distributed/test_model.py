@@ -25,7 +25,7 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['batch']} over {run['gpus']}")
 def test_recorded_runs(run: dict[str, float]) -> None:
-    predicted = cost.predict(run["batch"] / run["gpus"], int(run["dim"]), int(run["gpus"]))
+    predicted = cost.predict_ring(run["batch"] / run["gpus"], int(run["dim"]), int(run["gpus"]))
     assert abs(predicted.seconds / run["step_s"] - 1) < 0.06
 
 
@@ -58,7 +58,7 @@ def test_recorded_gathers() -> None:
 def test_hidden_from_is_where_transfers_vanish() -> None:
     machine = replace(cost.Machine(), start=0.0)
     rows = cost.hidden_from(512, machine.inside, machine)
-    more, fewer = (cost.predict(f * rows, 512, 8, machine) for f in (1.01, 0.9))
+    more, fewer = (cost.predict_ring(f * rows, 512, 8, machine) for f in (1.01, 0.9))
     home = machine.inside.latency + 1.01 * rows * 512 * cost.DK / machine.inside.bandwidth
     assert more.exposed == pytest.approx(home, rel=1e-9)
     assert fewer.exposed > home
@@ -69,7 +69,7 @@ def test_hierarchical_needs_less_of_the_network() -> None:
     for machine in (cost.Machine(), slow):
         ring, gather, hierarchical = (
             of(4096, 512, 64, machine).exposed
-            for of in (cost.predict, cost.predict_gather, cost.predict_hierarchical)
+            for of in (cost.predict_ring, cost.predict_gather, cost.predict_hierarchical)
         )
         assert hierarchical < min(ring, gather)
     assert cost.predict_hierarchical(4096, 512, 8) == cost.predict_hierarchical(4096, 512, 8, slow)
@@ -77,7 +77,7 @@ def test_hierarchical_needs_less_of_the_network() -> None:
 
 def test_one_gpu_computes_only() -> None:
     machine = replace(cost.Machine(), start=0.0)
-    step = cost.predict(1000, 512, 1, machine)
+    step = cost.predict_ring(1000, 512, 1, machine)
     assert step.exposed == pytest.approx(0, abs=1e-12)
     assert step.efficiency == pytest.approx(1)
 
@@ -142,7 +142,7 @@ def test_command(tmp_path: Path, model: Any) -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="rows, dim, ranks"):
-        cost.predict(0, 512, 8)
+        cost.predict_ring(0, 512, 8)
     with pytest.raises(ValueError, match="rows, dim, workspace"):
         cost.memory(0, 512)
 

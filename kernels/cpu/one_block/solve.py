@@ -21,14 +21,16 @@ from .loops import sigmoid, softmax, unit_rows
 from .team import Team
 
 MOST_LOGITS = 2**20
-THREAD_SHARE = 2**21  # multiply-adds of a product: for less, a thread takes longer than it saves
-MIN_HALVED_WIDTH = 256  # of rows: their products with themselves take longer than copies of a half
-Product = Callable[..., Array]  # as np.matmul
+THREAD_SHARE = 2**21  # least multiply-adds for a thread: with fewer, it takes longer than it saves
+# Least width of rows whose product with themselves is halved: the other half is a copy, which takes
+# less time than the product
+MIN_HALVED_WIDTH = 256
+Product = Callable[..., Array]  # with the arguments of np.matmul
 NO_IDS = np.empty(0, np.int64)
 
 
 def fits(problem: Problem) -> bool:
-    """Whether `solve` knows all options of the problem, and has room for its logits."""
+    """Whether `solve` has all options of the problem, and the workspace has room for its logits."""
     m, n, d = problem.shape
     if not 0 < m * n <= MOST_LOGITS or d == 0 or problem.method not in ("auto", "fused"):
         return False
@@ -50,8 +52,11 @@ def fits(problem: Problem) -> bool:
 def solve(
     problem: Problem, gradients: Gradients | None, product: Product | None = None
 ) -> Solution | None:
-    """Loss and gradients of a problem that `fits`. None: features or logits are not finite, or rows
-    lack a positive. `product`: computes products instead of BLAS, in threads of its own."""
+    """Loss and gradients of a problem that `fits`.
+
+    Returns None if features or logits are not finite, or if a row lacks a positive. `product`
+    computes the products instead of BLAS, in its own threads.
+    """
     positives = problem.positives
     if problem.weights is not None and positives is not None and positives.min() < 0:
         return None
@@ -76,7 +81,7 @@ def solve(
 
 
 def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
-    """Losses of raw products x, which become dL/dx for a gradient."""
+    """The losses, from raw products x. For a `gradient`, x becomes dL/dx."""
     m, n = x.shape
     positives, row_ids, column_ids = np.ascontiguousarray(problem.positives), NO_IDS, NO_IDS
     if problem.query_ids is not None:
@@ -110,8 +115,7 @@ def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
     return solution
 
 
-# Features as BLAS reads them, in the compute dtype and of unit length where that is asked for; and
-# the features that were normalised
+# (features in the compute dtype, normalised if the loss normalises; the `Side` of normalised rows)
 Rows = tuple[Array, Side | None]
 
 
@@ -135,7 +139,7 @@ def _readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Ro
 
 
 def _multiply(query: Array, key: Array, x: Array, team: Team, product: Product) -> None:
-    """The raw products x."""
+    """Compute the raw products x."""
     if team.threads == 1:  # BLAS itself halves the product of rows with themselves
         product(query, key.T, out=x)
     elif query is key and query.shape[1] >= MIN_HALVED_WIDTH:
@@ -150,12 +154,15 @@ def _multiply_columns(query: Array, key: Array, x: Array, parts: int, part: int)
 
 
 def _multiply_half(z: Array, x: Array, parts: int, part: int) -> None:
-    """Rows of the part beside themselves, and beside the rows of the next parts around a ring."""
+    """Products of the rows of a part with themselves, and with the next parts around a ring.
+
+    Each pair of parts is computed once, and copied to the other half of x.
+    """
     rows = _part(len(z), parts, part)
     np.matmul(z[rows], z[rows].T, out=x[rows, rows])
     for step in range(1, parts // 2 + 1):
         near, far = rows, _part(len(z), parts, (part + step) % parts)
-        if 2 * step == parts:  # the part opposite comes here too: each takes a half
+        if 2 * step == parts:  # two opposite parts meet twice: each computes a half
             first, last = sorted((near, far), key=lambda side: side.start)
             middle = (first.start + first.stop) // 2
             half = slice(first.start, middle) if near is first else slice(middle, first.stop)
@@ -165,7 +172,10 @@ def _multiply_half(z: Array, x: Array, parts: int, part: int) -> None:
 
 
 def _threads(m: int, n: int, d: int, symmetric: bool) -> int:
-    """For products of m x n x d multiply-adds, of which one may be halved."""
+    """The number of threads for products of m x n x d multiply-adds.
+
+    If queries are the keys, the product of logits may be halved.
+    """
     halved = symmetric and d >= MIN_HALVED_WIDTH
     most = min(m, n, m * n * d // (2 * THREAD_SHARE if halved else THREAD_SHARE))
     return min(thread_count(), most) if most > 1 else 1
@@ -175,7 +185,7 @@ def _store(
     problem: Problem, gradients: Gradients, g: Array, query: Rows, key: Rows, team: Team,
     product: Product,
 ) -> None:  # fmt: skip
-    """The gradients of features, from dL/dx."""
+    """Compute the gradients of features, from dL/dx, and store them."""
     products = []
     if gradients.query is not None and gradients.want_query:
         products.append((gradients.query, g, key[0], query))
@@ -195,7 +205,7 @@ def _store(
 def _store_rows(
     to: Array, left: Array, right: Array, own: Rows, rows: slice, product: Product
 ) -> None:
-    """Rows of a gradient: the product of left and right, through the norms of its own features."""
+    """Store rows of a gradient: the product of left and right, through the normalisation."""
     direct = to.dtype == left.dtype and to.flags.c_contiguous and to.dtype.isnative
     out = product(left[rows], right, out=to[rows] if direct else None)
     z, side = own

@@ -49,8 +49,8 @@ struct Block : PlainBlock {
 };
 
 // Marks of a guide, which tiled/guide.cu and sm90/sweep_guide.cu write. The mark of a pair is a bit: 1 if the guide's
-// product of the pair is above the limit. Columns are in groups of MARKED_COLUMNS. A row and a group have four words of
-// 32 marks. The mark of column c of the group is bit `mark_bit(c)` of word c / 2 % 4. In this order, the columns of a
+// product of the pair is above the limit. Columns are in groups of MARKED_COLUMNS. Each row has four words of 32
+// marks for each group. The mark of column c of the group is bit `mark_bit(c)` of word c / 2 % 4. In this order, the columns of a
 // tensor core's products that one thread holds are in one word.
 enum : int { MARKED_COLUMNS = 128 };
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }

@@ -1,6 +1,5 @@
-// Marks of pairs by a guide as a sweep (sweep/sweep.cuh): the marks that tiled/guide.cu computes, from the same
-// limits, at the speed of the tensor cores. A thread has all columns of a tile that belong to one word of each of
-// its two rows.
+// Marks the pairs that a guide leaves out, as tiled/guide.cu does, as a sweep (sweep/sweep.cuh) at the speed of tensor
+// cores. A thread owns two rows, and holds all 32 columns of one word of each row.
 #include "sm90/sweep/logits.cuh"
 
 static_assert(TILE_COLUMNS == MARKED_COLUMNS, "a tile is a group of marked columns");

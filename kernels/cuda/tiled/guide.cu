@@ -1,8 +1,9 @@
-// Marks of pairs by a guide: those whose product is above the limit of their row, or of their column.
+// Marks the pairs that a guide leaves out: a pair is marked if its product of the guide's features is above the limit
+// of its row, or of its column.
 //
 // The queries and keys of this launch are the guide's features, and LIMITS is 1, or 2 if columns have a softmax. The
-// kernels of the loss read the marks as an option of pairs (GuideMarks in block/options.cuh). They compute the product
-// of a pair in several folds; its marks are the same in each, because this kernel adds up a product in one order only.
+// kernels of the loss read the marks as an option of pairs (GuideMarks in block/options.cuh). Each pass marks its pairs
+// again. The marks are equal in all passes, because this kernel adds up a product in one fixed order.
 #include "tiled/tile.cuh"
 
 #if WARP_N == 64

@@ -41,19 +41,21 @@ struct Sums {
   }
 };
 
-// The sums of each row <- themselves + pairs[0 .. slots) and moments[0 .. slots) (null: none), always in
-// the same order. The maxima of the pairs are raw products, which c = scale log2(e) makes base-2 logits.
-// A sweep passes scale = ln 2, because its maxima are such logits already. Moments are of raw products,
-// which `logit_scale` makes logits. A block of threads has 32 rows, and MERGE_ROW_THREADS threads share the
-// slots of a row. `written_tiles` (or null) has the tiles for which each thread block of a sweep has
-// written pairs of columns (sweep_lse.cu). Such a block has two slots.
+// Adds partial sums of rows, or of columns, to their sums, always in one order.
+//   - A slot is one partial sum of a row: a pair (max, sum), and a moment unless `moments` is null. `pairs` and
+//     `moments` have `slots` slots for each row.
+//   - The maxima of pairs are raw products; c = scale log2(e) makes base-2 logits of them. A sweep's maxima are such
+//     logits already, so the caller passes scale = ln 2. `logit_scale` makes logits of the products in moments.
+//   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
+//   - If `written_tiles` is not null, the sums belong to columns of a sweep (sweep_lse.cu). Each thread block of the
+//     sweep has two slots for the columns of the tiles that it has visited, and `written_tiles` has these tiles.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, const __grid_constant__ Sums sums,
             const u32* written_tiles,
             const Real* moments, const __grid_constant__ Scale logit_scale) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
-  __shared__ int met[MAX_SWEEP_BLOCKS], count;  // blocks that have left pairs of this tile
+  __shared__ int met[MAX_SWEEP_BLOCKS], count;  // blocks of the sweep that have written pairs of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
   const i64 i = blockIdx.x * (i64)32 + lane;
   if (written_tiles) {

@@ -1,10 +1,11 @@
-// The order of a warp's accesses to memory. Kernels compiled with -fsanitize=thread call these functions
-// at each access; no library of the compiler is there. Two lanes of a warp that use the same bytes, one of
-// them to write, need a synchronisation in between: a shuffle or a vote brings lanes together, but does not
-// order memory.
+// Checks the order of a warp's accesses to memory. Kernels compiled with -fsanitize=thread call these functions at
+// each access; the compiler's own TSan library is not linked. If two lanes of a warp use the same bytes, and one of
+// them writes, they need a synchronisation in between. A shuffle or a vote brings lanes together, but does not order
+// memory.
 //
-// Each lane counts its releases (arrivals at a barrier), and knows the last release that it has seen of each
-// lane of its warp. An access is ordered after another lane's if its lane has seen a release after that.
+// Each lane counts its releases (arrivals at a barrier), and knows the last release that it has seen of each other
+// lane. Access B of a lane is ordered after access A of another lane if B's lane has seen a release that A's lane made
+// after A.
 #include <memory>
 #include <unordered_map>
 
