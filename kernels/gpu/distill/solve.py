@@ -128,7 +128,7 @@ def _losses(
     if buffers.feature_divisors is not None:
         c = buffers.feature_divisors[2] * c
     unrounded = c / c.astype(buffers.real)
-    rest = exponent * unrounded - direction.reference
+    rest = exponent.astype(np.float64) * unrounded - direction.reference
     losses = -LN_2 * (unrounded * sums[0] + rest)
     return cupy.maximum(losses, 0.0), LN_2 * sums[1]
 
