@@ -44,9 +44,9 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
             )
     for name, *others in EXCLUSIVE:
         if given(name) and all(map(given, others)):
+            came = "an array" if name == "own" else what(o[name])  # `own` is among the features
             raise ValueError(
-                f"{name}: expected {DEFAULTS[name]!r} with {' and '.join(others)}, got "
-                f"{what(o[name])}"
+                f"{name}: expected {DEFAULTS[name]!r} with {' and '.join(others)}, got {came}"
             )
     if given("guide_margin") and o["guide"] is None:
         raise ValueError(f"guide_margin: expected 0.0 without guide, got {what(o['guide_margin'])}")

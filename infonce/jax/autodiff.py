@@ -11,10 +11,18 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from .. import dispatch
-from ..checks.teacher import Teacher
 from ..spec import ARRAYS, NAMES, VECTORS, Loss
 from . import axis
-from .callback import TracedCall, call_out, deliver, integers, options_of, outputs
+from .callback import (
+    TEACHER,
+    TracedCall,
+    call_out,
+    deliver,
+    integers,
+    options_of,
+    outputs,
+    teacher_of,
+)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -39,15 +47,9 @@ def _fill(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None
     Feature gradients are computed in the memory of `out`, without a copy.
     """
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
-    teacher = None
-    if call.kind.taught:
-        arrays = inputs["teacher"]
-        teacher = Teacher(
-            arrays["teacher_query"], arrays["teacher_key"], scale=arrays["teacher_scale"]
-        )
     result = dispatch.loss_and_grad(
         call.kind, inputs["features"], integers(inputs["labels"]), inputs["bias"],
-        options_of(call, inputs), direct, teacher,
+        options_of(call, inputs), direct, teacher_of(call, inputs),
     )  # fmt: skip
     deliver(call, result, out, direct)
 
@@ -77,9 +79,8 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
         if value is not None and value.perturbed and name not in call.kind.locked
     }
     wanted = tuple(dtypes)
-    constants = {name: inputs[name] for name in (*VECTORS, "guide")} | inputs.get("teacher", {})
-    for name, constant in constants.items():
-        if any(leaf.perturbed for leaf in jax.tree.leaves(constant)):
+    for name in (*VECTORS, "guide", *TEACHER):
+        if any(leaf.perturbed for leaf in jax.tree.leaves(inputs[name])):
             raise ValueError(
                 f"{name}: expected an array that is not differentiated, as it gets no gradient, "
                 "got one that is: jax.lax.stop_gradient makes one"
@@ -110,9 +111,7 @@ def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
         "scale": grads.get("scale"),
         "bias": grads.get("bias"),
         "labels": None,
-        "guide": None,
-        "grad_out": None,
-        **dict.fromkeys((*NAMES, *ARRAYS, *(["teacher"] if call.kind.taught else []))),
+        **dict.fromkeys(("grad_out", "guide", *TEACHER, *NAMES, *ARRAYS)),
     },)  # fmt: skip
 
 

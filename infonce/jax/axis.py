@@ -1,6 +1,7 @@
 """Losses of the rows of all devices of an axis: callbacks, and XLA's collectives between them.
 
-    all_gather of the keys [N, D]; then for each round of `rounds`
+    all_gather of the keys [N, D], and of their features from a guide or a teacher [N, E]
+    for each round of `rounds`
         callback   blocks of this device's rows [M, D] with the keys of all devices
         collective all_to_all of the sums of columns, all_gather of vectors of keys
     psum_scatter of the gradients of all keys [N, D], which are sums over devices
@@ -12,7 +13,7 @@ JAX differentiates the sum itself, with `check_vma` or without.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..spec import Loss
 from . import rounds
 from .callback import Axis, TracedCall, call_out, outputs
 
 
-def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any]) -> Axis:
-    """The axis of a call. ValueError if no axis has the name, or if features are known to be the
-    same on all devices of the axis."""
+def axis_of(axis_name: Any, features: Mapping[str, Any]) -> Axis:
+    """The axis of a call. ValueError if no axis has the name, or if one of the named features is
+    known to be the same on all devices of the axis."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
         if not names or len(set(names)) < len(names):
@@ -40,7 +40,7 @@ def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any]) -> Axis:
             "infonce.jax.sharded makes the loss.)"
         ) from error
     axes = _varying(index)
-    for name, z in zip(kind.arguments, features, strict=True):
+    for name, z in features.items():
         if not axes <= _varying(z):
             raise ValueError(
                 f"{name}: expected rows of each device of axis {axis_name!r}, got the same array "
@@ -86,9 +86,12 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     axis, kind, shape_of = call.axis, call.kind, jax.ShapeDtypeStruct
     assert axis is not None
     features = inputs["features"]
-    own = jnp.concatenate(features) if kind.joint else features[-1]
-    keys = jax.lax.all_gather(own, axis.names, tiled=True)
-    device_arguments = {**inputs, "keys": keys}
+    own_keys = jnp.concatenate(features) if kind.joint else features[kind.key_argument]
+    gathered = jax.tree.map(
+        lambda own: jax.lax.all_gather(own, axis.names, tiled=True),
+        {"keys": own_keys, "auxiliary_keys": _auxiliary_keys(call, inputs)},
+    )
+    device_arguments, keys = {**inputs, **gathered}, gathered["keys"]
     plan = rounds.plan_callbacks(call, device_arguments)
     device_arguments["rank"] = jax.lax.axis_index(axis.names)
     run = functools.partial(rounds.run, call, plan)
@@ -102,7 +105,7 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
 
     for travel in plan.travels:
         # 64-bit numbers as two of 32 bits
-        shape: tuple[int, ...] = (travel.vector_count, len(own), 2)
+        shape: tuple[int, ...] = (travel.vector_count, len(own_keys), 2)
         if travel.to_owners:
             shape = (axis.size, *shape)
         out = callback({
@@ -116,12 +119,14 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
         past.append({"error_and_results": out["error_and_results"], "arrived": arrived})
 
     shapes = outputs(call, inputs)
-    feature_shapes = {name: shapes.pop(name) for name in kind.arguments if name in call.wrt}
+    # gradients of own negatives stay on their device
+    by_axis = [name for name in kind.arguments if name in call.wrt and name != "own"]
+    feature_shapes = {name: shapes.pop(name) for name in by_axis}
     wide = jax.dtypes.canonicalize_dtype(np.float64)
     shapes["weight"] = shape_of((), wide) if _weighted(call, inputs) else None
-    rows = len(own) if kind.symmetric else len(features[0])
+    rows = len(own_keys) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
-        shapes["dq"] = shape_of((rows, own.shape[1]), plan.sum_dtype)
+        shapes["dq"] = shape_of((rows, keys.shape[1]), plan.sum_dtype)
     if plan.key_sums:
         shapes["key_sums"] = shape_of(keys.shape, plan.sum_dtype)
     out = callback(shapes)
@@ -137,6 +142,14 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
         if name in feature_shapes:
             out[name] = part.astype(feature_shapes[name].dtype)
     return out
+
+
+def _auxiliary_keys(call: TracedCall, inputs: dict[str, Any]) -> Any:
+    """The features of this device's keys from a guide or a teacher; None: there is none."""
+    guide = inputs["guide"]
+    if isinstance(guide, tuple):
+        guide = jnp.concatenate(guide) if call.kind.joint else guide[1]
+    return inputs["teacher_key"] if call.kind.taught else guide
 
 
 def _weighted(call: TracedCall, inputs: dict[str, Any]) -> bool:

@@ -19,9 +19,12 @@ except ImportError as error:
         "pip install 'infonce-kernels[jax]'"
     ) from error
 
+from ..checks.teacher import Teacher
 from ..kernels.problem import SILENT
 from ..result import LossAndGrad
 from ..spec import ARRAYS, DTYPES_UNTIL_UPSTREAM, NAMES, Loss
+
+TEACHER = ("teacher_query", "teacher_key", "teacher_scale")  # arguments of a call; None without one
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
@@ -103,6 +106,12 @@ def options_of(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     arrays["guide"] = inputs["guide"]
     options |= {name: array for name, array in arrays.items() if array is not None}
     return {**options, "metrics": call.metrics}
+
+
+def teacher_of(call: TracedCall, inputs: dict[str, Any]) -> Teacher | None:
+    """The teacher, from the arrays of a callback."""
+    query, key, scale = (inputs[name] for name in TEACHER)
+    return Teacher(query, key, scale=scale) if call.kind.taught else None
 
 
 def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:

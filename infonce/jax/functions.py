@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ..result import Metrics
 from ..spec import Loss
 from . import axis
 from .autodiff import parts
-from .callback import Axis, TracedCall, Wide, stand_in
+from .callback import TEACHER, Axis, TracedCall, Wide, stand_in
 
 ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.NAMES, *spec.ARRAYS)
 
@@ -67,8 +67,6 @@ def _apply(
         return (total, outs[-1][1]) if metrics else total
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
-    if kind.has_own and axis_name is not None:
-        raise ValueError("own: expected None with axis_name, got an array")
     vectors = {name: options.pop(name, None) for name in spec.ARRAYS}
     names = {name: options.pop(name, None) for name in spec.NAMES}
     numbers = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
@@ -76,9 +74,7 @@ def _apply(
     require_known(kind, features, options)
     over = None
     if axis_name is not None:
-        if guide is not None:
-            raise ValueError("guide: expected None with axis_name, got one")
-        over = axis.axis_of(axis_name, kind, features)
+        over = axis.axis_of(axis_name, by_rows(kind, features, guide, teacher))
         require_method(options)
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
@@ -99,9 +95,8 @@ def _apply(
         "guide": jax.tree.map(jnp.asarray, tuple(guide) if isinstance(guide, list) else guide),
         **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
+        **traced_teacher(teacher, dtype),
     }
-    if teacher is not None:
-        given["teacher"] = traced_teacher(teacher, dtype)
     if over is None:
         loss, values, _ = parts(TracedCall(kind, tuple(sorted(options.items())), metrics), given)
     else:
@@ -113,13 +108,18 @@ def _apply(
 
 def require_known(kind: Loss, features: Sequence[Any], options: dict[str, Any]) -> None:
     """TypeError for features that are no arrays, and for options that no compiled program takes."""
-    for name, z in zip(kind.arguments, features, strict=True):
-        if not isinstance(z, (jax.Array, np.ndarray)):
-            raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
+    require_arrays(dict(zip(kind.arguments, features, strict=True)))
     for name in options:
         if name not in spec.COMPILED:
             known = keywords.jax_function(kind)
             raise keywords.unexpected(f"infonce.jax.{kind.name}_loss()", name, known)
+
+
+def require_arrays(features: Mapping[str, Any]) -> None:
+    """TypeError for features that are no arrays."""
+    for name, z in features.items():
+        if not isinstance(z, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
 
 
 def check_traced(
@@ -151,16 +151,30 @@ def check_traced(
         add_teacher(kind, request, stand_ins, known)
 
 
-def traced_teacher(teacher: Teacher, dtype: Any) -> dict[str, Any]:
+def traced_teacher(teacher: Teacher | None, dtype: Any) -> dict[str, Any]:
     """The arrays of a teacher as a compiled program takes them, with their names in errors."""
+    if teacher is None:
+        return dict.fromkeys(TEACHER)
     scale = teacher.scale
     if teacher.temperature is not None:
         scale = 1.0 / teacher.temperature
-    return {
-        "teacher_query": jnp.asarray(teacher.query),
-        "teacher_key": jnp.asarray(teacher.key),
-        "teacher_scale": None if scale is None else _floating(scale, dtype),
-    }
+    scale = None if scale is None else _floating(scale, dtype)
+    arrays = jnp.asarray(teacher.query), jnp.asarray(teacher.key), scale
+    return dict(zip(TEACHER, arrays, strict=True))
+
+
+def by_rows(
+    kind: Loss, features: Sequence[Any], guide: Any, teacher: Teacher | None
+) -> dict[str, Any]:
+    """The features of rows, a guide's and a teacher's among them, with their names in errors."""
+    found = dict(zip(kind.arguments, features, strict=True))
+    if isinstance(guide, (tuple, list)):
+        found |= {f"guide[{i}]": z for i, z in enumerate(guide)}
+    else:
+        found["guide"] = guide
+    if teacher is not None:
+        found |= {"teacher_query": teacher.query, "teacher_key": teacher.key}
+    return {name: z for name, z in found.items() if isinstance(z, (jax.Array, np.ndarray))}
 
 
 def _known(value: Any, otherwise: int = 0) -> Any:
@@ -212,8 +226,8 @@ DOC = """
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
     weights, key_bias, guide : arrays, optional
-        As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`, and not with
-        `axis_name`. They get no gradient.
+        As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`. They get no
+        gradient.
     axis_name : name, or tuple of names, optional
         Axis of `jax.shard_map` or `jax.pmap`: the loss is that of the rows of all its devices, and
         gradients are for the rows of this device, as in `infonce.distributed.{loss}`. What is known
@@ -288,8 +302,8 @@ def distill_loss(
     two_sided : bool, default True
     scale, temperature : float or 0-d array
         One of them.
-    axis_name : None
-        The loss is of one device.
+    axis_name : name, or tuple of names, optional
+        As in `infonce.jax.clip_loss`: all four arrays have the rows of this device.
     options
         As in `infonce.distill_loss`.
 
@@ -307,13 +321,11 @@ def distill_loss(
     ----------
     Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015.
     """
-    if axis_name is not None:
-        raise ValueError(f"axis_name: expected None for distill, got {axis_name!r}")
-    for name, z in (("teacher_query", teacher_query), ("teacher_key", teacher_key)):
-        if not isinstance(z, (jax.Array, np.ndarray)):
-            raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
+    require_arrays({"teacher_query": teacher_query, "teacher_key": teacher_key})
     teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale, two_sided)
-    return _apply(teacher.loss, (query, key), teacher=teacher, **options)
+    return _apply(
+        teacher.loss, (query, key), teacher=teacher, axis_name=axis_name, **options
+    )  # fmt: skip
 
 
 @docstrings.adapted(losses.gte_loss, DOC, keywords.jax_function)

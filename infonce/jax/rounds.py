@@ -35,12 +35,14 @@ from infonce.distributed.schedule import sum_dtype_of
 
 from .. import arrays, dispatch
 from ..checks.call import Request, check
+from ..checks.teacher import add_teacher
 from ..checks.validation import Batch
 from ..kernels.direction_losses import weighted
-from ..kernels.problem import SILENT, Array, Problem, uses_moments
-from ..kernels.solve import Solution, solve_by_folds
+from ..kernels.distill.solve import solver_by_folds
+from ..kernels.problem import SILENT, Array, Gradients, Problem, uses_moments
+from ..kernels.solve import Solution
 from ..kernels.targets import weigh_positives
-from .callback import TracedCall, deliver, integers, options_of, stand_in
+from .callback import TracedCall, deliver, integers, options_of, stand_in, teacher_of
 
 LOG = logging.getLogger("infonce.jax")
 BITS = np.dtype(np.int64)  # numbers that travel, and results for later callbacks, have 8 bytes
@@ -86,9 +88,7 @@ class Rounds:
     restored: int = 0  # how many of `results` are restored
     fresh: list[Array] = field(default_factory=list)  # results of rounds that this callback visits
     complete: bool = False  # there is a round without results: no later one travels
-    gathered_vectors: dict[int, tuple[Array, Array]] = field(
-        default_factory=dict
-    )  # by id: own, gathered
+    gathered: dict[int, tuple[Array, Array]] = field(default_factory=dict)  # by id: own, of all
 
     def run(self, round: Round) -> None:
         """See `Exchange`. Sums that are features stay in `key_sums`."""
@@ -150,16 +150,14 @@ class Rounds:
 
     def _gather(self, own: list[Array]) -> list[Array]:
         """These arrays of all devices. Features are there."""
-        new = [array for array in own if array.ndim == 1 and id(array) not in self.gathered_vectors]
+        new = [array for array in own if id(array) not in self.gathered]
         if new:
             payload = self.xp.stack([array.view(BITS) for array in new])
             arrived = self._travel(False, payload)
             for i, array in enumerate(new):
                 whole = self.xp.ascontiguousarray(arrived[:, i]).view(array.dtype)
-                self.gathered_vectors[id(array)] = array, whole.reshape(-1)
-        return [
-            self.keys if array.ndim > 1 else self.gathered_vectors[id(array)][1] for array in own
-        ]
+                self.gathered[id(array)] = array, whole.reshape(-1)
+        return [self.gathered[id(array)][1] for array in own]
 
     def _restore(self, results: Sequence[Array]) -> bool:
         """Restore these results if an earlier callback has visited the round; return whether."""
@@ -201,7 +199,7 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     ValueError where the workspace has no room for a block."""
     axis = call.axis
     assert axis is not None
-    scalars = {"scale", "weights"}
+    scalars = {"scale", "teacher_scale", "weights"}
     inputs = {name: _stand_in(value, int(name in scalars)) for name, value in inputs.items()}
     with np.errstate(**SILENT):
         request = _checked(call, inputs, 0)
@@ -270,7 +268,7 @@ def _run(
     if ends and plan.key_sums and call.kind.symmetric:  # sums for half of the other devices
         rounds.key_sums[...] = 0
     if request.gradients is not None:
-        request.gradients.query = out.get("dq")
+        request.gradients.query, request.gradients.own = out.get("dq"), out.get("own")
     try:
         solution = _solve(call, inputs, request, rank, folding, rounds, plan.sum_dtype)
     except _Stop as stop:
@@ -299,6 +297,8 @@ def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
         kind, features, integers(inputs["labels"]), inputs["bias"], options, True, batch, {}
     )
     request.joined, request.feature_grads = None, {}  # gradients of both are in `dq`
+    if (teacher := teacher_of(call, inputs)) is not None:
+        add_teacher(kind, request, features, teacher)
     problem = request.problem
     if request.on_gpu:
         from ..kernels.gpu.device.arguments import readable_by_kernels
@@ -309,6 +309,8 @@ def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
     # what travels is known before the program runs, wherever it does
     pays = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
     problem.moments = problem.scalar_grads and pays
+    if request.gradients is None and "own" in request.wrt:
+        request.gradients = Gradients(want_query=False, want_key=False)
     return request
 
 
@@ -322,6 +324,10 @@ def _solve(
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(folding.vectors.xp, problem, first)
+    for own, of_all in (
+        (problem.key, rounds.keys), (problem.auxiliary_key, inputs["auxiliary_keys"])
+    ):  # fmt: skip
+        rounds.gathered[id(own)] = own, of_all
     folds = FoldsOverRanks(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
         rounds, folding.fold_block, labelled, folding.vectors, sum_dtype,
@@ -339,7 +345,7 @@ def _solve(
         problem.upstream = problem.upstream * problem.weights
     if request.on_gpu and not call.kind.classes and problem.loss_follows_from_sums:
         problem = problem.without_weights()
-    solution = solve_by_folds(problem, folds, gradients)
+    solution = solver_by_folds(problem)(problem, folds, gradients)
     if request.reduction != "none":
         xp, loss = folding.vectors.xp, solution.loss
         if loss is None:

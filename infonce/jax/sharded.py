@@ -11,17 +11,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import spec
-from ..checks import validation
+from ..checks import keywords, prefixes, validation
+from ..checks.teacher import ALL_LOSSES, Teacher
 from ..result import Metrics
 from ..spec import Loss
 from . import functions
 
-# arguments with one number a row, beside features and `spec.NAMES`
-BY_ROW = ("labels", *spec.ARRAYS)
-NUMBERS = ("scale", "temperature", "bias")
+# arguments with rows, beside features and `spec.NAMES`
+BY_ROW = ("labels", *spec.ARRAYS, "guide", "teacher_query", "teacher_key")
+NUMBERS = ("scale", "temperature", "bias", "teacher_scale", "teacher_temperature")
+TEACHER_ARGUMENTS = (
+    "teacher_query",
+    "teacher_key",
+    "teacher_temperature",
+    "teacher_scale",
+    "two_sided",
+)
 
 
 def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..., Any]:
@@ -43,8 +52,7 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
         A loss of `infonce.jax`.
     mesh : jax.sharding.Mesh
     axis_name : str or tuple of str
-        The axis of the mesh, or several, over which rows are split: features, labels, ids, groups,
-        weights and key_bias.
+        The axis of the mesh, or several, over which all arguments with rows are split.
 
     Returns
     -------
@@ -57,7 +65,7 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
     TypeError, ValueError
         `loss` is none of infonce.jax, `mesh` is no mesh, or it has no axis of that name.
     """
-    kinds = {getattr(functions, f"{name}_loss"): kind for name, kind in spec.LOSSES.items()}
+    kinds = {getattr(functions, f"{name}_loss"): kind for name, kind in ALL_LOSSES.items()}
     if not callable(loss) or loss not in kinds:
         raise TypeError(
             f"loss: expected a loss of infonce.jax, as infonce.jax.clip_loss, got {loss!r}"
@@ -79,11 +87,15 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
     def over_devices(*args: Any, **options: Any) -> Any:
         given = dict(signature.bind(*args, **options).arguments)
         given |= given.pop("options", {})
-        _require(kind, given, mesh, names)
+        of_call, _, _ = keywords.with_own(kind, (), given)
+        _require(of_call, given, mesh, names)
         if kind is spec.NT_XENT and given.get("labels") is None:  # views may be on two devices
             rows = len(given["features"])
             given["labels"] = (jnp.arange(rows) + rows // 2) % rows
-        return _run(loss, kind, given, mesh, names)
+        for name in spec.DIMS:
+            if given.get(name) is not None:
+                given[name] = tuple(np.asarray(given[name]).tolist())  # can be hashed
+        return _run(loss, of_call, given, mesh, names)
 
     return over_devices
 
@@ -95,9 +107,17 @@ def _require(kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ..
     if "axis_name" in options:
         raise TypeError("axis_name: expected as an argument of infonce.jax.sharded")
     labels, bias = options.pop("labels", None), options.pop("bias", None)
+    teacher = None
+    if kind.taught:
+        of = {name: options.pop(name) for name in TEACHER_ARGUMENTS if name in options}
+        functions.require_arrays({name: of[name] for name in ("teacher_query", "teacher_key")})
+        teacher = Teacher(**{name.removeprefix("teacher_"): value for name, value in of.items()})
+        kind = teacher.loss
+    if prefixes.taken(kind, options):
+        _, options = prefixes.prefixes(kind, features, options)
     plain = {name: value for name, value in options.items() if name not in functions.ARGUMENTS}
     functions.require_known(kind, features, plain)
-    functions.check_traced(kind, features, labels, bias, options, None)
+    functions.check_traced(kind, features, labels, bias, options, None, teacher)
     devices = math.prod(mesh.shape[name] for name in names)
     for name, z in zip(kind.arguments, features, strict=True):
         if len(z) % devices:
@@ -118,7 +138,9 @@ def _run(
             by_row[name] = functions.each(functions.exact, integers)
     for name in BY_ROW:
         if (value := given.pop(name, None)) is not None:
-            by_row[name] = functions.exact(value) if name == "labels" else jnp.asarray(value)
+            by_row[name] = (
+                functions.exact(value) if name == "labels" else jax.tree.map(jnp.asarray, value)
+            )
     numbers = {name: given.pop(name) for name in NUMBERS if given.get(name) is not None}
     if AxisType.Explicit in mesh.axis_types:
         reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard

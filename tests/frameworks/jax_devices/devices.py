@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from reference_problems import FEATURES
+from reference_problems import FEATURES as OF_REFERENCE
 
 import infonce.jax as ij
+
+FEATURES = {**OF_REFERENCE, "distill": ("query", "key")}
 
 R, D = len(jax.devices()), 4
 MESH = Mesh(np.array(jax.devices()), "data")
@@ -44,6 +46,10 @@ def features(name: str, rows: int = 6, width: int = D, dtype: Any = None) -> lis
     """`rows` a device."""
     rng = np.random.default_rng(rows)
     return [unit(rng, rows * R, width, dtype=dtype) for _ in FEATURES[name]]
+
+
+def guide_of(rng: np.random.Generator, rows: int, width: int = 3) -> Any:
+    return jnp.asarray(rng.normal(size=(rows, width)))
 
 
 def labels_of(name: str, rows: int) -> dict[str, Any]:

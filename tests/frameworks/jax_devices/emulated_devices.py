@@ -18,8 +18,9 @@ import numpy as np  # noqa: E402
 
 import infonce  # noqa: E402
 from infonce import spec  # noqa: E402
+from infonce.checks.teacher import ALL_LOSSES  # noqa: E402
 from infonce.jax import rounds  # noqa: E402
-from infonce.jax.callback import Axis, TracedCall, outputs  # noqa: E402
+from infonce.jax.callback import TEACHER, Axis, TracedCall, outputs  # noqa: E402
 
 R = int(sys.argv[1])
 M, D = 8, 16  # rows of a device, width
@@ -34,23 +35,29 @@ def filled(shapes: Any) -> Any:
     return jax.tree.map(lambda of: cupy.empty(of.shape, of.dtype), shapes)
 
 
-def evaluate(name: str, z: list[np.ndarray], numbers: dict[str, Any], labels: Any) -> Any:
+def evaluate(
+    name: str, z: list[np.ndarray], numbers: dict[str, Any], by_row: dict[str, Any]
+) -> Any:
     """Loss, d queries, d keys, and gradients of the numbers, as `axis.evaluate` has them."""
-    kind, of = spec.LOSSES[name], jax.ShapeDtypeStruct
+    kind, of = ALL_LOSSES[name], jax.ShapeDtypeStruct
     wrt = tuple(arg for arg in (*kind.arguments, *numbers) if arg not in kind.locked)
     call = TracedCall(kind, (), False, wrt, Axis(("data",), R, frozenset(), False))
     given = []
     for rank in range(R):
-        absent = dict.fromkeys(("bias", "labels", "grad_out", "guide", *spec.NAMES, *spec.ARRAYS))
+        absent = dict.fromkeys(
+            ("bias", "labels", "grad_out", "guide", *TEACHER, *spec.NAMES, *spec.ARRAYS)
+        )
         arrays = {"features": tuple(shard(side, rank) for side in z)}
-        arrays |= {"labels": shard(labels, rank)} if labels is not None else {}
+        arrays |= jax.tree.map(lambda of_all, rank=rank: shard(of_all, rank), by_row)
         arrays |= {k: np.asarray(v, DTYPE) for k, v in numbers.items()}
         given.append({**absent, **arrays})
     owns = [np.concatenate(of["features"] if kind.joint else of["features"][-1:]) for of in given]
     keys = np.concatenate(owns)
-    plan = rounds.plan_callbacks(call, {**given[0], "keys": keys})
+    guide_key = by_row["guide"][1] if "guide" in by_row else None
+    gathered = {"keys": keys, "auxiliary_keys": by_row.get("teacher_key", guide_key)}
+    plan = rounds.plan_callbacks(call, {**given[0], **gathered})
     inputs = [
-        {**jax.tree.map(cupy.asarray, {**of, "keys": keys, "rank": np.int32(i)}), "past": []}
+        {**jax.tree.map(cupy.asarray, {**of, **gathered, "rank": np.int32(i)}), "past": []}
         for i, of in enumerate(given)
     ]
     for travel in plan.travels:
@@ -88,18 +95,21 @@ def close(got: Any, want: Any, tolerance: float) -> None:
 
 
 rng = np.random.default_rng(0)
-for name in sys.argv[2:]:
-    kind = spec.LOSSES[name]
+for case in sys.argv[2:]:
+    name, _, guided = case.partition(" ")  # "clip guide"
+    kind = ALL_LOSSES[name]
     z = [rng.standard_normal((M * R, D)) for _ in kind.arguments]
     z = [(side / np.linalg.norm(side, axis=1, keepdims=True)).astype(DTYPE) for side in z]
-    labels = np.arange(M * R) % 5 if name == "sup_con" else None
+    by_row: dict[str, Any] = {"labels": np.arange(M * R) % 5} if name == "sup_con" else {}
+    second = rng.standard_normal((2, M * R, 3)).astype(DTYPE)
+    by_row |= {"guide": tuple(second)} if guided else {}
+    by_row |= dict(zip(TEACHER, second, strict=False)) if kind.taught else {}
     numbers = {"scale": 5.0} | ({"bias": -3.0} if kind.sigmoid else {})
-    arguments = numbers | ({} if labels is None else {"labels": labels})
-    want = getattr(infonce, f"{name}_loss_and_grad")(*z, **arguments)
+    want = getattr(infonce, f"{name}_loss_and_grad")(*z, **numbers, **by_row)
     order = np.arange(M * R)
     if name == "nt_xent":  # both views of a sample on one device
         order = order.reshape(2, R, -1).swapaxes(0, 1).ravel()
-    loss, dq, dk, grads = evaluate(name, [side[order] for side in z], numbers, labels)
+    loss, dq, dk, grads = evaluate(name, [side[order] for side in z], numbers, by_row)
     close(loss, want.loss, 1e-6)
     close(grads, [getattr(want.grads, k) for k in numbers], 5e-6)
     if kind.symmetric:
@@ -107,4 +117,4 @@ for name in sys.argv[2:]:
     else:
         close(dq, want.grads[0], 5e-6)
         close(dk, want.grads[1], 5e-6)
-    print(name, "is equal", flush=True)
+    print(case, "is equal", flush=True)

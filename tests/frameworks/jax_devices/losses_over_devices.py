@@ -15,11 +15,13 @@ from devices import (
     R,
     close,
     features,
+    guide_of,
     labels_of,
     main,
     mapped,
     one,
     raises,
+    unit,
     whole_loss,
 )
 from jax.sharding import Mesh, NamedSharding
@@ -27,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from reference_problems import FEATURES, LOSSES, call_of, drawn_problem
 
 import infonce.jax as ij
-from infonce import spec
+from infonce import reference, spec
 
 # --- all losses and options -----------------------------------------------------------------------
 
@@ -37,6 +39,67 @@ def options(seeds: str) -> None:
     for seed in range(int(seeds)):
         for name in LOSSES:
             drawn(name, seed)
+        distilled(seed)
+
+
+def with_own(problem: Any, rng: np.random.Generator) -> Any:
+    """The problem with negatives of each row alone, of which every row has one."""
+    rows, width = problem.features[0].shape
+    mask = rng.random((rows, 3)) < 0.6
+    mask[:, 0] = True
+    own = {"own": rng.normal(size=(rows, 3, width)), "own_mask": mask}
+    if rng.random() < 0.5:
+        own["in_batch"] = False
+    others = {k: v for k, v in problem.softmax.items() if not k.startswith(("decoupled", "guide"))}
+    return problem._replace(softmax=others | own)
+
+
+def expected(problem: Any, prefixes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Loss and gradients by the specification, of the sum over prefixes if there are any."""
+    if not prefixes:
+        result = problem.reference()
+        return result.loss, result.grads
+    loss, grads = 0.0, {}
+    for d, weight in zip(*prefixes.values(), strict=True):
+        part = problem._replace(features=[z[:, :d] for z in problem.features]).reference()
+        loss += weight * part.loss
+        for field, gradient in part.grads.items():
+            if gradient is None:  # of a locked tower
+                grads[field] = None
+                continue
+            if np.ndim(gradient):
+                gradient = np.pad(gradient, ((0, 0), (0, D - d)))
+            grads[field] = grads.get(field, 0.0) + weight * gradient
+    return loss, grads
+
+
+def distilled(seed: int) -> None:
+    """`distill_loss`, whose keys may be more than the queries if it has one side."""
+    rng = np.random.default_rng([seed, R])
+    two_sided, weighted = bool(rng.random() < 0.5), bool(rng.random() < 0.5)
+    rows = R * int(rng.integers(1, 4))
+    columns = rows if two_sided else rows + R
+    z = [rng.normal(size=(n, D)) for n in (rows, columns)]
+    teacher = [rng.normal(size=(n, 3)) for n in (rows, columns)]
+    given = {"two_sided": two_sided, "normalize": bool(rng.random() < 0.5)}
+    by_row = dict(zip(("teacher_query", "teacher_key"), teacher, strict=True))
+    weights = rng.uniform(0.0, 2.0, rows) if weighted else np.ones(rows)
+    by_row |= {"weights": weights} if weighted else {}
+    numbers = {"scale": rng.uniform(0.5, 8.0)}
+    teacher_scale = float(rng.uniform(0.5, 8.0))
+    loss = partial(whole_loss, "distill", teacher_temperature=1 / teacher_scale, **given)
+    step = mapped(loss, inside=bool(seed % 2))
+    if seed % 3 == 2:
+        over = partial(ij.sharded(ij.distill_loss, MESH, "data"), teacher_scale=teacher_scale)
+        step = jax.jit(jax.value_and_grad(lambda z, n, by: over(*z, **n, **by, **given), (0, 1)))
+    got, (grads, number_gradients) = step(*jax.tree.map(jnp.asarray, (z, numbers, by_row)))
+    want = reference.distill(*z, *teacher, **numbers, teacher_scale=teacher_scale,
+                             weights=weights / weights.sum(), **given)  # fmt: skip
+    what = f"distill, seed {seed}, {given}, {list(by_row)}"
+    close(what, (got, *grads), (want.loss, want.grads["query"], want.grads["key"]))
+    # relative to 1, for terms of the size of products cancel
+    slopes = number_gradients["scale"], want.grads["scale"]
+    close(f"{what}: d scale", *(np.append(slope, 1.0) for slope in slopes))
 
 
 def drawn(name: str, seed: int) -> None:
@@ -45,13 +108,13 @@ def drawn(name: str, seed: int) -> None:
     rows = R * int(rng.integers(1, 4)) * (1 + (name == "nt_xent" and R % 2))
     columns = rows + R * int(rng.integers(-1, 2)) * (name == "info_nce" and rows > R)
     drawn = drawn_problem(name, rng, rows, columns, D)
-    for option in ("guide", "guide_margin"):  # not over devices
-        drawn.softmax.pop(option, None)
+    if name == "info_nce" and rng.random() < 0.5:
+        drawn = with_own(drawn, rng)
     problem, given = call_of(drawn, reduction)
     numbers = {"scale": jnp.asarray(given.pop("scale"))}
     if name == "siglip":
         numbers["bias"] = jnp.asarray(problem.bias)
-    arrays = ("labels", *spec.NAMES, *spec.VECTORS)
+    arrays = ("labels", "guide", "own", *spec.NAMES, *spec.ARRAYS)
     by_row = {k: given.pop(k) for k in arrays if given.get(k) is not None}
     given = {k: v for k, v in given.items() if v is not None} | {"reduction": reduction}
     upstream = np.ones(rows)
@@ -59,6 +122,11 @@ def drawn(name: str, seed: int) -> None:
         upstream = rng.uniform(-1.0, 1.0, rows)
         problem = problem._replace(weights=problem.weights * upstream)
     z, order = [jnp.asarray(side) for side in problem.features], np.arange(rows)
+    own = {"own": jnp.asarray(by_row.pop("own"))} if "own" in by_row else {}
+    prefixes = {}
+    if not own and "dims" not in spec.LOSSES[name].refused and rng.random() < 0.3:
+        prefixes = {"dims": (2, D), "dim_weights": (0.5, 1.0)}
+        given |= prefixes
     way = int(rng.integers(5))  # the last one: `sharded`
     loss = partial(whole_loss, name, **given)
     if way == 4:
@@ -73,7 +141,7 @@ def drawn(name: str, seed: int) -> None:
 
     def objective(z: Any, numbers: Any, both: Any) -> Any:
         by_row, upstream = both
-        named = dict(zip(FEATURES[name], z, strict=True)) | numbers
+        named = dict(zip((*FEATURES[name], *own), z, strict=True)) | numbers
         named |= {k: jax.lax.stop_gradient(named[k]) for k in still}
         z, numbers = [named.pop(k) for k in FEATURES[name]], named
         losses = loss(z, numbers, by_row)
@@ -86,12 +154,14 @@ def drawn(name: str, seed: int) -> None:
     step = mapped(objective, check, inside)
     if way == 4:
         step = jax.jit(jax.value_and_grad(objective, (0, 1)))
+    z += own.values()
     got, (grads, number_gradients) = step(z, numbers, (by_row, jnp.asarray(upstream)))
-    want = problem.reference()
+    loss_wanted, grads_wanted = expected(problem, prefixes)
     what = f"{name}, seed {seed}, {given}, {list(by_row)}, way {way}, without d {still}"
-    close(what, got, want.loss)
-    for field, gradient in [*zip(FEATURES[name], grads, strict=True), *number_gradients.items()]:
-        wanted = want.grads[field]
+    close(what, got, loss_wanted)
+    by_name = zip((*FEATURES[name], *own), grads, strict=True)
+    for field, gradient in [*by_name, *number_gradients.items()]:
+        wanted = grads_wanted[field]
         if field in still or wanted is None:
             wanted = np.zeros(gradient.shape)
         elif gradient.ndim:
@@ -127,17 +197,28 @@ def metrics() -> None:
 
 
 def formula(name: str, z: list[Any], numbers: Any, by_row: Any) -> Any:
-    """clip and info_nce in JAX: logits of own rows, and of own columns."""
+    """clip with a guide, and info_nce with own negatives, in JAX: logits of own rows, and of own
+    columns."""
     i, m = jax.lax.axis_index("data"), len(z[0])
     own = (i * m + jnp.arange(m))[:, None]
 
-    def direction(query: Any, key: Any) -> Any:
-        x = numbers["scale"] * query @ jax.lax.all_gather(key, "data", tiled=True).T
-        return jax.nn.logsumexp(x, axis=1) - jnp.take_along_axis(x, own, 1)[:, 0]
+    def products(query: Any, key: Any) -> Any:
+        return query @ jax.lax.all_gather(key, "data", tiled=True).T
 
-    losses = direction(*z)
+    def direction(query: Any, key: Any, *guide: Any) -> Any:
+        x = numbers["scale"] * products(query, key)
+        positive = jnp.take_along_axis(x, own, 1)
+        if guide:
+            seen = products(*guide)
+            x = jnp.where(seen > jnp.take_along_axis(seen, own, 1), -jnp.inf, x)
+        if "own" in by_row:
+            mine = numbers["scale"] * (query[:, None] * by_row["own"]).sum(2)
+            x = jnp.concatenate([x, mine], axis=1)
+        return jax.nn.logsumexp(x, axis=1) - positive[:, 0]
+
+    losses = direction(*z, *by_row.get("guide", ()))
     if name == "clip":
-        losses = (losses + direction(*z[::-1])) / 2
+        losses = (losses + direction(*z[::-1], *by_row["guide"][::-1])) / 2
     return jax.lax.psum(losses.sum(), "data") / (m * R)
 
 
@@ -145,19 +226,25 @@ def modes() -> None:
     """Where each device has R times its part of the gradient, it is as with the formula."""
     for name in ("clip", "info_nce"):
         z, numbers = features(name), {"scale": SCALE.astype(np.float64)}
-        shards = [v.reshape(R, -1, D) for v in z]
+        rng = np.random.default_rng(0)
+        by_row = {"own": unit(rng, len(z[0]), 3, D)}
+        if name == "clip":
+            by_row = {"guide": (guide_of(rng, len(z[0])), guide_of(rng, len(z[0])))}
+        sharded = jax.tree.map(lambda v: v.reshape(R, -1, *v.shape[1:]), (z, by_row))
+        shards = sharded[0]
 
-        def both(z: Any, numbers: Any, of: Any = None, name: str = name) -> Any:
-            value, (grads, number_gradients) = jax.value_and_grad(
-                partial(of, name, by_row={}), (0, 1)
-            )(z, numbers)
+        def both(z: Any, numbers: Any, by_row: Any, of: Any = None, name: str = name) -> Any:
+            value, (grads, number_gradients) = jax.value_and_grad(partial(of, name), (0, 1))(
+                z, numbers, by_row
+            )
             return value, (grads, jax.lax.pmean(number_gradients, "data"))
 
-        over = partial(jax.shard_map, mesh=MESH, in_specs=(ROWS, SAME), check_vma=False,
+        over = partial(jax.shard_map, mesh=MESH, in_specs=(ROWS, SAME, ROWS), check_vma=False,
                        out_specs=(SAME, (ROWS, SAME)))  # fmt: skip
         ours, theirs = (
-            (jax.jit(over(partial(both, of=of)))(z, numbers),
-             jax.pmap(partial(both, of=of), "data", in_axes=(0, None))(shards, numbers))
+            (jax.jit(over(partial(both, of=of)))(z, numbers, by_row),
+             jax.pmap(partial(both, of=of), "data", in_axes=(0, None, 0))(
+                 shards, numbers, sharded[1]))
             for of in (whole_loss, formula)
         )  # fmt: skip
         close(f"{name}: unchecked, and pmap, as the formula", ours, theirs)

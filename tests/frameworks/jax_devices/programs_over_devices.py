@@ -28,6 +28,7 @@ from devices import (
     mapped,
     one,
     raises,
+    unit,
     whole_loss,
 )
 from jax.sharding import NamedSharding
@@ -41,12 +42,19 @@ COLLECTIVES = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permut
 
 
 def compiled() -> None:
-    """Features travel once to all devices, their gradients once back; no buffer is N x N."""
+    """Features of keys travel once to all devices, their gradients once back; so do those of a
+    guide or a teacher, without a gradient, and own negatives stay. No buffer is N x N."""
     rows, width = 256 // R, 8
-    n, numbers = rows * R, {"scale": SCALE.astype(np.float64)}
-    for name in LOSSES:
+    n, numbers, rng = rows * R, {"scale": SCALE.astype(np.float64)}, np.random.default_rng(0)
+    second = [unit(rng, n, width) for _ in range(2)]
+    calls: list[tuple[str, dict[str, Any]]] = [
+        *((name, labels_of(name, n) if name == "sup_con" else {}) for name in LOSSES),
+        ("clip", {"guide": tuple(second)}),
+        ("distill", {"teacher_query": second[0], "teacher_key": second[1]}),
+        ("info_nce", {"own": unit(rng, n, 3, width)}),
+    ]
+    for name, by_row in calls:
         z = features(name, rows, width)
-        by_row = labels_of(name, n) if name == "sup_con" else {}
         step = mapped(partial(whole_loss, name)).lower(z, numbers, by_row).compile()
         once, again = (jax.tree.leaves(step(z, numbers, by_row)) for _ in range(2))
         assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True)), name
@@ -54,18 +62,20 @@ def compiled() -> None:
         found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? ({COLLECTIVES})(?:-start)?\(", text)
         sizes = Counter((kind, "features" if f",{width}]" in f"[{shape}]" else "vectors")
                         for _, shape, kind in found)  # fmt: skip
-        print(name, dict(sizes), text.count("custom-call("), "callbacks")
-        assert sizes["all-gather", "features"] == 1, (name, sizes)
+        print(name, [*by_row], dict(sizes), text.count("custom-call("), "callbacks")
+        two = "guide" in by_row or name == "distill"
+        assert sizes["all-gather", "features"] == 1 + two, (name, sizes)
         wanted = name != "lit" and (name not in ("nt_xent", "sup_con", "gte") or R > 2)
         assert sizes["reduce-scatter", "features"] == wanted, (name, sizes)
         others = set(sizes) - {("all-gather", "features"), ("reduce-scatter", "features")}
         assert all(of == "vectors" for _, of in others), (name, sizes)
         if name in ("info_nce", "siglip", "lit"):  # rows alone have sums
             assert {kind for kind, _ in others} == {"all-reduce"}, (name, sizes)
-        joint = 2 if name == "gte" else 1
+        joint = 2 if name == "gte" or "own" in by_row else 1
         shapes = re.findall(r"[a-z]+\d+\[([\d,]*)\]", text)
         largest = max(int(np.prod([int(d) for d in s.split(",") if d] or [1])) for s in shapes)
-        # features, and up to 12 numbers of 4 bytes for each key; N x N is 21 times as much
+        # features (own negatives on a device), and up to 12 numbers of 4 bytes for each key;
+        # N x N is 21 times as much
         assert largest <= joint * n * max(width, 12), (name, largest)
 
 
@@ -129,6 +139,16 @@ def refused() -> None:
     raises(ValueError, "text: expected .* rows like image", lambda: over(z[0], short[1], scale=3.0))
     raises(ValueError, "image: expected rows of each device of axis 'data', got the same",
            lambda: run(call, (SAME, SAME, ROWS)))  # fmt: skip
+    raises(ValueError, r"guide\[0\]: expected rows of each device of axis 'data', got the same",
+           lambda: run(partial(call, guide=z)))  # fmt: skip
+    raises(ValueError, "own: expected None with guide, got an array",
+           lambda: ij.sharded(ij.info_nce_loss, MESH, "data")(
+               *z, guide=z, own=z[0][:, None], scale=3.0))  # fmt: skip
+    raises(
+        ValueError,
+        r"teacher_key: expected shape \(\d+, 4\)",
+        lambda: ij.sharded(ij.distill_loss, MESH, "data")(*z, z[0], short[1], scale=3.0),
+    )
     raises(ValueError, "axis_name: expected the name of an axis .* got 'model'",
            lambda: run(partial(call, axis_name="model")))  # fmt: skip
     raises(ValueError, "axis_name: expected the name of an axis .* got 'data'",

@@ -73,7 +73,7 @@ def test_two_processes() -> None:
 
 @pytest.mark.skipif(bool(engine.missing()), reason=engine.missing())
 def test_callbacks_of_gpus_on_the_emulator() -> None:
-    losses = "clip", "nt_xent", "siglip", "sup_con"
+    losses = "clip", "nt_xent", "siglip", "sup_con", "clip guide", "distill"
     (said,) = outputs([start("emulated_devices.py", 1, "3", *losses)])
     assert said.count("is equal") == len(losses), said
 
