@@ -95,9 +95,9 @@ class Rounds:
         n, k, xp = self.devices, len(self.keys) // self.devices, self.xp
         own, visit, types = round.own, round.visit, round.types
         # the first part of the sums is that of this device, except in a half round
-        summed, own_part_count = round.summed(n), 0 if round.half else 1
+        summed_reach, own_part_count = round.summed_reach(n), 0 if round.half else 1
         sums: list[Array] = []
-        if types and own_part_count + summed:
+        if types and own_part_count + summed_reach:
             self.has_key_sums = any(tail for tail, _ in types)
             sums = [self.key_sums]
             if not self.has_key_sums:
@@ -122,7 +122,7 @@ class Rounds:
             return
         payload = xp.stack([part.view(BITS).reshape(n, k) for part in sums], axis=1)
         arrived = self._travel(True, payload)
-        order = [(self.rank + d) % n for d in range(1 - own_part_count, summed + 1)]
+        order = [(self.rank + d) % n for d in range(1 - own_part_count, summed_reach + 1)]
         parts = [
             xp.ascontiguousarray(arrived[order, i]).view(dtype)
             for i, (_, dtype) in enumerate(types)
@@ -135,8 +135,8 @@ class Rounds:
         """The visits of other devices' keys, which are consecutive: a range of devices, whether
         their keys are left to another device, and whether there are sums for them."""
         n, r = self.devices, self.rank
-        reach, summed = round.reach(n), round.summed(n)
-        distances = [(reach, summed + 1), (summed, 1)]
+        reach, summed_reach = round.reach(n), round.summed_reach(n)
+        distances = [(reach, summed_reach + 1), (summed_reach, 1)]
         if (
             round.half and round.same_pairs and 2 * reach == n
         ):  # the farthest visits one of two devices
@@ -146,7 +146,7 @@ class Rounds:
             absent = round.is_left_to_other(r, far, n)
             for shards in (slice(first, min(first + count, n)), slice(0, first + count - n)):
                 if shards.start < shards.stop:
-                    yield shards, absent, far <= summed
+                    yield shards, absent, far <= summed_reach
 
     def _gather(self, own: list[Array]) -> list[Array]:
         """These arrays of all devices. Features are there."""
