@@ -113,8 +113,8 @@ def _require(kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ..
         functions.require_arrays({name: of[name] for name in ("teacher_query", "teacher_key")})
         teacher = Teacher(**{name.removeprefix("teacher_"): value for name, value in of.items()})
         kind = teacher.loss
-    if prefixes.taken(kind, options):
-        _, options = prefixes.prefixes(kind, features, options)
+    if prefixes.has_prefixes(kind, options):
+        _, options = prefixes.read_prefixes(kind, features, options)
     plain = {name: value for name, value in options.items() if name not in functions.ARGUMENTS}
     functions.require_known(kind, features, plain)
     functions.check_traced(kind, features, labels, bias, options, None, teacher)
