@@ -199,7 +199,22 @@ def test_compile_in_one_graph(loss: str, device: str) -> None:
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
 
     def step(s: Any, *z: Any) -> Any:
-        return 2 * call(loss, [1.0 * t for t in z], scale=s.exp())
+        sides = [1.0 * t for t in z]
+        own = {"own": sides.pop()} if loss == "info_nce" else {}
+        return 2 * call(loss, sides, scale=s.exp(), **own, **options)
+
+    rows, rng = len(z[0]), torch.Generator().manual_seed(0)
+    integers = torch.arange(rows, device=device) % 5
+    options: dict[str, Any] = {}
+    if loss == "siglip":
+        options = {"positive_ids": (integers, integers.flip(0))}
+    elif loss == "info_nce":
+        own = torch.randn(rows, 3, 5, dtype=torch.float64, generator=rng).to(device)
+        z.append(own.requires_grad_())
+        options = {"own_mask": own.detach()[:, :, 0] < 1.0, "groups": integers % 2}
+    elif loss != "sup_con":
+        guide = [torch.randn(rows, 3, generator=rng).to(device) for _ in z]
+        options = {"guide": tuple(guide) if len(z) > 1 else guide[0], "ids": integers}
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     inputs = [scale, *(z[:1] if loss == "lit" else z)]
@@ -299,14 +314,17 @@ def test_vectors_get_no_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_check(device: str) -> None:
-    from infonce.torch.core.compiled import operator
+    from infonce.torch.core.compiled import CONSTANTS, operator
 
     z = [t.detach().requires_grad_() for t in features("clip", device=device)]
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
     weights = torch.arange(12.0, dtype=torch.float64, device=device)
+    guide = [t.detach().flip(0) for t in z]
+    given = {"weights": weights, "row_guide": guide[0], "column_guide": guide[1]}
+    constants = [given.get(name) for name in CONSTANTS]
     torch.library.opcheck(
         operator,
-        ("clip", z[0], z[1], None, scale, None, weights, None, [True, False, True, True],
+        ("clip", z[0], z[1], None, scale, None, *constants, [True, False, True, True],
          True, 0.1, False, 0.0, 0.5, math.inf, 0.0, False, "mean", "auto", "auto", 2**28),
     )  # fmt: skip
 

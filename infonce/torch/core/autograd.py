@@ -9,7 +9,7 @@ logits again, takes twice the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -106,6 +106,28 @@ def wanted_of(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
     return wanted
 
 
+def untracked_values(labels: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """In the order of UNTRACKED. One array instead of a pair takes the place of rows."""
+    get = options.get
+    sides: list[Any] = []
+    for name in PAIRS:
+        value = get(name)
+        two_items = isinstance(value, (tuple, list)) and len(value) == 2
+        has_both = is_pair(value) or (two_items and name == "guide")
+        pair: Any = value if has_both else (value, None)
+        sides += pair
+    return (labels, *sides, *[get(name) for name in ARRAYS])
+
+
+def from_untracked(values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    """The labels, and the other values by the names of their options."""
+    labels, *sides = values[: 1 + 2 * len(PAIRS)]
+    arrays = dict(zip(ARRAYS, values[1 + 2 * len(PAIRS) :], strict=True))
+    for name, rows, columns in zip(PAIRS, sides[::2], sides[1::2], strict=True):
+        arrays[name] = rows if columns is None else (rows, columns)
+    return labels, arrays
+
+
 @dataclass(slots=True)
 class TorchCall:
     """A call: its inputs that autograd does not track, and results for the backward pass."""
@@ -123,37 +145,27 @@ class TorchCall:
     grads: list[Tensor | None] | None = None  # until a backward pass takes them
 
     @property
-    def _untracked_values(self) -> tuple[Any, ...]:
-        """In the order of UNTRACKED. One array instead of a pair takes the place of rows."""
-        get = self.options.get
-        sides: list[Any] = []
-        for name in PAIRS:
-            value = get(name)
-            two_items = isinstance(value, (tuple, list)) and len(value) == 2
-            has_both = is_pair(value) or (two_items and name == "guide")
-            pair: Any = value if has_both else (value, None)
-            sides += pair
-        return (self.labels, *sides, *[get(name) for name in ARRAYS])
-
-    @property
     def untracked(self) -> tuple[Tensor | None, ...]:
         """The values of UNTRACKED that are tensors, else None: inputs that get no gradient."""
         if self.labels is None and KEPT.isdisjoint(self.options):
             return NO_TENSORS
-        return tuple([x if isinstance(x, Tensor) else None for x in self._untracked_values])
+        return tuple(
+            [
+                x if isinstance(x, Tensor) else None
+                for x in untracked_values(self.labels, self.options)
+            ]
+        )
 
     def with_untracked(self, tensors: Sequence[Tensor | None]) -> TorchCall:
         """The same call with `tensors` instead of its own tensors."""
         values = [
             value if tensor is None else tensor
-            for value, tensor in zip(self._untracked_values, tensors, strict=True)
+            for value, tensor in zip(
+                untracked_values(self.labels, self.options), tensors, strict=True
+            )
         ]
-        labels, *sides = values[: 1 + 2 * len(PAIRS)]
-        vectors = values[1 + 2 * len(PAIRS) :]
-        options = {**self.options, **dict(zip(ARRAYS, vectors, strict=True))}
-        for name, rows, columns in zip(PAIRS, sides[::2], sides[1::2], strict=True):
-            options[name] = rows if columns is None else (rows, columns)
-        return replace(self, labels=labels, options=options)
+        labels, arrays = from_untracked(values)
+        return replace(self, labels=labels, options={**self.options, **arrays})
 
     def keep(self) -> None:
         """Replace arrays by copies for another pass, because they may change in place. (Autograd

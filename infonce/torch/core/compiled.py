@@ -9,18 +9,29 @@ import torch
 from torch import Tensor
 
 from ...checks import validation
-from ...spec import COMPILED, DEFAULTS, LOSSES, NAMES, VECTORS, Loss
-from .autograd import TENSOR_DTYPES_UNTIL_UPSTREAM, evaluate, transformed, wanted_of
+from ...spec import ARRAYS, COMPILED, DEFAULTS, INFO_NCE_OWN, LOSSES, Loss
+from .autograd import (
+    PAIRS,
+    TENSOR_DTYPES_UNTIL_UPSTREAM,
+    UNTRACKED,
+    evaluate,
+    from_untracked,
+    transformed,
+    untracked_values,
+    wanted_of,
+)
 
 WIDEST = "fp64"  # has the widest range of scales; the operator checks the range of its precision
 # Schema types of Python types. Only `workspace` defaults to None, and it is int?.
 TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
 PLAIN = (bool, str, int, float, type(None))
 SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
+# Arguments without a gradient
+CONSTANTS = [name.replace(" ", "_") for name in UNTRACKED]
 SCHEMA = (
-    "(str kind, Tensor query, Tensor? key, Tensor? labels, Tensor scale, Tensor? bias, "
-    f"{', '.join(f'Tensor? {name}' for name in VECTORS)}, "
-    f"bool[] needs, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "(str kind, Tensor query, Tensor? key, Tensor? own, Tensor scale, Tensor? bias, "
+    f"{', '.join(f'Tensor? {name}' for name in CONSTANTS)}, "
+    f"bool[] needs, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -29,72 +40,79 @@ def operator(
     kind: str,
     query: Tensor,
     key: Tensor | None,
-    labels: Tensor | None,
+    own: Tensor | None,
     scale: Tensor,
     bias: Tensor | None,
-    weights: Tensor | None,
-    key_bias: Tensor | None,
-    needs: list[bool],
-    *settings: bool | str | float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, gradients of scale, bias, query and key), before the upstream gradient.
+    *others: Any,
+) -> tuple[Tensor, ...]:
+    """(loss, gradients of scale, bias, query, key and own), before the upstream gradient.
 
-    A gradient that is not needed is empty. Gradients of scalars have the dtype of the loss, and
+    `others` are the CONSTANTS, whether each gradient is needed, and the options `COMPILED`. A
+    gradient that is not needed is empty. Gradients of scalars have the dtype of the loss, and
     gradients of features that of `evaluate`.
     """
-    loss = LOSSES[kind]
-    features = [query] if key is None else [query, key]
-    options = dict(zip(COMPILED, settings, strict=True), weights=weights, key_bias=key_bias)
-    wanted = wanted_of(loss, tuple(needs[: 2 + len(features)]))
+    constants, settings = others[: len(CONSTANTS)], others[len(CONSTANTS) + 1 :]
+    loss, features, wanted = _arguments(kind, (query, key, own), others)
+    labels, arrays = from_untracked(constants)
+    options = {**dict(zip(COMPILED, settings, strict=True)), **arrays}
     result = evaluate(loss, features, labels, scale, bias, options, wanted)
     grads = {name: getattr(result.grads, name) for name in wanted}
     for name, value in (("scale", scale), ("bias", bias)):
         if name in grads and value is not None:
             grads[name] = grads[name].reshape(value.shape).clone()
-    names = ["scale", "bias", *loss.arguments, *["key"] * (2 - len(features))]
-    empties = (query.new_empty(0) for _ in names)
-    scale_gradient, bias_gradient, query_gradient, key_gradient = (
-        grads.get(name, empty) for name, empty in zip(names, empties, strict=True)
+    return result.loss, *(
+        grads[name] if name in wanted else query.new_empty(0) for name in _gradient_names(loss)
     )
-    return result.loss, scale_gradient, bias_gradient, query_gradient, key_gradient
+
+
+def _arguments(
+    kind: str, given: Sequence[Tensor | None], others: Sequence[Any]
+) -> tuple[Loss, list[Tensor], frozenset[str]]:
+    """The loss, its features, and the names of the arguments that need a gradient."""
+    features = [z for z in given if z is not None]
+    loss = INFO_NCE_OWN if given[2] is not None else LOSSES[kind]
+    needs = others[len(CONSTANTS)]
+    return loss, features, wanted_of(loss, tuple(needs[: 2 + len(features)]))
+
+
+def _gradient_names(loss: Loss) -> list[str]:
+    """The arguments of the operator's gradients; "" where the loss has no such argument."""
+    return ["scale", "bias", *loss.arguments, *[""] * (3 - len(loss.arguments))]
 
 
 @operator.register_fake
 def _shapes(
-    kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, weights: Any,
-    key_bias: Any, needs: list[bool], *settings: bool | str | float,
+    kind: str, query: Tensor, key: Any, own: Any, scale: Tensor, bias: Any, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    wanted = wanted_of(LOSSES[kind], tuple(needs[: 3 if key is None else 4]))
-    double = torch.float64 in {query.dtype, query.dtype if key is None else key.dtype}
+    loss, features, wanted = _arguments(kind, (query, key, own), others)
+    double = any(z.dtype == torch.float64 for z in features)
     dtype = torch.float64 if double else torch.float32  # of the loss
-    arguments = LOSSES[kind].arguments
-    values = dict(zip(arguments, (query, key), strict=False))
+    values = dict(zip(loss.arguments, features, strict=True))
     waiting = {
         n: (z, TENSOR_DTYPES_UNTIL_UPSTREAM.get(z.dtype, z.dtype)) for n, z in values.items()
     }
     waiting |= {"scale": (scale, dtype), "bias": (bias, dtype)}
-    names = ["scale", "bias", *arguments, *["key"] * (2 - len(arguments))]
     grads = [
         query.new_empty(waiting[n][0].shape, dtype=waiting[n][1])
         if n in wanted
         else query.new_empty(0)
-        for n in names
+        for n in _gradient_names(loss)
     ]
     return query.new_empty((), dtype=dtype), *grads
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    _kind, query, key, _labels, scale, bias, *_rest = inputs
-    ctx.dtypes = [None if x is None else x.dtype for x in (scale, bias, query, key)]
+    _kind, query, key, own, scale, bias, *_others = inputs
+    ctx.dtypes = [None if x is None else x.dtype for x in (scale, bias, query, key, own)]
     ctx.save_for_backward(*output[1:])
 
 
 def _scaled(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
-    scale, bias, query, key = (
+    scale, bias, *features = (
         (saved * upstream).to(dtype) if saved.numel() else None
         for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     )
-    return None, query, key, None, scale, bias, *[None] * (len(VECTORS) + 1 + len(COMPILED))
+    return None, *features, scale, bias, *[None] * (len(CONSTANTS) + 1 + len(COMPILED))
 
 
 operator.register_autograd(_scaled, setup_context=_remember)
@@ -113,18 +131,18 @@ def apply(
     """The loss as a call of the operator."""
     settings = {**DEFAULTS, **options}
     settings["workspace"] = validation.workspace(settings["workspace"])
-    vectors = [settings[name] for name in VECTORS]
-    others = options.keys() - {*COMPILED, *VECTORS}
+    constants = untracked_values(labels, options)
+    others = options.keys() - {*COMPILED, *PAIRS, *ARRAYS}
     fits = (
-        all(x is None or isinstance(x, Tensor) for x in (labels, *vectors))
+        all(x is None or isinstance(x, Tensor) for x in constants)
         and all(isinstance(settings[name], PLAIN) for name in COMPILED)
         and all(options[name] is None for name in others)
     )
     if metrics or not fits or settings["reduction"] == "none" or transformed():
         raise ValueError(
-            "in a compiled graph: expected labels, weights and key_bias as tensors, no metrics, "
-            f"{', '.join(NAMES)}, own, guide, reduction='none' nor torch.func, and as options "
-            f"plain values of {', '.join(COMPILED)}"
+            f"in a compiled graph: expected labels, {', '.join((*PAIRS, *ARRAYS))} as tensors, no "
+            "metrics, group, reduction='none' nor torch.func, and as options plain values of "
+            f"{', '.join(COMPILED)}"
         )
     if not isinstance(scale, Tensor):
         number = validation.scale(kind, temperature, scale, WIDEST)
@@ -134,10 +152,10 @@ def apply(
     if kind.sigmoid and not isinstance(bias, Tensor):
         number = validation.number("bias", kind.bias if bias is None else bias)
         bias = torch.tensor(number, dtype=torch.float64)
-    key = features[1] if len(features) > 1 else None
+    query, key, own = (*features, None, None)[:3]
     needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
-             for v in (scale, bias, features[0], key)]  # fmt: skip
+             for v in (scale, bias, *features)]  # fmt: skip
     return operator(
-        kind.name, features[0], key, labels, scale, bias, *vectors, needs,
+        kind.name, query, key, own, scale, bias, *constants, needs,
         *(settings[name] for name in COMPILED),
     )[0]  # fmt: skip
