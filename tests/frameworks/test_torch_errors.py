@@ -155,3 +155,20 @@ def test_transforms_that_say_no() -> None:
         torch.func.grad(lambda z: first(z).sum())(image)
     # a gradient that nobody differentiates again is none the less one
     assert torch.func.grad(loss)(leaf).shape == leaf.shape
+
+
+@pytest.mark.parametrize("name", ["weights", "key_bias"])
+def test_vectors_get_no_gradient(name: str) -> None:
+    """Refused where autograd watches them, in a compiled graph too."""
+    query, key = features("info_nce")
+    vector = torch.ones(12, requires_grad=True)
+
+    def loss(query: Any, vector: Any) -> Any:
+        return it.info_nce_loss(query, key, scale=2.0, **{name: vector})
+
+    match = f"^{name}: expected a tensor that requires no gradient.*detach"
+    for run in (loss, torch.compile(loss, backend="eager"), torch.func.grad(loss, 1)):
+        with pytest.raises(ValueError, match=match):
+            run(query, vector)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(query, vector), loss(query, vector.detach()))
