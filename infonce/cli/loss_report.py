@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..checks.teacher import ALL_LOSSES
 from ..result import LossAndGrad
-from ..spec import DEFAULTS
+from ..spec import DEFAULTS, DIMS
 from .common import flag, human, stdout
 
 SIDES = ("rows", "columns")
@@ -60,7 +60,7 @@ def _words(name: str, value: Any) -> str:
     if value is True:
         return flag(name)
     values = value if isinstance(value, list) else [value]
-    if name == "temperature":
+    if name in ("temperature", *DIMS):
         return f"{flag(name)} {','.join(f'{v:.6g}' for v in values)}"
     return " ".join(
         f"{flag(name)} {v:.6g}" if isinstance(v, float) else f"{flag(name)} {v}" for v in values

@@ -230,3 +230,36 @@ def test_a_teacher_has_embeddings_of_files(pair, tmp_path):
     np.save(paths["--teacher-key"], teacher[1][:3])
     said = fail("loss", image, text, *flags, "--scale", 3)
     assert re.search(r"--teacher-key \(.*tk.npy\): expected shape", said)
+
+
+def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
+    image, text, u, v = pair
+    rng = np.random.default_rng(10)
+    arrays = {"own": rng.normal(size=(M, 2, u.shape[1])), "own_mask": rng.random((M, 2)) < 0.6}
+    arrays |= {"positive_ids": np.arange(M) // 2}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    own, mask, ids = (tmp_path / f"{name}.npy" for name in arrays)
+    given = ("--loss", "info_nce", "--own", own, "--own-mask", mask, "--no-in-batch")
+    said = report(image, text, *given, "--grad-out", tmp_path / "out")
+    expected = reference.info_nce(
+        u, v, own=arrays["own"], own_mask=arrays["own_mask"], in_batch=False, scale=3.0
+    )
+    assert close(said["value"]["total"], expected.loss)
+    np.testing.assert_allclose(np.load(tmp_path / "out" / "own.npy"), expected.grads["own"],
+                               rtol=1e-9, atol=1e-12)  # fmt: skip
+    assert said["options"]["own"] == str(own)
+    assert not said["options"]["in_batch"]
+    assert "--own-mask" in fail("loss", image, text, *given[:2], "--own-mask", mask, "--scale", 3)
+
+    said = report(image, text, "--loss", "siglip", "--positive-ids", ids)
+    both = (arrays["positive_ids"],) * 2
+    expected = reference.siglip(u, v, scale=3.0, bias=-10.0, positive_ids=both)
+    assert close(said["value"]["total"], expected.loss)
+
+    prefixes = ("--dims", f"2,{u.shape[1]}", "--dim-weights", "0.5,1")
+    parts = (reference.clip(u[:, :d], v[:, :d], scale=3.0).loss for d in (2, u.shape[1]))
+    assert close(report(image, text, *prefixes)["value"]["total"], np.dot([0.5, 1.0], [*parts]))
+    assert f"--dims 2,{u.shape[1]}, --dim-weights 0.5,1" in succeed(
+        "loss", image, text, "--scale", 3, *prefixes
+    )
