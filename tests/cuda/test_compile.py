@@ -312,7 +312,7 @@ OF_ONE_TYPE = "vectors.cu", "linear.cu", "naive/naive.cu", "block/guide_rows.cu"
     ("file", "precision"),
     [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
     + [(file, precision) for file in OF_ONE_TYPE for precision in ("FP64", "FP32")]
-    + [("labels.cu", "FP32")],
+    + [("labels.cu", "FP32"), ("block/positive_tiles.cu", "FP32")],
 )
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     require_use(precision.lower(), arch)

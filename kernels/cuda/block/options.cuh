@@ -36,6 +36,8 @@ struct Block : PlainBlock {
 #if POSITIVE_IDS
   const i64 *query_positive_ids, *key_positive_ids;      // [rows], [columns]
   const Real *query_pair_weights, *key_pair_weights;  // [rows], [columns]: a positive pair has their sum
+  const char* positive_tiles;  // of the whole matrix: find_positive_tiles in block/positive_tiles.cu; or null
+  i64 positive_tiles_bytes;    // of a query tile
 #endif
 #if LIMITS
   const Real *row_limits, *column_limits;  // [rows], [columns] or null
@@ -47,6 +49,8 @@ struct Block : PlainBlock {
   const Real *row_bias, *column_bias;  // [rows] or null, [columns]
 #endif
 };
+
+enum : int { POSITIVE_TILE = 128 };  // rows, and columns, of the tiles of `positive_tiles`
 
 // Marks of a guide, which tiled/guide.cu and sm90/sweep_guide.cu write. The mark of a pair is a bit: 1 if the guide's
 // product of the pair is above the limit. Columns are in groups of MARKED_COLUMNS. Each row has four words of 32

@@ -70,12 +70,15 @@ struct SigmoidLoss {
     for (int i = 1; i < 64; ++i) most = fmaxf(most, x[i]);
     most = fmaf(c, most, bias);
 #if POSITIVE_IDS
-    bool any = false;
+    if (__any_sync(ALL_LANES, may_have_equal_ids(t))) {
+      const Positives positives(*this);
+      bool any = false;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) any |= is_positive(x[i], i);
-    if (__any_sync(ALL_LANES, any)) {
-      slices<WITH_POSITIVES>(x, t);
-      return;
+      for (int i = 0; i < 64; ++i) any |= positives.have(i);
+      if (__any_sync(ALL_LANES, any)) {
+        slices<WITH_POSITIVES>(x, t);
+        return;
+      }
     }
 #endif
     if (HAS_CALMER && __all_sync(ALL_LANES, most < CALMER)) slices<CALMER_TILE>(x, t);
@@ -84,19 +87,43 @@ struct SigmoidLoss {
   }
 
 #if POSITIVE_IDS
-  // Of the product x[i].
-  __device__ __forceinline__ bool is_positive(float product, int i) const {
-    return product != EXCLUDED &&
-           rows.query_positive_ids[i / 2 % 2] == consumer.columns.key_positive_ids[column_of(i, lane)];
-  }
-  __device__ __forceinline__ float pair_weight(int i) const {
-    return rows.query_pair_weights[i / 2 % 2] + consumer.columns.key_pair_weights[in_slices(column_of(i, lane))];
+  // The positive pairs of a thread's rows with a tile, and their weights. Numbers of rows are loaded for those tiles that
+  // may have such pairs: in registers, they would crowd out the accumulators of all other tiles.
+  struct Positives {
+    const SigmoidLoss& loss;
+    i64 ids[2];
+    float weights[2];
+
+    __device__ __forceinline__ Positives(const SigmoidLoss& of) : loss(of) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const i64 row = min(of.lane.row_of(of.work.query_tile, h), of.b.q.rows - 1);
+        ids[h] = of.b.query_positive_ids[row], weights[h] = of.b.query_pair_weights[row];
+      }
+    }
+    // Whether the ids of the pair of x[i] are equal.
+    __device__ __forceinline__ bool have(int i) const {
+      return ids[i / 2 % 2] == loss.consumer.columns.key_positive_ids[column_of(i, loss.lane)];
+    }
+    __device__ __forceinline__ float weight(int i) const {
+      return weights[i / 2 % 2] + loss.consumer.columns.key_pair_weights[in_slices(column_of(i, loss.lane))];
+    }
+  };
+  // Whether a tile may have pairs of equal ids: without `positive_tiles`, each tile may.
+  __device__ __forceinline__ bool may_have_equal_ids(int t) const {
+    if (!b.positive_tiles) return true;
+    const i64 query_tile = (u64)(b.first_row + lane.row_of(work.query_tile, 0)) / POSITIVE_TILE;
+    const i64 key_tile = (u64)b.first_column / POSITIVE_TILE + t;
+    return b.positive_tiles[query_tile * b.positive_tiles_bytes + (u64)key_tile / 8] >> key_tile % 8 & 1;
   }
 #endif
 
   template <int RANGE>
   __device__ __forceinline__ void slices(float (&x)[64], int t) {
     const int row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
+#if POSITIVE_IDS
+    const Positives positives(*this);  // not loaded in other ranges
+#endif
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
@@ -122,8 +149,8 @@ struct SigmoidLoss {
           x[i] = fmaf(g, e, 1.0f) * e * a[h];
 #if POSITIVE_IDS
         } else if (RANGE == WITH_POSITIVES) {
-          const bool positive = is_positive(x[i], i);
-          const float weight = positive ? pair_weight(i) : 1, y = positive ? -z : z;
+          const bool positive = (x[i] != EXCLUDED) & positives.have(i);
+          const float weight = positive ? positives.weight(i) : 1, y = positive ? -z : z;
           const float e = exp2_(-fabsf(y));
           float sigmoid_of_abs, log1p;
           sigmoid_parts(e, sigmoid_of_abs, log1p);

@@ -48,7 +48,10 @@ class PairVectors:
         if problem.query_groups is not None:
             self.rows["query_groups"] = problem.query_groups
             self.columns["key_groups"] = problem.key_groups
+        self.positive_tiles: Array | None = None
         if problem.has_positive_ids:
+            if buffers.schedule.sweep is not None:
+                self.positive_tiles = find_positive_tiles(buffers.launcher, problem)
             weights = problem.query_pair_weights, problem.key_pair_weights
             self.rows["query_positive_ids"] = problem.query_positive_ids
             self.columns["key_positive_ids"] = problem.key_positive_ids
@@ -61,9 +64,32 @@ class PairVectors:
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields of struct Block that these options add."""
         found = {name: address(vector, rows.start) for name, vector in self.rows.items()}
+        if "query_positive_ids" in found:
+            tiles = self.positive_tiles
+            if rows.start % config.BLOCK_M or columns.start % config.BLOCK_M:
+                tiles = None  # of small blocks, whose tiles are not those of the matrix
+            row_bytes = 0 if tiles is None else tiles.shape[1]
+            found |= {"positive_tiles": tiles, "positive_tiles_bytes": row_bytes}
         return found | {
             name: address(vector, columns.start) for name, vector in self.columns.items()
         }
+
+
+def find_positive_tiles(launcher: Launcher, problem: Problem) -> Array:
+    """Which tiles of 128 rows and 128 columns have a pair of equal positive ids: a bit for each
+    tile, in bytes of 8 key tiles [query tiles, bytes].
+
+    A thread block of a sweep may begin at the rows after the last query tile; these have no pairs.
+    """
+    m, n, _ = problem.shape
+    tiles, row_bytes = -(-m // config.BLOCK_M) + 1, -(-n // (8 * config.BLOCK_M))
+    out = cupy.empty((tiles, row_bytes), np.uint8)
+    launcher.launch(
+        "block/positive_tiles.cu", "find_positive_tiles", tiles * -(-row_bytes // 8), 256,
+        {"query_ids": problem.query_positive_ids, "m": m, "key_ids": problem.key_positive_ids,
+         "n": n, "row_bytes": row_bytes, "tiles": out},
+    )  # fmt: skip
+    return out
 
 
 class Buffers:

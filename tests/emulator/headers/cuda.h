@@ -113,6 +113,8 @@ template <class T, class U>
 NOT_WATCHED inline T atomicMax(T* p, U x) { const T old = *p; if ((T)x > old) *p = (T)x; return old; }
 template <class T, class U>
 NOT_WATCHED inline T atomicMin(T* p, U x) { const T old = *p; if ((T)x < old) *p = (T)x; return old; }
+template <class T, class U>
+NOT_WATCHED inline T atomicCAS(T* p, T from, U to) { const T old = *p; if (old == from) *p = (T)to; return old; }
 template <class T>
 inline T __ldg(const T* p) { return *p; }
 template <class T>

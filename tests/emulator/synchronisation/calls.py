@@ -72,6 +72,8 @@ CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "narrow, two slices": ("nt_xent", "bfloat16", 900, 128, TILED),
     "sigmoid": ("siglip", "bfloat16", 700, 256, TILED),
     "wide sigmoid": ("siglip", "bfloat16", 300, 1152, TILED),
+    "sigmoid of positive ids": ("siglip", "bfloat16", 300, 256, TILED | {"positive_ids": True}),
+    "guide": ("clip", "bfloat16", 300, 72, TILED | {"guide": True}),
     "hardness": ("clip", "float32", 70, 40, TILED | {"hardness": 0.5, "metrics": True}),
     "gte": ("gte", "float32", 70, 40, TILED | {"ids": True}),
     "sets": ("info_nce", "float32", 300, 40, TILED | {"keys": 200, "labels": 200, "sets": 3}),
@@ -122,6 +124,10 @@ def run(name: str, seed: int) -> list[bytes]:
             )
         if classes := options.pop("classes", None):
             options["labels"] = asarray(rng.integers(0, classes, rows))
+        if options.pop("positive_ids", False):
+            options["positive_ids"] = tuple(asarray(rng.integers(0, rows, (2, rows))))
+        if options.pop("guide", False):
+            options["guide"] = tuple(asarray(rng.standard_normal((2, rows, 40)).astype(dtype)))
         if options.pop("key_bias", False):
             options["key_bias"] = asarray(rng.standard_normal(rows))
         out = getattr(infonce, f"{loss}_loss_and_grad")(*z, **options)
