@@ -63,7 +63,7 @@ class PairVectors:
 
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields of struct Block that these options add."""
-        found = {name: address(vector, rows.start) for name, vector in self.rows.items()}
+        found: Fields = {name: address(vector, rows.start) for name, vector in self.rows.items()}
         if "query_positive_ids" in found:
             tiles = self.positive_tiles
             if rows.start % config.BLOCK_M or columns.start % config.BLOCK_M:
