@@ -81,8 +81,8 @@ def line(row: dict[str, Any]) -> str:
     """A result as it scrolls by."""
     of = f" of {row['keys']}" if "keys" in row else ""
     about = f"{row['loss']} {row['dtype']} {row['precision']} {row['size']}{of} x {row['dim']}"
-    about += f"{'' if row['gradient'] else ' loss alone'}"
-    about += f" of {', '.join(row['wrt'])} alone" if row.get("wrt") else ""
+    about += f"{'' if row['gradient'] else ' loss only'}"
+    about += f" of {', '.join(row['wrt'])} only" if row.get("wrt") else ""
     about += f" {row['method']}: "
     if "skipped" in row:
         return f"{about}skipped: {row['skipped']}"

@@ -5,7 +5,7 @@
 
 Loss and gradients of random unit rows: bfloat16 on the current GPU, float32 on the CPU (8192 rows
 of 256 by default). All take turns in each round, so that they meet the same clocks; on a GPU, calls
-of more than LONG seconds take part in the first round alone. A ratio is the median over rounds of
+of more than LONG seconds take part in the first round only. A ratio is the median over rounds of
 those to the plain loss in the same round; nt_xent of all rows is the plain loss of sup_con, and of
 gte with half as many pairs.
 """

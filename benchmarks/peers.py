@@ -1,5 +1,5 @@
 """The contenders of benchmarks/gpu.py: those of `infonce bench`, this library in other ways, other
-projects, the loss alone."""
+projects, only the loss."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ ROOMY = "1 GiB"  # the library with a workspace of that size
 PORTABLE = "portable"  # with the kernels that run on every card
 OFFLOAD, PINNED = "offload", "offload pinned"  # with features and gradients in host memory
 WAYS = (ROOMY, PORTABLE, OFFLOAD, PINNED)
-AHEAD = 6_000_000  # clocks that the device is kept busy before a call is timed, some 4 ms
+AHEAD = 6_000_000  # clocks that the device is kept busy before a call is timed, about 4 ms
 CALLS = 8  # in a turn that is timed so
 
 
 @dataclass(frozen=True)
 class Case(measure.Case):
-    """One loss at one size, with options of this library; or the loss alone."""
+    """One loss at one size, with options of this library; or only the loss."""
 
     precision: str = "auto"
     grad_dtype: str | None = None  # of this library's gradients; None: the features'
-    gradient: bool = True  # False: the loss alone
+    gradient: bool = True  # False: only the loss
 
     @property
     def products(self) -> float:
@@ -184,7 +184,7 @@ def loss_alone(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Ru
     if method == "products":
         return lambda: bare_product(case, next(turns))
     if method != "torch":
-        raise ValueError(f"{method} has no loss alone")
+        raise ValueError(f"{method} has no loss without gradients")
     import torch
 
     turns = itertools.cycle(torch_inputs(inputs))

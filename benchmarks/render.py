@@ -200,9 +200,9 @@ def _ceiling(record: Mapping[str, Any]) -> float:
 def _case(row: Row) -> str:
     """What was measured, in words."""
     precision = "" if row["precision"] == "auto" else f", {row['precision']}"
-    alone = "" if row["gradient"] else ", loss alone"
+    alone = "" if row["gradient"] else ", loss only"
     if row.get("wrt"):
-        alone = f", gradient of {' and '.join(row['wrt'])} alone"
+        alone = f", gradient of {' and '.join(row['wrt'])} only"
     of = f" of {row['keys']}" if "keys" in row else ""
     return f"{row['loss']} {row['dtype']} {row['size']}{of} x {row['dim']}{precision}{alone}"
 

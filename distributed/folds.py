@@ -9,7 +9,7 @@ Where queries are keys (NT-Xent), each pair of shards meets on one of its two ra
 the sums of both; those of the keys go to their owner.
 
 Memory, beyond shards and gradients, is one and a half times the workspace, of which the exchange
-takes a third (if not given: up to a 32nd of a GPU's memory), and dQ in float32 where gradients have
+takes a third (by default: up to a 32nd of a GPU's memory), and dQ in float32 if gradients have
 16 bits. Linear terms take up to 4 D numbers for each segment of this rank's rows.
 """
 
@@ -217,7 +217,7 @@ class FoldsOverRanks:
                 to_clear.clear()
             if half and columns and sums:
                 # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
-                # rank this rank's rows are found by their column sums alone
+                # rank this rank's rows are found only by their column sums
                 columns[0].sum += self.all_nans.sum()
                 sums[-1][:] = xp.nan
                 sums[-1][: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
@@ -375,7 +375,7 @@ class FoldsOverRanks:
         return problem.compares_with_limits and isinstance(epilogue, SoftmaxGradient)
 
     def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
-        """Indices of the positives among these keys; -1 where the positive is not one of them."""
+        """Indices of the positives among these keys; -1 if the positive is not one of them."""
         same = self.positives_are_local and (no_local or keys.are_whole_shards)
         if same and no_local in self.local:
             return self.local[no_local]

@@ -112,7 +112,7 @@ def _divisors(request: Request, total: float, times: float) -> Divisors:
 
 
 def _sum(values: Sequence[float]) -> float:
-    """The sum, rounded once; NaN or infinity where a value is."""
+    """The sum, rounded once; NaN or infinity if a value is."""
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 

@@ -80,7 +80,7 @@ def decide(
     """
     problem = request.problem
     if not any(report.may_be_positive for report in reports):
-        raise ValueError("weights: expected a positive sum over all ranks, got zeros alone")
+        raise ValueError("weights: expected a positive sum over all ranks, got only zeros")
     availability = [report.transports for report in reports]
     if request.on_gpu and ranks.size > 1:
         _exclude_shared_gpus(availability, [report.gpu for report in reports], ranks)

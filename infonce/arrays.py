@@ -218,7 +218,7 @@ def warn_of_lost_gradients(
     names = itertools.compress((*loss.arguments, "bias", "scale", "temperature"), watched)
     warnings.warn(
         f"{loss.name}_loss: no gradient will reach {', '.join(names)}, which autograd watches: use "
-        f"infonce.torch.{loss.name}_loss, or torch.no_grad() for the value alone",
+        f"infonce.torch.{loss.name}_loss, or torch.no_grad() for the value without a gradient",
         stacklevel=4,  # this, dispatch, and the loss itself
     )
     _warned.add(loss.name)

@@ -80,10 +80,13 @@ def documented(function: _F) -> _F:
 def adapted(
     like: Callable[..., Any], call: str, keywords_of: Callable[[Loss], Keywords] | None = None
 ) -> Callable[[_F], _F]:
-    """Document an adapter's function as the loss it stands for: that one's equation and source, and
-    how it is called: `call`, an example and a description, where ``{loss}`` and ``{arguments}`` are
-    the loss's, ``{name}`` is the adapter's, and ``{options}`` are those of compiled programs. Its
-    signature spells out `keywords_of` the loss."""
+    """Document a function of an adapter like the loss `like`, with its equation and source.
+
+    `call` is an example and a description of the adapter's call. In it, ``{loss}`` and
+    ``{arguments}`` are replaced by the loss and its arguments, ``{name}`` by the name of the
+    adapter's function, and ``{options}`` by the options of compiled programs. The signature of the
+    function lists `keywords_of` the loss.
+    """
     text, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
     first, _, equation = text.split("\n\n", 2)
     source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]

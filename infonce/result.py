@@ -67,16 +67,16 @@ class Metrics:
     Attributes
     ----------
     row_loss, column_loss : 0-d float64 arrays
-        Mean loss of each direction, unweighted; column_loss is None where only rows count.
+        Mean loss of each direction, unweighted; column_loss is None if only rows count.
     row_rank : integer array [M]
         Retrieval rank of each query's positive: how many keys, without excluded pairs, score above
         it; 0 is best.
     column_rank : integer array [N] or None
-        The same for each key against the queries (`clip`); None where only rows count.
+        The same for each key against the queries (`clip`); None if only rows count.
     positive : float64 array [M]
         Logit of each query's positive.
     hardest_negative : float64 array [M]
-        Largest logit among each query's negatives; -inf where there are none.
+        Largest logit among each query's negatives; -inf if there are none.
     """
 
     row_loss: Array

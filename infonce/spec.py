@@ -47,7 +47,7 @@ class LossOptions(TypedDict, total=False):
 
 
 class GradOptions(LossOptions, total=False):
-    """Keywords that the functions with gradients take besides."""
+    """Further keywords of the functions with gradients."""
 
     wrt: Sequence[str] | None
     grad_dtype: Any
@@ -76,7 +76,7 @@ OPTIONS: dict[str, Option] = {
     "scale": Option(None, "float or array of one number",
         """Multiplies the dot products. ValueError outside of [2^-511, 2^53] for products in
         float64, of [2^-63, 2^24] in float32 or less (a temperature below 1.1e-16, 6e-8): above,
-        rounding alone changes the logits of unit rows by 1. A 0-d array on a GPU is not read before
+        rounding changes the logits of unit rows by 1. A 0-d array on a GPU is not read before
         the launch: outside of the range the loss is NaN.""",
     ),
     "ids": Option(
@@ -105,18 +105,18 @@ OPTIONS: dict[str, Option] = {
         flag="Pairs of equal numbers are positives (siglip), .npy; once, or for rows and columns.",
     ),
     "own": Option(None, "array [M, K, features], optional",
-        """Negatives of each row alone: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
+        """Negatives of one row each: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. Copies
-        of rows, up to 8 MiB (with `offload` up to 16), are beside the workspace. Not with
+        of rows, up to 8 MiB (with `offload` up to 16), are outside of the workspace. Not with
         `label_smoothing`, `guide` and ``metrics=True``.""",
-        flag="Negatives of each row alone, [rows, K, features], .npy (info_nce).",
+        flag="Negatives of one row each, [rows, K, features], .npy (info_nce).",
     ),
     "own_mask": Option(None, "bool array [M, K], optional",
         """Which of `own` count; others are not read, so they may hold anything.""",
         flag="Which of --own count, bool [rows, K], .npy.",
     ),
     "in_batch": Option(True, "bool, default True",
-        """False, with `own`: row i is compared with its positives and its own negatives alone. On
+        """False, with `own`: row i is compared only with its positives and its own negatives. On
         the CPU, blocks without a positive are not computed.""",
         flag="Whether other rows' keys are negatives; with --own they need not be.",
         compiled=True,
@@ -202,7 +202,7 @@ OPTIONS: dict[str, Option] = {
         compiled=True,
     ),
     "method": Option("auto", '{"auto", "naive", "fused", "tiled"}',
-        """How many logits are kept in memory, beside inputs, outputs and vectors of length M or N:
+        """How many logits stay in memory, apart from inputs, outputs and vectors of length M or N:
 
         - "naive" keeps the M x N logits, however large, and copies of them
           (``return_logits=True`` returns them).
@@ -323,7 +323,7 @@ class Loss:
     """The data by which losses differ."""
 
     name: str
-    arguments: tuple[str, ...]  # rows of the logit matrix, its columns, negatives of rows alone
+    arguments: tuple[str, ...]  # rows of the logit matrix, its columns, own negatives of rows
     grads: type
     row_direction_weight: float = 1.0
     column_direction_weight: float = 0.0

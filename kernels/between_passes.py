@@ -203,7 +203,7 @@ def _class_means(
     return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * row_upstream / count, 0.0))
 
 
-# --- own negatives: logits of one row alone, which join its sums between the folds ----------------
+# --- own negatives: logits of one row, which join the row's sums between the folds ----------------
 
 OWN_BYTES = 8 * 2**20  # of copies of rows with their own keys that are alive at once
 OWN_COPIES = 4  # of each

@@ -138,7 +138,7 @@ def positive_blocks(grid: Grid, positives: Array) -> Array:
 
 
 def default_positive_blocks(grid: Grid, m: int, symmetric: bool) -> Array:
-    """`positive_blocks` of `problem.default_positives`, from the bounds of the blocks alone."""
+    """`positive_blocks` of `problem.default_positives`, only from the bounds of the blocks."""
     shift = m // 2 if symmetric else 0
     start, stop = np.array([(rows.start, rows.stop) for rows in grid.rows]).T[:, :, None] + shift
     first, end = np.array([(keys.start, keys.stop) for keys in grid.columns]).T

@@ -21,7 +21,7 @@ def near_one(xp: Any, z: Array) -> tuple[Array, Array]:
 
 
 def log2_norms(z: Array) -> Array:
-    """[M] log2 of the norms of NumPy rows; NaN where a feature is NaN or infinite."""
+    """[M] log2 of the norms of NumPy rows; NaN if a feature is NaN or infinite."""
     norms = np.empty(len(z))
     for rows in slices(len(z), 1024):
         block, exponent = near_one(np, z[rows].astype(np.float64))
@@ -31,7 +31,7 @@ def log2_norms(z: Array) -> Array:
 
 
 def has_moderate_squares(z: Array) -> bool:
-    """Whether all norms of float64 rows are well within the root of the range. Quick; False where
+    """Whether all norms of float64 rows are well within the root of the range. Quick; False if
     that is not certain."""
     return bool(np.einsum("ij,ij->", z, z) < 2.0**900)
 

@@ -1,6 +1,6 @@
-"""A loss as data: the problem, its blocks, and where its gradients go.
+"""A loss as data: the problem, its blocks, and the destinations of its gradients.
 
-Losses differ in this data alone (`Problem`). The computation is in `solve`. All exponents are in
+Losses differ only in this data (`Problem`). The computation is in `solve`. All exponents are in
 base 2 (x2 = x log2 e), because that is what the hardware computes.
 """
 
@@ -45,8 +45,8 @@ class Problem:
     are those of this sum. `upstream` is the share of a row, the factor of its loss in the reduced
     loss, times the caller's `grad_out`.
 
-    Where `upstream` is the same for all rows it is a number, and where `positives` follow from the
-    loss they are None. `materialize_vectors` makes them arrays; some kernels need none.
+    If `upstream` is the same for all rows, it is a number. If `positives` follow from the loss,
+    they are None. `materialize_vectors` makes arrays of both; some kernels need none.
     """
 
     query: Array  # [M, D]
@@ -143,7 +143,7 @@ class Problem:
 
     @property
     def loss_follows_from_sums(self) -> bool:
-        """Whether the loss of a row follows from its sums and the logits of its positives alone.
+        """Whether the loss of a row follows only from its sums and the logits of its positives.
         `margin`, `decoupled` and `hardness` change only numbers in that formula."""
         others = self.linear_terms or self.joint or self.has_positive_ids
         return self.plain_logits and not others

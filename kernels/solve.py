@@ -72,7 +72,7 @@ class Backend(Protocol):
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        """Visit every block: logits, `epilogue`, and dQ_a += P K_b, dK_b += P' Q_a where wanted.
+        """Visit every block: logits, `epilogue`, and dQ_a += P K_b, dK_b += P' Q_a if wanted.
 
         Row blocks may run in parallel. Blocks of the same columns are visited in the order of their
         row blocks. Complete gradients are differentiated through the normalisation, and written to
@@ -313,7 +313,7 @@ class Vectors:
         return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), log_scale_grad, positive)
 
     def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Backend) -> Array:
-        """Losses; NaN, as is d log(scale), where they depend on a feature that is not finite."""
+        """The losses. They and d log(scale) become NaN for features that are not finite."""
         nan_flags = backend.row_nans(problem)
         if fold.log_scale_grad is not None:
             fold.log_scale_grad += nan_flags

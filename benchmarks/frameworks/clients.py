@@ -2,7 +2,7 @@
 
     python benchmarks/frameworks/clients.py [--output benchmarks/results/clients.json]
 
-Embeddings are given: what is measured is the loss with its gradients, alone. Median milliseconds
+Embeddings are given: only the loss with its gradients is measured. Median milliseconds
 between events, peak memory of PyTorch and CuPy beyond embeddings and their gradients, and by how
 much the losses differ. Where a project is not installed, its formula in plain PyTorch stands for
 it, and is called so.

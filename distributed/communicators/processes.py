@@ -59,7 +59,7 @@ class Peers:
 
 
 def _started(process: int) -> str | None:
-    """Start time of a process; "" if it has ended, None where the system has no /proc."""
+    """Start time of a process; "" if it has ended, None if the system has no /proc."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -90,7 +90,7 @@ class _StaticChecks:
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
 # checked in every call
 PER_CALL = frozenset({"out", "grad_out", "progress", "guide", *NAMES, *ARRAYS})
-NUMBERS = frozenset({"scale", "temperature"})  # checked in every call where they are arrays
+NUMBERS = frozenset({"scale", "temperature"})  # checked in every call if they are arrays
 MOST_TEMPLATE_LOGITS = 2**20  # templates of larger batches would keep too much memory in vectors
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}
 

@@ -81,7 +81,7 @@ def classes(
     """Check labels that are classes. Returns three values:
 
     - the classes; a row with a negative label is a class by itself.
-    - positives, and whether rows have one, by `linear.partners`; None over ranks, where the rows
+    - positives, and whether rows have one, by `linear.partners`; None over ranks, because the rows
       are not the `whole_batch`.
     """
     labels = integers(xp, "labels", labels, n)
@@ -147,7 +147,7 @@ def weights(xp: Any, value: Any, m: int, whole_batch: bool) -> Array:
                 f"weights: expected numbers that are not negative, got {value[i]!s} at position {i}"
             )
         if whole_batch and not value.any():
-            raise ValueError("weights: expected a positive sum, got zeros alone")
+            raise ValueError("weights: expected a positive sum, got only zeros")
     return value
 
 

@@ -206,7 +206,7 @@ def offload(loss: Loss, method: str, query: Array) -> None:
 def number(name: str, value: Any, infinite: bool = False) -> Any:
     """A finite float, or inf if `infinite` allows it. An array of one number becomes the number. A
     0-d array on a GPU is returned unread: to read it would wait for the device."""
-    # Not of plain numbers: torch.compile may fail where it traces sys.modules, as `native` reads it
+    # Not of plain numbers: torch.compile may fail if it traces sys.modules, as `native` reads it
     if type(value) not in (int, float):
         value = native(value, name)
         if on_gpu(value) and value.size == 1:

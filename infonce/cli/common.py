@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ..checks.validation import BINARY, DECIMAL, bytes_of
 
-PIPE_WIDTH = 140  # columns, where the output is no terminal
+PIPE_WIDTH = 140  # columns, if the output is no terminal
 UNITS_HELP = f"{', '.join([*BINARY])}, or {', '.join([*DECIMAL])}"
 
 
@@ -46,7 +46,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
 
 class List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """Values separated by commas, each once where they are `distinct`."""
+    """Values separated by commas, each once if they must be `distinct`."""
 
     name = "list"
 
@@ -80,7 +80,7 @@ def human(size: float | None) -> str:
 
 
 def optional(module: str, extra: str) -> Any:
-    """Import a library of an extra; `Misuse` says what to install where it is missing."""
+    """Import a library of an extra; `Misuse` says what to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -161,12 +161,12 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 def resident() -> int | None:
-    """Bytes of this process in memory now, mapped files included; None where there is no /proc."""
+    """Bytes of this process in memory now, mapped files included; None if there is no /proc."""
     return _status("VmRSS")
 
 
 def peak_resident() -> int | None:
-    """The most bytes in memory since `reset_peak`, or since the start; None where unknown."""
+    """The most bytes in memory since `reset_peak`, or since the start; None if unknown."""
     peak = _status("VmHWM")  # getrusage's would include what ran before exec
     if peak is None:
         with suppress(ImportError):
@@ -178,7 +178,7 @@ def peak_resident() -> int | None:
 
 
 def reset_peak() -> bool:
-    """Start `peak_resident` afresh; False where the system cannot."""
+    """Start `peak_resident` afresh; False if the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -230,7 +230,7 @@ def written_whole(path: Path, commit: bool = True) -> Iterator[Path]:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name in the same directory, with the same suffix, for this process alone."""
+    """A hidden name in the same directory, with the same suffix, for this process only."""
     return path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
 
 

@@ -197,7 +197,7 @@ def demo(
         f"CPU: {machine.describe_cpu(machine.cpu())}\n"
         f"batch {batch}, width {dim}, float32, {epochs} epochs, method {method}"
     )
-    try:  # the picture first: to print fails where a pipe is closed
+    try:  # the picture first: to print fails if a pipe is closed
         with written_whole(output) as temporary:
             _figure(figures, run, title).savefig(temporary, format="png", dpi=120)
     finally:

@@ -33,7 +33,7 @@ SAFETENSORS: dict[str, np.dtype[Any]] = {
 
 
 def open_embeddings(source: str) -> Any:
-    """The array in `source`, memory-mapped where the format allows.
+    """The array in `source`, memory-mapped if the format allows.
 
     `source` is a path, or PATH:KEY for one array out of a file of several. Raises
     click.ClickException, naming the file, for anything that is not there or not what it should be.

@@ -38,7 +38,7 @@ def explain(
     """How a call of LOSS on ROWS x FEATURES would run on a GPU.
 
     Kernels and matrix products in their order, memory, work, and the time that the device's peaks
-    allow, beside the time that benchmarks have recorded. It needs no GPU.
+    allow, and the time that benchmarks have recorded. It needs no GPU.
     """
     names = () if loss_alone else wrt or None
     with one_line_errors():

@@ -87,7 +87,7 @@ class GradientFiles:
             self.arrays[name] = array
 
     def commit(self, scalars: Mapping[str, float]) -> None:
-        """Write `scalars` besides, and move everything into place once it is on disk."""
+        """Write `scalars`, too, and move everything into place once it is on disk."""
         with one_line_errors(click.ClickException), errors_name(self.folder):
             path = self.folder / SCALARS
             temporary = self._temporary[path] = temporary_name(path)

@@ -101,8 +101,10 @@ def _print(report: Mapping[str, Any]) -> None:
 
 
 def _optional() -> dict[str, dict[str, str | None]]:
-    """Version of each optional library, and what brings it. Beside one build of CuPy the other is
-    not missing."""
+    """The version of each optional library, and the extra that installs it.
+
+    If one build of CuPy is installed, the other build does not count as missing.
+    """
     installed = machine.versions(*OPTIONAL)
     has_cupy = any(installed[build] for build in CUPY)
     return {

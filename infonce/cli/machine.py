@@ -60,7 +60,7 @@ def gpu() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """Version of the NVIDIA driver, where the system says."""
+    """Version of the NVIDIA driver, if the system says."""
     try:
         match = re.search(r"Module(?: for \S+)?\s+([\d.]+)", Path(NVIDIA).read_text())
     except OSError:

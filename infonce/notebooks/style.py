@@ -120,7 +120,7 @@ def figure(
 
 
 def heat(axes: Any, x: Any, y: Any, z: Any, **options: Any) -> Any:
-    """z [len(y), len(x)] in colours; red where it is infinite or NaN."""
+    """z [len(y), len(x)] in colours; red if it is infinite or NaN."""
     import numpy as np
 
     axes.set_facecolor("#d62728")
@@ -140,7 +140,7 @@ def explore(draw: Callable[..., Any], **choices: tuple[Any, Sequence[Any]]) -> N
     import ipywidgets
     import matplotlib.pyplot as plt
 
-    plt.show()  # the picture of these values stays where there are no sliders, as in documents
+    plt.show()  # the picture of these values stays if there are no sliders, as in documents
     sliders = {
         name: ipywidgets.SelectionSlider(
             options=list(values), value=value, description=name, continuous_update=False,

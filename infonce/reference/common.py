@@ -177,7 +177,7 @@ def guide_products(guide: Guide | None, normalize_rows: bool) -> Array | None:
 
 
 def sum_exp(x: Array, axis: int) -> tuple[Array, Array]:
-    """The largest element along `axis`, ``peak``, and ``sum exp(x - peak)``; both are 0 where every
+    """The largest element along `axis`, ``peak``, and ``sum exp(x - peak)``; both are 0 if every
     element is -inf or there is none."""
     peak = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
     # -inf - -inf would be NaN; any finite shift leaves a sum of zeros.
@@ -187,14 +187,14 @@ def sum_exp(x: Array, axis: int) -> tuple[Array, Array]:
 
 @silent
 def log_sum_exp(x: Array, axis: int) -> Array:
-    """``log sum exp x`` along `axis`: -inf where every element is -inf or there is none."""
+    """``log sum exp x`` along `axis`: -inf if every element is -inf or there is none."""
     peak, total = sum_exp(x, axis)
     lse: Array = np.log(total) + peak
     return lse
 
 
 def softplus(x: Array) -> Array:
-    """``log(1 + exp x)`` without overflow, and with log1p's accuracy where it is near 0.
+    """``log(1 + exp x)`` without overflow, and with log1p's accuracy if it is near 0.
 
     For x > 0 it is ``log(exp(x) * (exp(-x) + 1)) = x + log(1 + exp(-x))``.
     """
@@ -279,7 +279,7 @@ def softmax_loss(
     -----
     Once the positive wins by a wide margin, r_i and x_iy agree in all their digits and their
     difference holds none of the loss; so do p_iy and 1. At temperature 0.005 the logits of an
-    aligned pair are 200, whose rounding alone is 3e-14, while the loss may be 1e-40. Let n_i be the
+    aligned pair are 200, which are rounded by 3e-14, while the loss may be 1e-40. Let n_i be the
     log-sum-exp of the negatives, m_i that of the positives, and a_ij = exp(x_ij - m_i) a positive's
     share of them. Then, exactly::
 

@@ -61,12 +61,12 @@ def info_nce(
         `guide_margin`, as `common.softmax_loss` defines it. They get no gradient; `normalize`
         normalises them too.
     own : array_like [M, K, D], optional
-        Keys that are negatives of row i alone: x_ik = scale * <q_i, own_ik> is one more term of its
+        Keys that are negatives only of row i: x_ik = scale * <q_i, own_ik> is one more term of its
         sum. They have no `key_bias`.
     own_mask : array_like of bool [M, K], optional
         Which of `own` count; all by default.
     in_batch : bool
-        False: of `key`, row i is compared with its positives alone.
+        False: of `key`, row i is compared only with its positives.
     **options
         `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias`, `false_negative_margin`
         and `guide_margin`, as `common.softmax_loss` defines them.

@@ -177,7 +177,7 @@ class _Tower:
         return outputs
 
     def require_same_chunks(self) -> None:
-        """ValueError where processes differ, as `fully_shard` gathers parameters for each chunk."""
+        """ValueError if processes differ, as `fully_shard` gathers parameters for each chunk."""
         n = len(self.chunks)
         for module in filter(_is_sharded, self.parallel):
             module.reshard()  # sharded parameters know their processes

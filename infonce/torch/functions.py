@@ -147,7 +147,7 @@ DOC = """
     group : torch.distributed process group, optional
         Its processes share the batch: each passes its own rows, and gets the loss of all rows.
         DDP's average of the gradients is the gradient of that loss; pass
-        ``gradient_scale="global"`` where gradients are summed. Also `timeout`, `transport` and
+        ``gradient_scale="global"`` if gradients are summed. Also `timeout`, `transport` and
         `exchange`, of `infonce.distributed`.
     weights, key_bias, guide : tensors, optional
         As in `infonce.{loss}`, as far as it has them; a pair of tensors for `guide`. They get no

@@ -2,7 +2,7 @@
 autograd function `InfoNCEFunction`, and the extension's `infonce_forward` and `infonce_backward`.
 
 The names are theirs: the loss is NT-Xent, on one array with two views of each sample. What differs:
-features stay on their device and keep their dtype, where theirs become float32 on a GPU, no matrix
+features stay on their device and keep their dtype, while theirs become float32 on a GPU, no matrix
 of logits is kept, nothing waits for the device, and the module's loss is 0-d. Other keywords of the
 module are those of `infonce.torch.nt_xent_loss`.
 """
@@ -60,7 +60,7 @@ class InfoNCEFunction:
 
 
 def infonce_forward(features: Tensor, temperature: float) -> Tensor:
-    """The loss of `InfoNCELoss` alone, which autograd does not record.
+    """The loss of `InfoNCELoss` without gradients, which autograd does not record.
 
     ``loss = -1/2B sum_i log softmax_{j != i}(z z' / temperature)_i,partner(i)``
 
@@ -99,7 +99,7 @@ def infonce_backward(features: Tensor, temperature: float, grad_output: Any) -> 
         Those of the forward pass.
     temperature : float
     grad_output : float or tensor of one number
-        On the features' device, where it is not read by the host, or on the host.
+        On the features' device, and then the host does not read it, or on the host.
 
     Returns
     -------

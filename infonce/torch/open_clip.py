@@ -2,7 +2,7 @@
 `DistillClipLoss` of open_clip.loss, and `create_loss`.
 
 The constructors and the calls are the same. What differs: the loss is float32 (float64 for float64)
-where open_clip's has the features' dtype. Over ranks the loss is that of all ranks' rows whatever
+while open_clip's has the features' dtype. Over ranks the loss is that of all ranks' rows whatever
 `local_loss` and `dist_impl`, and gradients are right under DDP. `use_horovod` is an error. Other
 keywords are those of the functions of `infonce.torch`.
 """
@@ -287,7 +287,7 @@ def create_loss(args: Any) -> Any:
     ----------
     args : namespace
         `model`, `distill`, `siglip`, `rank`, `world_size`, `local_loss`, `gather_with_grad`, and
-        `loss_dist_impl`, `coca_caption_loss_weight`, `coca_contrastive_loss_weight` where they are
+        `loss_dist_impl`, `coca_caption_loss_weight`, `coca_contrastive_loss_weight` if they are
         needed.
 
     Returns

@@ -31,7 +31,7 @@ class SupConLoss(DropIn):
     ----------
     temperature : float, default 0.07
     contrast_mode : {"all", "one"}, default "all"
-        "one": the mean is over first views alone.
+        "one": the mean is over first views only.
     base_temperature : float, default 0.07
     options
         Of `infonce.torch.sup_con_loss`.

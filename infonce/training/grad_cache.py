@@ -1,7 +1,7 @@
 """Batches larger than the encoder's memory: features without a graph first, then gradients by
 chunks (Gao et al.: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021).
 
-The loss needs features alone and returns their gradients; so an encoder can be run a chunk at a
+The loss needs only features and returns their gradients, so an encoder can be run a chunk at a
 time, twice: once for features, and once more to take each chunk's gradient back.
 """
 
@@ -49,11 +49,11 @@ def grad_cache(
         Features without a graph, as any array that the loss takes.
     backward : callable (chunk, gradient), or one for each input; None for a locked encoder
         Receives the gradient of the loss with respect to `encode(chunk)`, as an array of
-        the same library. Not called where the loss returns no gradient.
+        the same library. Not called if the loss returns no gradient.
     chunk : int
         Rows that an encoder sees at once.
     **options
-        Passed on to the loss. ``gradient_scale="ddp"`` where gradients are averaged afterwards,
+        Passed on to the loss. ``gradient_scale="ddp"`` if gradients are averaged afterwards,
         ``grad_out=scaler.get_scale()`` under a GradScaler. Tensors among them require no gradient:
         for a scale that is learned, pass ``scale.detach()``, and call
         ``scale.backward(out.grads.scale)`` afterwards, as `infonce.torch.grad_cache` does.

@@ -90,14 +90,17 @@ class ArrayBlocks:
         n = problem.shape[1]
         return slices(n, self.key_rows or n)
 
-    # -- what solve asks beside folds
+    # -- other methods of `solve.Backend`
 
     def online(self, problem: Problem, gradients: Gradients) -> bool:
         return False
 
     def row_nans(self, problem: Problem) -> Array:
-        """See `Backend`. The folds alone are not enough: they take a logit of -inf for an excluded
-        pair."""
+        """[M] NaN flags of rows.
+
+        Folds do not show all features that are not finite: a fold takes a logit of -inf for an
+        excluded pair.
+        """
         xp = self.xp
         spoiled = ~self._finite(problem.query)
         spoiled |= spoiled.any() if problem.symmetric else ~self._finite(problem.key).all()

@@ -219,7 +219,7 @@ def matrix_sums(
 ) -> Sums:  # fmt: skip
     """From the negatives' logits along one axis: their sums, and in `p` their exponentials.
     Exponents are differences of logits: x, with its bias, minus the largest one. Moments are `of`
-    others, or of x alone."""
+    others, or of x only."""
     unbiased = x if of is None else of
     if bias is not None:
         x = x + bias.astype(x.dtype)

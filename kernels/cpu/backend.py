@@ -98,8 +98,11 @@ class CPU:
         return Side(features, self.dtype, norms)
 
     def row_nans(self, problem: Problem) -> Array:
-        """See `Backend`. The folds alone are not enough: they take a logit of -inf for an excluded
-        pair, and the largest logit of those that are not NaN."""
+        """[M] NaN flags of rows.
+
+        Folds do not show all features that are not finite: a fold takes a logit of -inf for an
+        excluded pair, and ignores NaN when it looks for the largest logit.
+        """
         not_finite_rows = not_finite(problem.query)
         if problem.key is not problem.query:
             not_finite_rows |= not_finite(problem.key).any()

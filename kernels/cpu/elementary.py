@@ -157,7 +157,7 @@ def exp2(x: Any) -> Any:
 
 
 def probability(x: Any) -> Any:
-    """2^x for x <= 0 (or rounding above it); 0 where 2^x is below 2^_LEAST."""
+    """2^x for x <= 0 (or rounding above it); 0 if 2^x is below 2^_LEAST."""
 
 
 def log1p(e: Any) -> Any:

@@ -84,7 +84,7 @@ __device__ __forceinline__ Real or_low(Real largest) {
 }
 
 // The factor that makes products logits, but not less than a lower bound for which 2^(factor EXCLUDED) is
-// 0. Products of float16 are below 2^60, so a smaller factor makes all logits negligible beside 1. NaN stays
+// 0. Products of float16 are below 2^60, so a smaller factor makes all logits negligible relative to 1. NaN stays
 // NaN.
 __device__ __forceinline__ double logit_factor(double factor) {
   const double least = sizeof(Real) == 8 ? 0x1p-1000 : 0x1p-100;

@@ -90,7 +90,7 @@ def block(
 
 def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     caller_upstream = problem.upstream
-    problem, stats = TiledVectors.alone(problem, queue).statistics(problem)
+    problem, stats = TiledVectors.without_folds(problem, queue).statistics(problem)
     columns = stats.columns or Sums(None, None)
     return {
         "row_max": stats.rows.max, "row_sum": stats.rows.sum, "row_moment": stats.rows.moment,
@@ -103,7 +103,7 @@ def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
 def finalize(
     problem: Problem, stats: Statistics, not_finite: NotFinite, queue: Queue
 ) -> dict[str, Array | None]:
-    vectors = TiledVectors.alone(problem, queue)
+    vectors = TiledVectors.without_folds(problem, queue)
     finalized = vectors.finalize(problem, stats, False, True, None, not_finite)
     outputs: dict[str, Array | None] = {
         "losses": finalized.losses, "row_factor": finalized.row_factor,
@@ -125,7 +125,7 @@ def totals(
     problem: Problem, losses: Array, log_scale_grad: Array | None, dots: Array | None,
     bias_grad: Array | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    vectors = TiledVectors.alone(problem, queue)
+    vectors = TiledVectors.without_folds(problem, queue)
     vectors.double, vectors.out = True, np.dtype(np.float64)
     sums = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)
     return dict(zip(("loss", "scale_grad", "bias_grad"), sums, strict=True))

@@ -142,7 +142,7 @@ class QueuedVectors(VectorsOverRanks):
     def __init__(self, problem: Problem, queue: Queue) -> None:
         super().__init__()
         self.queue = queue
-        self.tiled = TiledVectors.alone(_bare(problem), queue)
+        self.tiled = TiledVectors.without_folds(_bare(problem), queue)
         self.launcher = self.tiled.launcher
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:

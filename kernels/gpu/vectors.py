@@ -153,7 +153,7 @@ class TiledVectors(ElementwiseVectors):
         self.any_key = cupy.empty(1)
 
     @staticmethod
-    def alone(problem: Problem, queue: Queue) -> TiledVectors:
+    def without_folds(problem: Problem, queue: Queue) -> TiledVectors:
         """The vectors of one of many ranks, whose folds run elsewhere."""
         device = cupy.cuda.Device()
         precision = config.operand_precision(problem.compute, device_properties(device.id))

@@ -36,7 +36,7 @@ class PrefixWorker(Worker):
         self.merges: list[Callable[[], None] | None] = []
 
     def further_tile(self, number: int, m: int, n: int) -> Array:
-        """A tile besides the logits of the block."""
+        """A further tile, in addition to the logits of the block."""
         return self.further[number, : m * n].reshape(m, n)
 
     def block(self, a: int, b: int, q: Array, k: Array) -> Array:

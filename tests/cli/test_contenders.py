@@ -65,7 +65,7 @@ def test_options_and_the_loss_alone_are_of_the_benchmark(peers, monkeypatch):
     loss, gradients = place.contender("auto", alone, [features])()
     assert close(float(loss), want.loss)
     assert gradients == []
-    with pytest.raises(ValueError, match="panels has no loss alone"):
+    with pytest.raises(ValueError, match="panels has no loss without gradients"):
         place.contender("panels", alone, [features])
 
 

@@ -182,7 +182,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
          lambda: clip(weights=np.ones(4) if odd else None)),
         ("rank 1: weights: numbers that are not negative, got -1.0 at position 2", "ValueError",
          lambda: clip(weights=np.array([1, 1, -1, 1]) if odd else np.ones(4))),
-        ("weights: expected a positive sum over all ranks, got zeros alone", "ValueError",
+        ("weights: expected a positive sum over all ranks, got only zeros", "ValueError",
          lambda: clip(weights=np.zeros(4))),
         ("rank 0: label_smoothing: expected 0.0 with decoupled, got float 0.1", "ValueError",
          lambda: clip(label_smoothing=0.1, decoupled=True)),

@@ -129,7 +129,7 @@ def bench(
         "workspace_bytes": workspace, "repeat": repeat,
     }  # fmt: skip
     report = measure.report(place, settings, results)
-    try:  # files first: to print fails where a pipe is closed; the table in any case
+    try:  # files first: to print fails if a pipe is closed; the table in any case
         if output is not None:
             with written_whole(output) as temporary:
                 temporary.write_text(to_json(report) + "\n")

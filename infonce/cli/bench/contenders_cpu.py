@@ -22,7 +22,7 @@ METHODS = ("products", "numpy", *LIBRARY, "torch")
 def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
     """A call of `method` on the features, gradients of features and scale included.
 
-    Raises ImportError where torch is missing and MemoryError where the full matrix, in `MATRICES`
+    Raises ImportError if torch is missing, and MemoryError if the full matrix, in `MATRICES`
     copies, has no room.
     """
     if method in LIBRARY:
@@ -38,7 +38,7 @@ def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
 
 
 def require(needed: int) -> None:
-    """Raise MemoryError where so many bytes cannot be had without swapping."""
+    """Raise MemoryError if so many bytes cannot be allocated without swapping."""
     room = available_memory()
     if room and needed > room:
         raise MemoryError(f"needs {human(needed)}, of which {human(room)} are free")

@@ -87,7 +87,7 @@ class Host:
         return ImportError, MemoryError, ValueError
 
     def describe(self) -> dict[str, Any]:
-        """What a record names besides commit and date."""
+        """The facts that a record names in addition to commit and date."""
         cpu = machine.cpu()
         return {
             "device": machine.describe_cpu(cpu),

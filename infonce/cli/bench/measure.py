@@ -52,7 +52,7 @@ class Case:
 
     @property
     def labels(self) -> Array | None:
-        """[rows] classes, or keys; None where the loss takes none."""
+        """[rows] classes, or keys; None if the loss takes none."""
         if self.kind.classes:
             return np.arange(self.rows) % self.classes
         return None if self.keys is None else self.positives[:, 0]
@@ -73,7 +73,7 @@ class Case:
     @property
     def products(self) -> float:
         """Matrix products of 2 N N D operations that loss and gradient need, without the logits
-        being kept: all of them, or one triangle where rows are columns."""
+        being kept: all of them, or one triangle if rows are columns."""
         if self.kind.joint:  # of 2 N rows
             return 8.0
         if self.kind.symmetric or self.kind.locked or self.wrt:
@@ -105,7 +105,7 @@ class Bench(Protocol):
         ...
 
     def reference(self, case: Case, features: Sequence[Array]) -> Outcome | None:
-        """Loss and gradients in float64; None where that would take too long."""
+        """Loss and gradients in float64; None if that would take too long."""
         ...
 
     def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
@@ -129,7 +129,7 @@ class Bench(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a record names besides commit and date; `gemm` has the rates of `time_gemm`."""
+        """What a record names in addition to commit and date. `gemm`: the rates of `time_gemm`."""
         ...
 
 
@@ -167,7 +167,9 @@ def compare(
         for method in list(times):
             try:
                 turn = bench.turn(running[method])
-            except bench.skipped_errors() as error:  # no memory left beside the other contenders
+            except (
+                bench.skipped_errors()
+            ) as error:  # the other contenders have left too little memory
                 rows[method]["skipped"] = _reason(error)
                 del times[method]
                 continue

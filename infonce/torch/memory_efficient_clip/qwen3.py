@@ -22,7 +22,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
 
     ``loss = 1/N sum_i ( log Z_i - x(q_i, d_i) )``,
     ``Z_i = sum_j exp x(q_i, d_j) + sum_k exp x(q_i, h_ik)``, and for j != i ``exp x(q_i, q_j)`` and
-    ``exp x(d_i, d_j)`` where they are asked for, without the negatives that `margin` leaves out.
+    ``exp x(d_i, d_j)`` if they are asked for, without the negatives that `margin` leaves out.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-// Barriers: of some of a block's warps, of a cluster, and Hopper's mbarriers.
+// Barriers of several warps of a block, of a cluster, and Hopper's mbarriers.
 #pragma once
 
-// A named barrier for some of a block's warps, `threads` in all. Barrier 0 is __syncthreads.
+// A named barrier for several warps of a block, which have `threads` threads. Barrier 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -13,7 +13,7 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
 
 // --- Hopper -----------------------------------------------------------------------------------------
 //
-// Clusters and these mbarriers are used on compute capability 9.0 alone. An mbarrier counts arrivals and bytes;
+// Clusters and these mbarriers are used only on compute capability 9.0. An mbarrier counts arrivals and bytes;
 // a waiter names the parity of the phase that it waits for.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 

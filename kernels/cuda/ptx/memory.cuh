@@ -33,7 +33,7 @@ __device__ __forceinline__ void prefetch_line(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
-// 16 bytes, of which the last 16 - bytes are zeros; asynchronous where the chip can.
+// 16 bytes, of which the last 16 - bytes are zeros; asynchronous if the chip can.
 __device__ __forceinline__ void cp_async_16(void* to, const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"

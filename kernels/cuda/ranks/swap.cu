@@ -35,7 +35,7 @@ __device__ __forceinline__ void copy(char* to, const char* from, i64 size) {
   else copy_units<char>(to, from, size);
 }
 
-// This block's share of the arrays, to or from a buffer where each begins at a multiple of 16 bytes.
+// Copies this block's part of the arrays to or from a buffer, in which each array begins at a multiple of 16 bytes.
 __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool send) {
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {

@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 sweep_narrow(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
              const __grid_constant__ Block block, i64 segments,
              const __grid_constant__ Factors factors, float* out, i64 stride, i64 columns, i64 add) {
-  static_assert(STAGES % K_SLICES == 0, "K-slices of a tile lie beside each other");
+  static_assert(STAGES % K_SLICES == 0, "K-slices of a tile are adjacent");
   SweepShared<Narrow>& shared = sweep_shared<Narrow>();
   const Lane lane;
   Narrow narrow{{block, lane, shared.consumer[lane.consumer & 1], factors,

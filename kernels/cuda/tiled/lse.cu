@@ -12,7 +12,7 @@
 // column. This is fast almost always, and right always.
 #include "tiled/tile.cuh"
 
-// What underflow takes from a sum is below 64 * 2^-126: nothing beside a sum of 2^-80. No sum of terms
+// Underflow takes less than 64 * 2^-126 from a sum, which is negligible relative to a sum of 2^-80. No sum of terms
 // up to 1 is as large as the other bound, which is for features that are not finite.
 constexpr Real MIN_EXACT_SUM = (Real)0x1p-80, MAX_EXACT_SUM = (Real)0x1p80;
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ Partial merge(const Partial& a, const Partial& b, Rea
   return {top, a.sum * a_weight + b.sum * b_weight, MOMENTS ? a.moment * a_weight + b.moment * b_weight : 0};
 }
 
-// Partial sums of n rows or columns: pairs (m, sum), and moments beside them.
+// Partial sums of n rows or columns: pairs (m, sum), and with MOMENTS also moments.
 struct Partials {
   Real2* pairs;
   Real* moments;

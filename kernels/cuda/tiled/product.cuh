@@ -13,7 +13,7 @@
 // cores cut off bits when they add, and a long sum in float32 loses digits that a scale of 200
 // multiplies. It costs as many registers again: WARP_N is 32 then.
 //
-// bf16x3, fp16x3: an operand is a sum of two parts, 16-bit matrices beside each other. The product is a
+// bf16x3, fp16x3: an operand is a sum of two parts, adjacent 16-bit matrices. The product is a
 // sum over three times as many K-slices, one pass for each pair of parts that is not lost in rounding,
 // small terms first.
 //
@@ -32,7 +32,7 @@ constexpr int PROMOTE = PRECISION == FP32 ? 1 : 2;  // K-slices summed before th
 
 typedef Real Products[8][LANE_N];  // of a lane
 
-struct Position {  // where this thread's products are in the tile
+struct Position {  // the rows and columns of this thread's products in the tile
   int lane, g, t, warp_m, warp_n;
   __device__ Position() {
     lane = threadIdx.x % 32;

@@ -3,7 +3,7 @@
 #pragma once
 #include "tiled/product.cuh"
 
-// Vectors of the tile in shared memory, beside the stages of the pipeline.
+// Vectors of the tile in shared memory, which also has the stages of the pipeline.
 struct TileShared {
   i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix
   Real row_factor[BLOCK_M], column_factor[BLOCK_N];

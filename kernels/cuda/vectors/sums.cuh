@@ -156,7 +156,7 @@ extern "C" __global__ void raise_scale(const __grid_constant__ Scale scale, doub
   if (threadIdx.x == 0) *out = scale.bare() + by;
 }
 
-// Options of the softmax that change numbers of a row alone: see spec.OPTIONS.
+// Options of the softmax that change only numbers of a row: see spec.OPTIONS.
 struct RowOptions {
   Scale scale, exponent_scale;  // the folds take all logits in the scale of exponents
   double margin;
@@ -240,7 +240,7 @@ __device__ __forceinline__ double log_scale_gradient(const FinalizeArguments& f,
 __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const Direction& row, double a,
                                         double loss, double log_scale_grad, double at_positives) {
   f.losses[i] = loss + *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
-  // NaN by itself where a feature is not finite
+  // NaN without help if a feature is not finite
   if (f.log_scale_grad) f.log_scale_grad[i] = log_scale_gradient(f, i, log_scale_grad, at_positives);
   f.row_loss[i] = row.loss;
   f.row_reference[i] = reference_of(row.lse2);

@@ -48,15 +48,15 @@ def workspace(stream: int) -> int:
     `MAX_STREAMS` streams have a workspace, or if no memory is left.
     """
     device = runtime.getDevice()
-    where = device, stream
-    if where not in _workspaces and len(_workspaces) < MAX_STREAMS:
+    key = device, stream
+    if key not in _workspaces and len(_workspaces) < MAX_STREAMS:
         try:
             memory = cupy.cuda.Memory(workspace_bytes(device))
-            _workspaces.setdefault(where, memory)  # one, for all threads
+            _workspaces.setdefault(key, memory)  # one, for all threads
         except runtime.CUDARuntimeError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
-    memory = _workspaces.get(where)
+    memory = _workspaces.get(key)
     return 0 if memory is None else int(memory.ptr)
 
 
@@ -92,11 +92,15 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
     new_memory = cupy.empty(0 if workspace else size, np.uint8)
     # a graph must not use cuBLAS's own workspace
     workspace = workspace or new_memory.data.ptr
-    where = ctypes.c_void_p(handle)
-    _check(library.cublasSetStream_v2(where, ctypes.c_void_p(stream.ptr)))
-    _check(library.cublasSetWorkspace_v2(where, ctypes.c_void_p(workspace), ctypes.c_size_t(size)))
+    handle_pointer = ctypes.c_void_p(handle)
+    _check(library.cublasSetStream_v2(handle_pointer, ctypes.c_void_p(stream.ptr)))
+    _check(
+        library.cublasSetWorkspace_v2(
+            handle_pointer, ctypes.c_void_p(workspace), ctypes.c_size_t(size)
+        )
+    )
     converted = [TYPES[letter](a) for letter, a in zip(types, arguments, strict=True)]
-    _check(getattr(library, f"cublasG{name[1:]}")(where, *converted))
+    _check(getattr(library, f"cublasG{name[1:]}")(handle_pointer, *converted))
 
 
 def _check(status: int) -> None:

@@ -115,7 +115,7 @@ class GPU:
                 epilogue = replace(uncounted, row_factor=epilogue.row_factor)
             RUNS[fold.purpose](self.buffers, problem, fold, epilogue, gradients).run()
 
-    # -- what losses need beside folds: `solve.Backend`, `linear.Summing`
+    # -- other methods of `solve.Backend` and `linear.Summing`
 
     @property
     def linear_rows(self) -> tuple[Rows, Rows]:

@@ -4,7 +4,7 @@
 #include "sm90/sweep/partial.cuh"
 
 // A row's sum in a tile may be this: sums over all strips and query tiles stay below 2^127. What a row or a
-// column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
+// column has lost is below 2^-126 a term, negligible relative to a sum of 2^-80.
 constexpr float MAX_TILE_SUM = 0x1p80f;
 constexpr float MIN_EXACT_SUM = 0x1p-80f;
 constexpr float MAX_TILE_MOMENT = 0x1p100f;  // sums stay below 2^127, as above

@@ -10,7 +10,7 @@ struct LogitGradient {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;
   struct ConsumerShared {
     Columns columns;
-    // The columns of a thread's slice lie beside each other
+    // The columns of a thread's slice are adjacent
     alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], reference[KEEPS_REFERENCES ? TILE_COLUMNS : 4];
   };
   const Block& b;

@@ -58,7 +58,7 @@ struct Rows : Options::RowNumbers<2> {
   }
 };
 
-// Where a column's number lies among those of a tile so that those of a thread's slice lie beside each other.
+// Position of a column's number in shared memory. The order makes the numbers of a thread's slice contiguous.
 __device__ __forceinline__ int in_slices(int column) {
   const int i = column % 16;  // 8 j + 2 t + e -> 4 t + 2 j + e
   return column - i + i % 8 / 2 * 4 + i / 8 * 2 + i % 2;

@@ -8,7 +8,7 @@ struct Partial {
 
   __device__ __forceinline__ static Partial empty() { return {LOW, 0, 0}; }
 
-  // Multiply by 2^by for by <= 0, in two steps: 2^by alone may be too small for a float.
+  // Multiply by 2^by for by <= 0, in two steps: 2^by itself may be too small for a float.
   __device__ __forceinline__ void lower(float by) {
     const float half = exp2_(0.5f * by);
     sum = sum * half * half;
@@ -26,7 +26,7 @@ struct Partial {
   }
 };
 
-// Where partial sums are in memory: pairs (r, sum), and moments beside them (MOMENTS).
+// The memory of partial sums: pairs (r, sum), and with MOMENTS also moments.
 struct Partials {
   float2* pairs;
   float* moments;

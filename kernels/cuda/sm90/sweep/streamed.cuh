@@ -51,7 +51,7 @@ template <class Epilogue>
 __device__ __forceinline__ void streamed_products(float (&products)[TILES][64], SweepShared<Epilogue>& s,
                                                   PipelineState& pipe, const Lane& lane) {
   float(&x)[64] = products[0];
-  static_assert(STAGES % PARTS == 0, "parts of the same features lie beside each other");
+  static_assert(STAGES % PARTS == 0, "parts of the same features are adjacent");
 #pragma unroll
   for (int i = 0; i < 64; ++i) x[i] = 0;
 #pragma unroll 1

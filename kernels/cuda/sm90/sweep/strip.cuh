@@ -14,7 +14,7 @@ struct GradientStrip {
   const TensorMap& map;
   const GradientBlock& gradient_block;
   Element* piece;
-  int put;  // where in it this lane's eight elements go
+  int put;  // the place in it of this lane's eight elements
 
   __device__ __forceinline__ GradientStrip(const TensorMap& map, const GradientBlock& gradient_block,
                                                 Shared& shared, const Lane& lane)
