@@ -377,8 +377,8 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     assert (
         "| clip bfloat16 8192 x 512 | 1 ms, 1 MiB | - | torch: 2 ms, 9 MiB | panels: 3 ms, 4 MiB |"
     ) in lines
-    query_alone = "info_nce bfloat16 256 of 4096 x 128, gradient of query alone"
-    assert f"| {query_alone} | - | 900 | 1 (2), 0 MiB |" in lines
+    query_only = "info_nce bfloat16 256 of 4096 x 128, gradient of query only"
+    assert f"| {query_only} | - | 900 | 1 (2), 0 MiB |" in lines
     assert "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 2, 0 MiB |" in lines
     assert "| clip bfloat16 8192 x 768, 1 GiB | 5 | 6 | missed |" in lines
     steps = lines[lines.index("| case | step | of the bare products | TFLOP/s | time, memory |") :]
