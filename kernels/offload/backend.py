@@ -13,9 +13,9 @@ next is copied. A block has a streamed panel and a piece.
 
 Only complete sums leave the device, so the host needs memory only for features and gradients. The
 device's own backend computes a block, and vectors of length M or N are on the device. Copies run
-beside the products: pieces arrive while the first streamed panel is used, and leave while the last
-is used. A small problem would have no products that hide its copies, so all of it is copied to the
-device at once.
+during the products: pieces arrive while the first streamed panel is used, and leave while the last
+is used. A small problem has too few products to overlap with its copies, so all of it is copied to
+the device first.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from ..solve import BlockQuestion, Solution, one_pass
 from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, map_arrays, on_device, segments_on
 from .fold import StreamedCall, StreamedFold
-from .layout import Layout, layout, left_beside_all
+from .layout import Layout, layout, room_for_blocks
 from .own import StreamedOwnRows
 from .panels import empty_like
 
 
 def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) -> Solution:
     """`solve.solve` of a problem whose arrays are on the host."""
-    panels, on_device_problem = layout(problem, gradients), _vectors_on(device, problem)
+    sizes, on_device_problem = layout(problem, gradients), _vectors_on(device, problem)
     with device.copies() as copies:
         for to in _destinations(gradients):
             if to is not None:
                 copies.touch(to)
-        room = left_beside_all(problem, gradients)
-        one_panel = max(problem.shape[:2]) <= panels.panel
+        room = room_for_blocks(problem, gradients)
+        one_panel = max(problem.shape[:2]) <= sizes.panel_rows
         if room and (one_panel or problem.symmetric or one_pass(problem, gradients)):
-            whole = replace(on_device_problem, workspace=room, workspace_given=True)
-            solution = _solve_whole(whole, gradients, device, copies)
+            resident_problem = replace(on_device_problem, workspace=room, workspace_given=True)
+            solution = _solve_resident(resident_problem, gradients, device, copies)
         else:
-            backend = Offload(problem, gradients, panels, device, copies)
+            backend = Offload(problem, gradients, sizes, device, copies)
             if problem.own is not None:
                 on_device_problem.own_rows = StreamedOwnRows(problem, backend.context)
             solve_by_folds = solver_by_folds(problem)
             solution = solve_by_folds(on_device_problem, backend, gradients)
-    if not problem.retrieval_ranks:  # nobody needs the statistics
+    if not problem.retrieval_ranks:  # then no caller needs the statistics
         solution = replace(solution, statistics=None, direction_losses=None)
     on_host: Solution = map_arrays(solution, device.get)
     return on_host
@@ -70,24 +70,23 @@ def fold_block(
 ) -> None:  # fmt: skip
     """`solve.fold_block` of a block whose arrays are on the host.
 
-    `ahead` are the gradients of a later fold of such blocks: this fold has the panels of the later
-    one.
+    `ahead` are the gradients of a later fold of the same blocks, whose panels this fold uses, too.
     """
     problem = replace(problem, classes=None, own=None, own_mask=None)  # blocks do not need them
     if to_clear is not None:
         to_clear.clear()
     if callable(epilogue):
         with device.copies() as copies:
-            panels = layout(problem, gradients)
-            epilogue(OffloadOfHost(problem, gradients, panels, device, copies), problem)
+            sizes = layout(problem, gradients)
+            epilogue(OffloadOfHost(problem, gradients, sizes, device, copies), problem)
         return
     device_epilogue, device_gradients, dots = on_device(epilogue, device), gradients, None
     if gradients is not None and gradients.dots is not None:
         dots = device.put(gradients.dots)
         device_gradients = replace(gradients, dots=dots)
     with device.copies() as copies:
-        panels = layout(problem, gradients or ahead)
-        backend = Offload(problem, gradients, panels, device, copies)
+        sizes = layout(problem, gradients or ahead)
+        backend = Offload(problem, gradients, sizes, device, copies)
         blocks.fold_block(
             backend,
             _vectors_on(device, problem),
@@ -121,7 +120,7 @@ def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
     return replace(problem, **device_vectors)
 
 
-def _solve_whole(
+def _solve_resident(
     problem: Problem, gradients: Gradients | None, device: OffloadDevice, copies: HostCopies
 ) -> Solution:
     """Copy all features to the device, solve the problem there, and copy all gradients back."""
@@ -144,8 +143,8 @@ def _solve_whole(
     if gradients is not None:
         query, key, own = results
         device_gradients = replace(gradients, query=query, key=key, own=own)
-    whole = replace(problem, **dict(zip(names, arrays, strict=True)))
-    solution = device.solve(whole, device_gradients)
+    resident_problem = replace(problem, **dict(zip(names, arrays, strict=True)))
+    solution = device.solve(resident_problem, device_gradients)
     for destination, gradient in zip(to, results, strict=True):
         if destination is not None:
             copies.leave(destination, gradient, False)
@@ -176,24 +175,27 @@ class Offload:
         return False  # log-sum-exps first, then the gradients
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
-        """All folds of a problem with a guide visit the same blocks, so that they leave out the
-        same pairs: those of the square, because the gradient fold has no room for a triangle."""
+        """The grid of blocks, whose rows and columns are panels.
+
+        All folds of a problem with a guide visit the same blocks, so that they leave out the same
+        pairs. They visit the whole square, because the gradient fold has no room for a triangle.
+        """
         m, n, _ = problem.shape
         triangle = triangle and not problem.guided
-        return Grid(slices(m, self.layout.panel), slices(n, self.layout.panel), triangle)
+        return Grid(slices(m, self.layout.panel_rows), slices(n, self.layout.panel_rows), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         """Ranges of keys, so that NT-Xent's gradient fold visits the whole square of blocks.
 
         In a triangle, the gradients of all rows would have to stay on the device.
         """
-        n, square = problem.shape[1], problem.symmetric and not self.layout.whole
-        return slices(n, self.layout.staying if square else n)
+        n, square = problem.shape[1], problem.symmetric and not self.layout.smaller_side_stays
+        return slices(n, self.layout.staying_rows if square else n)
 
     def row_nans(self, problem: Problem) -> Array:
-        """Marks of features that are not finite, collected by the first fold from all blocks."""
-        marks = self.context.not_finite.rows + self.context.not_finite.any_key
-        return marks + marks.sum() if problem.symmetric else marks
+        """[M] NaN flags of rows, which the first fold has collected from all blocks."""
+        nan_flags = self.context.not_finite.rows + self.context.not_finite.any_key
+        return nan_flags + nan_flags.sum() if problem.symmetric else nan_flags
 
     def positive_dots(self, problem: Problem) -> Array:
         """[M] or [M, P]: the dot products of rows with their positives, some rows at a time."""
@@ -233,8 +235,8 @@ class Offload:
             self.fold(problem, grid, epilogue.retrieval_ranks, None)
             return
         if isinstance(epilogue, Statistics) and not grid.triangle and problem.symmetric:
-            epilogue = replace(epilogue, columns=None)  # rows alone see all pairs of the square
-        at_once = problem.symmetric or self.layout.whole
+            epilogue = replace(epilogue, columns=None)  # rows see all pairs of the square
+        at_once = problem.symmetric or self.layout.smaller_side_stays
         if gradients and gradients.want_query and gradients.want_key and not at_once:
             self.fold(problem, grid, epilogue, replace(gradients, want_key=False))
             if isinstance(epilogue, Sigmoid):  # a copy, because its losses are complete

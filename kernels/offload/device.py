@@ -1,4 +1,4 @@
-"""What a device is to `offload`: its vectors, its blocks, and copies to and from it."""
+"""The interface of the device that computes with features in host memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from ..solve import Solution, Vectors
 
 
 class Ticket(Protocol):
-    """A copy that may not be done yet."""
+    """A copy that may be incomplete."""
 
     def wait(self) -> None:
-        """What is asked of the device from now on comes after the copy."""
+        """Make later work of the device wait for the copy."""
         ...
 
 
 class HostCopies(Protocol):
-    """Copies between host and device, beside the work of the device. A copy comes after the work
-    asked for before it. Leaving the context waits for all of them."""
+    """Copies between host and device, which run while the device computes.
+
+    A copy begins after the work that was queued before it. The end of the context waits for all
+    copies.
+    """
 
     def touch(self, target: Array) -> None:
-        """Begin to have memory on the host that the system has not provided yet. All of `target`
-        will be written."""
+        """Begin to let the system provide the memory of `target`, all of which will be written."""
         ...
 
     def arrive(self, target: Array, source: Array) -> Ticket:
@@ -41,8 +43,11 @@ class DeviceRows(Rows, Protocol):
     """`linear.Rows` on the device."""
 
     def subtract(self, term: LinearGradient, gradient: Array, dots: Array | None) -> None:
-        """Add the term's share of the gradient to a complete one, through the normalisation, and
-        its share of `Gradients.dots`. All are of these rows."""
+        """Add the gradient of a linear term to the complete gradient of these rows.
+
+        The gradient is differentiated through the normalisation. `dots` (`Gradients.dots` of these
+        rows) gets the part of the term, too.
+        """
         ...
 
 
@@ -68,7 +73,7 @@ class OffloadDevice(Protocol):
         ...
 
     def rows(self, features: Array, problem: Problem) -> DeviceRows:
-        """Features on the device as linear terms see them, in the precision of the problem."""
+        """Features on the device as the rows of linear terms, in the precision of the problem."""
         ...
 
     def put(self, array: Array) -> Array:

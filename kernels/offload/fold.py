@@ -1,6 +1,6 @@
 """A fold with features in host memory.
 
-The fold divides queries and keys into panels. Of one side, a run of panels stays on the device with
+The fold divides queries and keys into panels. A run of panels of one side stays on the device with
 its gradient. The panels of the other side are streamed: copied to the device, used with the run,
 and replaced.
 """
@@ -40,16 +40,17 @@ class StreamedCall:
         # key i is the positive of query i, so blocks off the diagonal have no positives
         self.on_diagonal = problem.positives is None and not problem.symmetric
         m = len(problem.query)
-        marks = device.xp.zeros(m + 1)
-        self.not_finite = NotFinite(marks[:m], marks[m:])
-        self.staying: list[Array] = []  # arrays of the smaller side, if it stays in all folds
-        size = layout.panel * row_bytes(problem, gradients).leaving
+        nan_flags = device.xp.zeros(m + 1)
+        self.not_finite = NotFinite(nan_flags[:m], nan_flags[m:])
+        # the arrays of the smaller side on the device, if it stays in all folds
+        self.staying_arrays: list[Array] = []
+        size = layout.panel_rows * row_bytes(problem, gradients).leaving
         self.departures = Departures(device.xp, copies, size)
 
     def linear_rows(self, problem: Problem) -> tuple[StreamedRows, StreamedRows]:
         """Queries and keys, for linear terms."""
         query, key = (
-            StreamedRows(self.device, self.copies, features, problem, self.layout.panel)
+            StreamedRows(self.device, self.copies, features, problem, self.layout.panel_rows)
             for features in (problem.query, problem.key)
         )
         return query, key
@@ -70,15 +71,15 @@ class StreamedFold:
             queries.append(problem.auxiliary_query)
             keys.append(problem.auxiliary_key)
         rows, columns = StreamedSide(queries, grid.rows), StreamedSide(keys, grid.columns)
-        staying, self.keys_stay = layout.staying_without_gradients, n <= m
+        staying_rows, self.keys_stay = layout.staying_rows_without_gradients, n <= m
         if gradients is not None:
-            staying = layout.staying
+            staying_rows = layout.staying_rows
             if gradients.want_query:
                 rows.to, rows.add = gradients.query, gradients.add_query
             if gradients.want_key:
                 columns.to = gradients.key
             (rows if gradients.want_query else columns).dots = gradients.dots
-            if not layout.whole:  # one gradient at a time
+            if not layout.smaller_side_stays:  # the fold computes one gradient
                 self.keys_stay = gradients.want_key
         if problem.symmetric:
             self.keys_stay, columns.to = False, None
@@ -93,8 +94,8 @@ class StreamedFold:
         self.columns = columns
         self.stay, self.stream = (columns, rows) if self.keys_stay else (rows, columns)
         panels = self.stay.panels
-        rows_in_all = panels[-1].stop - panels[0].start
-        length = len(panels) if rows_in_all <= staying else staying // layout.panel
+        all_rows = panels[-1].stop - panels[0].start
+        length = len(panels) if all_rows <= staying_rows else staying_rows // layout.panel_rows
         # each run of panels stays while the other side is streamed
         runs = [list(panels[i : i + length]) for i in range(0, len(panels), length)]
         self.runs = [(run, self.steps(run)) for run in runs]
@@ -109,19 +110,19 @@ class StreamedFold:
         With a guide all pieces are single panels: then all folds have the same blocks, whose
         products have the same bits, and so they leave out the same pairs.
         """
-        whole, panels = slice(run[0].start, run[-1].stop), self.stream.panels
+        run_rows, panels = slice(run[0].start, run[-1].stop), self.stream.panels
         if self.problem.symmetric:
-            before = [] if self.grid.triangle else [p for p in panels if p.stop <= whole.start]
-            panels = before + [p for p in panels if p.start >= whole.stop]
-        steps: list[Step] = [(None, [whole])] if self.problem.symmetric else []
+            before = [] if self.grid.triangle else [p for p in panels if p.stop <= run_rows.start]
+            panels = before + [p for p in panels if p.start >= run_rows.stop]
+        steps: list[Step] = [(None, [run_rows])] if self.problem.symmetric else []
         for i, panel in enumerate(panels):
-            alone = i + 1 == len(panels) if self.gradients is not None else not steps
-            if alone or self.problem.guided:
+            by_panel = i + 1 == len(panels) if self.gradients is not None else not steps
+            if by_panel or self.problem.guided:
                 steps.append((panel, run))
             elif self.gradients is not None:
                 steps.append((panel, self.pieces(run, panel)))
             else:
-                steps.append((panel, [whole]))
+                steps.append((panel, [run_rows]))
         return steps
 
     def pieces(self, run: list[slice], panel: slice) -> list[slice]:
@@ -149,23 +150,23 @@ class StreamedFold:
             self.columns, longest(all_pieces if self.keys_stay else panels)
         )
         for i, (panel, pieces) in enumerate(steps):
-            streaming = None
+            streamed_part = None
             if panel is not None:
-                streaming = Part(panel, arrivals.take(), stream_accumulator).part(panel)
+                streamed_part = Part(panel, arrivals.take(), stream_accumulator).part(panel)
             for j, piece in enumerate(pieces):
                 while arriving and arriving[0][0] < piece.stop:
                     arriving.popleft()[1].wait()
-                staying = staying_run.part(piece)
+                staying_part = staying_run.part(piece)
                 if self.keys_stay:
-                    assert streaming is not None
-                    self.block(streaming, staying, j == 0, i == 0, block_accumulator)
+                    assert streamed_part is not None
+                    self.block(streamed_part, staying_part, j == 0, i == 0, block_accumulator)
                 else:
-                    self.block(staying, streaming, i == 0, j == 0, block_accumulator)
+                    self.block(staying_part, streamed_part, i == 0, j == 0, block_accumulator)
                 if i + 1 == len(steps):
-                    for part in slices(piece.stop, self.context.layout.panel, piece.start):
+                    for part in slices(piece.stop, self.context.layout.panel_rows, piece.start):
                         self.leave(self.stay, staying_run.part(part))
-            if streaming is not None:
-                self.leave(self.stream, streaming)
+            if streamed_part is not None:
+                self.leave(self.stream, streamed_part)
 
     def leave(self, side: StreamedSide, part: Part) -> None:
         """Add linear terms to the gradient of a part, and copy it to the host."""
@@ -180,15 +181,15 @@ class StreamedFold:
         """Begin to copy a run to the device; return the run and its copies: (first row, copy)."""
         context, arrays = self.context, self.stay.arrays
         start, stop = run[0].start, run[-1].stop
-        on_device, arriving = context.staying, deque[tuple[int, Ticket]]()
+        on_device, arriving = context.staying_arrays, deque[tuple[int, Ticket]]()
         if not on_device:
             on_device = [empty_like(self.device.xp, z, stop - start) for z in arrays]
             for panel in run:
                 targets = [z[panel.start - start : panel.stop - start] for z in on_device]
                 tickets = arrive(context.copies, targets, arrays, panel)
                 arriving.extend((panel.start, ticket) for ticket in tickets)
-            if context.layout.whole:
-                context.staying = on_device
+            if context.layout.smaller_side_stays:
+                context.staying_arrays = on_device
         accumulator = self.accumulator(self.stay, stop - start)
         return Part(slice(start, stop), on_device, accumulator), arriving
 
@@ -227,7 +228,7 @@ class StreamedFold:
             key_shard=problem.key_shard or not diagonal,
             no_local_positives=no_local,
             column_direction_weight=problem.block_column_weight,
-            workspace=self.context.layout.block,
+            workspace=self.context.layout.block_bytes,
             label_smoothing=0.0,  # linear terms are computed elsewhere, as own negatives are
             own=None,
             own_mask=None,
@@ -252,8 +253,8 @@ class StreamedFold:
             )  # fmt: skip
         not_finite = None
         if isinstance(self.epilogue, (Statistics, Sigmoid)):
-            marks = self.context.not_finite
-            not_finite = NotFinite(marks.rows[rows], marks.any_key, not first_of_queries)
+            nan_flags = self.context.not_finite
+            not_finite = NotFinite(nan_flags.rows[rows], nan_flags.any_key, not first_of_queries)
         epilogue = block_epilogue(self.epilogue, rows, columns)
         triangle = symmetric and self.grid.triangle
         self.device.fold_block(block, triangle, epilogue, to, not_finite)

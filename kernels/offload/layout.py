@@ -26,25 +26,25 @@ class Layout:
     other side are streamed: copied to the device, used, and replaced.
     """
 
-    panel: int  # rows of a streamed panel
-    staying: int  # rows that stay, in a fold with gradients: a multiple of `panel`
-    staying_without_gradients: int  # rows that stay, in a fold without gradients
-    block: int  # bytes for the fold of one block
-    whole: bool  # all rows of the smaller side stay, in all folds
+    panel_rows: int  # rows of a streamed panel
+    staying_rows: int  # rows that stay, in a fold with gradients: a multiple of `panel_rows`
+    staying_rows_without_gradients: int  # rows that stay, in a fold without gradients
+    block_bytes: int  # bytes for the fold of one block
+    smaller_side_stays: bool  # whether all rows of the smaller side stay, in all folds
 
 
 @dataclass(frozen=True)
 class RowBytes:
     """Bytes on the device for one row."""
 
-    feature: int
-    accumulator: int
+    feature: int  # the features of the row
+    accumulator: int  # its gradient, while it accumulates
     leaving: int  # a gradient in the dtype in which it is copied to the host
     block: int  # in the workspace of a block's fold
 
     @property
-    def streamed(self) -> int:
-        """For a row of a streamed panel.
+    def streamed_bytes(self) -> int:
+        """Bytes for a row of a streamed panel.
 
         There are two buffers for arriving features, two for leaving gradients, an accumulator of
         the panel's gradient, and a gradient of one block's keys.
@@ -52,8 +52,8 @@ class RowBytes:
         return 2 * self.feature + 2 * self.leaving + (1 + PIECE_PANELS) * self.accumulator
 
     @property
-    def staying(self) -> int:
-        """For a row that stays."""
+    def staying_bytes(self) -> int:
+        """Bytes for a row that stays."""
         return self.feature + self.accumulator
 
 
@@ -88,7 +88,7 @@ def block_row_bytes(m: int, n: int, width: int, item: int, real: int) -> int:
 
 def least_workspace(rows: int, row: RowBytes) -> int:
     """Bytes of the smallest workspace for panels of `rows` rows, if no side stays as a whole."""
-    return -(-4 * rows * (row.streamed + row.block) // 3)
+    return -(-4 * rows * (row.streamed_bytes + row.block) // 3)
 
 
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
@@ -100,7 +100,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     (m, n, _), workspace = problem.shape, problem.workspace
     row = row_bytes(problem, gradients)
     smaller, larger = min(m, n), max(m, n)
-    bytes_per_row = row.streamed + row.block
+    bytes_per_row = row.streamed_bytes + row.block
     longest = max(WAVE_ROWS, min(MOST_WAVES * WAVE_ROWS, -(-larger // FEWEST_PANELS)))
 
     def panel_in(room: int) -> int:
@@ -109,29 +109,34 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
             rows *= 2
         return min(rows, most)
 
-    rows, staying = panel_in(workspace - smaller * row.staying), smaller
-    whole, least_rows = rows >= min(WAVE_ROWS, larger), least_block_side(m, n)
-    if not whole:
+    rows, staying_rows = panel_in(workspace - smaller * row.staying_bytes), smaller
+    smaller_side_stays = rows >= min(WAVE_ROWS, larger)
+    least_rows = least_block_side(m, n)
+    if not smaller_side_stays:
         rows = panel_in(3 * workspace // 4)
         if rows < least_rows:
             least_bytes = least_workspace(least_rows, row)
             raise ValueError(workspace_too_small(problem.shape, least_bytes, workspace))
     panel = max(least_rows, _even(larger, rows))
-    if not whole:
-        staying = min(smaller, (workspace - panel * bytes_per_row) // row.staying // panel * panel)
-        whole = staying == smaller
-    block = workspace - staying * row.staying - panel * row.streamed
-    streamed = 2 * panel * (row.feature + row.leaving)
-    without_gradients = (workspace - block - streamed) // row.feature
+    if not smaller_side_stays:
+        room = workspace - panel * bytes_per_row
+        staying_rows = min(smaller, room // row.staying_bytes // panel * panel)
+        smaller_side_stays = staying_rows == smaller
+    block_bytes = workspace - staying_rows * row.staying_bytes - panel * row.streamed_bytes
+    streamed_bytes = 2 * panel * (row.feature + row.leaving)
+    without_gradients = (workspace - block_bytes - streamed_bytes) // row.feature
     if problem.guided:  # all folds have the same blocks: see `StreamedFold.steps`
-        without_gradients = staying
+        without_gradients = staying_rows
     elif without_gradients < smaller:
         without_gradients = without_gradients // panel * panel
-    return Layout(panel, staying, without_gradients, block, whole)
+    return Layout(panel, staying_rows, without_gradients, block_bytes, smaller_side_stays)
 
 
-def left_beside_all(problem: Problem, gradients: Gradients | None) -> int:
-    """Bytes of the workspace beside all features and gradients; 0 if less than half is left."""
+def room_for_blocks(problem: Problem, gradients: Gradients | None) -> int:
+    """Bytes of the workspace for blocks, if all features and gradients are on the device.
+
+    0 if this is less than half of the workspace.
+    """
     arrays = [problem.query] if problem.symmetric else [problem.query, problem.key]
     if problem.auxiliary_key is not None:
         arrays += [problem.auxiliary_query, problem.auxiliary_key][: len(arrays)]

@@ -20,7 +20,7 @@ def apart(rows: slice, columns: slice) -> bool:
 
 
 def empty_like(xp: Any, array: Array, rows: int) -> Array:
-    """Memory on the device for so many rows of an array on the host."""
+    """Memory on the device for `rows` rows of an array on the host."""
     return xp.empty((rows, *array.shape[1:]), array.dtype.newbyteorder("="))
 
 
@@ -32,7 +32,7 @@ def arrive(
 
 
 def longest(panels: Sequence[slice]) -> int:
-    """Rows of the longest panel."""
+    """The number of rows of the longest panel."""
     return max((panel.stop - panel.start for panel in panels), default=0)
 
 
@@ -40,12 +40,12 @@ def longest(panels: Sequence[slice]) -> int:
 class StreamedSide:
     """Queries or keys on the host, and the destination of their gradient."""
 
-    arrays: Sequence[Array]  # features, and those of a second model (`Problem.auxiliary_names`)
+    arrays: Sequence[Array]  # features, and auxiliary features (`Problem.auxiliary_names`)
     panels: Sequence[slice]  # rows of each panel
     to: Array = None  # destination of the gradient; None: no gradient is wanted
     add: bool = False  # the gradient is added to the contents of `to`
     linear: Sequence[LinearGradient] = ()  # linear terms of the gradient
-    dots: Array | None = None  # `Gradients.dots`, if its products are of this side's rows
+    dots: Array | None = None  # `Gradients.dots`, if they belong to this side's rows
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Part:
         return self.arrays[0]
 
     def part(self, rows: slice) -> Part:
-        """Some of these rows; `rows` counts from the first row of the side."""
+        """The part with `rows`, which are numbers of rows of the whole side."""
         local = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
         gradient = None if self.gradient is None else self.gradient[local]
         return Part(rows, [z[local] for z in self.arrays], gradient)
