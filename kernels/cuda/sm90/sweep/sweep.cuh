@@ -44,7 +44,7 @@
 #pragma once
 #include "sm90/sweep/layout.cuh"
 
-// The features of a teacher (TEACHER_SLICES).
+// The features of a teacher (TEACHER_SLICES). By value: a reference changes the code of sweeps without a teacher.
 struct TeacherMaps {
   const TensorMap *q, *k;
 };
@@ -54,7 +54,7 @@ struct TeacherMaps {
 template <class Epilogue>
 __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMap& q,
                                         const TensorMap& k, const Block& b, int segments,
-                                        const int* visited_tiles, const TeacherMaps& teacher) {
+                                        const int* visited_tiles, TeacherMaps teacher) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rank = BLOCKS > 1 ? cluster_rank() : 0;
   PipelineState pipe;
@@ -271,7 +271,7 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
                                       const TensorMap& k, const Block& b, int segments,
                                       Epilogue& epilogue, const Lane& lane,
                                       const int* visited_tiles = nullptr,
-                                      const TeacherMaps& teacher = {}) {
+                                      TeacherMaps teacher = {}) {
   if (visited_tiles) {  // most thread blocks have no query tile to visit, and end at once
     const int items = (int)b.row_tiles * segments, step = gridDim.x / BLOCKS;
     bool any = false;
