@@ -26,6 +26,7 @@ def evaluate(
 ) -> Any:  # fmt: skip
     """The result of one call on this rank, of the caller's arrays; `rank_options` are those of
     distributed/losses.py."""
+    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     if prefixes.has_prefixes(kind, options):
         dims = options["dims"], options.get("dim_weights")
 
@@ -36,7 +37,6 @@ def evaluate(
         over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
         return over_prefixes(kind, caller_arrays, options, of_prefix)
     ranks = _connected(rank_options)
-    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     # functions of one process take no labels for losses that pair views
     pairs_views = kind.symmetric and not kind.classes
     if ranks.size == 1 and not (pairs_views and labels is not None):

@@ -25,6 +25,7 @@ def loss(
     teacher: Any = None,
 ) -> Array:  # fmt: skip
     """The loss of the caller's arrays, without gradients."""
+    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     if prefixes.has_prefixes(kind, options):
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, False)
         if result is not None:
@@ -32,7 +33,6 @@ def loss(
         return prefixes.loss(
             kind, caller_arrays, options, lambda z, others: loss(kind, z, labels, bias, others)
         )
-    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     with arrays.on_stream_of(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
         with arrays.compute_context(features[0]):
@@ -53,6 +53,7 @@ def loss_and_grad(
     teacher: Any = None,
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`. An adapter may pass `grad_buffers` for the gradients."""
+    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     if prefixes.has_prefixes(kind, options):
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, True)
         if result is not None:
@@ -63,7 +64,6 @@ def loss_and_grad(
             options,
             lambda z, others: loss_and_grad(kind, z, labels, bias, others),
         )
-    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     with arrays.on_stream_of(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
         with arrays.compute_context(features[0]):

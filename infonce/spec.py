@@ -106,9 +106,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "own": Option(None, "array [M, K, features], optional",
         """Negatives of one row each: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
-        count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. Copies
-        of rows, up to 8 MiB (with `offload` up to 16), are outside of the workspace. Not with
-        `label_smoothing`, `guide` and ``metrics=True``.""",
+        count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. A
+        `guide` leaves out none of them. Copies of rows, up to 8 MiB (with `offload` up to 16), are
+        outside of the workspace. Not with `label_smoothing`.""",
         flag="Negatives of one row each, [rows, K, features], .npy (info_nce).",
     ),
     "own_mask": Option(None, "bool array [M, K], optional",
@@ -124,7 +124,7 @@ OPTIONS: dict[str, Option] = {
     "dims": Option(None, "increasing integers, optional",
         """Widths of prefixes of the features: the loss is the sum of those of the first d features,
         for each d, times `dim_weights`. With `normalize=True`, each prefix is divided by its own
-        norm. Log-sum-exps, metrics and logits are those of the last. Not with `own`.""",
+        norm. Log-sum-exps, metrics and logits are those of the last.""",
         flag="Widths of prefixes whose losses are summed, as in 64,128,256.",
     ),
     "dim_weights": Option(None, "numbers, optional",
@@ -314,7 +314,7 @@ UNSMOOTHED = ("decoupled", "hardness", "false_negative_margin", "guide")
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     *(("label_smoothing", other) for other in UNSMOOTHED),
     ("groups", "label_smoothing", "ids"),
-    *(("own", other) for other in ("label_smoothing", "guide", "metrics")),
+    ("own", "label_smoothing"),
 )
 
 

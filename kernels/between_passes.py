@@ -61,6 +61,8 @@ def finalize(
     own = None if problem.own is None else OwnNegatives(xp, problem)
     if own is not None:
         vectors.merge(sums, own.sums())
+        if stats.row_rank is not None:
+            stats.row_rank += own.ranks(stats.positive_logits)
     smooth = key_bias = bias = None
     if problem.key_bias is not None:
         key_bias = backend.take_at_positives(problem, problem.key_bias)
@@ -298,6 +300,14 @@ class OwnNegatives:
             if sums.moment is not None:
                 sums.moment[part.rows] = (e * xp.where(xp.isneginf(x), 0.0, x)).sum(axis=1)
         return sums
+
+    def ranks(self, positive_logits: Array) -> Array:
+        """[M] how many own negatives score higher than the positive."""
+        xp, scale = self.xp, self.problem.scale * LOG2_E
+        ranks = xp.empty(len(self.problem.query), np.int64)
+        for part in self._parts():
+            ranks[part.rows] = (part.dots * scale > positive_logits[part.rows, None]).sum(axis=1)
+        return ranks
 
     def add_gradients(self, reference: Array, factor: Array, gradients: Gradients) -> Array:
         """Add to dQ, and write gradients of own negatives. Returns [M] sum_k g_ik <q_i, o_ik>."""

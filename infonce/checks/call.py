@@ -218,7 +218,7 @@ def _problem(
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
         problem.query_bias = problem.key_bias if loss.symmetric else None
     if (guide := get("guide")) is not None:
-        guides = rows.guide(xp, loss, guide, arrays, static.check_finite)
+        guides = rows.guide(xp, loss, guide, arrays[:2], static.check_finite)
         if problem.guide_margin < math.inf:
             problem.guide_query, problem.guide_key = guides
     if loss.has_own:

@@ -34,9 +34,7 @@ def read_prefixes(
     """The (width, weight) of each prefix, and the options without `dims` and `dim_weights`."""
     others = dict(options)
     dims, weights = others.pop("dims"), others.pop("dim_weights", None)
-    if options.get("own") is not None:
-        raise ValueError(f"dims: expected None with own, got {validation.what(dims)}")
-    width = min(z.shape[1] for z in features)
+    width = min(z.shape[-1] for z in features)
     expected = f"dims: expected increasing integers in [1, {width}]"
     try:
         listed = list(dims)
@@ -72,7 +70,7 @@ def loss(
     with arrays.on_stream_of(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
         parts, others = check_and_read(kind, features, options)
-        losses = [evaluate([z[:, :d] for z in features], others) for d, _ in parts]
+        losses = [evaluate([z[..., :d] for z in features], others) for d, _ in parts]
         return arrays.converter_to(caller_arrays[0])(_weighted(losses, parts))
 
 
@@ -109,10 +107,10 @@ def loss_and_grad(
             if wide:
                 inner["grad_dtype"] = wide[0]
             if not losses and sums:
-                inner["out"] = {name: z[:, :d] for name, z in sums.items()}
+                inner["out"] = {name: z[..., :d] for name, z in sums.items()}
                 for z in sums.values():
-                    z[:, d:] = 0
-            result = evaluate([z[:, :d] for z in features], inner)
+                    z[..., d:] = 0
+            result = evaluate([z[..., :d] for z in features], inner)
             if not losses:
                 widest = result
             losses.append(result.loss)
@@ -120,7 +118,7 @@ def loss_and_grad(
                 if name not in sums and gradient is not None:
                     scalars[name] = scalars.get(name, 0.0) + gradient
                 elif result is not widest and gradient is not None:
-                    sums[name][:, :d] += gradient
+                    sums[name][..., :d] += gradient
         for name, z in grads.items():
             if z is not sums[name]:
                 z[...] = sums[name]

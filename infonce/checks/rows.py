@@ -222,7 +222,7 @@ def guide(
     if len(arrays) > 1:
         names = ["guide[0]", "guide[1]"]
         if not (isinstance(value, (tuple, list)) and len(value) == 2):
-            first, last = loss.arguments
+            first, last = loss.arguments[:2]
             raise TypeError(f"guide: expected a pair (of {first}, of {last}), got {what(value)}")
         sides = list(value)
     guides = [native(side, name) for side, name in zip(sides, names, strict=True)]

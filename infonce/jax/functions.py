@@ -42,6 +42,8 @@ def _apply(
     teacher: Teacher | None = None,
     **options: Any,
 ) -> Any:
+    kind, features, others = keywords.with_own(kind, features, options)
+    options = dict(others)
     if prefixes.has_prefixes(kind, options):
         require_known(kind, features, {})
         widths_and_weights, prefix_options = prefixes.read_prefixes(kind, features, options)
@@ -54,7 +56,7 @@ def _apply(
         outs = [
             _apply(
                 kind,
-                [z[:, :d] for z in features],
+                [z[..., :d] for z in features],
                 labels,
                 bias,
                 axis_name=axis_name,
@@ -65,8 +67,6 @@ def _apply(
         losses = [out[0] for out in outs] if metrics else outs
         total = sum(w * loss for (_, w), loss in zip(widths_and_weights, losses, strict=True))
         return (total, outs[-1][1]) if metrics else total
-    kind, features, others = keywords.with_own(kind, features, options)
-    options = dict(others)
     vectors = {name: options.pop(name, None) for name in spec.ARRAYS}
     names = {name: options.pop(name, None) for name in spec.NAMES}
     numbers = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}

@@ -58,8 +58,8 @@ def info_nce(
         positive.
     guide : tuple of array_like (query guide [M, E], key guide [N, E]), optional
         Features of another model, the guide: its products exclude likely positives by
-        `guide_margin`, as `common.softmax_loss` defines it. They get no gradient; `normalize`
-        normalises them too.
+        `guide_margin`, as `common.softmax_loss` defines it, and none of `own`. They get no
+        gradient; `normalize` normalises them too.
     own : array_like [M, K, D], optional
         Keys that are negatives only of row i: x_ik = scale * <q_i, own_ik> is one more term of its
         sum. They have no `key_bias`.
@@ -129,6 +129,8 @@ def info_nce(
         dot = np.hstack([dot, np.einsum("id,ikd->ik", q, o)])
         positive = np.hstack([positive, np.zeros((rows, count), np.bool_)])
         excluded = np.hstack([excluded, ~kept])
+        if guide_dot is not None:  # the guide leaves out no own negative
+            guide_dot = np.hstack([guide_dot, np.full((rows, count), np.finfo(float).min)])
         if options.get("key_bias") is not None:
             options["key_bias"] = np.append(np.asarray(options["key_bias"]), np.zeros(count))
     losses, lse, slope = common.softmax_loss(

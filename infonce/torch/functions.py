@@ -39,10 +39,10 @@ def _apply(
         if options.get("group") is None and (group_options := options.keys() - PLAIN - {"group"}):
             raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
         labels = options.pop("labels", labels)
-    if prefixes.has_prefixes(kind, options):
-        return _over_prefixes(kind, features, options, labels, bias)
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
+    if prefixes.has_prefixes(kind, options):
+        return _over_prefixes(kind, features, options, labels, bias)
     for name, z in zip(kind.arguments, features, strict=True):
         if not isinstance(z, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
@@ -81,13 +81,14 @@ def _over_prefixes(
 ) -> Any:
     """The sum over prefixes, which autograd differentiates; metrics of the last one."""
     for name, z in zip(kind.arguments, features, strict=True):
-        if not isinstance(z, Tensor) or z.ndim != 2:
-            raise TypeError(f"{name}: expected a tensor [rows, features], got {validation.what(z)}")
+        shape = "[rows, K, features]" if name == "own" else "[rows, features]"
+        if not isinstance(z, Tensor) or z.ndim != 2 + (name == "own"):
+            raise TypeError(f"{name}: expected a tensor {shape}, got {validation.what(z)}")
     parts, others = prefixes.read_prefixes(kind, features, options)
     total: Any = 0.0
     out: Any = None
     for d, weight in parts:
-        out = _apply(kind, [z[:, :d] for z in features], dict(others), labels, bias)
+        out = _apply(kind, [z[..., :d] for z in features], dict(others), labels, bias)
         total = total + weight * (out[0] if others.get("metrics") else out)
     return (total, out[1]) if others.get("metrics") else total
 

@@ -178,6 +178,13 @@ def _softmax(
         p = xp.empty_like(g)
         column_sums = matrix_sums(xp, exponents, 0, problem.moments, None, left_out[1], p)
     stats = Statistics(sums, column_sums, positive_logits)
+    if problem.retrieval_ranks:
+        above = x.all > positive[:, None]
+        stats.row_rank = stats.column_rank = above.sum(axis=1)
+        if problem.two_sided:
+            stats.column_rank = (x.all > positive[None, :]).sum(axis=0)
+        elif not problem.symmetric:
+            stats.column_rank = None
     if problem.own is not None:  # `finalize` adds their sums
         stats.rows = Sums(*(None if vector is None else vector.copy() for vector in sums.arrays))
     finalized = finalize(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
@@ -198,13 +205,6 @@ def _softmax(
     )  # fmt: skip
     if finalized.log_scale_grad is not None:
         solution.scale_grad = finalized.log_scale_grad.sum() / problem.scale
-    if problem.retrieval_ranks:
-        above = x.all > positive[:, None]
-        stats.row_rank = stats.column_rank = above.sum(axis=1)
-        if problem.two_sided:
-            stats.column_rank = (x.all > positive[None, :]).sum(axis=0)
-        elif not problem.symmetric:
-            stats.column_rank = None
     x.flat[index] = positive
     for term in finalized.linear:
         column_factor = 0.0 if term.column_factor is None else term.column_factor

@@ -40,8 +40,7 @@ def test_options_and_sizes(monkeypatch: pytest.MonkeyPatch, method: str) -> None
         dtype = data.draw(st.sampled_from([np.float64, np.float32, np.float16]))
         options: dict[str, Any] = {"scale": 4.0, "normalize": data.draw(st.booleans())}
         options |= softmax_options("info_nce", m, n, rng)
-        for other in ("label_smoothing", "guide", "guide_margin"):
-            options.pop(other, None)
+        options.pop("label_smoothing", None)
         if n < m or data.draw(st.booleans()):
             labels = rng.integers(-1, n, (m, data.draw(st.integers(1, 3))))
             options["labels"] = each_once(labels)
@@ -140,6 +139,48 @@ def test_given_destinations() -> None:
     want = reference.info_nce(query, key, own=own, scale=3.0)
     near(out["own"], want.grads["own"])
     near(out["query"], want.grads["query"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_metrics_count_own_negatives(method: str) -> None:
+    """Those that the mask counts, by their logits without `hardness` and `margin`."""
+    query, key, own, rng = problem()
+    mask = rng.random((24, 3)) < 0.7
+    own[~mask] *= 100.0
+    got = infonce.info_nce_loss_and_grad(
+        query, key, own=own, own_mask=mask, scale=3.0, hardness=2.0, margin=0.1, method=method,
+        metrics=True,
+    ).metrics  # fmt: skip
+    x = 3.0 * np.hstack([query @ key.T, np.einsum("id,ikd->ik", query, own)])
+    positive = x.diagonal().copy()
+    near(got.positive, positive)
+    x[np.arange(24), np.arange(24)] = -np.inf
+    x[:, 30:][~mask] = -np.inf
+    assert (x[:, 30:] > positive[:, None]).any()
+    np.testing.assert_array_equal(got.row_rank, (x > positive[:, None]).sum(axis=1))
+    near(got.hardest_negative, x.max(axis=1))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_prefixes_of_own_negatives(method: str, normalize: bool) -> None:
+    query, key, own, rng = problem()
+    given = {"scale": 3.0, "normalize": normalize, "own_mask": rng.random((24, 3)) < 0.7}
+    prefixes = {"dims": (2, 4), "dim_weights": (0.5, 2.0), "method": method}
+    got = infonce.info_nce_loss_and_grad(query, key, own=own, **given, **prefixes)
+    parts = {
+        d: (w, reference.info_nce(query[:, :d], key[:, :d], own=own[..., :d], **given))
+        for d, w in ((2, 0.5), (4, 2.0))
+    }
+    near(got.loss, sum(w * part.loss for w, part in parts.values()))
+    near(got.grads.scale, sum(w * part.grads["scale"] for w, part in parts.values()))
+    for field, z in (("query", query), ("key", key), ("own", own)):
+        want = np.zeros_like(z)
+        for d, (w, part) in parts.items():
+            want[..., :d] += w * part.grads[field]
+        near(getattr(got.grads, field), want)
+    alone = infonce.info_nce_loss(query, key, own=own, **given, **prefixes)
+    near(alone, got.loss)
 
 
 @pytest.mark.extras

@@ -6,11 +6,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from host_device import on_host
+from host_device import close, on_host
 from infonce.kernels import between_passes
 from judge import arguments, assert_grad, assert_loss, pairs
 from reference_problems import each_once
 
+import infonce
 from infonce import reference, spec
 from infonce.checks import validation
 from infonce.checks.teacher import Teacher
@@ -136,6 +137,7 @@ def test_distillation(
     [
         {}, {"in_batch": False}, {"false_negative_margin": 0.1, "normalize": True},
         {"hardness": 1.5, "margin": 0.1, "key_bias": np.sin(np.arange(34))},
+        {"guide": (GUIDE[0], np.sin(np.arange(102.0)).reshape(34, 3)), "guide_margin": -0.1},
     ],
     ids=lambda options: "-".join(options) or "none",
 )  # fmt: skip
@@ -167,6 +169,13 @@ def test_own_negatives(
             assert (got is None) == (wrt is not None and name not in wrt)
             if got is not None:
                 assert_grad(got, gradient, np.dtype(dtype).name, 10.0, terms=1.0)
+    if "guide" not in given and "false_negative_margin" not in given and dtype is np.float64:
+        given["metrics"] = "key_bias" not in given
+        how = {"normalize": False, **given}
+        plain = infonce.info_nce_loss_and_grad(query, key, labels, own=own, **how)
+        out, _ = on_host("info_nce own", (query, key, own), labels, workspace=workspace, **how)
+        close(out, plain)
+        del given["metrics"]
     own[3, :, 1], mask[3] = np.inf, True
     losses = on_host(
         "info_nce own", (query, key, own), labels, reduction="none", workspace=workspace, **given

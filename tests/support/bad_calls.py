@@ -113,7 +113,6 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
     ("clip", (Q, K), {"in_batch": False}, ValueError, ["in_batch", "True for clip", "False"]),
     ("info_nce", (Q, K), {"own": OWN, "label_smoothing": 0.1}, ValueError,
      ["own", "None with label_smoothing"]),
-    ("info_nce", (Q, K), {"own": OWN, "metrics": True}, ValueError, ["own", "None with metrics"]),
     *(("clip", (Q, K), {"dims": dims}, ValueError, ["dims", "increasing integers in [1, 4]", came])
       for dims, came in (((2, 2), "[2, 2]"), ((4, 2), "[4, 2]"), ((0, 4), "[0, 4]"),
                          ((2, 5), "[2, 5]"), ((), "[]"))),
@@ -125,7 +124,6 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
      ["dim_weights", "number", "'1'"]),
     ("clip", (Q, K), {"dim_weights": (1.0,)}, ValueError, ["dim_weights", "None without dims"]),
     ("gte", (Q, K), {"dims": (2, 4)}, ValueError, ["dims: expected None for gte"]),
-    ("info_nce", (Q, K), {"own": OWN, "dims": (2, 4)}, ValueError, ["dims", "None with own"]),
     ("clip", (Q, K), {"weights": [1.0] * 5}, ValueError, ["weights", "(6,)", "(5,)"]),
     ("clip", (Q, K), {"weights": ["1"] * 6}, TypeError, ["weights", "numbers", "<U1"]),
     ("clip", (Q, K), {"weights": [1, 1, 1, -2, 1, 1]}, ValueError,

@@ -31,7 +31,11 @@ def test_own_negatives(dtype: str, method: str, device: int) -> None:
         rng.standard_normal((*n, 24)).astype(dtype_of(dtype)) for n in ((40,), (70,), (40, 3))
     )
     mask, labels = rng.random((40, 3)) < 0.8, rng.integers(0, 70, 40)
-    for more in ({}, {"in_batch": False}, {"false_negative_margin": 0.1, "hardness": 1.0}):
+    guide = np.where(rng.random((2, 70, 8)) < 0.5, -1.0, 1.0).astype(dtype_of(dtype))
+    guided = {"guide": (guide[0, :40], guide[1]), "guide_margin": 0.1, "margin": 0.2}
+    for more in (
+        {}, {"in_batch": False}, {"false_negative_margin": 0.1, "hardness": 1.0}, guided,
+    ):  # fmt: skip
         options: dict[str, Any] = {"scale": 6.0, "normalize": True, **more}
         want = reference.info_nce(query, key, labels=labels, own=own, own_mask=mask, **options)
         with cupy.cuda.Device(device):
@@ -40,14 +44,32 @@ def test_own_negatives(dtype: str, method: str, device: int) -> None:
                 place, how = np.asarray, {"offload": True, "workspace": 2**15}
             arrays = [place(z) for z in (query, key, labels)]
             options |= {"own": place(own), "own_mask": place(mask), **how}
+            if "guide" in more:
+                options["guide"] = tuple(place(z) for z in more["guide"])
             got = infonce.info_nce_loss_and_grad(
                 *arrays, grad_dtype=None if dtype == "float64" else np.float32, **options
             )
             again = infonce.info_nce_loss_and_grad(*arrays, wrt=["own", "scale"], **options)
+            if dtype == "float64" and method != "fused" and not more:
+                metrics = infonce.info_nce_loss_and_grad(*arrays, metrics=True, **options).metrics
+                check_metrics(metrics, (query, key, own, mask), labels)
         near(got.loss, want.loss, dtype)
         near(again.grads.scale, want.grads["scale"], dtype)
         for name in ("query", "key", "own", "scale"):
             near(getattr(got.grads, name), want.grads[name], dtype)
+
+
+def check_metrics(metrics: infonce.Metrics, args: Any, labels: np.ndarray) -> None:
+    """Own negatives that the mask counts compete with the positive."""
+    query, key, own, mask = args
+    query, key, own = (z / np.linalg.norm(z, axis=-1, keepdims=True) for z in (query, key, own))
+    x = 6.0 * np.hstack([query @ key.T, np.einsum("id,ikd->ik", query, own)])
+    rows = np.arange(len(x))
+    positive = x[rows, labels]
+    x[rows, labels], x[:, 70:][~mask] = -np.inf, -np.inf
+    ranks = (x > positive[:, None]).sum(axis=1)
+    np.testing.assert_array_equal(cupy.asnumpy(metrics.row_rank), ranks)
+    near(metrics.hardest_negative, x.max(axis=1), "float64")
 
 
 def near(got: Any, want: Any, dtype: str) -> None:
