@@ -273,9 +273,11 @@ class _Function(_ReverseModeOnly):
     ) -> Tensor:
         if call.loss is not None:
             ctx.call, ctx.has_untracked = call, False
-            ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+            loss, call.loss, ctx.dtypes = call.loss, None, None
+            for x in inputs[:2]:  # gradients of scale and bias have the dtype of the loss
+                if x is not None and x.dtype != loss.dtype:
+                    ctx.dtypes = [None if x is None else x.dtype for x in inputs]
             ctx.save_for_backward(*inputs)
-            loss, call.loss = call.loss, None
             return loss
         scale, bias, *features = inputs
         wanted = wanted_of(call.kind, ctx.needs_input_grad[1:])
@@ -306,10 +308,15 @@ class _Function(_ReverseModeOnly):
             # The first backward pass scales the gradients of the forward pass in place. A second
             # one (retain_graph) computes them again.
             is_one = type(upstream) is Tensor and upstream.is_cpu and upstream.item() == 1.0
+            dtypes = ctx.dtypes
+            if dtypes is None:
+                if is_one:
+                    return None, *grads
+                dtypes = [grad is not None and grad.dtype for grad in grads]
             grads = [
                 grad if grad is None or (is_one and grad.dtype == dtype)
                 else _times(grad, upstream, dtype)
-                for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+                for grad, dtype in zip(grads, dtypes, strict=True)
             ]  # fmt: skip
         else:
             untracked, saved = NO_TENSORS, ctx.saved_tensors

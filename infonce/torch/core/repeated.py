@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import arrays
-from ...checks.call import DOUBLE, PLAIN, SCALARS, SINGLE, check
+from ...checks.call import DOUBLE, PLAIN, SINGLE, check
 from ...kernels.problem import (
     SCALES,
     SILENT,
@@ -132,18 +132,16 @@ def _solved(
     kind: Loss, template: Problem, arrays: list[Any], scale: float, bias: Any, wrt: frozenset[str]
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Loss and gradients of a checked problem; None if it cannot be computed as one block."""
-    outs = [
-        np.empty(z.shape, z.dtype) if name in wrt else None
-        for name, z in zip(kind.arguments, arrays, strict=True)
-    ]
+    names = kind.arguments
     query, key = arrays[0], arrays[-1]
-    problem = fast_replace(template, query=query, key=key, scale=scale, bias=bias)
-    key_gradient = None if kind.symmetric else outs[-1]
+    query_out = np.empty(query.shape, query.dtype) if names[0] in wrt else None
+    key_out = None
+    if not kind.symmetric and names[1] in wrt:
+        key_out = np.empty(key.shape, key.dtype)
     gradients = None
-    if not (outs[0] is key_gradient is None):
-        gradients = Gradients(
-            outs[0], key_gradient, None, outs[0] is not None, key_gradient is not None
-        )
+    if not (query_out is key_out is None):
+        gradients = Gradients(query_out, key_out, None, query_out is not None, key_out is not None)
+    problem = fast_replace(template, query=query, key=key, scale=scale, bias=bias)
     try:
         with np.errstate(**SILENT):
             solution = _one_block().solve(problem, gradients, _product(problem.shape))
@@ -152,12 +150,13 @@ def _solved(
     if solution is None or solution.loss is None:
         return None
     dtype = DOUBLE if DOUBLE in (query.dtype, key.dtype) else SINGLE
-    grads = {
-        name: torch.from_numpy(out)
-        for name, out in zip(kind.arguments, outs, strict=True)
-        if out is not None
-    }
-    for name in SCALARS & wrt:
-        value = solution.scale_grad if name == "scale" else solution.bias_grad
-        grads[name] = torch.from_numpy(np.asarray(value, dtype))
+    grads = {}
+    if query_out is not None:
+        grads[names[0]] = torch.from_numpy(query_out)
+    if key_out is not None:
+        grads[names[1]] = torch.from_numpy(key_out)
+    if "scale" in wrt:
+        grads["scale"] = torch.from_numpy(np.asarray(solution.scale_grad, dtype))
+    if "bias" in wrt:
+        grads["bias"] = torch.from_numpy(np.asarray(solution.bias_grad, dtype))
     return torch.from_numpy(np.asarray(solution.loss, dtype)), grads
