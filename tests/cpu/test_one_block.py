@@ -86,10 +86,10 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     return loss, z, options
 
 
-@given(calls(), st.sampled_from([2**60, 1]))
-def test_same_as_in_many_blocks(case: Any, thread_share: int) -> None:
+@given(calls(), st.sampled_from([2**60, 1]), st.sampled_from([1, 256]))
+def test_same_as_in_many_blocks(case: Any, thread_share: int, wide: int) -> None:
     loss, args, options = case
-    with mock.patch.object(one_block, "THREAD_SHARE", thread_share):
+    with mock.patch.multiple(one_block, THREAD_SHARE=thread_share, WIDE=wide):
         got, used = in_one_block(loss, *args, **options)
     assert used
     with mock.patch.object(backend, "TILE", (24, 16)):
@@ -169,7 +169,7 @@ def test_losses_of_directions(size: float) -> None:
 def test_half_of_the_products_of_rows_with_themselves(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_block, "MIN_HALVED_WIDTH", 1)
+    monkeypatch.setattr(one_block, "WIDE", 1)
     for rows in (1, 2, 5, 6, 23):
         z = np.random.default_rng(rows).integers(-9, 9, (rows, 4)).astype(np.float32)
         x = np.full((rows, rows), np.nan, np.float32)

@@ -22,9 +22,9 @@ from .team import Team
 
 MOST_LOGITS = 2**20
 THREAD_SHARE = 2**21  # least multiply-adds for a thread: with fewer, it takes longer than it saves
-# Least width of rows whose product with themselves is halved: the other half is a copy, which takes
-# less time than the product
-MIN_HALVED_WIDTH = 256
+# From this width of rows on, their product with themselves is halved: the other half is a copy, and
+# takes less time. And threads divide the columns of x; of narrower rows, they divide the rows of x
+WIDE = 256
 Product = Callable[..., Array]  # with the arguments of np.matmul
 NO_IDS = np.empty(0, np.int64)
 
@@ -142,15 +142,20 @@ def _multiply(query: Array, key: Array, x: Array, team: Team, product: Product) 
     """Compute the raw products x."""
     if team.threads == 1:  # BLAS itself halves the product of rows with themselves
         product(query, key.T, out=x)
-    elif query is key and query.shape[1] >= MIN_HALVED_WIDTH:
+    elif query is key and query.shape[1] >= WIDE:
         team.share(partial(_multiply_half, query, x, team.threads))
     else:
-        team.share(partial(_multiply_columns, query, key, x, team.threads))
+        team.share(partial(_multiply_part, query, key, x, team.threads))
 
 
-def _multiply_columns(query: Array, key: Array, x: Array, parts: int, part: int) -> None:
-    columns = _part(len(key), parts, part)
-    np.matmul(query, key[columns].T, out=x[:, columns])
+def _multiply_part(query: Array, key: Array, x: Array, parts: int, part: int) -> None:
+    """Columns of x for wide rows, else rows of x."""
+    if query.shape[1] >= WIDE:
+        columns = _part(len(key), parts, part)
+        np.matmul(query, key[columns].T, out=x[:, columns])
+    else:
+        rows = _part(len(query), parts, part)
+        np.matmul(query[rows], key.T, out=x[rows])
 
 
 def _multiply_half(z: Array, x: Array, parts: int, part: int) -> None:
@@ -176,7 +181,7 @@ def _threads(m: int, n: int, d: int, symmetric: bool) -> int:
 
     If queries are the keys, the product of logits may be halved.
     """
-    halved = symmetric and d >= MIN_HALVED_WIDTH
+    halved = symmetric and d >= WIDE
     most = min(m, n, m * n * d // (2 * THREAD_SHARE if halved else THREAD_SHARE))
     return min(thread_count(), most) if most > 1 else 1
 
