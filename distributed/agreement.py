@@ -77,12 +77,12 @@ def run_on_all_ranks(
         result, message = function()
     except Exception as e:
         error = e
-    outcomes = ranks.allgather((failure_of(error), message))
+    outcomes = ranks.allgather((as_failure(error), message))
     require_none([failure for failure, _ in outcomes], error)
     return result, [message for _, message in outcomes]
 
 
-def failure_of(error: Exception | None) -> Failure:
+def as_failure(error: Exception | None) -> Failure:
     """The type and the message of an error, which other ranks receive."""
     return None if error is None else (type(error).__name__, str(error))
 
@@ -231,7 +231,7 @@ def agree_on_schedule(
 
 def unchecked_message(argument_rows: list[int] | None, error: Exception | None) -> RankMessage:
     """The message of a rank whose call is not checked yet, or is refused with `error`."""
-    return pickle.dumps(RankReport(argument_rows, failure_of(error))), b""
+    return pickle.dumps(RankReport(argument_rows, as_failure(error))), b""
 
 
 def unpack_reports(messages: Sequence[RankMessage]) -> list[RankReport]:
@@ -246,7 +246,7 @@ def checked_message(
     options, problem = call.options, request.problem
     # ids, classes and guides must have comparable types on all ranks
     array_types = {
-        "labels": (compared_as(call.labels) if call.kind.classes else _given_or_not(call.labels)),
+        "labels": (compared_as(call.labels) if call.kind.classes else _presence(call.labels)),
         **{name: compared_as(options.get(name)) for name in NAMES},
         "guide": _feature_type(problem.guide_key),
     }
@@ -284,7 +284,7 @@ def checked_message(
     return packed_report, pickle.dumps(_scalars(call, problem))
 
 
-def _given_or_not(value: Any) -> str:
+def _presence(value: Any) -> str:
     return "not given" if value is None else "given"
 
 
@@ -313,7 +313,7 @@ def _shared_values(
         "scale": None,
         "bias": None,
         **array_types,
-        **{name: _given_or_not(call.options.get(name)) for name in ARRAYS},
+        **{name: _presence(call.options.get(name)) for name in ARRAYS},
         "in_batch": call.options.get("in_batch", True),
         "method": "naive" if problem.method == "naive" else "tiled",
         **{name: getattr(problem, name) for name in SHARED_OPTIONS},

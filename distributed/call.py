@@ -67,9 +67,9 @@ def evaluate(
                 except MemoryError as error:
                     dispatch.raise_with_advice(error, request.problem)
                 if with_grad:
-                    result = dispatch.result_of(kind, request, solution, caller_arrays[0])
+                    result = dispatch.make_result(kind, request, solution, caller_arrays[0])
                 else:
-                    result = dispatch.loss_of(request, solution, caller_arrays[0])
+                    result = dispatch.make_loss(request, solution, caller_arrays[0])
                 transport.finish()
     except AgreedError as agreed:
         raise agreed.error from None

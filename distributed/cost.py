@@ -136,7 +136,7 @@ def predict_gather(
     seconds += max(forward, moving(dim * ITEM)) + others * forward
     if others:
         seconds += moving(16) + moving(24)
-        chunks = chunks_of(rows * ranks * dim * DK, others)
+        chunks = chunk_count(rows * ranks * dim * DK, others)
         seconds += (chunks - 1) * machine.block
         first_chunk = others * backward / chunks  # then its dK is sent
         seconds += max(ranks * backward, first_chunk + moving(dim * DK))
@@ -186,7 +186,7 @@ EXCHANGES: dict[str, Callable[[float, int, int, Machine | None], Step]] = {
 }  # fmt: skip
 
 
-def chunks_of(size: float, shards: int) -> int:
+def chunk_count(size: float, shards: int) -> int:
     """The number of parts in which a gather sends dK of `size` bytes back to `shards` ranks."""
     return int(max(1, min(size // CHUNK, MOST_CHUNKS, shards)))
 

@@ -41,7 +41,7 @@ def exchange_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def ranks_of(gpu: bool, options: dict[str, Any]) -> Communicator:
+def make_ranks(gpu: bool, options: dict[str, Any]) -> Communicator:
     """All ranks, this one with its GPU."""
     try:
         ranks = connect()
@@ -63,7 +63,7 @@ def ranks_of(gpu: bool, options: dict[str, Any]) -> Communicator:
 @click.option("--steps", type=click.IntRange(1), default=60, show_default=True)
 def main(gpu: bool, dim: int, steps: int, **options: Any) -> None:
     """Train on digits, with one batch over ranks."""
-    ranks = ranks_of(gpu, options)
+    ranks = make_ranks(gpu, options)
     with common.one_line_errors():
         digits(ranks, gpu and not options["offload"], dim, steps, options)
 

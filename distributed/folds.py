@@ -28,8 +28,8 @@ from infonce.kernels.epilogues import (
     SoftmaxGradient,
     Statistics,
     Sums,
-    arrays_of,
-    sums_of,
+    list_arrays,
+    make_sums,
 )
 from infonce.kernels.grid import Grid
 from infonce.kernels.linear import Segments, SegmentSums
@@ -199,13 +199,13 @@ class FoldsOverRanks:
         """Rows' sums stay, columns' sums go to their keys."""
         xp = self.xp
         half = problem.symmetric and stats.columns is stats.rows
-        own_sums = arrays_of(stats.row_sums)
+        own_sums = list_arrays(stats.row_sums)
         sum_count = len(own_sums)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             columns = []
             if sums:
-                columns = sums_of(sums, stats.row_sums)
+                columns = make_sums(sums, stats.row_sums)
             elif half and keys.are_own:
                 columns = [stats.rows]  # one triangle of this block
             part = stats.for_block(columns)
@@ -224,7 +224,7 @@ class FoldsOverRanks:
 
         def combine(sums: list[Array], *others: list[Array]) -> None:
             for arrived in others:
-                pairs = (sums_of(each, stats.row_sums) for each in (sums, arrived))
+                pairs = (make_sums(each, stats.row_sums) for each in (sums, arrived))
                 for mine, theirs in zip(*pairs, strict=True):
                     self.vectors.merge(mine, theirs)
                 for logits, others_logits in zip(
@@ -233,7 +233,7 @@ class FoldsOverRanks:
                     logits[:] = xp.where(xp.isnan(logits), others_logits, logits)
 
         def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
-            to = arrays_of([total.part(own_rows) for total in stats.column_sums])
+            to = list_arrays([total.part(own_rows) for total in stats.column_sums])
             if half:
                 combine([*to, stats.positive_logits[own_rows]], sums, *others)
                 return

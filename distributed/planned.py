@@ -15,7 +15,7 @@ from .exchanges.arrays import key_arrays
 from .exchanges.gather import Gather
 from .exchanges.partition import Partition
 from .folds import FoldsOverRanks
-from .schedule import RankSchedule, sum_dtype_of
+from .schedule import RankSchedule, choose_sum_dtype
 from .transports.base import Divisors, Transport, totals
 
 
@@ -45,7 +45,7 @@ def solution(
     outputs = plan.call(
         _build, problem, gradients, settings, graphs=True, plans=transport.plans
     )  # fmt: skip
-    return recorded.solution_of(outputs)
+    return recorded.solution_from_outputs(outputs)
 
 
 def _build(
@@ -67,7 +67,7 @@ def _build(
     gather = Gather(vectors.xp, ranks.rank, through, keys, key_arrays(problem))
     folds = FoldsOverRanks(
         problem, gradients, keys.starts[ranks.rank], keys, gather, fold_block, False,
-        vectors, sum_dtype_of(problem),
+        vectors, choose_sum_dtype(problem),
     )  # fmt: skip
     result = solve_by_folds(problem, folds, gradients)
     return {

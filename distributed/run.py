@@ -24,7 +24,7 @@ from .communicators.base import Communicator, Shifts
 from .exchanges.arrays import key_array_names, key_arrays
 from .exchanges.base import Keys, Round
 from .folds import FoldBlock, FoldsOverRanks
-from .schedule import RankSchedule, exchange_of
+from .schedule import RankSchedule, make_exchange
 from .transports.base import Divisors, Transport, sum_over_ranks, totals
 
 
@@ -59,7 +59,7 @@ def solution(
         setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(xp, problem, first)
-    exchange = exchange_of(schedule, xp, ranks.rank, key_arrays(problem), transport)
+    exchange = make_exchange(schedule, xp, ranks.rank, key_arrays(problem), transport)
     folds = FoldsOverRanks(
         problem, gradients, schedule.keys.starts[ranks.rank], schedule.keys, exchange,
         fold.fold_block, labelled, vectors, schedule.sum_dtype,
@@ -273,7 +273,7 @@ def _visits(request: Request, schedule: RankSchedule, rank: int) -> list[tuple[i
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
         blocks.add((len(keys), keys.are_own and keys.are_whole_shards))
 
-    exchange_of(schedule, None, rank, [], _Nothing()).run(
+    make_exchange(schedule, None, rank, [], _Nothing()).run(
         Round([], visit, half=schedule.symmetric, same_pairs=request.problem.compares_with_limits)
     )
     return sorted(blocks, reverse=True)

@@ -87,12 +87,12 @@ def decide(
     transport = transports.choose(rank_options["transport"], availability)
     if request.on_gpu and ranks.size == 1:
         transport = "staged"  # nothing is sent
-    hosts = hosts_of(ranks)
+    hosts = ranks_by_host(ranks)
     exchange = choose_exchange(
         rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, hosts,
         min(report.exchange_room for report in reports),
     )  # fmt: skip
-    sum_dtype = sum_dtype_of(problem)
+    sum_dtype = choose_sum_dtype(problem)
     # for each key, a ring has two buffers for its features and three for sums of its gradient
     ring_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
     ring_bytes += 2 * auxiliary_bytes(problem)
@@ -113,7 +113,7 @@ def decide(
     )
 
 
-def sum_dtype_of(problem: Problem) -> np.dtype[Any]:
+def choose_sum_dtype(problem: Problem) -> np.dtype[Any]:
     """The dtype of sums that travel between ranks."""
     return np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
 
@@ -157,7 +157,7 @@ def _exclude_shared_gpus(
             )
 
 
-def hosts_of(ranks: Communicator) -> list[list[int]]:
+def ranks_by_host(ranks: Communicator) -> list[list[int]]:
     """The ranks of each host.
 
     INFONCE_LOCAL_SIZE is the number of ranks on each host, if it is set. Otherwise the processes
@@ -198,7 +198,7 @@ def choose_exchange(
         return asked
     d, item = problem.shape[2], problem.key.dtype.itemsize
     with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
-    sums = d * sum_dtype_of(problem).itemsize if with_sums else 0
+    sums = d * choose_sum_dtype(problem).itemsize if with_sums else 0
     key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(sums, COLUMN_SUM_BYTES)
     least_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
     size = local_size(hosts)
@@ -224,7 +224,7 @@ def choose_exchange(
     return cost.fastest(keys.largest, d, len(keys.rows), machine, tuple(fitting))
 
 
-def exchange_of(
+def make_exchange(
     schedule: RankSchedule, xp: Any, rank: int, key_arrays: list[Array], transport: Exchanger
 ) -> Exchange:
     """The exchange of a call, for this rank's arrays of keys."""

@@ -40,7 +40,7 @@ def loss(
             if teacher is not None:
                 add_teacher(kind, request, features, teacher)
             arrays.warn_of_lost_gradients(kind, caller_arrays, bias, options)
-            return loss_of(request, _solve(request), caller_arrays[0])
+            return make_loss(request, _solve(request), caller_arrays[0])
 
 
 def loss_and_grad(
@@ -72,7 +72,7 @@ def loss_and_grad(
             )
             if teacher is not None:
                 add_teacher(kind, request, features, teacher)
-            return result_of(kind, request, _solve(request), caller_arrays[0])
+            return make_result(kind, request, _solve(request), caller_arrays[0])
 
 
 def _in_one_pass(
@@ -102,16 +102,16 @@ def _in_one_pass(
         if solution is None:
             return None
         if with_grad:
-            return result_of(kind, request, solution, caller_arrays[0])
-        return loss_of(request, solution, caller_arrays[0])
+            return make_result(kind, request, solution, caller_arrays[0])
+        return make_loss(request, solution, caller_arrays[0])
 
 
-def loss_of(request: Request, solution: Solution, caller: Array) -> Array:
+def make_loss(request: Request, solution: Solution, caller: Array) -> Array:
     """The loss, as an array of the library of `caller`."""
     return arrays.converter_to(caller)(_reduced(request, solution))
 
 
-def result_of(kind: Loss, request: Request, solution: Solution, caller: Array) -> LossAndGrad:
+def make_result(kind: Loss, request: Request, solution: Solution, caller: Array) -> LossAndGrad:
     """The result of a call, in arrays of the library of `caller`."""
     convert = arrays.converter_to(caller)
     wrt, given_out, feature_grads = request.wrt, request.given_out, request.feature_grads
@@ -121,8 +121,10 @@ def result_of(kind: Loss, request: Request, solution: Solution, caller: Array) -
                 feature_grads[name][...] = part
     grads: dict[str, Any] = {}
     for name in kind.arguments:
-        given, gradient = given_out.get(name), feature_grads.get(name)
-        grads[name] = given if given is not None or gradient is None else convert(gradient)
+        caller_out, gradient = given_out.get(name), feature_grads.get(name)
+        grads[name] = (
+            caller_out if caller_out is not None or gradient is None else convert(gradient)
+        )
     grads["scale"] = (
         convert(_scalar_array(request, solution.scale_grad)) if "scale" in wrt else None
     )

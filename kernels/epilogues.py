@@ -40,15 +40,15 @@ class Sums:
         return Sums(self.max[of], self.sum[of], None if self.moment is None else self.moment[of])
 
 
-def arrays_of(sums: Sequence[Sums]) -> list[Array]:
+def list_arrays(sums: Sequence[Sums]) -> list[Array]:
     """The arrays of several sums, without those that are None."""
     return [array for each in sums for array in each.arrays if array is not None]
 
 
-def sums_of(arrays: Sequence[Array], like: Sequence[Sums]) -> list[Sums]:
-    """The inverse of `arrays_of`, for sums that have the same arrays as `like`."""
+def make_sums(arrays: Sequence[Array], like: Sequence[Sums]) -> list[Sums]:
+    """The inverse of `list_arrays`, for sums that have the same arrays as `like`."""
     rest = iter(arrays)
-    return [Sums(*itertools.islice(rest, len(arrays_of([each])))) for each in like]
+    return [Sums(*itertools.islice(rest, len(list_arrays([each])))) for each in like]
 
 
 @dataclass

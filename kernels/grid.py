@@ -51,13 +51,13 @@ def slices_of_runs(numbers: Array, step: int, least_run: int, mixed: int) -> lis
     its own, of like lengths, at most `step`. Between such runs, slices are at most `mixed` long.
     """
     bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]
-    found, end = [], 0
+    covered, end = [], 0
     for run in np.flatnonzero(np.diff(bounds) > least_run):
         start, stop = bounds[run : run + 2].tolist()
         parts = -(-(stop - start) // step)
-        found += slices(start, mixed, end) + slices(stop, -(-(stop - start) // parts), start)
+        covered += slices(start, mixed, end) + slices(stop, -(-(stop - start) // parts), start)
         end = stop
-    return found + slices(len(numbers), mixed, end)
+    return covered + slices(len(numbers), mixed, end)
 
 
 def has_few_blocks(m: int, n: int, rows: int, columns: int) -> bool:

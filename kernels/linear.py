@@ -199,10 +199,10 @@ def segment_sums(
     if columns:
         query_sums = query.sums(segments.rows, segments.count)
         column_products = key.products(segments.columns, query_sums, 0.0)
-    return sums_of(xp, problem, segments, rows, column_products)
+    return segment_sums_from_products(xp, problem, segments, rows, column_products)
 
 
-def sums_of(
+def segment_sums_from_products(
     xp: Any, problem: Problem, segments: Segments, rows: Array, columns: Array | None
 ) -> tuple[SegmentSums, SegmentSums | None]:
     """`Summing.segment_sums` of numbered segments, from the sums of products."""

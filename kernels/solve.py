@@ -188,10 +188,10 @@ def _solve_softmax(
     loss, scale_grad, _ = vectors.totals(
         problem, finalized.losses, finalized.log_scale_grad, dots, None
     )
-    return solution_of(finalized, stats, loss, scale_grad)
+    return make_solution(finalized, stats, loss, scale_grad)
 
 
-def solution_of(finalized: Finalized, stats: Statistics, loss: Any, scale_grad: Any) -> Solution:
+def make_solution(finalized: Finalized, stats: Statistics, loss: Any, scale_grad: Any) -> Solution:
     """The solution of a softmax loss."""
     rows, columns = finalized.rows, finalized.columns
     return Solution(

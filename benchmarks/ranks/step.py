@@ -16,7 +16,7 @@ import click
 import numpy as np
 from infonce.distributed import losses as distributed
 from infonce.distributed.communicators.base import Communicator
-from infonce.distributed.demo import exchange_options, ranks_of
+from infonce.distributed.demo import exchange_options, make_ranks
 from rich.table import Table
 
 from infonce.cli import common
@@ -39,7 +39,7 @@ def main(
     **options: Any,
 ) -> None:  # fmt: skip
     """Time CLIP's loss and gradients of random unit rows over ranks."""
-    ranks = ranks_of(gpu, options)
+    ranks = make_ranks(gpu, options)
     with common.one_line_errors():
         if output is not None and ranks.rank == 0:
             common.check_destination(output)

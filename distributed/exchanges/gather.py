@@ -24,7 +24,7 @@ import numpy as np
 from infonce.kernels.problem import Array
 
 from ..communicators.base import Pending
-from ..cost import chunks_of
+from ..cost import chunk_count
 from ..transports.base import Exchanger
 from .base import Combine, Keys, Round, RowType, no_keys
 from .partition import Partition
@@ -152,7 +152,7 @@ class Gather:
         if not summed_reach:
             return
         size = sum(prod(tail) * np.dtype(dtype).itemsize for tail, dtype in divisible)
-        count = chunks_of(self.partition.total * size, summed_reach)
+        count = chunk_count(self.partition.total * size, summed_reach)
         ends = [summed_reach * i // count for i in range(count, -1, -1)]
         for far, nearer in pairwise(ends):
             yield far, nearer + 1

@@ -106,5 +106,5 @@ def make(name: str, ranks: Communicator) -> Transport:
     makers: dict[str, Callable[[Communicator], Any]] = {
         "nccl": nccl.NCCL, "cuda-aware": gpu.CudaAware, "staged": gpu.Staged,
     }  # fmt: skip
-    made: Transport = gpu.kept(name, ranks, makers[name])
-    return made
+    transport: Transport = gpu.kept(name, ranks, makers[name])
+    return transport

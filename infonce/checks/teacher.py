@@ -42,23 +42,23 @@ def add_teacher(loss: Loss, request: Request, features: Sequence[Array], teacher
     """Make the problem of a checked call one with this teacher."""
     validation.flag("two_sided", teacher.two_sided)
     names = "teacher_query", "teacher_key"
-    made = [native(z, name) for name, z in zip(names, teacher, strict=False)]
-    both = [features[0], *made]
+    teachers = [native(z, name) for name, z in zip(names, teacher, strict=False)]
+    both = [features[0], *teachers]
     validation.features([loss.arguments[0], *names], both, kinds(both), 0)
-    for name, z, rows in zip(names, made, features, strict=True):
-        if z.shape != (len(rows), made[0].shape[1]):
-            expected = f"({len(rows)}, {made[0].shape[1]})"
+    for name, z, rows in zip(names, teachers, features, strict=True):
+        if z.shape != (len(rows), teachers[0].shape[1]):
+            expected = f"({len(rows)}, {teachers[0].shape[1]})"
             raise ValueError(f"{name}: expected shape {expected}, got {z.shape}")
     problem, static = request.problem, request.static
     scale = problem.scale
-    given = teacher.temperature, teacher.scale
-    if given != (None, None):
-        if None not in given:
+    temperatures = teacher.temperature, teacher.scale
+    if temperatures != (None, None):
+        if None not in temperatures:
             raise ValueError("teacher_temperature, teacher_scale: expected one of them, got both")
         try:
-            scale = validation.scale(loss, *given, problem.compute)
+            scale = validation.scale(loss, *temperatures, problem.compute)
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
     if static.check_finite:
-        norms.require_finite(static.xp, names, made)
-    request.problem = taught(problem, made[0], made[1], scale)
+        norms.require_finite(static.xp, names, teachers)
+    request.problem = taught(problem, teachers[0], teachers[1], scale)

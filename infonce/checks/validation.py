@@ -80,7 +80,7 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
-def bytes_of(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """A number of bytes as text: "268435456", "256MiB", "1.5GiB", "2TB"."""
     factors = {unit.lower(): factor for unit, factor in UNITS.items()}
     match = re.fullmatch(r"\s*(\d{1,99}(?:\.\d{1,99})?)\s*([A-Za-z]*)\s*", text)
@@ -98,7 +98,7 @@ def workspace(value: Any) -> int | None:
         return None
     if isinstance(value, str):
         try:
-            value = bytes_of(value)
+            value = parse_bytes(value)
         except ValueError as error:
             raise ValueError(f"workspace: {error}") from None
     if not is_integer(value):

@@ -9,7 +9,7 @@ import click
 
 from .. import __version__
 from . import bench, demo, explain, info, loss
-from .common import message_of
+from .common import error_message
 
 FAILED = 1  # at run time; 2 is for what cannot be worked with
 INTERRUPTED = 130  # what shells report for Ctrl-C: 128 + SIGINT
@@ -34,7 +34,7 @@ class _Commands(click.Group):
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except (MemoryError, OSError) as error:  # a full disk behind stdout, say
-            _fail(message_of(error), FAILED)
+            _fail(error_message(error), FAILED)
         sys.exit(code if isinstance(code, int) else 0)
 
 

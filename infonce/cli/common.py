@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..checks.validation import BINARY, DECIMAL, bytes_of
+from ..checks.validation import BINARY, DECIMAL, parse_bytes
 
 PIPE_WIDTH = 140  # columns, if the output is no terminal
 UNITS_HELP = f"{', '.join([*BINARY])}, or {', '.join([*DECIMAL])}"
@@ -40,7 +40,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         if isinstance(value, int):
             return value
         try:
-            return bytes_of(value)
+            return parse_bytes(value)
         except ValueError as error:
             self.fail(str(error))
 
@@ -103,12 +103,12 @@ def one_line_errors(
     except MemoryError as error:
         raise click.ClickException(str(error) or "out of memory") from error
     except (TypeError, ValueError, OSError) as error:
-        arguments, colon, rest = message_of(error).partition(": ")
+        arguments, colon, rest = error_message(error).partition(": ")
         known = [(names or {}).get(name, name) for name in arguments.split(", ")]
         raise failure(", ".join(known) + colon + rest) from error
 
 
-def message_of(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """The message of an error; of an OSError with the file's name in front."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

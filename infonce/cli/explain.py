@@ -42,34 +42,34 @@ def explain(
     """
     names = () if loss_alone else wrt or None
     with one_line_errors():
-        found = explanation.explain(loss, rows, features, wrt=names, **options)
+        result = explanation.explain(loss, rows, features, wrt=names, **options)
     if as_json:
-        click.echo(to_json(found.as_dict()))
+        click.echo(to_json(result.as_dict()))
     else:
-        _print(found)
+        _print(result)
 
 
-def _print(found: explanation.Explanation) -> None:
+def _print(result: explanation.Explanation) -> None:
     about = Table.grid(padding=(0, 2))
-    about.add_row("call", found.call)
-    about.add_row("device", found.device)
-    about.add_row("method", f"{found.method}, operands in {found.precision}")
-    for note in found.notes:
+    about.add_row("call", result.call)
+    about.add_row("device", result.device)
+    about.add_row("method", f"{result.method}, operands in {result.precision}")
+    for note in result.notes:
         about.add_row("", note)
     console = stdout()
     console.print(about)
-    if found.work:
-        work = _work_table(found)
+    if result.work:
+        work = _work_table(result)
         stdout(work).print(work)
-        console.print(_memory_table(found))
+        console.print(_memory_table(result))
 
 
-def _work_table(found: explanation.Explanation) -> Table:
+def _work_table(result: explanation.Explanation) -> Table:
     table = Table("pass", "kernel", "tile", "largest block", box=None, padding=(0, 2, 0, 0))
     for name in ("blocks", "launches", "TFLOP", "GB", "at least ms"):
         table.add_column(name, justify="right")
     before = ""
-    for work in found.work:
+    for work in result.work:
         sizes = ("" if of is None else f"{of[0]} x {of[1]}" for of in (work.tile, work.block))
         table.add_row(
             work.name * (work.name != before), work.kernel, *sizes, str(work.blocks or ""),
@@ -77,16 +77,16 @@ def _work_table(found: explanation.Explanation) -> Table:
             f"{1e3 * work.seconds:.3f}",
         )  # fmt: skip
         before = work.name
-    recorded = "" if found.recorded is None else f"recorded {1e3 * found.recorded:.3f} ms"
-    table.add_row("together", recorded, *[""] * 6, f"{1e3 * found.seconds:.3f}")
+    recorded = "" if result.recorded is None else f"recorded {1e3 * result.recorded:.3f} ms"
+    table.add_row("together", recorded, *[""] * 6, f"{1e3 * result.seconds:.3f}")
     return table
 
 
-def _memory_table(found: explanation.Explanation) -> Table:
+def _memory_table(result: explanation.Explanation) -> Table:
     table = Table.grid(padding=(0, 2))
-    for i, (name, parts) in enumerate(found.memory.items()):
+    for i, (name, parts) in enumerate(result.memory.items()):
         table.add_row("memory" if i == 0 else "", name, _sizes(parts))
-    table.add_row("", "together", f"at most {human(found.workspace)}")
+    table.add_row("", "together", f"at most {human(result.workspace)}")
     return table
 
 

@@ -13,7 +13,7 @@ from ..checks import validation
 from ..kernels.gpu.schedule import Call, Loss, Matrix, Schedule, schedule
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPU, GPUS
-from .work import Work, work_of
+from .work import Work, schedule_work
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
@@ -133,7 +133,7 @@ def explain(
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
     call_schedule = schedule(call, gpu.properties)
-    lines = tuple(work_of(call_schedule, gpu))
+    lines = tuple(schedule_work(call_schedule, gpu))
     case = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
              "method": method, "gradient": bool(wrt_names)}  # fmt: skip
     usual = columns == rows and wrt in (None, ()) and not (any(flags.values()) or caller_workspace)

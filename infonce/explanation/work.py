@@ -37,7 +37,7 @@ class Work:
 PART_PRODUCTS = {1: 1, 2: 3}
 
 
-def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
+def schedule_work(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
     """The work of all kernels and matrix products of a schedule, in their order."""
     if schedule.one_launch is not None:
         yield _work_of_one_launch(schedule, gpu)

@@ -31,7 +31,7 @@ from infonce.distributed.run import (
     shard_positives,
     unpaired,
 )
-from infonce.distributed.schedule import sum_dtype_of
+from infonce.distributed.schedule import choose_sum_dtype
 
 from .. import arrays, dispatch
 from ..checks.call import Request, check
@@ -204,7 +204,7 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     with np.errstate(**SILENT):
         request = _checked(call, inputs, 0)
         problem, gradients = request.problem, request.gradients
-        sum_dtype = np.dtype(jax.dtypes.canonicalize_dtype(sum_dtype_of(problem)))
+        sum_dtype = np.dtype(jax.dtypes.canonicalize_dtype(choose_sum_dtype(problem)))
         if gradients is not None and gradients.want_query:
             gradients.query = np.empty(problem.query.shape, sum_dtype)
         rounds = _Rehearsal(
@@ -278,7 +278,7 @@ def _run(
             out["error_and_results"].view(BITS)[1:, 0] = flat
         out["travelling"].view(BITS)[..., 0] = stop.payload
         return
-    result = dispatch.result_of(call.kind, request, solution, inputs["keys"])
+    result = dispatch.make_result(call.kind, request, solution, inputs["keys"])
     deliver(call, result, out, call.kind.arguments)
     if out["weight"] is not None:
         row_shares = request.problem.row_shares

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..checks import validation
-from ..training.grad_cache import chunks_of, one_each, require_batch
+from ..training.grad_cache import chunk_slices, one_each, require_batch
 
 Encoder = Callable[..., Any]  # chunks of its inputs -> features [rows, D], or a tuple of outputs
 
@@ -123,7 +123,7 @@ class _Tower:
         lengths = [len(z) for given in inputs for z in _parts(given)]
         if len(set(lengths)) != 1:
             raise ValueError(f"inputs: expected as many rows in each of {name}, got {lengths}")
-        self.chunks = chunks_of(lengths[0], chunk)
+        self.chunks = chunk_slices(lengths[0], chunk)
         self.states: list[_RandomState] = []  # before each chunk's first pass
         self.parallel: list[Any] = []  # modules that synchronise gradients
         self.trained = True

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .core.drop_in import DropIn, everywhere, gathered, mean_of_all, world
+from .core.drop_in import DropIn, everywhere, gathered, mean_over_ranks, world
 from .functions import info_nce_loss, nt_xent_loss
 
 __all__ = ["DCLLoss", "DCLWLoss", "NTXentLoss", "negative_mises_fisher_weights"]
@@ -188,7 +188,7 @@ class DCLLoss(_TwoViews):
         weights = torch.stack([self.weight_fn(out0, out1), self.weight_fn(out1, out0)])
         positives = (out0 * out1).sum(dim=1) / self.temperature
         rest = ((1 - weights) * positives).mean(dim=0)
-        return loss + mean_of_all(rest, world(self.gather_distributed))
+        return loss + mean_over_ranks(rest, world(self.gather_distributed))
 
 
 class DCLWLoss(DCLLoss):

@@ -103,7 +103,7 @@ class _LossModule(nn.Module):
             bias = validation.number("bias", self.kind.bias if bias is None else bias)
             self.bias = nn.Parameter(torch.tensor([float(bias)]))
 
-    def _given(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _call_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The keywords of a call: the module's, and in their place those of the call."""
         if not functions.PLAIN.issuperset(options):
             self._require_known(options)
@@ -133,41 +133,41 @@ class InfoNCELoss(_LossModule, kind=spec.INFO_NCE):
     def forward(
         self, query: Tensor, key: Tensor, labels: Tensor | None = None, **options: Any
     ) -> Any:
-        return functions.info_nce_loss(query, key, labels, **self._given(options))
+        return functions.info_nce_loss(query, key, labels, **self._call_options(options))
 
 
 @docstrings.adapted(losses.nt_xent_loss, DOC)
 class NTXentLoss(_LossModule, kind=spec.NT_XENT):
     def forward(self, features: Tensor, **options: Any) -> Any:
-        return functions.nt_xent_loss(features, **self._given(options))
+        return functions.nt_xent_loss(features, **self._call_options(options))
 
 
 @docstrings.adapted(losses.clip_loss, DOC)
 class CLIPLoss(_LossModule, kind=spec.CLIP):
     def forward(self, image: Tensor, text: Tensor, **options: Any) -> Any:
-        return functions.clip_loss(image, text, **self._given(options))
+        return functions.clip_loss(image, text, **self._call_options(options))
 
 
 @docstrings.adapted(losses.lit_loss, DOC)
 class LiTLoss(_LossModule, kind=spec.LIT):
     def forward(self, text: Tensor, image: Tensor, **options: Any) -> Any:
-        return functions.lit_loss(text, image, **self._given(options))
+        return functions.lit_loss(text, image, **self._call_options(options))
 
 
 @docstrings.adapted(losses.siglip_loss, DOC)
 class SigLIPLoss(_LossModule, kind=spec.SIGLIP):
     def forward(self, image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
-        given = self._given(options if bias is None else {**options, "bias": bias})
+        given = self._call_options(options if bias is None else {**options, "bias": bias})
         return functions.siglip_loss(image, text, **given)
 
 
 @docstrings.adapted(losses.sup_con_loss, DOC)
 class SupConLoss(_LossModule, kind=spec.SUP_CON):
     def forward(self, features: Tensor, labels: Tensor, **options: Any) -> Any:
-        return functions.sup_con_loss(features, labels, **self._given(options))
+        return functions.sup_con_loss(features, labels, **self._call_options(options))
 
 
 @docstrings.adapted(losses.gte_loss, DOC)
 class GTELoss(_LossModule, kind=spec.GTE):
     def forward(self, query: Tensor, key: Tensor, **options: Any) -> Any:
-        return functions.gte_loss(query, key, **self._given(options))
+        return functions.gte_loss(query, key, **self._call_options(options))

@@ -73,7 +73,7 @@ def grad_cache(
     require_batch(inputs, chunk)
     encoders = one_each("encode", encode, len(inputs))
     backwards = one_each("backward", backward, len(inputs))
-    chunks = [chunks_of(len(z), chunk) for z in inputs]
+    chunks = [chunk_slices(len(z), chunk) for z in inputs]
     features = [
         _concatenated([run(z[rows]) for rows in slices])
         for z, run, slices in zip(inputs, encoders, chunks, strict=True)
@@ -135,7 +135,7 @@ def require_batch(inputs: Any, chunk: Any) -> None:
         )
 
 
-def chunks_of(rows: int, chunk: int) -> list[slice]:
+def chunk_slices(rows: int, chunk: int) -> list[slice]:
     """Slices of at most `chunk` rows; of no rows, an empty one."""
     return [slice(i, min(i + chunk, rows)) for i in range(0, max(rows, 1), chunk)]
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..between_passes import Finalized, finalize
 from ..direction_losses import Direction
 from ..epilogues import Statistics, Sums
-from ..linear import Segments, SegmentSums, sums_of
+from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import normalization_backward, normalized_rows
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution, Vectors
@@ -144,7 +144,9 @@ class _Dense:
         dots = self.query.astype(np.float64) @ self.key.astype(np.float64).T
         dots *= _same(xp, problem, segments)
         column_sums = dots.sum(axis=0) if columns else None
-        return sums_of(xp, problem, segments.numbered(xp), dots.sum(axis=1), column_sums)
+        return segment_sums_from_products(
+            xp, problem, segments.numbered(xp), dots.sum(axis=1), column_sums
+        )
 
 
 def _same(xp: Any, problem: Problem, segments: Segments) -> Array:

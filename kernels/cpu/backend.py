@@ -33,7 +33,7 @@ from ..solve import Solution, Vectors, one_pass
 from .context import Context
 from .fold import Fold
 from .one_block import solve as one_block
-from .operands import DTYPES, Side, dots_at, norms_of, not_finite
+from .operands import DTYPES, Side, dots_at, find_norms, not_finite
 from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, require_memory, thread_count
 
@@ -94,7 +94,7 @@ class CPU:
         self.tile = self._tile(problem)
 
     def make_side(self, problem: Problem, features: Array) -> Side:
-        norms = norms_of(features, self.dtype) if problem.normalize else None
+        norms = find_norms(features, self.dtype) if problem.normalize else None
         return Side(features, self.dtype, norms)
 
     def row_nans(self, problem: Problem) -> Array:

@@ -133,7 +133,7 @@ def not_finite(features: Array) -> Array:
     return out
 
 
-def norms_of(features: Array, dtype: np.dtype[Any]) -> Norms:
+def find_norms(features: Array, dtype: np.dtype[Any]) -> Norms:
     """The norms of rows, for products in `dtype`.
 
     A float64 row is divided by a power of two first, if its squares over- or underflow, or if its

@@ -50,7 +50,7 @@ def _sorted(
     return runs
 
 
-def order_of(segment: Array) -> Array:
+def order_by_segment(segment: Array) -> Array:
     """[n] all rows; the rows of one segment stand together."""
     return _sorted(segment, Queue())[1]
 

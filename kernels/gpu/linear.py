@@ -13,7 +13,7 @@ from . import config
 from .device.arguments import Fields, address, matrix
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
-from .labels import order_of
+from .labels import order_by_segment
 from .tiled.operands import Features
 
 # constants of linear.cu; small thread blocks spread few rows over more multiprocessors
@@ -51,7 +51,7 @@ class Rows:
             out = cupy.zeros((count, d), self.real)
             if n == 0:
                 return out
-            order = order_of(segment)
+            order = order_by_segment(segment)
         else:
             out = cupy.empty((count, d), self.real)
         segments, places = {"segment": segment, "order": order}, -(-n // config.PIECE_ROWS)

@@ -54,7 +54,7 @@ def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
         plan.compile_kernels(solution, problem.progress, silent, gradients)
 
 
-def solution_of(outputs: dict[str, Array]) -> Solution:
+def solution_from_outputs(outputs: dict[str, Array]) -> Solution:
     """The solution whose arrays `solution` has returned."""
     get = outputs.get
     statistics = direction_losses = None

@@ -51,7 +51,7 @@ def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
     problem, by_kernels = readable_by_kernels(problem), is_computed_by_kernels_only(problem)
     if has_plan(problem, by_kernels):
         arrays = gpu_plan.call(recorded.solution, problem, gradients, graphs=True)
-        return recorded.solution_of(arrays)
+        return recorded.solution_from_outputs(arrays)
     if by_kernels:
         recorded.compile_kernels(problem, gradients)
     gpu = GPU(problem, gradients)

@@ -144,9 +144,9 @@ class HostCopies:
     def ticket(
         self, parts: Sequence[Future[Any]], event: Any, target: Array, source: Array
     ) -> Ticket:
-        made = Ticket(self, parts, event)
-        self.pending[made] = target, source
-        return made
+        ticket = Ticket(self, parts, event)
+        self.pending[ticket] = target, source
+        return ticket
 
     def finish(self, raising: bool = True) -> None:
         """Wait until nothing is copied any more."""

@@ -24,7 +24,7 @@ class PrefixGradient(SoftmaxGradient):
     prefixes: Sequence[tuple[Any, Array]] = ()
 
 
-def problems_of_prefixes(problem: Problem, prefixes: Sequence[tuple[int, float]]) -> list[Problem]:
+def prefix_problems(problem: Problem, prefixes: Sequence[tuple[int, float]]) -> list[Problem]:
     """The problem of each prefix of the features: (width, weight of its losses)."""
     return [
         fast_replace(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cpu.operands import Side, normalization_backward, norms_of
+from ..cpu.operands import Side, find_norms, normalization_backward
 from ..problem import Array
 
 MOST_RATIO = 2.0**40  # of norms: then products of a prefix of unit rows do not underflow
@@ -28,7 +28,7 @@ class PrefixSide(Side):
         shape, inverse = (len(self.ranges), len(self.features)), self.norms.inverse
         self.ratios, self.dots = np.ones(shape, self.dtype), np.empty(shape)
         for part, ratio in zip(self.ranges[:-1], self.ratios, strict=False):
-            norms = norms_of(self.features[:, : part.stop], self.dtype)
+            norms = find_norms(self.features[:, : part.stop], self.dtype)
             far = any(
                 each.exponent is not None and each.exponent.any() for each in (self.norms, norms)
             )

@@ -22,10 +22,10 @@ from ..problem import LOG2_E, Array, Gradients, Problem, fast_replace
 from ..solve import (
     Solution,
     gradient_fold,
+    make_solution,
     one_pass,
-    solution_of,
 )  # fmt: skip
-from .problem import PrefixGradient, PrefixStatistics, problems_of_prefixes
+from .problem import PrefixGradient, PrefixStatistics, prefix_problems
 from .sides import PrefixSide
 from .worker import PrefixWorker
 
@@ -77,7 +77,7 @@ def solve_prefixes(
     vectors = backend.vectors
     gradients = vectors.with_dots(problem, gradients)
     problems, stats = zip(
-        *(vectors.statistics(each) for each in problems_of_prefixes(problem, prefixes)), strict=True
+        *(vectors.statistics(each) for each in prefix_problems(problem, prefixes)), strict=True
     )
     problem = problems[-1]
     sums = PrefixStatistics(**stats[-1].__dict__, prefixes=stats)
@@ -102,4 +102,4 @@ def solve_prefixes(
     loss, scale_grad, _ = vectors.totals(
         problem, losses, sum(slopes) if problem.moments else None, dots, None
     )
-    return fast_replace(solution_of(finalized[-1], stats[-1], loss, scale_grad), losses=losses)
+    return fast_replace(make_solution(finalized[-1], stats[-1], loss, scale_grad), losses=losses)

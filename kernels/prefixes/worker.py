@@ -77,15 +77,20 @@ class PrefixWorker(Worker):
         stats = epilogue.prefixes[prefix]
         y = x if prefix == len(self.ranges) - 1 else self.unit_products(x, rows, columns, prefix)
         positives = fold.problem.positives[rows][:, None]
-        found = np.full(positives.shape, np.nan)
-        tile.set_aside_positives(y, positives, columns.start, 1.0, found)
+        positive_products = np.full(positives.shape, np.nan)
+        tile.set_aside_positives(y, positives, columns.start, 1.0, positive_products)
         logits = stats.positive_logits[rows]
-        np.multiply(found[:, 0], fold.positive_scale, out=logits, where=~np.isnan(found[:, 0]))
+        np.multiply(
+            positive_products[:, 0],
+            fold.positive_scale,
+            out=logits,
+            where=~np.isnan(positive_products[:, 0]),
+        )
         sizes = 1 + (2 if fold.problem.moments else 1)
         self.tile_rows, self.tile_columns = (Sums(*np.empty((sizes, n))) for n in x.shape)
         merge = self.statistics(stats, y, rows, columns, False)
         if y is x:  # the next prefix adds to these products
-            tile.insert_positives(x, positives, columns.start, found.astype(x.dtype))
+            tile.insert_positives(x, positives, columns.start, positive_products.astype(x.dtype))
         return merge
 
     def unit_products(self, x: Array, rows: slice, columns: slice, prefix: int) -> Array:

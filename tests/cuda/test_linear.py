@@ -81,7 +81,9 @@ def unit_rows(rows: dict[str, Any]) -> Any:
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) -> list[linear.Rows]:
     monkeypatch.setattr(linear, "cupy", np)
-    monkeypatch.setattr(linear, "order_of", lambda segment: np.argsort(segment, kind="stable"))
+    monkeypatch.setattr(
+        linear, "order_by_segment", lambda segment: np.argsort(segment, kind="stable")
+    )
     for name in ("matrix", "address"):
         monkeypatch.setattr(linear, name, lambda z, first=0: None if z is None else z[first:])
     made = []

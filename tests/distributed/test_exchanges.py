@@ -198,7 +198,7 @@ def chosen(
 ) -> str:
     problem = Problem(*np.zeros((2, rows, 4)), 1.0, 1.0, workspace=workspace)  # type: ignore[misc]
     keys = Partition([rows] * ranks.size)
-    hosts = schedule.hosts_of(ranks)
+    hosts = schedule.ranks_by_host(ranks)
     return schedule.choose_exchange(asked, problem, None, on_gpu, keys, hosts, workspace // 2)
 
 
@@ -218,13 +218,13 @@ def test_hosts_that_a_hierarchical_exchange_takes(monkeypatch: pytest.MonkeyPatc
 def test_hosts_by_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ranks_of(*"aaabbb")
     monkeypatch.setenv("INFONCE_LOCAL_SIZE", "2")
-    assert schedule.hosts_of(ranks) == [[0, 1], [2, 3], [4, 5]]
+    assert schedule.ranks_by_host(ranks) == [[0, 1], [2, 3], [4, 5]]
     for word in ("4", "0", "-2", "two"):
         monkeypatch.setenv("INFONCE_LOCAL_SIZE", word)
         with pytest.raises(ValueError, match=f"a divisor of the 6 ranks, got '{word}'"):
             chosen("ring", ranks)
     monkeypatch.delenv("INFONCE_LOCAL_SIZE")
-    assert schedule.hosts_of(SimpleNamespace(size=3, peers=None)) == [[0, 1, 2]]  # type: ignore[arg-type]
+    assert schedule.ranks_by_host(SimpleNamespace(size=3, peers=None)) == [[0, 1, 2]]  # type: ignore[arg-type]
 
 
 def test_auto_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,10 +124,10 @@ def test_bytes_of_a_hierarchical_exchange() -> None:
 
 
 def test_sums_in_parts() -> None:
-    assert cost.chunks_of(cost.CHUNK - 1, 7) == 1
-    assert cost.chunks_of(3 * cost.CHUNK, 7) == 3
-    assert cost.chunks_of(99 * cost.CHUNK, 7) == cost.MOST_CHUNKS
-    assert cost.chunks_of(99 * cost.CHUNK, 2) == 2
+    assert cost.chunk_count(cost.CHUNK - 1, 7) == 1
+    assert cost.chunk_count(3 * cost.CHUNK, 7) == 3
+    assert cost.chunk_count(99 * cost.CHUNK, 7) == cost.MOST_CHUNKS
+    assert cost.chunk_count(99 * cost.CHUNK, 2) == 2
 
 
 def test_command(tmp_path: Path, model: Any) -> None:

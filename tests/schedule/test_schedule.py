@@ -22,7 +22,7 @@ from infonce.kernels.gpu.schedule import (
 )
 
 from infonce.explanation.devices import GPUS
-from infonce.explanation.work import work_of
+from infonce.explanation.work import schedule_work
 
 DEVICES = {name: gpu.properties for name, gpu in GPUS.items()}
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16x3": "float32", "bf16": "bfloat16",
@@ -102,7 +102,7 @@ def test_folds_fit_their_workspace_and_visit_all_blocks(
 def test_the_kernel_of_a_guide(device: str, compute: str, kernel: str) -> None:
     guide = Matrix.packed(4096, 520, DTYPES[compute])
     call = a_call(Loss.BOTH, 4096, 0, 64, compute, guide_query=guide, guide_key=guide)
-    works = work_of(schedule(call, DEVICES[device]), GPUS[device])
+    works = schedule_work(schedule(call, DEVICES[device]), GPUS[device])
     assert next(works).kernel == kernel
 
 
@@ -190,7 +190,9 @@ def test_launches_are_those_that_calls_ask_for() -> None:
                 for file, name, defines, blocks, threads in taken
             ]
             gpu = replace(GPUS["h200"], properties=drawn.device)
-            multiplied = sum(w.launches for w in work_of(made, gpu) if w.kernel.startswith("cu"))
+            multiplied = sum(
+                w.launches for w in schedule_work(made, gpu) if w.kernel.startswith("cu")
+            )
             assert multiplied == sum(step[0] == "_gemm" for step in into.steps_taken())
             seen.update(fold.purpose.name for fold in made.folds)
     assert seen.keys() == Purpose.__members__.keys()

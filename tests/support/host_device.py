@@ -18,7 +18,7 @@ import infonce
 from infonce import spec
 from infonce.checks import call as checks
 from infonce.checks.teacher import Teacher, add_teacher
-from infonce.dispatch import result_of
+from infonce.dispatch import make_result
 
 
 class Memory:
@@ -130,7 +130,7 @@ def on_host(
             add_teacher(kind, request, args, teacher)
         device = Host()
         solution = offload.solve(request.problem, request.gradients, device)
-        return result_of(kind, request, solution, request.problem.query), device
+        return make_result(kind, request, solution, request.problem.query), device
 
 
 class Copy:

@@ -92,7 +92,7 @@ def evaluate(
 _wanted: dict[tuple[Loss, tuple[bool, ...]], frozenset[str]] = {}
 
 
-def wanted_of(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
+def differentiated_names(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
     """Names of the arguments that need a gradient.
 
     `needs` says which of (scale, bias, *features) autograd needs. Features of a locked tower are
@@ -219,7 +219,7 @@ def apply_again(
     ):
         return None
     needs = [x is not None and x.requires_grad for x in (*inputs, *features)]
-    wanted = wanted_of(kind, tuple(needs))
+    wanted = differentiated_names(kind, tuple(needs))
     result = repeated.evaluate(kind, features, scale, bias, options, wanted, False)
     if result is None or not wanted:
         return result and result[0]
@@ -280,7 +280,7 @@ class _Function(_ReverseModeOnly):
             ctx.save_for_backward(*inputs)
             return loss
         scale, bias, *features = inputs
-        wanted = wanted_of(call.kind, ctx.needs_input_grad[1:])
+        wanted = differentiated_names(call.kind, ctx.needs_input_grad[1:])
         # Losses of rows have an upstream gradient each: the backward pass computes gradients
         per_row = call.options.get("reduction") == "none"
         wanted_now = NOTHING if per_row else wanted
@@ -369,7 +369,7 @@ class _Transformed(_ReverseModeOnly):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        wanted = wanted_of(ctx.call.kind, _split(ctx.needs_input_grad[1:])[1])
+        wanted = differentiated_names(ctx.call.kind, _split(ctx.needs_input_grad[1:])[1])
         grads = _Gradients.apply(ctx.call, wanted, upstream, *ctx.saved_tensors)
         return None, *[None] * len(UNTRACKED), *grads
 

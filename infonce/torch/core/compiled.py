@@ -14,11 +14,11 @@ from .autograd import (
     PAIRS,
     TENSOR_DTYPES_UNTIL_UPSTREAM,
     UNTRACKED,
+    differentiated_names,
     evaluate,
     from_untracked,
     transformed,
     untracked_values,
-    wanted_of,
 )
 
 WIDEST = "fp64"  # has the widest range of scales; the operator checks the range of its precision
@@ -72,7 +72,7 @@ def _arguments(
     features = [z for z in given if z is not None]
     loss = INFO_NCE_OWN if given[2] is not None else LOSSES[kind]
     needs = others[len(CONSTANTS)]
-    return loss, features, wanted_of(loss, tuple(needs[: 2 + len(features)]))
+    return loss, features, differentiated_names(loss, tuple(needs[: 2 + len(features)]))
 
 
 def _gradient_names(loss: Loss) -> list[str]:

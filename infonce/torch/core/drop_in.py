@@ -66,7 +66,7 @@ def shard(group: Any, rows: int) -> tuple[int, int, int]:
     """
     if group is None:
         return 0, rows, 1
-    ranks = ranks_of(group)
+    ranks = group_ranks(group)
     sizes: list[int] = ranks.allgather(rows)
     return sum(sizes[: ranks.rank]), sum(sizes), ranks.size
 
@@ -76,14 +76,14 @@ def first_row(group: Any, rows: int) -> int:
     return shard(group, rows)[0]
 
 
-def mean_of_all(losses: Tensor, group: Any) -> Tensor:
+def mean_over_ranks(losses: Tensor, group: Any) -> Tensor:
     """The mean of all processes' row losses, whose gradients DDP averages to those of the mean.
 
     `losses` of a function over processes need ``gradient_scale="global"``.
     """
     if group is None:
         return losses.mean()
-    ranks = ranks_of(group)
+    ranks = group_ranks(group)
     sums, sizes = zip(*ranks.allgather((float(losses.sum()), len(losses))), strict=True)
     share = losses.sum() * (ranks.size / sum(sizes))
     return share + (sum(sums) / sum(sizes) - share.detach())
@@ -92,7 +92,7 @@ def mean_of_all(losses: Tensor, group: Any) -> Tensor:
 @torch.no_grad()
 def gathered(rows: Tensor, group: Any) -> list[Tensor]:
     """The rows of each process, without a gradient. All processes need the same number of rows."""
-    sizes = ranks_of(group).allgather(len(rows))
+    sizes = group_ranks(group).allgather(len(rows))
     if len(set(sizes)) > 1:
         raise ValueError(f"rows: expected as many on all processes that gather them, got {sizes}")
     out = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in sizes]
@@ -100,7 +100,7 @@ def gathered(rows: Tensor, group: Any) -> list[Tensor]:
     return out
 
 
-def ranks_of(group: Any) -> Any:
+def group_ranks(group: Any) -> Any:
     """The communicator of a process group."""
     from . import process_group
 

@@ -39,7 +39,7 @@ class MemoryEfficient(DropIn):
         )
         self.group = group
 
-    def _given(self, tau_plus: Any) -> dict[str, Any]:
+    def _call_options(self, tau_plus: Any) -> dict[str, Any]:
         """Keywords of one call."""
         given = self.tau_plus if tau_plus is None else tau_plus
         require("tau_plus", given, 0.0, "use false_negative_margin, which drops likely positives")
@@ -64,7 +64,7 @@ class Pairs(MemoryEfficient):
     _loss: Callable[..., Any]
 
     def forward(self, first: Tensor, second: Tensor, tau_plus: Any = None) -> Any:
-        given = {"label_smoothing": self.label_smoothing, **self._given(tau_plus)}
+        given = {"label_smoothing": self.label_smoothing, **self._call_options(tau_plus)}
         loss = type(self)._loss(first, second, normalize=not self.normalized_inputs, **given)
         return self._scaled(loss, len(first), given.get("group"))
 

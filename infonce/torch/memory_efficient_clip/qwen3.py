@@ -79,7 +79,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         hard_negative_features: Tensor | None = None,
         tau_plus: Any = None,
     ) -> Any:
-        given, masked = self._given(tau_plus), self.margin < 2
+        given, masked = self._call_options(tau_plus), self.margin < 2
         group, own = given.get("group"), hard_negative_features
         if masked or own is not None:
             require(

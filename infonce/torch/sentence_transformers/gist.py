@@ -9,7 +9,7 @@ import torch
 from sentence_transformers import losses
 from torch import Tensor
 
-from ..core.drop_in import first_row, mean_of_all, world
+from ..core.drop_in import first_row, mean_over_ranks, world
 from ..functions import info_nce_loss
 
 
@@ -134,7 +134,7 @@ def guided_loss(settings: Any, columns: Sequence[Tensor], guides: Sequence[Tenso
     if contrasts[1]:
         guide = positive_guide, torch.cat([anchor_guide, positive_guide])
         terms.append(batch.among(positives, anchors, guide, group))
-    return mean_of_all(torch.stack(terms).logsumexp(dim=0), group)
+    return mean_over_ranks(torch.stack(terms).logsumexp(dim=0), group)
 
 
 class _Batch:
@@ -154,7 +154,7 @@ class _Batch:
         labels = torch.arange(len(rows), device=rows.device)
         if group is not None:  # keys are counted over all processes
             labels += first_row(group, len(keys))
-            options |= {"group": group, "gradient_scale": "global"}  # for `mean_of_all`
+            options |= {"group": group, "gradient_scale": "global"}  # for `mean_over_ranks`
         return info_nce_loss(rows, keys, labels, guide=guide, **self.options, **options)
 
     def among(

@@ -9,7 +9,7 @@ import torch
 from sentence_transformers import losses, util
 from torch import Tensor, nn
 
-from ..core.drop_in import first_row, mean_of_all, world
+from ..core.drop_in import first_row, mean_over_ranks, world
 from ..functions import clip_loss, gte_loss, info_nce_loss
 
 NORMALIZED = {util.cos_sim: True, util.dot_score: False}  # whether rows are divided by their norm
@@ -85,7 +85,7 @@ def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
         # GTE's Z_i has exp p_i once, where the directions have it twice:
         # log(Z_i + exp p_i) - p_i = softplus(log Z_i - p_i). (torch's softplus ends at 20.)
         rows = gte_loss(batch.queries, batch.positives, **batch.per_row)
-        return mean_of_all(-nn.functional.logsigmoid(-rows), batch.group)
+        return mean_over_ranks(-nn.functional.logsigmoid(-rows), batch.group)
     terms = [batch.to_documents()]
     if TO_QUERY in directions:
         terms.append(batch.rows(batch.positives, batch.queries))
@@ -94,7 +94,7 @@ def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
     if "doc_to_doc" in directions:
         terms.append(batch.among(batch.positives, batch.documents))
     per_row = torch.stack(terms)
-    return mean_of_all(per_row.logsumexp(dim=0) if joint else per_row.mean(dim=0), batch.group)
+    return mean_over_ranks(per_row.logsumexp(dim=0) if joint else per_row.mean(dim=0), batch.group)
 
 
 class _Batch:
@@ -109,7 +109,10 @@ class _Batch:
         self.group = world(settings.gather_across_devices)
         if self.group is not None:
             self.options["group"] = self.group
-            self.per_row |= {"group": self.group, "gradient_scale": "global"}  # for `mean_of_all`
+            self.per_row |= {
+                "group": self.group,
+                "gradient_scale": "global",
+            }  # for `mean_over_ranks`
         # Hardness of the negatives of other queries, and of the query's own
         mode, strength = getattr(settings, "hardness_mode", None), 0.0
         if mode is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functions
-from ..core.drop_in import DropIn, everywhere, gathered, ranks_of, require, shard
+from ..core.drop_in import DropIn, everywhere, gathered, group_ranks, require, shard
 
 __all__ = [
     "DistributedSigLIPLoss",
@@ -365,7 +365,7 @@ def _positive_pairs(rows: Tensor, columns: Tensor, group: Any) -> Tensor:
 
 def _of_all(ids: Tensor, group: Any) -> Tensor:
     """The ids of all processes, which may have different numbers of them."""
-    sizes = ranks_of(group).allgather(len(ids))
+    sizes = group_ranks(group).allgather(len(ids))
     padded = ids.new_zeros(max(sizes))
     padded[: len(ids)] = ids
     sides = zip(gathered(padded, group), sizes, strict=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...problem import Array, Gradients, Problem, materialize_vectors
 from ...solve import Solution
-from ..operands import DTYPES, SQUARES, Norms, Side, norms_of, readable_in_place, row_dots
+from ..operands import DTYPES, SQUARES, Norms, Side, find_norms, readable_in_place, row_dots
 from ..workers import BLAS, BUFFER_POOL, NO_CONTEXT, thread_count
 from .loops import sigmoid, softmax, unit_rows
 from .team import Team
@@ -133,7 +133,7 @@ def _readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Ro
     if unit_rows(features, least, most, z, inverse):
         side.norms = Norms(inverse, None)
     else:
-        side.norms = norms_of(side.features, dtype)
+        side.norms = find_norms(side.features, dtype)
         side.block(slice(0, len(features)), z)
     return z, side
 

@@ -69,7 +69,7 @@ def schedule(call: Call, device: DeviceProperties) -> Schedule:
     if method == "naive":
         return Schedule(call, method, device)
     if method == "fused":
-        return Schedule(call, method, device, one_launch=launch_of(call, device))
+        return Schedule(call, method, device, one_launch=schedule_one_launch(call, device))
     return tiled_schedule(call, device)
 
 
@@ -95,7 +95,7 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
 # --- the decisions, in their order ----------------------------------------------------------------
 
 
-def launch_of(call: Call, device: DeviceProperties) -> OneLaunch:
+def schedule_one_launch(call: Call, device: DeviceProperties) -> OneLaunch:
     """The launch of a small batch."""
     (m, n, _), dtype = call.shape, call.query.dtype
     if call.key.dtype != dtype:

@@ -141,7 +141,7 @@ class Fold:
     dk_accumulator: AccumulatorRows | None = None  # of a triangle: `dq_accumulator`
     in_registers: bool = False  # dL/dx stays in registers, without gradient blocks
 
-    def kernel_of(self, is_diagonal: bool, is_cached: bool) -> ScheduledKernel:
+    def choose_kernel(self, is_diagonal: bool, is_cached: bool) -> ScheduledKernel:
         """The kernel of a block."""
         variant = (
             self.caching_kernel if is_cached else self.diagonal_kernel if is_diagonal else None

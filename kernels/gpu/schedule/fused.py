@@ -29,11 +29,11 @@ class OneLaunch:
     @property
     def offsets(self) -> dict[str, int]:
         """Where each part of the memory begins."""
-        found, start = {}, 0
+        starts, start = {}, 0
         for part in self.memory:
-            found[part.name] = start
+            starts[part.name] = start
             start += part.bytes
-        return found
+        return starts
 
 
 def one_launch(

@@ -19,7 +19,7 @@ import numpy as np
 from ...epilogues import Epilogue, OnlineSoftmax, Sigmoid
 from ...linear import Segments, SegmentSums, segment_sums
 from ...problem import Array, Gradients, Problem
-from ...solve import Solution, solution_of
+from ...solve import Solution, make_solution
 from ...targets import with_limits
 from ..device.launcher import device_properties
 from ..device.launches import Queue
@@ -79,7 +79,7 @@ class GPU:
         if end.own is not None and gradients is not None:
             end.own.finish(end, gradients)
         loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
-        return solution_of(end, stats, loss, scale_grad)
+        return make_solution(end, stats, loss, scale_grad)
 
     def _solve_sigmoid(
         self, problem: Problem, gradients: Gradients | None, dots: Array | None

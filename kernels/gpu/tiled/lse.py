@@ -54,7 +54,7 @@ class StatisticsRun(FoldRun):
         cached = self.buffers.cached
         if cached is not None and not cached.has(columns):
             cached = None
-        kernel = fold.kernel_of(is_diagonal, cached is not None)
+        kernel = fold.choose_kernel(is_diagonal, cached is not None)
         row_slots = shape.row_slots(m, n, triangle)
         column_slots = shape.column_slots(m, n, triangle) if kernel.defines["COLUMNS"] else 0
         side = "column"
