@@ -26,8 +26,11 @@ from .callback import Axis, TracedCall, call_out, outputs
 
 
 def axis_of(axis_name: Any, features: Mapping[str, Any]) -> Axis:
-    """The axis of a call. ValueError if no axis has the name, or if one of the named features is
-    known to be the same on all devices of the axis."""
+    """The axis of a call.
+
+    ValueError if no axis has the name, or if JAX knows that one of `features` is the same on all
+    devices of the axis.
+    """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
         if not names or len(set(names)) < len(names):
@@ -95,16 +98,16 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     plan = rounds.plan_callbacks(call, device_arguments)
     device_arguments["rank"] = jax.lax.axis_index(axis.names)
     run = functools.partial(rounds.run, call, plan)
-    past: list[dict[str, Any]] = []  # of each earlier callback: its results, and what arrived
+    past: list[dict[str, Any]] = []  # for each earlier callback: its results, and arrived data
 
     def callback(shapes: dict[str, Any]) -> dict[str, Any]:
         out = call_out(run, shapes, {**device_arguments, "past": past})
-        # results that do not vary would count as equal on all devices
+        # otherwise JAX would take the results for equal on all devices
         varying: dict[str, Any] = _vary(out, axis.varying)
         return varying
 
     for travel in plan.travels:
-        # 64-bit numbers as two of 32 bits
+        # a number of 64 bits travels as two numbers of 32 bits
         shape: tuple[int, ...] = (travel.vector_count, len(own_keys), 2)
         if travel.to_owners:
             shape = (axis.size, *shape)
@@ -153,7 +156,7 @@ def _auxiliary_keys(call: TracedCall, inputs: dict[str, Any]) -> Any:
 
 
 def _weighted(call: TracedCall, inputs: dict[str, Any]) -> bool:
-    """Whether rows may differ in their weight in the mean, or may have no positive."""
+    """Whether rows may have different shares in the mean, from weights or missing positives."""
     labelled = inputs["labels"] is not None and (call.kind.classes or not call.kind.symmetric)
     return call.reduction == "mean" and (labelled or inputs["weights"] is not None)
 
@@ -166,10 +169,9 @@ def total(call: TracedCall, rows: int, out: tuple[Any, dict[str, Any], Any]) -> 
         loss = jax.lax.psum(loss, axis.names)
     if weight is not None:
         weight = jax.lax.psum(weight, axis.names)
-        share = (
-            rows * axis.size / jnp.where(weight == 0, 1, weight)
-        )  # no row has a weight: the loss is 0
-        loss = loss * share.astype(loss.dtype)
+        # the loss is a sum divided by the number of rows; it is 0 if all weights are 0
+        factor = rows * axis.size / jnp.where(weight == 0, 1, weight)
+        loss = loss * factor.astype(loss.dtype)
     metrics = jax.lax.stop_gradient(metrics)
     sums = {name: metrics[name] for name in ("row_loss", "column_loss") if name in metrics}
     return loss, {**metrics, **jax.lax.psum(sums, axis.names)}

@@ -1,10 +1,10 @@
 """One device's part of a loss over devices, as callbacks between XLA's collectives.
 
-A device computes what a rank of `infonce.distributed` does: the folds of `FoldsOverRanks`. Data
-travels by XLA's collectives, which stand between callbacks. So a callback receives the results of
-earlier callbacks and the data that arrived from other devices. It runs the call from its beginning,
-restores the results of the rounds that earlier callbacks have visited, and stops when data has to
-travel. Only operations on vectors are repeated, and no matrix product.
+A device runs the folds of `FoldsOverRanks`, as a rank of `infonce.distributed` does. Data travels
+by XLA's collectives, which run between callbacks. So a callback gets the results of earlier
+callbacks, and the data that has arrived from other devices. The callback runs the call from its
+beginning, restores the results of the rounds that earlier callbacks have visited, and stops when
+data has to travel. It repeats only operations on vectors, no matrix products.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from ..kernels.targets import weigh_positives
 from .callback import TracedCall, deliver, integers, options_of, stand_in, teacher_of
 
 LOG = logging.getLogger("infonce.jax")
-BITS = np.dtype(np.int64)  # numbers that travel, and results for later callbacks, have 8 bytes
+# The type, of 8 bytes, in which numbers travel and results go to later callbacks
+BITS = np.dtype(np.int64)
 
 
 @dataclass(frozen=True)
 class Travel:
     """The vectors that travel after a callback, with one number of 8 bytes for each key."""
 
-    to_owners: bool  # sums go to the device of their keys; else vectors go to all devices
+    to_owners: bool  # True: sums go to the device of their keys; False: vectors go to all devices
     vector_count: int
     result_count: int  # numbers that the callback passes to later callbacks of its device
 
@@ -62,12 +63,15 @@ class CallbackPlan:
     """The callbacks of a call: one before each of `travels`, and one that ends the call."""
 
     travels: tuple[Travel, ...]
-    sum_dtype: np.dtype[Any]  # of feature gradients that are sums over devices
+    sum_dtype: np.dtype[Any]  # dtype of feature gradients that are sums over devices
     key_sums: bool  # whether the last callback has gradients of the keys of all devices
 
 
 class _Stop(BaseException):
-    """Data has to travel. (No handler of errors takes it for one.)"""
+    """Ends a callback, because data has to travel.
+
+    It is a BaseException, so that `except Exception` does not catch it.
+    """
 
     def __init__(self, payload: Array) -> None:
         self.payload = payload
@@ -78,20 +82,22 @@ class Rounds:
     """The rounds of one callback: a `distributed.exchanges.base.Exchange`."""
 
     xp: Any  # numpy or cupy
-    rank: int  # of this device
+    rank: int  # index of this device
     devices: int
-    keys: Array  # [N, D], of all devices
-    results: Array  # of earlier callbacks
-    arrived: Iterator[Array]  # [devices, vectors, keys of a device], of each travel until now
+    keys: Array  # [N, D]: the keys of all devices
+    results: Array  # results of earlier callbacks
+    # for each travel before this callback: [devices, vectors, keys of a device]
+    arrived: Iterator[Array]
     key_sums: Array = None  # [N, D] output
     has_key_sums: bool = False
-    restored: int = 0  # how many of `results` are restored
+    restored: int = 0  # number of elements of `results` that are restored
     fresh: list[Array] = field(default_factory=list)  # results of rounds that this callback visits
-    complete: bool = False  # there is a round without results: no later one travels
-    gathered: dict[int, tuple[Array, Array]] = field(default_factory=dict)  # by id: own, of all
+    complete: bool = False  # a visited round had no results: no later round sends data
+    # by the id of an array of this device's keys: the array, and the array of all devices' keys
+    gathered: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def run(self, round: Round) -> None:
-        """See `Exchange`. Sums that are features stay in `key_sums`."""
+        """See `Exchange`. dK [N, D] is not sent here: it stays in `key_sums`."""
         n, k, xp = self.devices, len(self.keys) // self.devices, self.xp
         own, visit, types = round.own, round.visit, round.types
         # the first part of the sums is that of this device, except in a half round
@@ -132,8 +138,11 @@ class Rounds:
         round.keep(slice(0, k), *added(parts, round.combine, 2))
 
     def _others(self, round: Round) -> Iterator[tuple[slice, bool, bool]]:
-        """The visits of other devices' keys, which are consecutive: a range of devices, whether
-        their keys are left to another device, and whether there are sums for them."""
+        """The visits of other devices' keys. Each visit has the keys of consecutive devices.
+
+        Yields three values for a visit: the range of devices; whether these keys are left to
+        another device; whether the visit computes sums for the keys.
+        """
         n, r = self.devices, self.rank
         reach, summed_reach = round.reach(n), round.summed_reach(n)
         distances = [(reach, summed_reach + 1), (summed_reach, 1)]
@@ -149,7 +158,7 @@ class Rounds:
                     yield shards, absent, far <= summed_reach
 
     def _gather(self, own: list[Array]) -> list[Array]:
-        """These arrays of all devices. Features are there."""
+        """These vectors, gathered from all devices. Features need no transfer: `keys` has them."""
         new = [array for array in own if id(array) not in self.gathered]
         if new:
             payload = self.xp.stack([array.view(BITS) for array in new])
@@ -160,7 +169,7 @@ class Rounds:
         return [self.gathered[id(array)][1] for array in own]
 
     def _restore(self, results: Sequence[Array]) -> bool:
-        """Restore these results if an earlier callback has visited the round; return whether."""
+        """Restore these results, if an earlier callback has visited the round. Returns whether."""
         if self.restored == len(self.results):
             return False
         for array in results:
@@ -179,7 +188,7 @@ class Rounds:
 
 @dataclass
 class _Rehearsal(Rounds):
-    """Rounds of zeros, while JAX traces, which find out what has to travel."""
+    """Rounds over zeros while JAX traces the call, which find the data that has to travel."""
 
     travels: list[Travel] = field(default_factory=list)
 
@@ -195,8 +204,10 @@ class _Rehearsal(Rounds):
 
 
 def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
-    """The callbacks of a call with arguments of these shapes and dtypes, `keys` [N, D] among them.
-    ValueError where the workspace has no room for a block."""
+    """The callbacks of a call with arguments of these shapes and dtypes, which include the keys.
+
+    ValueError if the workspace has no room for a block.
+    """
     axis = call.axis
     assert axis is not None
     scalars = {"scale", "teacher_scale", "weights"}
@@ -224,15 +235,18 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
 
 
 def _stand_in(value: Any, number: int) -> Any:
-    """Arrays of the shapes and dtypes of a tree, all of one number; sets of labels have one key."""
+    """Arrays with the shapes and dtypes of a tree, as `callback.stand_in` makes them."""
     if isinstance(value, tuple):
         return tuple(_stand_in(each, number) for each in value)
     return None if value is None else stand_in(value, number)
 
 
 def run(call: TracedCall, plan: CallbackPlan, out: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """One callback. After an error, the outputs are NaN, for the other devices would wait for a
-    device that stops."""
+    """Run one callback.
+
+    After an error, the outputs are NaN. The callback does not raise the error, because the other
+    devices would wait for ever.
+    """
     past = inputs["past"]
     try:
         with arrays.compute_context(inputs["keys"]):
@@ -286,12 +300,12 @@ def _run(
 
 
 def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
-    """The call of this device as that of a rank."""
+    """The checked call of this device, as a rank of a batch over ranks."""
     assert call.axis is not None
     kind, features, n = call.kind, inputs["features"], len(inputs["keys"])
     m = len(features[0])
     batch = Batch(m * call.axis.size, n, rank * m * (1 + kind.joint))
-    # no warning of norms, which filters may make an error
+    # without a warning about norms, which a filter of warnings could make an error
     options = {"normalize": False, **options_of(call, inputs)}
     request = check(
         kind, features, integers(inputs["labels"]), inputs["bias"], options, True, batch, {}
@@ -306,7 +320,7 @@ def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
         problem = request.problem = readable_by_kernels(problem)
     if problem.method == "naive":
         problem.workspace = UNBOUNDED_WORKSPACE
-    # what travels is known before the program runs, wherever it does
+    # decided from shapes, because JAX must know at trace time what will travel, on any platform
     pays = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
     problem.moments = problem.scalar_grads and pays
     if request.gradients is None and "own" in request.wrt:

@@ -195,7 +195,8 @@ def test_launches_are_those_that_calls_ask_for() -> None:
             )
             assert multiplied == sum(step[0] == "_gemm" for step in into.steps_taken())
             seen.update(fold.purpose.name for fold in made.folds)
-    assert seen.keys() == Purpose.__members__.keys()
+    # random problems have no teacher
+    assert seen.keys() == Purpose.__members__.keys() - {Purpose.DISTILLATION.name}
     assert min(seen.values()) > 5
 
 
