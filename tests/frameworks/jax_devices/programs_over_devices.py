@@ -141,9 +141,6 @@ def refused() -> None:
            lambda: run(call, (SAME, SAME, ROWS)))  # fmt: skip
     raises(ValueError, r"guide\[0\]: expected rows of each device of axis 'data', got the same",
            lambda: run(partial(call, guide=z)))  # fmt: skip
-    raises(ValueError, "own: expected None with guide, got an array",
-           lambda: ij.sharded(ij.info_nce_loss, MESH, "data")(
-               *z, guide=z, own=z[0][:, None], scale=3.0))  # fmt: skip
     raises(
         ValueError,
         r"teacher_key: expected shape \(\d+, 4\)",
