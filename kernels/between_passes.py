@@ -209,6 +209,7 @@ def _class_means(
 
 OWN_BYTES = 8 * 2**20  # of copies of rows with their own keys that are alive at once
 OWN_COPIES = 4  # of each
+LOWEST = np.finfo(np.float64).min  # a finite number, below all logits
 
 
 @dataclass
@@ -291,11 +292,10 @@ class OwnNegatives:
         sums = Sums(xp.empty(m), xp.empty(m), xp.empty(m) if self.problem.moments else None)
         self.row_nans = xp.empty(m)
         for part in self._parts():
-            finite = xp.isfinite(part.keys).all(axis=(1, 2))
-            self.row_nans[part.rows] = xp.where(finite, 0.0, np.nan)
+            xp.sum(part.keys * 0, axis=(1, 2), dtype=np.float64, out=self.row_nans[part.rows])
             x = part.dots * self.scale
             top = x.max(axis=1)
-            e = xp.exp2(x - xp.where(xp.isneginf(top), 0.0, top)[:, None])
+            e = xp.exp2(x - xp.maximum(top, LOWEST)[:, None])  # 0 if all are left out
             sums.max[part.rows], sums.sum[part.rows] = top, e.sum(axis=1)
             if sums.moment is not None:
                 sums.moment[part.rows] = (e * xp.where(xp.isneginf(x), 0.0, x)).sum(axis=1)
