@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, PRODUCT, dtype_of
-from infonce.kernels.gpu.device.launcher import device_properties
 from infonce.kernels.gpu.schedule import Call, tiled_schedule
 
 import infonce
@@ -18,6 +17,7 @@ pytestmark = [
 if not MISSING:
     import cupy
     from infonce.kernels.gpu import select
+    from infonce.kernels.gpu.device.launcher import device_properties
 
 
 def features(m: int, n: int, d: int = 24, e: int = 40, seed: int = 0) -> list[np.ndarray]:
