@@ -151,9 +151,9 @@ def test_a_value_that_is_not_finite_makes_losses_nan(at: int, bad: float) -> Non
 def test_kernels_and_workspaces(
     width: int, dtype: str, kernel: str, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several blocks on a GPU of any size, with gradient blocks and sums of tiles within the workspace. On Hopper, a
-    sweep takes 16-bit rows that its shared memory holds. The gradient of the scale comes from those
-    of the features, as in large batches."""
+    """Several blocks on a GPU of any size, with gradient blocks and sums of tiles within the
+    workspace. On Hopper, a sweep takes 16-bit rows that its shared memory holds. The gradient of
+    the scale comes from those of the features, as in large batches."""
     monkeypatch.setattr(call, "uses_moments", lambda *_: False)
     args = [z.astype(dtype_of(dtype)).astype(np.float64) for z in features(301, 301, 24, width)]
     calls = []
