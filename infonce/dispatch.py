@@ -87,6 +87,7 @@ def _in_one_pass(
     if not all(isinstance(z, np.ndarray) for z in features):
         return None
     parts, others = prefixes.check_and_read(kind, features, options)
+    # one pass: two prefixes or more, the last of all features, of two arrays that get gradients
     if len(parts) == 1 or parts[-1][0] < features[0].shape[1] or kind.symmetric or kind.locked:
         return None
     with arrays.compute_context(features[0]):

@@ -153,10 +153,11 @@ def fold_block(
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether one fold can compute the losses and the gradients.
+    """Whether one fold can compute the losses of a softmax, and dQ (`OnlineSoftmax`).
 
-    It can if the losses need only sums of rows, and only dQ is wanted. A backend may still lack an
-    `OnlineSoftmax` for the options of the logits.
+    It can if the losses need only sums of rows, rows have one positive, and no dK is wanted. A
+    backend may still lack an `OnlineSoftmax` for the options of the logits. A pairwise sigmoid has
+    one fold anyway; a GPU decides in `choose_cut`, and may compute dK in the same fold.
     """
     if gradients is None or gradients.want_key or problem.retrieval_ranks:
         return False

@@ -42,7 +42,7 @@ class Targets:
     """The targets of all rows, or of all columns."""
 
     logit: Array  # [M] m, base 2; -inf of a row without positives
-    mean: Array | None = None  # [M] sum of f x, base 2, without biases; None: `logit`
+    mean: Array | None = None  # [M] weighted: sum of f x, base 2, without biases; None: `logit`
     excess: Array | None = None  # [M] loss above softplus(n - m); None: 0
     excess_scale_grad: Array | None = None  # [M] its derivative by log(scale)
     fraction: Any = 1.0  # [M, P] f
@@ -134,6 +134,7 @@ def targets(
     unbiased = xp.where(present, below - bias, 0.0)
     mean_bias = xp.where(present, bias, 0.0).sum(axis=1) / count
     mean_below, weighted_below = unbiased.sum(axis=1) / count, (fraction * unbiased).sum(axis=1)
+    # m minus the mean of the logits, top + mean_below + mean_bias; m = top + log2(total)
     excess = LN_2 * (xp.log2(total) - (mean_below + mean_bias))
     scale_term = LN_2 * (weighted_below - mean_below)
     if smoothing is not None:

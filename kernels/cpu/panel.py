@@ -150,7 +150,7 @@ class Worker:
             tile.exclude_ids(x, *ids, True, *positive_ids)
         if problem.query_groups is not None:
             groups = problem.query_groups[rows], problem.key_groups[columns]
-            if any((of != groups[0][0]).any() for of in groups):
+            if any((of != groups[0][0]).any() for of in groups):  # else all are of one group
                 tile.exclude_ids(x, *groups, False, *positive_ids)
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:

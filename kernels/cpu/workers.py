@@ -142,6 +142,9 @@ class Cancelled(Exception):
 class PanelOrder:
     """The order in which workers add to a column block: the order of the panels that visit it.
 
+    At most one worker adds to the rows of dK, or to the sums, of a column block at a time. So the
+    bits do not depend on which worker is first. Workers take panels in the same order, so the
+    panel that the others wait for is always under way.
     `backwards`: in the reverse order, which a gradient fold never has. `done` counts the blocks
     that workers have finished.
     """

@@ -2,8 +2,9 @@
 
     loss_i = log sum_j exp(x_ij) - sum_j p^T_ij x_ij,    dloss_i / dx_ij = p_ij - p^T_ij
 
-The mean of the logits under the teacher's softmax is a moment of the teacher's sums. Probabilities
-of student and teacher are computed alike, so that those of equal logits cancel to 0.
+The mean of the student's logits under the teacher's softmax, sum_j p^T_ij x_ij, is a moment of the
+teacher's sums. Probabilities of student and teacher are computed alike, so that those of equal
+logits cancel to 0.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _side(
     student_direction, teacher_direction = (
         vectors.direction(Sums(sums.max, sums.sum), no_positive) for sums in (student, teacher)
     )
-    target = LN_2 * teacher.moment / teacher.sum  # mean logit
+    target = LN_2 * teacher.moment / teacher.sum  # sum_j p^T_ij x_ij
     slope = None
     if student.moment is not None:
         slope = LN_2 * student.moment / student.sum - target

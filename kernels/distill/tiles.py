@@ -35,7 +35,7 @@ def statistics(
             )
             parts.append((column_sums.part(columns), found[1]))
         parts.append((row_sums.part(rows), found[0]))
-        for part in found:
+        for part in found:  # moments of the student's logits; the loops multiplied by `factor`
             part.moment *= c / factor
 
     def merge() -> None:

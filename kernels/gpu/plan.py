@@ -74,6 +74,7 @@ def call(
     numbers: list[float] = []
     kind = tuple(describe(part, arrays, numbers) for part in inputs)
     device = runtime.getDevice()
+    # kind: shapes, strides, dtypes, alignments of addresses, and all values that are no numbers
     key = device, device_properties(device), precision.PORTABLE, build, kind
     plan = plans.get(key)
     if plan is None:

@@ -6,6 +6,9 @@ All prefixes share their matrix products, which take the time of the products of
   features.
 - The gradient of a feature is one product with the sum of dL/dx over the prefixes that have the
   feature.
+
+Exponentials, and memory for a tile of logits, are taken once for each prefix. Calls that `fits`
+refuses, and calls on a GPU, are calls of each prefix: `infonce/checks/prefixes.py`.
 """
 
 from __future__ import annotations

@@ -180,6 +180,7 @@ def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
         and (z.column_stride == ITEM[z.dtype] or z.columns == 1)
     )  # fmt: skip
     features = z.columns if in_place else config.padded(z.columns, operand_precision)
+    # features in float16 fit as they are, and normalised rows are at most 1
     has_divisor = (
         operand_precision in config.FLOAT16 and not call.normalize and z.dtype != "float16"
     )
