@@ -8,12 +8,13 @@ import click
 from rich.table import Table
 
 from .. import explanation, spec
+from ..checks.teacher import ALL_LOSSES
 from ..explanation.devices import GPUS
 from .common import Bytes, human, one_line_errors, stdout, to_json
 
 
 @click.command()
-@click.argument("loss", type=click.Choice([*spec.LOSSES]))
+@click.argument("loss", type=click.Choice([*ALL_LOSSES]))
 @click.argument("rows", type=int)
 @click.argument("features", type=int)
 @click.option("--keys", type=int, help="Rows of the second array; as many as ROWS by default.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import spec
 from ..checks import validation
+from ..checks.teacher import ALL_LOSSES
 from ..kernels.gpu.schedule import Call, Loss, Matrix, Schedule, schedule
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPU, GPUS
@@ -71,7 +72,8 @@ def explain(
     Parameters
     ----------
     loss : str
-        "clip", "lit", "siglip", "info_nce", "nt_xent", "sup_con" or "gte".
+        "clip", "lit", "siglip", "info_nce", "nt_xent", "sup_con", "gte", or "distill" with a
+        teacher of as many features.
     rows : int
         Rows of the first array of features, M.
     features : int
@@ -98,12 +100,12 @@ def explain(
     TypeError, ValueError
         As in the functions of the losses, and for an unknown name.
     """
-    validation.choice("loss", loss, (*spec.LOSSES,))
+    validation.choice("loss", loss, (*ALL_LOSSES,))
     validation.choice("dtype", dtype, DTYPES)
     validation.choice("device", device, (*GPUS,))
     validation.choice("precision", precision, spec.CHOICES["precision"])
     validation.choice("method", method, spec.CHOICES["method"])
-    kind, gpu = spec.LOSSES[loss], GPUS[device]
+    kind, gpu = ALL_LOSSES[loss], GPUS[device]
     sizes = {"rows": rows, "features": features, "keys": rows if keys is None else keys}
     for name, value in sizes.items():
         if not validation.is_integer(value) or value < 1:
@@ -132,15 +134,16 @@ def explain(
     )  # fmt: skip
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
-    call_schedule = schedule(call, gpu.properties)
-    lines = tuple(schedule_work(call_schedule, gpu))
+    schedules = _schedules(kind, call, gpu)
+    call_schedule = schedules[-1]
+    lines = tuple(line for each in schedules for line in schedule_work(each, gpu))
     case = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
              "method": method, "gradient": bool(wrt_names)}  # fmt: skip
     usual = columns == rows and wrt in (None, ()) and not (any(flags.values()) or caller_workspace)
     return Explanation(
         _title(call_schedule.call), gpu.model, call_schedule.method,
         call_schedule.operands.precision if call_schedule.operands is not None else call.compute,
-        lines, _memory(call_schedule), _workspace(call_schedule),
+        lines, _memory(schedules), max(map(_workspace, schedules)),
         sum(line.seconds for line in lines), _recorded(case, gpu) if usual else None,
         tuple(_notes(call_schedule)), call_schedule,
     )  # fmt: skip
@@ -171,6 +174,17 @@ def _call(
     )  # fmt: skip
 
 
+def _schedules(kind: spec.Loss, call: Call, gpu: GPU) -> list[Schedule]:
+    """The schedules of a call, in their order. With a teacher, log-sum-exps of student and teacher
+    have schedules of their own."""
+    if not kind.taught:
+        return [schedule(call, gpu.properties)]
+    call = replace(call, method="tiled")
+    sums = replace(call, query_gradient=None, key_gradient=None, moments=False)
+    taught = replace(call, teacher_query=call.query, teacher_key=call.key)
+    return [schedule(each, gpu.properties) for each in (sums, sums, taught)]
+
+
 def _sums_of(kind: spec.Loss) -> Loss:
     if kind.sigmoid:
         return Loss.PAIRS
@@ -184,11 +198,14 @@ def _title(call: Call) -> str:
     return f"{m} x {n} logits of {d} features, {call.loss.value}"
 
 
-def _memory(chosen: Schedule) -> dict[str, dict[str, int]]:
+def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
+    chosen = schedules[-1]
     if chosen.one_launch is not None:
         return {"loss and gradient": {p.name: p.bytes for p in chosen.one_launch.memory}}
     memory: dict[str, dict[str, int]] = {}
-    for fold in chosen.folds:  # of several folds with one purpose, the largest is shown
+    for fold in (
+        fold for each in schedules for fold in each.folds
+    ):  # of several folds with one purpose, the largest is shown
         parts = {part.name: part.bytes for part in fold.workspace}
         before = memory.get(fold.purpose.value, {})
         if sum(parts.values()) >= sum(before.values()):

@@ -77,6 +77,8 @@ def _kernel_and_products(
     """(kernel, blocks, launches, operations, bytes) of a pass's kernel, and of its products."""
     item = config.OPERAND_BYTES[operands.precision]
     pairs, read, cached, launches = 0.0, 0, 0, 0  # logits, bytes, bytes, number
+    teacher = schedule.teacher  # its products are computed beside those of the student
+    teacher_width = 0 if teacher is None else teacher.width * teacher.parts
     cublas_products = _Products(operands)
     for a, rows in enumerate(fold.grid.rows):
         for b in fold.grid.visits(a):
@@ -86,7 +88,7 @@ def _kernel_and_products(
             is_cached = fold.purpose is Purpose.GRADIENT and columns.stop <= schedule.cached_columns
             pairs += 0 if is_cached else m * n / (2 if is_half and fold.shape.square else 1)
             cached += m * n * item * is_cached
-            read += (m + n) * operands.width * operands.parts
+            read += (m + n) * (operands.width * operands.parts + teacher_width)
             launches += 1 + (fold.purpose is Purpose.ONE_PASS)
             if fold.dq_accumulator is not None and not fold.in_registers:
                 cublas_products.add(m, n, 0, False, fold.dq_accumulator.copies)
@@ -95,7 +97,7 @@ def _kernel_and_products(
                 cublas_products.add(m, n, fold.dk_accumulator.first_row - columns.start, True)
     written = pairs * item if fold.gradients and not fold.in_registers else 0
     written += schedule.cached[0].bytes if fold.caching_kernel else 0
-    features = operands.width / operands.item
+    features = (operands.width + (0 if teacher is None else teacher.width)) / operands.item
     flops = 2.0 * pairs * features * PART_PRODUCTS[operands.parts] * (1 + fold.in_registers)
     kernel = fold.kernel.file.removesuffix(".cu")
     blocks = len(fold.grid)

@@ -47,6 +47,20 @@ def test_json_is_what_the_function_returns() -> None:
     assert sum(found.memory["gradient"].values()) <= found.workspace <= 2**28
 
 
+def test_distillation_has_log_sum_exps_of_both_models() -> None:
+    found = infonce.explain("distill", 65536, 512, dtype="bfloat16", device="h200")
+    assert [work.kernel for work in found.work] == [
+        "sm90/sweep_lse", "sm90/sweep_lse", "sm90/sweep_distill", "cuBLAS: dQ and dK"
+    ]  # fmt: skip
+    flops = 2 * 65536**2 * 512
+    assert [work.flops / flops for work in found.work] == [1, 1, 2, 2]
+    assert [*found.memory] == ["log-sum-exp", "distillation"]
+    assert max(sum(parts.values()) for parts in found.memory.values()) <= found.workspace <= 2**28
+    assert "sm90/sweep_distill" in output("explain", "distill", *CLIP[2:])
+    with pytest.raises(ValueError, match="guide: distill does not take it"):
+        infonce.explain("distill", 64, 32, guide=True)
+
+
 def test_recorded_seconds_stand_beside_the_bound() -> None:
     """Those of the same call on the same device alone, and none where results are not at hand."""
     asked: dict[str, Any] = {"dtype": "bfloat16", "device": "h200"}
