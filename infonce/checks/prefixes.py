@@ -34,7 +34,19 @@ def read_prefixes(
     """The (width, weight) of each prefix, and the options without `dims` and `dim_weights`."""
     others = dict(options)
     dims, weights = others.pop("dims"), others.pop("dim_weights", None)
-    width = min(z.shape[-1] for z in features)
+    widths = widths_of(dims, min(z.shape[-1] for z in features))
+    if weights is None:
+        return [(d, 1.0) for d in widths], others
+    weights = [validation.number("dim_weights", w) for w in _listed(weights)]
+    if len(weights) != len(widths):
+        raise ValueError(f"dim_weights: expected {len(widths)} numbers like dims, got {weights}")
+    if not all(isinstance(w, float) and math.isfinite(w) for w in weights):
+        raise TypeError(f"dim_weights: expected numbers, got {validation.what(weights)}")
+    return list(zip(widths, weights, strict=True)), others
+
+
+def widths_of(dims: Any, width: int) -> list[int]:
+    """The checked widths of the prefixes of rows of `width` features."""
     expected = f"dims: expected increasing integers in [1, {width}]"
     try:
         listed = list(dims)
@@ -46,14 +58,7 @@ def read_prefixes(
     ends = [0, *widths, width + 1]
     if not widths or any(a >= b for a, b in pairwise(ends)):
         raise ValueError(f"{expected}, got {widths}")
-    if weights is None:
-        return [(d, 1.0) for d in widths], others
-    weights = [validation.number("dim_weights", w) for w in _listed(weights)]
-    if len(weights) != len(widths):
-        raise ValueError(f"dim_weights: expected {len(widths)} numbers like dims, got {weights}")
-    if not all(isinstance(w, float) and math.isfinite(w) for w in weights):
-        raise TypeError(f"dim_weights: expected numbers, got {validation.what(weights)}")
-    return list(zip(widths, weights, strict=True)), others
+    return widths
 
 
 def _listed(weights: Any) -> list[Any]:

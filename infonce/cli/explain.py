@@ -10,7 +10,7 @@ from rich.table import Table
 from .. import explanation, spec
 from ..checks.teacher import ALL_LOSSES
 from ..explanation.devices import GPUS
-from .common import Bytes, human, one_line_errors, stdout, to_json
+from .common import Bytes, List, human, one_line_errors, stdout, to_json
 
 
 @click.command()
@@ -30,6 +30,8 @@ from .common import Bytes, human, one_line_errors, stdout, to_json
 @click.option("--groups", is_flag=True, help="The call has groups.")
 @click.option("--guide", is_flag=True, help="The call has a guide.")
 @click.option("--positive-ids", is_flag=True, help="The call has positive ids (siglip).")
+@click.option("--own", is_flag=True, help="The call has own negatives (info_nce).")
+@click.option("--dims", type=List(int), help="Widths of prefixes, as in 64,128,256.")
 @click.option("--metrics", is_flag=True, help="The call counts retrieval ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def explain(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import spec
-from ..checks import validation
+from ..checks import prefixes, validation
 from ..checks.teacher import ALL_LOSSES
 from ..kernels.gpu.schedule import Call, Loss, Matrix, Schedule, schedule
 from ..kernels.problem import WORKSPACE, uses_moments
@@ -59,6 +59,8 @@ def explain(
     groups: bool = False,
     guide: bool = False,
     positive_ids: bool = False,
+    own: bool = False,
+    dims: Sequence[int] | None = None,
     metrics: bool = False,
 ) -> Explanation:
     """How a call of a loss with gradients would run on a GPU.
@@ -86,8 +88,11 @@ def explain(
         "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
     precision, method, workspace, wrt, normalize, metrics
         As in the functions of the losses. With an empty `wrt`, the call has no gradients.
-    ids, groups, guide, positive_ids : bool, default False
-        Whether the call has ids, groups, a guide (of as many features) or positive ids.
+    ids, groups, guide, positive_ids, own : bool, default False
+        Whether the call has ids, groups, a guide (of as many features), positive ids or own
+        negatives.
+    dims : increasing integers, optional
+        Widths of the prefixes of the features. On a GPU, each prefix is a call.
 
     Returns
     -------
@@ -112,12 +117,15 @@ def explain(
             raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
     flags = {
         "normalize": normalize, "ids": ids, "groups": groups, "guide": guide,
-        "positive_ids": positive_ids, "metrics": metrics,
+        "positive_ids": positive_ids, "own": own, "metrics": metrics,
     }  # fmt: skip
     for name, value in flags.items():
         validation.flag(name, value)
         if value and name in kind.refused:
             raise ValueError(f"{name}: {loss} does not take it")
+    widths = [features] if dims is None else prefixes.widths_of(dims, features)
+    if dims is not None and "dims" in kind.refused:
+        raise ValueError(f"dims: {loss} does not take it")
     columns = sizes["keys"]
     square = (kind.square and not positive_ids) or kind.symmetric
     if columns != rows and square:
@@ -130,16 +138,18 @@ def explain(
         _call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
         workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
         normalize=normalize, ids=ids, groups=groups, positive_ids=positive_ids,
-        retrieval_ranks=metrics,
+        own=own, retrieval_ranks=metrics,
     )  # fmt: skip
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
-    schedules = _schedules(kind, call, gpu)
+    calls = [_prefix(call, width) for width in widths]
+    schedules = [each for one in calls for each in _schedules(kind, one, gpu)]
     call_schedule = schedules[-1]
     lines = tuple(line for each in schedules for line in schedule_work(each, gpu))
     case = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
              "method": method, "gradient": bool(wrt_names)}  # fmt: skip
     usual = columns == rows and wrt in (None, ()) and not (any(flags.values()) or caller_workspace)
+    usual = usual and dims is None
     return Explanation(
         _title(call_schedule.call), gpu.model, call_schedule.method,
         call_schedule.operands.precision if call_schedule.operands is not None else call.compute,
@@ -172,6 +182,13 @@ def _call(
         classes=kind.classes, class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
         joint_copy_bytes=joint_copy_bytes,
     )  # fmt: skip
+
+
+def _prefix(call: Call, width: int) -> Call:
+    """The call on the first features of each row."""
+    matrices = (call.query, call.key, call.query_gradient, call.key_gradient)
+    query, key, dq, dk = (None if z is None else replace(z, columns=width) for z in matrices)
+    return replace(call, query=query, key=key, query_gradient=dq, key_gradient=dk)
 
 
 def _schedules(kind: spec.Loss, call: Call, gpu: GPU) -> list[Schedule]:
@@ -235,6 +252,8 @@ def _notes(chosen: Schedule) -> list[str]:
         notes.append(
             f"the exponentials of {chosen.cached_columns} columns are cached between passes"
         )
+    if call.own:
+        notes.append("own negatives are computed by operations on arrays between the passes")
     for fold in chosen.folds:
         dk = fold.dk_accumulator
         if dk is not None and dk.overlaid:

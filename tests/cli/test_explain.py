@@ -61,6 +61,24 @@ def test_distillation_has_log_sum_exps_of_both_models() -> None:
         infonce.explain("distill", 64, 32, guide=True)
 
 
+def test_prefixes_are_calls_and_own_negatives_a_note() -> None:
+    found = infonce.explain("clip", 8192, 256, dtype="bfloat16", dims=(64, 256))
+    parts = [infonce.explain("clip", 8192, d, dtype="bfloat16") for d in (64, 256)]
+    assert [w.kernel for w in found.work] == [w.kernel for p in parts for w in p.work]
+    assert sum(w.flops for w in found.work) == sum(w.flops for p in parts for w in p.work)
+    assert found.recorded is None
+    assert "sweep" in output("explain", "clip", "8192", "256", "--dims", "64,256")
+    notes = infonce.explain("info_nce", 8192, 256, own=True).notes
+    assert any("own negatives" in note for note in notes)
+    for loss, options, error in (
+        ("clip", {"dims": (64, 300)}, "dims: expected increasing integers"),
+        ("sup_con", {"dims": (64,)}, "dims: sup_con does not take it"),
+        ("clip", {"own": True}, "own: clip does not take it"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            infonce.explain(loss, 8192, 256, **options)
+
+
 def test_recorded_seconds_stand_beside_the_bound() -> None:
     """Those of the same call on the same device alone, and none where results are not at hand."""
     asked: dict[str, Any] = {"dtype": "bfloat16", "device": "h200"}
