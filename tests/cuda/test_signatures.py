@@ -43,12 +43,14 @@ def test_every_kernel_is_launched_from_one_file() -> None:
     for path in HOST.rglob("*.py"):
         for kernel in re.findall(launch, path.read_text()):
             launched.setdefault(kernel, set()).add(path.name)
-    chosen = r'(?:kernel\(|\bname = |\belse )"(\w+)"'
+    chosen = r'(?:kernel\(|\bname(?:, columns)? = |\belse )"(\w+)"'
     for path in (HOST / "schedule").glob("*.py"):
         for kernel in KERNELS.keys() & set(re.findall(chosen, path.read_text())):
             launched.setdefault(kernel, set()).add(path.name)
     assert launched.keys() == KERNELS.keys()
-    assert {kernel for kernel, files in launched.items() if len(files) > 1} == set()
+    # distillation has factors and sums of its own, and those of the gradient pass
+    several = {kernel for kernel, files in launched.items() if len(files) > 1}
+    assert several == {"add_pairs", "divide_factors"}
 
 
 def test_fields_of_structures_and_of_their_bases() -> None:

@@ -96,7 +96,8 @@ def distilled(seed: int) -> None:
     want = reference.distill(*z, *teacher, **numbers, teacher_scale=teacher_scale,
                              weights=weights / weights.sum(), **given)  # fmt: skip
     what = f"distill, seed {seed}, {given}, {list(by_row)}"
-    close(what, (got, *grads), (want.loss, want.grads["query"], want.grads["key"]))
+    # probabilities of student and teacher cancel: of rows with few keys, most of their digits
+    close(what, (got, *grads), (want.loss, want.grads["query"], want.grads["key"]), 1e-11)
     # relative to 1, for terms of the size of products cancel
     slopes = number_gradients["scale"], want.grads["scale"]
     close(f"{what}: d scale", *(np.append(slope, 1.0) for slope in slopes))
