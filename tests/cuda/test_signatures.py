@@ -48,9 +48,7 @@ def test_every_kernel_is_launched_from_one_file() -> None:
         for kernel in KERNELS.keys() & set(re.findall(chosen, path.read_text())):
             launched.setdefault(kernel, set()).add(path.name)
     assert launched.keys() == KERNELS.keys()
-    # distillation has factors and sums of its own, and those of the gradient pass
-    several = {kernel for kernel, files in launched.items() if len(files) > 1}
-    assert several == {"add_pairs", "divide_factors"}
+    assert {kernel for kernel, files in launched.items() if len(files) > 1} == set()
 
 
 def test_fields_of_structures_and_of_their_bases() -> None:

@@ -101,18 +101,10 @@ class DistillationRun(GradientRun):
         self.positive_gradient = cupy.zeros(m)
         # columns have the weights of rows
         self.find_ranges(m, n, by_factor=True, row_factor=epilogue.row_weight)
-        self.row_weight = self.divided(epilogue.row_weight)
+        self.row_weight = buffers.divided(epilogue.row_weight, self.ranges)
         self.column_weight = None
         if epilogue.column_weight is not None:
-            self.column_weight = self.divided(epilogue.column_weight)
-
-    def divided(self, weight: Array) -> Array:
-        """Weights divided by the gradient divisor."""
-        out = cupy.empty(len(weight), self.buffers.real)
-        self.launcher.vectors(
-            "divide_factors", len(weight), x=weight, n=len(weight), ranges=self.ranges, out=out
-        )
-        return out
+            self.column_weight = buffers.divided(epilogue.column_weight, self.ranges)
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         of_student, of_teacher = (each.fields(rows, columns) for each in self.epilogue.factors)
@@ -153,10 +145,6 @@ class DistillationRun(GradientRun):
 
     def add_sums(self, side: str, slots: int, sums: Array, part: slice) -> None:
         """Add the sums of a block's tiles to those of its rows, or of its columns."""
-        n, (target, excess) = part.stop - part.start, sums
         no_divisor = self.epilogue.factors[0].ranges
-        self.launcher.vectors(
-            "add_pairs", n, pairs=self.memory[f"{side}_partials"], z=None, slots=slots, stride=n,
-            n=n, gradient_divisor=no_divisor, scale=self.scale, a=address(target, part.start),
-            b=address(excess, part.start), c=None,
-        )  # fmt: skip
+        pairs, scale = self.memory[f"{side}_partials"], self.scale
+        self.buffers.add_pairs(pairs, None, slots, no_divisor, scale, part, *sums, None)

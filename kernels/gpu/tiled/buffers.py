@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import cupy
 import numpy as np
@@ -183,3 +184,23 @@ class Buffers:
                 launcher.vectors("sort_queries", n, begin=begin, end=end, n=n, order=order)
             self._queries_of_keys = order, begin, end
         return self._queries_of_keys
+
+    def divided(self, factor: Array, ranges: Array) -> Array:
+        """Float64 factors divided by the gradient divisor of `ranges`, in the dtype of sums."""
+        n = len(factor)
+        out = cupy.empty(n, self.real)
+        self.launcher.vectors("divide_factors", n, x=factor, n=n, ranges=ranges, out=out)
+        return out
+
+    def add_pairs(
+        self, pairs: Any, moments: Any, slots: int, ranges: Array, scale: Fields, rows: slice,
+        *totals: Array | None,
+    ) -> None:  # fmt: skip
+        """Add the sums of a block's tiles, `slots` for each of the rows, to the totals of the rows:
+        the first and the second numbers of pairs, and moments."""
+        n = rows.stop - rows.start
+        a, b, c = (address(total, rows.start) for total in totals)
+        self.launcher.vectors(
+            "add_pairs", n, pairs=pairs, z=moments, slots=slots, stride=n, n=n,
+            gradient_divisor=ranges, scale=scale, a=a, b=b, c=c,
+        )  # fmt: skip

@@ -27,10 +27,7 @@ class SigmoidRun(GradientRun):
         self.factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
         self.find_ranges(m, n, row_factor=self.factor)
         self.positive_gradient = cupy.empty(m)
-        self.row_factor = cupy.empty(m, buffers.real)
-        self.launcher.vectors(
-            "divide_factors", m, x=self.factor, n=m, ranges=self.ranges, out=self.row_factor
-        )
+        self.row_factor = buffers.divided(self.factor, self.ranges)
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
@@ -45,11 +42,9 @@ class SigmoidRun(GradientRun):
         else:  # tiles need no tensor map
             arguments["gradient_block"] = self.gradient_fields()
         self.launch(self.fold.kernel, rows, columns, arguments)
-        self.launcher.vectors(
-            "add_pairs", n, pairs=sums, z=moments, slots=self.shape.row_slots(n, self.k.rows),
-            stride=n, n=n, gradient_divisor=self.ranges, scale=self.scale,
-            a=address(epilogue.losses, start), b=address(epilogue.bias_grad, start),
-            c=address(epilogue.log_scale_grad, start),
+        self.buffers.add_pairs(
+            sums, moments, self.shape.row_slots(n, self.k.rows), self.ranges, self.scale, rows,
+            epilogue.losses, epilogue.bias_grad, epilogue.log_scale_grad,
         )  # fmt: skip
         self.multiply(rows, columns, row_block, column_block)
 
