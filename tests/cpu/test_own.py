@@ -102,9 +102,10 @@ def test_masked_ones_are_none(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_own_keys_that_are_not_finite_spoil_their_row(method: str) -> None:
     query, key, own, _ = problem()
-    own[7, 1, 2] = -np.inf
+    for row, dot in ((7, -np.inf), (9, np.inf)):
+        own[row, 1, 2] = dot * np.sign(query[row, 2])
     losses = infonce.info_nce_loss(query, key, own=own, scale=3.0, method=method, reduction="none")
-    assert np.flatnonzero(np.isnan(losses)).tolist() == [7]
+    assert np.flatnonzero(np.isnan(losses)).tolist() == [7, 9]
 
 
 def test_without_the_batch_blocks_with_a_positive_are_visited(
