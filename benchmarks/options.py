@@ -34,6 +34,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SCALE = 50.0
 CLASSES = 1000
 GROUPS = 8
+PREFIXES = 5  # of twice as many features
 LONG = 0.25
 OPTIONS: dict[str, dict[str, Any]] = {
     "margin": {"margin": 0.1},
@@ -82,6 +83,10 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     found["clip", f"dims {dims}"] = call("clip", query, key, dims=dims)
     for d in dims[:-1]:
         found["clip", f"first {d} features"] = call("clip", query[:, :d], key[:, :d])
+    wide = bench.inputs(Case(spec.CLIP, rows, 2 * dim, dtype))[0]
+    prefixes = tuple(2 * dim >> i for i in reversed(range(PREFIXES)))
+    found[f"clip x {2 * dim}", "plain"] = call("clip", *wide)
+    found[f"clip x {2 * dim}", f"dims {prefixes}"] = call("clip", *wide, dims=prefixes)
     mined = query[: 4 * (rows // 4)].reshape(rows // 4, 4, dim)
     both = query[: rows // 4], key[: rows // 4]
     found["info_nce", f"{rows // 4} rows with 4 of own"] = call("info_nce", *both, own=mined)
