@@ -8,7 +8,7 @@ the sums here: blocks know nothing of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ import numpy as np
 from .direction_losses import Direction
 from .epilogues import SoftmaxGradient, Statistics, Sums
 from .grid import slices
-from .linear import LinearTerm, Smoothed, smoothed
+from .linear import LinearTerm, add_class_means, smoothed
 from .norms import Norms, normalization_backward, normalized_rows
-from .problem import LN_2, LOG2_E, Array, Gradients, Problem, as_sets
-from .targets import Targets, targets
+from .problem import LOG2_E, Array, Gradients, Problem, as_sets
+from .targets import finalize_with_targets, targets
 
 
 @dataclass
@@ -60,9 +60,7 @@ def finalize(
     xp, logits, sums = vectors.xp, stats.positive_logits, stats.rows
     own = None if problem.own is None else OwnNegatives(xp, problem)
     if own is not None:
-        vectors.merge(sums, own.sums())
-        if stats.row_rank is not None:
-            stats.row_rank += own.ranks(stats.positive_logits)
+        own.join(vectors, stats)
     smooth = key_bias = bias = None
     if problem.key_bias is not None:
         key_bias = backend.take_at_positives(problem, problem.key_bias)
@@ -76,18 +74,18 @@ def finalize(
     if problem.two_sided and (smooth is not None or bias is not None):
         column_targets = targets(xp, problem, logits, None if smooth is None else smooth.columns)
 
-    rows = _direction(vectors, problem, sums, row_targets)
+    rows = finalize_with_targets(vectors, problem, sums, row_targets)
     row_upstream = problem.upstream * (problem.row_direction_weight * scale)
     linear = []
     if problem.classes is not None:
-        linear.append(_class_means(xp, problem, backend, smooth, sums, rows, row_upstream))
+        linear.append(add_class_means(xp, problem, backend, smooth, sums, rows, row_upstream))
     losses, log_scale_grad = problem.row_direction_weight * rows.loss, rows.log_scale_grad
     if log_scale_grad is not None:
         log_scale_grad = problem.row_direction_weight * log_scale_grad
     row_factor = row_upstream * rows.reference_probability
     columns = column_upstream = column_factor = None
     if problem.two_sided and stats.columns is not None:
-        columns = _direction(vectors, problem, stats.columns, column_targets)
+        columns = finalize_with_targets(vectors, problem, stats.columns, column_targets)
         losses = losses + problem.column_direction_weight * columns.loss
         if log_scale_grad is not None:
             log_scale_grad += problem.column_direction_weight * columns.log_scale_grad
@@ -137,26 +135,6 @@ def finalize(
     )  # fmt: skip
 
 
-def _direction(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> Direction:
-    """The direction of rows, or of columns, with their targets."""
-    xp = vectors.xp
-    if problem.hardness and sums.moment is not None:
-        # the moment is of exponents, which have another scale
-        sums = replace(sums, moment=sums.moment * (problem.scale / problem.exponent_scale))
-    direction: Direction = vectors.direction(sums, target.logit, problem.decoupled, target.mean)
-    moments = direction.log_scale_grad is not None
-    if target.excess is not None:
-        direction.loss = direction.loss + target.excess
-        if moments:
-            direction.log_scale_grad = direction.log_scale_grad + target.excess_scale_grad
-    if problem.weights is not None:  # a row without a positive has weight 0, and its loss is 0
-        lacks_positive = xp.isneginf(target.logit)
-        direction.loss = xp.where(lacks_positive, 0.0, direction.loss)
-        if moments:
-            direction.log_scale_grad = xp.where(lacks_positive, 0.0, direction.log_scale_grad)
-    return direction
-
-
 def _times(factor: Array, values: Array) -> Array:
     """[M] times [M] or [M, P]."""
     return factor[:, None] * values if values.ndim > 1 else factor * values
@@ -172,37 +150,6 @@ def _joined_sums(vectors: Any, sums: Sums) -> Sums:
     joined = Sums(*(None if part is None else part.copy() for part in first.arrays))
     vectors.merge(joined, second)
     return joined
-
-
-# --- classes: the positives of a row are all others of its class ----------------------------------
-
-
-def _class_means(
-    xp: Any, problem: Problem, backend: Any, smooth: Smoothed | None, sums: Sums, rows: Direction,
-    row_upstream: Array,
-) -> LinearTerm:  # fmt: skip
-    """The linear term of classes.
-
-    The function changes `rows.loss` and `rows.log_scale_grad` of rows whose positives are in the
-    sums.
-
-    The loss of such a row is the log-sum-exp minus the mean of its positives' logits. The loss is
-    at least the logarithm of the number of positives, so the subtraction loses little precision.
-    """
-    e = problem.label_smoothing
-    others, _ = backend.segment_sums(problem, problem.classes, False)
-    count = xp.maximum(others.number, 1.0)
-    mean, mean_bias = problem.scale * others.products / count, others.biases / count
-    scale_term, bias_term = -mean, -mean_bias
-    if smooth is not None:
-        scale_term = scale_term + e * (mean - smooth.rows.mean)
-        bias_term = bias_term + e * (mean_bias - smooth.rows.bias)
-    in_sums = (problem.positives < 0) & (others.number > 0)
-    rows.loss = xp.where(in_sums, rows.lse + scale_term + bias_term, rows.loss)
-    if sums.moment is not None:
-        all_keys = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
-        rows.log_scale_grad = xp.where(in_sums, all_keys + scale_term, rows.log_scale_grad)
-    return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * row_upstream / count, 0.0))
 
 
 # --- own negatives: logits of one row, which join the row's sums between the folds ----------------
@@ -265,12 +212,14 @@ class OwnNegatives:
         row_bytes = OWN_COPIES * (k + 1) * d * self.dtype.itemsize
         parts = slices(m, max(1, OWN_BYTES // row_bytes))
         for rows, (query, keys) in zip(parts, self.rows.read(parts), strict=True):
-            query, query_norms = self._unit(query)
+            query, query_norms = normalized_rows(xp, query, problem.normalize, self.dtype)
             keys, left_out = keys.astype(self.dtype), None
             if problem.own_mask is not None:
                 left_out = ~problem.own_mask[rows]
                 keys = xp.where(left_out[:, :, None], keys.dtype.type(0), keys)
-            unit, key_norms = self._unit(keys.reshape(-1, d))
+            unit, key_norms = normalized_rows(
+                xp, keys.reshape(-1, d), problem.normalize, self.dtype
+            )
             keys = unit.reshape(keys.shape)
             dots = xp.matmul(keys, query[:, :, None])[:, :, 0].astype(np.float64)
             if left_out is not None:
@@ -279,11 +228,9 @@ class OwnNegatives:
                 dots = xp.where(dots > problem.limits[rows, None], -np.inf, dots)
             yield _OwnRows(rows, query, query_norms, keys, key_norms, dots)
 
-    def _unit(self, z: Array) -> tuple[Array, Norms]:
-        return normalized_rows(self.xp, z, self.problem.normalize, self.dtype)
-
-    def sums(self) -> Sums:
-        """Sums over the own negatives of each row, to be merged with those of other negatives.
+    def join(self, vectors: Any, stats: Statistics) -> None:
+        """Merge the sums over own negatives into the sums of rows, and add to the ranks of rows:
+        how many own negatives score higher than the positive.
 
         `row_nans` [M] becomes NaN for rows with an own key that is not finite and not masked.
         """
@@ -292,22 +239,19 @@ class OwnNegatives:
         sums = Sums(xp.empty(m), xp.empty(m), xp.empty(m) if self.problem.moments else None)
         self.row_nans = xp.empty(m)
         for part in self._parts():
-            xp.sum(part.keys * 0, axis=(1, 2), dtype=np.float64, out=self.row_nans[part.rows])
+            rows = part.rows
+            xp.sum(part.keys * 0, axis=(1, 2), dtype=np.float64, out=self.row_nans[rows])
             x = part.dots * self.scale
             top = x.max(axis=1)
             e = xp.exp2(x - xp.maximum(top, LOWEST)[:, None])  # 0 if all are left out
-            sums.max[part.rows], sums.sum[part.rows] = top, e.sum(axis=1)
+            sums.max[rows], sums.sum[rows] = top, e.sum(axis=1)
             if sums.moment is not None:
-                sums.moment[part.rows] = (e * xp.where(xp.isneginf(x), 0.0, x)).sum(axis=1)
-        return sums
-
-    def ranks(self, positive_logits: Array) -> Array:
-        """[M] how many own negatives score higher than the positive."""
-        xp, scale = self.xp, self.problem.scale * LOG2_E
-        ranks = xp.empty(len(self.problem.query), np.int64)
-        for part in self._parts():
-            ranks[part.rows] = (part.dots * scale > positive_logits[part.rows, None]).sum(axis=1)
-        return ranks
+                sums.moment[rows] = (e * xp.where(xp.isneginf(x), 0.0, x)).sum(axis=1)
+            if stats.row_rank is not None:
+                logits = part.dots * (self.problem.scale * LOG2_E)
+                above = logits > stats.positive_logits[rows, None]
+                stats.row_rank[rows] += above.sum(axis=1)
+        vectors.merge(stats.rows, sums)
 
     def add_gradients(self, reference: Array, factor: Array, gradients: Gradients) -> Array:
         """Add to dQ, and write gradients of own negatives. Returns [M] sum_k g_ik <q_i, o_ik>."""

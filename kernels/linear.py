@@ -14,6 +14,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .direction_losses import Direction
+from .epilogues import Sums
 from .problem import LN_2, Array, Problem, as_sets
 from .targets import Smoothing
 
@@ -47,6 +49,13 @@ class Segments:
                 columns = xp.where(ids[at] == self.columns, at, len(ids))
                 self._numbered = Segments(rows, columns, len(ids) + 1)
         return self._numbered
+
+    def pairs(self, xp: Any, symmetric: bool) -> Array:
+        """[M, N] whether row and key are of the same segment; not i = j if `symmetric`."""
+        same = self.rows[:, None] == self.columns
+        if symmetric:
+            xp.fill_diagonal(same, False)
+        return same
 
     def members(self, xp: Any, index: Array) -> tuple[Array, Array]:
         """For each row, the number of keys in its segment, and the sum of these keys' `index`."""
@@ -307,3 +316,34 @@ def smoothed(
         rows = Smoothing((total[:half] + total[half:] - positive) / joined_keys, joined_keys)
         columns = None
     return Smoothed(rows, columns, parts, added_positives)
+
+
+# --- classes: the positives of a row are all others of its class ----------------------------------
+
+
+def add_class_means(
+    xp: Any, problem: Problem, backend: Any, smooth: Smoothed | None, sums: Sums, rows: Direction,
+    row_upstream: Array,
+) -> LinearTerm:  # fmt: skip
+    """The linear term of classes.
+
+    The function changes `rows.loss` and `rows.log_scale_grad` of rows whose positives are in the
+    sums.
+
+    The loss of such a row is the log-sum-exp minus the mean of its positives' logits. The loss is
+    at least the logarithm of the number of positives, so the subtraction loses little precision.
+    """
+    e = problem.label_smoothing
+    others, _ = backend.segment_sums(problem, problem.classes, False)
+    count = xp.maximum(others.number, 1.0)
+    mean, mean_bias = problem.scale * others.products / count, others.biases / count
+    scale_term, bias_term = -mean, -mean_bias
+    if smooth is not None:
+        scale_term = scale_term + e * (mean - smooth.rows.mean)
+        bias_term = bias_term + e * (mean_bias - smooth.rows.bias)
+    in_sums = (problem.positives < 0) & (others.number > 0)
+    rows.loss = xp.where(in_sums, rows.lse + scale_term + bias_term, rows.loss)
+    if sums.moment is not None:
+        all_keys = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
+        rows.log_scale_grad = xp.where(in_sums, all_keys + scale_term, rows.log_scale_grad)
+    return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * row_upstream / count, 0.0))

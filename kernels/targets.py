@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from .direction_losses import Direction
+from .epilogues import Sums
 from .problem import LN_2, LOG2_E, Array, Problem, as_sets
 
 
@@ -145,6 +147,26 @@ def targets(
     return Targets(
         top + xp.log2(total), top + weighted_below, excess, scale_term, fraction, offset
     )  # fmt: skip
+
+
+def finalize_with_targets(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> Direction:
+    """The direction of rows, or of columns, with their targets."""
+    xp = vectors.xp
+    if problem.hardness and sums.moment is not None:
+        # the moment is of exponents, which have another scale
+        sums = replace(sums, moment=sums.moment * (problem.scale / problem.exponent_scale))
+    direction: Direction = vectors.direction(sums, target.logit, problem.decoupled, target.mean)
+    moments = direction.log_scale_grad is not None
+    if target.excess is not None:
+        direction.loss = direction.loss + target.excess
+        if moments:
+            direction.log_scale_grad = direction.log_scale_grad + target.excess_scale_grad
+    if problem.weights is not None:  # a row without a positive has weight 0, and its loss is 0
+        lacks_positive = xp.isneginf(target.logit)
+        direction.loss = xp.where(lacks_positive, 0.0, direction.loss)
+        if moments:
+            direction.log_scale_grad = xp.where(lacks_positive, 0.0, direction.log_scale_grad)
+    return direction
 
 
 # --- positive ids of a pairwise sigmoid -----------------------------------------------------------

@@ -215,7 +215,7 @@ def _transports(on_gpu: bool) -> dict[str, str]:
 def _cache() -> str:
     """Folder in which Numba keeps compiled code."""
     try:
-        from ..kernels.cpu.tile_ops import row_statistics
+        from ..kernels.cpu.loops.tile_ops import row_statistics
 
         return str(row_statistics.stats.cache_path)
     except (ImportError, RuntimeError) as error:

@@ -142,19 +142,11 @@ class _Dense:
     ) -> tuple[SegmentSums, SegmentSums | None]:
         xp = self.xp
         dots = self.query.astype(np.float64) @ self.key.astype(np.float64).T
-        dots *= _same(xp, problem, segments)
+        dots *= segments.pairs(xp, problem.symmetric)
         column_sums = dots.sum(axis=0) if columns else None
         return segment_sums_from_products(
             xp, problem, segments.numbered(xp), dots.sum(axis=1), column_sums
         )
-
-
-def _same(xp: Any, problem: Problem, segments: Segments) -> Array:
-    """[M, N] whether row and key are of the same segment."""
-    same = segments.rows[:, None] == segments.columns
-    if problem.symmetric:
-        xp.fill_diagonal(same, False)
-    return same
 
 
 def _softmax(
@@ -211,7 +203,7 @@ def _softmax(
     for term in finalized.linear:
         column_factor = 0.0 if term.column_factor is None else term.column_factor
         factor = term.row_factor[:, None] + column_factor
-        g -= (_same(xp, problem, term.segments) * factor).astype(dtype)
+        g -= (term.segments.pairs(xp, problem.symmetric) * factor).astype(dtype)
     return solution, g + g.T if problem.symmetric else g, finalized
 
 

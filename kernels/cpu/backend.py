@@ -14,49 +14,42 @@ from collections.abc import Callable
 import numpy as np
 
 from ..arrays.naive import matrix_bytes, solve_whole_matrix
-from ..distill.problem import TaughtProblem
 from ..distill.solve import solver_by_folds
 from ..epilogues import Epilogue, SoftmaxGradient, Statistics
-from ..grid import (
-    Grid,
-    has_few_blocks,
-    least_block_side,
-    positive_blocks,
-    slices,
-    slices_of_runs,
-    without_other_groups,
-    workspace_too_small,
-)
+from ..grid import Grid, positive_blocks, slices, without_other_groups
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, one_pass
 from .context import Context
 from .fold import Fold
-from .one_block import solve as one_block
+from .one_block.solve import solve_in_one_block
 from .operands import DTYPES, Side, dots_at, find_norms, not_finite
 from .panel import Worker
-from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, require_memory, thread_count
-
-TILE = 2048, 1216  # rows x columns; rows of 2^n bytes would all map to the same cache sets
-# Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole
-TRIANGLE_SIDE = 896
-# With groups: rows of a tile of one group; side of a tile of several, of which smaller ones have
-# fewer pairs of different groups; and how many rows or columns of one group have their own tiles
-GROUP_ROWS, MIXED_SIDE, LEAST_RUN = 1024, 384, 128
-PREFIX_TILE = 1024, 608  # a thread has a tile of each of several prefixes at once
-MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
+from .schedule import choose_method, decide, divide_into_tiles
+from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, require_memory
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of `problem`: from the full matrix of logits, in one block, or in many."""
-    if problem.method == "naive" and not isinstance(problem, TaughtProblem):
-        require_memory(problem, matrix_bytes(problem))
-        return solve_whole_matrix(problem, gradients, CPU.vectors)
-    if one_block.fits(problem):
-        solution = one_block.solve(problem, gradients)
-        if solution is not None:
-            return solution
+    return METHODS[choose_method(problem)](problem, gradients)
+
+
+def _by_whole_matrix(problem: Problem, gradients: Gradients | None) -> Solution:
+    require_memory(problem, matrix_bytes(problem))
+    return solve_whole_matrix(problem, gradients, CPU.vectors)
+
+
+def _in_one_block(problem: Problem, gradients: Gradients | None) -> Solution:
+    """In one block; by folds if features or logits are not finite, or if a row has no positive."""
+    solution = solve_in_one_block(problem, gradients)
+    return _by_folds(problem, gradients) if solution is None else solution
+
+
+def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
     return solver_by_folds(problem)(problem, CPU(problem, gradients), gradients)
+
+
+METHODS = {"naive": _by_whole_matrix, "one block": _in_one_block, "tiled": _by_folds}
 
 
 class CPU:
@@ -69,29 +62,22 @@ class CPU:
         self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None,
         further_tiles: int = 0,
     ) -> None:  # fmt: skip
-        """`ahead`: gradients that a later fold over ranks will accumulate: its tiles are those of
-        this fold. `further_tiles`: see `Context`."""
-        m, n, d = problem.shape
+        """`ahead`, `further_tiles`: see `schedule.decide`."""
         self.dtype = DTYPES[problem.compute]
-        query = self.make_side(problem, problem.query)
-        self.context = Context(
-            self.dtype,
-            query,
-            query if problem.symmetric else self.make_side(problem, problem.key),
-            threads=thread_count() if m * n * d >= MIN_THREADED_CALL else 1,
-            gradient=(gradients or ahead) is not None,
-            both_folds=gradients is not None,
-            query_in_place=gradients is not None and self._in_place(problem, gradients),
-            accumulators=self._accumulator_rows(problem, gradients),
-            further_tiles=further_tiles,
-        )
+        self.schedule = decide(problem, gradients, ahead, further_tiles)
+        if problem.method == "naive":
+            needed = self.schedule.memory.worker_bytes(*self.schedule.tile)
+            require_memory(problem, needed)
+        sides = self._make_sides(problem, problem.query, problem.key)
+        self.context = Context(self.dtype, *sides, self.schedule)
         if problem.auxiliary_query is not None:
-            other = self.make_side(problem, problem.auxiliary_query)
-            self.context.auxiliary_query = self.context.auxiliary_key = other
-            if not problem.symmetric:
-                self.context.auxiliary_key = self.make_side(problem, problem.auxiliary_key)
-            self.context.has_teacher = isinstance(problem, TaughtProblem)
-        self.tile = self._tile(problem)
+            self.context.auxiliary_query, self.context.auxiliary_key = self._make_sides(
+                problem, problem.auxiliary_query, problem.auxiliary_key
+            )
+
+    def _make_sides(self, problem: Problem, query: Array, key: Array) -> tuple[Side, Side]:
+        query_side = self.make_side(problem, query)
+        return query_side, query_side if problem.symmetric else self.make_side(problem, key)
 
     def make_side(self, problem: Problem, features: Array) -> Side:
         norms = find_norms(features, self.dtype) if problem.normalize else None
@@ -135,84 +121,15 @@ class CPU:
         """See `infonce.kernels.linear.Summing`."""
         return segment_sums(np, problem, self.context.query, self.context.key, segments, columns)
 
-    # -- memory: accumulators of dK, the workers' buffers, then logits to keep for the gradient
-
-    def _in_place(self, problem: Problem, gradients: Gradients) -> bool:
-        """Whether dQ can accumulate in its destination."""
-        out = gradients.query
-        if out is None or problem.symmetric or gradients.add_query or not gradients.want_query:
-            return False
-        return bool(out.dtype == self.dtype and out.dtype.isnative and out.flags.c_contiguous)
-
-    def _accumulator_rows(self, problem: Problem, gradients: Gradients | None) -> int:
-        """How many rows of dK accumulate in the workspace at once; 0 if in their destination."""
-        if gradients is None:
-            return 0
-        out = gradients.query if problem.symmetric else gradients.key
-        if out is None or (out.dtype == self.dtype and out.dtype.isnative):
-            return 0
-        n, d = out.shape
-        if problem.compares_with_limits:  # both folds visit the same blocks: the same pairs count
-            return int(n)
-        return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
-
-    def _tile(self, problem: Problem) -> tuple[int, int]:
-        """Rows and columns of a tile. If the workspace is too small, first tiles get smaller, then
-        threads fewer. With method="naive" over ranks, the tile is the whole block."""
-        context = self.context
-        m, n, d = problem.shape
-        if problem.method == "naive":
-            context.threads = 1
-            require_memory(problem, context.worker_bytes(d, m, n))
-            return max(1, m), max(1, n)
-        bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
-        if problem.query_groups is not None:
-            bm = min(bm, GROUP_ROWS)
-        if context.further_tiles:
-            bm, bn = min(bm, PREFIX_TILE[0]), min(bn, PREFIX_TILE[1])
-        # at least two panels a thread
-        while bm > 16 and context.threads > 1 and 2 * bm * context.threads > m:
-            bm //= 2
-        if problem.symmetric:
-            bn = bm
-        bm, bn = max(1, min(bm, m)), max(1, min(bn, n))
-        accumulated = context.accumulators * d * self.dtype.itemsize
-        room = problem.workspace - accumulated
-        while True:
-            worker_bytes = context.worker_bytes(d, bm, bn)
-            smaller = max(1, bm // 2), max(1, bn // 2)
-            fits = context.threads * worker_bytes <= room
-            if fits or smaller == (bm, bn) or not has_few_blocks(m, n, *smaller):
-                break
-            bm, bn = smaller
-        if worker_bytes > room:
-            rows = 0 if not accumulated else m if problem.symmetric else n
-            accumulator_bytes = rows * d * self.dtype.itemsize
-            if not problem.compares_with_limits:  # accumulators take half of the workspace at most
-                accumulator_bytes = min(worker_bytes, accumulator_bytes)
-            least = worker_bytes + accumulator_bytes
-            raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
-        context.threads = min(context.threads, room // worker_bytes)
-        return bm, bn
-
     def online(self, problem: Problem, gradients: Gradients) -> bool:
         return problem.plain and one_pass(problem, gradients)
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
-        m, n, _ = problem.shape
-        if problem.query_groups is None:
-            rows, columns = map(slices, (m, n), self.tile)
-        else:
-            groups, least = (problem.query_groups, problem.key_groups), least_block_side(m, n)
-            rows, columns = (
-                slices_of_runs(of, step, max(LEAST_RUN, least), min(step, MIXED_SIDE))
-                for of, step in zip(groups, self.tile, strict=True)
-            )
-        return Grid(rows, columns, triangle)
+        return divide_into_tiles(problem, self.schedule.tile, triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
-        return slices(n, self.context.accumulators or n)
+        return slices(n, self.schedule.dk_accumulator_rows or n)
 
     # -- the fold
 
@@ -221,8 +138,8 @@ class CPU:
     ) -> None:
         # The log-sum-exp fold runs backwards, so that the gradient fold begins with the tiles that
         # are still in the buffers
-        context = self.context
-        backwards = isinstance(epilogue, Statistics) and context.both_folds
+        context, schedule = self.context, self.schedule
+        backwards = isinstance(epilogue, Statistics) and schedule.both_folds
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         if problem.query_groups is not None:
             groups = problem.query_groups, problem.key_groups
@@ -233,7 +150,7 @@ class CPU:
         order = PanelOrder(grid, backwards)
         panels = iter(range(len(grid.rows)))
         run = Fold(context, problem, grid, epilogue, gradients, order)
-        threads = min(context.threads, len(grid.rows))
+        threads = min(schedule.threads, len(grid.rows))
         total = len(grid)
 
         def work(report: Callable[[], None]) -> None:

@@ -80,7 +80,7 @@ class Fold:
         self.column_gradients = gradients is not None and (
             grid.triangle or (gradients.want_key and not problem.symmetric)
         )
-        self.in_place = context.accumulators == 0
+        self.in_place = context.schedule.dk_accumulator_rows == 0
         self.first_panels: dict[int, int] = {}
         if gradients is not None and self.column_gradients:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
@@ -118,7 +118,7 @@ class Fold:
         self.kept_logits: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
             self.kept_logits = context.take_kept_logits(grid)
-        elif isinstance(epilogue, Statistics) and context.both_folds:
+        elif isinstance(epilogue, Statistics) and context.schedule.both_folds:
             context.keep_logits(problem, grid)
             self.kept_logits = context.kept_logits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from ..grid import slices
 from ..linear import LinearGradient
 from ..norms import near_one
 from ..problem import Array
-from .elementary import compiled, wide_vectors
+from .loops.elementary import compiled, wide_vectors
 
 # Least and largest squared norm of rows that are normalised without a division by a power of two,
 # by the bytes of an element of the compute dtype
@@ -122,6 +123,30 @@ def readable_in_place(z: Array, dtype: np.dtype[Any]) -> bool:
     )
 
 
+# (features in the compute dtype, normalised if the loss normalises; the `Side` of normalised rows)
+Rows = tuple[Array, Side | None]
+
+
+def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rows:
+    """All rows as BLAS reads them, for a call in one block."""
+    if not normalize:
+        in_place = readable_in_place(features, dtype)
+        return features if in_place else features.astype(dtype, order="C"), None
+    side = Side(features, dtype, None)
+    z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
+    least, most = SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
+    if features.dtype not in DTYPES.values() or not features.dtype.isnative:
+        features = features.astype(dtype)
+    if not (features.flags.c_contiguous and features.flags.aligned):
+        features = features.copy()  # Numba would compile `unit_rows` for each layout
+    if unit_rows(features, least, most, z, inverse):
+        side.norms = Norms(inverse, None)
+    else:
+        side.norms = find_norms(side.features, dtype)
+        side.block(slice(0, len(features)), z)
+    return z, side
+
+
 def not_finite(features: Array) -> Array:
     """[n] whether each row has a NaN or an infinity."""
     out = np.empty(len(features), bool)
@@ -188,6 +213,24 @@ def _not_finite(z, out):  # type: ignore[no-untyped-def]
         for d in range(row.size):
             total += row[d] * z.dtype.type(0)
         out[i] = total != z.dtype.type(0)
+
+
+@compiled
+def unit_rows(z, least, most, out, inverse):  # type: ignore[no-untyped-def]
+    """out_i = z_i / |z_i|, and 0 for a row of zeros. Whether all squared norms are 0 or within
+    [least, most]."""
+    wide_vectors()
+    for i in range(z.shape[0]):
+        zi, to = z[i], out[i]
+        square = 0.0
+        for d in range(zi.size):
+            square += np.float64(zi[d]) * np.float64(zi[d])
+        if not least <= square <= most and (square != 0.0 or np.any(zi != 0)):
+            return False
+        inverse[i] = 0.0 if square == 0.0 else 1.0 / math.sqrt(square)
+        for d in range(zi.size):
+            to[d] = np.float64(zi[d]) * inverse[i]
+    return True
 
 
 @compiled

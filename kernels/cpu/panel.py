@@ -13,10 +13,10 @@ from ..distill import tiles as distillation
 from ..distill.problem import TaughtStatistics
 from ..epilogues import OnlineSoftmax, RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..problem import Array
-from . import sigmoid
-from . import tile_ops as tile
-from .elementary import compiled, wide_vectors
 from .fold import Factors, Fold, part
+from .loops import sigmoid
+from .loops import tile_ops as tile
+from .loops.elementary import compiled, wide_vectors
 from .workers import BUFFER_POOL, Cancelled
 
 
@@ -27,14 +27,14 @@ class Worker:
         """`first`: the panel that the worker begins with."""
         self.fold = fold
         context, grid, d = fold.context, fold.grid, fold.problem.shape[2]
-        bm = max(r.stop - r.start for r in grid.rows)
-        bn = max(c.stop - c.start for c in grid.columns)
+        bm, bn = grid.largest
 
+        sizes = context.schedule.memory
         memory = self.buffered = None  # `buffered`: the block whose logits are in the buffer
         if isinstance(fold.epilogue, SoftmaxGradient):
             memory, self.buffered = context.take_worker_memory(grid, first)
         if memory is None:
-            memory = BUFFER_POOL.take(context.worker_elements(d, bm, bn), context.dtype)
+            memory = BUFFER_POOL.take(sizes.worker_elements(bm, bn), context.dtype)
         self.memory = memory
         used = 0
 
@@ -44,7 +44,7 @@ class Worker:
             used += size
             return memory[used - size : used].reshape(shape)
 
-        self.logits = buffer(context.block_elements(bm, bn))
+        self.logits = buffer(sizes.block_elements(bm, bn))
         self.query_buffer = None if context.query.readable_in_place else buffer(bm, d)
         self.key_buffer = None if context.key.readable_in_place else buffer(bn, d)
         self.auxiliary_query_buffer, self.auxiliary_key_buffer = (
@@ -54,7 +54,7 @@ class Worker:
         self.auxiliary_tile: Array | None = None  # bits of a guide, or products of a teacher
         if fold.gradients is not None:
             self.product = buffer(max(bm, bn), d)
-            self.dq = None if context.query_in_place else buffer(bm, d)
+            self.dq = None if context.schedule.dq_in_place else buffer(bm, d)
         # Sums of a tile's rows and columns; `partial`: its column sums in the compute dtype
         sums = 2 if fold.problem.moments else 1
         self.tile_rows, self.tile_columns = (Sums(*np.empty((1 + sums, n))) for n in (bm, bn))
@@ -111,7 +111,7 @@ class Worker:
         fold = self.fold
         kept = fold.kept_logits.get((a, b))
         memory = self.logits if kept is None else kept
-        x, self.auxiliary_tile = fold.context.split_block(memory, len(q), len(k))
+        x, self.auxiliary_tile = fold.context.schedule.memory.split_block(memory, len(q), len(k))
         if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
             return x
         if self.buffered == (a, b):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..cpu import tile_ops as tile
+from ..cpu.loops import tile_ops as tile
 from ..epilogues import Sums
 from ..problem import Array
 from .problem import TaughtStatistics

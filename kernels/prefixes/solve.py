@@ -19,8 +19,8 @@ from typing import Any
 
 from ..cpu.backend import CPU
 from ..cpu.fold import Factors
-from ..cpu.one_block import solve as one_block
 from ..cpu.operands import Side
+from ..cpu.schedule import fits_one_block
 from ..problem import LOG2_E, Array, Gradients, Problem, fast_replace
 from ..solve import (
     Solution,
@@ -57,7 +57,7 @@ def fits(problem: Problem, gradients: Gradients | None) -> bool:
     vectors = problem.query_ids, problem.label_nans, problem.bias
     has_options = problem.loss_follows_from_sums and problem.set_size == 1 and not options
     has_options = has_options and not problem.symmetric and all(v is None for v in vectors)
-    tiled = problem.method in ("auto", "tiled") and not one_block.fits(problem)
+    tiled = problem.method in ("auto", "tiled") and not fits_one_block(problem)
     return bool(has_options and tiled and not one_pass(problem, gradients))
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..cpu import tile_ops as tile
-from ..cpu.elementary import compiled, wide_vectors
 from ..cpu.fold import Fold
+from ..cpu.loops import tile_ops as tile
+from ..cpu.loops.elementary import compiled, wide_vectors
 from ..cpu.panel import Worker
 from ..epilogues import Sums
 from ..problem import Array
@@ -30,7 +30,7 @@ class PrefixWorker(Worker):
         assert isinstance(context.query, PrefixSide)
         assert isinstance(context.key, PrefixSide)
         self.query, self.key, self.ranges = context.query, context.key, context.query.ranges
-        count = context.further_tiles
+        count = context.schedule.memory.further_tiles
         self.further = self.memory[-count * bm * bn :].reshape(count, bm * bn)
         self.tiles: list[Array] = []  # of each prefix: products, then dL/dx
         self.merges: list[Callable[[], None] | None] = []

@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 from brute_force import Call, Judgement, judge
 from draw import Drawn, draw
-from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.cpu import schedule
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -54,7 +54,7 @@ def evaluate(drawn: Drawn) -> tuple[infonce.LossAndGrad, Any]:
     alone = {k: v for k, v in drawn.options.items() if k in ("method", "precision", "workspace")}
     with contextlib.ExitStack() as stack:
         for name, value in drawn.patches.items():
-            stack.enter_context(mock.patch.object(cpu, name, value))
+            stack.enter_context(mock.patch.object(schedule, name, value))
         out = getattr(infonce, f"{call.loss}_loss_and_grad")(
             *args, **given, **drawn.options, grad_out=call.grad_out
         )

@@ -211,7 +211,7 @@ def test_info_survives_whatever_is_missing(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    for name in ("cupy", "infonce.kernels.cpu.backend", "infonce.kernels.cpu.tile_ops"):
+    for name in ("cupy", "infonce.kernels.cpu.backend", "infonce.kernels.cpu.loops.tile_ops"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("threadpoolctl.threadpool_info", list)
     printed = succeed("info")

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
-from infonce.kernels.cpu import elementary
-from infonce.kernels.cpu import tile_ops as tile
+from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu import workers as cpu_resources
+from infonce.kernels.cpu.loops import elementary
+from infonce.kernels.cpu.loops import tile_ops as tile
 from infonce.kernels.cpu.one_block import solve as one_block
 from judge import LOSSES, arguments, judged, pairs
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -26,9 +27,9 @@ import infonce
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several panels and threads at test sizes."""
-    monkeypatch.setattr(cpu, "TILE", (32, 48))
-    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 32)
-    monkeypatch.setattr(cpu, "MIN_THREADED_CALL", 0)
+    monkeypatch.setattr(schedule, "TILE", (32, 48))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 32)
+    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
 
 
 def bits(out: infonce.LossAndGrad) -> list[bytes]:
@@ -80,7 +81,7 @@ def _several_threads(args: Any) -> None:
 
 def test_threads_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
-    monkeypatch.setattr(cpu, "MIN_THREADED_CALL", 0)
+    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
     args = pairs("random", 600, 600, 16, np.float32, 5)
 
     def workers() -> set[int | None]:
@@ -103,8 +104,8 @@ def test_threads_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_process_has_threads_of_its_own() -> None:
     code = (
         "import os, numpy as np, infonce\n"
-        "from infonce.kernels.cpu import backend as cpu\n"
-        "cpu.MIN_THREADED_CALL = 0\n"
+        "from infonce.kernels.cpu import schedule\n"
+        "schedule.MIN_THREADED_CALL = 0\n"
         "a, b = np.random.default_rng(0).standard_normal((2, 600, 16))\n"
         "want = infonce.clip_loss(a, b, scale=0.3)\n"
         "child = os.fork()\n"
@@ -162,7 +163,7 @@ def test_memory_of_groups_of_unequal_sizes_stays_within_the_workspace() -> None:
 
 
 def test_logits_that_fit_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "TILE", (32, 32))
+    monkeypatch.setattr(schedule, "TILE", (32, 32))
     args = pairs("random", 96, 96, 8, np.float32, 3)
     counts = {}
     matmul = np.matmul
@@ -287,7 +288,7 @@ def test_ctrl_c_ends_a_long_run() -> None:
 def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", value)
     args = pairs("random", 600, 600, 16, np.float64, 5)
-    monkeypatch.setattr(cpu, "MIN_THREADED_CALL", 0)
+    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
     monkeypatch.setattr(one_block, "THREAD_SHARE", 1)
     for method in ("tiled", "auto"):
         with pytest.raises(ValueError, match=r"INFONCE_NUM_THREADS.*positive integer"):

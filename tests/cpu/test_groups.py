@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend, sigmoid
+from infonce.kernels.cpu import schedule
+from infonce.kernels.cpu.loops import sigmoid
 from infonce.kernels.cpu.panel import Worker
 from infonce.kernels.grid import (
     Grid,
@@ -35,7 +36,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         "LEAST_RUN": 4,
     }
     for name, size in sizes.items():
-        monkeypatch.setattr(backend, name, size)
+        monkeypatch.setattr(schedule, name, size)
 
 
 def call(name: str, features: Any, **options: Any) -> Any:

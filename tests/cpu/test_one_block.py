@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.cpu.one_block import loops, team
 from infonce.kernels.cpu.one_block import solve as one_block
 from infonce.kernels.direction_losses import finalize_direction
@@ -34,8 +34,8 @@ def in_one_block(loss: str, *args: Any, **options: Any) -> tuple[Any, bool]:
         solved.append(solve(*given))
         return solved[-1]
 
-    solve = one_block.solve
-    with mock.patch.object(one_block, "solve", spy):
+    solve = one_block.solve_in_one_block
+    with mock.patch.object(backend, "solve_in_one_block", spy):
         out = call(loss, *args, **options)
     return out, bool(solved) and solved[0] is not None
 
@@ -92,7 +92,7 @@ def test_same_as_in_many_blocks(case: Any, thread_share: int, wide: int) -> None
     with mock.patch.multiple(one_block, THREAD_SHARE=thread_share, WIDE=wide):
         got, used = in_one_block(loss, *args, **options)
     assert used
-    with mock.patch.object(backend, "TILE", (24, 16)):
+    with mock.patch.object(schedule, "TILE", (24, 16)):
         assert_near(got, call(loss, *args, method="tiled", **options), BOUNDS[args[0].dtype.type])
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels import between_passes
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.panel import Worker
 from judge import assert_grad, assert_loss, viewed
 from reference_problems import each_once, quick, softmax_options
@@ -28,7 +28,7 @@ def problem(seed: int = 0, m: int = 24, n: int = 30, k: int = 3, d: int = 5) -> 
 @pytest.mark.parametrize("method", METHODS)
 def test_options_and_sizes(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """All options, gradients and strides; several parts of rows, and several blocks."""
-    monkeypatch.setattr(backend, "TILE", (8, 12))
+    monkeypatch.setattr(schedule, "TILE", (8, 12))
     monkeypatch.setattr(between_passes, "OWN_BYTES", 2000)
 
     @settings(quick, max_examples=80)
@@ -119,7 +119,7 @@ def test_without_the_batch_blocks_with_a_positive_are_visited(
         return block(self, a, b, *operands)
 
     monkeypatch.setattr(Worker, "block", counted)
-    monkeypatch.setattr(backend, "MIXED_SIDE", 8)
+    monkeypatch.setattr(schedule, "MIXED_SIDE", 8)
     query, key, own, _ = problem(m=32, n=64)
     infonce.info_nce_loss(query, key, own=own, scale=3.0, in_batch=False, method="tiled")
     assert sorted(visited) == [(a, a) for a in range(4)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.workers import BUFFER_POOL
 from infonce.kernels.prefixes import solve as prefix_solve
 from judge import assert_grad, viewed
@@ -153,8 +153,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     one_pass = prefix_solve.solve_prefixes
     monkeypatch.setattr(prefix_solve, "solve_prefixes", solve)
-    monkeypatch.setattr(backend, "PREFIX_TILE", (16, 11))
-    monkeypatch.setattr(backend, "MIN_THREADED_CALL", 0)
+    monkeypatch.setattr(schedule, "PREFIX_TILE", (16, 11))
+    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
     return found
 

@@ -14,9 +14,9 @@ from threadpoolctl import threadpool_info
 numpys = [of["filepath"] for of in threadpool_info() if of["user_api"] == "blas"]
 
 import infonce
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import schedule
 
-backend.MIN_THREADED_CALL = 0
+schedule.MIN_THREADED_CALL = 0
 a, b = np.random.default_rng(0).standard_normal((2, 600, 16))
 
 def loss(**options):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.cpu import schedule
 from judge import (
     DTYPES,
     KINDS,
@@ -185,8 +185,8 @@ def test_reduction_and_upstream(loss: str, method: str) -> None:
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit"])
 @pytest.mark.parametrize("method", METHODS)
 def test_lse_metrics_and_logits(loss: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "TILE", (16, 24))
-    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 16)
+    monkeypatch.setattr(schedule, "TILE", (16, 24))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
     args = arguments(loss, *pairs("partly aligned", 45, 45, 4, np.float64, 6))
     x = 5.0 * args[0] @ args[-1].T
     if loss == "nt_xent":
@@ -346,8 +346,8 @@ def test_one_exponential_is_not_enough_for_columns_far_below_their_rows() -> Non
 
 def test_tile_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides of every boundary of small tiles, rows and columns apart."""
-    monkeypatch.setattr(cpu, "TILE", (16, 24))
-    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 16)
+    monkeypatch.setattr(schedule, "TILE", (16, 24))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
     for n in (15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49):
         for loss in LOSSES:
             args = arguments(loss, *pairs("partly aligned", n, n + 7, 5, np.float64, n))

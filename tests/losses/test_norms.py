@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.cpu import schedule
 from infonce.kernels.norms import near_one
 from judge import LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
@@ -37,8 +37,8 @@ def test_rows_of_any_norm(
 ) -> None:
     """The loss and the gradient by directions do not change with the norm. A power of two changes
     no digit; smaller rows have subnormal features, with fewer digits."""
-    monkeypatch.setattr(cpu, "TILE", (16, 12))
-    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 16)
+    monkeypatch.setattr(schedule, "TILE", (16, 12))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
     args = arguments(loss, *pairs("random", 24, 24, 5, np.float64, 3))
     options: dict[str, Any] = {"scale": 5.0, "normalize": True, "method": method}
     options |= {"precision": precision, "grad_dtype": grad_dtype}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.problem import LN_2
 from infonce.kernels.solve import Vectors
 from judge import assert_grad, assert_loss, largest_logit
@@ -79,8 +79,8 @@ def test_biases_and_limits_in_blocks(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], grad_dtype: Any
 ) -> None:
     """Tiles of whole and of cut sides; gradients in place and in the workspace."""
-    monkeypatch.setattr(backend, "TILE", (16, 24))
-    monkeypatch.setattr(backend, "TRIANGLE_SIDE", 16)
+    monkeypatch.setattr(schedule, "TILE", (16, 24))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
     problem = unit_problem(name, 58, 6, 5)._replace(scale=5.0)
     if name != "sup_con":
         problem = problem._replace(ids=np.arange(58) // 3)
@@ -108,8 +108,8 @@ def test_both_folds_leave_out_the_same_pairs(
 ) -> None:
     """Rows that differ by rounding, so that digits beyond float32 decide which pairs take part. The
     slopes of a row add up to 0 if those in its sum are those in its gradient."""
-    monkeypatch.setattr(backend, "TILE", (16, 24))
-    monkeypatch.setattr(backend, "TRIANGLE_SIDE", 16)
+    monkeypatch.setattr(schedule, "TILE", (16, 24))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
     rng = np.random.default_rng(2)
     z = rng.standard_normal(37) / 6 + 6e-8 * rng.standard_normal((2, 150, 37))
     features = z.astype(np.float32)[: 1 if name == "nt_xent" else 2]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend as cpu
-from infonce.kernels.cpu import tile_ops as tile
+from infonce.kernels.cpu import schedule
+from infonce.kernels.cpu.loops import tile_ops as tile
 from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.problem import SCALES
 from judge import (
@@ -136,8 +136,8 @@ def test_the_reference_is_right_at_scales_that_others_refuse() -> None:
 def test_logits_of_any_size(loss: str, method: str, dtype: Any, monkeypatch: Any) -> None:
     """The features are long instead: the same exponents, and no scale to refuse. Of products that
     are exact the results have all their digits; of others, the largest are the same."""
-    monkeypatch.setattr(cpu, "TILE", (4, 4))
-    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 4)
+    monkeypatch.setattr(schedule, "TILE", (4, 4))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 4)
     name = np.dtype(dtype).name
     for power in (-20, 0, 10, 13, 20, 27, 40, 55, 62, 200, 500)[: 9 if dtype is np.float32 else 11]:
         for scale in (1.0, 3.0):
@@ -176,9 +176,9 @@ def test_a_probability_is_no_subnormal_number(dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_warning_leaves(loss: str, dtype: Any, method: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(cpu, "TILE", (8, 8))
-    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 8)
-    monkeypatch.setattr(cpu, "MIN_THREADED_CALL", 0)  # workers' warnings too
+    monkeypatch.setattr(schedule, "TILE", (8, 8))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 8)
+    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)  # workers' warnings too
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
     largest = float(ml_dtypes.finfo(dtype).max)
     for size in (largest, largest**0.5, largest**-0.5, np.inf, np.nan):
@@ -235,7 +235,7 @@ def test_a_workspace_is_refused_with_the_least(
 ) -> None:  # fmt: skip
     """The least has few blocks, and what it gives is right; it is the same for any threads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "MIN_THREADED_CALL", 0)
+        patch.setattr(schedule, "MIN_THREADED_CALL", 0)
         patch.setenv("INFONCE_NUM_THREADS", str(threads))
         m, n = (m, n) if loss == "info_nce" and m <= n else (min(m, n),) * 2
         args = arguments(loss, *pairs("partly aligned", m, n, d, dtype, 0))
@@ -331,9 +331,9 @@ def test_anything_is_a_value_or_an_error_of_ours(
     more = (bias,) if loss == "siglip" else ()
     refused = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "TILE", (16, 8))
-        patch.setattr(cpu, "TRIANGLE_SIDE", 8)
-        patch.setattr(cpu, "MIN_THREADED_CALL", 0)
+        patch.setattr(schedule, "TILE", (16, 8))
+        patch.setattr(schedule, "TRIANGLE_SIDE", 8)
+        patch.setattr(schedule, "MIN_THREADED_CALL", 0)
         patch.setenv("INFONCE_NUM_THREADS", threads)
         try:
             out = call(loss, *args, *more, **options)

@@ -11,7 +11,7 @@ import reference_problems
 from gpu_problems import ELEMENT, MISSING, PRODUCT
 from hypothesis import strategies as st
 from infonce.kernels import problem as problems
-from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.cpu import schedule
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.solve import Solution, Vectors
 from judge import LOSSES, arguments, judged, pairs
@@ -143,8 +143,8 @@ def test_both_sides_of_tile_boundaries(
     """Blocks of the whole and of parts; the scale alone, and with features. Wide rows have
     boundaries on a GPU alone."""
     d = d if place == "gpu" else min(d, 128)
-    monkeypatch.setattr(cpu, "TILE", (64, 96))
-    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 64)
+    monkeypatch.setattr(schedule, "TILE", (64, 96))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 64)
     args = features(loss, "random", n, d, dtype)
     want = judged(loss, args, scale=14.0).grads["scale"]
     limit = bound(loss, args, 14.0, precision)

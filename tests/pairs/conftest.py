@@ -7,15 +7,15 @@ import pytest
 from host_device import Rows
 from infonce.kernels import solve
 from infonce.kernels.arrays.backend import ArrayBlocks
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.distill.solve import solver_by_folds
 from infonce.kernels.problem import Gradients
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "TILE", (16, 24))
-    monkeypatch.setattr(backend, "TRIANGLE_SIDE", 16)
+    monkeypatch.setattr(schedule, "TILE", (16, 24))
+    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
 
 
 @pytest.fixture(params=("naive", "fused", "tiled", "arrays"))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import schedule
+from infonce.kernels.cpu.workers import BUFFER_POOL
 from judge import VIEWS, assert_grad, assert_loss, largest_logit, viewed
 from reference_problems import quick
 
@@ -102,7 +103,7 @@ def test_weights_and_little_workspace(
     monkeypatch: pytest.MonkeyPatch, grad_dtype: Any, workspace: int | None
 ) -> None:
     """Logits of both are kept from pass to pass, or computed again; keys by ranges."""
-    monkeypatch.setattr(backend, "TILE", (16, 24))
+    monkeypatch.setattr(schedule, "TILE", (16, 24))
     args, weights = features(58, 58, d=6), np.linspace(0, 2, 58)
     got = infonce.distill_loss_and_grad(
         *args, weights=weights, grad_dtype=grad_dtype, workspace=workspace, method="tiled",
@@ -232,7 +233,7 @@ def test_peak_memory_is_within_the_workspace() -> None:
     out = {name: np.empty((m, d), np.float32) for name in ("query", "key")}
     options: dict[str, Any] = {"scale": 0.1, "normalize": True, "workspace": workspace}
     infonce.distill_loss_and_grad(*args, **options)
-    backend.BUFFER_POOL.clear()
+    BUFFER_POOL.clear()
     tracemalloc.start()
     infonce.distill_loss_and_grad(*args, out=out, **options)
     peak = tracemalloc.get_traced_memory()[1]

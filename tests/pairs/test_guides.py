@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu.workers import BUFFER_POOL
 from judge import VIEWS, viewed
 from reference_problems import Problem, one_problem
 
@@ -196,7 +196,7 @@ def test_peak_memory_is_within_the_workspace() -> None:
     out = {name: np.empty((m, d), np.float32) for name in ("image", "text")}
     options: dict[str, Any] = {"scale": 0.1, "normalize": True, "guide": guide}
     infonce.clip_loss_and_grad(*z, workspace=workspace, **options)
-    backend.BUFFER_POOL.clear()
+    BUFFER_POOL.clear()
     tracemalloc.start()
     infonce.clip_loss_and_grad(*z, workspace=workspace, out=out, **options)
     peak = tracemalloc.get_traced_memory()[1]

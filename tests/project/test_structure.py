@@ -117,7 +117,7 @@ def within(module: str, package: str) -> bool:
 def test_every_kind_of_import_is_seen() -> None:
     source = """
 import infonce.spec, numpy
-from . import tile_ops as tile
+from . import operands as rows
 from .. import solve as blocks, problem
 from ..problem import Array
 from ...checks.call import check
@@ -128,7 +128,7 @@ def later():
     from .workers import BLAS
 """
     seen = set(named("infonce.kernels.cpu.fold", source, False))
-    here = {"tile_ops", "backend", "workers"}
+    here = {"operands", "backend", "workers"}
     assert seen == {
         "infonce.spec", "numpy", "infonce.kernels.solve", "infonce.kernels.problem",
         "infonce.checks.call", "infonce.arrays", *(f"infonce.kernels.cpu.{name}" for name in here),

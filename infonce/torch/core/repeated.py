@@ -92,7 +92,9 @@ def _template(
     static = request.static
     if static.wide_products or static.check_finite or static.reduction == "none":
         return None
-    if static.template is None or not _one_block().fits(request.problem):
+    from ...kernels.cpu.schedule import fits_one_block
+
+    if static.template is None or not fits_one_block(request.problem):
         return None
     if request.problem.shape[0] > MOST_ROWS:
         return static.template
@@ -101,11 +103,11 @@ def _template(
 
 
 @cache
-def _one_block() -> Any:
-    """The module of one block. An import statement would take time in small batches."""
-    from ...kernels.cpu.one_block import solve as one_block
+def _solve_in_one_block() -> Any:
+    """The function for one block. An import statement would take time in small batches."""
+    from ...kernels.cpu.one_block.solve import solve_in_one_block
 
-    return one_block
+    return solve_in_one_block
 
 
 def _product(shape: tuple[int, int, int]) -> Any:
@@ -144,7 +146,7 @@ def _solved(
     problem = fast_replace(template, query=query, key=key, scale=scale, bias=bias)
     try:
         with np.errstate(**SILENT):
-            solution = _one_block().solve(problem, gradients, _product(problem.shape))
+            solution = _solve_in_one_block()(problem, gradients, _product(problem.shape))
     except MemoryError:  # the call is checked then, and its error says what to use instead
         return None
     if solution is None or solution.loss is None:

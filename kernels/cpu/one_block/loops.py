@@ -8,10 +8,10 @@ import numpy as np
 
 from ...direction_losses import ROUNDING
 from ...problem import LN_2, LOG2_E
-from .. import sigmoid as pair_tiles
-from .. import tile_ops as tile
-from ..elementary import compiled, rounded_product, wide_vectors
 from ..fold import EXACT
+from ..loops import sigmoid as pair_tiles
+from ..loops import tile_ops as tile
+from ..loops.elementary import compiled, rounded_product, wide_vectors
 
 
 @compiled
@@ -186,21 +186,3 @@ def sigmoid(  # type: ignore[no-untyped-def]
         x, positives, 0, positive[:, 0], scale, bias, factor, losses, sums, row_moment
     )
     return True, losses.sum(), row_moment.sum(), sums.sum()
-
-
-@compiled
-def unit_rows(z, least, most, out, inverse):  # type: ignore[no-untyped-def]
-    """out_i = z_i / |z_i|, and 0 for a row of zeros. Whether all squared norms are 0 or within
-    [least, most]."""
-    wide_vectors()
-    for i in range(z.shape[0]):
-        zi, to = z[i], out[i]
-        square = 0.0
-        for d in range(zi.size):
-            square += np.float64(zi[d]) * np.float64(zi[d])
-        if not least <= square <= most and (square != 0.0 or np.any(zi != 0)):
-            return False
-        inverse[i] = 0.0 if square == 0.0 else 1.0 / math.sqrt(square)
-        for d in range(zi.size):
-            to[d] = np.float64(zi[d]) * inverse[i]
-    return True

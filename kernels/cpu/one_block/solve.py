@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from ...problem import Array, Gradients, Problem, materialize_vectors
 from ...solve import Solution
-from ..operands import DTYPES, SQUARES, Norms, Side, find_norms, readable_in_place, row_dots
+from ..operands import DTYPES, Rows, readable_rows, row_dots
 from ..workers import BLAS, BUFFER_POOL, NO_CONTEXT, thread_count
-from .loops import sigmoid, softmax, unit_rows
+from .loops import sigmoid, softmax
 from .team import Team
 
-MOST_LOGITS = 2**20
 THREAD_SHARE = 2**21  # least multiply-adds for a thread: with fewer, it takes longer than it saves
 # From this width of rows on, their product with themselves is halved: the other half is a copy, and
 # takes less time. And threads divide the columns of x; of narrower rows, they divide the rows of x
@@ -29,30 +27,10 @@ Product = Callable[..., Array]  # with the arguments of np.matmul
 NO_IDS = np.empty(0, np.int64)
 
 
-def fits(problem: Problem) -> bool:
-    """Whether `solve` has all options of the problem, and the workspace has room for its logits."""
-    m, n, d = problem.shape
-    if not 0 < m * n <= MOST_LOGITS or d == 0 or problem.method not in ("auto", "fused"):
-        return False
-    if problem.retrieval_ranks or problem.progress is not None:
-        return False
-    if (
-        problem.set_size > 1
-        or not problem.loss_follows_from_sums
-        or problem.decoupled
-        or problem.hardness
-    ):
-        return False
-    if problem.label_nans is not None or problem.key_shard:
-        return False
-    item = DTYPES[problem.compute].itemsize
-    return bool((m * n + 2 * (m + n) * d) * item <= problem.workspace)
-
-
-def solve(
+def solve_in_one_block(
     problem: Problem, gradients: Gradients | None, product: Product | None = None
 ) -> Solution | None:
-    """Loss and gradients of a problem that `fits`.
+    """Loss and gradients of a problem that `fits_one_block`.
 
     Returns None if features or logits are not finite, or if a row lacks a positive. `product`
     computes the products instead of BLAS, in its own threads.
@@ -63,9 +41,9 @@ def solve(
     problem = materialize_vectors(problem, np)
     m, n, d = problem.shape
     dtype = DTYPES[problem.compute]
-    query = key = _readable_rows(problem.query, dtype, problem.normalize)
+    query = key = readable_rows(problem.query, dtype, problem.normalize)
     if not problem.symmetric:
-        key = _readable_rows(problem.key, dtype, problem.normalize)
+        key = readable_rows(problem.key, dtype, problem.normalize)
     memory = BUFFER_POOL.take(m * n, dtype)
     x = memory.reshape(m, n)
     with (
@@ -113,29 +91,6 @@ def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
     if problem.common_share is not None and problem.row_shares is None:
         solution.loss = np.float64(loss * problem.common_share)
     return solution
-
-
-# (features in the compute dtype, normalised if the loss normalises; the `Side` of normalised rows)
-Rows = tuple[Array, Side | None]
-
-
-def _readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rows:
-    if not normalize:
-        in_place = readable_in_place(features, dtype)
-        return features if in_place else features.astype(dtype, order="C"), None
-    side = Side(features, dtype, None)
-    z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
-    least, most = SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
-    if features.dtype not in DTYPES.values() or not features.dtype.isnative:
-        features = features.astype(dtype)
-    if not (features.flags.c_contiguous and features.flags.aligned):
-        features = features.copy()  # Numba would compile `unit_rows` for each layout
-    if unit_rows(features, least, most, z, inverse):
-        side.norms = Norms(inverse, None)
-    else:
-        side.norms = find_norms(side.features, dtype)
-        side.block(slice(0, len(features)), z)
-    return z, side
 
 
 def _multiply(query: Array, key: Array, x: Array, team: Team, product: Product) -> None:

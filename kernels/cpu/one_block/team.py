@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...problem import SILENT
-from ..elementary import wait_awake
+from ..loops.elementary import wait_awake
 from ..workers import Guarded
 
 # Threads of a call wait awake for each other, because to fall asleep takes 20 to 50 us, and so does

@@ -1,0 +1,254 @@
+"""How a call runs on the CPU, decided before anything runs: method, tile, threads and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..distill.problem import TaughtProblem
+from ..grid import (
+    Grid,
+    has_few_blocks,
+    least_block_side,
+    slices,
+    slices_of_runs,
+    workspace_too_small,
+)
+from ..problem import Array, Gradients, Problem
+from .operands import DTYPES, readable_in_place
+from .workers import thread_count
+
+TILE = 2048, 1216  # rows x columns; rows of 2^n bytes would all map to the same cache sets
+# Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole
+TRIANGLE_SIDE = 896
+# With groups: rows of a tile of one group; side of a tile of several, of which smaller ones have
+# fewer pairs of different groups; and how many rows or columns of one group have their own tiles
+GROUP_ROWS, MIXED_SIDE, LEAST_RUN = 1024, 384, 128
+PREFIX_TILE = 1024, 608  # a thread has a tile of each of several prefixes at once
+MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
+ONE_BLOCK_LOGITS = 2**20  # most logits of a call in one block
+
+# --- method ---------------------------------------------------------------------------------------
+
+
+def choose_method(problem: Problem) -> str:
+    """The method of a call:
+
+    "naive"      the whole matrix of logits, if the caller asks for it
+    "one block"  one compiled call between products, for a small batch
+    "tiled"      folds over blocks, for other batches, and for a teacher
+    """
+    if problem.method == "naive" and not isinstance(problem, TaughtProblem):
+        return "naive"
+    return "one block" if fits_one_block(problem) else "tiled"
+
+
+def fits_one_block(problem: Problem) -> bool:
+    """Whether `one_block` has all options of the problem, and the workspace has room for its
+    logits."""
+    m, n, d = problem.shape
+    if not 0 < m * n <= ONE_BLOCK_LOGITS or d == 0 or problem.method not in ("auto", "fused"):
+        return False
+    if problem.retrieval_ranks or problem.progress is not None:
+        return False
+    if (
+        problem.set_size > 1
+        or not problem.loss_follows_from_sums
+        or problem.decoupled
+        or problem.hardness
+    ):
+        return False
+    if problem.label_nans is not None or problem.key_shard:
+        return False
+    item = DTYPES[problem.compute].itemsize
+    return bool((m * n + 2 * (m + n) * d) * item <= problem.workspace)
+
+
+# --- folds over blocks ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """The elements of the buffers of a worker, from which tiles and threads follow."""
+
+    item: int  # bytes of an element
+    width: int  # D
+    has_guide: bool
+    has_teacher: bool
+    further_tiles: int  # tiles in addition to the logits of a block
+    row_elements: int  # for each row of a tile: copies of features, the accumulator of dQ
+    column_elements: int  # for each column of a tile: copies of features
+    gradient: bool  # whether the buffers hold a product of gradients
+
+    def block_elements(self, m: int, n: int) -> int:
+        """Elements of the memory of a block: logits [m, n], and a guide's bits or teacher's logits.
+
+        The bits of a guide take one byte for four rows of a column.
+        """
+        bits = -(-m // 4) * n if self.has_guide else 0
+        return m * n * (1 + self.has_teacher) + -(-bits // self.item)
+
+    def split_block(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
+        """The parts of a block's memory: logits [m, n]; a guide's bits or a teacher's logits."""
+        x, rest = memory[: m * n].reshape(m, n), memory[m * n :]
+        if self.has_teacher:
+            return x, rest[: m * n].reshape(m, n)
+        if self.has_guide:
+            return x, rest.view(np.uint8)[: -(-m // 4) * n].reshape(-1, n)
+        return x, None
+
+    def worker_elements(self, bm: int, bn: int) -> int:
+        """Elements of all buffers of a worker, for tiles of bm x bn."""
+        elements = self.block_elements(bm, bn) + self.further_tiles * bm * bn
+        elements += self.row_elements * bm + self.column_elements * bn
+        return elements + self.gradient * max(bm, bn) * self.width
+
+    def worker_bytes(self, bm: int, bn: int) -> int:
+        """Bytes of all buffers of a worker, for tiles of bm x bn."""
+        return self.worker_elements(bm, bn) * self.item
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the folds of a call run."""
+
+    tile: tuple[int, int]  # rows and columns
+    threads: int
+    both_folds: bool  # whether both folds run, so that the first may keep logits for the second
+    dq_in_place: bool  # whether dQ accumulates in its destination
+    dk_accumulator_rows: int  # rows of dK in the workspace at once; 0: in their destination
+    memory: WorkerMemory
+
+
+def decide(
+    problem: Problem, gradients: Gradients | None, ahead: Gradients | None = None,
+    further_tiles: int = 0,
+) -> Schedule:  # fmt: skip
+    """The schedule of a call by folds. ValueError if the workspace has no room for a worker.
+
+    `ahead`: gradients that a later fold over ranks will accumulate: its tiles are those of this
+    fold. `further_tiles`: see `WorkerMemory`.
+    """
+    dtype = DTYPES[problem.compute]
+    dq_in_place = gradients is not None and _accumulates_dq_in_place(problem, gradients, dtype)
+    dk_rows = 0 if gradients is None else _dk_accumulator_rows(problem, gradients, dtype)
+    has_gradients = gradients is not None or ahead is not None
+    memory = worker_memory(problem, has_gradients, dq_in_place, further_tiles)
+    m, n, d = problem.shape
+    threads = thread_count() if m * n * d >= MIN_THREADED_CALL else 1
+    if problem.method == "naive":  # over ranks: the tile is the whole block
+        tile, threads = (max(1, m), max(1, n)), 1
+    else:
+        room = problem.workspace - dk_rows * d * dtype.itemsize
+        tile = largest_tile(problem, memory, threads, room)
+        if memory.worker_bytes(*tile) > room:
+            least = least_workspace(problem, memory, tile, dk_rows)
+            raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
+        threads = min(threads, room // memory.worker_bytes(*tile))
+    return Schedule(tile, threads, gradients is not None, dq_in_place, dk_rows, memory)
+
+
+def worker_memory(
+    problem: Problem, gradient: bool, dq_in_place: bool, further_tiles: int
+) -> WorkerMemory:
+    """What the buffers of a worker have to hold."""
+    dtype = DTYPES[problem.compute]
+
+    def copied_width(*sides: Array) -> int:
+        """The elements of a row of each side, if its rows are copied."""
+        return sum(
+            z.shape[1]
+            for z in sides
+            if z is not None and (problem.normalize or not readable_in_place(z, dtype))
+        )
+
+    d = problem.shape[2]
+    has_teacher = isinstance(problem, TaughtProblem)
+    return WorkerMemory(
+        dtype.itemsize,
+        d,
+        problem.auxiliary_query is not None and not has_teacher,
+        has_teacher,
+        further_tiles,
+        copied_width(problem.query, problem.auxiliary_query) + d * (gradient and not dq_in_place),
+        copied_width(problem.key, problem.auxiliary_key),
+        gradient,
+    )
+
+
+def largest_tile(
+    problem: Problem, memory: WorkerMemory, threads: int, room: int
+) -> tuple[int, int]:
+    """Rows and columns of a tile, of which each thread has one, in `room` bytes if there are few
+    blocks then. If they do not fit, threads get fewer."""
+    m, n, _ = problem.shape
+    bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
+    if problem.query_groups is not None:
+        bm = min(bm, GROUP_ROWS)
+    if memory.further_tiles:
+        bm, bn = min(bm, PREFIX_TILE[0]), min(bn, PREFIX_TILE[1])
+    while bm > 16 and threads > 1 and 2 * bm * threads > m:  # at least two row blocks a thread
+        bm //= 2
+    if problem.symmetric:
+        bn = bm
+    bm, bn = max(1, min(bm, m)), max(1, min(bn, n))
+    while threads * memory.worker_bytes(bm, bn) > room:
+        smaller = max(1, bm // 2), max(1, bn // 2)
+        if smaller == (bm, bn) or not has_few_blocks(m, n, *smaller):
+            break
+        bm, bn = smaller
+    return bm, bn
+
+
+def least_workspace(
+    problem: Problem, memory: WorkerMemory, smallest_tile: tuple[int, int], dk_rows: int
+) -> int:
+    """Bytes for the smallest tile that a call may have, and for accumulators of dK beside it."""
+    m, n, d = problem.shape
+    worker_bytes = memory.worker_bytes(*smallest_tile)
+    all_rows = 0 if not dk_rows else m if problem.symmetric else n
+    accumulator_bytes = all_rows * d * memory.item
+    if not problem.compares_with_limits:  # accumulators take half of the workspace at most
+        accumulator_bytes = min(worker_bytes, accumulator_bytes)
+    return worker_bytes + accumulator_bytes
+
+
+def _accumulates_dq_in_place(problem: Problem, gradients: Gradients, dtype: np.dtype[Any]) -> bool:
+    """Whether dQ can accumulate in its destination."""
+    out = gradients.query
+    if out is None or problem.symmetric or gradients.add_query or not gradients.want_query:
+        return False
+    return bool(out.dtype == dtype and out.dtype.isnative and out.flags.c_contiguous)
+
+
+def _dk_accumulator_rows(problem: Problem, gradients: Gradients, dtype: np.dtype[Any]) -> int:
+    """How many rows of dK accumulate in the workspace at once; 0 if in their destination."""
+    out = gradients.query if problem.symmetric else gradients.key
+    if out is None or (out.dtype == dtype and out.dtype.isnative):
+        return 0
+    n, d = out.shape
+    if problem.compares_with_limits:  # both folds visit the same blocks: the same pairs count
+        return int(n)
+    return int(min(n, max(1, problem.workspace // 2 // (d * dtype.itemsize))))
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+def divide_into_tiles(problem: Problem, tile: tuple[int, int], triangle: bool) -> Grid:
+    """The blocks of the logit matrix. Runs of rows or columns of one group have their own."""
+    m, n, _ = problem.shape
+    rows: Sequence[slice]
+    columns: Sequence[slice]
+    if problem.query_groups is None:
+        rows, columns = map(slices, (m, n), tile)
+    else:
+        sides, least = (problem.query_groups, problem.key_groups), least_block_side(m, n)
+        rows, columns = (
+            slices_of_runs(groups, step, max(LEAST_RUN, least), min(step, MIXED_SIDE))
+            for groups, step in zip(sides, tile, strict=True)
+        )
+    return Grid(rows, columns, triangle)
