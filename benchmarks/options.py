@@ -4,15 +4,17 @@
         [--only REGEX] [--output benchmarks/results/options.json]
 
 Loss and gradients of random unit rows: bfloat16 on the current GPU, float32 on the CPU (8192 rows
-of 256 by default). All take turns in each round, so that they meet the same clocks; on a GPU, calls
-of more than LONG seconds take part in the first round only. A ratio is the median over rounds of
-those to the plain loss in the same round; nt_xent of all rows is the plain loss of sup_con, and of
-gte with half as many pairs.
+of 256 by default). All take turns in each round, in another order each time: a GPU's clock is lower
+after long calls that need much power, and a fixed order would lower it for the same options in each
+round. On a GPU, calls of more than LONG seconds take part in the first round only. A ratio is the
+median over rounds of those to the plain loss in the same round; nt_xent of all rows is the plain
+loss of sup_con, and of gte with half as many pairs.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import statistics
 from collections.abc import Callable
@@ -106,8 +108,9 @@ def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[
             print(*case, error)
         else:
             seconds[case] = []
+    cases, rng = list(seconds), random.Random(0)
     for _ in track(range(rounds), "rounds"):
-        for case in seconds:
+        for case in rng.sample(cases, len(cases)):
             if isinstance(bench, Device) and max(seconds[case], default=0.0) > LONG:
                 continue
             runs[case]()  # finds memory of its sizes, which the case before did not have
