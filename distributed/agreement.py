@@ -267,15 +267,15 @@ def checked_message(
     )  # fmt: skip
     packed_report = _packed_reports.get(key)
     if packed_report is None:
-        gpu = None
+        gpu, availability = None, transports.HOST_AVAILABILITY
         if request.on_gpu:
             from .transports.gpu import device_name
 
-            gpu = device_name()
+            gpu, availability = device_name(), transports.gpu_availability()
         shared_values = _shared_values(call, request, features, array_types) | keywords
         packed_report = pickle.dumps(RankReport(
             argument_rows, None, pickle.dumps(shared_values),
-            transports.availability(request.on_gpu), gpu, exchange_room(request), has_weights,
+            availability, gpu, exchange_room(request), has_weights,
             may_be_positive,
         ))  # fmt: skip
         if len(_packed_reports) >= MAX_CACHED_REPORTS:

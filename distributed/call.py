@@ -7,7 +7,6 @@ from typing import Any
 
 from infonce import arrays, dispatch
 from infonce.checks import prefixes
-from infonce.checks.keywords import with_own
 from infonce.checks.teacher import Teacher
 from infonce.spec import Loss
 
@@ -26,7 +25,6 @@ def evaluate(
 ) -> Any:  # fmt: skip
     """The result of one call on this rank, of the caller's arrays; `rank_options` are those of
     distributed/losses.py."""
-    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     if prefixes.has_prefixes(kind, options):
         dims = options["dims"], options.get("dim_weights")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from infonce import losses as single
 from infonce import spec
+from infonce.checks.keywords import with_own
 from infonce.checks.teacher import DISTILL, Teacher
 from infonce.spec import Loss
 
@@ -97,7 +98,8 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         rank_options = {name: options.pop(name, default) for name, default in RANK_OPTIONS.items()}
         labels, bias = arguments.get("labels"), arguments.get("bias")
         if not kind.taught:
-            return evaluate(kind, callers, labels, bias, options, rank_options, with_grad)
+            loss, features, others = with_own(kind, callers, options)
+            return evaluate(loss, features, labels, bias, others, rank_options, with_grad)
         given = {name: options.pop(name) for name in TEACHER_OPTIONS if name in options}
         teacher = Teacher(
             arguments["teacher_query"], arguments["teacher_key"],

@@ -11,7 +11,6 @@ import numpy as np
 from . import arrays
 from .checks import prefixes
 from .checks.call import Request, check
-from .checks.keywords import with_own
 from .checks.teacher import add_teacher
 from .kernels.direction_losses import weighted
 from .kernels.problem import LN_2, Array, Gradients, Problem
@@ -25,7 +24,6 @@ def loss(
     teacher: Any = None,
 ) -> Array:  # fmt: skip
     """The loss of the caller's arrays, without gradients."""
-    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     if prefixes.has_prefixes(kind, options):
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, False)
         if result is not None:
@@ -53,7 +51,6 @@ def loss_and_grad(
     teacher: Any = None,
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`. An adapter may pass `grad_buffers` for the gradients."""
-    kind, caller_arrays, options = with_own(kind, caller_arrays, options)
     if prefixes.has_prefixes(kind, options):
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, True)
         if result is not None:

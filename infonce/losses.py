@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from . import dispatch, spec
+from .checks.keywords import with_own
 from .checks.teacher import Teacher
 from .docstrings import documented
 from .result import Array, LossAndGrad
@@ -40,7 +41,8 @@ def info_nce_loss(
     ----------
     van den Oord, Li, Vinyals: Representation Learning with Contrastive Predictive Coding, 2018.
     """
-    return dispatch.loss(spec.INFO_NCE, (query, key), labels, None, options)
+    kind, arrays, others = with_own(spec.INFO_NCE, (query, key), options)
+    return dispatch.loss(kind, arrays, labels, None, others)
 
 
 @documented
@@ -65,7 +67,8 @@ def info_nce_loss_and_grad(
     ----------
     van den Oord, Li, Vinyals: Representation Learning with Contrastive Predictive Coding, 2018.
     """
-    return dispatch.loss_and_grad(spec.INFO_NCE, (query, key), labels, None, options)
+    kind, arrays, others = with_own(spec.INFO_NCE, (query, key), options)
+    return dispatch.loss_and_grad(kind, arrays, labels, None, others)
 
 
 @documented

@@ -46,13 +46,12 @@ def _library_says() -> bool | None:
     return bool(query())
 
 
-def availability(on_gpu: bool) -> dict[str, str | None]:
-    """The transports for host or GPU arrays, fastest first.
+Availability = dict[str, str | None]  # transports, fastest first: None, or why this rank has none
+HOST_AVAILABILITY: Availability = {"mpi": None}
 
-    The value is None if this rank can use the transport, else the reason why it cannot.
-    """
-    if not on_gpu:
-        return {"mpi": None}
+
+def gpu_availability() -> Availability:
+    """The transports for GPU arrays."""
     from . import nccl
 
     return {
@@ -72,15 +71,15 @@ def describe(on_gpu: bool) -> dict[str, str]:
         states = {"mpi": "available: " + " ".join(library.split()).rstrip("\0")}
     except ImportError as error:
         return {"mpi": f"unavailable: {' '.join(str(error).split())}"}
-    for name, why in availability(True).items() if on_gpu else ():
+    for name, why in gpu_availability().items() if on_gpu else ():
         states[name] = "available" if why is None else f"unavailable: {why}"
     return states
 
 
-def choose(asked: str, availability_by_rank: Sequence[dict[str, str | None]]) -> str:
+def choose(asked: str, availability_by_rank: Sequence[Availability]) -> str:
     """The transport `asked`, or for "auto" the first one that all ranks can use.
 
-    `availability_by_rank` has the `availability` of each rank. ValueError names a rank without the
+    `availability_by_rank` has the transports of each rank. ValueError names a rank without the
     transport.
     """
     for name in availability_by_rank[0] if asked == "auto" else [asked]:
