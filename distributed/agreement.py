@@ -41,12 +41,12 @@ BUILTIN_ERRORS = {
 Options = Mapping[str, Any]
 RankMessage = tuple[bytes, bytes]  # pickled report, pickled scalars
 # All options in `COMPILED` must be the same on all ranks. The checks of a call replace the values
-# of these four ("auto" becomes a method, say). The others are fields of `Problem`.
+# of these four options ("auto" becomes a method, for example). All others are fields of `Problem`.
 RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch"
 SHARED_OPTIONS = [name for name in spec.COMPILED if name not in RESOLVED_OPTIONS]
 # keywords of distributed/losses.py that must be the same on all ranks, and `dims`
 SHARED_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
-# scales, and the arguments that set them; a temperature is sent only for the messages of errors
+# scale -> argument that may set it; ranks send temperatures only for the messages of errors
 TEMPERATURES = {"scale": "temperature", "teacher_scale": "teacher_temperature"}
 MAX_CACHED_REPORTS = 64
 UNBOUNDED_WORKSPACE = 2**62  # bytes, more than the memory of any machine
@@ -78,7 +78,7 @@ def run_on_all_ranks(
     except Exception as e:
         error = e
     outcomes = ranks.allgather((as_failure(error), message))
-    require_none([failure for failure, _ in outcomes], error)
+    raise_first_failure([failure for failure, _ in outcomes], error)
     return result, [message for _, message in outcomes]
 
 
@@ -87,14 +87,15 @@ def as_failure(error: Exception | None) -> Failure:
     return None if error is None else (type(error).__name__, str(error))
 
 
-def require_none(failures: Sequence[Failure], error: Exception | None) -> None:
-    """Raise `AgreedError` if a rank has failed. `error` is the exception of this rank, or None."""
+def raise_first_failure(failures: Sequence[Failure], own_error: Exception | None) -> None:
+    """Raise `AgreedError` if a rank has failed. `own_error` is this rank's exception, or None."""
     for rank, failure in enumerate(failures):
-        if failure is not None:
-            if len(failures) == 1 and error is not None:
-                raise AgreedError(error)
-            name, text = failure
-            raise AgreedError(BUILTIN_ERRORS.get(name, RankError)(f"rank {rank}: {text}"))
+        if failure is None:
+            continue
+        if len(failures) == 1 and own_error is not None:
+            raise AgreedError(own_error)  # one rank: its own exception, with its traceback
+        name, text = failure
+        raise AgreedError(BUILTIN_ERRORS.get(name, RankError)(f"rank {rank}: {text}"))
 
 
 def require_equal_values(values_by_rank: Sequence[Sequence[bytes]]) -> None:
@@ -172,46 +173,54 @@ def agree_on_schedule(
 
     `read_error` is the error that reading the features has raised, or None. `AgreedError` on all
     ranks if a rank's call is refused, or if calls differ.
+
+    1. A rank whose arrays have as many rows as in its last call checks its call with the shards of
+       that call. Every rank sends a message.
+    2. If all reports equal those of the last call, the schedule of the last call is used again.
+    3. If a rank has not checked its call, all ranks check their calls, because the reports tell
+       how many rows each rank has.
+    4. The ranks compare the values that must be equal, and decide a schedule.
     """
     shapes = [tuple(getattr(array, "shape", ())) for array in features]
     # 1 stands for an array that is no matrix: the checks refuse it
     argument_rows = [shape[0] if len(shape) == 2 else 1 for shape in shapes]
-    last_schedule, error, own_message = ranks.last_schedule, read_error, None
+
+    def check_call(queries: Partition, keys: Partition) -> tuple[Request, RankMessage]:
+        request = call.check(features, queries, keys, ranks.rank)
+        return request, checked_message(call, request, features, argument_rows)
+
+    last_schedule, own_error, own_message = ranks.last_schedule, read_error, None
     if (
-        error is None
+        own_error is None
         and last_schedule is not None
         and last_schedule.has_shards(call.kind.joint, ranks.rank, argument_rows)
     ):
         try:
-            request = call.check(features, last_schedule.queries, last_schedule.keys, ranks.rank)
-            own_message = checked_message(call, request, features, argument_rows)
+            request, own_message = check_call(last_schedule.queries, last_schedule.keys)
         except Exception as refusal:
-            error = refusal
+            own_error = refusal
     if own_message is None:
-        own_message = unchecked_message(None if read_error else argument_rows, error)
+        own_message = unchecked_message(None if read_error else argument_rows, own_error)
     messages = ranks.allgather(own_message)
-    if last_schedule is not None and [report for report, _ in messages] == (
-        last_schedule.packed_reports
-    ):
+    packed_reports = [report for report, _ in messages]
+    if last_schedule is not None and packed_reports == last_schedule.packed_reports:
+        # The reports of a schedule are those of checked calls. So the check of this rank's call
+        # has succeeded, and `request` is bound.
         require_equal_values([(scalars,) for _, scalars in messages])
         return request, last_schedule
     reports = unpack_reports(messages)
-    unreadable = [each.failure if each.argument_rows is None else None for each in reports]
-    require_none(unreadable, error)
-    rows_by_rank = [each.argument_rows or [] for each in reports]
+    read_failures = [report.failure if report.argument_rows is None else None for report in reports]
+    raise_first_failure(read_failures, own_error)
+    rows_by_rank = [report.argument_rows or [] for report in reports]
     queries, keys = (
         Partition([sum(rows) if call.kind.joint else rows[argument] for rows in rows_by_rank])
         for argument in (0, call.kind.key_argument)
     )
-    if all(each.shared_values or each.failure for each in reports):
-        require_none([each.failure for each in reports], error)
-    else:  # a rank did not know how many rows the other ranks have: all ranks check again
-
-        def check_again() -> tuple[Request, RankMessage]:
-            request = call.check(features, queries, keys, ranks.rank)
-            return request, checked_message(call, request, features, argument_rows)
-
-        request, messages = run_on_all_ranks(ranks, check_again)
+    every_rank_has_checked = all(report.shared_values or report.failure for report in reports)
+    if every_rank_has_checked:
+        raise_first_failure([report.failure for report in reports], own_error)
+    else:
+        request, messages = run_on_all_ranks(ranks, lambda: check_call(queries, keys))
         reports = unpack_reports(messages)
     require_equal_values(
         [
@@ -244,8 +253,7 @@ def checked_message(
 ) -> RankMessage:
     """The message of a rank whose call is checked."""
     options, problem = call.options, request.problem
-    # ids, classes and guides must have comparable types on all ranks
-    array_types = {
+    array_types = {  # types of labels, ids and guides, which must be comparable over all ranks
         "labels": (compared_as(call.labels) if call.kind.classes else _presence(call.labels)),
         **{name: compared_as(options.get(name)) for name in NAMES},
         "guide": _feature_type(problem.guide_key),

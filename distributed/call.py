@@ -23,17 +23,20 @@ def evaluate(
     kind: Loss, caller_arrays: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
     rank_options: Mapping[str, Any], with_grad: bool, teacher: Teacher | None = None,
 ) -> Any:  # fmt: skip
-    """The result of one call on this rank, of the caller's arrays; `rank_options` are those of
-    distributed/losses.py."""
+    """The result of one call on this rank, for the caller's arrays.
+
+    `rank_options` are the keywords that only the functions of distributed/losses.py have.
+    """
     if prefixes.has_prefixes(kind, options):
         dims = options["dims"], options.get("dim_weights")
 
-        def of_prefix(features: Sequence[Any], others: Mapping[str, Any]) -> Any:
-            same = {**rank_options, "dims": repr(dims)}  # on all ranks
-            return evaluate(kind, features, labels, bias, others, same, with_grad)
+        def evaluate_prefix(features: Sequence[Any], others: Mapping[str, Any]) -> Any:
+            # `dims` as a rank option: the ranks check that it is the same on all ranks
+            with_dims = {**rank_options, "dims": repr(dims)}
+            return evaluate(kind, features, labels, bias, others, with_dims, with_grad)
 
         over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
-        return over_prefixes(kind, caller_arrays, options, of_prefix)
+        return over_prefixes(kind, caller_arrays, options, evaluate_prefix)
     ranks = _connected(rank_options)
     # functions of one process take no labels for losses that pair views
     pairs_views = kind.symmetric and not kind.classes
@@ -41,17 +44,18 @@ def evaluate(
         require_options(options, rank_options)
         function: Any = dispatch.loss_and_grad if with_grad else dispatch.loss
         return function(kind, caller_arrays, labels, bias, options, teacher=teacher)
-    features, unreadable = [], None
+    features: list[Any] = []
+    read_error: Exception | None = None
     transport: Transport | None = None
     try:
         with arrays.on_stream_of(caller_arrays[0]):
             try:
                 features = arrays.natives(caller_arrays, kind.arguments)
             except Exception as error:
-                unreadable = error
+                read_error = error
             with arrays.compute_context(features[0] if features else None):
                 call = RankCall(kind, labels, bias, options, rank_options, with_grad, teacher)
-                request, schedule = agree_on_schedule(call, features, unreadable, ranks)
+                request, schedule = agree_on_schedule(call, features, read_error, ranks)
                 transport = transports.make(schedule.transport, ranks)
                 try:
                     if schedule.may_lack_room:  # errors reach all ranks before arrays are sent
@@ -59,7 +63,7 @@ def evaluate(
                             ranks, lambda: run.require_room(request, schedule, ranks.rank)
                         )
                     ddp = rank_options["gradient_scale"] == "ddp"
-                    solution = run.solution(
+                    solution = run.solve(
                         request, schedule, labels is not None, ddp, ranks, transport
                     )
                 except MemoryError as error:
@@ -73,7 +77,7 @@ def evaluate(
         raise agreed.error from None
     except BaseException as error:
         try:
-            ranks.fail(error)  # before anything else, because the other ranks wait
+            ranks.fail(error)  # before the transport closes, because the other ranks wait
         finally:
             if transport is not None:
                 transport.close()

@@ -1,4 +1,4 @@
-"""A gather on GPUs as one plan: all that a call asks of the device, the exchanges among it."""
+"""A gather on GPUs as one plan: all launches and exchanges of a call over ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from .schedule import RankSchedule, choose_sum_dtype
 from .transports.base import Divisors, Transport, totals
 
 
-def solution(
+def solve_by_plan(
     schedule: RankSchedule, problem: Problem, gradients: Gradients | None, ranks: Communicator,
     transport: Transport, divisors: Divisors, dtype: Any,
 ) -> Solution | None:  # fmt: skip
-    """The solution by a plan, its numbers summed over ranks; None for a call that has none. Some
-    ranks may have one and others not: their exchanges are the same."""
+    """The solution by a plan, with loss and scalar gradients summed over ranks.
+
+    None for a call that has no plan. Ranks with a plan and ranks without one send the same
+    exchanges, so each rank decides by itself.
+    """
     if (
         schedule.exchange != "gather"
         or ranks.size == 1

@@ -28,32 +28,37 @@ from .schedule import RankSchedule, make_exchange
 from .transports.base import Divisors, Transport, sum_over_ranks, totals
 
 
-def solution(
+def solve(
     request: Request, schedule: RankSchedule, labelled: bool, ddp: bool, ranks: Communicator,
     transport: Transport,
 ) -> Solution:  # fmt: skip
-    """Loss and gradients of the batch, for this rank's rows. `ddp`: gradients times the ranks."""
+    """Loss of the batch, and gradients for this rank's rows.
+
+    `ddp`: gradients are multiplied by the number of ranks, because DDP averages over ranks.
+    """
     if request.on_gpu:
         request.problem = _on_gpu()[0].readable_by_kernels(request.problem)
     problem, gradients = request.problem, request.gradients
     rows = schedule.queries.total // (2 if schedule.joint else 1)
-    divisor, times = float(rows), float(ranks.size if ddp else 1)
+    loss_divisor, gradient_factor = float(rows), float(ranks.size if ddp else 1)
     if schedule.weighted and problem.classes is None:  # of classes, weights follow from all labels
-        divisor = weigh(request, problem, rows, ranks, transport)
+        loss_divisor = weigh(request, problem, rows, ranks, transport)
     if ddp:
-        problem.upstream = problem.upstream * times
+        problem.upstream = problem.upstream * gradient_factor
     if request.on_gpu:
         unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem
         planned = _on_gpu()[1]
-        by_plan: Solution | None = planned.solution(
-            schedule, unweighted, gradients, ranks, transport, _divisors(request, divisor, times),
-            request.dtype,
+        by_plan: Solution | None = planned.solve_by_plan(
+            schedule, unweighted, gradients, ranks, transport,
+            _divisors(request, loss_divisor, gradient_factor), request.dtype,
         )  # fmt: skip
         if by_plan is not None:
             return by_plan
-        if unweighted.plain:  # operations on arrays find rows without a positive by the weights
+        # Operations on arrays need the weights: the weights tell which rows have no positive.
+        # Kernels, which compute plain problems, need none.
+        if unweighted.plain:
             problem = unweighted
-    fold, first = block_folding(request), schedule.queries.starts[ranks.rank]
+    fold, first = choose_block_folding(request), schedule.queries.starts[ranks.rank]
     vectors, xp = fold.vectors, fold.vectors.xp
     for name in key_array_names(problem):
         setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
@@ -65,19 +70,18 @@ def solution(
         fold.fold_block, labelled, vectors, schedule.sum_dtype,
     )  # fmt: skip
     if problem.has_positive_ids:
-        weigh_positives(xp, problem, *positive_counts(folds, problem))
+        weigh_positives(xp, problem, *count_positives_over_ranks(folds, problem))
     elif problem.classes is not None:
         find_classes(folds, problem, first)
-        divisor = weigh(request, problem, rows, ranks, transport)
+        loss_divisor = weigh(request, problem, rows, ranks, transport)
     elif problem.symmetric and labelled:
-        wrong = unpaired(folds, problem, first)
-        run_on_all_ranks(ranks, lambda: require_pairs(problem, *wrong))
+        unpaired = find_unpaired_rows(folds, problem, first)
+        run_on_all_ranks(ranks, lambda: require_pairs(problem, *unpaired))
     result = solver_by_folds(problem)(problem, folds, gradients)
     if result.loss is None and request.reduction != "none":
         result.loss = weighted(xp, result.losses, problem.row_shares).sum()
-    sums = totals(
-        transport, vectors, result.loss, result, _divisors(request, divisor, times), request.dtype
-    )
+    divisors = _divisors(request, loss_divisor, gradient_factor)
+    sums = totals(transport, vectors, result.loss, result, divisors, request.dtype)
     if request.metrics and result.direction_losses is not None:
         rows_loss, columns_loss = result.direction_losses
         losses = rows_loss.sum(), None if columns_loss is None else columns_loss.sum()
@@ -95,20 +99,25 @@ def solution(
 def weigh(
     request: Request, problem: Problem, rows: int, ranks: Communicator, transport: Transport
 ) -> float:
-    """Give rows their weights; return the sum of weights over ranks, which divides a mean."""
+    """Give rows their weights. Return the sum of weights over ranks, by which a mean is divided."""
     own_weight = float(len(problem.query) // (2 if problem.joint else 1))
     if problem.weights is not None:
         own_weight = transport.read(problem.weights.sum())
         problem.row_shares = problem.weights
         problem.upstream = problem.upstream * problem.weights
-    total = _sum(ranks.allgather(own_weight)) or 1.0  # no row has a positive: the loss is 0
+    # the sum is 0 if no row has a positive; the loss is then 0, whatever its divisor
+    total = _sum(ranks.allgather(own_weight)) or 1.0
     if request.reduction == "mean":
         problem.upstream = problem.upstream * (rows / total)
     return total
 
 
-def _divisors(request: Request, total: float, times: float) -> Divisors:
-    return total if request.reduction == "mean" else 1.0, times
+def _divisors(request: Request, total_weight: float, gradient_factor: float) -> Divisors:
+    """The divisors of sums over ranks.
+
+    Every rank gets the whole gradient of scale and bias, so their factor for DDP is divided out.
+    """
+    return total_weight if request.reduction == "mean" else 1.0, gradient_factor
 
 
 def _sum(values: Sequence[float]) -> float:
@@ -130,21 +139,22 @@ def _on_gpu() -> tuple[Any, Any]:
 
 
 def shard_positives(xp: Any, problem: Problem, first: int) -> Array:
-    """The positives of a shard that has no labels, whose first row is row `first` of the batch."""
+    """The positives of the rows of a shard without labels. `first`: its first row in the batch."""
     m, own = len(problem.query), xp.arange(len(problem.query))
     return first + ((own + m // 2) % max(m, 1) if problem.symmetric else own)
 
 
 def find_classes(folds: FoldsOverRanks, problem: Problem, first: int) -> None:
-    """The positives of rows, which are on any rank, and the weights of those that have none."""
+    """Set the positive of each row, a row of any rank, and the weight 0 of rows without one."""
     own = folds.xp.arange(len(problem.query)) + first
     members = folds.members(problem.classes)
     problem.positives, has_positive = partners(folds.xp, members, own, problem.decoupled)
     problem.weights = row_weights(folds.xp, problem.weights, has_positive)
 
 
-def positive_counts(folds: FoldsOverRanks, problem: Problem) -> tuple[Array, Array]:
-    """`count_positives` over the keys and queries of all ranks, of this rank's rows."""
+def count_positives_over_ranks(folds: FoldsOverRanks, problem: Problem) -> tuple[Array, Array]:
+    """The numbers of positives of this rank's queries among the keys of all ranks, and of this
+    rank's keys among the queries of all ranks."""
     xp = folds.xp
     query_counts, key_counts = (xp.zeros(n, xp.int64) for n in problem.shape[:2])
 
@@ -165,11 +175,13 @@ def positive_counts(folds: FoldsOverRanks, problem: Problem) -> tuple[Array, Arr
     return query_counts, key_counts
 
 
-def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array, Array]:
-    """Rows of views whose labels are not each other. Returns two values, each [M]:
+def find_unpaired_rows(
+    folds: FoldsOverRanks, problem: Problem, first: int
+) -> tuple[Array, Array]:  # fmt: skip
+    """Find views that are not a pair: the row that a label names must have this row as its label.
 
-    - whether the label of the row's label is not the row itself;
-    - the label of the row's label.
+    Returns two arrays [M]: whether a row is unpaired, and the label of the row that its label
+    names.
     """
     xp, own = folds.xp, folds.xp.arange(len(problem.positives)) + first
     back = folds.take_at_positives(problem, problem.positives)
@@ -180,8 +192,10 @@ def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array
 
 
 def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, None]:
-    """ValueError if there are `unpaired` rows. The function has no result and no message: see
-    `agreement.run_on_all_ranks`."""
+    """ValueError if a row is in `wrong`: see `find_unpaired_rows`.
+
+    Returns (None, None): no result and no message for `agreement.run_on_all_ranks`.
+    """
     if bool(wrong.any()):
         i = int(wrong.argmax())
         raise ValueError(
@@ -206,9 +220,9 @@ class BlockFolding:
     require_room: Callable[[Problem, Gradients | None], Any]
 
 
-def block_folding(request: Request) -> BlockFolding:
+def choose_block_folding(request: Request) -> BlockFolding:
     """How blocks are folded on the device that computes the call."""
-    ahead = None
+    ahead = None  # gradients of the later fold of the same block, of which the first fold knows
     if request.gradients is not None:
         ahead = Gradients(want_key=False, add_query=True)
     if request.offload:
@@ -237,19 +251,21 @@ def block_folding(request: Request) -> BlockFolding:
 
 
 def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
-    """`solve.fold_block` on such backends."""
+    """`solve.fold_block` on the backend that `backend` makes for each block."""
     return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
         backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
     )
 
 
 def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[None, None]:
-    """ValueError if the workspace has no room for the least parts of a block of this rank. The
-    function has no result and no message: see `agreement.run_on_all_ranks`."""
-    problem, gradients, fold = request.problem, request.gradients, block_folding(request)
+    """ValueError if the workspace has no room for the least parts of a block of this rank.
+
+    Returns (None, None): no result and no message for `agreement.run_on_all_ranks`.
+    """
+    problem, gradients, fold = request.problem, request.gradients, choose_block_folding(request)
     m, _, d = problem.shape
     empty = fold.vectors.xp.empty
-    for count, own in _visits(request, schedule, rank):
+    for count, own in _find_blocks(request, schedule, rank):
         if not m or not count:
             continue
         symmetric = problem.symmetric and own
@@ -265,9 +281,11 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
     return None, None
 
 
-def _visits(request: Request, schedule: RankSchedule, rank: int) -> list[tuple[int, bool]]:
-    """The blocks of a round on this rank, the largest first, as (number of keys, whether they are
-    the rank's own shard)."""
+def _find_blocks(request: Request, schedule: RankSchedule, rank: int) -> list[tuple[int, bool]]:
+    """The blocks of a round on this rank, the largest first.
+
+    Each block is (number of its keys, whether the keys are the rank's own shard).
+    """
     blocks = set()
 
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:

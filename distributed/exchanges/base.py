@@ -16,7 +16,7 @@ class Keys:
     """The keys of one visit: a part of a shard, a shard, or shards of consecutive ranks."""
 
     are_own: bool  # whether they are this rank's keys
-    rows: slice  # rows of the whole batch; rows past its end are those from its beginning on
+    rows: slice  # rows of the whole batch; past its end, row N + i stands for row i
     are_whole_shards: bool  # whether they are all keys of their shards
     step: int  # number of this visit in its round
     steps: int  # number of visits in the round
@@ -30,12 +30,11 @@ def no_keys(arrays: list[Array]) -> tuple[Keys, list[Array]]:
     return Keys(False, slice(0, 0), False, 0, 1), [array[:0] for array in arrays]
 
 
-# (keys, their arrays, their sums: an output)
+# (keys, arrays of the keys, sums of the keys: an output)
 Visit = Callable[[Keys, list[Array], list[Array]], None]
 # (sums, further sums): adds the second to the first, element-wise
 Combine = Callable[[list[Array], list[Array]], None]
-# (rows of this rank's shard, sums, further sums): `sums` plus `further sums`, if there are any, are
-# the complete sums of the rows
+# (rows of this rank's shard, sums, further sums if there are any): all added are the complete sums
 Keep = Callable[..., None]
 
 
@@ -45,8 +44,8 @@ class Round:
 
     A visit may compute sums over this rank's queries, with one row for each key. The sums go to the
     rank of the keys. There `combine` adds the sums of all ranks, and `keep` receives the result.
-    The order of the additions depends only on the number of ranks and on the ranks of a host. An
-    exchange may leave the last addition to `keep`: then `keep` receives two lists of sums.
+    The order of the additions depends only on the number of ranks and on the number of ranks of a
+    host. An exchange may leave the last addition to `keep`: then `keep` receives two lists of sums.
 
     If queries are keys, a rank's own shard is visited in one piece.
 

@@ -1,14 +1,14 @@
 """The gather: each rank receives the keys of all others at once, and returns sums to their owners.
 
 Rank r has its own keys and one buffer with the keys of the w shards before it: of ranks r - w, ...,
-r - 1 (mod n), in this order. w is n - 1, or half of n - 1 if each pair of shards meets on one rank.
+r - 1 (mod n), in this order. w is n - 1, or n // 2 if each pair of shards meets on one rank.
 The rank computes its own block while the keys of other ranks arrive, and then one block with the
 keys of all other ranks. The sums of these keys go to the ranks that own the keys. Each rank
 receives up to n - 1 partial sums of its own keys and adds them pairwise. The order of the additions
 depends only on the number of ranks.
 
-Keys are gathered once in a call. In a later round they are there from the beginning, so the own
-block comes last: sums of a shard travel while the next shards, and then the own block, are
+Keys are gathered once in a call. A later round has all keys from its beginning, so it computes the
+own block last: the sums of a shard travel while the next shards, and then the own block, are
 computed.
 """
 
@@ -66,10 +66,12 @@ class Gather:
             self.xp.empty((own_sum_count + summed_reach, rows[r], *tail), dtype)
             for tail, dtype in types
         ]  # fmt: skip
-        # one chunk while keys arrive, so that a sigmoid loss has the same bits without gradients
+        # The keys that arrive are one chunk, also if they have sums: a sigmoid loss has the same
+        # bits with gradients and without
         own_first = pending is not None or round.same_pairs
         chunks = list(self._chunks(reach, summed_reach, () if own_first else types))
-        if half and round.same_pairs and 2 * reach == n:  # one rank of a pair visits the farthest
+        if half and round.same_pairs and 2 * reach == n:
+            # one of two ranks visits the farthest shard, which is a chunk of its own
             chunks = [(reach, reach), *self._chunks(reach - 1, reach - 1, ())]
         order = [None, *chunks] if own_first else [*chunks, None]  # None: the own block
         going_home: list[Pending] = []
@@ -102,8 +104,8 @@ class Gather:
                 going_home.append(self.transport.exchange(home))
         for transfer in going_home:
             transfer.wait()
-        has_parts = types and own_sum_count + summed_reach
-        if round.combine is not None and round.keep is not None and has_parts:
+        has_partial_sums = types and own_sum_count + summed_reach
+        if round.combine is not None and round.keep is not None and has_partial_sums:
             round.keep(slice(0, rows[r]), *added(partial_sums, round.combine, 2))
 
     def _gather(

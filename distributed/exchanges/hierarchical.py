@@ -93,11 +93,12 @@ class Hierarchical:
         visit, combine = round.visit, round.combine
         reach, summed_reach = round.reach(self.hosts), round.summed_reach(self.hosts)  # in steps
         pipeline = Pipeline(self, round, reach, summed_reach)
-        complete: list[list[Array]] = []  # sums of this rank's keys over its host, and over others
+        # sums of this rank's keys: first over the queries of its host, then over those of others
+        complete: list[list[Array]] = []
         steps = reach
 
         def visit_inside(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            """Visit keys of this host. Keys that wrap around take two visits."""
+            """Visit keys of this host. Keys past the last rank of the host take a second visit."""
             nonlocal steps
             pipeline.advance(min(pipeline.begun + 1, 2))
             steps = 2 * keys.steps + reach
@@ -115,7 +116,7 @@ class Hierarchical:
 
         def keep_inside(_: slice, sums: list[Array], *others: list[Array]) -> None:
             for other in others:
-                combine(sums, other)  # type: ignore[misc]  # there is one, as there are sums
+                combine(sums, other)  # type: ignore[misc]  # rounds with sums have `combine`
             complete.append([array.copy() for array in sums])
 
         self.gather.run(replace(round, visit=visit_inside, keep=keep_inside))
@@ -153,7 +154,7 @@ class Pipeline:
         self.stores: dict[str, list[Array]] = {}
         self.views: dict[tuple[str, tuple[int, ...]], list[Array]] = {}
         self.complete: list[list[Array]] = []
-        self.begun = 0  # ticks
+        self.begun = 0  # number of ticks that have begun
         self.ticks = self._ticks()
 
     def advance(self, ticks: int) -> None:
@@ -169,13 +170,13 @@ class Pipeline:
         return self.complete
 
     def keys(self, step: int) -> list[Array]:
-        """The arrays of the keys of the host so many steps before."""
+        """The arrays of the keys of the host that is `step` hosts before this one."""
         return self._arrays(
             f"keys {step % 3}", self.key_types, self.host_keys, self.shards[step].total
         )
 
     def sums(self, step: int) -> list[Array]:
-        """The sums of these keys over this rank's queries."""
+        """The sums of the keys of that host over this rank's queries."""
         return self._arrays(f"sums {step % 2}", self.types, self.host_keys, self.shards[step].total)
 
     def _sums_of_shard(self, name: str, step: int, *count: int) -> list[Array]:

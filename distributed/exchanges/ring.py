@@ -1,11 +1,11 @@
 """The ring: shards of keys go from rank to rank, and sums over queries follow them.
 
 Sums are numbers for each key that all ranks add to: dK, or sums of columns. In step s, rank r has
-the keys of rank k = r - s (mod n). The sums of these keys travel one step behind the keys. While a
-block is computed, the keys of the next block arrive. The sums of the previous ranks arrive, too,
-and this rank adds its own. So the sums of shard k are always added in the order k, k + 1, ... After
-the last step with sums, the sums are sent to the owner of the keys. A round has n steps, or about
-half as many if queries are keys (`Round.half`).
+the keys of rank k = r - s (mod n). While a block is computed, two things arrive from the rank
+before: the keys of the next block, and the running sums of the keys of this block, to which the
+ranks k, k + 1, ..., r - 1 have added. Rank r adds its own sums. So the sums of shard k are always
+added in the order k, k + 1, ... After the last step with sums, the sums are sent to the owner of
+the keys. A round has n steps, or about half as many if queries are keys (`Round.half`).
 
 There are two buffers of keys and three buffers of sums. If they would be larger than half of the
 workspace, shards go round in pieces, one piece of each shard at a time.
@@ -21,6 +21,8 @@ from infonce.kernels.problem import Array
 from ..transports.base import Exchanger
 from .base import Keys, Round, RowType, no_keys
 from .partition import Partition
+
+NEXT_RANK = 1  # distance of the rank to which this rank sends in each step
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,23 @@ class Ring:
             start = self.partition.starts[rank]
             own_rows = slice(pieces[rank].start - start, pieces[rank].stop - start)
             arrays: list[Array] = [array[own_rows] for array in own]
-            carried: list[Array] = []  # sums that this rank sends in the next step
+            sums_to_send: list[Array] = []  # in the next step
             for step in range(steps):
-                owner, following = (rank - step) % ranks, pieces[(rank - step - 1) % ranks]
+                owner, next_piece = (rank - step) % ranks, pieces[(rank - step - 1) % ranks]
                 rows, is_last = pieces[owner].stop - pieces[owner].start, step == steps - 1
-                sums_follow = step in summed_steps and step - 1 in summed_steps
-                incoming: list[Array] = []
+                next_arrays: list[Array] = []
                 outgoing: list[Array] = []
                 if not is_last:
-                    incoming = buffers(step % 2, following.stop - following.start, False)
+                    next_arrays = buffers(step % 2, next_piece.stop - next_piece.start, False)
                     outgoing += arrays
-                arrived: list[Array] = []
-                if sums_follow:
-                    arrived = buffers((step + 1) % 3, rows, True)
-                    outgoing += carried
+                running_sums: list[Array] = []  # of the ranks owner ... rank - 1
+                if step in summed_steps and step - 1 in summed_steps:
+                    running_sums = buffers((step + 1) % 3, rows, True)
+                    outgoing += sums_to_send
                 pending = None
                 if ranks > 1:
-                    pending = self.transport.exchange({1: (outgoing, [*incoming, *arrived])})
+                    incoming = [*next_arrays, *running_sums]
+                    pending = self.transport.exchange({NEXT_RANK: (outgoing, incoming)})
                 sums = buffers(step % 3, rows, True) if step in summed_steps else []
                 if step or not self.symmetric:
                     # If n is even, two ranks have each other's shards in step n / 2: one of them
@@ -102,16 +104,16 @@ class Ring:
                     visit(Keys(True, shard, True, 0, self.pieces * steps), own, [])
                 if pending is not None:
                     pending.wait()
-                if round.combine is not None and arrived:
-                    round.combine(sums, arrived)
-                arrays = incoming
-                carried = sums or carried
+                if round.combine is not None and running_sums:
+                    round.combine(sums, running_sums)  # then the sums are of ranks owner ... rank
+                arrays = next_arrays
+                sums_to_send = sums or sums_to_send
             if summed_steps and round.keep is not None:
                 if ranks > 1:
                     rows = pieces[rank].stop - pieces[rank].start
                     complete = buffers((summed_steps[-1] + 1) % 3, rows, True)
-                    # the owner is n - (last step with sums) ranks further on
-                    home = {ranks - summed_steps[-1]: (carried, complete)}
-                    self.transport.exchange(home).wait()
-                    carried = complete
-                round.keep(own_rows, carried)
+                    distance_to_owner = ranks - summed_steps[-1]
+                    shift_to_owners = {distance_to_owner: (sums_to_send, complete)}
+                    self.transport.exchange(shift_to_owners).wait()
+                    sums_to_send = complete
+                round.keep(own_rows, sums_to_send)

@@ -17,7 +17,10 @@ class Exchanger(Protocol):
     """Sends arrays to other ranks."""
 
     def exchange(self, shifts: Shifts) -> Pending:
-        """Start to send arrays to other ranks, and to receive as many: see `Communicator`."""
+        """Start to send arrays to other ranks, and to receive as many: see `Communicator`.
+
+        `shifts` is distance -> (arrays for rank + distance, arrays from rank - distance).
+        """
         ...
 
 

@@ -24,12 +24,12 @@ from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.folds import FoldsOverRanks
 from infonce.distributed.run import (
     BlockFolding,
-    block_folding,
+    choose_block_folding,
+    count_positives_over_ranks,
     find_classes,
-    positive_counts,
+    find_unpaired_rows,
     require_pairs,
     shard_positives,
-    unpaired,
 )
 from infonce.distributed.schedule import choose_sum_dtype
 
@@ -222,7 +222,7 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
             np, 0, axis.size, inputs["keys"], np.empty(0, BITS), iter(()),
             np.empty(inputs["keys"].shape, sum_dtype),
         )  # fmt: skip
-        folding = block_folding(request)
+        folding = choose_block_folding(request)
 
         def rehearse(
             block: Problem, triangle: bool, epilogue: Any, gradients: Any, *_: Any
@@ -271,7 +271,7 @@ def _run(
     assert call.axis is not None
     rank = int(inputs["rank"])
     request = _checked(call, inputs, rank)
-    folding, ends = block_folding(request), "loss" in out
+    folding, ends = choose_block_folding(request), "loss" in out
     xp = folding.vectors.xp
     results = [xp.empty(0, BITS), *(each["error_and_results"].view(BITS)[1:, 0] for each in past)]
     arrived = (each["arrived"].view(BITS)[..., 0] for each in past)
@@ -347,13 +347,13 @@ def _solve(
         rounds, folding.fold_block, labelled, folding.vectors, sum_dtype,
     )  # fmt: skip
     if problem.has_positive_ids:
-        weigh_positives(folding.vectors.xp, problem, *positive_counts(folds, problem))
+        weigh_positives(folding.vectors.xp, problem, *count_positives_over_ranks(folds, problem))
     elif call.kind.classes:
         find_classes(folds, problem, first)
     elif problem.symmetric and labelled:
-        wrong = unpaired(folds, problem, first)
+        unpaired = find_unpaired_rows(folds, problem, first)
         if not isinstance(rounds, _Rehearsal):
-            require_pairs(problem, *wrong)
+            require_pairs(problem, *unpaired)
     if problem.weights is not None:
         problem.row_shares = problem.weights
         problem.upstream = problem.upstream * problem.weights

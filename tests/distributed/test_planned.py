@@ -203,7 +203,9 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             ({"hardness": 2.0}, True), ({"label_smoothing": 0.1}, True),
         ):  # fmt: skip
             problem = replace(plain, **option)
-            found = planned.solution(how, problem, None, ranks, transport, (16.0, 1.0), query.dtype)
+            found = planned.solve_by_plan(
+                how, problem, None, ranks, transport, (16.0, 1.0), query.dtype
+            )
             assert (found is None) == steps
             assert shard.VectorsOverRanks().has_plan(problem) != steps
             if steps:

@@ -96,14 +96,14 @@ def test_reduction_over_ranks(
 ) -> None:  # fmt: skip
     """By ranks whose steps on vectors differ, too."""
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
-    folding = run.block_folding
+    folding = run.choose_block_folding
     queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
 
     def with_vectors(request: Any) -> Any:
         vectors = (kind if len(request.problem.query) == 7 else Vectors)(np)
         return dataclasses.replace(folding(request), vectors=vectors)
 
-    monkeypatch.setattr(run, "block_folding", with_vectors)
+    monkeypatch.setattr(run, "choose_block_folding", with_vectors)
     want = infonce.clip_loss_and_grad(x, y, scale=3.0, reduction=reduction)
 
     def work(rank: int) -> Any:
@@ -178,12 +178,12 @@ def test_other_ranks_are_told_first(fails: bool, monkeypatch: pytest.MonkeyPatch
             if fails:
                 raise OSError("nobody hears")
 
-    def solution(*of: Any) -> Any:
+    def solve(*of: Any) -> Any:
         raise ArithmeticError("no more of this")
 
     transport = types.SimpleNamespace(close=lambda: steps.append("closed"))
     monkeypatch.setattr(call.transports, "make", lambda *_: transport)
-    monkeypatch.setattr(run, "solution", solution)
+    monkeypatch.setattr(run, "solve", solve)
     with pytest.raises(OSError if fails else ArithmeticError):
         distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, comm=Told())
     assert steps == ["told of no more of this", "closed"]
@@ -312,7 +312,7 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             ranks = Alone()
             asked = agreement.RankCall(kind, None, bias, {"scale": 3.0}, RANK_OPTIONS, True)
             request, schedule = agreement.agree_on_schedule(asked, [x, y], None, ranks)
-            run.solution(
+            run.solve(
                 request, schedule, False, False, ranks, choice.make(schedule.transport, ranks)
             )
         alive = [of() for of in rings]  # before a collection, which the end of this may begin

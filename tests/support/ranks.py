@@ -351,7 +351,7 @@ def compute_on(place: str) -> None:
 
     fold_block = functools.partial(offloading.fold_block, Host())
     folding = run_of_ranks.BlockFolding(fold_block, Vectors(np), offloading.layout)
-    run_of_ranks.block_folding = lambda _: folding
+    run_of_ranks.choose_block_folding = lambda _: folding
     validation.gpu_missing = lambda: None
 
 
@@ -392,7 +392,7 @@ def main() -> None:
         # which checks set
         with (
             patch.object(cost, "CHUNK", cost.CHUNK),
-            patch.object(run_of_ranks, "block_folding", run_of_ranks.block_folding),
+            patch.object(run_of_ranks, "choose_block_folding", run_of_ranks.choose_block_folding),
             patch.object(validation, "gpu_missing", validation.gpu_missing),
             patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(OF_HOSTS[(len(OF_HOSTS) - 1) // 2])),
         ):

@@ -271,7 +271,8 @@ def trouble(
     in_a_plan = what.endswith(("in a plan", "after the loss"))
     if what.endswith("in a plan") and RANK == 1:
         planned = importlib.import_module("infonce.distributed.planned")
-        solve, planned.solution = planned.solution, lambda *of: end() if calls == 2 else solve(*of)
+        solve = planned.solve_by_plan
+        planned.solve_by_plan = lambda *of: end() if calls == 2 else solve(*of)
     if what.endswith("after the loss") and RANK == 1:
         nccl = importlib.import_module("infonce.distributed.transports.nccl")
         transfer, sent = nccl.NCCL.transfer, []
