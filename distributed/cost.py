@@ -118,11 +118,11 @@ def predict_gather(
     others, hosts = ranks - 1, -(-ranks // machine.gpus)
     neighbours = min(others, -(-ranks // hosts) - 1)  # other ranks of the node
 
-    def moving(bytes_of_row: float) -> float:
-        """Seconds to exchange `bytes_of_row` bytes a key with every other rank."""
+    def moving(row_bytes: float) -> float:
+        """Seconds to exchange `row_bytes` bytes a key with every other rank."""
         if not others:
             return 0.0
-        size = rows * bytes_of_row
+        size = rows * row_bytes
         far = machine.across
         times = [machine.inside.latency + neighbours * size / machine.inside.bandwidth]
         if others > neighbours:
@@ -155,16 +155,16 @@ def predict_hierarchical(
     hosts = -(-ranks // machine.gpus)
     host_ranks = ranks / hosts
 
-    def inside(bytes_of_row: float) -> float:
-        """Seconds to exchange `bytes_of_row` bytes a key with every other rank of the node."""
+    def inside(row_bytes: float) -> float:
+        """Seconds to exchange `row_bytes` bytes a key with every other rank of the node."""
         others, link = host_ranks - 1, machine.inside
         latency = link.latency + others * machine.message if others else 0.0
-        return latency + others * rows * bytes_of_row / link.bandwidth
+        return latency + others * rows * row_bytes / link.bandwidth
 
-    def across(bytes_of_row: float) -> float:
-        """Seconds to send `bytes_of_row` bytes a key to another node."""
+    def across(row_bytes: float) -> float:
+        """Seconds to send `row_bytes` bytes a key to another node."""
         link = machine.across
-        return link.latency + rows * bytes_of_row / link.bandwidth if hosts > 1 else 0.0
+        return link.latency + rows * row_bytes / link.bandwidth if hosts > 1 else 0.0
 
     computing = 0.0
     starts = machine.call + 2 * (hosts + 1) * machine.start

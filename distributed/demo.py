@@ -1,6 +1,6 @@
 """`mpirun -n 2 python -m infonce.distributed.demo`: one batch over ranks.
 
-Trains the digits demo with the batch spread over the ranks, and compares loss and gradients with
+Trains the digits demo with the batch all_grads over the ranks, and compares loss and gradients with
 one process that has all rows.
 """
 
@@ -96,7 +96,7 @@ def digits(ranks: Communicator, gpu: bool, dim: int, steps: int, options: dict[s
             # this rank's share of the parameters' gradients: their sum is the whole batch's, added
             # in the order of the ranks, the same everywhere
             everyone = ranks.allgather([g.astype(float) for g in mine])
-            summed = [sum(of).astype(np.float32) for of in zip(*everyone, strict=True)]
+            summed = [sum(parts).astype(np.float32) for parts in zip(*everyone, strict=True)]
             halves.adam.update(summed, LEARNING_RATE)
             if progress is not None:
                 progress("training", step + 1, steps)
@@ -120,18 +120,18 @@ def compare(
     ranks: Communicator, features: list[Array], grads: list[Array], out: Any, loss: dict[str, Any]
 ) -> list[float]:
     """Relative differences from one process: loss, feature gradients, d scale."""
-    whole, spread = (
+    all_features, all_grads = (
         [np.concatenate(shards) for shards in zip(*ranks.allgather(values), strict=True)]
         for values in (features, grads)
     )
-    one = infonce.clip_loss_and_grad(*whole, **loss)
+    one_process = infonce.clip_loss_and_grad(*all_features, **loss)
     return [
-        abs(float(out.loss) / float(one.loss) - 1),
+        abs(float(out.loss) / float(one_process.loss) - 1),
         max(
             float(np.linalg.norm(g - w) / np.linalg.norm(w))
-            for g, w in zip(spread, one.grads[:2], strict=True)
+            for g, w in zip(all_grads, one_process.grads[:2], strict=True)
         ),
-        abs(float(out.grads.scale) / float(one.grads.scale) - 1),
+        abs(float(out.grads.scale) / float(one_process.grads.scale) - 1),
     ]
 
 

@@ -123,8 +123,8 @@ class FoldsOverRanks:
 
         own = key_arrays(problem)
         if self.positives_are_local:
-            whole = slice(self.start, self.start + len(problem.key))
-            visit(Keys(True, whole, True, 0, 1), own, [])
+            own_rows = slice(self.start, self.start + len(problem.key))
+            visit(Keys(True, own_rows, True, 0, 1), own, [])
         else:
             self.round([out], own, visit)
         return out

@@ -100,10 +100,10 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         if not kind.taught:
             loss, features, others = with_own(kind, callers, options)
             return evaluate(loss, features, labels, bias, others, rank_options, with_grad)
-        given = {name: options.pop(name) for name in TEACHER_OPTIONS if name in options}
+        teacher_options = {name: options.pop(name) for name in TEACHER_OPTIONS if name in options}
         teacher = Teacher(
             arguments["teacher_query"], arguments["teacher_key"],
-            **{name.removeprefix("teacher_"): value for name, value in given.items()},
+            **{name.removeprefix("teacher_"): value for name, value in teacher_options.items()},
         )  # fmt: skip
         return evaluate(
             teacher.loss, callers, None, None, options, rank_options, with_grad, teacher

@@ -45,7 +45,7 @@ def solve_by_plan(
     # graphs hold no exchanges that are measured, so `measured` is a part of the plan's key
     key_rows = tuple(schedule.keys.rows)
     settings = ranks, transport, start, key_rows, divisors, dtype, transport.measured
-    outputs = plan.call(
+    outputs = plan.run_by_plan(
         _build, problem, gradients, settings, graphs=True, plans=transport.plans
     )  # fmt: skip
     return recorded.solution_from_outputs(outputs)

@@ -147,10 +147,10 @@ def _exclude_shared_gpus(
     """Mark NCCL as unavailable on ranks that share a GPU: NCCL needs a GPU for each rank."""
     processes = ranks.peers.processes if ranks.peers else []
     machines = [process.machine for process in processes] or [""] * ranks.size
-    gpus_of_machines = list(zip(machines, gpus, strict=True))
-    for rank, gpu in enumerate(gpus_of_machines):
-        if gpu in gpus_of_machines[:rank]:
-            other = gpus_of_machines.index(gpu)
+    machine_gpus = list(zip(machines, gpus, strict=True))
+    for rank, gpu in enumerate(machine_gpus):
+        if gpu in machine_gpus[:rank]:
+            other = machine_gpus.index(gpu)
             availability[rank]["nccl"] = (
                 f"it shares {gpu[1]} with rank {other}: more ranks than GPUs, or no "
                 "cupy.cuda.Device(rank % gpus).use() on each rank"

@@ -52,13 +52,13 @@ class Gather:
         rows_within = [0, *accumulate(rows[(r - d) % n] for d in range(1, reach + 1))]
         pending, gathered = self._gather(own, rows_within)
 
-        def rows_of(array: Array, far: int, near: int) -> Array:
+        def select_rows(array: Array, far: int, near: int) -> Array:
             """The rows of the keys of ranks r - far, ..., r - near, of an array that ends with the
             keys of rank r - 1."""
             end = len(array)
             return array[end - rows_within[far] : end - rows_within[near - 1]]
 
-        sums_of_others = [
+        other_sums = [
             self.xp.empty((rows_within[summed_reach], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
         own_sum_count = 0 if half else 1  # the first partial sum is this rank's
@@ -89,15 +89,15 @@ class Gather:
             span = slice(first, first + rows_within[far] - rows_within[near - 1])
             sums: list[Array] = []
             if near <= summed_reach:
-                sums = [rows_of(array, far, near) for array in sums_of_others]
-            arrays = [rows_of(array, far, near) for array in gathered]
+                sums = [select_rows(array, far, near) for array in other_sums]
+            arrays = [select_rows(array, far, near) for array in gathered]
             if round.is_left_to_other(r, far, n):
                 visit(*no_keys(arrays), sums)
             else:
                 visit(Keys(False, span, True, step, len(order)), arrays, sums)
             if sums:
                 home = {
-                    n - d: ([rows_of(array, d, d) for array in sums_of_others],
+                    n - d: ([select_rows(array, d, d) for array in other_sums],
                             [part[own_sum_count + d - 1] for part in partial_sums])
                     for d in range(near, far + 1)
                 }  # fmt: skip
@@ -106,7 +106,7 @@ class Gather:
             transfer.wait()
         has_partial_sums = types and own_sum_count + summed_reach
         if round.combine is not None and round.keep is not None and has_partial_sums:
-            round.keep(slice(0, rows[r]), *added(partial_sums, round.combine, 2))
+            round.keep(slice(0, rows[r]), *add_pairwise(partial_sums, round.combine, 2))
 
     def _gather(
         self, own: list[Array], rows_within: list[int]
@@ -160,7 +160,7 @@ class Gather:
             yield far, nearer + 1
 
 
-def added(partial_sums: list[Array], combine: Combine, most: int = 1) -> list[list[Array]]:
+def add_pairwise(partial_sums: list[Array], combine: Combine, most: int = 1) -> list[list[Array]]:
     """Add stacked partial sums pairwise, until at most `most` sums are left.
 
     Each operation adds one half of the partial sums to the other half.

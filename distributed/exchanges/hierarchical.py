@@ -32,7 +32,7 @@ from infonce.kernels.problem import Array
 from ..communicators.base import Pending, Shifts
 from ..transports.base import Exchanger
 from .base import Keys, Round, RowType, no_keys
-from .gather import Gather, added
+from .gather import Gather, add_pairwise
 from .partition import Partition
 
 
@@ -179,7 +179,7 @@ class Pipeline:
         """The sums of the keys of that host over this rank's queries."""
         return self._arrays(f"sums {step % 2}", self.types, self.host_keys, self.shards[step].total)
 
-    def _sums_of_shard(self, name: str, step: int, *count: int) -> list[Array]:
+    def _get_shard_sums(self, name: str, step: int, *count: int) -> list[Array]:
         """Memory for sums of the keys of this rank's counterpart, from each of `count` ranks."""
         rows = self.shards[step].rows[self.exchange.place]
         return self._arrays(name, self.types, prod(count) * self.largest, *count, rows)
@@ -197,7 +197,7 @@ class Pipeline:
             ]
         return self.views[name, shape]
 
-    def _rows_of_place(self, arrays: list[Array], step: int, place: int) -> list[Array]:
+    def _select_place_rows(self, arrays: list[Array], step: int, place: int) -> list[Array]:
         """From arrays of a host's keys, the rows of the rank at `place` (mod the host's ranks)."""
         starts, place = self.shards[step].starts, place % self.exchange.local_size
         return [array[starts[place] : starts[place + 1]] for array in arrays]
@@ -210,29 +210,29 @@ class Pipeline:
             to_add, to_send = tick - 2, tick - 3
             gathers, adds = 1 <= tick <= self.reach, to_add in with_sums
             keys = self.keys(tick) if gathers else []
-            shard = self._rows_of_place(keys, tick, place) if gathers else self.own
+            shard = self._select_place_rows(keys, tick, place) if gathers else self.own
             sums = self.sums(to_add) if adds else []
-            partial_sums = self._sums_of_shard("partial", to_add, local_size - 1) if adds else []
+            partial_sums = self._get_shard_sums("partial", to_add, local_size - 1) if adds else []
             inside: dict[int, tuple[list[Array], list[Array]]] = {}
             for distance in range(1, local_size):
                 send, receive = inside[distance] = [], []
                 if gathers:
                     send += shard
-                    receive += self._rows_of_place(keys, tick, place - distance)
+                    receive += self._select_place_rows(keys, tick, place - distance)
                 if adds:
-                    send += self._rows_of_place(sums, to_add, place + distance)
+                    send += self._select_place_rows(sums, to_add, place + distance)
                     receive += [part[distance - 1] for part in partial_sums]
             shifts = exchange.inside.shifts(inside)
             send, receive = [], []
             if tick < self.reach:
                 send += shard
-                receive += self._rows_of_place(self.keys(tick + 1), tick + 1, place)
+                receive += self._select_place_rows(self.keys(tick + 1), tick + 1, place)
             hosts = 1
             if to_send in with_sums:
                 home = to_send == self.summed_reach
                 hosts = exchange.hosts - to_send if home else 1
-                send += self._sums_of_shard("added", to_send)
-                receive += self._sums_of_shard("arrived", 0 if home else to_send + 1)
+                send += self._get_shard_sums("added", to_send)
+                receive += self._get_shard_sums("arrived", 0 if home else to_send + 1)
             shifts[hosts * local_size] = send, receive
             pending = exchange.transport.exchange(shifts)
             yield
@@ -240,18 +240,18 @@ class Pipeline:
             if adds:
                 self._add(to_add)
         if with_sums:
-            self.complete.append(self._sums_of_shard("arrived", 0))
+            self.complete.append(self._get_shard_sums("arrived", 0))
 
     def _add(self, step: int) -> None:
         """Add the sums of a shard: of this rank, of the other ranks of its host, and of the hosts
         that the shard has visited before."""
         assert self.combine is not None
-        sums = self._sums_of_shard("added", step)
-        own_sums = self._rows_of_place(self.sums(step), step, self.exchange.place)
+        sums = self._get_shard_sums("added", step)
+        own_sums = self._select_place_rows(self.sums(step), step, self.exchange.place)
         for total, part in zip(sums, own_sums, strict=True):
             total[...] = part
         if self.exchange.local_size > 1:
-            partial_sums = self._sums_of_shard("partial", step, self.exchange.local_size - 1)
-            self.combine(sums, *added(partial_sums, self.combine))
+            partial_sums = self._get_shard_sums("partial", step, self.exchange.local_size - 1)
+            self.combine(sums, *add_pairwise(partial_sums, self.combine))
         if step > 1:
-            self.combine(sums, self._sums_of_shard("arrived", step))
+            self.combine(sums, self._get_shard_sums("arrived", step))

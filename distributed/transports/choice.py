@@ -105,5 +105,5 @@ def make(name: str, ranks: Communicator) -> Transport:
     makers: dict[str, Callable[[Communicator], Any]] = {
         "nccl": nccl.NCCL, "cuda-aware": gpu.CudaAware, "staged": gpu.Staged,
     }  # fmt: skip
-    transport: Transport = gpu.kept(name, ranks, makers[name])
+    transport: Transport = gpu.get_transport(name, ranks, makers[name])
     return transport

@@ -32,12 +32,12 @@ def _name(index: int) -> str:
     return f"GPU {cupy.cuda.Device(index).pci_bus_id}"
 
 
-def kept(name: str, ranks: Communicator, make: Callable[[Communicator], Any]) -> Any:
+def get_transport(name: str, ranks: Communicator, make: Callable[[Communicator], Any]) -> Any:
     """The transport of that name for the current device and stream.
 
     The communicator keeps it for later calls. All ranks call this together.
     """
-    transports = _kept(ranks)
+    transports = _get_transports(ranks)
     key = name, cupy.cuda.runtime.getDevice()
     if key not in transports:
         transports[key] = make(ranks)
@@ -45,7 +45,7 @@ def kept(name: str, ranks: Communicator, make: Callable[[Communicator], Any]) ->
     return transports[key]
 
 
-def _kept(ranks: Communicator) -> dict[tuple[str, int], Any]:
+def _get_transports(ranks: Communicator) -> dict[tuple[str, int], Any]:
     transports: dict[tuple[str, int], Any] = ranks.__dict__.setdefault("gpu_transports", {})
     return transports
 
@@ -59,13 +59,14 @@ def measuring(ranks: Communicator) -> Iterator[Callable[[], tuple[float, float]]
 
     The ranks must have made a call of the same kind before.
     """
-    transports = list(_kept(ranks).values())
+    transports = list(_get_transports(ranks).values())
     for transport in transports:
         transport.timers = []
     try:
         yield lambda: (
-            sum(of.seconds()[0] for of in transports), sum(of.seconds()[1] for of in transports)
-        )  # fmt: skip
+            sum(transport.seconds()[0] for transport in transports),
+            sum(transport.seconds()[1] for transport in transports),
+        )
     finally:
         for transport in transports:
             transport.timers = None
@@ -131,7 +132,7 @@ class OnDevice:
         """Nothing to abandon: the device never waits for another rank."""
 
     def free(self) -> None:
-        """Free what is kept from call to call. Collective."""
+        """Free the memory that stays from call to call. All ranks call this together."""
 
 
 class CudaAware(OnDevice):
@@ -186,7 +187,7 @@ class _Staged:
     def wait(self) -> None:
         transport = self.transport
         transport.ranks.until(lambda: bool(self.ready.done))
-        arrived = {d: [_pinned_like(a) for a in of] for d, (_, of) in self.shifts.items()}
+        arrived = {d: [_pinned_like(a) for a in receive] for d, (_, receive) in self.shifts.items()}
         shifts = {d: (send, arrived[d]) for d, send in self.out.items()}
         transport.ranks.exchange(shifts).wait()
         with transport.stream:

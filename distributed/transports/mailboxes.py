@@ -53,7 +53,7 @@ class Device:
         _require(self.writes(stream.ptr, at, number, 0), "cuStreamWriteValue32")
 
     def swap(
-        self, stream: Any, of: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
+        self, stream: Any, form: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
         own: int,
     ) -> None:  # fmt: skip
         """Queue a swap by ranks/swap.cu. `other` and `own` are the addresses of the channel in the
@@ -66,7 +66,7 @@ class Device:
                 **{f"{part}_bytes": size for part, size in zip(names, sizes, strict=False)},
             }
             for name, arrays, sizes in (
-                ("sent", outgoing, of.sent), ("received", incoming, of.received),
+                ("sent", outgoing, form.sent), ("received", incoming, form.received),
             )
         }  # fmt: skip
         with stream:
@@ -163,8 +163,8 @@ def connect(ranks: Communicator) -> HostCopies | None:
     None if some rank cannot make copies, or if this rank is the only one of its host.
     """
     hosts = [] if ranks.peers is None else ranks.peers.hosts
-    host = next((of for of in hosts if ranks.rank in of), [])
-    if all(len(of) < 2 for of in hosts):
+    host = next((members for members in hosts if ranks.rank in members), [])
+    if all(len(members) < 2 for members in hosts):
         return None
     able, alone = os.environ.get(SWITCH) != "0", len(host) < 2
     mailboxes: Mailboxes | None = None

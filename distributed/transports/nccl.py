@@ -208,7 +208,7 @@ class _Queued:
             if send or receive:
                 form.links.add((distance, bool(send), bool(receive)))
             if to_copy or to_be_copied:
-                sizes = (tuple(a.nbytes for a in of) for of in (to_copy, to_be_copied))
+                sizes = (tuple(a.nbytes for a in arrays) for arrays in (to_copy, to_be_copied))
                 form.copies.append(peers.Swap(to, next(sizes), source, next(sizes)))
             sent += send
             received += receive

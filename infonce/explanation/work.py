@@ -12,7 +12,7 @@ from ..kernels.gpu.schedule import (
     Operands,
     Purpose,
     Schedule,
-    key_ranges_of_products,
+    divide_keys,
     products,
 )
 from .devices import GPU
@@ -127,7 +127,7 @@ class _Products:
         """
         precision, width = self.operands.precision, self.operands.gradient_width
         real, item = config.ACCUMULATOR_BYTES[precision], self.operands.item
-        for keys in key_ranges_of_products(m, n, width, precision, border):
+        for keys in divide_keys(m, n, width, precision, border):
             rows, terms = m, keys.stop - keys.start
             if is_key_side:
                 rows, terms = terms, rows

@@ -128,7 +128,7 @@ struct Matrix {
 
 // The exponent of a row's largest size: rows of float64 are divided by 2^exponent, exactly, before they are
 // squared. Squares of other dtypes neither over- nor underflow in float64.
-__device__ __forceinline__ int exponent_of(double largest) {
+__device__ __forceinline__ int find_exponent(double largest) {
   int e = 0;
   if (largest > 0 && largest < INFINITY_) frexp(largest, &e);
   return e;

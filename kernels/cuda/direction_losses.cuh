@@ -35,18 +35,18 @@ struct Sum {
   double max, sum, moment;
 };
 
-// The sums over two sets of logits together. `exp2_of` is 2^x in the precision that the caller wants. If both
+// The sums over two sets of logits together. `compute_exp2` is 2^x in the precision that the caller wants. If both
 // sets are empty, no difference of infinities is taken. With d the difference of the maxima, 2^d may underflow
 // in float although its product with a sum, of up to 2^127, would not. So 2^d is (2^(d/2))^2.
 template <class Exp2>
-__device__ __forceinline__ Sum merge(Sum a, Sum b, Exp2 exp2_of) {
+__device__ __forceinline__ Sum merge(Sum a, Sum b, Exp2 compute_exp2) {
   if (b.max > a.max) {
     const Sum t = a;
     a = b;
     b = t;
   }
   if (b.max != a.max) {
-    const double half = exp2_of(0.5 * (b.max - a.max));
+    const double half = compute_exp2(0.5 * (b.max - a.max));
     b.sum *= half * half;
     b.moment *= half * half;
   }

@@ -189,7 +189,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
 #if !LINEAR
   const LinearGradients linear = {};
 #endif
-  const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
+  const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
   const i64 offset = lanes_row(lanes);
   if (offset >= n) return;
   const Real* sum = acc + offset * acc_stride;
@@ -241,7 +241,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
 // out = sums + other (null pointers: 0). `sums` and `other` are contiguous, n rows of d features.
 extern "C" __global__ void assign(const Real* sums, const Real* other, i64 n, i64 d,
                                   const __grid_constant__ Matrix out) {
-  const int lanes = lanes_of(d);
+  const int lanes = count_lanes(d);
   const i64 row = lanes_row(lanes);
   if (row >= n) return;
   for (i64 k = threadIdx.x % lanes * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {

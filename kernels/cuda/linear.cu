@@ -8,7 +8,7 @@ struct Segments {
   const i64* order;    // rows, in an order in which each segment is contiguous; null: 0, 1, ...
 
   __device__ __forceinline__ i64 row(i64 at) const { return order ? order[at] : at; }
-  __device__ __forceinline__ i64 of(i64 row) const { return segment ? segment[row] : 0; }
+  __device__ __forceinline__ i64 get_segment(i64 row) const { return segment ? segment[row] : 0; }
 };
 
 // --- sums of segments: first over pieces of PIECE_ROWS rows, then over the pieces of a segment -----------
@@ -28,8 +28,8 @@ extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64
   const i64 column = thread % across * LANE_FEATURES, features = d - column;
   const i64 begin = place * PIECE_ROWS, end = min(begin + PIECE_ROWS, n);
   if (begin >= n) return;
-  i64 current = segments.of(segments.row(begin));
-  bool began_before = begin > 0 && segments.of(segments.row(begin - 1)) == current;
+  i64 current = segments.get_segment(segments.row(begin));
+  bool began_before = begin > 0 && segments.get_segment(segments.row(begin - 1)) == current;
   double sum[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
   const auto put = [&](bool goes_on) {
     if (current < 0) return;
@@ -43,21 +43,21 @@ extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64
       }
   };
   for (i64 at = begin; at < end; at += ROWS_AT_ONCE) {  // loads first: they need not wait for one another
-    i64 of[ROWS_AT_ONCE];
+    i64 row_segments[ROWS_AT_ONCE];
     double by[ROWS_AT_ONCE];
     Real x[ROWS_AT_ONCE][LANE_FEATURES];
 #pragma unroll
     for (int r = 0; r < ROWS_AT_ONCE; ++r) {
       const i64 row = segments.row(min(at + r, end - 1));
-      of[r] = segments.of(row);
+      row_segments[r] = segments.get_segment(row);
       by[r] = at + r < end ? rows.inverse(row) * (weight ? weight[row] : 1) : 0;
       get_group(x[r], rows.z, row, column, features);
     }
 #pragma unroll
     for (int r = 0; r < ROWS_AT_ONCE; ++r) {
-      if (of[r] != current) {
+      if (row_segments[r] != current) {
         put(false);
-        current = of[r], began_before = false;
+        current = row_segments[r], began_before = false;
 #pragma unroll
         for (int k = 0; k < LANE_FEATURES; ++k) sum[k] = 0;
       }
@@ -66,7 +66,7 @@ extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64
         for (int k = 0; k < LANE_FEATURES; ++k) sum[k] += by[r] * x[r][k];
     }
   }
-  put(end < n && segments.of(segments.row(end)) == current);
+  put(end < n && segments.get_segment(segments.row(end)) == current);
 }
 
 constexpr int JOIN_FEATURES = 64, JOIN_PARTS = 4;  // a block has one thread for each feature and part of the pieces
@@ -79,8 +79,8 @@ join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const doubl
   const i64 across = (d + JOIN_FEATURES - 1) / JOIN_FEATURES, place = blockIdx.x / across;
   const i64 next = (place + 1) * PIECE_ROWS;
   if (next >= n) return;
-  const i64 segment = segments.of(segments.row(next));
-  const auto here = [&](i64 at) { return segments.of(segments.row(at)) == segment; };
+  const i64 segment = segments.get_segment(segments.row(next));
+  const auto here = [&](i64 at) { return segments.get_segment(segments.row(at)) == segment; };
   const i64 begin = place * PIECE_ROWS;
   if (segment < 0 || !here(next - 1) || (begin > 0 && here(begin) && here(begin - 1))) return;
   // `last` becomes the last place of the segment, by bisection
@@ -111,17 +111,17 @@ join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const doubl
 extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i64 n, i64 d,
                                             const i64* segment, const Real* sums, double itself,
                                             double* out) {
-  const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
+  const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
   const i64 row = lanes_row(lanes);
   if (row >= n) return;
-  const i64 of = segment ? segment[row] : 0;
+  const i64 row_segment = segment ? segment[row] : 0;
   double dot = 0;
-  if (of >= 0) {
+  if (row_segment >= 0) {
     const double inverse = rows.inverse(row);
     for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
       Real x[LANE_FEATURES], s[LANE_FEATURES];
       get_group(x, rows.z, row, k, d - k);
-      get_reals(s, sums + of * d + k, d - k);
+      get_reals(s, sums + row_segment * d + k, d - k);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i) {
         const double u = x[i] * inverse;
@@ -162,13 +162,13 @@ extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i6
                                            const __grid_constant__ Matrix g, double* dots) {
   const i64 row = lanes_row(32);
   if (row >= n) return;
-  const i64 of = segment ? segment[row] : 0;
-  if (of < 0) return;
+  const i64 row_segment = segment ? segment[row] : 0;
+  if (row_segment < 0) return;
   const double inverse = rows.inverse(row);
   const auto u = [&](i64 k) { return rows.z.get(row, k) * inverse; };
   const auto term = [&](i64 k) {
-    const double class_term = factor ? factor[row] * (sums[of * d + k] - itself * u(k)) : 0;
-    return class_term + (weighted ? weighted[of * d + k] : 0);
+    const double class_term = factor ? factor[row] * (sums[row_segment * d + k] - itself * u(k)) : 0;
+    return class_term + (weighted ? weighted[row_segment * d + k] : 0);
   };
   double dot = 0;
   if (rows.factor || dots) {

@@ -12,7 +12,7 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
   if (z.dtype == DTYPE_FLOAT64) {
     double largest = 0;
     for (i64 k = threadIdx.x % 32; k < d; k += 32) largest = fmax(largest, fabs(z.get(row, k)));
-    feature_exponent = exponent_of(warp_max(largest));
+    feature_exponent = find_exponent(warp_max(largest));
   }
   double square_sum = 0;
   for (i64 k = threadIdx.x % 32; k < d; k += 32) {
@@ -33,7 +33,7 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
                                       const double* label_nans, double* out,
                                       double* any_key_not_finite) {
-  const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
+  const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
   const bool is_query = lanes_row(lanes) >= n;
   const i64 row = lanes_row(lanes) - (is_query ? n : 0);
   const bool inside = !is_query || row < m;
@@ -55,7 +55,7 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
 // Finds the largest finite absolute value of all features. *largest_bits, which the caller sets to 0, gets its bits.
 // There are few warps, which read many rows each, because each warp reads *largest_bits once.
 extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n, i64 d, u32* largest_bits) {
-  const int lanes = lanes_of(d);
+  const int lanes = count_lanes(d);
   u32 largest = 0;  // bits of positive floats, as integers, are in the order of the floats
   for (i64 row = lanes_row(lanes); row < n; row += gridDim.x * (i64)ROWS_THREADS / lanes)
     for (i64 k = threadIdx.x % lanes * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
@@ -96,7 +96,7 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
                                  const double* weight, const double* gradient_divisor, char* out,
                                  i64 stride, i64 part) {
   const i64 elements = PARTS > 1 ? part : stride;
-  const int lanes = lanes_of(elements), lane = threadIdx.x % lanes;
+  const int lanes = count_lanes(elements), lane = threadIdx.x % lanes;
   const i64 row = lanes_row(lanes);
   if (row >= n) return;
   const double factor =

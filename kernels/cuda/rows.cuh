@@ -21,7 +21,7 @@ constexpr int ROWS_THREADS = 256;
 
 // Half a warp computes a row of up to this many features, so that twice as many rows are in flight.
 constexpr int HALF_WARP_ROW = 128;
-__device__ __forceinline__ int lanes_of(i64 features) { return features <= HALF_WARP_ROW ? 16 : 32; }
+__device__ __forceinline__ int count_lanes(i64 features) { return features <= HALF_WARP_ROW ? 16 : 32; }
 __device__ __forceinline__ i64 lanes_row(int lanes) {
   return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
 }

@@ -62,7 +62,7 @@ def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Cla
     integers, and none is negative.
     """
     least = 2 if decoupled else 3
-    outputs = plan.call(_classes, labels, least, not unsigned, graphs=True)
+    outputs = plan.run_by_plan(_classes, labels, least, not unsigned, graphs=True)
     place = outputs["place"]
     in_sums = Segments(place, place, -(-len(labels) // least), outputs["order"])
     row_classes = Classes(outputs["ids"], outputs["ids"], in_sums=in_sums, others=outputs["others"])

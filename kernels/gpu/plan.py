@@ -42,8 +42,8 @@ from .device.recorder import (
     Recorder,
     TooLong,
     describe,
-    placeholder_of,
-    with_placeholders,
+    insert_placeholders,
+    resolve_placeholder,
 )
 from .device.streams import capture_under_way, identity, note_capture
 from .device.tensor_map import SIZE, tensor_map
@@ -60,7 +60,7 @@ NODE_BYTES = 10 * 2**10  # about, of the device's memory, for one launch in a gr
 Build = Callable[..., dict[str, "Array | None"]]
 
 
-def call(
+def run_by_plan(
     build: Build, *inputs: Any, graphs: bool = False, plans: dict[Any, Any] | None = None
 ) -> dict[str, Array]:
     """What `build(*inputs, queue)` returns, computed by the plan for calls of this kind.
@@ -75,14 +75,14 @@ def call(
     kind = tuple(describe(part, arrays, numbers) for part in inputs)
     device = runtime.getDevice()
     # kind: shapes, strides, dtypes, alignments of addresses, and all values that are no numbers
-    key = device, device_properties(device), precision.PORTABLE, build, kind
-    plan = plans.get(key)
+    plan_key = device, device_properties(device), precision.PORTABLE, build, kind
+    plan = plans.get(plan_key)
     if plan is None:
         try:
             plan = Plan(build, inputs, arrays, graphs)
         except TooLong:
             plan = Queue()  # no plan: each call of this kind is launched step by step
-        _store(plans, MAX_PLANS, key, plan)
+        _store(plans, MAX_PLANS, plan_key, plan)
     if isinstance(plan, Plan):
         return plan.run(arrays, numbers)
     return {name: array for name, array in build(*inputs, plan).items() if array is not None}
@@ -133,14 +133,14 @@ def forget() -> None:
         _plans.clear()
 
 
-def _store(stored: dict[Any, Any], most: int, key: Any, new: Any) -> None:
-    """Store a plan, or `BoundSteps` of a plan, and remove the oldest if there are `most`.
+def _store(stored: dict[Any, Any], max_count: int, new_key: Any, new_value: Any) -> None:
+    """Store a plan, or `BoundSteps` of a plan, and remove the oldest if there are `max_count`.
 
-    While a capture is under way, no graph is freed. Values with graphs stay then, and `new` is not
-    stored if all values have graphs.
+    While a capture is under way, no graph is freed. Values with graphs stay then, and `new_value`
+    is not stored if all values have graphs.
     """
     with _lock:
-        while len(stored) >= most and key not in stored:
+        while len(stored) >= max_count and new_key not in stored:
             keep_graphs = capture_under_way()
             removable = (
                 stored_key
@@ -151,7 +151,7 @@ def _store(stored: dict[Any, Any], most: int, key: Any, new: Any) -> None:
             if oldest is None:
                 return
             del stored[oldest]
-        stored[key] = new
+        stored[new_key] = new_value
 
 
 def _free_graphs(size: int) -> None:
@@ -159,16 +159,16 @@ def _free_graphs(size: int) -> None:
     stored = chain.from_iterable(plans.values() for plans in (_plans, *_owned.values()))
     plans = [plan for plan in stored if isinstance(plan, Plan)]
     captures = [
-        (steps.capture_number, plan.bound_steps, key)
+        (steps.capture_number, plan.bound_steps, steps_key)
         for plan in plans
-        for key, steps in plan.bound_steps.items()
+        for steps_key, steps in plan.bound_steps.items()
     ]
     size += sum(plan.graph_bytes for plan in plans)
-    for _, bound_steps, key in sorted(captures, key=itemgetter(0)):
+    for _, bound_steps, steps_key in sorted(captures, key=itemgetter(0)):
         if size <= MAX_GRAPH_BYTES:
             break
-        if bound_steps[key].graph_bytes:
-            size -= bound_steps.pop(key).graph_bytes
+        if bound_steps[steps_key].graph_bytes:
+            size -= bound_steps.pop(steps_key).graph_bytes
 
 
 def _record(
@@ -181,7 +181,7 @@ def _record(
     stand_ins = iter([recorder.stand_in(array) for array in caller_arrays])
     numbers = (Placeholder(i) for i in range(2**30))
     with cupy.cuda.using_allocator(recorder.malloc):
-        return build(*(with_placeholders(part, stand_ins, numbers) for part in inputs), recorder)
+        return build(*(insert_placeholders(part, stand_ins, numbers) for part in inputs), recorder)
 
 
 @dataclass(frozen=True)
@@ -222,12 +222,14 @@ class Plan:
         recorder = Recorder(graphs)
         outputs = _record(recorder, build, inputs, caller_arrays)
         self.results = {
-            name: _Result(placeholder_of(array.data.ptr), array.shape, array.dtype, array.strides)
+            name: _Result(
+                resolve_placeholder(array.data.ptr), array.shape, array.dtype, array.strides
+            )
             for name, array in outputs.items()
             if array is not None
         }
         products = recorder.product_memory
-        self.product_memory = None if products is None else placeholder_of(products.ptr).array
+        self.product_memory = None if products is None else resolve_placeholder(products.ptr).array
         self._place_memory(recorder.sizes, len(caller_arrays))
 
         self.functions = [
@@ -239,15 +241,18 @@ class Plan:
         launches, others = recorder.words, recorder.other_arguments
         first = self.first_other_word = len(launches.values)
         self.words = np.array([*launches.values, *others.values], np.uint64)
-        pointers = [*launches.pointers, *((first + at, to) for at, to in others.pointers)]
-        self.pointers = np.array([at for at, _ in pointers], np.int64)
-        self.pointer_arrays = np.array([to.array for _, to in pointers], np.int64)
-        self.pointer_offsets = np.array([to.offset for _, to in pointers], np.int64).view(np.uint64)
-        self.numbers = np.array([at for at, _ in launches.numbers], np.int64)
+        pointers = launches.pointers + [
+            (first + position, pointer) for position, pointer in others.pointers
+        ]
+        self.pointers = np.array([position for position, _ in pointers], np.int64)
+        self.pointer_arrays = np.array([pointer.array for _, pointer in pointers], np.int64)
+        offsets = np.array([pointer.offset for _, pointer in pointers], np.int64)
+        self.pointer_offsets = offsets.view(np.uint64)
+        self.numbers = np.array([position for position, _ in launches.numbers], np.int64)
         self.number_indices = np.array([index for _, index in launches.numbers], np.int64)
         self.maps = recorder.maps
-        # A key has addresses, numbers and the stream. There are few keys, because a training loop
-        # usually gets the same memory again, and a ring uses some buffers in turn
+        # By addresses, numbers and the stream of a call. There are few keys, because a training
+        # loop usually gets the same memory again, and a ring uses some buffers in turn
         self.bound_steps: dict[tuple[Any, ...], BoundSteps] = {}
 
     @property
@@ -284,19 +289,19 @@ class Plan:
         if capturing:
             note_capture(current)
         stream = current.ptr
-        key = capturing, identity(stream), *addresses, *numbers
-        bound = self.bound_steps.get(key)
+        steps_key = capturing, identity(stream), *addresses, *numbers
+        bound = self.bound_steps.get(steps_key)
         if bound is None:
             starts = self._starts(caller_arrays, shared.ptr, separate)
             bound = self._bind(starts, numbers, stream)
-            _store(self.bound_steps, MAX_BOUND_STEPS, key, bound)
+            _store(self.bound_steps, MAX_BOUND_STEPS, steps_key, bound)
         elif not (bound.final or capturing):
             with _lock:
                 if not capture_under_way():
                     starts = self._starts(caller_arrays, shared.ptr, separate)
                     bound = self._bind_to_graphs(starts, numbers, stream, bound)
                     _free_graphs(bound.graph_bytes)
-                    _store(self.bound_steps, MAX_BOUND_STEPS, key, bound)
+                    _store(self.bound_steps, MAX_BOUND_STEPS, steps_key, bound)
         for function, arguments in bound.steps:
             function(*arguments)
         return {
@@ -326,16 +331,17 @@ class Plan:
         )
         words[self.numbers] = np.array(numbers, np.float64).view(np.uint64)[self.number_indices]
         others = words[self.first_other_word :].view(np.int64).tolist()
-        for at, argument, form in self.maps:
-            words[at : at + SIZE // 8] = tensor_map(others[argument], *form).view(np.uint64)
+        for position, argument, form in self.maps:
+            tensor_map_words = tensor_map(others[argument], *form).view(np.uint64)
+            words[position : position + SIZE // 8] = tensor_map_words
         parameters = self.parameters + words.__array_interface__["data"][0]
-        first = parameters.__array_interface__["data"][0]
+        parameters_address = parameters.__array_interface__["data"][0]
         bound: list[Any] = []
         for step, function in zip(self.steps, self.functions, strict=True):
             if isinstance(step, Launch):
                 shape = step.grid, 1, 1, step.block, 1, 1, step.shared
-                at = first + 8 * step.first
-                bound.append((driver.launchKernel, (function, *shape, stream, at, 0)))
+                first = parameters_address + 8 * step.first
+                bound.append((driver.launchKernel, (function, *shape, stream, first, 0)))
             else:
                 bound.append((step.do, (stream, *others[step.arguments])))
         return BoundSteps(bound, (words, parameters), not self.may_use_graphs)

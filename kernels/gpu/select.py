@@ -50,7 +50,7 @@ def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
     """By a plan if the call may have one, otherwise launch by launch."""
     problem, by_kernels = readable_by_kernels(problem), is_computed_by_kernels_only(problem)
     if has_plan(problem, by_kernels):
-        arrays = gpu_plan.call(recorded.solution, problem, gradients, graphs=True)
+        arrays = gpu_plan.run_by_plan(recorded.solution, problem, gradients, graphs=True)
         return recorded.solution_from_outputs(arrays)
     if by_kernels:
         recorded.compile_kernels(problem, gradients)

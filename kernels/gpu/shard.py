@@ -46,7 +46,7 @@ def fold_block(
     by_kernels = problem.plain_logits and not (problem.has_positive_ids or callable(epilogue))
     by_kernels = by_kernels and not getattr(epilogue, "linear", ())
     if problem.progress is None and by_kernels:
-        gpu_plan.call(recorded.block, *parts)
+        gpu_plan.run_by_plan(recorded.block, *parts)
     else:
         recorded.block(*parts, Queue())
 
@@ -133,7 +133,7 @@ class VectorsOverRanks(ElementwiseVectors):
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
         """The arrays that a step makes, by its plan."""
-        return gpu_plan.call(build, _bare(problem), *parts)
+        return gpu_plan.run_by_plan(build, _bare(problem), *parts)
 
 
 class QueuedVectors(VectorsOverRanks):

@@ -241,10 +241,10 @@ class TiledVectors(ElementwiseVectors):
         if not is_computed_by_kernels_only(problem):
             return super().finalize(problem, stats, triangle, gradient, backend)
         m = problem.shape[0]
-        rows, upstream, losses_of = stats.rows, problem.upstream, slice(m)
+        rows, upstream, loss_rows = stats.rows, problem.upstream, slice(m)
         if problem.joint:
             rows, upstream = self.join_rows(rows, upstream)
-            losses_of = slice(m // 2)
+            loss_rows = slice(m // 2)
         two_sided = problem.two_sided and stats.columns is not None
         if not_finite is None:
             not_finite = NotFinite(self.find_row_nans(problem, self.any_key), self.any_key)
@@ -285,13 +285,13 @@ class TiledVectors(ElementwiseVectors):
         if positive_logits is not None:
             stats.positive_logits = positive_logits
         probability = None  # no longer needed
-        of = losses_of
         return Finalized(
-            losses[of], Direction(row_loss[of], lses[0, of], probability, row_reference, 1.0),
+            losses[loss_rows],
+            Direction(row_loss[loss_rows], lses[0, loss_rows], probability, row_reference, 1.0),
             Direction(column_loss, lses[1], probability, column_reference, 1.0)
             if two_sided else None,
             row_factor, column_factor, positive_gradient,
-            None if log_scale_grad is None else log_scale_grad[of], terms,
+            None if log_scale_grad is None else log_scale_grad[loss_rows], terms,
         )  # fmt: skip
 
     def join_rows(self, sums: Sums, upstream: Array) -> tuple[Sums, Array]:

@@ -151,10 +151,10 @@ class HostCopies:
     def finish(self, raising: bool = True) -> None:
         """Wait until nothing is copied any more."""
         wait(self.touching)
-        for made in self.pending:
-            wait(made.parts)
-        for made in self.pending:
-            for part in made.parts:
+        for ticket in self.pending:
+            wait(ticket.parts)
+        for ticket in self.pending:
+            for part in ticket.parts:
                 if raising or part.exception() is None:
                     part.result().synchronize()
         for stream in (self.inwards, self.outwards, self.current):
@@ -203,13 +203,13 @@ def _touch(array: Array) -> None:
     array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] |= 0
 
 
-_of_thread = threading.local()
+_thread_local = threading.local()
 
 
 def _lane(device: int) -> _Lane:
     """The lane of this thread on a device, which becomes the current one."""
     cupy.cuda.Device(device).use()
-    lanes: dict[int, _Lane] = _of_thread.__dict__.setdefault("lanes", {})
+    lanes: dict[int, _Lane] = _thread_local.__dict__.setdefault("lanes", {})
     if device not in lanes:
         lanes[device] = _Lane()
     return lanes[device]

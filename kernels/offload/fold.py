@@ -200,7 +200,7 @@ class StreamedFold:
         return self.device.xp.empty((rows, self.problem.shape[2]), self.context.real)
 
     def block(
-        self, queries: Part, keys: Part | None, first_of_queries: bool, first_of_keys: bool,
+        self, queries: Part, keys: Part | None, is_first_of_queries: bool, is_first_of_keys: bool,
         block_accumulator: Array | None,
     ) -> None:  # fmt: skip
         """Compute one block. If `keys` is None, the queries are the keys.
@@ -239,7 +239,7 @@ class StreamedFold:
         if gradients is not None:
             key_gradient = (
                 dk
-                if first_of_keys or block_accumulator is None
+                if is_first_of_keys or block_accumulator is None
                 else block_accumulator[: len(keys.features)]
             )
             dots = None
@@ -248,13 +248,13 @@ class StreamedFold:
                 dots = xp.zeros(len(total_dots))
             to = replace(
                 gradients, query=queries.gradient, key=key_gradient, want_key=dk is not None,
-                add_query=queries.gradient is not None and not first_of_queries, dots=dots,
+                add_query=queries.gradient is not None and not is_first_of_queries, dots=dots,
                 own=None,
             )  # fmt: skip
         not_finite = None
         if isinstance(self.epilogue, (Statistics, Sigmoid)):
             nan_flags = self.context.not_finite
-            not_finite = NotFinite(nan_flags.rows[rows], nan_flags.any_key, not first_of_queries)
+            not_finite = NotFinite(nan_flags.rows[rows], nan_flags.any_key, not is_first_of_queries)
         epilogue = block_epilogue(self.epilogue, rows, columns)
         triangle = symmetric and self.grid.triangle
         self.device.fold_block(block, triangle, epilogue, to, not_finite)

@@ -122,7 +122,7 @@ def test_two_blocks_share_a_multiprocessor_where_they_fit(precision: str) -> Non
         tile = config.tile_for(precision, 512, device)
         assert (tile.warp_n, tile.stages, tile.min_blocks) == (64, stages, 2)
         all_blocks = 2 * (tile.shared + tile.static_shared + 1024)
-        assert all_blocks <= device.shared_memory_of_all
+        assert all_blocks <= device.multiprocessor_shared_memory
     small = config.DeviceProperties("89", 128, 99 * 1024, 100 * 1024, 24 * 2**30)
     assert config.tile_for(precision, 512, small).min_blocks == 1
 

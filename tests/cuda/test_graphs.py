@@ -100,7 +100,7 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ask(array: Any, graphs: bool = True) -> list[Any]:
         cuda.asked, cuda.memory = [], memory  # the same addresses
-        plan.call(build, array, graphs=graphs)
+        plan.run_by_plan(build, array, graphs=graphs)
         return cuda.asked
 
     for array in (given, other):
@@ -148,7 +148,7 @@ def ask(cuda: Streams) -> Callable[[int], "plan.BoundSteps"]:
         given = cupy.ndarray(n, np.float32, cuda.malloc(4 * n))
         for _ in range(2):
             cuda.memory = memory + 4 * n
-            plan.call(build, given, graphs=True)
+            plan.run_by_plan(build, given, graphs=True)
         return max(kept() - before, key=lambda of: of.capture_number, default=None)
 
     return asking
@@ -264,7 +264,7 @@ def test_default_streams_of_threads(
     def call() -> None:
         for _ in range(3):
             cuda.memory = memory
-            plan.call(build, given, graphs=True)
+            plan.run_by_plan(build, given, graphs=True)
 
     for _ in range(3):
         in_threads(1, call)
@@ -341,7 +341,7 @@ def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -
     memory = cuda.memory
     for _ in range(4):
         cuda.memory = memory
-        plan.call(build, given, graphs=True)
+        plan.run_by_plan(build, given, graphs=True)
         ((arguments,),) = (of.bound_steps.values() for of in plan._plans.values())
         words, parameters, *_ = arguments.memory
         first, start = parameters.ctypes.data, words.ctypes.data
@@ -362,4 +362,4 @@ def test_calls_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "device_properties", lambda _: None)
     monkeypatch.setattr(runtime, "getDevice", lambda: 0)
     for _ in range(2):
-        assert plan.call(build) == {"asked": 1}
+        assert plan.run_by_plan(build) == {"asked": 1}

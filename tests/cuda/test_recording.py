@@ -84,7 +84,7 @@ def recording(
         made = recorded.solution(problem, gradients, into)
     for array_made in made.values():
         if array_made is not None:
-            recorder.placeholder_of(array_made.data.ptr)
+            recorder.resolve_placeholder(array_made.data.ptr)
     return into
 
 

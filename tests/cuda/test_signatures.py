@@ -16,7 +16,7 @@ from infonce.kernels.gpu.device.recorder import (
     Placeholder,
     Pointer,
     Recorder,
-    placeholder_of,
+    resolve_placeholder,
 )
 
 pytestmark = pytest.mark.extras
@@ -143,4 +143,4 @@ def test_recordings_say_what_is_filled_in() -> None:
     # the first would be cuBLAS's workspace, which products in CUDA graphs have
     assert [at for at, _ in recorder.other_arguments.pointers] == [7, 10, 14]
     with pytest.raises(ValueError, match="expected an address in one of the call's arrays, got"):
-        placeholder_of(4096)
+        resolve_placeholder(4096)

@@ -91,7 +91,7 @@ def recording(
         made = planned._build(problem, gradients, place, into)
     for array in made.values():
         if array is not None:
-            recorder.placeholder_of(array.data.ptr)
+            recorder.resolve_placeholder(array.data.ptr)
     return into
 
 

@@ -101,7 +101,7 @@ class Recording(recorder.Recorder):
         found = []
         for word in step:
             try:
-                to = recorder.placeholder_of(word)
+                to = recorder.resolve_placeholder(word)
                 found.append(self.named(("at", to.array, to.offset)))
             except (TypeError, ValueError):
                 found.append(word)
@@ -162,7 +162,7 @@ def nothing_runs() -> Iterator[SimpleNamespace]:
     def function(device: Any, file: str, name: str, shared: int = 0, **defines: Any) -> Direct:
         return Direct(now.into, file, name, defines)
 
-    def call(build: Any, *parts: Any, **_: Any) -> Any:
+    def run_by_plan(build: Any, *parts: Any, **_: Any) -> Any:
         return {k: v for k, v in build(*parts, now.into).items() if v is not None}
 
     def host_number(value: float, real: Any) -> tuple[Any, int]:
@@ -175,7 +175,8 @@ def nothing_runs() -> Iterator[SimpleNamespace]:
     patches = [
         patch.object(cupy.cuda, "Device", Device), patch.object(runtime, "getDevice", lambda: 0),
         patch.object(compiler, "start", lambda *_, **__: False),
-        patch.object(compiler, "function", function), patch.object(plan, "call", call),
+        patch.object(compiler, "function", function),
+        patch.object(plan, "run_by_plan", run_by_plan),
         patch.object(plan, "compile_kernels", lambda *_: None),
         patch.object(recorder, "MAX_STEPS", MOST_STEPS),
         patch.object(fused, "_barrier", lambda _: cupy.empty(2, np.uint32)),

@@ -28,18 +28,18 @@ struct Exponentials {
 template <bool ONE>
 __device__ __forceinline__ Exponentials exponentials(Real x, Real c, const RowFactors& row,
                                                      const ColumnFactors& column) {
-  Exponentials of = {};
-  of.row_exponent = fma(c, x, -row.reference);
-  of.in_row = exp2_(of.row_exponent);
+  Exponentials result = {};
+  result.row_exponent = fma(c, x, -row.reference);
+  result.in_row = exp2_(result.row_exponent);
   if (!COLUMNS) {
-    of.gradient = rounded_product(of.in_row, row.weight);
-    return of;
+    result.gradient = rounded_product(result.in_row, row.weight);
+    return result;
   }
-  of.column_exponent = fma(c, x, -column.reference);
-  of.in_column = ONE ? of.in_row * row.u : exp2_(of.column_exponent);
-  of.gradient = ONE ? rounded_product(of.in_row, fma(row.u, column.weight, row.weight))
-                    : fma(of.in_column, column.weight, rounded_product(of.in_row, row.weight));
-  return of;
+  result.column_exponent = fma(c, x, -column.reference);
+  result.in_column = ONE ? result.in_row * row.u : exp2_(result.column_exponent);
+  result.gradient = ONE ? rounded_product(result.in_row, fma(row.u, column.weight, row.weight))
+                    : fma(result.in_column, column.weight, rounded_product(result.in_row, row.weight));
+  return result;
 }
 
 // Sums of a row over its pairs, or of a column. With p and q the probabilities of student and teacher and y the

@@ -43,7 +43,7 @@ find_positive_tiles(const i64* query_ids, i64 m, const i64* key_ids, i64 n, i64 
   const int lane = threadIdx.x % 32;
   const i64 byte = blockIdx.x % parts * (THREADS / 32) + threadIdx.x / 32;
   if (byte >= row_bytes) return;
-  int found = 0;
+  int tile_bits = 0;
   for (int t = 0; t < TILES_OF_BYTE; ++t) {
     const i64 first = (byte * TILES_OF_BYTE + t) * TILE;
     i64 ids[TILE / 32];
@@ -55,7 +55,7 @@ find_positive_tiles(const i64* query_ids, i64 m, const i64* key_ids, i64 n, i64 
     bool any = false;
 #pragma unroll
     for (int i = 0; i < TILE / 32; ++i) any |= first + i * 32 + lane < n && queries.contains(ids[i]);
-    if (__any_sync(ALL_LANES, any)) found |= 1 << t;
+    if (__any_sync(ALL_LANES, any)) tile_bits |= 1 << t;
   }
-  if (lane == 0) tiles[query_tile * row_bytes + byte] = (char)found;
+  if (lane == 0) tiles[query_tile * row_bytes + byte] = (char)tile_bits;
 }

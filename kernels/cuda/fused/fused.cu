@@ -73,7 +73,7 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
 #pragma unroll
         for (int v = 0; v < 8; v += VECTOR_WIDTH) {
           Vector zs;
-          zs.bits = *(const uint4*)&s.z[at.group * DEPTH + o + w][column_of<true>(at.c, v)];
+          zs.bits = *(const uint4*)&s.z[at.group * DEPTH + o + w][get_column<true>(at.c, v)];
 #pragma unroll
           for (int e = 0; e < VECTOR_WIDTH; ++e)
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
 
 // Sum of v[0 .. n), each times its weight (null: 1), by one warp.
 template <class T>
-__device__ double sum_of(const T* v, i64 n, const double* weights = nullptr) {
+__device__ double sum_vector(const T* v, i64 n, const double* weights = nullptr) {
   double sum = 0;
   for (i64 i = threadIdx.x % 32; i < n; i += 32) sum += weights ? weights[i] * v[i] : v[i];
   return warp_sum(sum);
@@ -125,7 +125,7 @@ fused(const __grid_constant__ Fused f) {
   const i64 tiles = SYMMETRIC ? across * (across + 1) / 2 : down * across;
   for (i64 t = blockIdx.x; t < tiles * f.parts; t += gridDim.x) {
     i64 row, column;
-    tile_of(f, t % tiles, across, row, column);
+    find_tile(f, t % tiles, across, row, column);
     logits_tile(f, row * FUSED_TILE, column * FUSED_TILE, t / tiles, shared);
   }
   if (!NORMALIZE) inspect_all();  // by now the features are in the cache
@@ -140,7 +140,7 @@ fused(const __grid_constant__ Fused f) {
   const Team team(f.m, memory);
   if (SIGMOID) {
     for (i64 i = team.row; i < f.m; i += team.step)
-      if (team.lane == 0) f.row_factor[i] = (Real)(upstream_of(f, i) * scale);
+      if (team.lane == 0) f.row_factor[i] = (Real)(get_upstream(f, i) * scale);
   } else {
     row_log_sum_exp(f, scale, memory);
     if (TWO_SIDED) column_log_sum_exp(f, scale);
@@ -149,10 +149,10 @@ fused(const __grid_constant__ Fused f) {
   if (SYMMETRIC || TWO_SIDED) grid_barrier(f.barrier, target);
   else team.sync();
 
-  rows_of_losses(f, s, scale, bias, memory);
+  compute_row_losses(f, s, scale, bias, memory);
   grid_barrier(f.barrier, target);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
-    const double loss = sum_of(f.losses, f.m, f.row_shares);
+    const double loss = sum_vector(f.losses, f.m, f.row_shares);
     if (threadIdx.x == 0) *f.loss = (Real)(f.common_share * loss);
   }
   if (f.gradient) {
@@ -171,7 +171,7 @@ fused(const __grid_constant__ Fused f) {
                          (t - query_tiles) % wide * FUSED_TILE, shared);
     }
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
-      const double dots = sum_of(f.row_dot, f.m), sums = sum_of(f.row_sum, f.m);
+      const double dots = sum_vector(f.row_dot, f.m), sums = sum_vector(f.row_sum, f.m);
       if (threadIdx.x == 0) {
         *f.scale_grad = (Real)(dots / ((SYMMETRIC ? 2 : 1) * scale));
         *f.bias_grad = (Real)(sums / scale);

@@ -85,11 +85,11 @@ __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
 }
 
 // The positive of row i; -1 for a row without a positive, whose upstream gradient is 0.
-__device__ __forceinline__ i64 positive_of(const Fused& f, i64 i) {
+__device__ __forceinline__ i64 get_positive(const Fused& f, i64 i) {
   if (f.positives) return f.positives[i];
   return !SYMMETRIC ? i : i < f.m / 2 ? i + f.m / 2 : i - f.m / 2;
 }
-__device__ __forceinline__ double upstream_of(const Fused& f, i64 i) {
+__device__ __forceinline__ double get_upstream(const Fused& f, i64 i) {
   return f.upstreams ? f.upstreams[i] : f.upstream;
 }
 

@@ -33,7 +33,7 @@ constexpr int GROUP_THREADS = 64;
 constexpr int GROUPS = FUSED_THREADS / GROUP_THREADS;
 constexpr int DEPTH = CHUNK / GROUPS;  // depth of a group's part of a step
 
-// The group of a thread, and the place of its results in a tile: rows r + 8 h, columns `column_of(c, v)`.
+// The group of a thread, and the place of its results in a tile: rows r + 8 h, columns `get_column(c, v)`.
 struct Place {
   int group, r, c;
 };
@@ -43,7 +43,7 @@ __device__ __forceinline__ Place place() {
 }
 // Column v of the eight columns of a thread: 8 apart, or (ALONG) in runs of 16 bytes.
 template <bool ALONG>
-__device__ __forceinline__ int column_of(int c, int v) {
+__device__ __forceinline__ int get_column(int c, int v) {
   return ALONG ? (c + v / VECTOR_WIDTH * 8) * VECTOR_WIDTH + v % VECTOR_WIDTH : c + 8 * v;
 }
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& a
     for (int h = 0; h < 8; ++h)
 #pragma unroll
       for (int v = 0; v < 8; v += TOGETHER) {
-        Real* here = &tile[at.r + 8 * h][column_of<ALONG>(at.c, v)];
+        Real* here = &tile[at.r + 8 * h][get_column<ALONG>(at.c, v)];
         Vector sum;
         if (round > 0) {
           if (ALONG) sum.bits = *(const uint4*)here;

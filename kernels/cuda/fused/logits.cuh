@@ -14,7 +14,7 @@ __device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, doubl
       double largest = 0;
       for (i64 k = team.lane; k < d; k += team.lanes)
         largest = fmax(largest, fabs((double)*address(z, row, k)));
-      exponent = exponent_of(team.max(largest));
+      exponent = find_exponent(team.max(largest));
     }
     double squares = 0, nothing = 0;
 #pragma unroll 8
@@ -78,7 +78,7 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
 #pragma unroll
       for (int v = 0; v < 8; ++v) {
         Vector b;
-        b.bits = *(const uint4*)&s.k[column_of<false>(at.c, v)][at.group * DEPTH + w];
+        b.bits = *(const uint4*)&s.k[get_column<false>(at.c, v)][at.group * DEPTH + w];
 #pragma unroll
         for (int e = 0; e < VECTOR_WIDTH; ++e)
 #pragma unroll
@@ -101,7 +101,7 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
 
 // Row and column of tile t of the logits, in the order of rows. If x is symmetric, tiles below the diagonal are
 // left out.
-__device__ __forceinline__ void tile_of(const Fused& f, i64 t, i64 across, i64& row, i64& column) {
+__device__ __forceinline__ void find_tile(const Fused& f, i64 t, i64 across, i64& row, i64& column) {
   row = SYMMETRIC ? 0 : t / across;
   column = SYMMETRIC ? t : t % across;
   if (SYMMETRIC)

@@ -26,7 +26,7 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
   const Team team(f.m, memory);
   for (i64 i = team.row; i < f.m; i += team.step) {
     const Real* x = f.x + i * f.n;
-    const i64 y = positive_of(f, i);
+    const i64 y = get_positive(f, i);
     Real top = LOW;
 #pragma unroll 4
     for (i64 j = team.lane; j < f.n; j += team.lanes)
@@ -40,7 +40,7 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
     sum = team.sum(sum);
     if (team.lane == 0)
       finalize(c2, top, sum, y < 0 ? nullptr : x + y,
-               upstream_of(f, i) * f.row_direction_weight * scale, f.row_gap + i,
+               get_upstream(f, i) * f.row_direction_weight * scale, f.row_gap + i,
                f.row_lse + i, f.row_reference + i, f.row_factor + i);
   }
 }
@@ -58,7 +58,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     if (j < f.n)
 #pragma unroll 4
       for (i64 i = warp; i < f.m; i += FUSED_WARPS)
-        if (j != positive_of(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
+        if (j != get_positive(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
     tops[warp][lane] = top;
     __syncthreads();  // the writes of tops[] come before the reads below
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     if (j < f.n)
 #pragma unroll 4
       for (i64 i = warp; i < f.m; i += FUSED_WARPS)
-        if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
+        if (j != get_positive(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
     // The writes of sums[] come before their reads, and the reads of tops[] before the next writes. (The reads
     // of sums[] come before the next writes by the first barrier.)
@@ -77,7 +77,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       sum = 0;
 #pragma unroll
       for (int w = 0; w < FUSED_WARPS; ++w) sum += sums[w][lane];
-      finalize(c2, top, sum, f.x + j * f.n + j, upstream_of(f, j) * f.column_direction_weight * scale,
+      finalize(c2, top, sum, f.x + j * f.n + j, get_upstream(f, j) * f.column_direction_weight * scale,
                f.column_gap + j, f.column_lse + j, f.column_reference + j, f.column_factor + j);
     }
   }
@@ -111,12 +111,12 @@ struct GapResult {
 // that this short launch fetches its instructions once.
 __device__ __noinline__ GapResult gap_result(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
-__device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,
+__device__ void compute_row_losses(const Fused& f, const Slope& s, double scale, double bias,
                                double* memory) {
   const Team team(f.m, memory);
   for (i64 i = team.row; i < f.m; i += team.step) {
     const Real* x = f.x + i * f.n;
-    const i64 y = positive_of(f, i);
+    const i64 y = get_positive(f, i);
     double row_nan = 0;
     for (i64 j = team.lane; j < f.n; j += team.lanes) row_nan += f.column_nans[j];
     row_nan = team.sum(row_nan) + f.row_nans[i];
@@ -125,7 +125,7 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (SIGMOID) {
       const GapResult at = gap_result(-LOG2_E * (scale * (double)x[y] + bias));
-      here = -upstream_of(f, i) * scale * at.negative_probability;
+      here = -get_upstream(f, i) * scale * at.negative_probability;
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
         if (j == y || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
@@ -137,14 +137,14 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
     } else {
       const GapResult row = gap_result(f.row_gap[i]);
       loss = f.row_direction_weight * row.loss;
-      here = -upstream_of(f, i) * f.row_direction_weight * scale * row.negative_probability;
+      here = -get_upstream(f, i) * f.row_direction_weight * scale * row.negative_probability;
       if (TWO_SIDED) {
         const GapResult column = gap_result(f.column_gap[i]);
         loss += f.column_direction_weight * column.loss;
-        here -= upstream_of(f, i) * f.column_direction_weight * scale * column.negative_probability;
+        here -= get_upstream(f, i) * f.column_direction_weight * scale * column.negative_probability;
       }
       if (SYMMETRIC)  // the pair counts for both its rows
-        here -= upstream_of(f, y) * f.row_direction_weight * scale * gap_result(f.row_gap[y]).negative_probability;
+        here -= get_upstream(f, y) * f.row_direction_weight * scale * gap_result(f.row_gap[y]).negative_probability;
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + row_nan);
     if (!f.gradient) continue;

@@ -58,7 +58,7 @@ unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, doubl
   if (normalize && z.dtype == DTYPE_FLOAT64) {
     double largest = 0;
     for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) largest = fmax(largest, fabs(z.get(row, k)));
-    exponent = exponent_of(block_max(largest));
+    exponent = find_exponent(block_max(largest));
   }
   double squares = 0, nothing = 0;
   for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) {

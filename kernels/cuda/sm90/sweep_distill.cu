@@ -33,7 +33,7 @@ struct ModelRows {
     rows.load(b, query_tile, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(query_tile, h);
+      const i64 row = lane.get_row(query_tile, h);
       factors[h] = {};
       if (row < b.q.rows)
         factors[h] = {f.row_reference[row], f.a[row], COLUMNS ? f.u[row] : 0, f.a[row] * row_weight[row]};
@@ -109,8 +109,8 @@ struct Distillation {
   __device__ __forceinline__ void leave_out(float (&x)[64], float instead, int t) const {
 #pragma unroll
     for (int i = 0; i < 64; ++i)
-      if (lane.row_of(work.query_tile, i / 2 % 2) >= b.q.rows ||
-          (i64)t * TILE_COLUMNS + column_of(i, lane) >= b.k.rows)
+      if (lane.get_row(work.query_tile, i / 2 % 2) >= b.q.rows ||
+          (i64)t * TILE_COLUMNS + get_column(i, lane) >= b.k.rows)
         x[i] = instead;
   }
 
@@ -118,38 +118,42 @@ struct Distillation {
   template <bool ONE>
   __device__ __forceinline__ void differentiate(float (&x)[64], const float (&y)[64], int t) {
     const int row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
-    DistillSums of_rows[2] = {};
+    DistillSums tile_row_sums[2] = {};
 #pragma unroll
     for (int s = 0; s < SLICES; s += 2) {
-      DistillSums of_columns[8] = {};
+      DistillSums tile_column_sums[8] = {};
 #pragma unroll
       for (int slice = s; slice < s + 2; ++slice) {
-        const ModelSlice columns(consumer.student, slice, lane), teacher_columns(consumer.teacher, slice, lane);
+        const ModelSlice student_columns(consumer.student, slice, lane);
+        const ModelSlice teacher_columns(consumer.teacher, slice, lane);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
           const int i = 8 * slice + k, h = k / 2 % 2, number = k / 4 * 2 + k % 2;
-          const RowFactors &row_of_student = student_rows.factors[h], &row_of_teacher = teacher_rows.factors[h];
-          const ColumnFactors &column = columns.factors[number], &teacher_column = teacher_columns.factors[number];
-          const Exponentials of = exponentials<ONE>(x[i], c, row_of_student, column);
-          const Exponentials wanted = exponentials<ONE>(y[i], teacher_c, row_of_teacher, teacher_column);
-          of_rows[h].add(of.in_row, row_of_student.a, wanted.in_row, row_of_teacher.a, of.row_exponent);
+          const RowFactors &student_row = student_rows.factors[h], &teacher_row = teacher_rows.factors[h];
+          const ColumnFactors& student_column = student_columns.factors[number];
+          const ColumnFactors& teacher_column = teacher_columns.factors[number];
+          const Exponentials student_terms = exponentials<ONE>(x[i], c, student_row, student_column);
+          const Exponentials teacher_terms = exponentials<ONE>(y[i], teacher_c, teacher_row, teacher_column);
+          tile_row_sums[h].add(student_terms.in_row, student_row.a, teacher_terms.in_row, teacher_row.a,
+                               student_terms.row_exponent);
           if (COLUMNS)
-            of_columns[4 * (slice - s) + number].add(of.in_column, column.v, wanted.in_column, teacher_column.v,
-                                                     of.column_exponent);
-          float p = of.gradient - wanted.gradient;
+            tile_column_sums[4 * (slice - s) + number].add(student_terms.in_column, student_column.v,
+                                                           teacher_terms.in_column, teacher_column.v,
+                                                           student_terms.column_exponent);
+          float p = student_terms.gradient - teacher_terms.gradient;
 #if FACTORS
-          p *= student_rows.rows.factor[h] * consumer.student.columns.factor[column_of(i, lane)];
+          p *= student_rows.rows.factor[h] * consumer.student.columns.factor[get_column(i, lane)];
 #endif
           x[i] = p;
         }
         if (GRADIENT) out.store(x, slice, row, t * TILE_COLUMNS, b, lane);
       }
-      if (COLUMNS) write_column_sums(of_columns, s / 2);
+      if (COLUMNS) write_column_sums(tile_column_sums, s / 2);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      target[h] += of_rows[h].target;
-      if (MOMENTS) excess[h] += of_rows[h].excess;
+      target[h] += tile_row_sums[h].target;
+      if (MOMENTS) excess[h] += tile_row_sums[h].excess;
     }
   }
 
@@ -181,12 +185,9 @@ struct Distillation {
     if (GRADIENT) out.end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int lanes = 1; lanes < 4; lanes *= 2) {
-        target[h] += __shfl_xor_sync(ALL_LANES, target[h], lanes);
-        if (MOMENTS) excess[h] += __shfl_xor_sync(ALL_LANES, excess[h], lanes);
-      }
-      const i64 row = lane.row_of(w.query_tile, h), slot = ROW_SLOTS * w.segment + lane.slot();
+      if (MOMENTS) add_over_lanes(target[h], excess[h]);
+      else add_over_lanes(target[h]);
+      const i64 row = lane.get_row(w.query_tile, h), slot = ROW_SLOTS * w.segment + lane.slot();
       if (lane.t == 0 && row < b.q.rows)
         row_sums[slot * b.q.rows + row] =
             make_float2((float)target[h] * teacher_rows.factors[h].a, (float)excess[h]);

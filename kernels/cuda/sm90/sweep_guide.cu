@@ -33,7 +33,7 @@ struct Guide {
       const SliceColumns columns(consumer.columns, s, lane);
 #pragma unroll
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
-        const auto pair = pair_of(i, rows, columns);
+        const auto pair = get_pair(i, rows, columns);
         const int bit = mark_bit(i / 4 * 8 + i % 2);  // the same for all lanes
         const bool above = LIMITS == 2 ? !Limits::in_row(x[i], pair) : Limits::excluded(x[i], pair);
         in_row[pair.row] |= (u32)above << bit;
@@ -42,7 +42,7 @@ struct Guide {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(work.query_tile, h);
+      const i64 row = lane.get_row(work.query_tile, h);
       if (row >= b.q.rows) continue;
       const i64 word = mark_word(b.q.rows, row, (i64)t * TILE_COLUMNS + 2 * lane.t);
       row_marks[word] = in_row[h];

@@ -92,7 +92,7 @@ struct Lse {
   Partial strip_sum;    // of this thread's column, in the tile and this warp's strip (KEEPS_OWN_STRIP)
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
-    return lane.row_of(work.query_tile, h);
+    return lane.get_row(work.query_tile, h);
   }
 
   __device__ __forceinline__ void begin_query_tile(const Work& w) {
@@ -121,7 +121,7 @@ struct Lse {
     });
     bool good = true;
     if (MAXIMA || !sum_with_shared_reference(x, t)) {
-      if (CACHE) out->written(lane);
+      if (CACHE) out->wait_for_writes(lane);
       good = sum_with_own_references(x, t);
     }
     if (!CACHE) return;
@@ -198,7 +198,7 @@ struct Lse {
       float high = largest(x, h, rows, consumer.columns, lane);
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 2));
-      own[h] = MAXIMA ? c * high : reference_for(high, c);
+      own[h] = MAXIMA ? c * high : choose_reference(high, c);
       shift[h] = own[h] == LOW ? 0 : own[h];  // 2^(-inf - 0) adds nothing
     }
     float top = fmaxf(own[0], own[1]);
@@ -237,7 +237,7 @@ struct Lse {
       for (int k = 0; k < 8; ++k) {
         const int i = 16 * s + k / 2 * 4 + k % 2;
         if (k == 4) columns = SliceColumns(consumer.columns, 2 * s + 1, lane);
-        const auto pair0 = pair_of(i, rows, columns), pair1 = pair_of(i + 2, rows, columns);
+        const auto pair0 = get_pair(i, rows, columns), pair1 = get_pair(i + 2, rows, columns);
         const float y0 = Options::exponent(x[i], pair0), y1 = Options::exponent(x[i + 2], pair1);
         const float e0 = exp2_(fmaf(y0, c, -shift[0])), e1 = exp2_(fmaf(y1, c, -shift[1]));
         Options::add_to_row(tile_sums[0].sum, e0, x[i], pair0);
@@ -290,7 +290,7 @@ struct Lse {
         if (OWN && __any_sync(ALL_LANES, slice_sums.sum < MIN_EXACT_SUM)) slice_sums = tile_columns.own_sums(s);
       }
       if (KEEPS_OWN_STRIP && s == lane.warp) strip_sum = slice_sums;
-      else group.strips.of(s, s ^ lane.warp).set(lane.lane, slice_sums);
+      else group.strips.get_partials(s, s ^ lane.warp).set(lane.lane, slice_sums);
     }
     if constexpr (Options::SPLITS && COLUMNS && !OWN) tile_columns.require_empty(small, good);
     return good;
@@ -308,7 +308,7 @@ struct Lse {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const bool own = KEEPS_OWN_STRIP && w == 0;
-        strip[w] = own ? strip_sum : group.strips.of(lane.warp, w).get(lane.lane);
+        strip[w] = own ? strip_sum : group.strips.get_partials(lane.warp, w).get(lane.lane);
         const bool nothing = Options::SPLITS && strip[w].sum == 0;
         same = same && (nothing || strip[w].reference == column_sum.reference);
       }

@@ -71,7 +71,7 @@ struct Narrow : LogitGradient {
     const bool there = add || lane.consumer == 1;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(w.query_tile, h);
+      const i64 row = lane.get_row(w.query_tile, h);
       if (row >= b.q.rows) continue;
       float* to = out + row * stride;
 #pragma unroll

@@ -43,7 +43,7 @@ struct Online {
   float sum[2], high[2], moment[2];  // so far; this thread's, of four that share a row
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
-    return lane.row_of(work.query_tile, h);
+    return lane.get_row(work.query_tile, h);
   }
 
   __device__ __forceinline__ void begin_query_tile(const Work& w) {
@@ -79,11 +79,11 @@ struct Online {
 #pragma unroll
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
-        e[i] = exp2_(fmaf(Options::exponent(x[i], pair_of(i, rows, columns)), c, -reference[h]));
+        e[i] = exp2_(fmaf(Options::exponent(x[i], get_pair(i, rows, columns)), c, -reference[h]));
         tile_sum[h] += e[i];
         if (MOMENTS) moment[h] = fmaf(e[i], x[i], moment[h]);
 #if FACTORS
-        e[i] *= consumer.columns.factor[column_of(i, lane)];  // the row's is taken at the end
+        e[i] *= consumer.columns.factor[get_column(i, lane)];  // the row's is taken at the end
 #endif
       }
       out.store(e, s, first_row, t * TILE_COLUMNS, b, lane);

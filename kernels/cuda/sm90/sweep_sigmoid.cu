@@ -51,7 +51,7 @@ struct SigmoidLoss {
     rows.load(b, w.query_tile, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(w.query_tile, h);
+      const i64 row = lane.get_row(w.query_tile, h);
       a[h] = row < b.q.rows ? row_factor[row] : 0;
       sums[h] = RowSums{};
     }
@@ -94,25 +94,25 @@ struct SigmoidLoss {
     i64 ids[2];
     float weights[2];
 
-    __device__ __forceinline__ Positives(const SigmoidLoss& of) : loss(of) {
+    __device__ __forceinline__ Positives(const SigmoidLoss& sigmoid) : loss(sigmoid) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const i64 row = min(of.lane.row_of(of.work.query_tile, h), of.b.q.rows - 1);
-        ids[h] = of.b.query_positive_ids[row], weights[h] = of.b.query_pair_weights[row];
+        const i64 row = min(sigmoid.lane.get_row(sigmoid.work.query_tile, h), sigmoid.b.q.rows - 1);
+        ids[h] = sigmoid.b.query_positive_ids[row], weights[h] = sigmoid.b.query_pair_weights[row];
       }
     }
     // Whether the ids of the pair of x[i] are equal.
     __device__ __forceinline__ bool have(int i) const {
-      return ids[i / 2 % 2] == loss.consumer.columns.key_positive_ids[column_of(i, loss.lane)];
+      return ids[i / 2 % 2] == loss.consumer.columns.key_positive_ids[get_column(i, loss.lane)];
     }
     __device__ __forceinline__ float weight(int i) const {
-      return weights[i / 2 % 2] + loss.consumer.columns.key_pair_weights[in_slices(column_of(i, loss.lane))];
+      return weights[i / 2 % 2] + loss.consumer.columns.key_pair_weights[in_slices(get_column(i, loss.lane))];
     }
   };
   // Whether a tile may have pairs of equal ids: without `positive_tiles`, each tile may.
   __device__ __forceinline__ bool may_have_equal_ids(int t) const {
     if (!b.positive_tiles) return true;
-    const i64 query_tile = (u64)(b.first_row + lane.row_of(work.query_tile, 0)) / POSITIVE_TILE;
+    const i64 query_tile = (u64)(b.first_row + lane.get_row(work.query_tile, 0)) / POSITIVE_TILE;
     const i64 key_tile = (u64)b.first_column / POSITIVE_TILE + t;
     return b.positive_tiles[query_tile * b.positive_tiles_bytes + (u64)key_tile / 8] >> key_tile % 8 & 1;
   }
@@ -167,7 +167,7 @@ struct SigmoidLoss {
         tile_sums[h].gradient += x[i];
         if (MOMENTS) sums[h].moment = fmaf(x[i], product, sums[h].moment);
 #if FACTORS
-        x[i] *= rows.factor[h] * consumer.columns.factor[column_of(i, lane)];
+        x[i] *= rows.factor[h] * consumer.columns.factor[get_column(i, lane)];
 #endif
       }
       if (GRADIENT) out.store(x, s, row, t * TILE_COLUMNS, b, lane);
@@ -186,13 +186,9 @@ struct SigmoidLoss {
     if (GRADIENT) out.end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int lanes = 1; lanes < 4; lanes *= 2) {
-        sums[h].loss += __shfl_xor_sync(ALL_LANES, sums[h].loss, lanes);
-        sums[h].gradient += __shfl_xor_sync(ALL_LANES, sums[h].gradient, lanes);
-        if (MOMENTS) sums[h].moment += __shfl_xor_sync(ALL_LANES, sums[h].moment, lanes);
-      }
-      const i64 row = lane.row_of(w.query_tile, h);
+      if (MOMENTS) add_over_lanes(sums[h].loss, sums[h].gradient, sums[h].moment);
+      else add_over_lanes(sums[h].loss, sums[h].gradient);
+      const i64 row = lane.get_row(w.query_tile, h);
       const i64 at = (ROW_SLOTS * w.segment + lane.slot()) * row_stride + row;
       if (lane.t == 0 && row < b.q.rows) {
         row_sums[at] = make_float2(sums[h].loss, sums[h].gradient);

@@ -45,33 +45,35 @@ template <bool ONE>
 __device__ __forceinline__ void distill_strip(Products& x, const Products& t, LossShared& s,
                                               const FactorsShared& student, const FactorsShared& teacher, Real c,
                                               Real teacher_c, const Position& p) {
-  DistillSums of_columns[LANE_N] = {};
+  DistillSums strip_column_sums[LANE_N] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int r = p.row(i);
     const RowFactors row = row_factors(student, r, s.row_weight[r]);
     const RowFactors teacher_row = row_factors(teacher, r, s.row_weight[r]);
-    DistillSums of_row = {};
+    DistillSums strip_row_sums = {};
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const int at = p.column(j);
       const ColumnFactors column = column_factors(student, at, s.column_weight[at]);
       const ColumnFactors teacher_column = column_factors(teacher, at, s.column_weight[at]);
-      const Exponentials of = exponentials<ONE>(x[i][j], c, row, column);
-      const Exponentials wanted = exponentials<ONE>(t[i][j], teacher_c, teacher_row, teacher_column);
-      of_row.add(of.in_row, row.a, wanted.in_row, teacher_row.a, of.row_exponent);
+      const Exponentials student_terms = exponentials<ONE>(x[i][j], c, row, column);
+      const Exponentials teacher_terms = exponentials<ONE>(t[i][j], teacher_c, teacher_row, teacher_column);
+      strip_row_sums.add(student_terms.in_row, row.a, teacher_terms.in_row, teacher_row.a, student_terms.row_exponent);
       if (COLUMNS)
-        of_columns[j].add(of.in_column, column.v, wanted.in_column, teacher_column.v, of.column_exponent);
-      x[i][j] = of.gradient - wanted.gradient;
+        strip_column_sums[j].add(student_terms.in_column, column.v, teacher_terms.in_column, teacher_column.v,
+                                 student_terms.column_exponent);
+      x[i][j] = student_terms.gradient - teacher_terms.gradient;
     }
-    const Real target = row_sum(of_row.target) * teacher_row.a, excess = MOMENTS ? row_sum(of_row.excess) : 0;
+    const Real target = row_sum(strip_row_sums.target) * teacher_row.a;
+    const Real excess = MOMENTS ? row_sum(strip_row_sums.excess) : 0;
     if (p.t == 0) s.row_sums[p.warp_n][r] = real2(target, excess);
   }
   if (!COLUMNS) return;
 #pragma unroll
   for (int j = 0; j < LANE_N; ++j) {
-    const Real target = column_sum(of_columns[j].target) * teacher.v[p.column(j)];
-    const Real excess = MOMENTS ? column_sum(of_columns[j].excess) : 0;
+    const Real target = column_sum(strip_column_sums[j].target) * teacher.v[p.column(j)];
+    const Real excess = MOMENTS ? column_sum(strip_column_sums[j].excess) : 0;
     if (p.g == 0) s.column_sums[p.warp_m][p.column(j)] = real2(target, excess);
   }
 }
@@ -103,8 +105,8 @@ distill(const __grid_constant__ Block block, const __grid_constant__ Block teach
         const Real* row_weight, const Real* column_weight, Real2* row_sums, Real2* column_sums,
         const __grid_constant__ GradientBlock gradient_block) {
   extern __shared__ __align__(128) char stages[];
-  __shared__ ModelShared of_student, of_teacher;
-  __shared__ LossShared of_loss;
+  __shared__ ModelShared student_shared, teacher_shared;
+  __shared__ LossShared loss_shared;
   const Position p;
   const Real c = (Real)(block.scale.get() * LOG2_E), teacher_c = (Real)(teacher.scale.get() * LOG2_E);
   const bool one_exponential = !COLUMNS || (*factors.one_exponential && *teacher_factors.one_exponential);
@@ -112,28 +114,28 @@ distill(const __grid_constant__ Block block, const __grid_constant__ Block teach
   Pipeline pipeline(block, stages, &teacher);
   for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
     const i64 rows_here = rows - tile.row, columns_here = columns - tile.column;
-    prepare(of_student, factors, block, tile);
-    prepare(of_teacher, teacher_factors, teacher, tile);
-    fetch(of_loss.row_weight, row_weight + tile.row, rows_here);
-    if (COLUMNS) fetch(of_loss.column_weight, column_weight + tile.column, columns_here);
+    prepare(student_shared, factors, block, tile);
+    prepare(teacher_shared, teacher_factors, teacher, tile);
+    fetch(loss_shared.row_weight, row_weight + tile.row, rows_here);
+    if (COLUMNS) fetch(loss_shared.column_weight, column_weight + tile.column, columns_here);
     Products x, t;
     tile_product(x, pipeline, p);
     tile_product(t, pipeline, p, true);
-    apply_factors(x, of_student.tile, p);
-    apply_factors(t, of_teacher.tile, p);
+    apply_factors(x, student_shared.tile, p);
+    apply_factors(t, teacher_shared.tile, p);
     if (rows_here < BLOCK_M || columns_here < BLOCK_N) {
       leave_out(x, outside_product(c), rows_here, columns_here, p);
       leave_out(t, outside_product(teacher_c), rows_here, columns_here, p);
     }
     if (one_exponential)
-      distill_strip<true>(x, t, of_loss, of_student.factors, of_teacher.factors, c, teacher_c, p);
-    else distill_strip<false>(x, t, of_loss, of_student.factors, of_teacher.factors, c, teacher_c, p);
+      distill_strip<true>(x, t, loss_shared, student_shared.factors, teacher_shared.factors, c, teacher_c, p);
+    else distill_strip<false>(x, t, loss_shared, student_shared.factors, teacher_shared.factors, c, teacher_c, p);
     __syncthreads();  // the writes of all strips' sums come before their reads
-    store_sums(of_loss.row_sums, row_sums + tile.column / BLOCK_N * rows + tile.row, rows_here);
+    store_sums(loss_shared.row_sums, row_sums + tile.column / BLOCK_N * rows + tile.row, rows_here);
     if (COLUMNS)
-      store_sums(of_loss.column_sums, column_sums + tile.row / BLOCK_M * columns + tile.column, columns_here);
+      store_sums(loss_shared.column_sums, column_sums + tile.row / BLOCK_M * columns + tile.column, columns_here);
     if (!GRADIENT) continue;
-    apply_factors(x, of_student.tile, p);
+    apply_factors(x, student_shared.tile, p);
     store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

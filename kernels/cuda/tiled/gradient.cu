@@ -78,7 +78,7 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     // runs out of registers
     if (Options::SPARSE) __syncwarp();
     differentiate(x, f, shared, c, one_exponential, p);
-    at_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
+    set_aside_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
     apply_factors(x, shared, p);
     store_gradient_block(x, gradient_block, block, tile, p);
   }

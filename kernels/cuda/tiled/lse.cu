@@ -195,7 +195,7 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64
     Products x;
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
-    at_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
+    set_aside_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
       positive[pair] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);

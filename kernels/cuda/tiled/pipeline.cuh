@@ -35,12 +35,12 @@ constexpr int PASSES = PARTS == 2 ? 3 : 1;  // over parts 1 0, 0 1, 0 0
 
 struct Tile {
   int index;        // in the order of visits
-  i64 row, column;  // its first, in the block
+  i64 row, column;  // the first row and column of the tile, in the block
   bool exists;
 };
 
 // The first tile of this thread block from `index` on. Tiles that are computed at the same time have the
-// same few rows and columns, which are then in the L2 cache when several want them.
+// same few rows and columns, which the thread blocks then read from the L2 cache.
 __device__ __forceinline__ Tile find_tile(const Block& b, int index) {
   constexpr int ROW_TILES = 16;
   const int rows = (int)b.row_tiles, columns = (int)b.column_tiles;
@@ -63,9 +63,9 @@ __device__ __forceinline__ Tile next_tile(const Block& b, const Tile& t) {
 
 // --- K-slices --------------------------------------------------------------------------------------------
 
-// Where the 16 bytes `chunk` of a row lie in a stage. Eight rows' chunks of one number are spread
-// over all banks.
-__device__ __forceinline__ int at_chunk(int row, int chunk) {
+// The offset in a stage, in bytes, of 16 bytes of a row: those with the number `chunk` (0 .. 7). Chunks of one number
+// in eight consecutive rows lie in different banks.
+__device__ __forceinline__ int find_chunk(int row, int chunk) {
   return row * K_SLICE + ((chunk ^ (row & 7)) << 4);
 }
 
@@ -87,7 +87,7 @@ struct Share {
   __device__ __forceinline__ void start(char* to, i64 stride, i64 offset, bool in_row) const {
     const int existing = in_row ? rows : 0;
     const char* source = from + offset;
-    to += at_chunk(threadIdx.x / 8, threadIdx.x % 8);
+    to += find_chunk(threadIdx.x / 8, threadIdx.x % 8);
 #pragma unroll
     for (int r = 0; r < ROWS; r += ROW_STEP) {
       cp_async_16(to + r * K_SLICE, source, r < existing ? 16 : 0);
@@ -99,14 +99,14 @@ struct Share {
 struct Pipeline {
   const Block& block;
   char* const stages;    // STAGES * STAGE_BYTES of shared memory
-  const int row_slices;  // of a row
+  const int row_slices;  // K-slices of a row, for one part
   const Block* const teacher;  // the same rows and columns with the features of the teacher
-  const int teacher_slices;    // of a row of the teacher
+  const int teacher_slices;    // K-slices of a row of the teacher
   bool copies_teacher = false;  // after a tile's K-slices of the student come those of the teacher
-  Tile ahead;            // whose K-slices are being copied
+  Tile ahead;            // the tile whose K-slices are being copied
   Share q, k;
-  int slice = 0;                      // the next of them
-  int filled = 0, read = STAGES - 1;  // stages: the next to be filled, the one that is read
+  int slice = 0;                      // the K-slice of `ahead` to be copied next
+  int filled = 0, read = STAGES - 1;  // the stage to be filled next, and the stage that is read
 
   __device__ __forceinline__ Pipeline(const Block& b, char* memory, const Block* second = nullptr)
       : block(b), stages(memory), row_slices((int)((b.width + K_SLICE - 1) / K_SLICE)), teacher(second),
@@ -119,11 +119,11 @@ struct Pipeline {
     }
   }
 
-  __device__ __forceinline__ int row_slices_of(bool of_teacher) const {
-    return TEACHER && of_teacher ? teacher_slices : row_slices;
+  __device__ __forceinline__ int count_row_slices(bool is_teacher) const {
+    return TEACHER && is_teacher ? teacher_slices : row_slices;
   }
   // K-slices of a tile, over all pairs of parts.
-  __device__ __forceinline__ int slices(bool of_teacher) const { return PASSES * row_slices_of(of_teacher); }
+  __device__ __forceinline__ int slices(bool is_teacher) const { return PASSES * count_row_slices(is_teacher); }
   // The features whose K-slices are being copied.
   __device__ __forceinline__ const Block& copied() const { return TEACHER && copies_teacher ? *teacher : block; }
 
@@ -147,8 +147,8 @@ struct Pipeline {
 
   template <int SIDE, int ROWS>
   __device__ __forceinline__ void start(const Share& share, const Operand& z) {
-    const int of_row = row_slices_of(copies_teacher), pass = PASSES > 1 ? slice / of_row : 0;
-    const int offset = (slice - pass * of_row) * K_SLICE;
+    const int slices_per_row = count_row_slices(copies_teacher), pass = PASSES > 1 ? slice / slices_per_row : 0;
+    const int offset = (slice - pass * slices_per_row) * K_SLICE;
     const i64 part = PASSES > 1 && pass == SIDE ? z.part : 0;
     const bool in_row = offset + (int)(threadIdx.x % 8) * 16 < (int)copied().width;
     char* to = stages + filled * STAGE_BYTES + SIDE * BLOCK_M * K_SLICE;

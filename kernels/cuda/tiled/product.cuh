@@ -80,15 +80,15 @@ struct Fragments {
     // chunks 2 step and 2 step + 1: `step` flips bits of the first step's address
     const int q_row = p.warp_m * WARP_M + p.lane % 16, q_chunk = p.lane / 16;
     const int k_row = p.warp_n * WARP_N + p.lane / 16 * 8 + p.lane % 8, k_chunk = p.lane / 8 % 2;
-    const char* q = stage + (at_chunk(q_row, q_chunk) ^ step << 5);
-    const char* k = stage + (at_chunk(BLOCK_M + k_row, k_chunk) ^ step << 5);
+    const char* q = stage + (find_chunk(q_row, q_chunk) ^ step << 5);
+    const char* k = stage + (find_chunk(BLOCK_M + k_row, k_chunk) ^ step << 5);
 #pragma unroll
     for (int n = 0; n < WARP_N / 16; ++n) ldmatrix_x4(b[n], k + n * 16 * K_SLICE);
 #pragma unroll
     for (int m = 0; m < WARP_M / 16; ++m) ldmatrix_x4(a[m], q + m * 16 * K_SLICE);
   }
 
-  // To the precision of the products.
+  // Round the operands to the precision of the products.
   __device__ __forceinline__ void round() {
 #if PRECISION == TF32
 #pragma unroll
@@ -128,11 +128,11 @@ __device__ __forceinline__ void multiply_k_slice(Products& d, const char* stage,
     Vector b[LANE_N];
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j)
-      b[j].bits = *(const uint4*)(stage + at_chunk(BLOCK_M + p.column(j), chunk));
+      b[j].bits = *(const uint4*)(stage + find_chunk(BLOCK_M + p.column(j), chunk));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       Vector a;
-      a.bits = *(const uint4*)(stage + at_chunk(p.row(i), chunk));
+      a.bits = *(const uint4*)(stage + find_chunk(p.row(i), chunk));
 #pragma unroll
       for (int e = 0; e < VECTOR_WIDTH; ++e)
 #pragma unroll
@@ -146,7 +146,7 @@ __device__ __forceinline__ void multiply_k_slice(Products& d, const char* stage,
 // x = products of the pipeline's next tile, or with TEACHER of the next model. When this returns, all copies that
 // threads have started so far have arrived.
 __device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, const Position& p,
-                                             bool of_teacher = false) {
+                                             bool is_teacher = false) {
   clear(x);
 #if LEVELS == 2
   Products sum;  // of the last K-slices
@@ -154,7 +154,7 @@ __device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, co
 #else
   Products& sum = x;
 #endif
-  const int slices = pipeline.slices(of_teacher);
+  const int slices = pipeline.slices(is_teacher);
   const char* stage = pipeline.next();
 #if TENSOR_CORES
   Fragments fragments[2];

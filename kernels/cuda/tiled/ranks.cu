@@ -16,7 +16,7 @@ ranks(const __grid_constant__ Block block, const Real* row_threshold, const Real
     Products x;
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
-    at_positives(x, shared, block, tile, p, LOW, [](i64, Real) {});
+    set_aside_positives(x, shared, block, tile, p, LOW, [](i64, Real) {});
     exclude(x, shared, block, tile, p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

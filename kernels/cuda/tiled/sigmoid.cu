@@ -80,7 +80,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     Products x;
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
-    at_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
+    set_aside_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
       positive[pair] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);

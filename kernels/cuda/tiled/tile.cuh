@@ -30,7 +30,7 @@ struct TileShared {
   }
 };
 
-// Start to copy one number of each of N rows or columns, of which `existing` exist; zeros for the others.
+// Start to copy a vector of N rows or columns, of which the first `existing` exist; zeros stand for the others.
 template <int N, class T>
 __device__ __forceinline__ void fetch(T (&to)[N], const T* from, i64 existing) {
   for (int i = threadIdx.x; i < N; i += TILED_THREADS)
@@ -71,9 +71,9 @@ __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, 
 // For each positive in the tile: call `take` with its index in b.positives and its product, and replace the product
 // by `instead`.
 template <typename Take>
-__device__ __forceinline__ void at_positives(Products& x, const TileShared& s, const Block& b,
-                                             const Tile& t, const Position& p, Real instead,
-                                             Take take) {
+__device__ __forceinline__ void set_aside_positives(Products& x, const TileShared& s, const Block& b,
+                                                    const Tile& t, const Position& p, Real instead,
+                                                    Take take) {
   const i64 first = b.first_column + t.column, each = b.positives_of_row();
   for (i64 number = 0; number < each; ++number) {
     const auto pair = [&](int row) { return (t.row + row) * each + number; };
@@ -90,16 +90,16 @@ __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, c
     for (int i = 0; i < 8; ++i) {
       const i64 at = column(p.row(i));
       if (t.row + p.row(i) >= b.q.rows || at < 0 || at >= b.k.rows - t.column || at >= BLOCK_N) continue;
-      bool found = false;
+      bool has_positive = false;
       Real positive = 0;
 #pragma unroll
       for (int j = 0; j < LANE_N; ++j)
         if ((int)at == p.column(j)) {
-          found = true;
+          has_positive = true;
           positive = x[i][j];
           x[i][j] = instead;
         }
-      if (found) take(pair(p.row(i)), positive);
+      if (has_positive) take(pair(p.row(i)), positive);
     }
   }
 }
@@ -111,15 +111,15 @@ __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const 
   const int rows = (int)min((i64)BLOCK_M, b.q.rows - t.row);
   const int columns = (int)min((i64)BLOCK_N, b.k.rows - t.column);
   const i64 diagonal = b.first_row + t.row - b.first_column - t.column;  // column - row on the diagonal
-  const bool crossed = b.symmetric && diagonal > -BLOCK_M && diagonal < BLOCK_N;
-  if (!Options::MASKS && !Options::SPLITS && !crossed && rows == BLOCK_M && columns == BLOCK_N) return;
-  const int excluded = crossed ? (int)diagonal : BLOCK_N;  // column - row is never BLOCK_N
+  const bool has_diagonal = b.symmetric && diagonal > -BLOCK_M && diagonal < BLOCK_N;
+  if (!Options::MASKS && !Options::SPLITS && !has_diagonal && rows == BLOCK_M && columns == BLOCK_N) return;
+  const int excluded_distance = has_diagonal ? (int)diagonal : BLOCK_N;  // column - row is never BLOCK_N
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const int r = p.row(i), c = p.column(j);
-      if (r >= rows || c >= columns || c - r == excluded) x[i][j] = EXCLUDED;
+      if (r >= rows || c >= columns || c - r == excluded_distance) x[i][j] = EXCLUDED;
       Options::exclude(x[i][j], s.pair(r, c));
     }
 }
@@ -165,8 +165,9 @@ __device__ __forceinline__ void prepare(FactorsShared& s, const Factors& f, cons
 }
 
 #if PRECISION >= BF16X3
-// One row's elements of this lane, in 8-byte pieces that fill 32-byte sectors: of two column groups,
-// even lanes take both words of the first, odd lanes of the second.
+// Write this lane's elements of a row, 8 bytes at a time, so that the four lanes of a row fill sectors of 32 bytes.
+// Two neighbouring lanes have a word each of two groups of 8 columns. They exchange words: an even lane writes two
+// words of the first group, and an odd lane two words of the second group.
 __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[LANE_N / 2], i64 columns,
                                             const Position& p) {
   const bool odd = p.t & 1;
@@ -180,7 +181,7 @@ __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[LANE_N 
 }
 #endif
 
-// Write the tile; `x` is ruined.
+// Write the tile to the gradient block. Rounding changes `x`.
 __device__ __forceinline__ void store_gradient_block(Products& x, const GradientBlock& out,
                                                      const Block& b, const Tile& t,
                                                      const Position& p) {

@@ -18,16 +18,16 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b) {
 // number. All lanes of a warp call it.
 __device__ __forceinline__ int find_met(const u32* written_tiles, int blocks, i64 tile, int lane,
                                         int* met) {
-  int found = 0;
+  int met_count = 0;
 #pragma unroll 8
   for (int first = 0; first < blocks; first += 32) {
     const int block = first + lane;
     const bool here = block < blocks && written_tiles[block * 32 + tile / 32 % 32] >> tile % 32 & 1;
     const u32 all = __ballot_sync(ALL_LANES, here);
-    if (here) met[found + __popc(all & ((1u << lane) - 1))] = block;
-    found += __popc(all);
+    if (here) met[met_count + __popc(all & ((1u << lane) - 1))] = block;
+    met_count += __popc(all);
   }
-  return found;
+  return met_count;
 }
 
 // Rows' sums over a part of their columns: float64, base 2. Moments may be null.
@@ -60,8 +60,8 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   const i64 i = blockIdx.x * (i64)32 + lane;
   if (written_tiles) {
     if (part == 0) {
-      const int found = find_met(written_tiles, (int)(slots / 2), i / TILE_COLUMNS, lane, met);
-      if (lane == 0) count = found;
+      const int met_count = find_met(written_tiles, (int)(slots / 2), i / TILE_COLUMNS, lane, met);
+      if (lane == 0) count = met_count;
     }
     __syncthreads();  // the writes of met[] and count come before their reads
     slots = (i64)count * 2;
@@ -205,7 +205,7 @@ extern "C" __global__ void add_bias(const double* x, const double* bias, double 
 }
 
 // Log-sum-exps as reference exponents: of nothing, any number.
-__device__ __forceinline__ double reference_of(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
+__device__ __forceinline__ double get_reference(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
 
 struct FinalizeArguments {
   Sums rows, columns;
@@ -243,7 +243,7 @@ __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const
   // NaN without help if a feature is not finite
   if (f.log_scale_grad) f.log_scale_grad[i] = log_scale_gradient(f, i, log_scale_grad, at_positives);
   f.row_loss[i] = row.loss;
-  f.row_reference[i] = reference_of(row.lse2);
+  f.row_reference[i] = get_reference(row.lse2);
   put_lse(f, f.row_lse, i, row.lse2);
   f.row_factor[i] = a;
 }
@@ -311,7 +311,7 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
     at_positive += b * column.negative_probability;
     f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
-    f.column_reference[i] = reference_of(column.lse2);
+    f.column_reference[i] = get_reference(column.lse2);
     put_lse(f, f.column_lse, i, column.lse2);
   }
   put_row(f, i, row, a, loss, log_scale_grad, at_positive);

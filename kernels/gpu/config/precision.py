@@ -32,7 +32,7 @@ class DeviceProperties:
     capability: str  # compute capability, "90" for Hopper
     multiprocessors: int
     shared_memory: int  # most bytes of one thread block
-    shared_memory_of_all: int  # bytes of all thread blocks of one multiprocessor
+    multiprocessor_shared_memory: int  # bytes of all thread blocks of one multiprocessor
     memory: int  # bytes of the GPU's memory
 
     @property

@@ -120,7 +120,7 @@ def tile_for(
         )
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)
-        if needed <= device.shared_memory and together <= device.shared_memory_of_all:
+        if needed <= device.shared_memory and together <= device.multiprocessor_shared_memory:
             return candidate
     raise ValueError(
         f"device of compute capability {device.capability}: expected at least {needed} bytes of "

@@ -321,15 +321,15 @@ def all_keys_blocking(
     def size(overlaid: int, rows: int) -> int:
         return needs.blocking_bytes(Blocking(rows, n, dk_rows, overlaid), d, block_n)
 
-    def rows_of_block(overlaid: int) -> int:
+    def count_block_rows(overlaid: int) -> int:
         rows = _largest(m, lambda rows: size(overlaid, rows) <= room)
         if size(overlaid, rows) > room:
             return 0
         return rows - rows % wave if ALL_KEYS_ROWS <= wave <= rows < m else _even(m, rows)
 
     border = needs.overlay_border(n, d) if dk_rows else 0
-    overlaid = border if rows_of_block(border) > rows_of_block(0) else 0
-    rows = rows_of_block(overlaid)
+    overlaid = border if count_block_rows(border) > count_block_rows(0) else 0
+    rows = count_block_rows(overlaid)
     if rows < min(m, ALL_KEYS_ROWS):
         return None
     cut = Blocking(rows, n, dk_rows, overlaid)

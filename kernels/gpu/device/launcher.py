@@ -67,8 +67,8 @@ class Launcher:
         A warp computes a row, or half a warp if the row has few `features`. `defines` are the
         kernel's -D options.
         """
-        rows_of_block = 16 if features is not None and features <= HALF_WARP_ROW else 8
-        blocks = -(-rows // rows_of_block)
+        rows_per_block = 16 if features is not None and features <= HALF_WARP_ROW else 8
+        blocks = -(-rows // rows_per_block)
         blocks = blocks if most is None else min(blocks, most)
         self.launch(file, kernel, blocks, 256, arguments, **(defines or {}))
 

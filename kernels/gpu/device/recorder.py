@@ -101,7 +101,7 @@ class Words:
 
     def add_pointer(self, address: int) -> None:
         if address:
-            self.pointers.append((len(self.values), placeholder_of(address)))
+            self.pointers.append((len(self.values), resolve_placeholder(address)))
         self.values.append(0)
 
     def add_number(self, value: float) -> None:
@@ -204,7 +204,7 @@ class Recorder(Queue):
         """The workspace. All blocks of a call share it, because they run one after another."""
         if self.shared is None:
             self.shared = self.malloc(0)
-        index = placeholder_of(self.shared.ptr).array
+        index = resolve_placeholder(self.shared.ptr).array
         self.sizes[index] = max(self.sizes[index], size)
         return cupy.ndarray(size, np.uint8, self.shared)
 
@@ -272,7 +272,7 @@ def _fields(cls: Any) -> tuple[Any, list[str]] | None:
     return attrgetter(*plain) if plain else None, others
 
 
-def with_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Placeholder]) -> Any:
+def insert_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Placeholder]) -> Any:
     """A copy of `part` with other arrays and numbers, in the order of `describe`."""
     if isinstance(part, cupy.ndarray):
         return next(arrays)
@@ -283,7 +283,7 @@ def with_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Plac
     for name in field_names[1]:
         value = getattr(part, name)
         number = isinstance(value, float)
-        new = next(numbers) if number else with_placeholders(value, arrays, numbers)
+        new = next(numbers) if number else insert_placeholders(value, arrays, numbers)
         setattr(part, name, new)
     return part
 
@@ -291,7 +291,7 @@ def with_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Plac
 # --- words and steps ------------------------------------------------------------------------------
 
 
-def placeholder_of(address: int) -> Pointer:
+def resolve_placeholder(address: int) -> Pointer:
     """The array and offset for which a placeholder address stands."""
     array, offset = divmod(address - FIRST, SPACING)
     if not 0 <= array < MAX_ARRAYS:

@@ -29,7 +29,7 @@ OPTIONAL = (*re.findall(r"^#if (\w+)$", _BLOCK[0], re.M), "LINEAR")
 TENSOR_MAP = "TensorMap"  # the type of a tensor map, whose bytes the driver writes
 # Python expressions that convert a value {0} to the type of its field. CuPy passes 8-byte numbers
 CODE = {
-    POINTER: "({0} if {0}.__class__ is int else address_of({0}))", INTEGER: "int({})",
+    POINTER: "({0} if {0}.__class__ is int else get_address({0}))", INTEGER: "int({})",
     NUMBER: "({0} if isinstance({0}, float) else float({0}))", TENSOR_MAP: "{}",
 }  # fmt: skip
 
@@ -99,7 +99,7 @@ class Structure:
         It is compiled, because a loop over the fields would take longer than a launch.
         """
         body = "\n  ".join([*lines, f"return [{', '.join(result)}]"])
-        names |= {"address_of": address_of, "frombuffer": np.frombuffer}
+        names |= {"get_address": get_address, "frombuffer": np.frombuffer}
         exec(f"def function(v):\n  {body}", names)
         function: Callable[[Mapping[str, Any]], list[Any]] = names["function"]
 
@@ -152,7 +152,7 @@ class Signature(Structure):
             yield zip(letters, islice(leaves, len(letters)), strict=True)
 
 
-def address_of(array: Any) -> int:
+def get_address(array: Any) -> int:
     """The address of an array; 0 for None."""
     return 0 if array is None else int(array.data.ptr)
 

@@ -14,7 +14,7 @@ from .folds import (
     ScheduledKernel,
 )
 from .fused import OneLaunch, one_launch
-from .matrix_products import key_ranges_of_products, products
+from .matrix_products import divide_keys, products
 from .method import choose_method, has_plan, is_computed_by_kernels_only
 
 __all__ = [
@@ -36,9 +36,9 @@ __all__ = [
     "Schedule",
     "ScheduledKernel",
     "choose_method",
+    "divide_keys",
     "has_plan",
     "is_computed_by_kernels_only",
-    "key_ranges_of_products",
     "one_launch",
     "products",
     "schedule",

@@ -142,7 +142,7 @@ class Call:
         """The description of a problem on a GPU."""
         dq = dk = None
         if gradients is not None:
-            dq, dk = map(_matrix_of, (gradients.query, gradients.key))
+            dq, dk = map(_describe_matrix, (gradients.query, gradients.key))
             if dq is None and gradients.want_query:  # of a later fold: it adds to dQ in float32
                 m, _, d = problem.shape
                 dq = Matrix.packed(m, d, "float32")
@@ -152,14 +152,14 @@ class Call:
         classes = problem.classes
         sums = None if classes is None else classes.in_sums
         return Call(
-            _loss_of(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
+            _find_loss(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
             problem.compute, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
             problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
             problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
             problem.has_limits, problem.limits is not None,
-            _matrix_of(problem.guide_query), _matrix_of(problem.guide_key),
-            _matrix_of(teacher[0]), _matrix_of(teacher[1]),
+            _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
+            _describe_matrix(teacher[0]), _describe_matrix(teacher[1]),
             bool(problem.margin or problem.decoupled or problem.hardness),
             problem.weights is not None, problem.label_smoothing != 0.0, classes is not None,
             0 if sums is None else sums.count, problem.joint, problem.retrieval_ranks,
@@ -263,11 +263,11 @@ class Call:
         )
 
 
-def _matrix_of(array: Array | None) -> Matrix | None:
+def _describe_matrix(array: Array | None) -> Matrix | None:
     return None if array is None else Matrix.of(array)
 
 
-def _loss_of(problem: Problem) -> Loss:
+def _find_loss(problem: Problem) -> Loss:
     if problem.bias is not None:
         return Loss.PAIRS
     if problem.symmetric:

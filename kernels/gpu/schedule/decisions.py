@@ -127,7 +127,8 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
             operand_precision in config.FLOAT16 and call.query.dtype != "float16"
         )
     if in_parts and call.has_limits and (call.symmetric or call.limits):
-        # a product must be the same number in each block and fold, and x_ji must equal x_ij
+        # products are compared with limits: each must be the same number in all blocks and folds,
+        # and x_ji must equal x_ij
         operand_precision = "fp32"
     if not config.supported(operand_precision, device):
         raise ValueError(
@@ -238,7 +239,7 @@ def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
     both = call.two_sided or call.symmetric
     sweep = None
     if not precision.PORTABLE and operand_precision not in config.OPERAND_PARTS:
-        # columns have no ids, so their factors are one more vector of numbers
+        # a guide has no ids; factors of normalised keys are one vector of numbers of columns
         numbers = guide.number_count + guide.normalize
         sweep = config.sweep_for(operand_precision, width, device, False, number_count=numbers)
     shape = sweep or config.tile_for(operand_precision, guide.shape[2], device, guide.number_count)

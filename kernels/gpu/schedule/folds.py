@@ -11,7 +11,7 @@ from ...grid import Grid, slices
 from .. import config
 from ..config import Blocking, GuideNeeds, Needs, Sweep, Tile
 from .call import Call, Loss, Purpose
-from .matrix_products import sums_of_first_block
+from .matrix_products import count_first_block_sums
 
 CACHED_THREADS = 128  # threads of a thread block of cached_gradient.cu
 CACHED_BLOCK_COLUMNS = 8 * CACHED_THREADS  # columns of a thread block of cached_gradient.cu
@@ -116,9 +116,8 @@ class AccumulatorRows:
     first_row: int = 0  # the first row in the workspace; rows before it overlay the destination
     overlaid: int = 0  # rows that overlay the destination
     copies: int = 1  # accumulators of each row, whose sum is the gradient
-    rows_converted_at_once: int = (
-        0  # overlaid rows that the gradient block has room to convert at a time
-    )
+    # overlaid rows that are converted at a time, in the memory of the gradient block
+    rows_converted_at_once: int = 0
 
 
 @dataclass(frozen=True)
@@ -374,7 +373,7 @@ class Folds:
             return AccumulatorRows(in_place=True)
         rows, columns = grid.largest
         first_block = grid.columns[0].stop - grid.columns[0].start
-        sums = sums_of_first_block(self.operands.precision, first_block, columns)
+        sums = count_first_block_sums(self.operands.precision, first_block, columns)
         return AccumulatorRows(False, rows, copies=min(self.cut.dq_copies, sums))
 
     def dk_accumulator(self, grid: Grid, in_place: bool) -> AccumulatorRows:

@@ -63,5 +63,5 @@ def one_launch(
         "NORMALIZE": int(normalize), "IDS": int(ids),
     }  # fmt: skip
     kernel = ScheduledKernel("fused/fused.cu", "fused", THREADS, tuple(options.items()))
-    whole = tuple(Part(name, -(-size // 8) * 8) for name, size in memory)
-    return OneLaunch(kernel, min(multiprocessors, work), parts, whole)
+    memory_parts = tuple(Part(name, -(-size // 8) * 8) for name, size in memory)
+    return OneLaunch(kernel, min(multiprocessors, work), parts, memory_parts)

@@ -38,9 +38,7 @@ class Product(NamedTuple):
     is_first: bool  # the products overwrite the accumulators
 
 
-def key_ranges_of_products(
-    rows: int, keys: int, width: int, precision: str, border: int = 0
-) -> list[slice]:
+def divide_keys(rows: int, keys: int, width: int, precision: str, border: int = 0) -> list[slice]:
     """The keys of a block in up to three ranges, each of which gets its own products.
 
     The ranges are the keys before `border`, which have another accumulator; a multiple of
@@ -85,7 +83,7 @@ def _sums(k: int, sum_terms: int, batch: int) -> Iterator[tuple[int, int, int]]:
         yield whole_sums * sum_terms, k % sum_terms, 1
 
 
-def sums_of_first_block(precision: str, first: int, columns: int) -> int:
+def count_first_block_sums(precision: str, first: int, columns: int) -> int:
     """The number of sums into which the products of the first block divide its `first` keys.
 
     The first block begins all copies of an accumulator, so there are at most as many copies. Keys

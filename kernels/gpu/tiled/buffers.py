@@ -57,21 +57,21 @@ class PairVectors:
             self.rows["query_positive_ids"] = problem.query_positive_ids
             self.columns["key_positive_ids"] = problem.key_positive_ids
             self.rows["query_pair_weights"], self.columns["key_pair_weights"] = (
-                of.astype(buffers.real) for of in weights
+                weight.astype(buffers.real) for weight in weights
             )
         if column_bias is not None:
             self.rows["row_bias"], self.columns["column_bias"] = row_bias, column_bias
 
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields of struct Block that these options add."""
-        found: Fields = {name: address(vector, rows.start) for name, vector in self.rows.items()}
-        if "query_positive_ids" in found:
+        fields: Fields = {name: address(vector, rows.start) for name, vector in self.rows.items()}
+        if "query_positive_ids" in fields:
             tiles = self.positive_tiles
             if rows.start % config.BLOCK_M or columns.start % config.BLOCK_M:
-                tiles = None  # of small blocks, whose tiles are not those of the matrix
+                tiles = None  # tiles of a small block have no bits: they are no tiles of the matrix
             row_bytes = 0 if tiles is None else tiles.shape[1]
-            found |= {"positive_tiles": tiles, "positive_tiles_bytes": row_bytes}
-        return found | {
+            fields |= {"positive_tiles": tiles, "positive_tiles_bytes": row_bytes}
+        return fields | {
             name: address(vector, columns.start) for name, vector in self.columns.items()
         }
 
@@ -111,15 +111,15 @@ class Buffers:
         self.guide = Guide(problem, schedule, queue) if schedule.guide is not None else None
         self.vectors = TiledVectors(self.launcher, problem)
         self.scalars = self.vectors.scalars
-        # read before `materialize_vectors` replaces the rule by a vector
-        self.has_pairs = problem.paired
+        # read here, because `materialize_vectors` replaces the rule of a paired problem by a vector
+        self.paired = problem.paired
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
         if schedule.cached:
             self.cached = CachedExponentials(schedule, self.workspace, queue)
         self.logit_scale: Fields = {}  # struct Scale, by which products are multiplied to be logits
         self.pair_vectors: PairVectors | None = None
-        self._queries_of_keys: tuple[Array, Array, Array] | None = None
+        self._queries_by_key: tuple[Array, Array, Array] | None = None
 
     def prepare(self, problem: Problem) -> None:
         """Before the first fold: float16 divisors of features; limits and biases as products; the
@@ -163,14 +163,14 @@ class Buffers:
         n = len(logits)
         self.launcher.vectors("add_bias", n, x=logits, bias=bias, by=by, n=n, out=out)
 
-    def queries_of_keys(self, problem: Problem) -> tuple[Array, Array, Array]:
+    def list_queries_by_key(self, problem: Problem) -> tuple[Array, Array, Array]:
         """Queries grouped by their positive keys. Returns three arrays:
 
         - indices into `positives`, in the order of the keys;
         - [N] for each key, the position of its first index in this order;
         - [N] for each key, the position after its last index.
         """
-        if self._queries_of_keys is None:
+        if self._queries_by_key is None:
             launcher, positives = self.launcher, problem.positives
             m, n = positives.size, problem.shape[1]
             zeros = launcher.queue.zeroed_array(n + 1, np.int64)
@@ -182,8 +182,8 @@ class Buffers:
                 launcher.vectors("place_queries", n, n=n, begin=begin, end=end, taken=taken)
                 launcher.vectors("list_queries", m, positives=positives, m=m, end=end, order=order)
                 launcher.vectors("sort_queries", n, begin=begin, end=end, n=n, order=order)
-            self._queries_of_keys = order, begin, end
-        return self._queries_of_keys
+            self._queries_by_key = order, begin, end
+        return self._queries_by_key
 
     def divided(self, factor: Array, ranges: Array) -> Array:
         """Float64 factors divided by the gradient divisor of `ranges`, in the dtype of sums."""

@@ -25,7 +25,7 @@ class FoldRun:
         self.buffers, self.launcher, self.problem = buffers, buffers.launcher, problem
         self.fold, self.grid, self.shape, self.phase = fold, fold.grid, fold.shape, phase
         if problem.host_groups is not None:
-            self.grid = _grid_of_groups(problem, fold.grid)
+            self.grid = _restrict_to_groups(problem, fold.grid)
         self.scale, self.pair_vectors = buffers.logit_scale, buffers.pair_vectors
         self.guide = buffers.guide
         self.marks: Fields = {}  # of the current block
@@ -95,7 +95,7 @@ class FoldRun:
         return fields | self.marks
 
 
-def _grid_of_groups(problem: Problem, grid: Grid) -> Grid:
+def _restrict_to_groups(problem: Problem, grid: Grid) -> Grid:
     """The grid without blocks that have no common group. Each column block is visited at
     least once, because a visit writes the gradient of its keys."""
     assert problem.host_groups is not None

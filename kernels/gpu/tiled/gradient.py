@@ -64,7 +64,8 @@ class GradientRun(FoldRun):
         # struct LinearGradients of queries (False) and of keys (True)
         self.linear: dict[bool, Fields] = {}
         self.dq_accumulator = self.dk_accumulator = None
-        self.begun: set[tuple[bool, int]] = set()  # (of dK, block) that have been added to
+        # blocks of accumulators to which products have been added: (whether of dK, block)
+        self.begun: set[tuple[bool, int]] = set()
         if buffers.cached is not None:
             self.gradient_block = buffers.cached.block
         elif "gradient_block" in self.memory:
@@ -114,13 +115,13 @@ class GradientRun(FoldRun):
             self.add_to_columns(self.q, columns, is_first)
 
     def begins(self, accumulator: Accumulator | None, block: int) -> bool:
-        """Whether nothing has been added to block `block` of an accumulator, which counts as added.
+        """Whether nothing has been added to a block of an accumulator. The block is begun then.
 
         In a triangle, dQ and dK have one accumulator.
         """
-        key = accumulator is self.dk_accumulator, block
-        is_first = key not in self.begun
-        self.begun.add(key)
+        accumulator_block = accumulator is self.dk_accumulator, block
+        is_first = accumulator_block not in self.begun
+        self.begun.add(accumulator_block)
         return is_first
 
     def add_to_rows(self, rows: slice, row_block: int) -> None:
@@ -152,9 +153,9 @@ class GradientRun(FoldRun):
             )  # fmt: skip
 
     def key_ranges(self, border: int = 0) -> list[slice]:
-        """The keys of the block, divided as `key_ranges_of_products` says."""
+        """The keys of the block, divided as `divide_keys` says."""
         operands = self.buffers.operands
-        return schedule.key_ranges_of_products(
+        return schedule.divide_keys(
             self.q.rows, self.k.rows, operands.gradient_width, operands.precision, border
         )
 
@@ -207,12 +208,14 @@ class GradientRun(FoldRun):
         ascending order, so that they overwrite only accumulators that are complete already.
         """
         accumulator, gradients = self.dk_accumulator, self.gradients
-        rows_of_keys = self.fold.dk_accumulator
-        if accumulator is None or rows_of_keys is None:
+        accumulator_rows = self.fold.dk_accumulator
+        if accumulator is None or accumulator_rows is None:
             return
         assert gradients is not None
         out: Array = gradients.query if accumulator is self.dq_accumulator else gradients.key
-        for rows in slices(rows_of_keys.overlaid, max(1, rows_of_keys.rows_converted_at_once)):
+        for rows in slices(
+            accumulator_rows.overlaid, max(1, accumulator_rows.rows_converted_at_once)
+        ):
             destination = out[rows]
             memory = self.gradient_block.memory.data
             converted = cupy.ndarray(destination.shape, destination.dtype, memory)
@@ -241,8 +244,8 @@ class GradientRun(FoldRun):
             side, other, add = buffers.key, buffers.query, False
             dots = None if gradients.want_query else gradients.dots
             order = begin = end = None
-            if not buffers.has_pairs:
-                order, begin, end = buffers.queries_of_keys(problem)
+            if not buffers.paired:
+                order, begin, end = buffers.list_queries_by_key(problem)
             partners = {"partner": order, "begin": begin, "end": end}
         if accumulator.copies > 1:
             numbers = accumulator.copy_stride

@@ -26,9 +26,9 @@ class StatisticsRun(FoldRun):
         self.stats = stats
         self.written_tiles = None
         if fold.column_sums and isinstance(self.shape, config.Sweep):
-            blocks_of_threads = 2 * self.shape.workers
-            assert blocks_of_threads <= 512  # MAX_SWEEP_BLOCKS of vectors/sums.cuh
-            self.written_tiles = cupy.empty((blocks_of_threads, 32), np.uint32)
+            thread_blocks = 2 * self.shape.workers
+            assert thread_blocks <= 512  # MAX_SWEEP_BLOCKS of vectors/sums.cuh
+            self.written_tiles = cupy.empty((thread_blocks, 32), np.uint32)
 
     def run(self) -> None:
         stats, pairs = self.stats, self.pair_vectors

@@ -32,7 +32,7 @@ class OnlineRun(GradientRun):
         super().__init__(buffers, problem, fold, epilogue.phase, gradients)
         self.epilogue = epilogue
         m = problem.shape[0]
-        # reference exponent 0 suffices for rows whose largest logit lies within about +-40
+        # reference exponent 0 suffices for rows whose largest base-2 logit is about -40 to 40
         self.references = self.launcher.queue.zeroed_array(m, buffers.real)
         # for each query tile, whether the sweep must compute it again
         self.repeated_tiles = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)

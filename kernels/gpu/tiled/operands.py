@@ -106,10 +106,10 @@ class OperandSide(Features):
         super().__init__(launcher, normalize, real, features)
         self.form, self.precision = form, launcher.precision
         self.feature_divisor = 0  # address of the side's float16 divisor; 0: none
-        self.whole: Operand | None = None  # all rows, unless they are staged by block
+        self.all_rows: Operand | None = None  # unless rows are staged by block
         if form.reading is Reading.IN_PLACE:
             stride = features.strides[0] // features.dtype.itemsize
-            self.whole = Operand(address(features), stride, 0, len(features), 0)
+            self.all_rows = Operand(address(features), stride, 0, len(features), 0)
 
     def block(
         self, rows: slice, name: str, memory: dict[str, Array], staged: dict[str, slice]
@@ -123,13 +123,17 @@ class OperandSide(Features):
                 staged[name] = rows
                 return self.stage(rows, memory[name])
             return self.operand(rows, memory[name])
-        if self.whole is None:
+        if self.all_rows is None:
             n = len(self.features)
             self.memory = cupy.empty(n * self.form.row_bytes, np.uint8)
-            self.whole = self.stage(slice(0, n), self.memory)
-        whole, n, factor = self.whole, rows.stop - rows.start, address(self.factor, rows.start)
-        offset = rows.start * whole.stride * config.element_bytes(self.precision)
-        return Operand(whole.data + offset, whole.stride, whole.part, n, factor)
+            self.all_rows = self.stage(slice(0, n), self.memory)
+        all_rows, n, factor = (
+            self.all_rows,
+            rows.stop - rows.start,
+            address(self.factor, rows.start),
+        )
+        offset = rows.start * all_rows.stride * config.element_bytes(self.precision)
+        return Operand(all_rows.data + offset, all_rows.stride, all_rows.part, n, factor)
 
     def operand(self, rows: slice, buffer: Array) -> Operand:
         """The operand of `rows`, whose copies are in `buffer`."""

@@ -43,7 +43,7 @@ REASONS: dict[tuple[str, str], str] = {
         "bar.sync and bar.arrive count warps, whose lanes have to be together; the emulator counts "
         "threads",
     ("sm90/sweep/strip.cuh", "__syncwarp();"):
-        "after `written`, lane 0 starts the next stores itself; it keeps the lanes together",
+        "after `wait_for_writes`, lane 0 starts the next stores; it keeps the lanes together",
     ("tiled/gradient.cu", "if (Options::SPARSE) __syncwarp();"):
         "no synchronisation: it keeps the compiler from using more registers",
     ("sm90/sweep_lse.cu", "__syncwarp();  // else the compiler"):
@@ -54,9 +54,9 @@ REASONS: dict[tuple[str, str], str] = {
 
 NAMES = re.compile(
     r"(?:lane\.|out->|out\.|team\.)?\b(?:sync|grid_barrier|barrier_(?:wait|arrive|arrive_at|expect)|named_barrier_(?:sync|arrive)"
-    r"|__sync(?:threads|threads_or|warp)|sync_(?:warpgroup|consumer|all)|release_stages?(?:_of_tile)?"
+    r"|__sync(?:threads|threads_or|warp)|sync_(?:warpgroup|consumer|all)|release_(?:stage|tile_stages)"
     r"|warpgroup_(?:arrive|commit|wait)(?:<\d>)?|cp_async_(?:commit|wait)(?:<[^>]*>)?|cluster_sync"
-    r"|tma_stores_(?:wait|written)|piece_read|written|fence_barrier_init|fence_before_tma_store"
+    r"|tma_stores_(?:wait|written)|wait_for_(?:reads|writes)|fence_barrier_init|fence_before_tma_store"
     r"|add_release|store_release_system|__threadfence_system)\("
 )
 LOOP = re.compile(r"\bwhile \((.*load_acquire.*)\)( \{| __nanosleep\(20\);)$")

@@ -10,12 +10,13 @@ constexpr float MIN_EXACT_SUM = 0x1p-80f;
 constexpr float MAX_TILE_MOMENT = 0x1p100f;  // sums stay below 2^127, as above
 constexpr int REFERENCE_STEP = 32;  // between reference exponents
 
-// For terms up to x: there is more room above than the largest needs.
-__device__ __forceinline__ float reference_for(float x, float c) {
+// The reference exponent of terms whose largest product is x. It is 16 to 48 below c x: float32 has more room above a
+// reference exponent than the largest term needs.
+__device__ __forceinline__ float choose_reference(float x, float c) {
   return REFERENCE_STEP * (rintf(x * c / REFERENCE_STEP) - 1);
 }
 
-// What columns' softmaxes have of a tile's products.
+// The products of a tile as the softmaxes of its columns have them.
 struct TileColumns {
   const float (&x)[64];
   const Rows& rows;
@@ -26,7 +27,7 @@ struct TileColumns {
   // The exponent of x[i]; EXCLUDED if the column's softmax does not have the pair.
   __device__ __forceinline__ float get(int i) const {
     const SliceColumns slice(columns, i / 8, lane);
-    const auto pair = pair_of(i, rows, slice);
+    const auto pair = get_pair(i, rows, slice);
     return Options::in_column(x[i], pair) ? Options::exponent(x[i], pair) : EXCLUDED;
   }
   // The largest of these in each of 32 columns, one a lane; LOW if there is none.
@@ -40,7 +41,8 @@ struct TileColumns {
     return or_low(join_columns(v, lane.lane, Larger()));
   }
 
-  // `good` becomes false if the strip has a pair of a column whose sum is `small`: one a lane of each 32.
+  // `good` becomes false if a column whose sum is small has a pair in the strip. `small` has a value for each 32
+  // columns: whether the sum of this lane's column is small.
   __device__ __forceinline__ void require_empty(const bool (&small)[SLICES / 2], bool& good) const {
     if (__any_sync(ALL_LANES, small[0] | small[1] | small[2] | small[3]))
 #pragma unroll
@@ -51,7 +53,7 @@ struct TileColumns {
   // Sums of 32 columns, each with a reference exponent of its own.
   __device__ __forceinline__ Partial own_sums(int s) const {
     float v[8], moments[8];
-    const float own = reference_for(largest(s), c);
+    const float own = choose_reference(largest(s), c);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 16 * s + k / 2 * 4 + k % 2;

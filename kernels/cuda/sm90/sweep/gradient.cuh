@@ -29,7 +29,7 @@ struct LogitGradient {
     rows.load(b, w.query_tile, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(w.query_tile, h);
+      const i64 row = lane.get_row(w.query_tile, h);
       const bool inside = row < b.q.rows;
       reference[h] = inside ? factors.row_reference[row] : 0;
       a[h] = inside ? factors.a[row] : 0;
@@ -59,18 +59,21 @@ struct LogitGradient {
   __device__ __forceinline__ float4 references(int t, int s) const {
     if (KEEPS_REFERENCES) return load_slice(consumer.reference, s);
     const i64 first = (i64)t * TILE_COLUMNS + 16 * s + 2 * lane.t;
-    const auto of = [&](i64 at) { return COLUMNS && at < b.k.rows ? factors.column_reference[at] : 0; };
-    return make_float4(of(first), of(first + 1), of(first + 8), of(first + 9));
+    const auto get_reference = [&](i64 at) { return COLUMNS && at < b.k.rows ? factors.column_reference[at] : 0; };
+    return make_float4(get_reference(first), get_reference(first + 1), get_reference(first + 8),
+                       get_reference(first + 9));
   }
 
-  // x = P.
+  // x <- P in slice s, from v and the reference exponents of this thread's four columns. ONE: one exponential serves
+  // row and column, and `slice_references` is not read.
   template <bool ONE>
-  __device__ __forceinline__ void values(float (&x)[64], int s, const float4& vs, const SliceColumns& columns,
-                                         const float4& owns) {
+  __device__ __forceinline__ void values(float (&x)[64], int s, const float4& slice_v, const SliceColumns& columns,
+                                         const float4& slice_references) {
 #pragma unroll
     for (int j = 2 * s; j < 2 * s + 2; ++j) {
-      const float2 v = j % 2 ? make_float2(vs.z, vs.w) : make_float2(vs.x, vs.y);
-      const float2 own = j % 2 ? make_float2(owns.z, owns.w) : make_float2(owns.x, owns.y);
+      const float2 v = j % 2 ? make_float2(slice_v.z, slice_v.w) : make_float2(slice_v.x, slice_v.y);
+      const float2 own = j % 2 ? make_float2(slice_references.z, slice_references.w)
+                               : make_float2(slice_references.x, slice_references.y);
       float2 f = make_float2(1, 1);
 #if FACTORS
       f = *(const float2*)&consumer.columns.factor[8 * j + 2 * lane.t];
@@ -79,7 +82,7 @@ struct LogitGradient {
       for (int h = 0; h < 2; ++h) {
         const int i = 4 * j + 2 * h;
         float &x0 = x[i], &x1 = x[i + 1];
-        const auto pair0 = pair_of(i, rows, columns), pair1 = pair_of(i + 1, rows, columns);
+        const auto pair0 = get_pair(i, rows, columns), pair1 = get_pair(i + 1, rows, columns);
         const float y0 = Options::exponent(x0, pair0), y1 = Options::exponent(x1, pair1);
         const float e0 = exp2_(finite(fmaf(y0, c, -reference[h]))), e1 = exp2_(finite(fmaf(y1, c, -reference[h])));
         const float a0 = Options::in_row(x0, pair0) ? a[h] : 0, a1 = Options::in_row(x1, pair1) ? a[h] : 0;

@@ -3,6 +3,7 @@
 #include "block/options.cuh"
 #include "sm90/reference_exponents.cuh"
 
+// IN_REGISTERS, WIDE: see sweep.cuh
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
 #endif
@@ -10,7 +11,7 @@
 #define K_SLICES 8  // K-slices of a row: ceil(width / K_SLICE), for each part
 #endif
 #ifndef STAGES
-#define STAGES 5
+#define STAGES 5  // of the ring in shared memory
 #endif
 #ifndef WIDE
 #define WIDE 0
@@ -23,15 +24,15 @@
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif
-constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS || TEACHER_SLICES ? 64 : 128;  // of a query tile
-constexpr int BLOCKS = WIDE ? 2 : 1;                               // of a cluster, which share a query tile
-constexpr int TILES = WIDE ? 2 : 1;  // of TILE_COLUMNS keys each, that are multiplied at once: a key tile
-#define STREAMED (WIDE || PRECISION == FP16X3)        // rows of Q come with the keys
-constexpr int STRIPS = QUERY_TILE_ROWS / 64 / BLOCKS;      // of 64 rows, that a block has of its query tile
-constexpr int HALVES = STREAMED ? 1 : STRIPS;         // warpgroups of a consumer, 64 rows each
-constexpr int WARPGROUPS = 2 * HALVES;
-constexpr int OWN_ROWS = QUERY_TILE_ROWS / BLOCKS;
-constexpr int SLICES = 8;  // of a tile, 16 columns each: what epilogues do at once
+constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS || TEACHER_SLICES ? 64 : 128;
+constexpr int BLOCKS = WIDE ? 2 : 1;  // thread blocks of a cluster, which share a query tile
+constexpr int TILES = WIDE ? 2 : 1;   // tiles of TILE_COLUMNS keys that are multiplied at once: a key tile
+#define STREAMED (WIDE || PRECISION == FP16X3)         // rows of Q come with the keys
+constexpr int STRIPS = QUERY_TILE_ROWS / 64 / BLOCKS;  // strips of 64 rows that a thread block has of its query tile
+constexpr int HALVES = STREAMED ? 1 : STRIPS;          // warpgroups of a consumer, which have 64 rows each
+constexpr int WARPGROUPS = 2 * HALVES;                 // warpgroups of both consumers
+constexpr int OWN_ROWS = QUERY_TILE_ROWS / BLOCKS;     // rows of the query tile that a thread block has
+constexpr int SLICES = 8;  // slices of a tile, which have 16 columns each: epilogues compute slice by slice
 constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;
 
 // Named barriers. Numbers 1 .. WARPGROUPS belong to a warpgroup each.
@@ -52,7 +53,7 @@ constexpr int NEW_QUERY_TILE = PING_PONG + 2 * HALVES;
 constexpr int GRADIENT_WRITTEN = NEW_QUERY_TILE + 1;
 
 constexpr int K_SLICE_TILE_BYTES = TILE_COLUMNS * K_SLICE;
-constexpr int STAGE_ROWS_BYTES = STREAMED ? OWN_ROWS * K_SLICE : 0;  // of queries, before the keys
+constexpr int STAGE_ROWS_BYTES = STREAMED ? OWN_ROWS * K_SLICE : 0;  // rows of Q, before the keys
 constexpr int STAGE_BYTES = STAGE_ROWS_BYTES + TILES * K_SLICE_TILE_BYTES;
 constexpr int ROW_SLOTS = STREAMED ? 1 : 2;  // sums that a segment leaves for each row, one a consumer
 constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
@@ -62,7 +63,8 @@ constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES +
 enum : int { RESIDENT_SLICES = K_SLICES + TEACHER_SLICES };  // of a query tile that stays in shared memory
 // Warps that read a stage: those of one consumer, or (STREAMED) of all, in all blocks of the cluster
 constexpr int READERS = 4 * BLOCKS * (STREAMED ? WARPGROUPS : HALVES);
-constexpr int QUERY_TILES_AT_ONCE = 8;  // WIDE: that meet the same keys, which then come from the L2 cache
+// WIDE: query tiles that meet the same keys at about the same time, so that the keys come from the L2 cache
+constexpr int QUERY_TILES_AT_ONCE = 8;
 
 // A query tile, and the key tiles that it meets in one segment: first .. last. In a triangle they go
 // on from the last key tile to key tile 0.
@@ -150,16 +152,16 @@ struct Lane {
   __device__ int row() const {
     return (BLOCKS > 1 ? (int)cluster_rank() * OWN_ROWS : 0) + strip() * 64 + warp * 16 + g;
   }
-  // The first or the second of them, in the block.
-  __device__ i64 row_of(int query_tile, int h) const { return (i64)query_tile * QUERY_TILE_ROWS + row() + 8 * h; }
+  // This thread's first row (h = 0) or second row (h = 1) of a query tile, as a row of the block.
+  __device__ i64 get_row(int query_tile, int h) const { return (i64)query_tile * QUERY_TILE_ROWS + row() + 8 * h; }
   __device__ void sync_warpgroup() const { named_barrier_sync(1 + warpgroup, 128); }
   // This takes the named barrier of the consumer's first warpgroup, which may use it for sync_warpgroup
   // too: between any two uses all of the consumer meets at PING_PONG.
   __device__ void sync_consumer() const { named_barrier_sync(1 + consumer * HALVES, 128 * HALVES); }
 };
 
-// Stage and phase of the pipeline: where the next K-slice is in the ring of stages, and the parity of
-// the phase in which it gets there.
+// The stage of the next K-slice in the ring of stages, and the phase of the stage's barriers: the parity of the
+// number of times that the ring has wrapped around.
 struct PipelineState {
   u32 stage = 0, phase = 0;
   __device__ __forceinline__ void next() {
@@ -172,16 +174,16 @@ struct PipelineState {
   }
 };
 
-// Which K-slice of the keys is loaded as number i. Small parts come first, and are summed first: those of
-// all features, or (FP16X3) those of the same 64 features.
-__device__ __forceinline__ int k_slice_of_keys(int i) {
+// The K-slice of the keys that a tile loads as number i. K-slices of small parts come first, and so are summed
+// first: the small parts of all features, or (FP16X3) of the same 64 features.
+__device__ __forceinline__ int find_key_slice(int i) {
   if (PRECISION == FP16X3) return (PARTS - 1 - i % PARTS) * FEATURE_SLICES + i / PARTS;
   if (WIDE && i >= K_SLICES) return i - K_SLICES;  // large parts once more
   return (i + K_SLICES - FEATURE_SLICES) % K_SLICES;
 }
-// The same of the rows that are loaded with it (STREAMED): with small parts of keys come large ones of
-// rows, and (WIDE) with large ones first small, then large ones.
-__device__ __forceinline__ int k_slice_of_rows(int i) {
+// The K-slice of the rows of Q that is loaded with it (STREAMED). WIDE: small parts of keys meet large parts of rows;
+// then large parts of keys meet small parts of rows, and at last large parts of rows.
+__device__ __forceinline__ int find_row_slice(int i) {
   if (WIDE && PARTS == 2) return i < K_SLICES ? i : i - K_SLICES;
-  return k_slice_of_keys(i);
+  return find_key_slice(i);
 }

@@ -15,13 +15,13 @@ struct Rows : Options::RowNumbers<2> {
   u32 row_marks[2], column_marks[2];  // words of the current tile
 #endif
   __device__ __forceinline__ void load(const Block& b, int query_tile, const Lane& lane) {
-    const i64 itself = b.first_row + (i64)query_tile * QUERY_TILE_ROWS - b.first_column;
-    const int far = 1 << 30;
-    diagonal = warp_uniform(b.symmetric && itself > -far && itself < far ? (int)itself : far);
+    const i64 own_column = b.first_row + (i64)query_tile * QUERY_TILE_ROWS - b.first_column;
+    const int far = 1 << 30;  // beyond all columns of a block
+    diagonal = warp_uniform(b.symmetric && own_column > -far && own_column < far ? (int)own_column : far);
     end = warp_uniform((i64)(query_tile + 1) * QUERY_TILE_ROWS <= b.q.rows ? (int)b.k.rows : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(query_tile, h);
+      const i64 row = lane.get_row(query_tile, h);
       const bool inside = row < b.q.rows;
       positive[h] = inside && !SETS ? column(b, b.positives[row]) : -1;
 #if FACTORS
@@ -35,7 +35,7 @@ struct Rows : Options::RowNumbers<2> {
 #if GUIDE
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(query_tile, h);
+      const i64 row = lane.get_row(query_tile, h);
       const i64 word = mark_word(b.q.rows, row, (i64)tile * TILE_COLUMNS + 2 * lane.t);
       row_marks[h] = row < b.q.rows ? b.row_marks[word] : 0;
       column_marks[h] = GUIDE == 1 ? ALL_MARKED : row < b.q.rows ? b.column_marks[word] : 0;
@@ -84,8 +84,8 @@ struct Columns : Options::ColumnNumbers<TILE_COLUMNS> {
   }
 };
 
-// Column of x[4 j + e] in the tile.
-__device__ __forceinline__ int column_of(int i, const Lane& lane) {
+// The column of x[i] in the tile.
+__device__ __forceinline__ int get_column(int i, const Lane& lane) {
   return i / 4 * 8 + 2 * lane.t + i % 2;
 }
 
@@ -101,7 +101,7 @@ struct SliceColumns : Options::ColumnNumbers<4> {
 };
 
 // The pair of x[i], of which `columns` are the slice.
-__device__ __forceinline__ auto pair_of(int i, const Rows& rows, const SliceColumns& columns) {
+__device__ __forceinline__ auto get_pair(int i, const Rows& rows, const SliceColumns& columns) {
   return Pair<Rows, SliceColumns>{rows.marks(i), rows, columns, i / 2 % 2, i / 4 % 2 * 2 + i % 2};
 }
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ float largest(const float (&x)[64], int h, const Rows
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int i = 8 * s + k / 2 * 4 + 2 * h + k % 2;
-      const auto pair = pair_of(i, rows, slice);
+      const auto pair = get_pair(i, rows, slice);
       const float y = Options::in_row(x[i], pair) ? Options::exponent(x[i], pair) : EXCLUDED;
       high = i == 2 * h ? y : fmaxf(high, y);
     }
@@ -124,22 +124,29 @@ __device__ __forceinline__ float largest(const float (&x)[64], int h, const Rows
   return or_low(high);
 }
 
+// Each sum becomes the sum over the four lanes that share a row.
+template <class... T>
+__device__ __forceinline__ void add_over_lanes(T&... sums) {
+#pragma unroll
+  for (int lanes = 1; lanes < 4; lanes *= 2) ((sums += __shfl_xor_sync(ALL_LANES, sums, lanes)), ...);
+}
+
 // The products of positives in columns `at` of the tile, of this thread's two rows, become EXCLUDED. They
 // are handed to `take(h, x)`, where h is 0 or 1 for its first or second row.
 template <class Take>
-__device__ __forceinline__ void set_aside(float (&x)[64], const int (&at)[2], const Lane& lane, Take take) {
-  const bool met[2] = {(u32)at[0] < TILE_COLUMNS, (u32)at[1] < TILE_COLUMNS};
-  if (!__any_sync(ALL_LANES, met[0] || met[1])) return;
+__device__ __forceinline__ void set_aside_positives(float (&x)[64], const int (&at)[2], const Lane& lane, Take take) {
+  const bool in_tile[2] = {(u32)at[0] < TILE_COLUMNS, (u32)at[1] < TILE_COLUMNS};
+  if (!__any_sync(ALL_LANES, in_tile[0] || in_tile[1])) return;
   float value[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < 64; ++i)
-    if (column_of(i, lane) == at[i / 2 % 2]) {
+    if (get_column(i, lane) == at[i / 2 % 2]) {
       value[i / 2 % 2] = x[i];
       x[i] = EXCLUDED;
     }
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    if (met[h] && at[h] % 8 / 2 == lane.t) take(h, value[h]);
+    if (in_tile[h] && at[h] % 8 / 2 == lane.t) take(h, value[h]);
 }
 
 // Raw products of a tile become products of unit rows.
@@ -148,7 +155,7 @@ __device__ __forceinline__ void apply_factors(float (&x)[64], const Rows& rows, 
 #if FACTORS
 #pragma unroll
   for (int i = 0; i < 64; ++i)
-    x[i] *= rows.factor[i / 2 % 2] * columns.factor[column_of(i, lane)];
+    x[i] *= rows.factor[i / 2 % 2] * columns.factor[get_column(i, lane)];
 #endif
 }
 
@@ -166,32 +173,33 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
     int at[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(query_tile, h);
+      const i64 row = lane.get_row(query_tile, h);
       at[h] = rows.positive[h] - first;
       if (SETS && row < b.q.rows) at[h] = Rows::column(b, b.positives[row * each + number]) - first;
     }
-    set_aside(x, at, lane, [&](int h, float value) {
-      take(lane.row_of(query_tile, h) * each + number, value);
+    set_aside_positives(x, at, lane, [&](int h, float value) {
+      take(lane.get_row(query_tile, h) * each + number, value);
     });
   }
   if (Options::MASKS)
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-      Options::mask(x[i], Pair<Rows, Columns>{rows.marks(i), rows, columns, i / 2 % 2, column_of(i, lane)});
+      Options::mask(x[i], Pair<Rows, Columns>{rows.marks(i), rows, columns, i / 2 % 2, get_column(i, lane)});
     }
   const int diagonal = rows.diagonal - first;
-  const bool crossed = diagonal > -QUERY_TILE_ROWS && diagonal < TILE_COLUMNS;
-  if (!crossed && first + TILE_COLUMNS <= rows.end) return;
-  int end[2], itself[2];  // columns from `end` on are outside
+  const bool has_diagonal = diagonal > -QUERY_TILE_ROWS && diagonal < TILE_COLUMNS;
+  if (!has_diagonal && first + TILE_COLUMNS <= rows.end) return;
+  // Columns from `end` on are outside. If queries are keys, `own_column` is the column of the row itself
+  int end[2], own_column[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool inside = lane.row_of(query_tile, h) < b.q.rows;
+    const bool inside = lane.get_row(query_tile, h) < b.q.rows;
     end[h] = inside ? (int)min(b.k.rows - first, (i64)TILE_COLUMNS) : 0;
-    itself[h] = crossed ? diagonal + lane.row() + 8 * h : -1;
+    own_column[h] = has_diagonal ? diagonal + lane.row() + 8 * h : -1;
   }
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    const int column = column_of(i, lane);
-    if (column >= end[i / 2 % 2] || column == itself[i / 2 % 2]) x[i] = EXCLUDED;
+    const int column = get_column(i, lane);
+    if (column >= end[i / 2 % 2] || column == own_column[i / 2 % 2]) x[i] = EXCLUDED;
   }
 }

@@ -44,11 +44,11 @@ struct Partials {
   }
 };
 
-// With moments, shared memory has no room for the sums that a warp has of its own columns: they stay in
-// registers.
+// Each warp sums all columns of a tile over its strip, and later adds up the four strips' sums of its own 32 columns.
+// With moments, shared memory has no room for a warp's sums of its own columns, which stay in registers.
 constexpr bool KEEPS_OWN_STRIP = MOMENTS;
 
-// What the strips of four warps have for the 32 columns that each of WARPS warps adds up.
+// The sums of the columns of a tile over the strips of four warps. Each of WARPS warps adds up the sums of 32 columns.
 template <int WARPS>
 struct StripSums {
   static constexpr int STRIPS = KEEPS_OWN_STRIP ? 3 : 4;
@@ -57,8 +57,8 @@ struct StripSums {
   float moments[WARPS][STRIPS][32];
 #endif
 
-  // Of the columns of warp `warp`, what warp `warp ^ other` has.
-  __device__ __forceinline__ Partials of(int warp, int other) {
+  // The sums over the strip of warp `warp ^ other`, of the columns that warp `warp` adds up.
+  __device__ __forceinline__ Partials get_partials(int warp, int other) {
 #if MOMENTS
     return {pairs[warp][other - 1], moments[warp][other - 1]};
 #else

@@ -32,13 +32,7 @@ __device__ __forceinline__ void streamed_products(float (&x)[TILES][64], SweepSh
       wgmma_bf16(x[0], x[1], rows + 2 * step, keys + 2 * step, i > 0 || step > 0);
 #endif
     }
-    warpgroup_commit();
-    if (i > 0) {
-      warpgroup_wait<1>();  // the products of the K-slice before are done
-      release_stage(s, before, lane);
-    }
-    before = pipe.stage;
-    pipe.next();
+    commit_k_slice(s, i, before, pipe, lane);
   }
   warpgroup_wait<0>();
   release_stage(s, before, lane);
@@ -59,7 +53,7 @@ __device__ __forceinline__ void streamed_products(float (&products)[TILES][64], 
     const u32 first = pipe.stage;
     const u32 keys = shared_descriptor(shared_address(s.k[first]) + STAGE_ROWS_BYTES);
     const u32 rows = shared_descriptor(shared_address(s.k[first]) + lane.strip() * 64 * K_SLICE);
-    const int part = STAGE_BYTES / 16;  // from the small one to the large one
+    const int part = STAGE_BYTES / 16;  // from a small part to its large part, in the 16 bytes of descriptors
     // The TMA writes to both stages come before the reads of wgmma
     for (int p = 0; p < PARTS; ++p, pipe.next()) barrier_wait(s.full[pipe.stage], pipe.phase);
     // The relative truncation bias grows with the length of a sum, and with how much its terms have

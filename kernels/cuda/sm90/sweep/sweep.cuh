@@ -80,8 +80,8 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
         // All consumers have read the K-slice in this stage before the loads refill it
         barrier_wait(s.empty[pipe.stage], pipe.phase ^ 1);
         barrier_expect(full, STAGE_BYTES);
-        const int feature = k_slice_of_keys(i) * K_SLICE_ELEMENTS;
-        if (STREAMED) tma_load(rows, q, full, k_slice_of_rows(i) * K_SLICE_ELEMENTS, row);
+        const int feature = find_key_slice(i) * K_SLICE_ELEMENTS;
+        if (STREAMED) tma_load(rows, q, full, find_row_slice(i) * K_SLICE_ELEMENTS, row);
         if (BLOCKS > 1)  // each block of the cluster loads one of two key tiles, for both blocks
           tma_load_multicast(keys + rank * K_SLICE_TILE_BYTES, k, full, feature,
                              column + rank * TILE_COLUMNS, 3);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void release_stage(SweepShared<Epilogue>& s, u32 stag
 
 // `release_stage` for all stages of a tile, which are consecutive.
 template <class Epilogue>
-__device__ __forceinline__ void release_stages_of_tile(SweepShared<Epilogue>& s, u32 first,
+__device__ __forceinline__ void release_tile_stages(SweepShared<Epilogue>& s, u32 first,
                                                        const Lane& lane) {
 #pragma unroll
   for (int i = 0; i < K_SLICES; ++i) release_stage(s, first + i, lane);
@@ -129,6 +129,20 @@ __device__ __forceinline__ void multiply_k_slice(float (&x)[64], u32 a, u32 b, b
   }
 }
 
+// Commits the products of a tile's K-slice `number`, which is in the stage of `pipe`, and advances `pipe`. Releases
+// stage `before` of the K-slice before, after that K-slice's products; IN_REGISTERS, the keys are read once more.
+template <class Epilogue>
+__device__ __forceinline__ void commit_k_slice(SweepShared<Epilogue>& s, int number, u32& before,
+                                               PipelineState& pipe, const Lane& lane) {
+  warpgroup_commit();
+  if (number > 0 && !IN_REGISTERS) {
+    warpgroup_wait<1>();  // the products of the K-slice before are done
+    release_stage(s, before, lane);
+  }
+  before = pipe.stage;
+  pipe.next();
+}
+
 // x = products of the 64 rows at `rows` in shared memory and a key tile. The function waits for each stage, and
 // releases it after its products. On return, the products of the last K-slice are still in flight.
 template <class Epilogue>
@@ -144,13 +158,7 @@ __device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilo
     warpgroup_arrive();
     if (i >= K_SLICES / PARTS) multiply_k_slice(x, a + K_SLICES / PARTS * slice_distance, b, false);
     multiply_k_slice(x, a, b, i == 0);
-    warpgroup_commit();
-    if (i > 0 && !IN_REGISTERS) {
-      warpgroup_wait<1>();  // the products of the K-slice before are done
-      release_stage(s, before, lane);
-    }
-    before = pipe.stage;
-    pipe.next();
+    commit_k_slice(s, i, before, pipe, lane);
   }
 }
 
@@ -167,13 +175,7 @@ __device__ __forceinline__ void issue_both_products(float (&x)[64], float (&y)[6
     warpgroup_arrive();
     if (i < K_SLICES) multiply_k_slice(x, a, b, i == 0);
     else multiply_k_slice(y, a, b, i == K_SLICES);
-    warpgroup_commit();
-    if (i > 0) {
-      warpgroup_wait<1>();  // the products of the K-slice before are done
-      release_stage(s, before, lane);
-    }
-    before = pipe.stage;
-    pipe.next();
+    commit_k_slice(s, i, before, pipe, lane);
   }
 }
 
@@ -192,10 +194,11 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   // one half's products fill the time in which both consumers of the other half have epilogues.
   constexpr bool IN_STEP = Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS || 2 * K_SLICES >= STAGES;
   const int ping_pong = PING_PONG + (IN_STEP ? 0 : 2 * lane.half);
-  const int sharers = 2 * 128 * (IN_STEP ? HALVES : 1);
+  // Threads of both consumers that meet at a ping-pong barrier
+  const int ping_pong_threads = 2 * 128 * (IN_STEP ? HALVES : 1);
   bool has_turn = lane.consumer == 0;  // a consumer takes every other tile, over all query tiles
-  int held = -1;                   // first stage of this consumer's last tile, while its keys are needed
-  if (!has_turn) named_barrier_arrive(ping_pong, sharers);  // consumer 0 begins
+  int last_tile_stage = -1;  // IN_REGISTERS: first stage of this consumer's last tile, until its keys are released
+  if (!has_turn) named_barrier_arrive(ping_pong, ping_pong_threads);  // consumer 0 begins
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item, visited_tiles);
     if (visited_tiles && !is_visited(visited_tiles, b, w.query_tile)) continue;
@@ -217,22 +220,22 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       }
       const int tile = t < tiles ? t : t - tiles;
       float x[64], y[TEACHER_SLICES ? 64 : 1];
-      named_barrier_sync(ping_pong + lane.consumer, sharers);
+      named_barrier_sync(ping_pong + lane.consumer, ping_pong_threads);
       const int first = pipe.stage;
 #if IN_REGISTERS
-      if (held >= 0) epilogue.gather(shared_address(s.k[held]));
+      if (last_tile_stage >= 0) epilogue.gather(shared_address(s.k[last_tile_stage]));
 #endif
       if constexpr (TEACHER_SLICES) issue_both_products(x, y, s, rows, pipe, lane);
       else issue_products(x, s, rows, pipe, lane);
       // The other consumer may issue its products: they run after these
-      named_barrier_arrive(ping_pong + (lane.consumer ^ 1), sharers);
+      named_barrier_arrive(ping_pong + (lane.consumer ^ 1), ping_pong_threads);
       // The reads of the last tile's columns come before these writes: all of this consumer has met at its
       // ping-pong barrier since
       epilogue.publish(tile);
       warpgroup_wait<0>();
       if (!IN_REGISTERS) release_stage(s, pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1, lane);
-      else if (held >= 0) release_stages_of_tile(s, held, lane);
-      held = first;
+      else if (last_tile_stage >= 0) release_tile_stages(s, last_tile_stage, lane);
+      last_tile_stage = first;
       if (last && lane.lane == 0) barrier_arrive(s.queries_empty);
       fence_accumulators(x);
       if (TEACHER_SLICES) fence_accumulators(y);
@@ -244,11 +247,11 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       epilogue.end_tile(tile);
     }
 #if IN_REGISTERS
-    if (held >= 0) {
-      epilogue.gather(shared_address(s.k[held]));
+    if (last_tile_stage >= 0) {
+      epilogue.gather(shared_address(s.k[last_tile_stage]));
       warpgroup_wait<0>();
-      release_stages_of_tile(s, held, lane);
-      held = -1;
+      release_tile_stages(s, last_tile_stage, lane);
+      last_tile_stage = -1;
     }
 #endif
     epilogue.end_query_tile(w);
