@@ -19,7 +19,7 @@ import numpy as np
 
 from infonce.distributed.agreement import UNBOUNDED_WORKSPACE
 from infonce.distributed.exchanges.base import Keys, Round, no_keys
-from infonce.distributed.exchanges.gather import added
+from infonce.distributed.exchanges.gather import add_pairwise
 from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.folds import FoldsOverRanks
 from infonce.distributed.run import (
@@ -135,7 +135,7 @@ class Rounds:
         ]
         assert round.combine is not None
         assert round.keep is not None
-        round.keep(slice(0, k), *added(parts, round.combine, 2))
+        round.keep(slice(0, k), *add_pairwise(parts, round.combine, 2))
 
     def _others(self, round: Round) -> Iterator[tuple[slice, bool, bool]]:
         """The visits of other devices' keys. Each visit has the keys of consecutive devices.

@@ -111,8 +111,8 @@ FAULTS = {
         "to += threadIdx.x / 8 * K_SLICE + threadIdx.x % 8 * 16;", "^lse: sums of rows differ",
     ),
     "a wrong swizzle of gradient blocks": (
-        "gradient", "put = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;",
-        "put = row * PIECE + lane.lane / 16 * 8;", "^sweep_gradient: probabilities differ",
+        "gradient", "own_offset = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;",
+        "own_offset = row * PIECE + lane.lane / 16 * 8;", "^sweep_gradient: probabilities differ",
     ),
     "a missing fence before a TMA store": (
         "gradient", "    fence_before_tma_store();\n", "",
