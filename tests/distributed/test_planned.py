@@ -187,7 +187,7 @@ def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go step by step, by backends of blocks."""
-    monkeypatch.setattr(planned.plan, "call", lambda *_, **__: {})
+    monkeypatch.setattr(planned.plan, "run_by_plan", lambda *_, **__: {})
     transport: Any = object.__new__(transports.NCCL)
     ranks: Any = SimpleNamespace(rank=0, size=2)
     transport.ranks, transport.plans = ranks, {}
@@ -223,7 +223,7 @@ def test_blocks_of_operations_on_arrays_have_no_plan(monkeypatch: pytest.MonkeyP
     built: list[str] = []
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
     monkeypatch.setattr(shard, "readable_by_kernels", lambda problem: problem)
-    monkeypatch.setattr(shard.gpu_plan, "call", lambda *_: built.append("a plan"))
+    monkeypatch.setattr(shard.gpu_plan, "run_by_plan", lambda *_: built.append("a plan"))
     monkeypatch.setattr(shard.recorded, "block", lambda *_: built.append("steps"))
     query: Any = SimpleNamespace(device=SimpleNamespace(id=0))
     plain = Problem(query, query, 1.0, 1.0)
@@ -281,7 +281,9 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
     given: list[Problem] = []
     made = {"loss": "the sum"}
-    monkeypatch.setattr(shard.gpu_plan, "call", lambda *parts: given.append(parts[1]) or made)
+    monkeypatch.setattr(
+        shard.gpu_plan, "run_by_plan", lambda *parts: given.append(parts[1]) or made
+    )
     into = recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
         query, key = (cupy.empty((8, 64), "float32") for _ in range(2))
