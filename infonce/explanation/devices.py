@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.gpu.config import DeviceProperties
+from ..kernels.gpu.config.precision import PORTABLE
 
 KIB, MIB = 2**10, 2**20
 
@@ -26,7 +27,7 @@ def _gpu(
     """`shared`: KiB of a block, and of a multiprocessor. `memory`: MiB. `teraflops`: with operands
     of 16 bits, and in tf32, fp32 and fp64."""
     block, whole = (KIB * size for size in shared)
-    properties = DeviceProperties(capability, multiprocessors, block, whole, memory * MIB)
+    properties = DeviceProperties(capability, multiprocessors, block, whole, memory * MIB, PORTABLE)
     kinds = ("16 bits", "tf32", "fp32", "fp64")
     flops = {kind: 1e12 * rate for kind, rate in zip(kinds, teraflops, strict=True)}
     return GPU(model, properties, flops, bandwidth)

@@ -31,7 +31,6 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from ..problem import Array, Progress
-from .config import precision
 from .device.cublas import workspace
 from .device.launcher import device_properties
 from .device.launches import Queue
@@ -75,7 +74,7 @@ def run_by_plan(
     kind = tuple(describe(part, arrays, numbers) for part in inputs)
     device = runtime.getDevice()
     # kind: shapes, strides, dtypes, alignments of addresses, and all values that are no numbers
-    plan_key = device, device_properties(device), precision.PORTABLE, build, kind
+    plan_key = device, device_properties(device), build, kind
     plan = plans.get(plan_key)
     if plan is None:
         try:

@@ -52,14 +52,12 @@ def test_schedules_by_width() -> None:
 
 
 @pytest.mark.parametrize(("precision", "by"), [("fp32", "fp16x3"), ("tf32", "fp16")])
-def test_float16_takes_the_place_of_longer_numbers_on_hopper_alone(
-    precision: str, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float16_takes_the_place_of_longer_numbers_on_hopper_alone(precision: str, by: str) -> None:
     found = {arch: config.operand_precision(precision, device) for arch, device in DEVICES.items()}
     assert found == {"sm_75": precision, "sm_80": precision, "sm_90a": by, "sm_100": precision}
     assert config.operand_precision("bf16", DEVICES["sm_90a"]) == "bf16"
-    monkeypatch.setattr(config.precision, "PORTABLE", True)
-    assert config.operand_precision(precision, DEVICES["sm_90a"]) == precision
+    portable = replace(DEVICES["sm_90a"], portable=True)
+    assert config.operand_precision(precision, portable) == precision
 
 
 @pytest.mark.parametrize("width", [128, 1024, 2048])

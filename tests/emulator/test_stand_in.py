@@ -10,6 +10,7 @@ import engine
 import numpy as np
 import pytest
 from gpu_problems import dtype_of
+from infonce.kernels.gpu import config
 from judge import LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
@@ -53,7 +54,7 @@ def test_devices(cupy: Any, loss: str, dtype: str) -> None:
             assert_grad(getattr(got.grads, name).get(), gradient, dtype, 9.0, terms=9 * 140**-0.5)
 
 
-def test_both_devices_have_kernels_of_their_own(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_and_portable_kernels(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
     launch = engine.Kernel.launch
 
@@ -62,7 +63,10 @@ def test_both_devices_have_kernels_of_their_own(cupy: Any, monkeypatch: pytest.M
         launch(self, *given, **options)
 
     monkeypatch.setattr(engine.Kernel, "launch", told)
-    for device, kernel in ((HOPPER, "sweep_lse"), (PORTABLE, "lse")):
+    for device, portable, kernel in (
+        (HOPPER, False, "sweep_lse"), (HOPPER, True, "lse"), (PORTABLE, False, "lse"),
+    ):  # fmt: skip
+        monkeypatch.setattr(config.precision, "PORTABLE", portable)
         launched.clear()
         with cupy.cuda.Device(device):
             z = [cupy.asarray(z) for z in pairs("random", 140, 140, 72, dtype_of("bfloat16"), 0)]

@@ -232,8 +232,7 @@ def test_portable_kernels(loss: str, multiprocessors: int, monkeypatch: pytest.M
     """The tiled kernels of other cards, where sweeps would run: a thread block has several tiles,
     or one."""
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
-    few = replace(device, multiprocessors=multiprocessors)
-    monkeypatch.setattr(config.precision, "PORTABLE", True)
+    few = replace(device, multiprocessors=multiprocessors, portable=True)
     monkeypatch.setattr(backend, "device_properties", lambda index: few)
     for (dtype, precision), (m, n, d) in fewer(
         itertools.product(SWEEPS, ((129, 257, 16), (300, 300, 70))), 4

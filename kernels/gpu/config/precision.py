@@ -34,6 +34,12 @@ class DeviceProperties:
     shared_memory: int  # most bytes of one thread block
     multiprocessor_shared_memory: int  # bytes of all thread blocks of one multiprocessor
     memory: int  # bytes of the GPU's memory
+    portable: bool = False  # whether only kernels run that run on every card
+
+    @property
+    def has_sweeps(self) -> bool:
+        """Whether sweeps run on the device: Hopper, if kernels are not limited to portable ones."""
+        return self.capability == "90" and not self.portable
 
     @property
     def default_memory_limit(self) -> int:
@@ -57,7 +63,7 @@ def operand_precision(precision: str, device: DeviceProperties) -> str:
     Features and gradient blocks are divided by feature and gradient divisors, so that float16
     neither overflows nor underflows.
     """
-    if device.capability != "90" or PORTABLE:
+    if not device.has_sweeps:
         return precision
     return {"fp32": "fp16x3", "tf32": "fp16"}.get(precision, precision)
 

@@ -249,7 +249,7 @@ def sweep_for(
     `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
     `number_count`, `name_count`: vectors of options of pairs, see `schedule.Call`.
     """
-    if device.capability != "90" or precision not in SWEEP_PRECISIONS:
+    if not device.has_sweeps or precision not in SWEEP_PRECISIONS:
         return None
     k_slices = -(-width // K_SLICE) * OPERAND_PARTS.get(precision, 1)
     residency = Residency.RESIDENT if k_slices <= 8 else Residency.WIDE

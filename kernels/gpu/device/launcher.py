@@ -18,8 +18,13 @@ HALF_WARP_ROW = 128  # half a warp computes a row of at most that many features 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 
 
-@cache
 def device_properties(index: int) -> config.DeviceProperties:
+    """The properties of a device, the same object in each call, by which schedules are cached."""
+    return _properties(index, config.precision.PORTABLE)
+
+
+@cache
+def _properties(index: int, portable: bool) -> config.DeviceProperties:
     device = cupy.cuda.Device(index)
     attributes = device.attributes
     return config.DeviceProperties(
@@ -28,6 +33,7 @@ def device_properties(index: int) -> config.DeviceProperties:
         attributes["MaxSharedMemoryPerBlockOptin"],
         attributes["MaxSharedMemoryPerMultiprocessor"],
         device.mem_info[1],
+        portable,
     )
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from .. import config
-from ..config import DeviceProperties, Needs, Sweep, Tile, precision
+from ..config import DeviceProperties, Needs, Sweep, Tile
 from .call import ITEM, Call, Loss, Matrix
 from .folds import (
     Cut,
@@ -200,8 +200,6 @@ def choose_sweeps(
     call: Call, operands: Operands, teacher: Operands | None, device: DeviceProperties
 ) -> tuple[Sweep | None, Sweep | None]:
     """The sweep that replaces tiles, and the sweep that keeps dL/dx in registers, or None."""
-    if precision.PORTABLE:
-        return None, None
     if teacher is not None:
         sweep = config.teacher_sweep(
             operands.precision, operands.width, teacher.width, device, call.normalize
@@ -238,7 +236,7 @@ def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
     width = product_bytes(operand_precision, query, key)
     both = call.two_sided or call.symmetric
     sweep = None
-    if not precision.PORTABLE and operand_precision not in config.OPERAND_PARTS:
+    if operand_precision not in config.OPERAND_PARTS:
         # a guide has no ids; factors of normalised keys are one vector of numbers of columns
         numbers = guide.number_count + guide.normalize
         sweep = config.sweep_for(operand_precision, width, device, False, number_count=numbers)
