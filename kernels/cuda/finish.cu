@@ -34,8 +34,8 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   char* to = z.data + at * size;
-  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 4 == 0;
-  if (whole && size == 2) {
+  const bool takes_words = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 4 == 0;
+  if (takes_words && size == 2) {
     u32 w[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
       w[i] = z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
     }
     set_16_bytes(to, make_uint4(w[0], w[1], w[2], w[3]));
-  } else if (whole && size == 4) {
+  } else if (takes_words && size == 4) {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i += 4)
       set_16_bytes(to + i * 4, make_uint4(__float_as_uint((float)x[i]), __float_as_uint((float)x[i + 1]),

@@ -103,12 +103,12 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
       (feature_divisor ? 1 / *feature_divisor : 1) * (weight ? weight[row] / *gradient_divisor : 1);
 #if PRECISION >= BF16X3  // elements have 16 bits, and eight of them fill 16 bytes
   for (i64 k = lane * LANE_FEATURES; k < elements; k += lanes * LANE_FEATURES) {
-    double whole[LANE_FEATURES];
+    double numbers[LANE_FEATURES];
     float x[LANE_FEATURES];
-    get_group(whole, z, row, k, d - k);
+    get_group(numbers, z, row, k, d - k);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i)
-      x[i] = (float)((exponent ? ldexp(whole[i], -exponent[row]) : whole[i]) * factor);
+      x[i] = (float)((exponent ? ldexp(numbers[i], -exponent[row]) : numbers[i]) * factor);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
       u32 w[LANE_FEATURES / 2];

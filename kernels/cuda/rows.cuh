@@ -60,8 +60,8 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   const char* from = z.data + at * size;
-  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)from % 4 == 0;
-  if (whole && size == 2) {
+  const bool takes_words = n >= LANE_FEATURES && z.column_stride == 1 && (u64)from % 4 == 0;
+  if (takes_words && size == 2) {
     const uint4 words = get_16_bytes(from);
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
       const unsigned short half = (unsigned short)(w[i / 2] >> i % 2 * 16);
       x[i] = z.dtype == DTYPE_BFLOAT16 ? from_bf16(half) : from_fp16(half);
     }
-  } else if (whole && size == 4) {
+  } else if (takes_words && size == 4) {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i += 4) {
       const uint4 four = get_16_bytes(from + i * 4);
@@ -85,8 +85,8 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
 // Eight numbers of a sum over rows. The row has `n` numbers left; zeros stand for the others.
 template <class T>
 __device__ __forceinline__ void get_reals(T (&x)[LANE_FEATURES], const Real* from, i64 n) {
-  const bool whole = sizeof(Real) == 4 && n >= LANE_FEATURES && (u64)from % 16 == 0;
-  if (whole) {
+  const bool takes_words = sizeof(Real) == 4 && n >= LANE_FEATURES && (u64)from % 16 == 0;
+  if (takes_words) {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i += 4) {
       const float4 four = *(const float4*)(from + i);

@@ -19,7 +19,7 @@ struct ColumnFactors {
   Real reference, v, weight;
 };
 
-// Of a pair and one model: e and e', their exponents without u, and its term in dL/dx.
+// The numbers of a pair for one model: e and e', their exponents without u, and the model's term in dL/dx.
 struct Exponentials {
   Real in_row, in_column, row_exponent, column_exponent, gradient;
 };
@@ -42,9 +42,11 @@ __device__ __forceinline__ Exponentials exponentials(Real x, Real c, const RowFa
   return result;
 }
 
-// Sums of a row over its pairs, or of a column. With p and q the probabilities of student and teacher and y the
-// student's exponent: q y, for the loss, before `end` without the teacher's factor a or v; with MOMENTS (p - q) y, for
-// the gradient of the scale. An error of q has little weight in both where y is small, as it is for probable pairs.
+// Sums over the pairs of a row, or of a column, with the probabilities p of the student and q of the teacher, and the
+// student's exponent y:
+//   - target: q y, for the loss. The kernels multiply the complete sum by the teacher's factor a or v of q.
+//   - excess (MOMENTS): (p - q) y, for the gradient of the scale.
+// y is near 0 for probable pairs, so that an error of q has little weight in both sums.
 struct DistillSums {
   Real target, excess;
   __device__ __forceinline__ void add(Real e, Real factor, Real teacher_e, Real teacher_factor, Real y) {

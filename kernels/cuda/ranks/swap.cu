@@ -1,5 +1,5 @@
-// Small arrays go to another GPU of the host while others come from it: each of the two launches this once,
-// and waits inside for the other. Both map each other's memory (distributed/transports/peers.py).
+// Two GPUs of a host exchange small arrays. Each GPU launches this kernel once, and the kernel waits for the kernel of
+// the other GPU. Each GPU maps the memory of the other (distributed/transports/peers.py).
 #include "common.cuh"
 
 constexpr int SWAP_THREADS = 256;
@@ -15,13 +15,13 @@ struct Arrays {
   }
 };
 
-// One side of a channel: two buffers, which are used in turn, and a number of each block of threads.
+// One side of a channel: two buffers, which swaps use in turn, and for each thread block the number of a swap.
 struct Side {
   char* buffers;
-  u32* arrived;  // of the last piece that has come here
+  u32* arrived;  // the number of the last swap whose part for this thread block is in the buffers
 };
 
-// In units of T. Sources may be written by another GPU: they are read past the first cache.
+// Copies in units of T. Another GPU may have written the source, so loads bypass the L1 cache.
 template <class T>
 __device__ __forceinline__ void copy_units(char* to, const char* from, i64 size) {
   for (i64 i = threadIdx.x * sizeof(T); i < size; i += SWAP_THREADS * sizeof(T))
@@ -39,17 +39,18 @@ __device__ __forceinline__ void copy(char* to, const char* from, i64 size) {
 __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool send) {
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
-    const i64 size = arrays.bytes(i), whole = (size + 15) / 16 * 16;
+    const i64 size = arrays.bytes(i), padded_size = (size + 15) / 16 * 16;
     const i64 each = (size + gridDim.x * 16 - 1) / (gridDim.x * 16) * 16, first = blockIdx.x * each;
     const i64 own = first < size ? min(each, size - first) : 0;
     if (send) copy(buffer + first, arrays.at(i) + first, own);
     else copy(arrays.at(i) + first, buffer + first, own);
-    buffer += whole;
+    buffer += padded_size;
   }
 }
 
-// `counters` are the numbers of the last swap. A rank that begins a swap has got the other's part of the
-// one before, and so that of the one before that was taken there: two buffers suffice.
+// `counters` has the number of the last swap for each thread block. Two buffers suffice: a rank that begins swap i has
+// received the other rank's part of swap i - 1, so the other rank has read this rank's part of swap i - 2, whose
+// buffer swap i overwrites.
 extern "C" __global__ void __launch_bounds__(SWAP_THREADS)
 swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays received,
      const __grid_constant__ Side other, const __grid_constant__ Side own, u32* counters, i64 room) {

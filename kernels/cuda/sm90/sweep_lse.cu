@@ -85,11 +85,11 @@ struct Lse {
 
   Work work;
   Rows rows;
-  Partial row_sum[2];   // so far; four threads share a row's sum
+  Partial row_sum[2];  // sums of this thread's two rows so far; four threads share a row's sum
   float reference;     // reference exponent of the strip
-  bool steady;         // it is that of all rows' sums
-  Partial column_sum;   // of this thread's column, of all query tiles so far
-  Partial strip_sum;    // of this thread's column, in the tile and this warp's strip (KEEPS_OWN_STRIP)
+  bool steady;         // whether the sums of all rows have the reference exponent of the strip
+  Partial column_sum;  // sum of this thread's column over all query tiles so far
+  Partial strip_sum;   // sum of this thread's column over this warp's strip of the tile (KEEPS_OWN_STRIP)
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
     return lane.get_row(work.query_tile, h);
@@ -153,7 +153,7 @@ struct Lse {
     met |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
   }
 
-  // Sums against the strip's reference exponent. False, and nothing has changed, if it does not serve.
+  // Sums against the strip's reference exponent. Returns false, and changes nothing, if this exponent does not serve.
   __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64], int t) {
     const float shift[2] = {reference, reference};
     Partial tile_sums[2] = {{reference}, {reference}};

@@ -7,9 +7,9 @@
 // may leave out pairs, or put another exponent in the place of x. Moments keep x.
 //
 // One exponential a logit serves both directions: all rows and columns of a warp's strip, 64 x WARP_N
-// logits, share m, the strip's maximum. A row or a column far below it can lose all its digits that
-// way. Its sum is then below MIN_EXACT_SUM, and the strip is summed again with maxima of each row and
-// column. This is fast almost always, and right always.
+// logits, share m, the strip's maximum. A row or a column far below m can lose all its digits. The sum of such a row or
+// column is below MIN_EXACT_SUM, and the strip is summed again with maxima of each row and column. This happens
+// rarely, and the result is right in each case.
 #include "tiled/tile.cuh"
 
 // Underflow takes less than 64 * 2^-126 from a sum, which is negligible relative to a sum of 2^-80. No sum of terms

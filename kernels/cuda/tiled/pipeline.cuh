@@ -22,7 +22,7 @@ constexpr int BLOCK_M = 128;
 #define MIN_BLOCKS 1
 #endif
 #ifndef TEACHER
-#define TEACHER 0  // 1: a tile has two products, that of a student's features and that of a teacher's
+#define TEACHER 0  // 1: a tile has two products, one of a student's features and one of a teacher's
 #endif
 constexpr int WARP_M = 64;
 constexpr int WARPS_M = BLOCK_M / WARP_M;
@@ -82,7 +82,8 @@ struct Share {
     rows = left < BLOCK_M ? (int)left : BLOCK_M;
   }
 
-  // Start copying to rows of a stage what lies at `offset` in ROWS rows; outside the matrix are zeros.
+  // Start to copy 16 bytes at `offset` of each of this thread's rows, of ROWS rows of a tile, to the stage `to`. Zeros
+  // stand for rows outside of the matrix, and for bytes after the end of a row (`in_row` is false).
   template <int ROWS>
   __device__ __forceinline__ void start(char* to, i64 stride, i64 offset, bool in_row) const {
     const int existing = in_row ? rows : 0;
@@ -155,8 +156,8 @@ struct Pipeline {
     share.start<ROWS>(to, z.stride, part + offset, in_row);
   }
 
-  // Wait for the next K-slice to be read; returns its stage. All threads' copies to it come before its
-  // reads. All reads of the last one come before the copies that refill its stage.
+  // Wait until all threads have copied the next K-slice, and return its stage. The barrier also separates all reads of
+  // the K-slice before from the copies that refill the stage of that K-slice.
   __device__ __forceinline__ const char* next() {
     cp_async_wait<STAGES - 2>();
     __syncthreads();

@@ -3,7 +3,8 @@
 #pragma once
 #include "vectors/sums.cuh"
 
-// Of a joint loss, rows i and i + n of 2n have one sum, and its loss one upstream gradient.
+// A joint loss: rows i and i + n of 2n have one softmax, so both get the sum of both, and the upstream gradient of its
+// loss.
 extern "C" __global__ void join_rows(const __grid_constant__ Sums sums, const double* upstream, i64 n,
                                      const __grid_constant__ Sums joined, double* joined_upstream) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -61,7 +62,7 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
     g.row_linear[i] = e * a / n;
     at_positives = count ? e * a * ((double)count / n - 1) : 0;
     double at_positive = e * a / (count ? count : 1);
-    if (g.joint) at_positive += e * a / n;  // there the linear term counts it twice
+    if (g.joint) at_positive += e * a / n;  // the linear term counts this pair twice
     else if (f.symmetric && count) at_positive += e * f.row_factor[keys[0]];
     if (f.two_sided) {
       const double b = f.column_factor[i];

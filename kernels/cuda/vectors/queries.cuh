@@ -15,7 +15,7 @@ extern "C" __global__ void place_queries(i64 n, u64* begin, u64* end, u64* taken
   const i64 j = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   const int lane = threadIdx.x % 32;
   const u64 count = j < n ? end[j] : 0;
-  u64 upto = count;  // of this lane and those before it
+  u64 upto = count;  // sum over this lane and the lanes before it
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
     const u64 before = __shfl_up_sync(ALL_LANES, upto, by);

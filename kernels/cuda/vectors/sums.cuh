@@ -1,5 +1,4 @@
-// Sums of rows and columns: how those of tiles are merged, and what a row's loss is once they are
-// complete.
+// Sums of rows and columns: how the sums of tiles are merged, and the loss of a row from its complete sums.
 #pragma once
 #include "common.cuh"
 
@@ -121,8 +120,8 @@ extern "C" __global__ void add_copies(Real* sums, i64 n, i64 copies) {
 
 // --- before and after the log-sum-exps -------------------------------------------------------------------
 
-// Vectors that follow from the loss (problem.materialize_vectors): its rule for positives, and one upstream
-// gradient for all rows. A vector that the caller gives is null here.
+// Vectors that follow from the loss (problem.materialize_vectors): positives by the loss's rule, and one upstream
+// gradient for all rows. A pointer is null if the caller of the loss gives this vector.
 struct DefaultVectors {
   i64* positives;
   double *upstream, value;
@@ -164,11 +163,11 @@ struct RowOptions {
   const double* key_bias;  // of all keys; or null
 
   __device__ __forceinline__ double to_logits() const { return scale.bare() / exponent_scale.bare(); }
-  // A positive's logit, from its exponent.
+  // The base-2 logit of a positive, from its logit in the scale of exponents.
   __device__ __forceinline__ double logit(double exponent) const {
     return exponent * to_logits() - scale.bare() * margin * LOG2_E;
   }
-  // Of a row's logits with this key, base 2; columns have none.
+  // The bias of a row's logits with this key, base 2. Logits of columns have none.
   __device__ __forceinline__ double bias(i64 key) const {
     return key_bias && key >= 0 ? LOG2_E * key_bias[key] : 0;
   }
@@ -177,7 +176,8 @@ struct RowOptions {
     negatives.moment *= to_logits();
     return finalize_direction(negatives, logit, decoupled, mean);
   }
-  // The positive is key `partner` (-1: none), whose logit has a bias. By log(scale), that has no part in it.
+  // The positive is key `partner` (-1: none), whose logit has a bias. The bias does not depend on the scale, so it has
+  // no part in the derivative by log(scale).
   __device__ __forceinline__ Direction finalize_one(Sum negatives, double positive, i64 partner,
                                               double bias = 0) const {
     if (partner < 0) return without_positive(negatives);
@@ -185,8 +185,8 @@ struct RowOptions {
   }
 };
 
-// targets.limits: the dot product above which a row leaves out negatives. `dots` are those of its positives,
-// [m, each].
+// targets.limits: the dot product above which a row leaves out negatives. `dots` [m, each] are the dot products of a
+// row's positives.
 extern "C" __global__ void limits(const double* dots, const i64* positives, i64 each, i64 m,
                                   double margin, double* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -325,7 +325,8 @@ __device__ __forceinline__ double weighted(double x, double weight) {
   return weight == 0 && !isnan(x) ? 0 : weight * x;
 }
 
-// The sum of x (null: 0), each times its weight (null: 1), by all threads of the only block; the first has it.
+// The sum of x (null: 0), each times its weight (null: 1). All threads of the only thread block add; the first thread
+// gets the sum.
 __device__ __forceinline__ double add_up(const double* x, i64 n, const double* weights = nullptr) {
   __shared__ double memory[TOTALS_THREADS / 32];
   double sum = 0;

@@ -155,8 +155,8 @@ struct Lane {
   // This thread's first row (h = 0) or second row (h = 1) of a query tile, as a row of the block.
   __device__ i64 get_row(int query_tile, int h) const { return (i64)query_tile * QUERY_TILE_ROWS + row() + 8 * h; }
   __device__ void sync_warpgroup() const { named_barrier_sync(1 + warpgroup, 128); }
-  // This takes the named barrier of the consumer's first warpgroup, which may use it for sync_warpgroup
-  // too: between any two uses all of the consumer meets at PING_PONG.
+  // All warpgroups of the consumer meet at the named barrier of the first of them. That warpgroup may use the same
+  // barrier for sync_warpgroup: between any two uses, the whole consumer meets at PING_PONG.
   __device__ void sync_consumer() const { named_barrier_sync(1 + consumer * HALVES, 128 * HALVES); }
 };
 
