@@ -8,11 +8,11 @@
 
 Each loss is one call out of the compiled program, on the program's own buffers: on a CPU as NumPy
 arrays, on a GPU as CuPy arrays and on the program's stream. Nothing is copied and nothing waits for
-the device. Under `grad` that one call computes loss and gradients, for what is differentiated and
-nothing else.
+the device. Under `grad` the same call computes the loss, and the gradients of the arguments that
+are differentiated.
 
-With ``axis_name="data"``, inside `jax.shard_map` or `jax.pmap`, a loss is that of the rows of all
-devices of the axis; `sharded` makes such a loss of global arrays.
+With ``axis_name="data"``, inside `jax.shard_map` or `jax.pmap`, a loss is the loss of the rows of
+all devices of the axis; `sharded` makes such a loss of global arrays.
 """
 
 from typing import TYPE_CHECKING

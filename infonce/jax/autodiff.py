@@ -16,7 +16,7 @@ from . import axis
 from .callback import (
     TEACHER,
     TracedCall,
-    call_out,
+    add_callback,
     deliver,
     integers,
     options_of,
@@ -30,7 +30,8 @@ def _evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The results of a call, as `callback.outputs` describes them."""
     if call.axis is not None:
         return axis.evaluate(call, inputs)
-    out: dict[str, Any] = call_out(functools.partial(_fill, call), outputs(call, inputs), inputs)
+    fill = functools.partial(_fill, call)
+    out: dict[str, Any] = add_callback(fill, outputs(call, inputs), inputs)
     return out
 
 
@@ -58,11 +59,11 @@ def _fill(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def parts(call: TracedCall, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The loss, the metrics and the sum of weights.
+def differentiable_loss(call: TracedCall, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The loss, the metrics and the sum of weights: functions of `inputs` with a vjp.
 
-    Over an axis, they are the part of this device. The sum of weights is None unless the caller
-    divides a mean by it.
+    Over an axis, they are this device's summands of the loss and of the sum of weights. The sum of
+    weights is None unless the caller divides a mean by it.
     """
     out = _evaluate(call, inputs)
     return out["loss"], out["metrics"], out.get("weight")
@@ -86,7 +87,7 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
                 "got one that is: jax.lax.stop_gradient makes one"
             )
     inputs = jax.tree.map(lambda leaf: leaf.value, inputs)
-    # Gradients of losses of rows need the upstream gradient, so the backward pass computes them
+    # With reduction="none" each row has an upstream gradient: the backward pass computes gradients
     in_backward = call.reduction == "none"
     out = _evaluate(replace(call, wrt=() if in_backward else wanted), inputs)
     grads = {name: out[name] for name in wanted if not in_backward}
@@ -95,6 +96,7 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
 
 
 def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
+    """The gradients of the inputs: those of `_forward` times the upstream gradient, or new ones."""
     grads, inputs, dtypes = residuals
     wanted = dict(dtypes.by_name)
     upstream = cotangents[0]
@@ -115,7 +117,7 @@ def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
     },)  # fmt: skip
 
 
-parts.defvjp(_forward, _backward, symbolic_zeros=True)
+differentiable_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @jax.tree_util.register_static

@@ -6,8 +6,8 @@
         collective all_to_all of the sums of columns, all_gather of vectors of keys
     psum_scatter of the gradients of all keys [N, D], which are sums over devices
 
-A call returns this device's part of the loss. `total` adds the parts outside the custom derivative:
-JAX differentiates the sum itself, with `check_vma` or without.
+A call returns this device's part of the loss. `sum_over_devices` adds the parts outside the custom
+derivative: JAX differentiates the sum itself, with `check_vma` or without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import rounds
-from .callback import Axis, TracedCall, call_out, outputs
+from .callback import Axis, TracedCall, add_callback, outputs
 
 
 def axis_of(axis_name: Any, features: Mapping[str, Any]) -> Axis:
@@ -42,9 +42,9 @@ def axis_of(axis_name: Any, features: Mapping[str, Any]) -> Axis:
             f"call, or a tuple of names, got {axis_name!r}. (Of global arrays, "
             "infonce.jax.sharded makes the loss.)"
         ) from error
-    axes = _varying(index)
+    axes = _varying_axes(index)
     for name, z in features.items():
-        if not axes <= _varying(z):
+        if not axes <= _varying_axes(z):
             raise ValueError(
                 f"{name}: expected rows of each device of axis {axis_name!r}, got the same array "
                 "on all devices"
@@ -52,16 +52,16 @@ def axis_of(axis_name: Any, features: Mapping[str, Any]) -> Axis:
     return Axis(names, size, axes, jax.default_backend() == "cpu")
 
 
-def spread(axis: Axis, inputs: dict[str, Any]) -> tuple[Axis, dict[str, Any]]:
-    """Make the arguments vary over all axes over which the call or one of them varies.
+def make_varying(axis: Axis, inputs: dict[str, Any]) -> tuple[Axis, dict[str, Any]]:
+    """Make all arguments vary over the same axes: those of the call and of each argument.
 
     Returns (`axis` with these axes as `varying`, the arguments).
     """
-    axis = replace(axis, varying=axis.varying.union(*map(_varying, jax.tree.leaves(inputs))))
-    return axis, _vary(inputs, axis.varying)
+    axes = axis.varying.union(*map(_varying_axes, jax.tree.leaves(inputs)))
+    return replace(axis, varying=axes), _vary(inputs, axes)
 
 
-def _varying(x: Any) -> frozenset[Any]:
+def _varying_axes(x: Any) -> frozenset[Any]:
     """The axes over which x varies; none if JAX does not check them."""
     array_type = jax.typeof(x)
     if hasattr(array_type, "mat"):
@@ -70,21 +70,24 @@ def _varying(x: Any) -> frozenset[Any]:
 
 
 def _vary(tree: Any, names: frozenset[Any]) -> Any:
-    def one(x: Any) -> Any:
-        missing = tuple(sorted(names - _varying(x), key=str))
+    """The arrays of a tree as arrays that vary over the axes `names`."""
+
+    def vary_array(x: Any) -> Any:
+        missing = tuple(sorted(names - _varying_axes(x), key=str))
         if missing and hasattr(jax.lax, "pcast"):
             return jax.lax.pcast(x, missing, to="varying")
         return jax.lax.pvary(x, missing) if missing else x
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(vary_array, tree)
 
 
 def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The outputs of `callback.outputs`, on one device:
 
     - this device's part of the loss;
-    - its rows of the gradients;
-    - "weight", its part of the sum of the weights of rows, by which `total` divides the loss.
+    - gradients of this device's rows;
+    - "weight": the sum of the weights of this device's rows. `sum_over_devices` divides the loss by
+      the sum over all devices.
     """
     axis, kind, shape_of = call.axis, call.kind, jax.ShapeDtypeStruct
     assert axis is not None
@@ -97,11 +100,11 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     device_arguments, keys = {**inputs, **gathered}, gathered["keys"]
     plan = rounds.plan_callbacks(call, device_arguments)
     device_arguments["rank"] = jax.lax.axis_index(axis.names)
-    run = functools.partial(rounds.run, call, plan)
+    run_callback = functools.partial(rounds.run_callback, call, plan)
     past: list[dict[str, Any]] = []  # for each earlier callback: its results, and arrived data
 
-    def callback(shapes: dict[str, Any]) -> dict[str, Any]:
-        out = call_out(run, shapes, {**device_arguments, "past": past})
+    def add_next_callback(shapes: dict[str, Any]) -> dict[str, Any]:
+        out = add_callback(run_callback, shapes, {**device_arguments, "past": past})
         # otherwise JAX would take the results for equal on all devices
         varying: dict[str, Any] = _vary(out, axis.varying)
         return varying
@@ -111,7 +114,7 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
         shape: tuple[int, ...] = (travel.vector_count, len(own_keys), 2)
         if travel.to_owners:
             shape = (axis.size, *shape)
-        out = callback({
+        out = add_next_callback({
             "error_and_results": shape_of((1 + travel.result_count, 2), jnp.uint32),
             "travelling": shape_of(shape, jnp.uint32),
         })  # fmt: skip
@@ -123,45 +126,47 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
 
     shapes = outputs(call, inputs)
     # gradients of own negatives stay on their device
-    by_axis = [name for name in kind.arguments if name in call.wrt and name != "own"]
-    feature_shapes = {name: shapes.pop(name) for name in by_axis}
-    wide = jax.dtypes.canonicalize_dtype(np.float64)
-    shapes["weight"] = shape_of((), wide) if _weighted(call, inputs) else None
+    summed = [name for name in kind.arguments if name in call.wrt and name != "own"]
+    feature_shapes = {name: shapes.pop(name) for name in summed}
+    weight_dtype = jax.dtypes.canonicalize_dtype(np.float64)
+    shapes["weight"] = shape_of((), weight_dtype) if _may_weigh_rows(call, inputs) else None
     rows = len(own_keys) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
         shapes["dq"] = shape_of((rows, keys.shape[1]), plan.sum_dtype)
     if plan.key_sums:
         shapes["key_sums"] = shape_of(keys.shape, plan.sum_dtype)
-    out = callback(shapes)
+    out = add_next_callback(shapes)
     dq, dk = out.pop("dq", None), out.pop("key_sums", None)
     if dk is not None:
         dk = jax.lax.psum_scatter(dk, axis.names, scatter_dimension=0, tiled=True)
     if kind.symmetric:
         dq = dq if dk is None else dq + dk
-        parts = jnp.split(dq, 2) if kind.joint and dq is not None else [dq]
+        grads = jnp.split(dq, 2) if kind.joint and dq is not None else [dq]
     else:
-        parts = [dq, dk]
-    for name, part in zip(kind.arguments, parts, strict=False):
+        grads = [dq, dk]
+    for name, grad in zip(kind.arguments, grads, strict=False):
         if name in feature_shapes:
-            out[name] = part.astype(feature_shapes[name].dtype)
+            out[name] = grad.astype(feature_shapes[name].dtype)
     return out
 
 
 def _auxiliary_keys(call: TracedCall, inputs: dict[str, Any]) -> Any:
-    """The features of this device's keys from a guide or a teacher; None: there is none."""
+    """The features of this device's keys from a guide or a teacher; None if a call has neither."""
     guide = inputs["guide"]
     if isinstance(guide, tuple):
         guide = jnp.concatenate(guide) if call.kind.joint else guide[1]
     return inputs["teacher_key"] if call.kind.taught else guide
 
 
-def _weighted(call: TracedCall, inputs: dict[str, Any]) -> bool:
+def _may_weigh_rows(call: TracedCall, inputs: dict[str, Any]) -> bool:
     """Whether rows may have different shares in the mean, from weights or missing positives."""
     labelled = inputs["labels"] is not None and (call.kind.classes or not call.kind.symmetric)
     return call.reduction == "mean" and (labelled or inputs["weights"] is not None)
 
 
-def total(call: TracedCall, rows: int, out: tuple[Any, dict[str, Any], Any]) -> tuple[Any, Any]:
+def sum_over_devices(
+    call: TracedCall, rows: int, out: tuple[Any, dict[str, Any], Any]
+) -> tuple[Any, Any]:
     """The loss and metrics of all devices, from the outputs of a device with `rows` rows."""
     axis, (loss, metrics, weight) = call.axis, out
     assert axis is not None
@@ -169,7 +174,7 @@ def total(call: TracedCall, rows: int, out: tuple[Any, dict[str, Any], Any]) -> 
         loss = jax.lax.psum(loss, axis.names)
     if weight is not None:
         weight = jax.lax.psum(weight, axis.names)
-        # the loss is a sum divided by the number of rows; it is 0 if all weights are 0
+        # until here the loss is a sum divided by the number of rows, and 0 if all weights are 0
         factor = rows * axis.size / jnp.where(weight == 0, 1, weight)
         loss = loss * factor.astype(loss.dtype)
     metrics = jax.lax.stop_gradient(metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,11 @@ def integers(value: Any) -> Any:
 
 
 def stand_in(value: Any, number: int = 0) -> np.ndarray:
-    """An array of the shape and dtype of `value`, each of whose elements is `number`.
+    """An array of the shape and dtype of `value`, all of whose elements are `number`.
 
-    The checks of a call read it in place of a traced array, which has no values. [M, P] integers
-    become sets of one key, so that they pass the check of sets: 0, and -1 in the other columns.
+    The checks of a call read the stand-in for a traced array, because traced arrays have no values.
+    The stand-in for [M, P] integers has 0 in the first column and -1 in the others: sets of one
+    key, which pass the check of sets.
     """
     shape, dtype = value.shape, value.dtype
     if len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer):
@@ -123,15 +124,16 @@ def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     m, n = len(features[0]), len(features[call.kind.key_argument])
     double = any(z.dtype == jnp.float64 for z in features)
     rows = (m,) if call.reduction == "none" else ()
-    wide, whole = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))
+    # in programs without x64, float32 and int32
+    real, integer = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))
     both = call.kind.column_direction_weight != 0
     shapes = {
-        "row_loss": ((), wide),
-        "column_loss": ((), wide) if both else None,
-        "row_rank": ((m,), whole),
-        "column_rank": ((n,), whole) if both else None,
-        "positive": ((m,), wide),
-        "hardest_negative": ((m,), wide),
+        "row_loss": ((), real),
+        "column_loss": ((), real) if both else None,
+        "row_rank": ((m,), integer),
+        "column_rank": ((n,), integer) if both else None,
+        "positive": ((m,), real),
+        "hardest_negative": ((m,), real),
     }
     arguments = dict(zip(call.kind.arguments, features, strict=True))
     arguments |= {"scale": inputs["scale"], "bias": inputs["bias"]}
@@ -152,28 +154,32 @@ def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def deliver(call: TracedCall, result: LossAndGrad, out: dict[str, Any], direct: Any) -> None:
-    """Write a result to the buffers `out`. The gradients `direct` are already there."""
+def deliver(
+    call: TracedCall, result: LossAndGrad, out: dict[str, Any], written: Collection[str]
+) -> None:
+    """Write a result to the buffers `out`, except the gradients `written`, which are there."""
     out["loss"][...] = result.loss
     with np.errstate(**SILENT):
         for name in call.wrt:
-            if name not in direct:
+            if name not in written:
                 out[name][...] = getattr(result.grads, name)
     for name, array in out["metrics"].items():
         if array is not None:
             array[...] = getattr(result.metrics, name)
 
 
-def call_out(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> Any:
-    """Arrays of these shapes and dtypes, which `fill(out, inputs)` writes when the program runs.
+def add_callback(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> Any:
+    """Add a callback to the program: `fill(out, inputs)` when the program runs. Returns `out`.
 
-    `fill` gets arrays of NumPy on the host and arrays of CuPy on a GPU, in the program's memory.
+    `fill` writes the arrays `out`, of these shapes and dtypes. It gets arrays of NumPy on the host
+    and arrays of CuPy on a GPU, in the program's memory.
     """
-    run = functools.partial(_run, fill)
-    return buffer_callback(run, shapes, vmap_method="sequential")(inputs)
+    fill_buffers = functools.partial(_fill_buffers, fill)
+    return buffer_callback(fill_buffers, shapes, vmap_method="sequential")(inputs)
 
 
-def _run(fill: Callable[[Any, Any], None], context: Any, out: Any, inputs: Any) -> None:
+def _fill_buffers(fill: Callable[[Any, Any], None], context: Any, out: Any, inputs: Any) -> None:
+    """`fill`, on the buffers that JAX passes, as arrays of NumPy or CuPy."""
     if jax.tree.leaves(inputs)[0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
         fill(jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, inputs))
         return

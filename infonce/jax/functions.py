@@ -21,7 +21,7 @@ from ..checks.validation import Batch
 from ..result import Metrics
 from ..spec import Loss
 from . import axis
-from .autodiff import parts
+from .autodiff import differentiable_loss
 from .callback import TEACHER, Axis, TracedCall, Wide, stand_in
 
 ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.NAMES, *spec.ARRAYS)
@@ -72,15 +72,15 @@ def _apply(
     numbers = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
     numbers |= {name: options.pop(name, None) for name in spec.DIMS}  # refused, if there are any
     require_known(kind, features, options)
-    over = None
+    call_axis = None
     if axis_name is not None:
-        over = axis.axis_of(axis_name, by_rows(kind, features, guide, teacher))
+        call_axis = axis.axis_of(axis_name, row_features(kind, features, guide, teacher))
         require_method(options)
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
     others = {**options, **names, **vectors, **numbers}
-    check_traced(kind, features, labels, bias, others, over, teacher)
-    if temperature is not None:
+    check_traced(kind, features, labels, bias, others, call_axis, teacher)
+    if temperature is not None:  # JAX differentiates the division: the temperature's gradient
         scale = 1.0 / temperature
     scale = kind.scale if scale is None else scale
     bias = kind.bias if bias is None else bias
@@ -90,19 +90,21 @@ def _apply(
         "features": features,
         "scale": _floating(scale, dtype),
         "bias": None if bias is None else _floating(bias, dtype),
-        "labels": None if labels is None else exact(labels),
-        **{name: each(exact, integers) for name, integers in names.items()},
+        "labels": None if labels is None else exact_integers(labels),
+        **{name: apply_to_each(exact_integers, integers) for name, integers in names.items()},
         "guide": jax.tree.map(jnp.asarray, tuple(guide) if isinstance(guide, list) else guide),
         **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
         **traced_teacher(teacher, dtype),
     }
-    if over is None:
-        loss, values, _ = parts(TracedCall(kind, tuple(sorted(options.items())), metrics), given)
+    static_options = tuple(sorted(options.items()))
+    if call_axis is None:
+        loss, values, _ = differentiable_loss(TracedCall(kind, static_options, metrics), given)
     else:
-        over, given = axis.spread(over, given)
-        call = TracedCall(kind, tuple(sorted(options.items())), metrics, axis=over)
-        loss, values = axis.total(call, len(features[0]), parts(call, given))
+        call_axis, given = axis.make_varying(call_axis, given)
+        call = TracedCall(kind, static_options, metrics, axis=call_axis)
+        device_parts = differentiable_loss(call, given)
+        loss, values = axis.sum_over_devices(call, len(features[0]), device_parts)
     return (loss, Metrics(**values)) if metrics else loss
 
 
@@ -124,29 +126,32 @@ def require_arrays(features: Mapping[str, Any]) -> None:
 
 def check_traced(
     kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
-    over: Axis | None, teacher: Teacher | None = None,
+    call_axis: Axis | None, teacher: Teacher | None = None,
 ) -> None:  # fmt: skip
-    """The checks that are possible while the call is traced: shapes, dtypes, options, and values
-    that are known already."""
+    """Check the call while JAX traces it: shapes, dtypes, options, and the values of arrays that
+    are not traced."""
+    positive = ("scale", "temperature", *spec.ARRAYS)  # their stand-ins are 1, others' 0
     options = {
         **options,
         "wrt": (),
-        **{name: each(_known, options.get(name)) for name in spec.NAMES},
-        "guide": jax.tree.map(_known, options.get("guide")),
-        **{name: _known(options.get(name), 1) for name in ("scale", "temperature", *spec.ARRAYS)},
+        **{name: apply_to_each(_known_values, options.get(name)) for name in spec.NAMES},
+        "guide": jax.tree.map(_known_values, options.get("guide")),
+        **{name: _known_values(options.get(name), 1) for name in positive},
     }
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
-        del options["precision"]  # a GPU has more precisions than the CPU, as which this is checked
+        # the stand-ins are host arrays, for which the checks refuse the precisions of a GPU
+        del options["precision"]
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     batch = None
-    if over is not None:
+    if call_axis is not None:
         validation.features(kind.arguments, stand_ins, kinds(stand_ins), 1)
         columns = len(stand_ins[-1]) * (1 + kind.joint)
-        batch = Batch(len(stand_ins[0]) * over.size, columns * over.size)
-    request = check(kind, stand_ins, _known(labels), _known(bias), options, True, batch)
+        batch = Batch(len(stand_ins[0]) * call_axis.size, columns * call_axis.size)
+    labels, bias = _known_values(labels), _known_values(bias)
+    request = check(kind, stand_ins, labels, bias, options, True, batch)
     if teacher is not None:
         query, key = (np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in teacher[:2])
-        temperature, scale = _known(teacher.temperature, 1), _known(teacher.scale, 1)
+        temperature, scale = _known_values(teacher.temperature, 1), _known_values(teacher.scale, 1)
         known = Teacher(query, key, temperature, scale, teacher.two_sided)
         add_teacher(kind, request, stand_ins, known)
 
@@ -163,10 +168,10 @@ def traced_teacher(teacher: Teacher | None, dtype: Any) -> dict[str, Any]:
     return dict(zip(TEACHER, arrays, strict=True))
 
 
-def by_rows(
+def row_features(
     kind: Loss, features: Sequence[Any], guide: Any, teacher: Teacher | None
 ) -> dict[str, Any]:
-    """The features of rows, a guide's and a teacher's among them, with their names in errors."""
+    """All arrays with features of rows, also those from a guide or a teacher, by their names."""
     found = dict(zip(kind.arguments, features, strict=True))
     if isinstance(guide, (tuple, list)):
         found |= {f"guide[{i}]": z for i, z in enumerate(guide)}
@@ -177,9 +182,9 @@ def by_rows(
     return {name: z for name, z in found.items() if isinstance(z, (jax.Array, np.ndarray))}
 
 
-def _known(value: Any, otherwise: int = 0) -> Any:
-    """The values of a JAX array where they can be read without waiting for a device; else those of
-    `stand_in`. Other values unchanged."""
+def _known_values(value: Any, otherwise: int = 0) -> Any:
+    """The values of a JAX array, if they can be read without waiting for a device; else a stand-in
+    with the number `otherwise`. Other values are returned as they are."""
     if isinstance(value, Wide):
         return stand_in(value, otherwise)
     if not isinstance(value, jax.Array):
@@ -190,23 +195,25 @@ def _known(value: Any, otherwise: int = 0) -> Any:
     return np.asarray(value)
 
 
-def exact(value: Any) -> Any:
-    """Integers that are no JAX array as one; as `Wide` those of 64 bits that JAX would cut."""
+def exact_integers(value: Any) -> Any:
+    """Integers as a JAX array, or as `Wide` if JAX would cut 64-bit integers to 32 bits."""
     if isinstance(value, (jax.Array, Wide)):
         return value
     value = np.asarray(native(value))
-    cut = jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype
-    return Wide.of(value) if cut else jnp.asarray(value)
+    would_cut = jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype
+    return Wide.of(value) if would_cut else jnp.asarray(value)
 
 
-def each(function: Any, given: Any) -> Any:
-    """`function` of one of `spec.NAMES`: of an array, a pair of them, or None."""
+def apply_to_each(function: Any, given: Any) -> Any:
+    """`function` of the arrays of one of `spec.NAMES`, which is an array, a pair of arrays, or
+    None."""
     if is_pair(given):
         return tuple(map(function, given))
     return None if given is None else function(given)
 
 
 def _floating(value: Any, dtype: Any) -> Any:
+    """`value` as a JAX array: in its own dtype if it is an array of floats, else in `dtype`."""
     floating = isinstance(value, (jax.Array, np.ndarray)) and jnp.issubdtype(
         value.dtype, jnp.floating
     )
@@ -219,8 +226,8 @@ DOC = """
     Parameters
     ----------
     {arguments} : arrays [rows, features]
-        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64). Of
-        gradients, that of a locked tower is zero.
+        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64). The
+        gradient of a locked tower is zero.
     scale, temperature : float or 0-d array
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
@@ -230,8 +237,9 @@ DOC = """
         gradient.
     axis_name : name, or tuple of names, optional
         Axis of `jax.shard_map` or `jax.pmap`: the loss is that of the rows of all its devices, and
-        gradients are for the rows of this device, as in `infonce.distributed.{loss}`. What is known
-        only when the program runs makes the loss NaN, with the reason in the log `infonce.jax`.
+        gradients are for the rows of this device, as in `infonce.distributed.{loss}`. An error that
+        is found only when the program runs makes the loss NaN, and its message is in the log
+        `infonce.jax`.
     labels, bias, ids, groups, positive_ids, {options}
         As in `infonce.{loss}`, as far as it has them. Labels, with `axis_name`, as in
         `infonce.distributed.{loss}`.
@@ -247,8 +255,9 @@ DOC = """
         forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
         ValueError also for `weights`, `key_bias` and `guide` that are differentiated.
     jax.errors.JaxRuntimeError
-        For what is known only when the program runs: values of labels, scale and bias that are
-        arguments of `jit` (on a CPU), and a workspace that is too small. The message is at its end.
+        For errors that are found only when the program runs: values of labels, scale and bias that
+        are arguments of `jit` (on a CPU), and a workspace that is too small. The error ends with
+        the message of the check.
 """
 
 

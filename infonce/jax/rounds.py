@@ -2,9 +2,9 @@
 
 A device runs the folds of `FoldsOverRanks`, as a rank of `infonce.distributed` does. Data travels
 by XLA's collectives, which run between callbacks. So a callback gets the results of earlier
-callbacks, and the data that has arrived from other devices. The callback runs the call from its
-beginning, restores the results of the rounds that earlier callbacks have visited, and stops when
-data has to travel. It repeats only operations on vectors, no matrix products.
+callbacks, and the data that has arrived from other devices. Each callback (`run_callback`) runs the
+call from its beginning, restores the results of the rounds that earlier callbacks have visited, and
+stops when data has to travel. A callback repeats only operations on vectors, no matrix products.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Rounds:
     has_key_sums: bool = False
     restored: int = 0  # number of elements of `results` that are restored
     fresh: list[Array] = field(default_factory=list)  # results of rounds that this callback visits
-    complete: bool = False  # a visited round had no results: no later round sends data
+    nothing_travels_later: bool = False  # after a round without results, the last one of a call
     # by the id of an array of this device's keys: the array, and the array of all devices' keys
     gathered: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
@@ -100,10 +100,10 @@ class Rounds:
         """See `Exchange`. dK [N, D] is not sent here: it stays in `key_sums`."""
         n, k, xp = self.devices, len(self.keys) // self.devices, self.xp
         own, visit, types = round.own, round.visit, round.types
-        # the first part of the sums is that of this device, except in a half round
-        summed_reach, own_part_count = round.summed_reach(n), 0 if round.half else 1
+        # the first partial sum is this device's; a half round has no sums for own keys
+        summed_reach, own_sum_count = round.summed_reach(n), 0 if round.half else 1
         sums: list[Array] = []
-        if types and own_part_count + summed_reach:
+        if types and own_sum_count + summed_reach:
             self.has_key_sums = any(tail for tail, _ in types)
             sums = [self.key_sums]
             if not self.has_key_sums:
@@ -111,65 +111,69 @@ class Rounds:
         gathered = self._gather(own)
         if not self._restore(round.results):
             span = slice(self.rank * k, (self.rank + 1) * k)
-            visit(
-                Keys(True, span, True, 0, 1), own, [part[span] for part in sums if own_part_count]
-            )
-            for shards, absent, with_sums in self._others(round):
+            own_sums = [total[span] for total in sums if own_sum_count]
+            visit(Keys(True, span, True, 0, 1), own, own_sums)
+            for shards, is_left_to_other, has_sums in self._other_visits(round):
                 keys = slice(shards.start * k, shards.stop * k)
-                others = [array[keys] for array in gathered]
-                to_keys = [part[keys] for part in sums if with_sums]
-                if absent:
-                    visit(*no_keys(others), to_keys)
+                visit_arrays = [array[keys] for array in gathered]
+                visit_sums = [total[keys] for total in sums if has_sums]
+                if is_left_to_other:
+                    visit(*no_keys(visit_arrays), visit_sums)
                 else:
-                    visit(Keys(False, keys, True, 0, 1), others, to_keys)
+                    visit(Keys(False, keys, True, 0, 1), visit_arrays, visit_sums)
             self.fresh += round.results
-            self.complete = not round.results
+            self.nothing_travels_later = not round.results
         if not sums or self.has_key_sums:
             return
-        payload = xp.stack([part.view(BITS).reshape(n, k) for part in sums], axis=1)
+        payload = xp.stack([total.view(BITS).reshape(n, k) for total in sums], axis=1)
         arrived = self._travel(True, payload)
-        order = [(self.rank + d) % n for d in range(1 - own_part_count, summed_reach + 1)]
-        parts = [
+        order = [(self.rank + d) % n for d in range(1 - own_sum_count, summed_reach + 1)]
+        partial_sums = [
             xp.ascontiguousarray(arrived[order, i]).view(dtype)
             for i, (_, dtype) in enumerate(types)
         ]
         assert round.combine is not None
         assert round.keep is not None
-        round.keep(slice(0, k), *add_pairwise(parts, round.combine, 2))
+        round.keep(slice(0, k), *add_pairwise(partial_sums, round.combine, 2))
 
-    def _others(self, round: Round) -> Iterator[tuple[slice, bool, bool]]:
+    def _other_visits(self, round: Round) -> Iterator[tuple[slice, bool, bool]]:
         """The visits of other devices' keys. Each visit has the keys of consecutive devices.
 
-        Yields three values for a visit: the range of devices; whether these keys are left to
-        another device; whether the visit computes sums for the keys.
+        Yields (range of devices, whether another device visits this pair of shards, whether the
+        visit computes sums for the keys).
         """
         n, r = self.devices, self.rank
         reach, summed_reach = round.reach(n), round.summed_reach(n)
         distances = [(reach, summed_reach + 1), (summed_reach, 1)]
-        if (
-            round.half and round.same_pairs and 2 * reach == n
-        ):  # the farthest visits one of two devices
+        # one of two devices visits the farthest shard, which is a visit of its own
+        if round.half and round.same_pairs and 2 * reach == n:
             distances = [(reach, reach), (reach - 1, 1)]
         for far, near in distances:
             first, count = (r - far) % n, far - near + 1
-            absent = round.is_left_to_other(r, far, n)
+            is_left_to_other = round.is_left_to_other(r, far, n)
             for shards in (slice(first, min(first + count, n)), slice(0, first + count - n)):
                 if shards.start < shards.stop:
-                    yield shards, absent, far <= summed_reach
+                    yield shards, is_left_to_other, far <= summed_reach
 
     def _gather(self, own: list[Array]) -> list[Array]:
-        """These vectors, gathered from all devices. Features need no transfer: `keys` has them."""
-        new = [array for array in own if id(array) not in self.gathered]
-        if new:
-            payload = self.xp.stack([array.view(BITS) for array in new])
+        """The arrays of the keys of all devices, from this device's arrays `own`.
+
+        Features need no transfer: they are in `gathered` from the beginning.
+        """
+        to_gather = [array for array in own if id(array) not in self.gathered]
+        if to_gather:
+            payload = self.xp.stack([array.view(BITS) for array in to_gather])
             arrived = self._travel(False, payload)
-            for i, array in enumerate(new):
-                whole = self.xp.ascontiguousarray(arrived[:, i]).view(array.dtype)
-                self.gathered[id(array)] = array, whole.reshape(-1)
+            for i, array in enumerate(to_gather):
+                of_all = self.xp.ascontiguousarray(arrived[:, i]).view(array.dtype)
+                self.gathered[id(array)] = array, of_all.reshape(-1)
         return [self.gathered[id(array)][1] for array in own]
 
     def _restore(self, results: Sequence[Array]) -> bool:
-        """Restore these results, if an earlier callback has visited the round. Returns whether."""
+        """Restore the results of a round that an earlier callback has visited.
+
+        Returns False, and restores nothing, if no earlier callback has visited the round.
+        """
         if self.restored == len(self.results):
             return False
         for array in results:
@@ -193,7 +197,7 @@ class _Rehearsal(Rounds):
     travels: list[Travel] = field(default_factory=list)
 
     def _travel(self, to_owners: bool, payload: Array) -> Array:
-        assert not self.complete
+        assert not self.nothing_travels_later
         result_count = sum(array.size for array in self.fresh)
         self.travels.append(Travel(to_owners, payload.shape[-2], result_count))
         self.fresh = []
@@ -211,7 +215,7 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     axis = call.axis
     assert axis is not None
     scalars = {"scale", "teacher_scale", "weights"}
-    inputs = {name: _stand_in(value, int(name in scalars)) for name, value in inputs.items()}
+    inputs = {name: _stand_ins(value, int(name in scalars)) for name, value in inputs.items()}
     with np.errstate(**SILENT):
         request = _checked(call, inputs, 0)
         problem, gradients = request.problem, request.gradients
@@ -234,15 +238,17 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     return CallbackPlan(tuple(rounds.travels), sum_dtype, rounds.has_key_sums)
 
 
-def _stand_in(value: Any, number: int) -> Any:
-    """Arrays with the shapes and dtypes of a tree, as `callback.stand_in` makes them."""
+def _stand_ins(value: Any, number: int) -> Any:
+    """`callback.stand_in` for each array of a tuple, or for an array."""
     if isinstance(value, tuple):
-        return tuple(_stand_in(each, number) for each in value)
+        return tuple(_stand_ins(each, number) for each in value)
     return None if value is None else stand_in(value, number)
 
 
-def run(call: TracedCall, plan: CallbackPlan, out: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Run one callback.
+def run_callback(
+    call: TracedCall, plan: CallbackPlan, out: dict[str, Any], inputs: dict[str, Any]
+) -> None:
+    """Run one callback of a call: the program calls this function at each callback.
 
     After an error, the outputs are NaN. The callback does not raise the error, because the other
     devices would wait for ever.
@@ -250,7 +256,7 @@ def run(call: TracedCall, plan: CallbackPlan, out: dict[str, Any], inputs: dict[
     past = inputs["past"]
     try:
         with arrays.compute_context(inputs["keys"]):
-            _run(call, plan, out, inputs, past)
+            _run_until_travel(call, plan, out, inputs, past)
     except Exception as error:
         errors = [each["error_and_results"][0] for each in past]
         if not any(isinstance(flag, np.ndarray) and flag.any() for flag in errors):
@@ -261,17 +267,18 @@ def run(call: TracedCall, plan: CallbackPlan, out: dict[str, Any], inputs: dict[
             array[...] = np.iinfo(array.dtype).max if array.dtype.kind in "iu" else np.nan
 
 
-def _run(
+def _run_until_travel(
     call: TracedCall,
     plan: CallbackPlan,
     out: dict[str, Any],
     inputs: dict[str, Any],
     past: list[dict[str, Any]],
 ) -> None:
+    """Run the call until data has to travel, or in the last callback to its end."""
     assert call.axis is not None
     rank = int(inputs["rank"])
     request = _checked(call, inputs, rank)
-    folding, ends = choose_block_folding(request), "loss" in out
+    folding, is_last = choose_block_folding(request), "loss" in out
     xp = folding.vectors.xp
     results = [xp.empty(0, BITS), *(each["error_and_results"].view(BITS)[1:, 0] for each in past)]
     arrived = (each["arrived"].view(BITS)[..., 0] for each in past)
@@ -279,8 +286,8 @@ def _run(
         xp, rank, call.axis.size, inputs["keys"], xp.concatenate(results), arrived,
         out.get("key_sums"),
     )  # fmt: skip
-    if ends and plan.key_sums and call.kind.symmetric:  # sums for half of the other devices
-        rounds.key_sums[...] = 0
+    if is_last and plan.key_sums and call.kind.symmetric:
+        rounds.key_sums[...] = 0  # visits write the sums for the keys of half of the devices
     if request.gradients is not None:
         request.gradients.query, request.gradients.own = out.get("dq"), out.get("own")
     try:
@@ -310,7 +317,7 @@ def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
     request = check(
         kind, features, integers(inputs["labels"]), inputs["bias"], options, True, batch, {}
     )
-    request.joined, request.feature_grads = None, {}  # gradients of both are in `dq`
+    request.joined, request.feature_grads = None, {}  # the gradients of both arguments are in `dq`
     if (teacher := teacher_of(call, inputs)) is not None:
         add_teacher(kind, request, features, teacher)
     problem = request.problem
@@ -320,9 +327,10 @@ def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
         problem = request.problem = readable_by_kernels(problem)
     if problem.method == "naive":
         problem.workspace = UNBOUNDED_WORKSPACE
-    # decided from shapes, because JAX must know at trace time what will travel, on any platform
-    pays = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
-    problem.moments = problem.scalar_grads and pays
+    # From shapes only, because JAX has to know while it traces which vectors will travel. (The
+    # platform on which the program will run is not known then.)
+    moments_pay = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
+    problem.moments = problem.scalar_grads and moments_pay
     if request.gradients is None and "own" in request.wrt:
         request.gradients = Gradients(want_query=False, want_key=False)
     return request

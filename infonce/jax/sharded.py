@@ -101,7 +101,7 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
 
 
 def _require(kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]) -> None:
-    """The checks of the call on one device, and that devices divide the rows."""
+    """Check the call as a call on one device, and that the devices divide the rows."""
     features = [given[name] for name in kind.arguments]
     options = {name: value for name, value in given.items() if name not in kind.arguments}
     if "axis_name" in options:
@@ -109,9 +109,11 @@ def _require(kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ..
     labels, bias = options.pop("labels", None), options.pop("bias", None)
     teacher = None
     if kind.taught:
-        of = {name: options.pop(name) for name in TEACHER_ARGUMENTS if name in options}
-        functions.require_arrays({name: of[name] for name in ("teacher_query", "teacher_key")})
-        teacher = Teacher(**{name.removeprefix("teacher_"): value for name, value in of.items()})
+        arguments = {name: options.pop(name) for name in TEACHER_ARGUMENTS if name in options}
+        arrays = {name: arguments[name] for name in ("teacher_query", "teacher_key")}
+        functions.require_arrays(arrays)
+        fields = {name.removeprefix("teacher_"): value for name, value in arguments.items()}
+        teacher = Teacher(**fields)
         kind = teacher.loss
     if prefixes.has_prefixes(kind, options):
         _, options = prefixes.read_prefixes(kind, features, options)
@@ -135,11 +137,12 @@ def _run(
     by_row = {name: given.pop(name) for name in kind.arguments}
     for name in spec.NAMES:
         if (integers := given.pop(name, None)) is not None:
-            by_row[name] = functions.each(functions.exact, integers)
+            by_row[name] = functions.apply_to_each(functions.exact_integers, integers)
     for name in BY_ROW:
         if (value := given.pop(name, None)) is not None:
+            is_labels = name == "labels"
             by_row[name] = (
-                functions.exact(value) if name == "labels" else jax.tree.map(jnp.asarray, value)
+                functions.exact_integers(value) if is_labels else jax.tree.map(jnp.asarray, value)
             )
     numbers = {name: given.pop(name) for name in NUMBERS if given.get(name) is not None}
     if AxisType.Explicit in mesh.axis_types:

@@ -69,7 +69,7 @@ def evaluate(
         }
         outs = [filled(shapes) for _ in range(R)]
         for out, device in zip(outs, inputs, strict=True):
-            rounds.run(call, plan, out, device)
+            rounds.run_callback(call, plan, out, device)
         sent = np.stack([out["travelling"].get() for out in outs])
         for i, (out, device) in enumerate(zip(outs, inputs, strict=True)):
             arrived = cupy.asarray(sent[:, i] if travel.to_owners else sent)
@@ -83,7 +83,7 @@ def evaluate(
     shapes |= {"key_sums": of(keys.shape, plan.sum_dtype)} if plan.key_sums else {}
     outs = [filled(shapes) for _ in range(R)]
     for out, device in zip(outs, inputs, strict=True):
-        rounds.run(call, plan, out, device)
+        rounds.run_callback(call, plan, out, device)
     dq = np.concatenate([out["dq"].get() for out in outs])
     dk = sum(out["key_sums"].get() for out in outs) if plan.key_sums else None
     loss, *grads = (sum(float(out[k].get()) for out in outs) for k in ("loss", *numbers))
