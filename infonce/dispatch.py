@@ -83,9 +83,12 @@ def _in_one_pass(
     features = arrays.natives(caller_arrays, kind.arguments)
     if not all(isinstance(z, np.ndarray) for z in features):
         return None
-    parts, others = prefixes.check_and_read(kind, features, options)
+    widths_and_weights, others = prefixes.check_and_read(kind, features, options)
+    widest = widths_and_weights[-1][0]
     # one pass: two prefixes or more, the last of all features, of two arrays that get gradients
-    if len(parts) == 1 or parts[-1][0] < features[0].shape[1] or kind.symmetric or kind.locked:
+    if len(widths_and_weights) == 1 or widest < features[0].shape[1]:
+        return None
+    if kind.symmetric or kind.locked:
         return None
     with arrays.compute_context(features[0]):
         request = check(kind, features, labels, bias, others, with_grad=with_grad)
@@ -94,7 +97,7 @@ def _in_one_pass(
         from .kernels.prefixes.solve import solve_prefixes
 
         try:
-            solution = solve_prefixes(request.problem, request.gradients, parts)
+            solution = solve_prefixes(request.problem, request.gradients, widths_and_weights)
         except MemoryError as error:
             raise_with_advice(error, request.problem)
         if solution is None:
@@ -174,13 +177,18 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
     message = f"{str(error).rstrip('.')}; use {advice}"
-    raise MemoryError(message) from error  # plain: those of NumPy and CuPy format their own
+    # a plain MemoryError, because subclasses of NumPy and CuPy format their own message
+    raise MemoryError(message) from error
 
 
 @cache
 def _backend(offload: bool, on_gpu: bool) -> Any:
-    """The module that solves on a GPU with features in host memory, on a GPU, or on the CPU.
-    `import infonce` does not wait for Numba; an import statement takes time in small batches."""
+    """The module that solves a problem: with features in host memory (`offload`), with features on
+    a GPU, or on the CPU.
+
+    The import is here, so that `import infonce` does not wait for Numba. The cache is here, because
+    an import statement takes time that small batches notice.
+    """
     if offload:
         from .kernels.offload import copies
 
@@ -195,7 +203,7 @@ def _backend(offload: bool, on_gpu: bool) -> Any:
 
 
 def _reduced(request: Request, solution: Solution) -> Array:
-    """The loss by `reduction`. GPU kernels reduce it themselves: `solution.loss`."""
+    """The loss by `reduction`. GPU kernels have reduced it: then it is `solution.loss`."""
     if solution.loss is not None:
         return _scalar_array(request, solution.loss)
     row_shares = request.problem.row_shares

@@ -61,8 +61,8 @@ class SigmoidGrads(NamedTuple):
 class Metrics:
     """Retrieval metrics (`metrics=True`), without a matrix of logits.
 
-    In `infonce.distributed` losses are those of the whole batch, and vectors those of this rank's
-    rows, compared with the keys of all ranks.
+    In `infonce.distributed`, losses are of the whole batch; vectors are of this rank's rows,
+    compared with the keys of all ranks.
 
     Attributes
     ----------
@@ -104,8 +104,8 @@ class LossAndGrad:
     loss : 0-d array, or [M] with ``reduction="none"``
         float64 for float64 features, else float32.
     grads : NamedTuple
-        One field per array argument, under that argument's name, plus `scale` (and `bias`);
-        None for those that are not in `wrt`.
+        One field for each array argument, under the name of the argument; `scale`: dL/dscale, also
+        if a temperature was passed; `bias` for `siglip`. None for names that are not in `wrt`.
     lse : array [M], pair of arrays ([M], [N]) for `clip`, None for `siglip`
         Log-sum-exp of every row (and column): the logarithm of its softmax's denominator.
     metrics : Metrics or None

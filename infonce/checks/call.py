@@ -66,11 +66,11 @@ class _StaticChecks:
     normalize: bool
     wide_products: bool  # float64 features on the host, not normalized: products may overflow
     method: str
-    compute: str
+    compute: str  # the precision of products, resolved: "fp64", "fp32", "bf16", ...
     workspace: int | None  # bytes; None: not given
     check_finite: bool
     wrt: frozenset[str]
-    new: dict[str, tuple[Any, Any]]  # shape and dtype of each feature gradient
+    gradient_types: dict[str, tuple[Any, Any]]  # argument -> shape and dtype of its gradient
     grad_dtype: np.dtype[Any] | None
     want_query: bool
     want_key: bool
@@ -88,9 +88,9 @@ class _StaticChecks:
 
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
-# checked in every call
+# Options whose values are checked in every call. (`NUMBERS` are, if they are arrays.)
 PER_CALL = frozenset({"out", "grad_out", "progress", "guide", *NAMES, *ARRAYS})
-NUMBERS = frozenset({"scale", "temperature"})  # checked in every call if they are arrays
+NUMBERS = frozenset({"scale", "temperature"})
 MOST_TEMPLATE_LOGITS = 2**20  # templates of larger batches would keep too much memory in vectors
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}
 
@@ -259,16 +259,17 @@ def _request(
         outs, given_out = {name: native(z) for name, z in grad_buffers.items()}, grad_buffers
     elif with_grad and not (loss.joint and out is None):
         outs, given_out = outputs.gradient_arrays(
-            xp, loss, arrays, out, static.new, static.grad_dtype
+            xp, loss, arrays, out, static.gradient_types, static.grad_dtype
         )
     gradients = joined = None
     want_query, want_key = static.want_query, static.want_key
-    if loss.joint and static.new:
+    if loss.joint and static.gradient_types:
         # gradients through the norms may leave the range of float32
-        dtypes = {z.dtype for z in outs.values()} | {dtype for _, dtype in static.new.values()}
+        dtypes = {z.dtype for z in outs.values()}
+        dtypes |= {dtype for _, dtype in static.gradient_types.values()}
         wide = static.compute == "fp64" or (static.normalize and DOUBLE in dtypes)
         joint_gradient, joined, outs = outputs.joined(
-            xp, loss, static.new, outs, query.shape, DOUBLE if wide else SINGLE
+            xp, loss, static.gradient_types, outs, query.shape, DOUBLE if wide else SINGLE
         )
         gradients = Gradients(joint_gradient, want_key=False)
     elif want_query or want_key or "own" in outs:
@@ -289,7 +290,7 @@ def _cache_key(
     loss: Loss, array_kinds: Sequence[Any], labelled: bool, bias: Any, options: Mapping[str, Any],
     with_grad: bool, batch: Batch | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The key of a call in `_cache`; None if an option that is checked once may be an array."""
+    """The key of a call in `_cache`; None if an option that the key must have may be an array."""
     plain = options
     types = tuple(map(type, options.values()))  # part of the key, because True == 1
     if not PLAIN.issuperset(types):
@@ -359,7 +360,7 @@ def _check_static(
         workspace=validation.workspace(o["workspace"]),
         check_finite=bool(o["check_finite"]),
         wrt=wrt,
-        new={
+        gradient_types={
             name: (z.shape, grad_dtype or validation.native_order(z.dtype))
             for name, z in zip(loss.arguments, arrays, strict=True)
             if name in wrt

@@ -204,20 +204,23 @@ def offload(loss: Loss, method: str, query: Array) -> None:
 
 
 def number(name: str, value: Any, infinite: bool = False) -> Any:
-    """A finite float, or inf if `infinite` allows it. An array of one number becomes the number. A
-    0-d array on a GPU is returned unread: to read it would wait for the device."""
-    # Not of plain numbers: torch.compile may fail if it traces sys.modules, as `native` reads it
+    """A finite float, or inf if `infinite` allows it.
+
+    An array of one number becomes the number. On a GPU it becomes a 0-d array, unread, because to
+    read it would wait for the device.
+    """
+    # `native` reads sys.modules, which torch.compile may fail to trace: not for plain numbers
     if type(value) not in (int, float):
         value = native(value, name)
         if on_gpu(value) and value.size == 1:
             if not is_float(value.dtype):
                 raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
             return value.reshape(())
-        single = isinstance(value, (np.ndarray, np.generic)) and value.size == 1
-        if single and value.dtype.kind not in "OMm":  # objects and times
+        is_single = isinstance(value, (np.ndarray, np.generic)) and value.size == 1
+        if is_single and value.dtype.kind not in "OMm":  # objects and times
             value = value.item()
     if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number or 0-d array, got {what(value)}")
+        raise TypeError(f"{name}: expected a number or an array of one number, got {what(value)}")
     if not math.isfinite(value := real(name, value)) and not (infinite and value == math.inf):
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
     return value
@@ -244,8 +247,10 @@ def listed(name: str, value: Any, expected: str) -> Array:
 
 
 def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
-    """The scale, within the range of the dtype that computes. An array on a GPU is not read: if it
-    is out of range, the loss is NaN."""
+    """The scale, within the range of scales of the precision `compute` of products.
+
+    An array on a GPU is not read: if it is out of range, the loss is NaN.
+    """
     if temperature is not None and scale is not None:
         raise ValueError("temperature, scale: expected one of them, got both")
     if temperature is None and scale is None:
@@ -271,10 +276,12 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
 
 
 def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
+    """The precision of products: `precision`, or for "auto" the one that the dtypes allow."""
     if precision == "auto":
         if "float64" in dtypes:
             return "fp64"
-        exact = {"bfloat16": "bf16", "float16": "fp16"}  # products of these are exact in float32
+        # products of two such numbers are exact in float32
+        exact = {"bfloat16": "bf16", "float16": "fp16"}
         return "fp32" if on_host or len(dtypes) > 1 else exact.get(min(dtypes), "fp32")
     if on_host and precision not in ("fp64", "fp32"):
         raise ValueError(

@@ -13,7 +13,7 @@ from ..checks import prefixes, validation
 from ..checks.teacher import ALL_LOSSES
 from ..kernels.gpu.schedule import Call, Loss, Matrix, Schedule, schedule
 from ..kernels.problem import WORKSPACE, uses_moments
-from .devices import GPU, GPUS
+from .devices import GPUS, DeviceModel
 from .work import Work, schedule_work
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -191,7 +191,7 @@ def _prefix(call: Call, width: int) -> Call:
     return replace(call, query=query, key=key, query_gradient=dq, key_gradient=dk)
 
 
-def _schedules(kind: spec.Loss, call: Call, gpu: GPU) -> list[Schedule]:
+def _schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Schedule]:
     """The schedules of a call, in their order. With a teacher, log-sum-exps of student and teacher
     have schedules of their own."""
     if not kind.taught:
@@ -262,7 +262,7 @@ def _notes(chosen: Schedule) -> list[str]:
     return notes
 
 
-def _recorded(case: dict[str, Any], gpu: GPU) -> float | None:
+def _recorded(case: dict[str, Any], gpu: DeviceModel) -> float | None:
     """The recorded median time of such a call in seconds; None without a record of it."""
     try:
         record = json.loads(RESULTS.read_text())

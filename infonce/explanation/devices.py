@@ -11,26 +11,27 @@ KIB, MIB = 2**10, 2**20
 
 
 @dataclass(frozen=True)
-class GPU:
+class DeviceModel:
     """A device and its peaks, as the vendor states them for dense products."""
 
     model: str  # as results name it
     properties: DeviceProperties
-    flops: dict[str, float]  # a second, by the type of operands
-    bandwidth: float  # bytes a second
+    # operations per second, by the precision of the operands; "16 bits" for all other precisions
+    flops: dict[str, float]
+    bandwidth: float  # bytes per second
 
 
 def _gpu(
     model: str, capability: str, multiprocessors: int, shared: tuple[int, int], memory: int,
     teraflops: tuple[float, float, float, float], bandwidth: float,
-) -> GPU:  # fmt: skip
+) -> DeviceModel:  # fmt: skip
     """`shared`: KiB of a block, and of a multiprocessor. `memory`: MiB. `teraflops`: with operands
     of 16 bits, and in tf32, fp32 and fp64."""
     block, whole = (KIB * size for size in shared)
     properties = DeviceProperties(capability, multiprocessors, block, whole, memory * MIB, PORTABLE)
     kinds = ("16 bits", "tf32", "fp32", "fp64")
     flops = {kind: 1e12 * rate for kind, rate in zip(kinds, teraflops, strict=True)}
-    return GPU(model, properties, flops, bandwidth)
+    return DeviceModel(model, properties, flops, bandwidth)
 
 
 HOPPER = (989.0, 494.0, 67.0, 67.0)

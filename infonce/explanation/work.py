@@ -15,7 +15,7 @@ from ..kernels.gpu.schedule import (
     divide_keys,
     products,
 )
-from .devices import GPU
+from .devices import DeviceModel
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Work:
 PART_PRODUCTS = {1: 1, 2: 3}
 
 
-def schedule_work(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
+def schedule_work(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
     """The work of all kernels and matrix products of a schedule, in their order."""
     if schedule.one_launch is not None:
         yield _work_of_one_launch(schedule, gpu)
@@ -56,7 +56,7 @@ def schedule_work(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
 
 
-def _work_of_guide(name: str, fold: Fold, guide: GuideSchedule, gpu: GPU) -> Work:
+def _work_of_guide(name: str, fold: Fold, guide: GuideSchedule, gpu: DeviceModel) -> Work:
     """The work of the guide's kernel, which marks the pairs of all blocks of a pass."""
     operands, shape = guide.operands, guide.shape
     flops = moved = 0.0
@@ -138,7 +138,7 @@ class _Products:
                 self.bytes += product.batch * moved
 
 
-def _work_of_one_launch(schedule: Schedule, gpu: GPU) -> Work:
+def _work_of_one_launch(schedule: Schedule, gpu: DeviceModel) -> Work:
     launch, call = schedule.one_launch, schedule.call
     assert launch is not None
     m, n, d = call.shape
@@ -147,11 +147,13 @@ def _work_of_one_launch(schedule: Schedule, gpu: GPU) -> Work:
     features = [call.query] if call.symmetric else [call.query, call.key]
     flops = 2.0 * d * (logits + m * n * len(outs))
     moved = sum(z.rows * z.row_bytes for z in (*features, *outs))
+    # the kernel multiplies in float32, also features of 16 bits: it uses no tensor cores
     seconds = _seconds(gpu, "fp64" if call.compute == "fp64" else "fp32", flops, moved)
     return Work("loss and gradient", "fused/fused", (64, 64), (m, n), 1, 1, flops, moved, seconds)
 
 
-def _seconds(gpu: GPU, precision: str, flops: float, moved: float) -> float:
+def _seconds(gpu: DeviceModel, precision: str, flops: float, moved: float) -> float:
     """The least time of a step, at the peaks of the device."""
+    # all precisions without a rate of their own multiply 16-bit operands
     rate = gpu.flops.get(precision, gpu.flops["16 bits"])
     return max(flops / rate, moved / gpu.bandwidth)

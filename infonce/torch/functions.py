@@ -65,7 +65,8 @@ def _apply(
         if scale is not None:
             raise ValueError("temperature, scale: expected one of them, got both")
         if not (torch.compiler.is_compiling() or autograd.transformed() or temperature.is_cuda):
-            validation.scale(kind, temperature, None, compiled.WIDEST)
+            validation.scale(kind, temperature, None, compiled.WIDEST)  # only for its errors
+        # autograd differentiates this division, which gives the temperature its gradient
         temperature, scale = None, 1.0 / temperature
     if torch.compiler.is_compiling():
         return compiled.apply(kind, features, labels, scale, temperature, bias, metrics, options)
@@ -79,7 +80,10 @@ def _apply(
 def _over_prefixes(
     kind: Loss, features: Sequence[Tensor], options: dict[str, Any], labels: Any, bias: Any
 ) -> Any:
-    """The sum over prefixes, which autograd differentiates; metrics of the last one."""
+    """The weighted sum of the losses of all prefixes, and the metrics of the last prefix.
+
+    autograd differentiates the sum.
+    """
     for name, z in zip(kind.arguments, features, strict=True):
         shape = "[rows, K, features]" if name == "own" else "[rows, features]"
         if not isinstance(z, Tensor) or z.ndim != 2 + (name == "own"):
@@ -100,7 +104,7 @@ def require_known(function: str, options: Collection[str], known: Collection[str
             f"{function}: unexpected keyword argument {min(refused)!r}: gradients are autograd's"
         )
     for name in options:
-        if name not in known and name not in PLAIN:  # others, a loss may refuse
+        if name not in known and name not in PLAIN:  # the checks of a loss refuse names in PLAIN
             raise keywords.unexpected(function, name, known)
 
 
@@ -125,7 +129,8 @@ def _scalar(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     if value.numel() != 1:
-        raise TypeError(f"{name}: expected a number or 0-d tensor, got {validation.what(value)}")
+        came = validation.what(value)
+        raise TypeError(f"{name}: expected a number or a tensor of one number, got {came}")
     if hasattr(value, "full_tensor"):  # a DTensor, as fully_shard makes them
         value = value.full_tensor()
     return value.reshape(())
@@ -138,8 +143,8 @@ DOC = """
     Parameters
     ----------
     {arguments} : tensors [rows, features], CPU or CUDA
-        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64). Of
-        gradients, a locked tower gets none.
+        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64). A locked
+        tower gets no gradient.
     scale, temperature : float or 0-d tensor
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
         A 0-d tensor such as ``logit_scale.exp()`` gets its gradient.

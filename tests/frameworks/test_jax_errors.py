@@ -115,16 +115,16 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="temperature, scale: expected one of them, got both"):
         ij.clip_loss(image, text, scale=jnp.asarray(1.0), temperature=1.0)
     for value, error, match in (
-        (jnp.ones(2), TypeError, r"expected a number or 0-d array, got .* shape \(2,\)"),
-        (jnp.asarray(True), TypeError, "expected a number or 0-d array, got bool True"),
-        (jnp.asarray(1j), TypeError, "expected a number or 0-d array, got complex"),
-        ("1", TypeError, "expected a number or 0-d array, got '1'"),
+        (jnp.ones(2), TypeError, r"number or an array of one number, got .* shape \(2,\)"),
+        (jnp.asarray(True), TypeError, "number or an array of one number, got bool True"),
+        (jnp.asarray(1j), TypeError, "number or an array of one number, got complex"),
+        ("1", TypeError, "number or an array of one number, got '1'"),
     ):
         for name in ("scale", "temperature"):
-            with pytest.raises(error, match=f"^{name}: {match}"):
+            with pytest.raises(error, match=f"^{name}: expected a {match}"):
                 ij.clip_loss(image, text, **{name: value})
             if isinstance(value, jax.Array):
-                with pytest.raises(error, match=f"^{name}: expected a number or 0-d array"):
+                with pytest.raises(error, match=f"^{name}: expected a number or an array"):
                     jax.jit(lambda v, name=name: ij.clip_loss(image, text, **{name: v}))(value)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'normalise'.*'normalize'"):
         ij.clip_loss(image, text, scale=1.0, normalise=True)

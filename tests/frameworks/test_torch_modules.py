@@ -167,7 +167,7 @@ def test_keywords_of_a_call_take_the_place_of_learned_numbers() -> None:
         ({"scale": 1.0, "temperature": 1.0}, ValueError, "temperature, scale: expected one of th"),
         ({"scale": -1.0}, ValueError, "scale: expected a positive number, got -1.0"),
         ({"scale": 200.0}, ValueError, "max_scale: expected at least the scale, 200.0, got 100.0"),
-        ({"scale": 1.0, "max_scale": "9"}, TypeError, "max_scale: expected a number or 0-d array"),
+        ({"scale": 1.0, "max_scale": "9"}, TypeError, "max_scale: expected a number or an array"),
         ({"scale": torch.nn.Parameter(torch.ones(()))}, ValueError,
          "learnable: expected False with a Parameter as scale, got True"),
         ({"scale": 1.0, "learnable": 1}, TypeError, "learnable: expected True or False, got int 1"),

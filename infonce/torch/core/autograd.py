@@ -1,10 +1,10 @@
 """The losses as nodes of autograd's graph.
 
-If any gradients are needed, the forward pass computes them together with the loss, and the backward
-pass multiplies them by the upstream gradient. Until then, gradients of float16 features are kept in
-float32 (`DTYPES_UNTIL_UPSTREAM`), so that they do not underflow before a GradScaler's factor
-arrives. This takes twice the memory of float16. The alternative, a backward pass that computes the
-logits again, takes twice the time.
+If any gradients are needed, the forward pass computes loss and gradients together, and the backward
+pass multiplies the gradients by the upstream gradient. Until then, gradients of float16 features
+are kept in float32 (`DTYPES_UNTIL_UPSTREAM`), so that they do not underflow before a GradScaler's
+factor arrives. Float32 takes twice the memory of float16. The alternative, a backward pass that
+computes the logits again, takes twice the time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
 PAIRS = (*NAMES, "guide")  # one array, or a pair (of queries, of keys)
-KEPT = frozenset({"temperature", *PAIRS, *ARRAYS})
+ARRAY_OPTIONS = frozenset({"temperature", *PAIRS, *ARRAYS})  # options that may be arrays
+# arguments for which autograd computes no gradient
 UNTRACKED = (
     "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *ARRAYS
 )  # fmt: skip
@@ -62,8 +63,8 @@ def evaluate(
 ) -> LossAndGrad:
     """Loss and the gradients named in `wrt`, as tensors.
 
-    PyTorch allocates the gradients of features. Without `grad_out` in `more`, they have the dtype
-    in which they wait for the upstream gradient.
+    PyTorch allocates the gradients of features; without `grad_out` in `more`, in the dtype in which
+    they wait for the upstream gradient.
     """
     is_plain = labels is None and "grad_out" not in more and more.get("metrics", False) is False
     if is_plain and features[0].is_cpu and options.get("group") is None:
@@ -107,7 +108,7 @@ def differentiated_names(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
 
 
 def untracked_values(labels: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """In the order of UNTRACKED. One array instead of a pair takes the place of rows."""
+    """The values in the order of UNTRACKED. An array instead of a pair takes the place of rows."""
     get = options.get
     sides: list[Any] = []
     for name in PAIRS:
@@ -119,8 +120,8 @@ def untracked_values(labels: Any, options: Mapping[str, Any]) -> tuple[Any, ...]
     return (labels, *sides, *[get(name) for name in ARRAYS])
 
 
-def from_untracked(values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-    """The labels, and the other values by the names of their options."""
+def split_untracked(values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    """Split values in the order of UNTRACKED into the labels, and the others by option name."""
     labels, *sides = values[: 1 + 2 * len(PAIRS)]
     arrays = dict(zip(ARRAYS, values[1 + 2 * len(PAIRS) :], strict=True))
     for name, rows, columns in zip(PAIRS, sides[::2], sides[1::2], strict=True):
@@ -130,24 +131,24 @@ def from_untracked(values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
 
 @dataclass(slots=True)
 class TorchCall:
-    """A call: its inputs that autograd does not track, and results for the backward pass."""
+    """A call: inputs that are no inputs of the node, and results for the backward pass."""
 
     kind: Loss
     labels: Tensor | None
-    scale: Any  # unused if it is a tensor: an input of the node
+    scale: Any  # not read if it is a tensor, because then it is an input of the node
     bias: Any
     options: dict[str, Any]
     with_metrics: bool
     # results:
-    loss: Tensor | None = None  # until the node takes it, if it was computed before
+    loss: Tensor | None = None  # a loss that was computed before the node, until the node takes it
     metrics: Metrics | None = None
     wanted: frozenset[str] = NOTHING
     grads: list[Tensor | None] | None = None  # until a backward pass takes them
 
     @property
     def untracked(self) -> tuple[Tensor | None, ...]:
-        """The values of UNTRACKED that are tensors, else None: inputs that get no gradient."""
-        if self.labels is None and KEPT.isdisjoint(self.options):
+        """The values of UNTRACKED, with None for values that are no tensors."""
+        if self.labels is None and ARRAY_OPTIONS.isdisjoint(self.options):
             return NO_TENSORS
         return tuple(
             [
@@ -164,27 +165,28 @@ class TorchCall:
                 untracked_values(self.labels, self.options), tensors, strict=True
             )
         ]
-        labels, arrays = from_untracked(values)
+        labels, arrays = split_untracked(values)
         return replace(self, labels=labels, options={**self.options, **arrays})
 
     def keep(self) -> None:
-        """Replace arrays by copies for another pass, because they may change in place. (Autograd
-        notices changes of tensors.)"""
+        """Replace arrays by copies, because the caller may change arrays before the backward pass.
+        (Autograd notices changes of tensors.)"""
         options = self.options
         if self.labels is not None:
-            self.labels = _kept(self.labels)
-        self.scale, self.bias = _kept(self.scale), _kept(self.bias)
-        for name in KEPT.intersection(options):
-            options[name] = _kept(options[name])
+            self.labels = _copy_array(self.labels)
+        self.scale, self.bias = _copy_array(self.scale), _copy_array(self.bias)
+        for name in ARRAY_OPTIONS.intersection(options):
+            options[name] = _copy_array(options[name])
 
 
-def _kept(value: Any) -> Any:
+def _copy_array(value: Any) -> Any:
+    """A copy of an array, or of each array of a pair; other values as they are."""
     if value is None or isinstance(value, (int, float)):
         return value
-    if isinstance(value, Tensor):  # autograd saves no inference tensors
+    if isinstance(value, Tensor):  # autograd cannot save an inference tensor, so it is cloned
         return value.clone() if value.is_inference() else value
     if isinstance(value, (list, tuple)):
-        return [_kept(item) for item in value]
+        return [_copy_array(item) for item in value]
     return value.copy() if hasattr(value, "copy") else value
 
 
@@ -195,7 +197,7 @@ def apply(call: TorchCall, features: Sequence[Tensor]) -> Tensor:
         return _Transformed.apply(call, *call.untracked, scale, bias, *features)
     if torch.is_grad_enabled():
         return _Function.apply(call, scale, bias, *features)
-    result = _computed(call, scale, bias, features, NOTHING, metrics=call.with_metrics)
+    result = _compute(call, scale, bias, features, NOTHING, metrics=call.with_metrics)
     call.metrics = result.metrics
     return result.loss
 
@@ -203,15 +205,15 @@ def apply(call: TorchCall, features: Sequence[Tensor]) -> Tensor:
 def apply_again(
     kind: Loss, features: Sequence[Tensor], bias: Any, options: dict[str, Any]
 ) -> Tensor | None:
-    """The loss of a call like an earlier one, whose checks are not made again, as `apply` returns
-    it. None: the call has to be checked."""
+    """The loss of a call like an earlier one, as `apply` returns it, without its checks. None: the
+    call has to be checked."""
     if torch.compiler.is_compiling() or _compile_callback() or transformed():
         return None
     if not torch.is_grad_enabled():
         return None
     options = {**options}
     scale = options.pop("scale", None)
-    if "temperature" in options:  # the last of the options of a template
+    if "temperature" in options:  # last, as in a checked call: the template's key has the order
         options["temperature"] = options.pop("temperature")
     inputs = [x if type(x) in TENSORS else None for x in (scale, bias)]
     if not TENSORS.issuperset(map(type, features)) or any(
@@ -230,20 +232,20 @@ def apply_again(
     return node
 
 
-def _computed(
+def _compute(
     call: TorchCall, scale: Tensor | None, bias: Tensor | None, features: Sequence[Tensor],
     wrt: frozenset[str], **more: Any,
 ) -> LossAndGrad:  # fmt: skip
-    """Loss and gradients of a call. `scale` and `bias` are None unless they are inputs of the
-    node."""
+    """Compute loss and gradients of a call. `scale` and `bias` are inputs of the node; None: the
+    value is in `call`."""
     scale, bias = call.scale if scale is None else scale, call.bias if bias is None else bias
     compiling = torch.compiler.is_compiling() or _compile_callback()
     run = torch.compiler.disable(evaluate) if compiling else evaluate
     return run(call.kind, features, call.labels, scale, bias, call.options, wrt, **more)
 
 
-def _in_input_order(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | None]:
-    """Gradients in the order of the inputs; None if not wanted."""
+def _order_by_inputs(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | None]:
+    """Gradients in the order of the node's inputs; None for gradients that are not wanted."""
     return [getattr(grads, n) if n in wanted else None for n in ("scale", "bias", *kind.arguments)]
 
 
@@ -281,13 +283,13 @@ class _Function(_ReverseModeOnly):
             return loss
         scale, bias, *features = inputs
         wanted = differentiated_names(call.kind, ctx.needs_input_grad[1:])
-        # Losses of rows have an upstream gradient each: the backward pass computes gradients
+        # With reduction="none" each row has an upstream gradient: `backward` computes the gradients
         per_row = call.options.get("reduction") == "none"
         wanted_now = NOTHING if per_row else wanted
-        result = _computed(call, scale, bias, features, wanted_now, metrics=call.with_metrics)
+        result = _compute(call, scale, bias, features, wanted_now, metrics=call.with_metrics)
         call.metrics, call.wanted = result.metrics, wanted
         if wanted_now:
-            call.grads = _in_input_order(call.kind, result.grads, wanted_now)
+            call.grads = _order_by_inputs(call.kind, result.grads, wanted_now)
         if wanted:
             call.keep()
             ctx.call, ctx.dtypes = call, [None if x is None else x.dtype for x in inputs]
@@ -305,8 +307,8 @@ class _Function(_ReverseModeOnly):
         call = ctx.call
         grads, call.grads = call.grads, None
         if grads is not None:
-            # The first backward pass scales the gradients of the forward pass in place. A second
-            # one (retain_graph) computes them again.
+            # The first backward pass multiplies the gradients of the forward pass in place. A
+            # second backward pass (retain_graph) computes the gradients again.
             is_one = type(upstream) is Tensor and upstream.is_cpu and upstream.item() == 1.0
             dtypes = ctx.dtypes
             if dtypes is None:
@@ -315,7 +317,7 @@ class _Function(_ReverseModeOnly):
                 dtypes = [grad is not None and grad.dtype for grad in grads]
             grads = [
                 grad if grad is None or (is_one and grad.dtype == dtype)
-                else _times(grad, upstream, dtype)
+                else _multiply(grad, upstream, dtype)
                 for grad, dtype in zip(grads, dtypes, strict=True)
             ]  # fmt: skip
         else:
@@ -324,27 +326,27 @@ class _Function(_ReverseModeOnly):
                 untracked, saved = _split(saved)
             scale, bias, *features = saved
             call = call.with_untracked(untracked)
-            result = _computed(call, scale, bias, features, call.wanted, grad_out=upstream)
-            grads = _in_input_order(call.kind, result.grads, call.wanted)
+            result = _compute(call, scale, bias, features, call.wanted, grad_out=upstream)
+            grads = _order_by_inputs(call.kind, result.grads, call.wanted)
         return None, *grads
 
 
-def _times(grad: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * upstream, rounded once; in place if `grad` has the dtype."""
+def _multiply(grad: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad * upstream in `dtype`, rounded once; in place if `grad` has that dtype."""
     if grad.dtype == dtype:
         return grad.mul_(upstream)
     return torch.mul(grad, upstream, out=grad.new_empty(grad.shape, dtype=dtype))
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The untracked inputs, and the others."""
+    """Split inputs into the values of UNTRACKED, and (scale, bias, *features)."""
     return inputs[: len(UNTRACKED)], inputs[len(UNTRACKED) :]
 
 
 # --- torch.func -----------------------------------------------------------------------------------
 # Transforms need functions with `setup_context`, and a backward pass that is such a function too.
-# Small batches notice the time that such functions take, so only transforms use them. `forward`
-# does not know which inputs need a gradient, so the backward pass computes gradients.
+# Such functions take longer, which small batches notice, so only transforms use them. Their
+# `forward` does not know which inputs need a gradient: the backward pass computes the gradients.
 
 
 class _Transformed(_ReverseModeOnly):
@@ -353,7 +355,7 @@ class _Transformed(_ReverseModeOnly):
     @staticmethod
     def forward(call: TorchCall, *inputs: Any) -> Tensor:  # type: ignore[override]
         untracked, (scale, bias, *features) = _split(inputs)
-        result = _computed(call.with_untracked(untracked), scale, bias, features, NOTHING,
+        result = _compute(call.with_untracked(untracked), scale, bias, features, NOTHING,
                            metrics=call.with_metrics)  # fmt: skip
         call.metrics = result.metrics
         return result.loss
@@ -363,7 +365,7 @@ class _Transformed(_ReverseModeOnly):
         ctx.call = inputs[0]
         ctx.call.keep()
         untracked, others = _split(inputs[1:])
-        # autograd does not notice changes of these in place
+        # copies, because autograd does not notice changes of untracked tensors in place
         copies = [None if x is None else x.clone() for x in untracked]
         ctx.save_for_backward(*copies, *others)
 
@@ -383,8 +385,8 @@ class _Gradients(_ReverseModeOnly):
     ) -> tuple[Tensor | None, ...]:
         untracked, (scale, bias, *features) = _split(inputs)
         call = call.with_untracked(untracked)
-        result = _computed(call, scale, bias, features, wanted, grad_out=upstream)
-        return tuple(_in_input_order(call.kind, result.grads, wanted))
+        result = _compute(call, scale, bias, features, wanted, grad_out=upstream)
+        return tuple(_order_by_inputs(call.kind, result.grads, wanted))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -16,17 +16,19 @@ from .autograd import (
     UNTRACKED,
     differentiated_names,
     evaluate,
-    from_untracked,
+    split_untracked,
     transformed,
     untracked_values,
 )
 
-WIDEST = "fp64"  # has the widest range of scales; the operator checks the range of its precision
-# Schema types of Python types. Only `workspace` defaults to None, and it is int?.
+# The precision with the widest range of scales: it is not known yet in which precision the operator
+# will compute, and the operator checks the range of that precision
+WIDEST = "fp64"
+# Python type of a default -> type in the schema. Only `workspace` defaults to None; it is int?.
 TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
 PLAIN = (bool, str, int, float, type(None))
 SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
-# Arguments without a gradient
+# Arguments for which autograd computes no gradient
 CONSTANTS = [name.replace(" ", "_") for name in UNTRACKED]
 SCHEMA = (
     "(str kind, Tensor query, Tensor? key, Tensor? own, Tensor scale, Tensor? bias, "
@@ -48,12 +50,12 @@ def operator(
     """(loss, gradients of scale, bias, query, key and own), before the upstream gradient.
 
     `others` are the CONSTANTS, whether each gradient is needed, and the options `COMPILED`. A
-    gradient that is not needed is empty. Gradients of scalars have the dtype of the loss, and
-    gradients of features that of `evaluate`.
+    gradient that is not needed is empty. Gradients of scale and bias have the dtype of the loss.
+    Gradients of features are float32 for float16 features, else in the dtype of the features.
     """
     constants, settings = others[: len(CONSTANTS)], others[len(CONSTANTS) + 1 :]
     loss, features, wanted = _arguments(kind, (query, key, own), others)
-    labels, arrays = from_untracked(constants)
+    labels, arrays = split_untracked(constants)
     options = {**dict(zip(COMPILED, settings, strict=True)), **arrays}
     result = evaluate(loss, features, labels, scale, bias, options, wanted)
     grads = {name: getattr(result.grads, name) for name in wanted}
@@ -76,24 +78,26 @@ def _arguments(
 
 
 def _gradient_names(loss: Loss) -> list[str]:
-    """The arguments of the operator's gradients; "" where the loss has no such argument."""
+    """The arguments of the operator's gradients; "" for an argument that the loss lacks."""
     return ["scale", "bias", *loss.arguments, *[""] * (3 - len(loss.arguments))]
 
 
 @operator.register_fake
-def _shapes(
+def _make_fake_outputs(
     kind: str, query: Tensor, key: Any, own: Any, scale: Tensor, bias: Any, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Outputs of `operator` without values: their shapes and dtypes, for `torch.compile`."""
     loss, features, wanted = _arguments(kind, (query, key, own), others)
     double = any(z.dtype == torch.float64 for z in features)
     dtype = torch.float64 if double else torch.float32  # of the loss
     values = dict(zip(loss.arguments, features, strict=True))
-    waiting = {
+    # argument name -> (tensor that has the shape of the gradient, dtype of the gradient)
+    gradient_likes = {
         n: (z, TENSOR_DTYPES_UNTIL_UPSTREAM.get(z.dtype, z.dtype)) for n, z in values.items()
     }
-    waiting |= {"scale": (scale, dtype), "bias": (bias, dtype)}
+    gradient_likes |= {"scale": (scale, dtype), "bias": (bias, dtype)}
     grads = [
-        query.new_empty(waiting[n][0].shape, dtype=waiting[n][1])
+        query.new_empty(gradient_likes[n][0].shape, dtype=gradient_likes[n][1])
         if n in wanted
         else query.new_empty(0)
         for n in _gradient_names(loss)
@@ -101,13 +105,15 @@ def _shapes(
     return query.new_empty((), dtype=dtype), *grads
 
 
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    """Keep the gradients, and the dtypes of the inputs to which they belong."""
     _kind, query, key, own, scale, bias, *_others = inputs
     ctx.dtypes = [None if x is None else x.dtype for x in (scale, bias, query, key, own)]
     ctx.save_for_backward(*output[1:])
 
 
-def _scaled(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
+def _backward(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
+    """The kept gradients times the upstream gradient of the loss, in the order of the inputs."""
     scale, bias, *features = (
         (saved * upstream).to(dtype) if saved.numel() else None
         for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -115,7 +121,7 @@ def _scaled(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
     return None, *features, scale, bias, *[None] * (len(CONSTANTS) + 1 + len(COMPILED))
 
 
-operator.register_autograd(_scaled, setup_context=_remember)
+operator.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def apply(

@@ -15,22 +15,25 @@ NAMES = ("scale", "query", "key")  # arguments that have a gradient
 
 
 class _Distillation(torch.autograd.Function):
-    """loss = f(scale, query, key). The forward pass computes the gradients, or, for the losses of
-    rows, the backward pass."""
+    """loss = f(scale, query, key).
+
+    The forward pass computes the gradients; with reduction="none" the backward pass does, because
+    each row has an upstream gradient.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, options: dict[str, Any], teacher: tuple[Tensor, Tensor], *inputs: Any
     ) -> Tensor:
         wanted = [n for n, need in zip(NAMES, ctx.needs_input_grad[2:], strict=True) if need]
-        ctx.later = options.get("reduction") == "none"
-        result = _evaluated(options, teacher, inputs, () if ctx.later else wanted)
+        ctx.in_backward = options.get("reduction") == "none"
+        result = _evaluate(options, teacher, inputs, () if ctx.in_backward else wanted)
         ctx.options, ctx.teacher, ctx.wanted = options, teacher, wanted
         ctx.dtypes = [getattr(z, "dtype", None) for z in inputs]
-        grads = [None if ctx.later else getattr(result.grads, name) for name in NAMES]
+        grads = [None if ctx.in_backward else getattr(result.grads, name) for name in NAMES]
         tensors = [z if isinstance(z, Tensor) else None for z in inputs]
         ctx.plain_scale = None if isinstance(inputs[0], Tensor) else inputs[0]
-        ctx.save_for_backward(*(tensors if ctx.later else grads))
+        ctx.save_for_backward(*(tensors if ctx.in_backward else grads))
         loss: Tensor = result.loss
         return loss
 
@@ -39,10 +42,10 @@ class _Distillation(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(f"create_graph: expected False, got True: {NO_SECOND_DERIVATIVE}")
         grads = ctx.saved_tensors
-        if ctx.later:
+        if ctx.in_backward:
             scale, *features = ctx.saved_tensors
             inputs = [ctx.plain_scale if scale is None else scale, *features]
-            result = _evaluated(ctx.options, ctx.teacher, inputs, ctx.wanted, grad_out=upstream)
+            result = _evaluate(ctx.options, ctx.teacher, inputs, ctx.wanted, grad_out=upstream)
             grads, upstream = [getattr(result.grads, name) for name in NAMES], None
         return None, None, *(
             None if grad is None else (grad if upstream is None else grad * upstream).to(dtype)
@@ -50,7 +53,7 @@ class _Distillation(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _evaluated(
+def _evaluate(
     options: dict[str, Any], teacher: tuple[Tensor, Tensor], inputs: Any, wrt: Any, **more: Any
 ) -> Any:
     scale, query, key = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
@@ -121,7 +124,7 @@ def distill_loss(
         scale = scale.reshape(())
     teacher = teacher_query, teacher_key
     run: Any = _Distillation.apply
-    if torch.compiler.is_compiling():  # a break of the graph
+    if torch.compiler.is_compiling():  # the compiled graph ends here, and goes on after the loss
         run = torch.compiler.disable(run)
     loss: Tensor = run(options, teacher, scale, query, key)
     return loss

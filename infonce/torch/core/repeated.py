@@ -29,11 +29,11 @@ from ...kernels.problem import (
 from ...spec import Loss
 
 MOST_TEMPLATES = 256
-MOST_ROWS = 2**12  # of a call whose template keeps its vectors
+MOST_ROWS = 2**12  # of a call whose template keeps vectors of rows
 DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
 NUMBERS = (float, int)
-# Multiply-adds, and features of a row, of products that take less time in torch's threads: they are
-# often awake, because other operations of a model use them
+# The least and the most multiply-adds, and the most features of a row, of products that take less
+# time in torch's threads, which are often awake, because other operations of a model use them
 SHARED_PRODUCTS, MOST_SHARED_WIDTH = (2**21, 2**24), 2**9
 _templates: dict[tuple[Any, ...], Problem | None] = {}  # None: calls that are checked each time
 
@@ -42,8 +42,11 @@ def evaluate(
     kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any],
     wrt: frozenset[str], may_be_first: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
-    """Loss and gradients, by argument, of a call like an earlier one. None: the call has to be
-    checked. Not `may_be_first`: only an earlier call has passed the checks before this one."""
+    """Loss and gradients, by argument name, of a call like an earlier one.
+
+    None: the call has to be checked. Without `may_be_first`, the adapter has not checked this call,
+    so only a call like an earlier one is computed.
+    """
     types = tuple(map(type, options.values()))  # a part of the key, because True == 1
     if not PLAIN.issuperset(types):
         return None
@@ -57,29 +60,29 @@ def evaluate(
             return None
         if len(_templates) >= MOST_TEMPLATES:
             _templates.clear()
-        template = _template(kind, features, scale, bias, {**options, "wrt": wrt})
+        template = _make_template(kind, features, scale, bias, {**options, "wrt": wrt})
         _templates[key] = template
         if template is None:
             return None
-    scale = template.scale if scale is None else _number(scale)
+    scale = template.scale if scale is None else _read_number(scale)
     low, high = SCALES[template.compute]
     if type(scale) not in NUMBERS or not low <= scale <= high:
         return None
     if kind.sigmoid:
-        bias = template.bias if bias is None else _number(bias)
+        bias = template.bias if bias is None else _read_number(bias)
         if type(bias) not in NUMBERS or not math.isfinite(bias):
             return None
     try:
         arrays = [z.numpy(force=True) for z in features]
     except (TypeError, RuntimeError):  # the checks of this call say what is wrong
         return None
-    return _solved(kind, template, arrays, scale, bias, wrt)
+    return _solve(kind, template, arrays, scale, bias, wrt)
 
 
-def _template(
+def _make_template(
     kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any]
 ) -> Problem | None:  # fmt: skip
-    """The checked problem of a call, without its features; None: check such calls each time."""
+    """Check a call, and return its problem without features; None: check such calls each time."""
     numbers = [value for value in (scale, bias) if isinstance(value, Tensor)]
     on_cpu = all(tensor.is_cpu for tensor in (*features, *numbers))
     if not on_cpu or not DTYPES.keys() >= {z.dtype for z in features}:
@@ -110,13 +113,13 @@ def _solve_in_one_block() -> Any:
     return solve_in_one_block
 
 
-def _product(shape: tuple[int, int, int]) -> Any:
-    """The function for products of this shape; None: BLAS."""
+def _choose_product(shape: tuple[int, int, int]) -> Any:
+    """The function that computes products of this shape; None: NumPy's BLAS."""
     (m, n, d), (least, most) = shape, SHARED_PRODUCTS
     if not least <= m * n * d <= most or d >= MOST_SHARED_WIDTH:
         return None
-    shares = torch.get_num_threads() > 1 and not os.environ.get("INFONCE_NUM_THREADS")
-    return _torch_product if shares else None
+    may_use_torch = torch.get_num_threads() > 1 and not os.environ.get("INFONCE_NUM_THREADS")
+    return _torch_product if may_use_torch else None
 
 
 def _torch_product(left: Any, right: Any, out: Any = None) -> Any:
@@ -126,11 +129,12 @@ def _torch_product(left: Any, right: Any, out: Any = None) -> Any:
     return out
 
 
-def _number(value: Any) -> Any:
+def _read_number(value: Any) -> Any:
+    """The number of a tensor on the CPU; other values as they are."""
     return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
 
-def _solved(
+def _solve(
     kind: Loss, template: Problem, arrays: list[Any], scale: float, bias: Any, wrt: frozenset[str]
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Loss and gradients of a checked problem; None if it cannot be computed as one block."""
@@ -146,7 +150,7 @@ def _solved(
     problem = fast_replace(template, query=query, key=key, scale=scale, bias=bias)
     try:
         with np.errstate(**SILENT):
-            solution = _solve_in_one_block()(problem, gradients, _product(problem.shape))
+            solution = _solve_in_one_block()(problem, gradients, _choose_product(problem.shape))
     except MemoryError:  # the call is checked then, and its error says what to use instead
         return None
     if solution is None or solution.loss is None:

@@ -5,25 +5,22 @@ namespace device {
 
 namespace {
 
-void complete(Meeting& meeting) {
+void complete_phase(Meeting& meeting) {
   meeting.arrived.clear();
   meeting.expected = 0;
   ++meeting.generation;
 }
 
-// Whether all have arrived
-bool arrive_at_meeting(Meeting& meeting, int expected) {
+void arrive_at_meeting(Meeting& meeting, int expected) {
   meeting.arrived.push_back(&me());
-  release(meeting);
+  note_release(meeting);
   meeting.expected = expected;
-  if ((int)meeting.arrived.size() < expected) return false;
-  complete(meeting);
-  return true;
+  if ((int)meeting.arrived.size() == expected) complete_phase(meeting);
 }
 
-int cluster_alive() {
+int threads_alive_in_cluster() {
   int alive = 0;
-  for (const Block& block : state.group) alive += block.alive;
+  for (const Block& block : state.blocks) alive += block.alive;
   return alive;
 }
 
@@ -32,9 +29,10 @@ void complete_votes(Barrier& barrier) {
   barrier.votes = 0;
 }
 
-Barrier& named(int barrier, int threads, Place at) {
+// A named barrier, after the checks of this thread's arrival
+Barrier& check_arrival(int barrier, int threads, Place at) {
   if (barrier < 0 || barrier > 15) fail(at, "named barrier %d: expected 0 to 15", barrier);
-  Barrier& b = my_block().named[barrier];
+  Barrier& b = my_block().named_barriers[barrier];
   if (!b.arrived.empty() && b.expected != threads)
     fail(at, "named barrier %d: %d threads, where others of this phase say %d", barrier, threads, b.expected);
   uint32_t& arrival = me().arrivals[barrier];
@@ -45,7 +43,7 @@ Barrier& named(int barrier, int threads, Place at) {
 
 int64_t offset_of(const void* shared) { return (const char*)shared - current->shared; }
 
-Mbarrier& mbarrier_at(Block& block, int64_t offset, Place at) {
+Mbarrier& get_mbarrier(Block& block, int64_t offset, Place at) {
   if (block.ended) fail(at, "an mbarrier of block %u, which has ended", block.index.x);
   Mbarrier* mbarrier = find_mbarrier(block, offset);
   if (!mbarrier) fail(at, "no mbarrier has been initialised at shared memory + %ld", (long)offset);
@@ -54,75 +52,74 @@ Mbarrier& mbarrier_at(Block& block, int64_t offset, Place at) {
   return *mbarrier;
 }
 
-void complete_if_all_are_here(Mbarrier& mbarrier) {
+void complete_if_all_have_arrived(Mbarrier& mbarrier) {
   if ((int)mbarrier.arrived.size() != mbarrier.expected || mbarrier.bytes != 0) return;
   mbarrier.arrived.clear();
   ++mbarrier.generation;
 }
 
-void arrive_in(Block& block, int64_t offset, unsigned bytes, Place at) {
-  Mbarrier& mbarrier = mbarrier_at(block, offset, at);
+void arrive_in_block(Block& block, int64_t offset, unsigned bytes, Place at) {
+  Mbarrier& mbarrier = get_mbarrier(block, offset, at);
   if (&block != &my_block() && !mbarrier.fenced)
     fail(at, "an mbarrier of another block is used without a fence after its initialisation");
   if ((int)mbarrier.arrived.size() == mbarrier.expected)
     fail(at, "more than %d arrivals at the mbarrier at shared memory + %ld in one phase", mbarrier.expected,
          (long)offset);
   mbarrier.arrived.push_back(&me());
-  release(mbarrier);
+  note_release(mbarrier);
   mbarrier.bytes += bytes;
-  complete_if_all_are_here(mbarrier);
+  complete_if_all_have_arrived(mbarrier);
 }
 
 }  // namespace
 
 int sync_block(int vote, Place at) {
   let_others_go_first(at);
-  Barrier& barrier = named(0, my_block().alive, at);
+  Barrier& barrier = check_arrival(0, my_block().alive, at);
   barrier.votes |= vote;
   if ((int)barrier.arrived.size() + 1 == my_block().alive) complete_votes(barrier);
-  const Wait wait{{&barrier.generation, ~0u, barrier.generation}, &barrier, "__syncthreads"};
+  const Wait wait = until_next_phase(barrier, "__syncthreads");  // made before the arrival, which may complete the phase
   arrive_at_meeting(barrier, my_block().alive);
   wait_for(wait, at);
-  acquire(barrier);
+  note_acquire(barrier);
   return barrier.result;
 }
 
 void sync_named(int barrier, int threads, Place at) {
   let_others_go_first(at);
-  Barrier& b = named(barrier, threads, at);
-  const Wait wait{{&b.generation, ~0u, b.generation}, &b, "a named barrier"};
+  Barrier& b = check_arrival(barrier, threads, at);
+  const Wait wait = until_next_phase(b, "a named barrier");
   arrive_at_meeting(b, threads);
   wait_for(wait, at);
-  acquire(b);
+  note_acquire(b);
 }
 
 void arrive_named(int barrier, int threads, Place at) {
   let_others_go_first(at);
-  arrive_at_meeting(named(barrier, threads, at), threads);
+  arrive_at_meeting(check_arrival(barrier, threads, at), threads);
 }
 
 void sync_cluster(Place at) {
   let_others_go_first(at);
-  const Wait wait{{&state.cluster.generation, ~0u, state.cluster.generation}, &state.cluster, "the cluster"};
-  arrive_at_meeting(state.cluster, cluster_alive());
+  const Wait wait = until_next_phase(state.cluster, "the cluster");
+  arrive_at_meeting(state.cluster, threads_alive_in_cluster());
   wait_for(wait, at);
-  acquire(state.cluster);
+  note_acquire(state.cluster);
 }
 
-// Barriers of a block or a cluster wait for the threads that are left.
-bool thread_ended(Fiber& fiber) {
-  Barrier& block = fiber.home->named[0];
-  const int left = fiber.home->alive - 1;
-  if (!block.arrived.empty() && block.expected == fiber.home->alive) {
+// Barriers of a block or a cluster no longer wait for a thread that ends.
+void thread_ended(Fiber& fiber) {
+  Barrier& block = fiber.owner->named_barriers[0];
+  const int left = fiber.owner->alive - 1;
+  if (!block.arrived.empty() && block.expected == fiber.owner->alive) {
     block.expected = left;
-    if ((int)block.arrived.size() == left) complete_votes(block), complete(block);
+    if ((int)block.arrived.size() == left) complete_votes(block), complete_phase(block);
   }
   Barrier& cluster = state.cluster;
   if (!cluster.arrived.empty()) {
-    cluster.expected = cluster_alive() - 1;
-    if ((int)cluster.arrived.size() == cluster.expected) complete(cluster);
+    cluster.expected = threads_alive_in_cluster() - 1;
+    if ((int)cluster.arrived.size() == cluster.expected) complete_phase(cluster);
   }
-  return left == 0;
 }
 
 // --- mbarriers ------------------------------------------------------------------------------------------
@@ -134,7 +131,7 @@ Mbarrier* find_mbarrier(Block& block, int64_t offset) {
 
 void complete_bytes(Mbarrier& mbarrier, int64_t bytes) {
   mbarrier.bytes -= bytes;
-  complete_if_all_are_here(mbarrier);
+  complete_if_all_have_arrived(mbarrier);
 }
 
 void init(uint64_t& word, unsigned arrivals, Place at) {
@@ -158,20 +155,21 @@ void fence_inits(Place at) {
 
 void wait(uint64_t& word, unsigned parity, Place at) {
   let_others_go_first(at);
-  Mbarrier& mbarrier = mbarrier_at(my_block(), offset_of(&word), at);
+  Mbarrier& mbarrier = get_mbarrier(my_block(), offset_of(&word), at);
+  // the phase of this parity is complete when the lowest bit of the generation is no longer the parity
   wait_for({{&mbarrier.generation, 1, parity & 1}, &mbarrier, "an mbarrier"}, at);
-  acquire(mbarrier);
+  note_acquire(mbarrier);
 }
 
 void arrive(uint64_t& word, unsigned bytes, Place at) {
   let_others_go_first(at);
-  arrive_in(my_block(), offset_of(&word), bytes, at);
+  arrive_in_block(my_block(), offset_of(&word), bytes, at);
 }
 
 void arrive_at(uint64_t& word, unsigned block, Place at) {
   let_others_go_first(at);
-  if (block >= state.group.size()) fail(at, "block %u of a cluster of %zu", block, state.group.size());
-  arrive_in(state.group[block], offset_of(&word), 0, at);
+  if (block >= state.blocks.size()) fail(at, "block %u of a cluster of %zu", block, state.blocks.size());
+  arrive_in_block(state.blocks[block], offset_of(&word), 0, at);
 }
 
 // --- reports --------------------------------------------------------------------------------------------

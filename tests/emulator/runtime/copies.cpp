@@ -22,14 +22,14 @@ void check(const TensorMap& map, int64_t shared, Place at) {
   if (shared % BOX_BYTES) fail(at, "TMA: expected a multiple of 128 in shared memory, got %ld", (long)shared);
 }
 
-// Rows first .. last of the box, into every block that it is for
+// Copies rows of the box into every block of the cluster that `load.blocks` names
 void carry_out(const Load& load) {
-  current = load.by;
+  current = load.fiber;
   const TensorMap& map = load.map;
   const int64_t column = load.x * map.item;
-  for (unsigned rank = 0; rank < state.group.size(); ++rank) {
+  for (unsigned rank = 0; rank < state.blocks.size(); ++rank) {
     if (!(load.blocks >> rank & 1)) continue;
-    Block& block = state.group[rank];
+    Block& block = state.blocks[rank];
     if (block.ended) fail(load.at, "TMA: a copy arrives in block %u, which has ended", block.index.x);
     char* shared = shared_range(block, load.to, (size_t)map.box_rows * BOX_BYTES, load.at);
     for (int r = load.first; r < load.last; ++r)
@@ -65,12 +65,12 @@ void write_box(const BoxStore& store) {
         memcpy(map.data + row * map.stride + byte, &store.box[(size_t)(r * BOX_BYTES + c)], 2);
     }
 }
-// The oldest stores of a thread first: all are read; if `complete`, all are written too.
+// Reads the shared memory of all stores of a thread, the oldest first; if `complete`, also writes global memory.
 void finish_stores(Fiber& fiber, bool complete) {
   for (BoxStore& store : fiber.stores)
-    if (!store.read) read_box(store, *fiber.home);
+    if (!store.read) read_box(store, *fiber.owner);
   if (!complete) return;
-  // Nothing keeps them in order but a wait for all of them
+  // in a random order, because only a wait for all stores orders stores
   while (!fiber.stores.empty()) {
     const size_t i = state.random ? state.next_random() % fiber.stores.size() : 0;
     write_box(fiber.stores[i]);
@@ -123,14 +123,14 @@ void load_box(void* to, const TensorMap& map, uint64_t& mbarrier, int x, int y, 
   let_others_go_first(at);
   const int64_t offset = (char*)to - current->shared;
   check(map, offset, at);
-  if (blocks == 0 || blocks >> state.group.size()) fail(at, "TMA: blocks %#x of a cluster of %zu", blocks, state.group.size());
+  if (blocks == 0 || blocks >> state.blocks.size()) fail(at, "TMA: blocks %#x of a cluster of %zu", blocks, state.blocks.size());
   Load load{&me(), map, offset, (char*)&mbarrier - current->shared, x, y, 0, (int)map.box_rows, blocks, at};
   if (!state.random) {
     carry_out(load);
-    current = load.by;
+    current = load.fiber;
     return;
   }
-  if (state.chance(2) && map.box_rows > 1) {  // it may arrive in pieces
+  if (state.chance(2) && map.box_rows > 1) {  // the box may arrive in two pieces
     Load rest = load;
     load.last = rest.first = 1 + (int)(state.next_random() % (uint64_t)(map.box_rows - 1));
     state.loads.push_back(rest);
@@ -166,9 +166,9 @@ void wait_for_stores(bool complete, Place at) {
   finish_stores(me(), complete);
 }
 
-// --- what is under way ----------------------------------------------------------------------------------
+// --- copies that are under way ----------------------------------------------------------------------------------
 
-// One load that is under way arrives, in any order.
+// Does one of the loads that are under way, chosen at random. Returns whether there was one.
 bool finish_load() {
   if (state.loads.empty()) return false;
   const size_t i = state.next_random() % state.loads.size();

@@ -1,4 +1,4 @@
-// Fibers: each has a stack, and goes on where it was left.
+// Fibers: threads of execution, each with a stack, that run in turns in one thread of the host.
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>
@@ -7,7 +7,8 @@
 
 namespace device {
 
-// Saves the registers that a function has to keep, and the stack, to *from; goes on at `to`.
+// Leaves a fiber and resumes another one: pushes the registers that a function has to keep on the stack, stores the
+// stack pointer in *from, and goes on at the stack pointer `to`.
 extern "C" void emulator_switch(void** from, void* to) __attribute__((visibility("hidden")));
 
 #if defined(__x86_64__)
@@ -34,7 +35,7 @@ emulator_switch:
   ret
   .size emulator_switch, .-emulator_switch
 )");
-constexpr int SAVED = 6;  // words below the address to go on at
+constexpr int SAVED = 6;  // registers on the stack, below the return address
 inline void** first_frame(void** top, void (*entry)()) {
   *--top = nullptr;  // as if `entry` had been called: 16 n + 8
   *--top = (void*)entry;
@@ -86,7 +87,8 @@ inline void** first_frame(void** top, void (*entry)()) {
 #error "fibers: expected x86-64 or aarch64"
 #endif
 
-// Stacks of a launch, and of later ones with as few fibers. Below each lies a page that cannot be used.
+// The stacks of all fibers of a launch. Later launches with at most as many fibers use them again. Below each stack lies
+// a page that cannot be used.
 struct Stacks {
   static constexpr size_t SIZE = 256 << 10;
   static constexpr size_t SHIFT = 17 * 64, SHIFTS = 60;  // tops of stacks lie in different sets of the caches
@@ -100,7 +102,7 @@ struct Stacks {
   }
   ~Stacks() { munmap(memory, bytes); }
   Stacks(const Stacks&) = delete;
-  // What emulator_switch goes on at, to begin `entry` on stack i
+  // The stack pointer with which emulator_switch begins `entry` on stack i
   void* begin(size_t i, void (*entry)()) const {
     return first_frame((void**)(memory + (i + 1) * SIZE - i % SHIFTS * SHIFT), entry);
   }

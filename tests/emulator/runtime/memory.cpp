@@ -1,4 +1,4 @@
-// Arrays that end at a page which cannot be used, and the report of who uses it.
+// Arrays that end at a page that cannot be used, and the report of a thread that uses such a page.
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -18,14 +18,14 @@ bool is_running();
 
 namespace {
 
-constexpr char UNUSED = (char)0xff;  // of floating point numbers, NaN
-constexpr size_t ALIGNMENT = 16;     // what kernels and TMA want of any array that is not the caller's
+constexpr char UNUSED = (char)0xff;  // all bytes of memory that no thread has written: NaN as floating point numbers
+constexpr size_t ALIGNMENT = 16;     // bytes, which kernels and TMA need of arrays that are not the caller's
 
-size_t page() {
+size_t page_bytes() {
   static const size_t bytes = (size_t)sysconf(_SC_PAGESIZE);
   return bytes;
 }
-size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 bool is_unused(const char* p, const char* end) {
   if (p == end) return true;
@@ -33,41 +33,42 @@ bool is_unused(const char* p, const char* end) {
 }
 
 struct Array {
-  char *start, *pages;  // of its bytes, and of what is mapped
-  size_t bytes, mapped; // without the page beyond
-  bool damaged() const {
+  char *start, *pages;   // the first byte of the array, and of its pages
+  size_t bytes, mapped;  // bytes of the array, and of its pages (without the unusable pages on both sides)
+  bool is_damaged() const {
     return !is_unused(pages, start) || !is_unused(start + bytes, pages + mapped);
   }
 };
 std::map<const char*, Array> arrays;  // by their start
 std::mutex arrays_lock;
 
-// Pages with `bytes` at their end, at a multiple of `alignment`, before one that cannot be used
+// Maps pages between two pages that cannot be used. The array begins at the last multiple of `alignment` at which
+// its bytes fit the pages.
 Array map_array(size_t bytes, size_t alignment) {
-  const size_t inside = round_up(bytes ? bytes : 1, alignment), mapped = round_up(inside, page());
-  char* pages = (char*)mmap(nullptr, mapped + 2 * page(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const size_t inside = round_up(bytes ? bytes : 1, alignment), mapped = round_up(inside, page_bytes());
+  char* pages = (char*)mmap(nullptr, mapped + 2 * page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (pages == MAP_FAILED) return {};
-  mprotect(pages, page(), PROT_NONE);
-  pages += page();
-  mprotect(pages + mapped, page(), PROT_NONE);
+  mprotect(pages, page_bytes(), PROT_NONE);
+  pages += page_bytes();
+  mprotect(pages + mapped, page_bytes(), PROT_NONE);
   memset(pages, UNUSED, mapped);
   return {pages + mapped - inside, pages, bytes, mapped};
 }
-void unmap(const Array& array) { munmap(array.pages - page(), array.mapped + 2 * page()); }
+void unmap(const Array& array) { munmap(array.pages - page_bytes(), array.mapped + 2 * page_bytes()); }
 
 std::map<const char*, Array> shared_memories;
-std::vector<Array> spare;  // of blocks that have ended
+std::vector<Array> spare;  // shared memories of blocks that have ended
 
 // --- faults ---------------------------------------------------------------------------------------------
 
 const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
 constexpr int COUNT = sizeof SIGNALS / sizeof *SIGNALS;
-struct sigaction before[COUNT];
-stack_t stack_before;
+struct sigaction earlier_actions[COUNT];  // of the process, before a launch
+stack_t earlier_stack;
 char handler_stack[64 << 10];
 
 void handle(int number, siginfo_t* info, void* context) {
-  if (is_running()) {  // goes on in the launch, with this stack and the signal free again
+  if (is_running()) {  // `fault` ends the launch and does not return; SA_NODEFER leaves the signal enabled
 #if defined(__x86_64__)
     const void* instruction = (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
 #else
@@ -76,8 +77,8 @@ void handle(int number, siginfo_t* info, void* context) {
     if (number == SIGSEGV || number == SIGBUS) fault("an access", info->si_addr, instruction);
     fault(number == SIGFPE ? "an integer is divided by zero" : "a trap", nullptr, instruction);
   }
-  for (int i = 0; i < COUNT; ++i)
-    if (SIGNALS[i] == number) sigaction(number, &before[i], nullptr);  // it happens again, to who was here before
+  for (int i = 0; i < COUNT; ++i)  // the fault happens again, and the earlier handler gets it
+    if (SIGNALS[i] == number) sigaction(number, &earlier_actions[i], nullptr);
 }
 
 }  // namespace
@@ -85,22 +86,22 @@ void handle(int number, siginfo_t* info, void* context) {
 FaultHandler::FaultHandler() {
   stack_t stack{};
   stack.ss_sp = handler_stack, stack.ss_size = sizeof handler_stack;
-  sigaltstack(&stack, &stack_before);
+  sigaltstack(&stack, &earlier_stack);
   struct sigaction action {};
   action.sa_sigaction = handle;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-  for (int i = 0; i < COUNT; ++i) sigaction(SIGNALS[i], &action, &before[i]);
+  for (int i = 0; i < COUNT; ++i) sigaction(SIGNALS[i], &action, &earlier_actions[i]);
 }
 FaultHandler::~FaultHandler() {
-  for (int i = 0; i < COUNT; ++i) sigaction(SIGNALS[i], &before[i], nullptr);
-  sigaltstack(&stack_before, nullptr);
+  for (int i = 0; i < COUNT; ++i) sigaction(SIGNALS[i], &earlier_actions[i], nullptr);
+  sigaltstack(&earlier_stack, nullptr);
 }
 
-// The nearest array to an address
+// Describes an address by the nearest array
 std::string describe_address(const void* address, const char* inside) {
   const char* at = (const char*)address;
   char text[200];
-  const std::unique_lock<std::mutex> guard(arrays_lock, std::try_to_lock);  // held, if this thread has it
+  const std::unique_lock<std::mutex> guard(arrays_lock, std::try_to_lock);  // fails if the fault came under the lock
   const Array* nearest = nullptr;
   size_t least = 1 << 20;
   const char* what = "array";
@@ -122,11 +123,11 @@ std::string describe_address(const void* address, const char* inside) {
   return text;
 }
 
-// Writes beside an array that met no page which cannot be used
-std::string damage() {
+// Reports writes beside an array that have not hit an unusable page
+std::string find_damage() {
   const std::lock_guard<std::mutex> guard(arrays_lock);
   for (const auto& [start, array] : arrays)
-    if (array.damaged()) {
+    if (array.is_damaged()) {
       for (char* p = array.pages; p < array.pages + array.mapped; ++p)
         if (p < start || p >= start + array.bytes) *p = UNUSED;
       return "a thread has written just before or beyond an array of " + std::to_string(array.bytes) + " bytes";
@@ -153,7 +154,7 @@ char* new_shared(size_t bytes) {
 }
 void end_shared(char* memory, size_t) {
   const Array& array = shared_memories.at(memory);
-  if (array.damaged()) fail(me().at, "a thread of this block has written just before or beyond its shared memory");
+  if (array.is_damaged()) fail(me().at, "a thread of this block has written just before or beyond its shared memory");
   mprotect(array.pages, array.mapped, PROT_NONE);
 }
 void free_shared(char* memory, size_t) {

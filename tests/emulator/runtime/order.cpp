@@ -18,13 +18,13 @@ namespace {
 constexpr uintptr_t GRANULE = 2;  // bytes: the smallest number that kernels store
 constexpr uintptr_t PAGE = 4096;
 
-// The last write and the last read of a granule, each by a lane after `count` releases
+// An access by a lane, and the number of releases that the lane had made before
 struct Access {
-  const Fiber* by = nullptr;
-  uint32_t count = 0;
+  const Fiber* fiber = nullptr;
+  uint32_t releases = 0;
 };
 struct Granule {
-  Access write, read;
+  Access write, read;  // the last ones
 };
 struct Page {
   Granule granules[PAGE / GRANULE];
@@ -43,10 +43,11 @@ Granule& granule_at(uintptr_t address) {
   return last_page->granules[address % PAGE / GRANULE];
 }
 
+// Whether this lane's access has no order with an earlier access of another lane of its warp
 bool is_unordered(const Access& earlier) {
   const Fiber& fiber = me();
-  return earlier.by && earlier.by != &fiber && earlier.by->warp == fiber.warp &&
-         fiber.seen.releases[earlier.by->lane()] <= earlier.count;
+  return earlier.fiber && earlier.fiber != &fiber && earlier.fiber->warp == fiber.warp &&
+         fiber.seen.releases[earlier.fiber->lane()] <= earlier.releases;
 }
 
 void check(const void* address, size_t bytes, bool writes, const void* instruction) {
@@ -57,7 +58,7 @@ void check(const void* address, size_t bytes, bool writes, const void* instructi
     Granule& granule = granule_at(at);
     const bool after_write = is_unordered(granule.write);
     if (after_write || (writes && is_unordered(granule.read)))
-      unordered_access(address, writes, *(after_write ? granule.write : granule.read).by, after_write, instruction);
+      unordered_access(address, writes, *(after_write ? granule.write : granule.read).fiber, after_write, instruction);
     (writes ? granule.write : granule.read) = access;
   }
 }
@@ -73,14 +74,14 @@ void Seen::join(const Seen& other) {
   for (int lane = 0; lane < 32; ++lane) releases[lane] = std::max(releases[lane], other.releases[lane]);
 }
 
-void release(Meeting& meeting) {
+void note_release(Meeting& meeting) {
   if (!state.launch.watches_order) return;
   Fiber& fiber = me();
   ++fiber.seen.releases[fiber.lane()];
   meeting.released[fiber.warp].join(fiber.seen);
 }
 
-void acquire(const Meeting& meeting) {
+void note_acquire(const Meeting& meeting) {
   if (!state.launch.watches_order) return;
   const auto released = meeting.released.find(me().warp);
   if (released != meeting.released.end()) me().seen.join(released->second);

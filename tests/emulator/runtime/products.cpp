@@ -38,7 +38,8 @@ struct Matrices {
   char* row;
   uint32_t* r;
 };
-// Lane l has the address of row l % 8 of matrix l / 8, and of each the four bytes at row l / 4, column l % 4.
+// Four matrices of 8 x 8 16-bit numbers. Lane l brings the address of row l % 8 of matrix l / 8, and has of each matrix
+// the word of four bytes at row l / 4, column l % 4.
 template <bool STORE>
 void move_matrices(void** all, unsigned, Place at) {
   for (int lane = 0; lane < 32; ++lane) {
@@ -98,41 +99,41 @@ struct Operand {
 };
 
 void carry_out(const WarpProduct& product) {
-  const Product& of = product.of;
-  Block& block = *product.by->home;
-  const Operand operand{block.shared, of.number};
+  const Product& operands = product.operands;
+  Block& block = *product.fiber->owner;
+  const Operand operand{block.shared, operands.number};
   double a[16 * DEPTH], b[DEPTH * MAX_COLUMNS], c[16 * MAX_COLUMNS];
-  const uint64_t from = address(of.b), distance = (uint64_t)(of.b >> 16) << 4;
-  if (of.registers) {
+  const uint64_t from = address(operands.b), distance = (uint64_t)(operands.b >> 16) << 4;
+  if (operands.registers) {
     for (int row = 0; row < 16; ++row)
       for (int k = 0; k < DEPTH; ++k)
-        a[row * DEPTH + k] = element(of.number, product.rows[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
-    for (int box = 0; box < of.columns / 64; ++box)
+        a[row * DEPTH + k] = element(operands.number, product.rows[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
+    for (int box = 0; box < operands.columns / 64; ++box)
       shared_range(block, (int64_t)(from + box * distance), DEPTH * ROW_BYTES, product.at);
     for (int k = 0; k < DEPTH; ++k)
-      for (int n = 0; n < of.columns; ++n)
-        b[k * of.columns + n] = operand.at(from + n / 64 * distance + k * ROW_BYTES + n % 64 * 2);
+      for (int n = 0; n < operands.columns; ++n)
+        b[k * operands.columns + n] = operand.at(from + n / 64 * distance + k * ROW_BYTES + n % 64 * 2);
   } else {
-    const uint64_t rows = address(of.a) + product.warp * 16 * ROW_BYTES;
+    const uint64_t rows = address(operands.a) + product.warp * 16 * ROW_BYTES;
     shared_range(block, (int64_t)rows, 15 * ROW_BYTES + 2 * DEPTH, product.at);
-    shared_range(block, (int64_t)from, (size_t)(of.columns - 1) * ROW_BYTES + 2 * DEPTH, product.at);
+    shared_range(block, (int64_t)from, (size_t)(operands.columns - 1) * ROW_BYTES + 2 * DEPTH, product.at);
     for (int row = 0; row < 16; ++row)
       for (int k = 0; k < DEPTH; ++k) a[row * DEPTH + k] = operand.at(rows + row * ROW_BYTES + 2 * k);
-    for (int n = 0; n < of.columns; ++n)
-      for (int k = 0; k < DEPTH; ++k) b[k * of.columns + n] = operand.at(from + n * ROW_BYTES + 2 * k);
+    for (int n = 0; n < operands.columns; ++n)
+      for (int k = 0; k < DEPTH; ++k) b[k * operands.columns + n] = operand.at(from + n * ROW_BYTES + 2 * k);
   }
-  multiply_tile(c, a, b, DEPTH, of.columns);
+  multiply_tile(c, a, b, DEPTH, operands.columns);
   for (int lane = 0; lane < 32; ++lane)
-    for (int n = lane % 4 * 2; n < of.columns; n += 8)
+    for (int n = lane % 4 * 2; n < operands.columns; n += 8)
       for (int h = 0; h < 2; ++h)
         for (int e = 0; e < 2; ++e) {
           float* x = n < 128 ? product.x[lane] : product.y[lane];
           float& sum = x[n % 128 / 8 * 4 + 2 * h + e];
-          sum = (float)((of.add ? sum : 0.0) + c[(lane / 4 + 8 * h) * of.columns + n + e]);
+          sum = (float)((operands.add ? sum : 0.0) + c[(lane / 4 + 8 * h) * operands.columns + n + e]);
         }
 }
 
-void run_group(std::vector<WarpProduct>& group) {
+void carry_out_group(std::vector<WarpProduct>& group) {
   for (const WarpProduct& product : group) carry_out(product);
   group.clear();
 }
@@ -141,19 +142,19 @@ void begin_product(void** all, unsigned, Place at) {
   Warp& warp = my_warp();
   if (!warp.products_fenced) fail(at, "wgmma: no warpgroup_arrive since the last wait, after which threads could use the accumulators");
   WarpProduct product;
-  product.of = *(const Product*)all[0];
-  product.warp = current->thread.x / 32 % 4, product.at = at, product.by = &me();
+  product.operands = *(const Product*)all[0];
+  product.warp = current->thread.x / 32 % 4, product.at = at, product.fiber = &me();
   for (int lane = 0; lane < 32; ++lane) {
     const Product& mine = *(const Product*)all[lane];
-    if (mine.a != product.of.a || mine.b != product.of.b || mine.add != product.of.add)
+    if (mine.a != product.operands.a || mine.b != product.operands.b || mine.add != product.operands.add)
       fail(at, "wgmma: lane %d has other operands than lane 0", lane);
     product.x[lane] = mine.x, product.y[lane] = mine.y;
     if (mine.registers) memcpy(product.rows[lane], mine.registers, sizeof product.rows[lane]);
   }
-  // At once, if no earlier product waits; else when the schedule or a wait carries out all of a group
-  bool waiting = !warp.open_products.empty();
-  for (const auto& group : warp.products) waiting |= !group.empty();
-  if (!state.random || (!waiting && state.chance(2))) carry_out(product);
+  // A product that no earlier product precedes may be done at once; else the scheduler, or a wait, does it later
+  bool has_earlier = !warp.open_products.empty();
+  for (const auto& group : warp.products) has_earlier |= !group.empty();
+  if (!state.random || (!has_earlier && state.chance(2))) carry_out(product);
   else warp.open_products.push_back(product);
 }
 void fence_all(void**, unsigned, Place) { my_warp().products_fenced = true; }
@@ -165,7 +166,7 @@ void commit_all(void**, unsigned, Place) {
 void wait_all(void** all, unsigned, Place) {
   Warp& warp = my_warp();
   while ((int)warp.products.size() > *(int*)all[0]) {
-    run_group(warp.products.front());
+    carry_out_group(warp.products.front());
     warp.products.erase(warp.products.begin());
   }
   warp.products_fenced = false;
@@ -199,13 +200,13 @@ void fence_products(Place at) { together(~0u, fence_all, nullptr, at); }
 void commit_products(Place at) { together(~0u, commit_all, nullptr, at); }
 void wait_for_products(int groups, Place at) { together(~0u, wait_all, &groups, at); }
 
-// The oldest product of a warp that is not done yet
-bool move_products(Warp& warp) {
+// Does the oldest product of a warp that is not done yet. Returns whether there was one.
+bool do_one_product(Warp& warp) {
   std::vector<WarpProduct>* oldest = warp.open_products.empty() ? nullptr : &warp.open_products;
   for (size_t i = warp.products.size(); i-- > 0;)
     if (!warp.products[i].empty()) oldest = &warp.products[i];
   if (!oldest) return false;
-  current = oldest->front().by;
+  current = oldest->front().fiber;
   carry_out(oldest->front());
   current = nullptr;
   oldest->erase(oldest->begin());

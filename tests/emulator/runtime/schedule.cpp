@@ -1,5 +1,5 @@
-// Launches: blocks one after another, those that run side by side together. A scheduler, itself a fiber,
-// resumes the threads that need not wait.
+// Launches: blocks run one after another, or some side by side. A scheduler, itself a fiber, resumes the threads
+// that need not wait.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -21,13 +21,14 @@ Index grid, block_size;
 
 namespace {
 
-constexpr int PASSES = 64;          // over a block, before its neighbours have their turn
-constexpr unsigned RESTS = 64;      // turns of a warp or block, of which it leaves some out
-constexpr unsigned WARP_TURNS = 1024, BLOCK_TURNS = 4096;  // at most, in one pace
-constexpr int IDLE_ROUNDS = 20000;  // in which threads poll memory and nothing else happens
-constexpr double SECONDS = 60;      // the same where another process may write that memory
+constexpr int PASSES = 64;          // over the warps of a block, before other blocks have their turn
+constexpr unsigned RESTS = 64;      // `Pace::rest` is a number of turns out of so many
+constexpr unsigned WARP_TURNS = 1024, BLOCK_TURNS = 4096;  // the most turns until a warp or a block gets another pace
+// How long threads may poll memory while nothing else happens. Then they wait for ever.
+constexpr int IDLE_ROUNDS = 20000;   // if only threads of this launch write the memory
+constexpr double IDLE_SECONDS = 60;  // if another process may write it
 
-pthread_t host_thread;  // that launches
+pthread_t host_thread;  // the thread of the host that launches
 void *main_context, *scheduler_context;
 std::unique_ptr<Stacks> stacks;
 unsigned char reached[1024];
@@ -53,22 +54,23 @@ void thread_entry() {
   Fiber& fiber = me();
   fiber.done = true;
   fiber.warp->conditions[fiber.lane()] = NEVER;
-  Block& block = *fiber.home;
+  Block& block = *fiber.owner;
   thread_ended(fiber);
   if (--block.alive == 0) block_ended(block);
   yield();
   abort();
 }
 
-// Static shared memory of the block goes to its place.
-void enter(Block& block) {
+// Moves the static shared memory of a block to its address, which all blocks share.
+void bring_statics(Block& block) {
   const size_t bytes = state.launch.statics_end - state.launch.statics;
-  if (state.group.size() == 1 || bytes == 0 || state.resident == &block) return;
+  if (state.blocks.size() == 1 || bytes == 0 || state.resident == &block) return;
   if (state.resident) memcpy(state.resident->statics.data(), state.launch.statics, bytes);
   memcpy(state.launch.statics, block.statics.data(), bytes);
   state.resident = &block;
 }
 
+// Runs a thread until it waits. Returns whether it did more than poll memory.
 bool resume(Fiber& fiber) {
   current = &fiber;
   emulator_switch(&scheduler_context, fiber.stack);
@@ -76,7 +78,7 @@ bool resume(Fiber& fiber) {
   return !fiber.polls;
 }
 
-// Begins anywhere, and goes on in steps that visit each of `n` once
+// A random order of n numbers: begins at one of them, and goes on in equal steps, modulo n, that visit each once
 struct Order {
   size_t n, at, step;
   explicit Order(size_t n) : n(n), at(0), step(1) {
@@ -96,7 +98,7 @@ struct Order {
   }
 };
 
-// The lanes of a warp that can go on do, but for some. Whether one did more than to poll.
+// Runs the lanes of a warp that need not wait, except `lagging` lanes. Returns whether a lane did more than poll.
 bool run_warp(Block& block, size_t warp, uint32_t lagging) {
   bool moved = false;
   const size_t first = 32 * warp;
@@ -104,49 +106,49 @@ bool run_warp(Block& block, size_t warp, uint32_t lagging) {
   Order lanes(std::min<size_t>(32, block.fibers.size() - first));
   for (size_t l = 0; l < lanes.n; ++l) {
     const size_t lane = lanes.next();
-    if (conditions[lane].holds() && !(lagging >> lane & 1)) moved |= resume(block.fibers[first + lane]);
+    if (conditions[lane].lets_go_on() && !(lagging >> lane & 1)) moved |= resume(block.fibers[first + lane]);
   }
   return moved;
 }
 
-// The same for all warps of a block that do not rest
-bool pass(Block& block) {
+// Runs the warps of a block that do not rest. Returns whether one did more than poll.
+bool run_warps(Block& block) {
   bool moved = false;
   Order warps(block.warps.size());
   for (size_t w = 0; w < warps.n; ++w) {
     const size_t warp = warps.next();
-    if (block.warps[warp].pace.rests(WARP_TURNS)) continue;
+    if (block.warps[warp].pace.skips_turn(WARP_TURNS)) continue;
     moved |= run_warp(block, warp, block.warps[warp].pace.lagging);
-    if (state.chance(8)) moved |= move_products(block.warps[warp]);
+    if (state.chance(8)) moved |= do_one_product(block.warps[warp]);
   }
   return moved;
 }
 
-bool round() {
+// Runs the blocks that do not rest. Returns whether a thread did more than poll.
+bool run_round() {
   bool moved = false;
-  Order blocks(state.group.size());
+  Order blocks(state.blocks.size());
   for (size_t i = 0; i < blocks.n; ++i) {
-    Block& block = state.group[blocks.next()];
-    if (!block.alive || block.pace.rests(BLOCK_TURNS)) continue;
-    enter(block);
+    Block& block = state.blocks[blocks.next()];
+    if (!block.alive || block.pace.skips_turn(BLOCK_TURNS)) continue;
+    bring_statics(block);
     const int passes = state.random ? 1 + (int)(state.next_random() % 8) : PASSES;
     for (int p = 0; p < passes && block.alive; ++p) {
-      const bool any = pass(block);
-      moved |= any;
-      if (!any) break;
+      if (!run_warps(block)) break;
+      moved = true;
     }
   }
   return moved;
 }
 
-// One warp that rests goes on, if it can: rather of a block that does not rest
+// Runs one warp, although it rests: first of the blocks that do not rest, then of the others
 bool wake_one() {
   for (const bool resting : {false, true}) {
-    Order blocks(state.group.size());
+    Order blocks(state.blocks.size());
     for (size_t i = 0; i < blocks.n; ++i) {
-      Block& block = state.group[blocks.next()];
+      Block& block = state.blocks[blocks.next()];
       if (!block.alive || (block.pace.rest == RESTS) != resting) continue;
-      enter(block);
+      bring_statics(block);
       Order warps(block.warps.size());
       for (size_t w = 0; w < warps.n; ++w)
         if (run_warp(block, warps.next(), 0)) return true;
@@ -155,10 +157,10 @@ bool wake_one() {
   return false;
 }
 
-std::string stuck() {
+std::string describe_waits() {
   std::string text = "threads wait for ever";
   int lines = 0;
-  for (Block& block : state.group) {
+  for (Block& block : state.blocks) {
     std::map<std::string, std::vector<const Fiber*>> waiting;
     for (const Fiber& fiber : block.fibers)
       if (!fiber.done) waiting[describe(fiber.wait, fiber.at)].push_back(&fiber);
@@ -174,30 +176,30 @@ void schedule() {
   int idle = 0;
   double since = now();
   const auto alive = [] {
-    for (const Block& block : state.group)
+    for (const Block& block : state.blocks)
       if (block.alive) return true;
     return false;
   };
   while (alive()) {
-    bool moved = round();
-    if (!state.copy_engine.rests(BLOCK_TURNS))
+    bool moved = run_round();
+    if (!state.copy_engine.skips_turn(BLOCK_TURNS))
       while (!state.chance(3) && finish_load()) moved = true;
-    // Who rests goes on resting, half of the time, while there are copies to wait for
+    // All other threads rest. If copies are under way, half of the time a copy is done before a thread is woken
     if (moved || (state.chance(2) && finish_load()) || wake_one() || finish_load()) {
       idle = 0;
       continue;
     }
     bool polling = false, others = false;
-    for (const Block& block : state.group)
+    for (const Block& block : state.blocks)
       for (const Fiber& fiber : block.fibers)
         if (!fiber.done && fiber.polls) polling = true, others |= fiber.polls_others;
     if (idle++ == 0) since = now();
     if (others) {
-      if (now() - since < SECONDS) usleep(50);
+      if (now() - since < IDLE_SECONDS) usleep(50);
       else polling = false;
     } else if (idle > IDLE_ROUNDS) polling = false;
     if (!polling) {
-      state.error = stuck();
+      state.error = describe_waits();
       end_launch();
     }
   }
@@ -220,28 +222,29 @@ void prepare(Block& block, unsigned index, unsigned rank, size_t& stack) {
   for (unsigned t = 0; t < launch.threads; ++t) {
     Fiber& fiber = block.fibers[t];
     fiber.thread = {t, 0, 0}, fiber.block = block.index, fiber.rank = rank, fiber.shared = block.shared;
-    fiber.home = &block, fiber.warp = &block.warps[t / 32];
+    fiber.owner = &block, fiber.warp = &block.warps[t / 32];
     fiber.stack = stacks->begin(stack++, thread_entry);
   }
 }
 
-void run_group(unsigned first) {
+// Runs the blocks from `first` on that run side by side
+void run_blocks(unsigned first) {
   const unsigned blocks = std::min(state.launch.side_by_side, state.launch.blocks - first);
-  state.group = std::vector<Block>(blocks);
+  state.blocks = std::vector<Block>(blocks);
   state.cluster = Barrier();
   state.loads.clear();
   if (state.launch.watches_order) forget_accesses();
   state.resident = nullptr;
   size_t stack = 0;
-  for (unsigned rank = 0; rank < blocks; ++rank) prepare(state.group[rank], first + rank, rank, stack);
+  for (unsigned rank = 0; rank < blocks; ++rank) prepare(state.blocks[rank], first + rank, rank, stack);
   scheduler_context = stacks->begin(stack, scheduler_entry);
   emulator_switch(&main_context, scheduler_context);  // until end_launch
   current = nullptr;
-  for (Block& block : state.group) {
+  for (Block& block : state.blocks) {
     free_shared(block.shared, state.launch.shared);
     for (Mbarrier* mbarrier : block.mbarriers) delete mbarrier;
   }
-  state.group.clear();
+  state.blocks.clear();
 }
 
 }  // namespace
@@ -252,7 +255,7 @@ uint64_t Device::next_random() {
   return random_state ^= random_state << 17;
 }
 
-bool Pace::rests(unsigned most_turns) {
+bool Pace::skips_turn(unsigned most_turns) {
   if (!state.random) return false;
   if (turns-- == 0) {
     static const unsigned rests[] = {0, 0, RESTS / 2, RESTS - 2, RESTS};
@@ -284,16 +287,12 @@ void fail(Place at, const char* format, ...) {
 void wait_for(Wait wait, Place at) {
   Fiber& fiber = me();
   fiber.at = at;
-  if (wait.holds()) return;
+  if (wait.lets_go_on()) return;
   fiber.wait = wait;
   Condition& condition = fiber.warp->conditions[fiber.lane()];
   condition = wait;
   yield();
   condition = fiber.wait = Wait();
-}
-
-void wait_until_complete(const Meeting& meeting, const char* what, Place at) {
-  wait_for({{&meeting.generation, ~0u, meeting.generation}, &meeting, what}, at);
 }
 
 void let_others_go_first(Place at) {
@@ -320,8 +319,8 @@ int run(const Launch& launch, void (*body)(const void*), const void* data) {
   if (!stacks || stacks->count < fibers) stacks = std::make_unique<Stacks>(fibers);
   const FaultHandler faults;
   for (unsigned first = 0; first < launch.blocks && state.error.empty(); first += launch.side_by_side)
-    run_group(first);
-  if (state.error.empty()) state.error = damage();
+    run_blocks(first);
+  if (state.error.empty()) state.error = find_damage();
   if (state.error.empty()) return 0;
   state.error = std::string(launch.kernel) + ": " + state.error;
   return 1;
@@ -334,7 +333,7 @@ static void note_instruction(const void* instruction) {
   state.fault_offset = (uint64_t)instruction - (uint64_t)library.dli_fbase;
 }
 
-// A fault of a thread, or of the scheduler on its behalf: memory.cpp
+// Called by the signal handler of memory.cpp: a fault of a thread, or of a copy or product that the scheduler does
 void fault(const char* what, const void* address, const void* instruction) {
   std::string where;
   if (address)

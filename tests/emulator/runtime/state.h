@@ -1,4 +1,4 @@
-// What the device knows of the launch that it runs.
+// The state of the device during a launch.
 #pragma once
 #include <string.h>
 
@@ -21,17 +21,17 @@ struct Seen {
   void join(const Seen& other);
 };
 
-// Threads that arrived somewhere, and how often all were complete
+// A place where threads arrive. A phase is complete when all have arrived; then the next phase begins.
 struct Meeting {
-  uint32_t generation = 0;
-  int expected = 0;
-  std::vector<Fiber*> arrived;
+  uint32_t generation = 0;  // number of complete phases
+  int expected = 0;         // arrivals in a phase
+  std::vector<Fiber*> arrived;  // in this phase
   std::map<const Warp*, Seen> released;  // by all arrivals so far
 };
 struct Barrier : Meeting {
   int votes = 0, result = 0;  // of __syncthreads_or
 };
-// Lanes of a warp come together for one instruction
+// The meeting of lanes of a warp for one instruction
 struct Lanes : Meeting {
   unsigned mask = 0;
   Operation operation = nullptr;
@@ -42,21 +42,25 @@ struct Mbarrier : Meeting {
   long offset = 0;    // in shared memory
   Place initialised{};
   bool fenced = false;
-  int64_t bytes = 0;  // of copies that the phase waits for
+  int64_t bytes = 0;  // that copies have still to bring before the phase is complete
 };
 
-// A lane can go on while (*word & mask) != value. At first it can
+// A lane waits as long as (*word & mask) == value. The default condition never waits, and NEVER always waits.
 inline const uint32_t always = 1;
 struct Condition {
   const uint32_t* word = &always;
   uint32_t mask = 1, value = 0;
-  bool holds() const { return (*word & mask) != value; }
+  bool lets_go_on() const { return (*word & mask) != value; }
 };
 constexpr Condition NEVER{&always, 0, 0};
 struct Wait : Condition {
-  const Meeting* meeting = nullptr;
-  const char* what = "";
+  const Meeting* meeting = nullptr;  // null: the lane does not wait
+  const char* what = "";             // the name of the meeting in reports
 };
+// A wait for the end of the phase that has begun
+inline Wait until_next_phase(const Meeting& meeting, const char* what) {
+  return {{&meeting.generation, ~0u, meeting.generation}, &meeting, what};
+}
 
 struct AsyncCopy {
   char* to;
@@ -64,21 +68,22 @@ struct AsyncCopy {
   unsigned bytes, zeros;
   Place at;
 };
+// A copy by TMA from shared memory to global memory
 struct BoxStore {
   TensorMap map;
   int64_t from;  // in shared memory
   int x, y;
   Place at;
-  bool read = false;
+  bool read = false;      // whether `box` has the bytes of shared memory
   std::vector<char> box;
 };
 
 struct Fiber : Thread {
-  Block* home = nullptr;
+  Block* owner = nullptr;  // the block of this thread
   Warp* warp = nullptr;
   void* stack = nullptr;
   bool done = false, polls = false, polls_others = false;
-  uint32_t arrivals[16] = {};  // by named barrier: the phase after the one in which it arrived last
+  uint32_t arrivals[16] = {};  // for each named barrier: 1 + the phase of the last arrival; 0: none
   Wait wait;
   Place at{};  // of the last synchronisation
   Seen seen;
@@ -90,8 +95,8 @@ struct Fiber : Thread {
 
 // A product that tensor cores have still to do for a warp
 struct WarpProduct {
-  Product of;
-  Fiber* by;
+  Product operands;
+  Fiber* fiber;  // which began the product
   unsigned warp;  // in its warpgroup
   float *x[32], *y[32];
   uint32_t rows[32][4];
@@ -102,16 +107,16 @@ struct Written {
   int64_t offset;
   unsigned lanes;
 };
-// How often a warp or a block has its turn: for a while always, or half the time, or hardly ever
+// How often a warp or a block has a turn: for a while always, or half of the time, or hardly ever
 struct Pace {
-  unsigned rest = 0;  // of 64 turns, those that it leaves out
-  unsigned turns = 0;  // until another pace
-  uint32_t lagging = 0;  // lanes of a warp that have no turn in the meantime
-  bool rests(unsigned most_turns);
+  unsigned rest = 0;     // number of turns, of 64, that are skipped on average
+  unsigned turns = 0;    // number of turns until another pace
+  uint32_t lagging = 0;  // lanes of the warp that have no turn until then
+  bool skips_turn(unsigned most_turns);
 };
 struct Warp {
-  Condition conditions[32];  // of its lanes: in one place, for the scheduler reads them all in every turn
-  Lanes meetings[33];  // of all lanes; of the lanes from each one on
+  Condition conditions[32];  // of its lanes: side by side, because the scheduler reads all in every turn
+  Lanes meetings[33];  // 0: of all lanes; 1 + i: of masks whose first lane is i
   bool products_fenced = false;
   std::vector<std::vector<WarpProduct>> products;  // groups, oldest first
   std::vector<WarpProduct> open_products;
@@ -124,32 +129,32 @@ struct Block {
   unsigned rank = 0;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  std::vector<Mbarrier*> mbarriers;  // by their place in shared memory, in 8 bytes
-  Barrier named[16];
+  std::vector<Mbarrier*> mbarriers;  // one for each 8 bytes of shared memory; null: not initialised
+  Barrier named_barriers[16];        // 0: __syncthreads
   Pace pace;
   int alive = 0;
   bool ended = false;
   char* shared = nullptr;
-  std::vector<char> statics;  // while another block runs
+  std::vector<char> statics;  // the static shared memory, while another block runs
 };
 
 // A copy by TMA that is under way
 struct Load {
-  Fiber* by;
+  Fiber* fiber;  // which began the copy
   TensorMap map;
   int64_t to, mbarrier;  // in shared memory
-  int x, y, first, last;  // of the box's rows
-  unsigned blocks;
+  int x, y, first, last;  // rows first .. last - 1 of the box at (x, y)
+  unsigned blocks;        // bit r: also into block r of the cluster
   Place at;
 };
 
 struct Device {
   Launch launch{};
-  std::vector<Block> group;  // blocks side by side
+  std::vector<Block> blocks;  // the blocks that run side by side
   Barrier cluster;
   std::vector<Load> loads;
   Pace copy_engine;
-  Block* resident = nullptr;  // whose static shared memory is in its place
+  Block* resident = nullptr;  // the block whose static shared memory is at its address
   bool random = false;
   uint64_t random_state = 1;
   std::string error, fault_library;
@@ -162,10 +167,9 @@ extern Device state;
 
 inline Fiber& me() { return *(Fiber*)current; }
 inline Warp& my_warp() { return *me().warp; }
-inline Block& my_block() { return *me().home; }
+inline Block& my_block() { return *me().owner; }
 
 // schedule.cpp
-void wait_until_complete(const Meeting& meeting, const char* what, Place at);
 void wait_for(Wait wait, Place at);
 void let_others_go_first(Place at);  // at random
 bool is_on_a_stack(const void* address);
@@ -173,10 +177,10 @@ bool is_on_a_stack(const void* address);
                                    const void* instruction);
 // order.cpp
 void forget_accesses();
-void release(Meeting& meeting);        // this thread's accesses so far
-void acquire(const Meeting& meeting);  // those that others have released
+void note_release(Meeting& meeting);        // this thread's accesses so far are before the meeting
+void note_acquire(const Meeting& meeting);  // accesses that others have released are before this thread's next ones
 // barriers.cpp
-bool thread_ended(Fiber& fiber);
+void thread_ended(Fiber& fiber);
 Mbarrier* find_mbarrier(Block& block, int64_t offset);
 void complete_bytes(Mbarrier& mbarrier, int64_t bytes);
 std::string describe(const Wait& wait, Place at);
@@ -187,14 +191,14 @@ void block_ended(Block& block);
 void carry_out(std::vector<AsyncCopy>& copies);
 char* shared_range(Block& block, int64_t offset, size_t bytes, Place at);
 // products.cpp
-bool move_products(Warp& warp);
+bool do_one_product(Warp& warp);
 // memory.cpp
-// `inside`: what to add where the address is inside an array
+// `inside`: the end of the text for an address inside an array
 std::string describe_address(const void* address, const char* inside = ", which has ended");
 char* new_shared(size_t bytes);
 void free_shared(char* memory, size_t bytes);
 void end_shared(char* memory, size_t bytes);
-std::string damage();  // of bytes around arrays
+std::string find_damage();  // a report of bytes around arrays that a thread has written; "": none
 struct FaultHandler {  // while a launch runs
   FaultHandler();
   ~FaultHandler();

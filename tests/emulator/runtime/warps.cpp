@@ -17,14 +17,14 @@ void together(unsigned mask, Operation operation, void* mine, Place at) {
   }
   lanes.all[lane] = mine;
   lanes.arrived.push_back(&me());
-  if (!operation) release(lanes);  // the others order no accesses
+  if (!operation) note_release(lanes);  // __syncwarp; shuffles, votes and products order no accesses
   if ((int)lanes.arrived.size() < lanes.expected) {
-    wait_until_complete(lanes, "the warp", at);
-    if (!operation) acquire(lanes);
+    wait_for(until_next_phase(lanes, "the warp"), at);
+    if (!operation) note_acquire(lanes);
     return;
   }
   if (operation) operation(lanes.all, mask, at);
-  if (!operation) acquire(lanes);
+  if (!operation) note_acquire(lanes);
   lanes.arrived.clear();
   ++lanes.generation;
 }

@@ -75,7 +75,7 @@ def test_the_same_bits(
         ({"scale": torch.tensor(-1.0)}, "scale: expected a positive number, got -1.0"),
         ({"scale": torch.tensor(float("nan"))}, "scale: expected a finite number, got nan"),
         ({"scale": torch.tensor(1e30)}, r"scale: expected a number in .* for products in float32"),
-        ({"scale": torch.tensor(True)}, "scale: expected a number or 0-d array, got True|bool"),
+        ({"scale": torch.tensor(True)}, r"scale: expected a number or an array.*got True|bool"),
         ({"scale": -3}, "scale: expected a positive number, got -3"),
         ({"scale": 5.0, "normalize": 1}, "normalize: expected True or False, got int 1"),
         ({"scale": 5.0, "temperature": 0.2}, "temperature, scale: expected one of them, got both"),
