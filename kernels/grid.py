@@ -46,18 +46,18 @@ def slices(end: int, step: int, start: int = 0) -> list[slice]:
     return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
-def slices_of_runs(numbers: Array, step: int, least_run: int, mixed: int) -> list[slice]:
+def slice_runs(numbers: Array, step: int, least_run: int, mixed: int) -> list[slice]:
     """Slices that cover `numbers`. Each run of more than `least_run` equal numbers has slices of
     its own, of like lengths, at most `step`. Between such runs, slices are at most `mixed` long.
     """
     bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]
-    covered, end = [], 0
+    parts_so_far, end = [], 0
     for run in np.flatnonzero(np.diff(bounds) > least_run):
         start, stop = bounds[run : run + 2].tolist()
         parts = -(-(stop - start) // step)
-        covered += slices(start, mixed, end) + slices(stop, -(-(stop - start) // parts), start)
+        parts_so_far += slices(start, mixed, end) + slices(stop, -(-(stop - start) // parts), start)
         end = stop
-    return covered + slices(len(numbers), mixed, end)
+    return parts_so_far + slices(len(numbers), mixed, end)
 
 
 def has_few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
@@ -120,7 +120,7 @@ def without_other_groups(
 
 
 def positive_blocks(grid: Grid, positives: Array) -> Array:
-    """[row panels, column blocks] bool: the blocks that have one of the `positives`."""
+    """[row blocks, column blocks] bool: the blocks that have one of the `positives`."""
     shape = len(grid.rows), len(grid.columns)
     if 0 in shape:
         return np.zeros(shape, bool)

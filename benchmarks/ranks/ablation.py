@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from infonce.distributed.communicators.mpi import connect
 from infonce.kernels.arrays.naive import MATRICES
-from infonce.kernels.cpu.workers import BUFFER_POOL
+from infonce.kernels.cpu.resources import BUFFER_POOL
 
 import infonce
 from infonce import distributed

@@ -197,7 +197,7 @@ def run_all(call: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None
 def _cpu() -> str:
     try:
         from ..kernels.cpu.backend import CPU  # noqa: F401  Numba may be missing
-        from ..kernels.cpu.workers import thread_count
+        from ..kernels.cpu.resources import thread_count
 
         return f"available, {thread_count()} threads"
     except (ImportError, ValueError) as error:

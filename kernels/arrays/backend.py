@@ -23,7 +23,9 @@ from ..solve import Vectors
 from .fold import ArrayFold
 
 BLOCK_ARRAYS = 8  # arrays of a block's size that are alive at once, at most
-ROW_ARRAYS = 6  # of a panel's features: these in the compute dtype, products, float64 for the norms
+ROW_ARRAYS = (
+    6  # of a row block's features: these in the compute dtype, products, float64 for the norms
+)
 MOST_ROWS = 8192  # of a block: with more, nothing is faster
 
 RowsOf = Callable[[Array, Problem], Any]  # features as linear terms see them: `linear.Rows`
@@ -158,5 +160,5 @@ class ArrayBlocks:
             epilogue = epilogue.retrieval_ranks
         run = ArrayFold(self, problem, grid, epilogue, gradients)
         for a, rows in enumerate(grid.rows):
-            run.panel(a, rows)
+            run.fold_row_block(a, rows)
         run.finish()

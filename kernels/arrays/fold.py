@@ -75,7 +75,7 @@ class ArrayFold:
         )
         return reference, factor, column_reference, column_factor
 
-    def panel(self, a: int, rows: slice) -> None:
+    def fold_row_block(self, a: int, rows: slice) -> None:
         """Fold the blocks of some rows, from left to right."""
         problem, gradients = self.problem, self.gradients
         query, norms = self.backend.unit_rows(problem, problem.query[rows])

@@ -1,10 +1,10 @@
 """The CPU backend: BLAS for each tile, an epilogue over it, in one worker thread a core.
 
-A worker takes row panels from a common queue and folds a panel's tiles from left to right, with
+A worker takes row blocks from a common queue and folds a row block's tiles from left to right, with
 single-threaded BLAS: the tile stays in the cache of its core, and no thread waits for another
 inside a product. Row sums and dQ belong to one worker. Column sums and dK accumulate in the order
-of the panels, whichever worker is first: results are bitwise the same from run to run for a given
-number of threads (the rows of a panel depend on it).
+of the row blocks, whichever worker is first: results are bitwise the same from run to run for a
+given number of threads (the rows of a row block depend on it).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .context import Context
 from .fold import Fold
 from .one_block.solve import solve_in_one_block
 from .operands import DTYPES, Side, dots_at, find_norms, not_finite
-from .panel import Worker
+from .resources import BLAS, BUFFER_POOL, RowBlockOrder, in_threads, require_memory
 from .schedule import choose_method, decide, divide_into_tiles
-from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, require_memory
+from .worker import Worker
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -147,18 +147,18 @@ class CPU:
             if problem.has_positive_ids:
                 ids = problem.query_positive_ids, problem.key_positive_ids
             grid = without_other_groups(grid, groups, has_positive, ids)
-        order = PanelOrder(grid, backwards)
-        panels = iter(range(len(grid.rows)))
+        order = RowBlockOrder(grid, backwards)
+        row_blocks = iter(range(len(grid.rows)))
         run = Fold(context, problem, grid, epilogue, gradients, order)
         threads = min(schedule.threads, len(grid.rows))
         total = len(grid)
 
         def work(report: Callable[[], None]) -> None:
             worker = None
-            for i in panels:  # next() on a range iterator is atomic
-                a = len(grid.rows) - 1 - i if backwards else i
-                worker = worker or self.worker_class(run, a)
-                worker.panel(a, report)
+            for i in row_blocks:  # next() on a range iterator is atomic
+                row_block = len(grid.rows) - 1 - i if backwards else i
+                worker = worker or self.worker_class(run, row_block)
+                worker.fold_row_block(row_block, report)
             if worker is None:
                 return
             if backwards and worker.buffered is not None:

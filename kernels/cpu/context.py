@@ -10,10 +10,10 @@ import numpy as np
 from ..grid import Grid
 from ..problem import Array, Problem
 from .operands import Side
+from .resources import BUFFER_POOL
 from .schedule import Schedule
-from .workers import BUFFER_POOL
 
-Block = tuple[int, int]  # (row panel, column block)
+Block = tuple[int, int]  # (row block, column block)
 
 
 @dataclass(eq=False)
@@ -39,28 +39,28 @@ class Context:
         room = problem.workspace - schedule.threads * schedule.memory.worker_bytes(*grid.largest)
         room -= schedule.dk_accumulator_rows * d * self.dtype.itemsize
         places = {}
-        used = lacking = 0  # elements; bytes
+        used_elements = lacking_bytes = 0
         blocks = [(a, b) for a in range(len(grid.rows)) for b in grid.visits(a)]
-        for a, b in sorted(blocks, key=lambda block: block[1]):  # each panel keeps as many
+        for a, b in sorted(blocks, key=lambda block: block[1]):  # each row block keeps as many
             if not grid.triangle and a < schedule.threads and b == 0 and problem.method != "fused":
                 continue  # the last block of a worker stays in the worker's buffer
             rows, columns = grid.rows[a], grid.columns[b]
             lengths = rows.stop - rows.start, columns.stop - columns.start
             elements = schedule.memory.block_elements(*lengths)
             size = elements * self.dtype.itemsize
-            lacking += max(0, size - room)
+            lacking_bytes += max(0, size - room)
             if size <= room:
                 room -= size
-                places[a, b] = slice(used, used + elements)
-                used += elements
+                places[a, b] = slice(used_elements, used_elements + elements)
+                used_elements += elements
         self.kept_grid = grid
-        self.kept_memory = memory = BUFFER_POOL.take(used, self.dtype)
+        self.kept_memory = memory = BUFFER_POOL.take(used_elements, self.dtype)
         self.kept_logits = {block: memory[place] for block, place in places.items()}
-        if problem.method == "fused" and lacking:
+        if problem.method == "fused" and lacking_bytes:
             raise ValueError(
                 f'method: "fused" keeps the {m} x {n} logits within workspace = '
-                f'{problem.workspace} bytes, which lacks {lacking}; expected method="tiled" or '
-                "a larger workspace"
+                f"{problem.workspace} bytes, which lacks {lacking_bytes}; expected "
+                'method="tiled" or a larger workspace'
             )
 
     def take_kept_logits(self, grid: Grid) -> dict[Block, Array]:
@@ -69,18 +69,18 @@ class Context:
         The gradient fold overwrites the logits. If keys are divided into ranges, the gradient fold
         has other blocks, and the result is empty.
         """
-        kept = self.kept_logits if self.kept_grid == grid else {}
+        kept_logits = self.kept_logits if self.kept_grid == grid else {}
         self.kept_logits = {}
-        return kept
+        return kept_logits
 
-    def take_worker_memory(self, grid: Grid, panel: int) -> tuple[Array | None, Block | None]:
-        """A buffer of a worker of the log-sum-exp fold, for a worker that begins with `panel`.
+    def take_worker_memory(self, grid: Grid, row_block: int) -> tuple[Array | None, Block | None]:
+        """A buffer of a worker of the log-sum-exp fold, for a worker that begins with `row_block`.
 
-        Returns (buffer, block) if the buffer has the logits of the first block of `panel`. Returns
-        (buffer, None) if its logits are of a block with which no worker begins. Returns
+        Returns (buffer, block) if the buffer has the logits of the first block of `row_block`.
+        Returns (buffer, None) if its logits are of a block with which no worker begins. Returns
         (None, None) if there is no such buffer.
         """
-        first_block = panel, 0
+        first_block = row_block, 0
         if self.kept_grid == grid and first_block in self.worker_memory:
             return self.worker_memory.pop(first_block), first_block
         for block in list(self.worker_memory):

@@ -15,7 +15,7 @@ from ..linear import LinearGradient
 from ..problem import LOG2_E, Array, Gradients, Problem
 from .context import Block, Context
 from .operands import Side, dots_at, row_dots, subtract
-from .workers import PanelOrder
+from .resources import RowBlockOrder
 
 EXACT = 2.0**40  # below this, float64 logits have at least 12 bits after the binary point
 
@@ -30,7 +30,7 @@ class Fold:
         grid: Grid,
         epilogue: Epilogue,
         gradients: Gradients | None,
-        order: PanelOrder,
+        order: RowBlockOrder,
     ) -> None:
         self.context, self.problem, self.grid = context, problem, grid
         self.epilogue, self.gradients, self.order = epilogue, gradients, order
@@ -56,7 +56,7 @@ class Fold:
         )  # fmt: skip
         # whether rows and columns have the same logits
         self.same_logits = self.key_bias is None and not problem.compares_with_limits
-        self.teacher_logit_scale = 0.0
+        self.has_teacher, self.teacher_logit_scale = isinstance(problem, TaughtProblem), 1.0
         if isinstance(problem, TaughtProblem):
             self.teacher_logit_scale = float(problem.teacher_scale) * LOG2_E
         if isinstance(epilogue, SoftmaxGradient):
@@ -81,7 +81,7 @@ class Fold:
             grid.triangle or (gradients.want_key and not problem.symmetric)
         )
         self.in_place = context.schedule.dk_accumulator_rows == 0
-        self.first_panels: dict[int, int] = {}
+        self.first_row_blocks: dict[int, int] = {}
         if gradients is not None and self.column_gradients:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
             out = gradients.query if grid.triangle else gradients.key
@@ -90,13 +90,13 @@ class Fold:
                 self.accumulator = out
             else:
                 self.accumulator = np.empty((keys.stop - keys.start, d), dtype)
-            # the first panel of a column block overwrites dK, and later panels add to it
-            for panel in reversed(range(len(grid.rows))):
-                for column_block in grid.visits(panel):
-                    if not (grid.triangle and panel == column_block):
-                        self.first_panels[column_block] = panel
+            # the first row block of a column block overwrites dK, and later row blocks add to it
+            for row_block in reversed(range(len(grid.rows))):
+                for column_block in grid.visits(row_block):
+                    if not (grid.triangle and row_block == column_block):
+                        self.first_row_blocks[column_block] = row_block
             for column_block, columns in enumerate(grid.columns):
-                if column_block not in self.first_panels:
+                if column_block not in self.first_row_blocks:
                     self.column_accumulator(columns)[...] = 0
 
         # linear terms are added to dQ and dK before they are stored

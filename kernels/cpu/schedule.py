@@ -13,13 +13,13 @@ from ..grid import (
     Grid,
     has_few_blocks,
     least_block_side,
+    slice_runs,
     slices,
-    slices_of_runs,
     workspace_too_small,
 )
 from ..problem import Array, Gradients, Problem
 from .operands import DTYPES, readable_in_place
-from .workers import thread_count
+from .resources import thread_count
 
 TILE = 2048, 1216  # rows x columns; rows of 2^n bytes would all map to the same cache sets
 # Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole
@@ -248,7 +248,7 @@ def divide_into_tiles(problem: Problem, tile: tuple[int, int], triangle: bool) -
     else:
         sides, least = (problem.query_groups, problem.key_groups), least_block_side(m, n)
         rows, columns = (
-            slices_of_runs(groups, step, max(LEAST_RUN, least), min(step, MIXED_SIDE))
+            slice_runs(groups, step, max(LEAST_RUN, least), min(step, MIXED_SIDE))
             for groups, step in zip(sides, tile, strict=True)
         )
     return Grid(rows, columns, triangle)

@@ -14,7 +14,7 @@ import numpy as np
 from ..cpu.fold import Fold
 from ..cpu.loops import tile_ops as tile
 from ..cpu.loops.elementary import compiled, wide_vectors
-from ..cpu.panel import Worker
+from ..cpu.worker import Worker
 from ..epilogues import Sums
 from ..problem import Array
 from .problem import PrefixGradient, PrefixStatistics
@@ -24,8 +24,8 @@ from .sides import PrefixSide
 class PrefixWorker(Worker):
     """One thread of a fold over all prefixes."""
 
-    def __init__(self, fold: Fold, first: int) -> None:
-        super().__init__(fold, first)
+    def __init__(self, fold: Fold, first_row_block: int) -> None:
+        super().__init__(fold, first_row_block)
         context, (bm, bn) = fold.context, fold.grid.largest
         assert isinstance(context.query, PrefixSide)
         assert isinstance(context.key, PrefixSide)
@@ -39,20 +39,20 @@ class PrefixWorker(Worker):
         """A further tile, in addition to the logits of the block."""
         return self.further[number, : m * n].reshape(m, n)
 
-    def block(self, a: int, b: int, q: Array, k: Array) -> Array:
+    def block(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
         if isinstance(self.fold.epilogue, PrefixGradient):
             shape = len(q), len(k)
             self.tiles = [self.further_tile(p, *shape) for p in range(len(self.ranges) - 1)]
             for prefix, x in enumerate(self.tiles):
                 self.add_range(x, q, k, prefix, self.tiles[prefix - 1])
-        x = super().block(a, b, q, k)
+        x = super().block(row_block, column_block, q, k)
         self.tiles.append(x)
         return x
 
     def add_range(self, x: Array, q: Array, k: Array, prefix: int, before: Array) -> None:
         """x = the products of a prefix. `before` has the products of the prefix before it."""
-        of = self.ranges[prefix]
-        np.matmul(q[:, of], k[:, of].T, out=x)
+        features = self.ranges[prefix]
+        np.matmul(q[:, features], k[:, features].T, out=x)
         if prefix:
             np.add(x, before, out=x)
 
@@ -143,8 +143,8 @@ class PrefixWorker(Worker):
         return run_in_order if merges else None
 
     def multiply(self, x: Array, features: Array, out: Array, of_columns: bool = False) -> None:
-        for each, of in zip(self.tiles, self.ranges, strict=True):
-            np.matmul(each.T if of_columns else each, features[:, of], out=out[:, of])
+        for dx, columns in zip(self.tiles, self.ranges, strict=True):
+            np.matmul(dx.T if of_columns else dx, features[:, columns], out=out[:, columns])
 
 
 @compiled

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
-from infonce.kernels.cpu import schedule
-from infonce.kernels.cpu import workers as cpu_resources
+from infonce.kernels.cpu import resources, schedule
 from infonce.kernels.cpu.loops import elementary
 from infonce.kernels.cpu.loops import tile_ops as tile
 from infonce.kernels.cpu.one_block import solve as one_block
@@ -26,7 +25,7 @@ import infonce
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several panels and threads at test sizes."""
+    """Several row blocks and threads at test sizes."""
     monkeypatch.setattr(schedule, "TILE", (32, 48))
     monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 32)
     monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
@@ -133,7 +132,7 @@ def test_memory_stays_within_the_workspace(loss: str, dtype: Any) -> None:
     if loss == "lit":
         del out["image"]
     function(*args, scale=5.0, method="tiled", workspace=workspace, out=out)  # compiles
-    cpu_resources.BUFFER_POOL.clear()
+    resources.BUFFER_POOL.clear()
     tracemalloc.start()
     function(*args, scale=5.0, method="tiled", workspace=workspace, out=out)
     _, peak = tracemalloc.get_traced_memory()
@@ -154,7 +153,7 @@ def test_memory_of_groups_of_unequal_sizes_stays_within_the_workspace() -> None:
     }
     out = {name: np.empty_like(args[0]) for name in ("image", "text")}
     infonce.clip_loss_and_grad(*args, method="tiled", **options)  # compiles
-    cpu_resources.BUFFER_POOL.clear()
+    resources.BUFFER_POOL.clear()
     tracemalloc.start()
     infonce.clip_loss_and_grad(*args, method="tiled", out=out, **options)
     _, peak = tracemalloc.get_traced_memory()
@@ -240,7 +239,7 @@ def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
     set_aside_positives = tile.set_aside_positives
 
     def broken(x: Any, positives: Any, *rest: Any) -> None:
-        if positives[0] == 0:  # the first panel, which all others wait for
+        if positives[0] == 0:  # the first row block, which all others wait for
             raise ArithmeticError("broken tile")
         set_aside_positives(x, positives, *rest)
 
@@ -360,7 +359,7 @@ def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
 
 
 def test_temporary_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = cpu_resources.BufferPool(200_000)
+    pool = resources.BufferPool(200_000)
     monkeypatch.setattr(cpu, "BUFFER_POOL", pool)
     first = pool.take(20_000, np.dtype(np.float64))
     address = first.ctypes.data

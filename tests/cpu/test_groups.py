@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.loops import sigmoid
-from infonce.kernels.cpu.panel import Worker
+from infonce.kernels.cpu.worker import Worker
 from infonce.kernels.grid import (
     Grid,
     default_positive_blocks,
     positive_blocks,
+    slice_runs,
     slices,
-    slices_of_runs,
 )
 from infonce.kernels.problem import default_positives
 from judge import assert_grad, assert_loss, largest_logit, viewed
@@ -174,7 +174,7 @@ def test_rows_that_meet_no_key(method: str) -> None:
 def test_slices_of_runs(runs: list[int], step: int, least_run: int, mixed: int) -> None:
     """They cover all, in order; slices of a long run have its numbers alone; few are short."""
     numbers = np.repeat(np.arange(len(runs)) % 3, runs)
-    found = slices_of_runs(numbers, step, least_run, mixed)
+    found = slice_runs(numbers, step, least_run, mixed)
     assert [i for part in found for i in range(len(numbers))[part]] == list(range(len(numbers)))
     ends = np.cumsum(runs)
     for run, end in zip(runs, ends, strict=True):

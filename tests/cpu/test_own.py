@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels import between_passes
 from infonce.kernels.cpu import schedule
-from infonce.kernels.cpu.panel import Worker
+from infonce.kernels.cpu.worker import Worker
 from judge import assert_grad, assert_loss, viewed
 from reference_problems import each_once, quick, softmax_options
 

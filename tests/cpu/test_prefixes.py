@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
-from infonce.kernels.cpu.workers import BUFFER_POOL
+from infonce.kernels.cpu.resources import BUFFER_POOL
 from infonce.kernels.prefixes import solve as prefix_solve
 from judge import assert_grad, viewed
 from reference_problems import FEATURES, one_problem, quick

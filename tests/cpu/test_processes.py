@@ -46,11 +46,11 @@ def printed(program: str) -> list[str]:
 def test_blas_has_one_thread_in_folds_of_any_thread() -> None:
     """Also where another thread began first and ends first; and the caller's number after."""
     found = printed("""
-from infonce.kernels.cpu import panel
+from infonce.kernels.cpu import worker
 
 seen, stays = set(), threading.Semaphore(0)
 inside, go_on = threading.Event(), threading.Event()
-block = panel.Worker.block
+block = worker.Worker.block
 
 def look(*of):
     seen.update(blas())
@@ -65,7 +65,7 @@ def start():
     thread.start()
     return thread
 
-panel.Worker.block = look
+worker.Worker.block = look
 start().join()
 loss()
 print(seen, blas() == before)
@@ -85,7 +85,7 @@ def test_a_child_computes_whatever_other_threads_do() -> None:
     """They are inside of folds when the process forks, and hold locks."""
     found = printed("""
 from infonce.kernels.cpu.one_block.team import HELPERS
-from infonce.kernels.cpu.workers import BLAS, BUFFER_POOL, POOLS
+from infonce.kernels.cpu.resources import BLAS, BUFFER_POOL, POOLS
 
 ends = threading.Event()
 

@@ -61,9 +61,9 @@ def test_check_finite_names_the_first_bad_row() -> None:
 
 
 def test_naive_that_does_not_fit_names_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from infonce.kernels.cpu import workers
+    from infonce.kernels.cpu import resources
 
-    monkeypatch.setattr(workers, "available_memory", lambda: 1000)
+    monkeypatch.setattr(resources, "available_memory", lambda: 1000)
     with pytest.raises(MemoryError, match=r'6 x 6 logits.*"tiled"'):
         infonce.clip_loss(Q, K, scale=1.0, method="naive")
 

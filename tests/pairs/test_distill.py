@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
-from infonce.kernels.cpu.workers import BUFFER_POOL
+from infonce.kernels.cpu.resources import BUFFER_POOL
 from judge import VIEWS, assert_grad, assert_loss, largest_logit, viewed
 from reference_problems import quick
 

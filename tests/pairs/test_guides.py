@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from infonce.kernels.cpu.workers import BUFFER_POOL
+from infonce.kernels.cpu.resources import BUFFER_POOL
 from judge import VIEWS, viewed
 from reference_problems import Problem, one_problem
 

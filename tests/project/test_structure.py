@@ -125,10 +125,10 @@ if TYPE_CHECKING:
     from .backend import CPU
 def later():
     from infonce import arrays
-    from .workers import BLAS
+    from .resources import BLAS
 """
     seen = set(named("infonce.kernels.cpu.fold", source, False))
-    here = {"operands", "backend", "workers"}
+    here = {"operands", "backend", "resources"}
     assert seen == {
         "infonce.spec", "numpy", "infonce.kernels.solve", "infonce.kernels.problem",
         "infonce.checks.call", "infonce.arrays", *(f"infonce.kernels.cpu.{name}" for name in here),

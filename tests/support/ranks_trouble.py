@@ -103,7 +103,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
     def crowded() -> Any:
         """Rank 1 has no memory for the logits of a block."""
         room = 100 if odd else 0  # 0: unknown
-        with patch("infonce.kernels.cpu.workers.available_memory", return_value=room):
+        with patch("infonce.kernels.cpu.resources.available_memory", return_value=room):
             return clip(method="naive", exchange="ring", workspace=10)
 
     wide, tall, single = np.ones((4, 5)), np.ones((400, 3)), x.astype(np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import infonce
 
 from ...kernels.arrays.naive import MATRICES
-from ...kernels.cpu.workers import available_memory
+from ...kernels.cpu.resources import available_memory
 from ...spec import Loss
 from ..common import human
 from .measure import Array, Case, Outcome, Run

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.workers import BUFFER_POOL
+from ...kernels.cpu.resources import BUFFER_POOL
 from .. import machine
 from ..common import peak_resident, reset_peak, resident, return_freed_memory
 from . import contenders_cpu

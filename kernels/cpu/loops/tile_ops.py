@@ -10,8 +10,8 @@ only small terms. Maxima and log-sum-exps are exact: the caller has them as floa
 The logit of an excluded pair is -inf. A NaN passes through every sum.
 
 The sums of rows and the sums of columns may have different biases, limits and bits of a guide. So
-these numbers are not added to the tile: `seen` applies them to one logit in one direction. Biases
-and limits are in units of raw products; None stands for an option that is not given.
+these numbers are not added to the tile: `apply_options` applies them to one logit in one direction.
+Biases and limits are in units of raw products; None stands for an option that is not given.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def set_aside_positives(x, positives, first_column, c, out):  # type: ignore[no-
 
 
 @compiled
-def exclude_ids(  # type: ignore[no-untyped-def]
-    x, row_ids, column_ids, equal=True, row_positive_ids=None, column_positive_ids=None
+def exclude_pairs(  # type: ignore[no-untyped-def]
+    x, row_numbers, column_numbers, equal=True, row_positive_ids=None, column_positive_ids=None
 ):
-    """Exclude pairs of equal ids or, if not `equal`, pairs of different ids.
+    """Exclude pairs of equal numbers (ids) or, if not `equal`, of different numbers (groups).
 
     Pairs of equal positive ids are never excluded. (Single positives need no exception: they are
     set aside before, and inserted afterwards.)
@@ -48,9 +48,9 @@ def exclude_ids(  # type: ignore[no-untyped-def]
     wide_vectors()
     low = x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
-        row, row_id = x[i], row_ids[i]
+        row, row_number = x[i], row_numbers[i]
         for j in range(row.size):
-            excluded = (column_ids[j] == row_id) == equal
+            excluded = (column_numbers[j] == row_number) == equal
             if row_positive_ids is not None:
                 excluded = excluded and row_positive_ids[i] != column_positive_ids[j]
             row[j] = low if excluded else row[j]
@@ -64,7 +64,7 @@ def exclude_diagonal(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def bit_of(i, direction):  # type: ignore[no-untyped-def]
+def direction_bit(i, direction):  # type: ignore[no-untyped-def]
     """The bit of row i and a direction in `guide_bits`."""
     return np.uint8(direction << 2 * (i & 3))
 
@@ -82,7 +82,7 @@ def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-de
     guide_bits[:] = 0
     for i in range(g.shape[0]):
         row, limit, out = g[i], limits[i], guide_bits[i >> 2]
-        by_row, by_column = bit_of(i, BY_ROW), bit_of(i, BY_COLUMN)
+        by_row, by_column = direction_bit(i, BY_ROW), direction_bit(i, BY_COLUMN)
         for j in range(row.size):
             finite = row[j] < high
             bits = by_row if (row[j] > limit) & finite else np.uint8(0)
@@ -104,15 +104,18 @@ def insert_positives(x, positives, first_column, values):  # type: ignore[no-unt
 
 
 @compiled
-def seen(value, bias, at, limits, of, low, guide_bits, i, j, bit):  # type: ignore[no-untyped-def]
+def apply_options(  # type: ignore[no-untyped-def]
+    value, bias, key, limits, own, low, guide_bits, i, j, direction
+):
     """The raw product plus the bias of its key; `low` if the product is above the limit, or if the
-    guide leaves out the pair in the direction of `bit`."""
+    guide leaves out the pair in the `direction`. `key` and `own` are numbers of a row and a column:
+    of the key in this direction, and of the other side."""
     if limits is not None:
-        value = low if value > limits[of] else value
+        value = low if value > limits[own] else value
     if guide_bits is not None:
-        value = low if guide_bits[i >> 2, j] & bit_of(i, bit) else value
+        value = low if guide_bits[i >> 2, j] & direction_bit(i, direction) else value
     if bias is not None:
-        value += bias[at]
+        value += bias[key]
     return value
 
 
@@ -129,43 +132,46 @@ def merge(  # type: ignore[no-untyped-def]
     None) are merged with the same factors.
     """
     for i in range(total_max.size):
-        m = part_max[i]
-        if m == -np.inf:
+        top = part_max[i]
+        if top == -np.inf:
             continue
-        if m > total_max[i]:
-            lower = 2.0 ** (total_max[i] - m)
+        if top > total_max[i]:
+            lower = 2.0 ** (total_max[i] - top)
             total_sum[i] = total_sum[i] * lower + part_sum[i]
             if total_moment is not None:
                 total_moment[i] = total_moment[i] * lower + part_moment[i]
-            total_max[i] = m
+            total_max[i] = top
         else:
-            lower = 2.0 ** (m - total_max[i])
+            lower = 2.0 ** (top - total_max[i])
             total_sum[i] += part_sum[i] * lower
             if total_moment is not None:
                 total_moment[i] += part_moment[i] * lower
 
 
 @compiled
-def value_of(of, row, i, j):  # type: ignore[no-untyped-def]
-    return row[j] if of is None else of[i, j]
+def moment_logit(moment_logits, row, i, j):  # type: ignore[no-untyped-def]
+    return row[j] if moment_logits is None else moment_logits[i, j]
 
 
 @compiled
 def row_statistics(  # type: ignore[no-untyped-def]
-    x, c, row_max, row_sum, row_moment, key_bias=None, limits=None, guide_bits=None, of=None
-):
-    """Write (max, sum) of 2^(c y) over each row of the tile, where y is x as `seen` by the row.
+    x, c, row_max, row_sum, row_moment, key_bias=None, limits=None, guide_bits=None,
+    moment_logits=None,
+):  # fmt: skip
+    """Write (max, sum) of 2^(c y) over each row of the tile: y is x with the options of the row.
 
-    Also the moment sum_j 2^(c y - max) c x, unless `row_moment` is None. If `of` [m, n] is given,
-    it replaces the last x: the moments are then moments of other logits.
+    Also the moment sum_j 2^(c y - max) c x, unless `row_moment` is None. If `moment_logits` [m, n]
+    are given, they replace the last x: the moments are then moments of other logits.
     """
     wide_vectors()
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row = x[i]
-        top = seen(row[0], key_bias, 0, limits, i, low, guide_bits, i, 0, BY_ROW)
+        top = apply_options(row[0], key_bias, 0, limits, i, low, guide_bits, i, 0, BY_ROW)
         for j in range(row.size):
-            top = fmax(top, seen(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW))
+            top = fmax(
+                top, apply_options(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
+            )
         row_max[i] = np.float64(c) * np.float64(top)
         row_sum[i] = 0.0
         if row_moment is not None:
@@ -177,11 +183,11 @@ def row_statistics(  # type: ignore[no-untyped-def]
         scale = x.dtype.type(c)
         total, moment = zero, zero
         for j in range(row.size):
-            y = seen(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
+            y = apply_options(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
             e = exp2(scale * (y - top))
             total += e
             if row_moment is not None:
-                moment += e * (value_of(of, row, i, j) if y != low else zero)
+                moment += e * (moment_logit(moment_logits, row, i, j) if y != low else zero)
         row_sum[i] = total
         if row_moment is not None:
             row_moment[i] = np.float64(c) * np.float64(moment)
@@ -190,7 +196,7 @@ def row_statistics(  # type: ignore[no-untyped-def]
 @compiled
 def column_statistics(  # type: ignore[no-untyped-def]
     x, c, column_max, column_sum, column_moment, key_bias=None, limits=None, guide_bits=None,
-    of=None,
+    moment_logits=None,
 ):  # fmt: skip
     """(max, sum) and moment of each column: `row_statistics` with rows and columns exchanged.
 
@@ -202,12 +208,13 @@ def column_statistics(  # type: ignore[no-untyped-def]
     scale = x.dtype.type(c)
     high = x[0].copy()
     for j in range(n):
-        high[j] = seen(high[j], key_bias, 0, limits, j, low, guide_bits, 0, j, BY_COLUMN)
+        high[j] = apply_options(high[j], key_bias, 0, limits, j, low, guide_bits, 0, j, BY_COLUMN)
     for i in range(1, m):
         row = x[i]
         for j in range(n):
             high[j] = fmax(
-                high[j], seen(row[j], key_bias, i, limits, j, low, guide_bits, i, j, BY_COLUMN)
+                high[j],
+                apply_options(row[j], key_bias, i, limits, j, low, guide_bits, i, j, BY_COLUMN),
             )
     sums, moments = np.zeros_like(high), np.zeros_like(high)
     for j in range(n):
@@ -217,11 +224,11 @@ def column_statistics(  # type: ignore[no-untyped-def]
     for i in range(m):
         row = x[i]
         for j in range(n):
-            y = seen(row[j], key_bias, i, limits, j, low, guide_bits, i, j, BY_COLUMN)
+            y = apply_options(row[j], key_bias, i, limits, j, low, guide_bits, i, j, BY_COLUMN)
             e = exp2(scale * (y - high[j]))
             sums[j] += e
             if column_moment is not None:
-                moments[j] += e * (value_of(of, row, i, j) if y != low else zero)
+                moments[j] += e * (moment_logit(moment_logits, row, i, j) if y != low else zero)
     for j in range(n):
         if np.isnan(sums[j]) and column_max[j] == -np.inf:
             column_max[j] = 0.0  # all pairs are excluded, but for a NaN, which `fmax` ignores
@@ -234,7 +241,7 @@ def column_statistics(  # type: ignore[no-untyped-def]
 @compiled
 def row_and_column_statistics(  # type: ignore[no-untyped-def]
     x, c, row_max, row_sum, row_moment, column_max, column_sum, column_moment, sums, moments,
-    of=None,
+    moment_logits=None,
 ):  # fmt: skip
     """(max, sum) and moment of each row and column of the tile, with one exponential a logit.
 
@@ -276,7 +283,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
             total += e
             sums[j] += e * weight
             if row_moment is not None:
-                ex = e * (value_of(of, row, i, j) if row[j] != low else zero)
+                ex = e * (moment_logit(moment_logits, row, i, j) if row[j] != low else zero)
                 moment += ex
                 moments[j] += ex * weight
         row_sum[i] = total
@@ -292,7 +299,9 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
         least = min(least, column_sum[j])
     # terms that underflowed are below m 2^-126 in float32: a sum of 2^-80 does not notice them
     if least < 2.0**-80:
-        column_statistics(x, c, column_max, column_sum, column_moment, None, None, None, of)
+        column_statistics(
+            x, c, column_max, column_sum, column_moment, None, None, None, moment_logits
+        )
 
 
 # --- gradient fold --------------------------------------------------------------------------------
@@ -302,13 +311,13 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
 def softmax_gradient(  # type: ignore[no-untyped-def]
     x, c, row_reference, a, key_bias=None, limits=None, guide_bits=None
 ):
-    """x <- a_i 2^(c (y - row_reference_i)), where y is x as `seen` by its row: one direction."""
+    """x <- a_i 2^(c (y - row_reference_i)), one direction: y is x with the options of its row."""
     wide_vectors()
     scale, low = x.dtype.type(c), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row, r, ai = x[i], row_reference[i], a[i]
         for j in range(row.size):
-            y = seen(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
+            y = apply_options(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
             row[j] = ai * probability(scale * (y - r))
 
 
@@ -330,16 +339,18 @@ def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """x <- a_i 2^(c (y - row_reference_i)) + b_j 2^(c (z - column_reference_j)): two directions.
 
-    Here y is x as `seen` by its row, and z is x as `seen` by its column. References may be far
-    apart.
+    Here y is x with the options of its row, and z is x with the options of its column. References
+    may be far apart.
     """
     wide_vectors()
     scale, low = x.dtype.type(c), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row, r, ai = x[i], row_reference[i], a[i]
         for j in range(row.size):
-            y = seen(row[j], key_bias, j, row_limits, i, low, guide_bits, i, j, BY_ROW)
-            z = seen(row[j], row_bias, i, column_limits, j, low, guide_bits, i, j, BY_COLUMN)
+            y = apply_options(row[j], key_bias, j, row_limits, i, low, guide_bits, i, j, BY_ROW)
+            z = apply_options(
+                row[j], row_bias, i, column_limits, j, low, guide_bits, i, j, BY_COLUMN
+            )
             row[j] = ai * probability(scale * (y - r)) + b[j] * probability(
                 scale * (z - column_reference[j])
             )

@@ -39,15 +39,15 @@ def finalize_direction(high, total, p):  # type: ignore[no-untyped-def]
         rest = total * 2.0 ** (high - p)
         loss = math.log1p(rest)
         return loss, LN_2 * p + loss, rest / (1.0 + rest), p, 1.0 / (1.0 + rest)
-    whole = total + 2.0 ** (p - high)
-    log = math.log(whole)
+    with_positive = total + 2.0 ** (p - high)
+    log = math.log(with_positive)
     lse = LN_2 * high + log
-    if whole >= 1.0 or whole != whole:
-        return LN_2 * (high - p) + log, lse, total / whole, high, 1.0 / whole
+    if with_positive >= 1.0 or with_positive != with_positive:
+        return LN_2 * (high - p) + log, lse, total / with_positive, high, 1.0 / with_positive
     gap = (high - p) + math.log2(total)
     rest = 2.0 ** (-abs(gap))
     negative_probability = (rest if gap < 0 else 1.0) / (1.0 + rest)
-    loss, log2_sum = LN_2 * max(gap, 0.0) + math.log1p(rest), high + math.log2(whole)
+    loss, log2_sum = LN_2 * max(gap, 0.0) + math.log1p(rest), high + math.log2(with_positive)
     return loss, lse, negative_probability, log2_sum, 1.0
 
 
@@ -86,7 +86,7 @@ def softmax(  # type: ignore[no-untyped-def]
     if symmetric:
         tile.exclude_diagonal(x)
     if row_ids.size > 0:
-        tile.exclude_ids(x, row_ids, column_ids)
+        tile.exclude_pairs(x, row_ids, column_ids)
     high, total = np.empty((2, max(m, n))), np.empty((2, max(m, n)))
     row_moment, column_moment = moments[0, :m], moments[1, :n]
     if two_sided:
@@ -176,7 +176,7 @@ def sigmoid(  # type: ignore[no-untyped-def]
     positive = np.empty((m, 1))
     tile.set_aside_positives(x, positives.reshape(m, 1), 0, scale, positive)
     if row_ids.size > 0:
-        tile.exclude_ids(x, row_ids, column_ids)
+        tile.exclude_pairs(x, row_ids, column_ids)
     factor, sums = upstream * scale, np.zeros(m)
     narrow = factor.astype(x.dtype)
     row_moment = moments[0, :m]

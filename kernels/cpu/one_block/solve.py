@@ -15,7 +15,7 @@ import numpy as np
 from ...problem import Array, Gradients, Problem, materialize_vectors
 from ...solve import Solution
 from ..operands import DTYPES, Rows, readable_rows, row_dots
-from ..workers import BLAS, BUFFER_POOL, NO_CONTEXT, thread_count
+from ..resources import BLAS, BUFFER_POOL, NO_CONTEXT, thread_count
 from .loops import sigmoid, softmax
 from .team import Team
 
@@ -152,11 +152,11 @@ def _store(
     if gradients.key is not None and gradients.want_key and not problem.symmetric:
         products.append((gradients.key, g.T, query[0], key))
     # one thread for each product takes less time than both threads for one product after the other
-    apart = len(products) == 2 and team.threads % 2 == 0
-    parts = team.threads // 2 if apart else team.threads
+    has_parts_each = len(products) == 2 and team.threads % 2 == 0
+    parts = team.threads // 2 if has_parts_each else team.threads
 
     def store_part(part: int) -> None:
-        for to, left, right, own in products[part // parts :][:1] if apart else products:
+        for to, left, right, own in products[part // parts :][:1] if has_parts_each else products:
             _store_rows(to, left, right, own, _part(len(to), parts, part % parts), product)
 
     team.share(store_part, last=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...problem import SILENT
 from ..loops.elementary import wait_awake
-from ..workers import Guarded
+from ..resources import Guarded
 
 # Threads of a call wait awake for each other, because to fall asleep takes 20 to 50 us, and so does
 # to wake up. A step of a wait takes about 40 ns. After a wait, there are further steps until the
@@ -95,9 +95,9 @@ class _Helpers(Guarded):
                     self._idle.append(_Helper())
             except RuntimeError:
                 return []
-            taken, self._idle = self._idle[:count], self._idle[count:]
-            self._busy.update(taken)
-            return taken
+            helpers, self._idle = self._idle[:count], self._idle[count:]
+            self._busy.update(helpers)
+            return helpers
 
     def give(self, helpers: list[_Helper]) -> None:
         with self._lock:

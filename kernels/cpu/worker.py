@@ -1,4 +1,4 @@
-"""One worker thread of a fold on the CPU: row panels, tile by tile."""
+"""One worker thread of a fold on the CPU: row blocks, tile by tile."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .fold import Factors, Fold, part
 from .loops import sigmoid
 from .loops import tile_ops as tile
 from .loops.elementary import compiled, wide_vectors
-from .workers import BUFFER_POOL, Cancelled
+from .resources import BUFFER_POOL, Cancelled
 
 
 class Worker:
     """One thread of a fold, with its own buffers."""
 
-    def __init__(self, fold: Fold, first: int) -> None:
-        """`first`: the panel that the worker begins with."""
+    def __init__(self, fold: Fold, first_row_block: int) -> None:
+        """`first_row_block`: the row block that the worker begins with."""
         self.fold = fold
         context, grid, d = fold.context, fold.grid, fold.problem.shape[2]
         bm, bn = grid.largest
@@ -32,17 +32,17 @@ class Worker:
         sizes = context.schedule.memory
         memory = self.buffered = None  # `buffered`: the block whose logits are in the buffer
         if isinstance(fold.epilogue, SoftmaxGradient):
-            memory, self.buffered = context.take_worker_memory(grid, first)
+            memory, self.buffered = context.take_worker_memory(grid, first_row_block)
         if memory is None:
             memory = BUFFER_POOL.take(sizes.worker_elements(bm, bn), context.dtype)
         self.memory = memory
-        used = 0
+        used_elements = 0
 
         def buffer(*shape: int) -> Array:
-            nonlocal used
+            nonlocal used_elements
             size = math.prod(shape)
-            used += size
-            return memory[used - size : used].reshape(shape)
+            used_elements += size
+            return memory[used_elements - size : used_elements].reshape(shape)
 
         self.logits = buffer(sizes.block_elements(bm, bn))
         self.query_buffer = None if context.query.readable_in_place else buffer(bm, d)
@@ -60,72 +60,72 @@ class Worker:
         self.tile_rows, self.tile_columns = (Sums(*np.empty((1 + sums, n))) for n in (bm, bn))
         self.partial = np.empty((sums, bn), context.dtype)
 
-    def panel(self, a: int, report: Callable[[], None]) -> None:
-        """Fold one row panel, from left to right."""
+    def fold_row_block(self, row_block: int, report: Callable[[], None]) -> None:
+        """Fold one row block, from left to right."""
         fold = self.fold
         grid, gradients, order = fold.grid, fold.gradients, fold.order
-        rows = grid.rows[a]
+        rows = grid.rows[row_block]
         q = fold.context.query.block(rows, self.query_buffer)
         row_gradients = gradients is not None and (gradients.want_query or grid.triangle)
-        first = True
-        visits = grid.visits(a)
-        for b in reversed(visits) if order.backwards else visits:
+        is_first_tile = True
+        column_blocks = grid.visits(row_block)
+        for column_block in reversed(column_blocks) if order.backwards else column_blocks:
             if order.cancelled:
                 raise Cancelled
-            columns = grid.columns[b]
-            diagonal = grid.triangle and a == b
+            columns = grid.columns[column_block]
+            diagonal = grid.triangle and row_block == column_block
             if diagonal and fold.limits is not None:
                 k = q  # x_ij and x_ji are then equal in all digits, and as much above a limit
             else:
                 k = fold.context.key.block(columns, self.key_buffer)
-            x = self.block(a, b, q, k)
+            x = self.block(row_block, column_block, q, k)
             run_in_order = self.epilogue(x, rows, columns, diagonal)
             if row_gradients:
-                self.add_rows(x, k, rows, first)
+                self.add_rows(x, k, rows, is_first_tile)
             add_columns = fold.column_gradients and not diagonal
             if add_columns:
-                g = fold.column_accumulator(columns)
-                is_first = fold.first_panels[b] == a
-                # Only the first panel writes g before `order.wait`: the other panels wait for it
-                product = g if is_first and g.flags.c_contiguous else self.product[: len(k)]
+                dk = fold.column_accumulator(columns)
+                overwrites = fold.first_row_blocks[column_block] == row_block
+                # Only the first row block writes dk before `order.wait`: the others wait for it
+                product = dk if overwrites and dk.flags.c_contiguous else self.product[: len(k)]
                 self.multiply(x, q, product, of_columns=True)
             if run_in_order is not None or fold.column_gradients:
-                order.wait(a, b)
+                order.wait(row_block, column_block)
             if run_in_order is not None:
                 run_in_order()
-            if add_columns and product is not g:
-                if is_first:
-                    np.copyto(g, product)
+            if add_columns and product is not dk:
+                if overwrites:
+                    np.copyto(dk, product)
                 else:
-                    np.add(g, product, out=g)
-            order.advance(a, b)
-            first = False
+                    np.add(dk, product, out=dk)
+            order.advance(row_block, column_block)
+            is_first_tile = False
             report()
         if row_gradients:
-            if first:
+            if is_first_tile:
                 self.row_accumulator(rows)[...] = 0
             self.finish_rows(rows, q)
 
-    def block(self, a: int, b: int, q: Array, k: Array) -> Array:
+    def block(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
         """The tile's raw products, -inf for excluded pairs. The gradient fold reuses kept ones."""
         fold = self.fold
-        kept = fold.kept_logits.get((a, b))
-        memory = self.logits if kept is None else kept
+        kept_memory = fold.kept_logits.get((row_block, column_block))
+        memory = self.logits if kept_memory is None else kept_memory
         x, self.auxiliary_tile = fold.context.schedule.memory.split_block(memory, len(q), len(k))
-        if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
+        if kept_memory is not None and isinstance(fold.epilogue, SoftmaxGradient):
             return x
-        if self.buffered == (a, b):
+        if self.buffered == (row_block, column_block):
             self.buffered = None
             return x
-        self.buffered = None if kept is not None else (a, b)
-        self.compute(x, q, k, fold.grid.rows[a], fold.grid.columns[b])
+        self.buffered = None if kept_memory is not None else (row_block, column_block)
+        self.compute(x, q, k, fold.grid.rows[row_block], fold.grid.columns[column_block])
         return x
 
     def compute(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
         """Write the raw products of a tile into x, -inf for excluded pairs."""
         fold, problem = self.fold, self.fold.problem
         spoiled = None
-        if fold.teacher_logit_scale:
+        if fold.has_teacher:
             self.multiply_auxiliary_features(rows, columns, self.auxiliary_tile)
         elif self.auxiliary_tile is not None:
             spoiled = self.write_guide_bits(x, rows, columns, self.auxiliary_tile)
@@ -147,11 +147,13 @@ class Worker:
         positive_ids = [part(ids, side) for ids, side in sides]
         if problem.query_ids is not None:
             ids = problem.query_ids[rows], problem.key_ids[columns]
-            tile.exclude_ids(x, *ids, True, *positive_ids)
+            tile.exclude_pairs(x, *ids, True, *positive_ids)
         if problem.query_groups is not None:
             groups = problem.query_groups[rows], problem.key_groups[columns]
-            if any((of != groups[0][0]).any() for of in groups):  # else all are of one group
-                tile.exclude_ids(x, *groups, False, *positive_ids)
+            if any(
+                (numbers != groups[0][0]).any() for numbers in groups
+            ):  # else all are of one group
+                tile.exclude_pairs(x, *groups, False, *positive_ids)
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """The products of the guide's features, or of the teacher's."""
@@ -181,13 +183,13 @@ class Worker:
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
         """Apply the fold's epilogue to a tile. Returns the part that has to run in the order of the
-        panels, as a function; None: there is no such part."""
+        row blocks, as a function; None: there is no such part."""
         fold, epilogue = self.fold, self.fold.epilogue
         if isinstance(epilogue, SoftmaxGradient):
-            guide_bits = None if fold.teacher_logit_scale else self.auxiliary_tile
+            guide_bits = None if fold.has_teacher else self.auxiliary_tile
             options = *fold.directions(rows, columns), guide_bits
             self.softmax_gradient(x, fold.factors, rows, columns, *options)
-            if fold.teacher_logit_scale:
+            if fold.has_teacher:
                 t, plain = self.auxiliary_tile, ((None, None), (None, None), None)
                 assert t is not None
                 self.softmax_gradient(t, fold.teacher_factors, rows, columns, *plain)
@@ -284,8 +286,8 @@ class Worker:
                 )
 
         def run_in_order() -> None:
-            # Row sums are also merged in order: if queries are the keys, earlier panels add to them
-            # as columns
+            # Row sums are also merged in order: if queries are the keys, earlier row blocks add to
+            # them as columns
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
                 threshold = fold.rank_threshold[rows]
@@ -303,10 +305,10 @@ class Worker:
         run_in_order()
         return None
 
-    def add_rows(self, x: Array, k: Array, rows: slice, first: bool) -> None:
+    def add_rows(self, x: Array, k: Array, rows: slice, is_first_tile: bool) -> None:
         """dQ_a += P K_b."""
         dq = self.row_accumulator(rows)
-        if first:
+        if is_first_tile:
             self.multiply(x, k, dq)
             return
         product = self.product[: len(x)]
@@ -328,22 +330,22 @@ class Worker:
         return self.fold.gradients.query[rows]
 
     def finish_rows(self, rows: slice, q: Array) -> None:
-        """The panel's dQ is complete: store it."""
+        """The row block's dQ is complete: store it."""
         fold = self.fold
         gradients = fold.gradients
         assert gradients is not None
         g = self.row_accumulator(rows)
         if isinstance(fold.epilogue, OnlineSoftmax):
-            self.finish_online(fold.epilogue, g, rows)
+            self.finish_online_softmax(fold.epilogue, g, rows)
         if fold.grid.triangle:
-            total = fold.column_accumulator(rows)  # complete: all earlier panels have added
+            total = fold.column_accumulator(rows)  # complete: all earlier row blocks have added
             g = np.add(total, g, out=total)
         destination = None if self.dq is None else gradients.query
         side, add = fold.context.query, gradients.add_query
         need_dots = gradients.dots is not None
         fold.store(g, side, rows, self.query_buffer, destination, need_dots, add)
 
-    def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
+    def finish_online_softmax(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
         """sum_j 2^(c (x - max)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
         problem, context = self.fold.problem, self.fold.context
         sums, positive = stats.rows.part(rows), stats.positive_logits[rows]

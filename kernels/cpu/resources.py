@@ -139,12 +139,12 @@ class Cancelled(Exception):
     """Another worker has failed, or the caller has interrupted the call."""
 
 
-class PanelOrder:
-    """The order in which workers add to a column block: the order of the panels that visit it.
+class RowBlockOrder:
+    """The order in which workers add to a column block: the order of the row blocks that visit it.
 
     At most one worker adds to the rows of dK, or to the sums, of a column block at a time. So the
-    bits do not depend on which worker is first. Workers take panels in the same order, so the
-    panel that the others wait for is always under way.
+    bits do not depend on which worker is first. Workers take row blocks in the same order, so the
+    row block that the others wait for is always under way.
     `backwards`: in the reverse order, which a gradient fold never has. `done` counts the blocks
     that workers have finished.
     """
@@ -153,25 +153,27 @@ class PanelOrder:
         self.done = 0
         self.cancelled = False
         self.backwards = backwards
-        # for each column block, a stack of the panels that have not added; the last one is next
-        self._panels: list[list[int]] = [[] for _ in grid.columns]
-        panels = range(len(grid.rows))
-        for a in panels if backwards else reversed(panels):
+        # for each column block, a stack of the row blocks that have not added; the last one is next
+        self._row_blocks: list[list[int]] = [[] for _ in grid.columns]
+        row_blocks = range(len(grid.rows))
+        for a in row_blocks if backwards else reversed(row_blocks):
             for b in grid.visits(a):
-                self._panels[b].append(a)
+                self._row_blocks[b].append(a)
         self._condition = threading.Condition()
 
-    def wait(self, panel: int, column: int) -> None:
-        """Wait until it is the turn of `panel` to add to column block `column`."""
+    def wait(self, row_block: int, column: int) -> None:
+        """Wait until it is the turn of `row_block` to add to column block `column`."""
         with self._condition:
-            self._condition.wait_for(lambda: self.cancelled or self._panels[column][-1] == panel)
+            self._condition.wait_for(
+                lambda: self.cancelled or self._row_blocks[column][-1] == row_block
+            )
             if self.cancelled:
                 raise Cancelled
 
-    def advance(self, panel: int, column: int) -> None:
-        """Let the next panel add to column block `column`."""
+    def advance(self, row_block: int, column: int) -> None:
+        """Let the next row block add to column block `column`."""
         with self._condition:
-            self._panels[column].remove(panel)
+            self._row_blocks[column].remove(row_block)
             self.done += 1
             self._condition.notify_all()
 
@@ -217,7 +219,7 @@ POOLS = _Pools()
 def in_threads(
     work: Callable[[Callable[[], None]], None],
     threads: int,
-    order: PanelOrder,
+    order: RowBlockOrder,
     report: Callable[[], None],
 ) -> None:
     """Run `work` in each of `threads` threads. If one fails, the others stop.
@@ -230,7 +232,7 @@ def in_threads(
             with np.errstate(**SILENT):
                 work(lambda: None)
         except BaseException:
-            order.cancel()  # otherwise other workers would wait for this panel for ever
+            order.cancel()  # otherwise other workers would wait for this row block for ever
             raise
 
     with POOLS.borrow(threads) as pool:
