@@ -1,6 +1,6 @@
 """`mpirun -n 2 python -m infonce.distributed.demo`: one batch over ranks.
 
-Trains the digits demo with the batch all_grads over the ranks, and compares loss and gradients with
+Trains the digits demo with the batch spread over the ranks, and compares loss and gradients with
 one process that has all rows.
 """
 

@@ -1,12 +1,13 @@
 """The folds over ranks: queries stay, keys come, and sums over queries go to their keys.
 
-Rank r holds shards Q_r and K_r. It folds blocks (Q_r, K), K its own keys or those of other ranks,
-with the backend of a single process. Row statistics and dQ_r stay on their rank. Sums over queries,
-which are the column statistics and dK, go to the owner of the keys. The exchange (exchanges/)
-brings keys and sums, and adds the sums of a shard in a fixed order: the same bits in every run.
+Rank r holds shards Q_r and K_r. With the backend of a single process it folds blocks (Q_r, K),
+where K are its own keys or keys of other ranks. Row statistics and dQ_r stay on their rank. Sums
+over queries, which are the column statistics and dK, go to the owner of the keys. The exchange
+(exchanges/) brings keys and sums, and adds the sums of a shard in a fixed order: the same bits in
+every run.
 
-Where queries are keys (NT-Xent), each pair of shards meets on one of its two ranks, which computes
-the sums of both; those of the keys go to their owner.
+If queries are keys (NT-Xent), each pair of shards meets on one of its two ranks. This rank computes
+the sums of both shards, and sends the sums of the keys to their owner.
 
 Memory, beyond shards and gradients, is one and a half times the workspace, of which the exchange
 takes a third (by default: up to a 32nd of a GPU's memory), and dQ in float32 if gradients have
@@ -50,8 +51,9 @@ FoldBlock = Callable[
 class FoldsOverRanks:
     """The backend of one problem over ranks: see `infonce.kernels.solve.Backend`.
 
-    `problem` has this rank's rows and keys, contiguous; its positives are indices of the keys of
-    all ranks. `start` is the index of this rank's first key. Makes `gradients.dots` if wanted.
+    `problem` has this rank's rows and keys as contiguous arrays; its positives are indices of the
+    keys of all ranks. `start` is the index of this rank's first key. Makes `gradients.dots` if the
+    gradient of the scale follows from dots.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class FoldsOverRanks:
     ) -> None:  # fmt: skip
         self.start, self.keys, self.sum_dtype = start, keys, sum_dtype
         self.exchange, self.fold_block = exchange, fold_block
-        self.same_pairs = problem.compares_with_limits  # in all rounds
+        self.same_pairs = problem.compares_with_limits  # see `Round.same_pairs`
         self.vectors, self.xp = vectors, vectors.xp
         # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
@@ -71,7 +73,7 @@ class FoldsOverRanks:
             gradients.dots = vectors.zero_vector(m if gradients.want_query else keys.total)
         self.all_nans = vectors.zero_vector(m + 1)
         self.not_finite = NotFinite(self.all_nans[:m], self.all_nans[m:])
-        self.local: dict[bool, Array] = {}  # kept by `_positives`
+        self.known_positives: dict[bool, Array] = {}  # by `no_local`: see `_positives`
 
     def round(
         self, results: Sequence[Array], own: list[Array], visit: Visit,
@@ -196,7 +198,7 @@ class FoldsOverRanks:
     # -- the folds
 
     def _statistics(self, problem: Problem, stats: Statistics) -> None:
-        """Rows' sums stay, columns' sums go to their keys."""
+        """Sums of rows stay on this rank, and sums of columns go to the owners of the keys."""
         xp = self.xp
         half = problem.symmetric and stats.columns is stats.rows
         own_sums = list_arrays(stats.row_sums)
@@ -209,15 +211,15 @@ class FoldsOverRanks:
             elif half and keys.are_own:
                 columns = [stats.rows]  # one triangle of this block
             part = stats.for_block(columns)
-            to_clear = columns[0] if sums else None
-            for others in columns[1:]:  # the fold of a block clears the first
+            to_clear = columns[0] if sums else None  # `_block` clears these sums
+            for others in columns[1:]:
                 others.clear()
             folded = self._block(problem, keys, arrays, part, None, to_clear)
             if to_clear is not None and not folded:
                 to_clear.clear()
             if half and columns and sums:
-                # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
-                # rank this rank's rows are found only by their column sums
+                # a row that is not finite makes all losses of a symmetric loss NaN: the owner of
+                # the keys learns of this rank's rows only from the column sums
                 columns[0].sum += self.all_nans.sum()
                 sums[-1][:] = xp.nan
                 sums[-1][: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
@@ -249,8 +251,8 @@ class FoldsOverRanks:
         self.round(results, key_arrays(problem), visit, types, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, row_values: Array) -> Array:
-        """A vector over these keys: at row i's positive the value of row i of this rank, and NaN at
-        keys that are no row's positive."""
+        """A vector over these keys: the key that is the positive of this rank's row i has the value
+        of row i, and a key that is no row's positive has NaN."""
         xp, n = self.xp, len(keys)
         local = self._local(problem.positives, keys)
         out = xp.full(n + 1, xp.nan)
@@ -258,8 +260,8 @@ class FoldsOverRanks:
         return out[:n]
 
     def _ranks(self, problem: Problem, ranks: RetrievalRanks) -> None:
-        """Retrieval ranks, in another round with the positives' logits. The counts of columns go to
-        their keys."""
+        """Retrieval ranks, in a round of their own, in which the logits of positives travel. The
+        counts of columns go to the owners of the keys."""
         by_columns = ranks.column_rank is not None
         own = [*key_arrays(problem), *([ranks.column_positive_logits] if by_columns else [])]
 
@@ -280,7 +282,7 @@ class FoldsOverRanks:
     def _gradients(
         self, problem: Problem, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
     ) -> None:
-        """dQ stays, dK goes to its keys."""
+        """dQ stays on this rank, and dK goes to the owners of the keys."""
         xp, vectors, d = self.xp, self.vectors, problem.shape[2]
         own = key_arrays(problem)
         key_array_count = len(own)
@@ -292,8 +294,8 @@ class FoldsOverRanks:
                 dq = xp.empty(dq.shape, self.sum_dtype)
             vectors.assign(dq, 0.0)
         half = problem.symmetric  # gradients visit each pair of shards once, also with metrics
-        wanted = gradients.dots
-        dots = None if wanted is None else xp.empty(len(wanted))  # of one block
+        all_dots = gradients.dots
+        dots = None if all_dots is None else xp.empty(len(all_dots))  # of one block
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
@@ -310,7 +312,7 @@ class FoldsOverRanks:
                 if key is not None:
                     vectors.assign(key, 0.0)
             elif (block_dots := block_gradients.dots) is not None:
-                total = wanted[: len(block_dots)]
+                total = all_dots[: len(block_dots)]
                 vectors.add(total, block_dots)
                 if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
                     vectors.add(total, block_dots)
@@ -366,8 +368,8 @@ class FoldsOverRanks:
         return True
 
     def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion) -> bool:
-        """Whether a block of a symmetric problem visits each pair of rows once. Such a block of
-        gradients has to come first, because it does not add to dQ."""
+        """Whether a block of a symmetric problem visits each pair of rows once. The fold of such a
+        block does not add to dQ but overwrites it, so it has to be the first one."""
         if not (problem.symmetric and keys.are_whole_shards and keys.are_own):
             return False
         if isinstance(epilogue, Statistics):
@@ -376,16 +378,17 @@ class FoldsOverRanks:
 
     def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
         """Indices of the positives among these keys; -1 if the positive is not one of them."""
-        same = self.positives_are_local and (no_local or keys.are_whole_shards)
-        if same and no_local in self.local:
-            return self.local[no_local]
+        # the same in each fold: all -1, or the positives among the own keys
+        is_fixed = self.positives_are_local and (no_local or keys.are_whole_shards)
+        if is_fixed and no_local in self.known_positives:
+            return self.known_positives[no_local]
         local = self._local(problem.positives, keys)
-        if same:
-            self.local[no_local] = local
+        if is_fixed:
+            self.known_positives[no_local] = local
         return local
 
     def _local(self, positives: Array, keys: Keys) -> Array:
-        """Indices of `positives` among these keys; -1 for positives that are not."""
+        """`positives` as indices in these keys; -1 for a positive that is not one of these keys."""
         return self.vectors.local_positives(positives, keys.rows, self.keys.total)
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
