@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypedDict, get_args
 
 from . import result
@@ -338,12 +339,12 @@ class Loss:
     joint: bool = False  # rows i of both arguments have one softmax, over all rows of both
     taught: bool = False  # targets are the probabilities of a teacher, and no positives
 
-    @property
+    @cached_property
     def key_argument(self) -> int:
         """The place of the keys among the arguments."""
         return min(1, len(self.arguments) - 1)
 
-    @property
+    @cached_property
     def has_own(self) -> bool:
         return len(self.arguments) > 2
 

@@ -65,26 +65,22 @@ class _StaticChecks:
     bias: float | None  # None: the bias is an array, or the loss has no bias
     normalize: bool
     wide_products: bool  # float64 features on the host, not normalized: products may overflow
-    method: str
     compute: str  # the precision of products, resolved: "fp64", "fp32", "bf16", ...
-    workspace: int | None  # bytes; None: not given
     check_finite: bool
     wrt: frozenset[str]
     gradient_types: dict[str, tuple[Any, Any]]  # argument -> shape and dtype of its gradient
     grad_dtype: np.dtype[Any] | None
     want_query: bool
     want_key: bool
-    scalar_grads: bool  # whether gradients of scale or bias are wanted
-    moments: bool  # see `uses_moments`
     reduction: str
     common_share: float  # factor of every row's loss in the reduced loss, if rows have no weights
     dtype: np.dtype[Any]  # of the loss
     metrics: bool
     return_logits: bool
     offload: bool
-    softmax: tuple[tuple[str, Any], ...]  # (name, value) of plain options that are not the default
-    has_template: bool  # whether problems of such calls differ only in features, scale and bias
-    template: Problem | None = None  # the problem of an earlier such call, without its features
+    has_vectors: bool  # whether a call has labels, own negatives or an option in `PER_CALL`
+    template: Problem  # the problem of such calls, without features, scale, bias and vectors
+    shares_vectors: bool  # whether all vectors are in the template, because they are in no argument
 
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
@@ -136,86 +132,63 @@ def check(
         norms.require_finite(static.xp, loss.arguments, arrays)
     if static.wide_products and isinstance(scale, float):
         norms.require_finite_logits(loss, arrays, scale)
-    if static.template is not None:
-        problem = fast_replace(
-            static.template, query=arrays[0], key=arrays[loss.key_argument], scale=scale, bias=bias
-        )
-    else:
-        problem = _problem(loss, static, arrays, labels, scale, bias, options, batch)
-        if static.has_template and not labelled and PER_CALL.isdisjoint(options):
-            template = materialize_vectors(problem, np)
-            static.template = fast_replace(template, query=None, key=None)
+    query, key = arrays[0], arrays[loss.key_argument]
+    if loss.joint:
+        query = key = static.xp.concatenate([query, key])
+    problem = fast_replace(static.template, query=query, key=key, scale=scale, bias=bias)
+    if static.has_vectors:
+        _add_vectors(problem, loss, static, arrays, labels, options, batch)
+    if static.metrics:
+        softmax.require_metrics(problem)
     return _request(loss, static, problem, arrays, options.get("out"), with_grad, grad_buffers)
 
 
-def _problem(
-    loss: Loss, static: _StaticChecks, arrays: Sequence[Array], labels: Array | None,
-    scale: Any, bias: Any, options: Mapping[str, Any], batch: Batch | None,
-) -> Problem:  # fmt: skip
-    """The problem of a call, after the checks of its vectors."""
-    get = options.get
-    grad_out, progress = get("grad_out", 1.0), get("progress")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
-    query, key = arrays[0], arrays[loss.key_argument]
-    xp, reduction = static.xp, static.reduction
-    positives = label_nans = classes = has_positive = row_ids = column_ids = None
+def _add_vectors(
+    problem: Problem, loss: Loss, static: _StaticChecks, arrays: Sequence[Array],
+    labels: Array | None, options: Mapping[str, Any], batch: Batch | None,
+) -> None:  # fmt: skip
+    """Check what every call gives anew beside features, scale and bias, and add it."""
+    get, xp, reduction = options.get, static.xp, static.reduction
+    m, n = len(arrays[0]), len(arrays[loss.key_argument])
+    problem.progress = get("progress")
+    if problem.progress is not None and not callable(problem.progress):
+        raise TypeError(f"progress: expected a callable, got {validation.what(problem.progress)}")
     if (ids := get("ids")) is not None:
-        row_ids, column_ids = rows.sample_integers(xp, loss, "ids", ids, len(query), len(key))
+        problem.query_ids, problem.key_ids = rows.sample_integers(xp, loss, "ids", ids, m, n)
+    has_positive = None
     if loss.classes:
         decoupled = bool(get("decoupled"))
         whole_batch = batch is None  # False over ranks
-        classes, positives, has_positive = rows.classes(
-            xp, labels, len(query), decoupled, static.batch.first, whole_batch
+        problem.classes, problem.positives, has_positive = rows.classes(
+            xp, labels, m, decoupled, static.batch.first, whole_batch
         )
         if decoupled:  # the sums leave out positives, the rows of the same class
-            row_ids = column_ids = classes.rows
+            problem.query_ids = problem.key_ids = problem.classes.rows
     elif labels is not None:
-        positives, label_nans, has_positive = rows.positives(
-            xp, labels, len(query), static.batch.columns, none_or_sets=not loss.symmetric
+        problem.positives, problem.label_nans, has_positive = rows.positives(
+            xp, labels, m, static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
-    weights, row_shares = get("weights"), None
-    if weights is not None:
-        weights = rows.weights(xp, weights, len(query), batch is None)
-    weights = rows.row_weights(xp, weights, has_positive)
-    if weights is not None and batch is None:  # over ranks, the sum of all weights is not known yet
-        row_shares = rows.row_shares(xp, weights, reduction)
-    shares = static.common_share if row_shares is None else row_shares
-    upstream = validation.upstream(xp, grad_out, reduction, len(query), shares)
-    common_share = None
-    if reduction != "none":
-        common_share = static.common_share if row_shares is None else 1.0
-    if loss.joint:
-        query = key = xp.concatenate([query, key])
-    # by position: keyword arguments would take some microseconds more, which small batches notice
-    problem = Problem(
-        query, key, scale, upstream, positives, common_share,
-        loss.row_direction_weight, loss.column_direction_weight,  # weights of the two directions
-        bias, loss.symmetric,
-        False, False,  # key_shard, no_local_positives
-        row_ids, column_ids, static.normalize, static.compute, static.method,
-        static.workspace or WORKSPACE,
-        static.metrics,  # retrieval_ranks
-        progress,
-        static.workspace is not None,  # workspace_given
-        label_nans, static.scalar_grads, static.moments, weights,
-        row_shares,
-    )  # fmt: skip
-    for name, value in static.softmax:
-        setattr(problem, name, value)
-    problem.joint, problem.classes = loss.joint, classes
+    if (weights := get("weights")) is not None:
+        weights = rows.weights(xp, weights, m, batch is None)
+    problem.weights = rows.row_weights(xp, weights, has_positive)
+    shares: Any = static.common_share
+    if problem.weights is not None and batch is None:  # over ranks, no sum of weights is known yet
+        problem.row_shares = shares = rows.row_shares(xp, problem.weights, reduction)
+        if reduction != "none":
+            problem.common_share = 1.0
+    problem.upstream = validation.upstream(xp, get("grad_out", 1.0), reduction, m, shares)
     positive_ids = get("positive_ids")
     default_positives = batch is None and labels is None and positive_ids is None
     _set_groups(problem, loss, static, arrays, options, default_positives)
     if positive_ids is not None:
         problem.query_positive_ids, problem.key_positive_ids = rows.sample_integers(
-            xp, loss, "positive_ids", positive_ids, len(query), len(key)
+            xp, loss, "positive_ids", positive_ids, m, n
         )
-        problem.positives = xp.full(len(query), -1, np.int64)
+        problem.positives = xp.full(m, -1, np.int64)
         if batch is None:  # over ranks, the positives are not counted yet
             weigh_positives(xp, problem, *count_positives(xp, problem))
     if (key_bias := get("key_bias")) is not None:
-        problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
+        problem.key_bias = validation.numbers(xp, "key_bias", key_bias, n)
         problem.query_bias = problem.key_bias if loss.symmetric else None
     if (guide := get("guide")) is not None:
         guides = rows.guide(xp, loss, guide, arrays[:2], static.check_finite)
@@ -223,9 +196,6 @@ def _problem(
             problem.guide_query, problem.guide_key = guides
     if loss.has_own:
         problem.own, problem.own_mask = arrays[2], rows.own_mask(xp, get("own_mask"), arrays[2])
-    if static.metrics:
-        softmax.require_metrics(problem)
-    return problem
 
 
 def _set_groups(
@@ -348,6 +318,25 @@ def _check_static(
     scalar_grads = not wrt.isdisjoint(SCALARS)
     logits = batch.rows * batch.columns
     grad_dtype = validation.grad_dtype(o["grad_dtype"])
+    workspace = validation.workspace(o["workspace"])
+    common_share = 1.0 / batch.rows if o["reduction"] == "mean" else 1.0
+    template = Problem(
+        query, key, None, common_share,
+        common_share=None if o["reduction"] == "none" else common_share,
+        row_direction_weight=loss.row_direction_weight,
+        column_direction_weight=loss.column_direction_weight,
+        symmetric=loss.symmetric, joint=loss.joint, normalize=bool(o["normalize"]),
+        compute=compute, method=o["method"], workspace=workspace or WORKSPACE,
+        workspace_given=workspace is not None, retrieval_ranks=bool(o["metrics"]),
+        scalar_grads=scalar_grads,
+        moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
+        **dict(softmax_options),
+    )  # fmt: skip
+    has_vectors = labelled or loss.has_own or not PER_CALL.isdisjoint(options)
+    shares_vectors = on_cpu and whole and not (has_vectors or loss.joint)
+    shares_vectors = shares_vectors and logits <= MOST_TEMPLATE_LOGITS
+    if shares_vectors:
+        template = materialize_vectors(template, np)
     return _StaticChecks(
         xp=namespace(query),
         batch=batch,
@@ -355,9 +344,7 @@ def _check_static(
         bias=bias if loss.sigmoid and plain_bias else None,
         normalize=bool(o["normalize"]),
         wide_products=on_host and "float64" in dtypes and compute == "fp64" and not o["normalize"],
-        method=o["method"],
         compute=compute,
-        workspace=validation.workspace(o["workspace"]),
         check_finite=bool(o["check_finite"]),
         wrt=wrt,
         gradient_types={
@@ -368,19 +355,15 @@ def _check_static(
         grad_dtype=grad_dtype,
         want_query=want_query,
         want_key=want_key,
-        scalar_grads=scalar_grads,
-        moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
         reduction=o["reduction"],
-        common_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
+        common_share=common_share,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
         metrics=bool(o["metrics"]),
         return_logits=bool(o["return_logits"]),
         offload=bool(o["offload"]),
-        softmax=softmax_options,
-        has_template=on_cpu
-        and whole
-        and logits <= MOST_TEMPLATE_LOGITS
-        and not (loss.joint or loss.has_own),
+        has_vectors=has_vectors,
+        template=fast_replace(template, query=None, key=None),
+        shares_vectors=shares_vectors,
     )
 
 

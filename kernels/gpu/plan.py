@@ -190,7 +190,7 @@ class _Result:
     start: Pointer
     shape: tuple[int, ...]
     dtype: Any
-    strides: tuple[int, ...]
+    strides: tuple[int, ...] | None  # None: contiguous, which CuPy makes in half the time
 
 
 BoundStep = tuple[Callable[..., None], tuple[int, ...]]  # a function and its arguments
@@ -222,7 +222,10 @@ class Plan:
         outputs = _record(recorder, build, inputs, caller_arrays)
         self.results = {
             name: _Result(
-                resolve_placeholder(array.data.ptr), array.shape, array.dtype, array.strides
+                resolve_placeholder(array.data.ptr),
+                array.shape,
+                array.dtype,
+                None if array.flags.c_contiguous else array.strides,
             )
             for name, array in outputs.items()
             if array is not None

@@ -97,7 +97,7 @@ def _make_template(
         return None
     from ...kernels.cpu.schedule import fits_one_block
 
-    if static.template is None or not fits_one_block(request.problem):
+    if not static.shares_vectors or not fits_one_block(request.problem):
         return None
     if request.problem.shape[0] > MOST_ROWS:
         return static.template

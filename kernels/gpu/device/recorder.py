@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
-from operator import attrgetter
+from operator import itemgetter
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -246,12 +246,11 @@ def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
         return part
     get_plain, names = field_names
     values = part.__dict__
-    description = [cls, get_plain and get_plain(part)]
-    for name in names:
+    description = [cls, get_plain and get_plain(values)]
+    for name in [name for name in names if values[name] is not None]:
         value = values[name]
-        if value is None:
-            description.append(None)
-        elif isinstance(value, float):
+        description.append(name)
+        if isinstance(value, float):
             numbers.append(value)
             description.append(float)
         else:
@@ -261,7 +260,10 @@ def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
 
 @cache
 def _fields(cls: Any) -> tuple[Any, list[str]] | None:
-    """For a dataclass: a getter of its plain fields, and the names of the others; else None."""
+    """For a dataclass: a getter of its plain fields, and the names of the others; else None.
+
+    The getter reads the fields of an instance from the dictionary of the instance.
+    """
     if not is_dataclass(cls):
         return None
     hints = get_type_hints(cls)
@@ -269,7 +271,7 @@ def _fields(cls: Any) -> tuple[Any, list[str]] | None:
         f.name for f in fields(cls) if {*(get_args(hints[f.name]) or [hints[f.name]])} <= PLAIN
     ]
     others = [f.name for f in fields(cls) if f.name not in plain]
-    return attrgetter(*plain) if plain else None, others
+    return itemgetter(*plain) if plain else None, others
 
 
 def insert_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Placeholder]) -> Any:

@@ -73,7 +73,7 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
     """
     has_class_sums = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
-    separable = problem.plain_logits or not (problem.linear_terms or problem.joint)
+    separable = not (problem.linear_terms or problem.joint) or problem.plain_logits
     others = problem.own is not None or problem.has_positive_ids
     return has_class_sums and separable and not (smoothed_ids or others)
 
