@@ -178,8 +178,9 @@ def _add_vectors(
             problem.common_share = 1.0
     problem.upstream = validation.upstream(xp, get("grad_out", 1.0), reduction, m, shares)
     positive_ids = get("positive_ids")
-    default_positives = batch is None and labels is None and positive_ids is None
-    _set_groups(problem, loss, static, arrays, options, default_positives)
+    if get("groups") is not None or get("in_batch") is False:
+        default_positives = batch is None and labels is None and positive_ids is None
+        _set_groups(problem, loss, static, arrays, options, default_positives)
     if positive_ids is not None:
         problem.query_positive_ids, problem.key_positive_ids = rows.sample_integers(
             xp, loss, "positive_ids", positive_ids, m, n
@@ -207,8 +208,6 @@ def _set_groups(
     groups = options.get("groups")
     if options.get("in_batch") is False:
         groups = np.zeros(sizes[0], np.int64), np.ones(sizes[1], np.int64)
-    if groups is None:
-        return
     # groups in a GPU's memory are not read on the host: that would wait for the GPU
     host_knows_groups = xp is not np and rows.on_host("groups", groups)
     pair = rows.sample_integers(np if host_knows_groups else xp, loss, "groups", groups, *sizes)
@@ -235,9 +234,11 @@ def _request(
     want_query, want_key = static.want_query, static.want_key
     if loss.joint and static.gradient_types:
         # gradients through the norms may leave the range of float32
-        dtypes = {z.dtype for z in outs.values()}
-        dtypes |= {dtype for _, dtype in static.gradient_types.values()}
-        wide = static.compute == "fp64" or (static.normalize and DOUBLE in dtypes)
+        wide = static.compute == "fp64"
+        if static.normalize:
+            dtypes = {z.dtype for z in outs.values()}
+            dtypes |= {dtype for _, dtype in static.gradient_types.values()}
+            wide = wide or DOUBLE in dtypes
         joint_gradient, joined, outs = outputs.joined(
             xp, loss, static.gradient_types, outs, query.shape, DOUBLE if wide else SINGLE
         )
@@ -248,8 +249,8 @@ def _request(
         gradients = Gradients(query_gradient, key_gradient, None, want_query, want_key)
         gradients.own = outs.get("own")
     if loss.joint and not static.offload:
-        copies = query, joined, problem.guide_query
-        problem.joint_copy_bytes = sum(0 if z is None else z.nbytes for z in copies)
+        copies = [z for z in (query, joined, problem.guide_query) if z is not None]
+        problem.joint_copy_bytes = sum([z.nbytes for z in copies])
     return Request(
         problem, gradients, outs, given_out, static.wrt, static.reduction, static.dtype,
         static.metrics, static.return_logits, static.offload, xp is not np, static, joined,
@@ -332,7 +333,7 @@ def _check_static(
         moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
         **dict(softmax_options),
     )  # fmt: skip
-    has_vectors = labelled or loss.has_own or not PER_CALL.isdisjoint(options)
+    has_vectors = labelled or loss.classes or loss.has_own or not PER_CALL.isdisjoint(options)
     shares_vectors = on_cpu and whole and not (has_vectors or loss.joint)
     shares_vectors = shares_vectors and logits <= MOST_TEMPLATE_LOGITS
     if shares_vectors:

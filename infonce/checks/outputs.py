@@ -34,9 +34,10 @@ def joined(
         dtype = dtypes.pop()
     rows = xp.empty(shape, dtype)
     half = shape[0] // 2
-    halves = dict(zip(loss.arguments, (rows[:half], rows[half:]), strict=True))
+    first, second = rows[:half], rows[half:]
     has_wanted_dtypes = all(wanted == dtype for _, wanted in new.values())
-    if not outs and has_wanted_dtypes and rows[:half].nbytes % ALIGNMENT == 0:
+    if not outs and has_wanted_dtypes and first.nbytes % ALIGNMENT == 0:
+        halves = dict(zip(loss.arguments, (first, second), strict=True))
         return rows, None, {name: halves[name] for name in new}
     return rows, rows, outs or {name: xp.ndarray(*like) for name, like in new.items()}
 

@@ -247,8 +247,10 @@ def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
     get_plain, names = field_names
     values = part.__dict__
     description = [cls, get_plain and get_plain(values)]
-    for name in [name for name in names if values[name] is not None]:
+    for name in names:
         value = values[name]
+        if value is None:
+            continue
         description.append(name)
         if isinstance(value, float):
             numbers.append(value)
