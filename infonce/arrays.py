@@ -59,7 +59,7 @@ def kinds(features: Sequence[Array]) -> list[tuple[Any, ...] | None]:
     return [
         (z.shape, z.dtype, None)
         if isinstance(z, np.ndarray)
-        else (z.shape, z.dtype, z.device.id)
+        else (z.shape, z.dtype, z.data.device_id)
         if on_gpu(z)
         else None
         for z in features
@@ -71,7 +71,7 @@ def compute_context(array: Array) -> Any:
     of overflow."""
     if not on_gpu(array):
         return np.errstate(**SILENT)
-    return NO_CONTEXT if array.device.id == current_device() else array.device
+    return NO_CONTEXT if array.data.device_id == current_device() else array.device
 
 
 def current_device() -> int:
