@@ -105,7 +105,8 @@ class LossAndGrad:
         float64 for float64 features, else float32.
     grads : NamedTuple
         One field for each array argument, under the name of the argument; `scale`: dL/dscale, also
-        if a temperature was passed; `bias` for `siglip`. None for names that are not in `wrt`.
+        if a temperature was passed (dL/dtemperature is -scale^2 dL/dscale); `bias` for `siglip`.
+        None for names that are not in `wrt`.
     lse : array [M], pair of arrays ([M], [N]) for `clip`, None for `siglip`
         Log-sum-exp of every row (and column): the logarithm of its softmax's denominator.
     metrics : Metrics or None

@@ -26,10 +26,11 @@ r is the largest logit. Then no probability exceeds 1.
 
 **The gradient of the scale** has two sources (`problem.uses_moments`). One is the first fold: the
 derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives' logits under their
-softmax, and the derivative of a row's loss is ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. The rounding
-of dL/dx to 16 bits does not affect this source. The other is ``sum_i <dQ_i, q_i>``, from feature
-gradients. It lacks the part of a margin m: the logit p = scale (q . k - m) of a positive adds
-``-scale m dL/dp``, which `finalize` computes.
+softmax, and the derivative of a row's loss is ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. Nothing
+cancels at a high scale: E_i[x] does not contain the positive, so the sigmoid multiplies a
+difference of logits of different pairs. The rounding of dL/dx to 16 bits does not affect this
+source. The other is ``sum_i <dQ_i, q_i>``, from feature gradients. It lacks the part of a margin m:
+the logit p = scale (q . k - m) of a positive adds ``-scale m dL/dp``, which `finalize` computes.
 """
 
 from __future__ import annotations
