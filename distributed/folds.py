@@ -85,7 +85,7 @@ class FoldsOverRanks:
 
     # -- the methods of a backend
 
-    def online(self, problem: Problem, gradients: Gradients) -> bool:
+    def has_online_softmax(self, problem: Problem, gradients: Gradients) -> bool:
         return False  # log-sum-exps first, then the gradients
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:

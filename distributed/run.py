@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from infonce.kernels.direction_losses import weighted
+from infonce.kernels.direction_losses import weigh_losses
 from infonce.kernels.distill.solve import solver_by_folds
 from infonce.kernels.linear import partners
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
@@ -79,7 +79,7 @@ def solve(
         run_on_all_ranks(ranks, lambda: require_pairs(problem, *unpaired))
     result = solver_by_folds(problem)(problem, folds, gradients)
     if result.loss is None and request.reduction != "none":
-        result.loss = weighted(xp, result.losses, problem.row_shares).sum()
+        result.loss = weigh_losses(xp, result.losses, problem.row_shares).sum()
     divisors = _divisors(request, loss_divisor, gradient_factor)
     sums = totals(transport, vectors, result.loss, result, divisors, request.dtype)
     if request.metrics and result.direction_losses is not None:

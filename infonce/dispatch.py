@@ -12,7 +12,7 @@ from . import arrays
 from .checks import prefixes
 from .checks.call import Request, check
 from .checks.teacher import add_teacher
-from .kernels.direction_losses import weighted
+from .kernels.direction_losses import weigh_losses
 from .kernels.problem import LN_2, Array, Gradients, Problem
 from .kernels.solve import Solution
 from .result import LossAndGrad, Metrics, QueryKeyGrads
@@ -207,7 +207,7 @@ def _reduced(request: Request, solution: Solution) -> Array:
     if solution.loss is not None:
         return _scalar_array(request, solution.loss)
     row_shares = request.problem.row_shares
-    losses = weighted(request.static.xp, solution.losses, row_shares)
+    losses = weigh_losses(request.static.xp, solution.losses, row_shares)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
     mean = request.reduction == "mean" and row_shares is None

@@ -16,7 +16,7 @@ import numpy as np
 from .direction_losses import Direction
 from .epilogues import SoftmaxGradient, Statistics, Sums
 from .grid import slices
-from .linear import LinearTerm, add_class_means, smoothed
+from .linear import LinearTerm, add_class_means, find_label_smoothing
 from .norms import Norms, normalization_backward, normalized_rows
 from .problem import LOG2_E, Array, Gradients, Problem, as_sets
 from .targets import finalize_with_targets, targets
@@ -61,24 +61,26 @@ def finalize(
     own = None if problem.own is None else OwnNegatives(xp, problem)
     if own is not None:
         own.join(vectors, stats)
-    smooth = key_bias = bias = None
+    smoothing = key_bias = bias = None
     if problem.key_bias is not None:
         key_bias = backend.take_at_positives(problem, problem.key_bias)
         bias = LOG2_E * key_bias  # biases belong to keys; columns are queries and have none
     if problem.label_smoothing:
-        smooth = smoothed(xp, problem, backend, logits, key_bias)
+        smoothing = find_label_smoothing(xp, problem, backend, logits, key_bias)
     if problem.joint:
-        logits, sums = logits[: len(logits) // 2], _joined_sums(vectors, sums)
-    row_targets = targets(xp, problem, logits, None if smooth is None else smooth.rows, bias)
+        logits, sums = logits[: len(logits) // 2], _join_halves(vectors, sums)
+    row_targets = targets(xp, problem, logits, None if smoothing is None else smoothing.rows, bias)
     column_targets = row_targets  # key i is the positive of query i
-    if problem.two_sided and (smooth is not None or bias is not None):
-        column_targets = targets(xp, problem, logits, None if smooth is None else smooth.columns)
+    if problem.two_sided and (smoothing is not None or bias is not None):
+        column_targets = targets(
+            xp, problem, logits, None if smoothing is None else smoothing.columns
+        )
 
     rows = finalize_with_targets(vectors, problem, sums, row_targets)
     row_upstream = problem.upstream * (problem.row_direction_weight * scale)
     linear = []
     if problem.classes is not None:
-        linear.append(add_class_means(xp, problem, backend, smooth, sums, rows, row_upstream))
+        linear.append(add_class_means(xp, problem, backend, smoothing, sums, rows, row_upstream))
     losses, log_scale_grad = problem.row_direction_weight * rows.loss, rows.log_scale_grad
     if log_scale_grad is not None:
         log_scale_grad = problem.row_direction_weight * log_scale_grad
@@ -91,8 +93,8 @@ def finalize(
             log_scale_grad += problem.column_direction_weight * columns.log_scale_grad
         column_upstream = problem.upstream * (problem.column_direction_weight * scale)
         column_factor = column_upstream * columns.reference_probability
-    if smooth is not None:
-        linear += smooth.terms(
+    if smoothing is not None:
+        linear += smoothing.terms(
             xp, problem.label_smoothing, row_upstream, column_upstream, problem.joint
         )
     at_positive = _times(row_upstream, row_targets.pull(rows.negative_probability))
@@ -107,15 +109,15 @@ def finalize(
     if log_scale_grad is not None:  # a feature that is not finite has made it NaN already
         log_scale_grad = problem.upstream * log_scale_grad
     pull = at_positive  # -dL/dx at positives, with linear terms
-    if smooth is not None:
-        smoothing_pull = problem.label_smoothing * row_upstream / smooth.rows.keys
-        if column_upstream is not None and smooth.columns is not None:
-            column_pull = problem.label_smoothing * column_upstream / smooth.columns.keys
+    if smoothing is not None:
+        smoothing_pull = problem.label_smoothing * row_upstream / smoothing.rows.count
+        if column_upstream is not None and smoothing.columns is not None:
+            column_pull = problem.label_smoothing * column_upstream / smoothing.columns.count
             smoothing_pull = smoothing_pull + column_pull
         pull = at_positive + _times(smoothing_pull, xp.ones_like(at_positive))
-        # The linear terms pull at the keys of `smooth.parts`. Positives outside of `parts` get
+        # The linear terms pull at the keys of `smoothing.parts`. Positives outside of `parts` get
         # their pull here. `parts` of a joint loss have positives twice: one pull is taken back
-        added = smooth.added_positives[: len(row_upstream)].reshape(at_positive.shape)
+        added = smoothing.added_positives[: len(row_upstream)].reshape(at_positive.shape)
         counted = 2.0 * added - 1.0 if problem.joint else 1.0 * added
         at_positive = at_positive + _times(smoothing_pull, counted)
     if problem.dots_lack_margin:
@@ -143,13 +145,13 @@ def _times(factor: Array, values: Array) -> Array:
 # --- joint losses: rows i and i + B of 2B have one sum, and their positive is one pair ------------
 
 
-def _joined_sums(vectors: Any, sums: Sums) -> Sums:
+def _join_halves(vectors: Any, sums: Sums) -> Sums:
     """The sums of rows i and i + B together."""
     half = len(sums.max) // 2
     first, second = sums.part(slice(half)), sums.part(slice(half, None))
-    joined = Sums(*(None if part is None else part.copy() for part in first.arrays))
-    vectors.merge(joined, second)
-    return joined
+    joint_sums = Sums(*(None if part is None else part.copy() for part in first.arrays))
+    vectors.merge(joint_sums, second)
+    return joint_sums
 
 
 # --- own negatives: logits of one row, which join the row's sums between the folds ----------------

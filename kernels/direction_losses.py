@@ -29,7 +29,11 @@ class Direction:
 
 
 def finalize_direction(
-    xp: Any, sums: Sums, positive: Array, decoupled: bool = False, mean: Array | None = None
+    xp: Any,
+    sums: Sums,
+    positive: Array,
+    decoupled: bool = False,
+    softmax_mean: Array | None = None,
 ) -> Direction:
     """The direction of negatives with these `sums` and positives with these logits, base 2.
 
@@ -38,8 +42,8 @@ def finalize_direction(
         d loss / d log(scale) = sigmoid(n - p) (E[x] - p).
 
     Only logits are subtracted from each other. `decoupled`: the softmax leaves out the positive, so
-    the loss is n - p, and the sigmoid is replaced by 1. `mean`: if a row has
-    several positives, their logits' mean under the softmax over them; None: p.
+    the loss is n - p, and the sigmoid is replaced by 1. `softmax_mean`: if a row
+    has several positives, their logits' mean under the softmax over them; None: p.
     """
     gap = (sums.max - positive) + xp.log2(sums.sum)
     if decoupled:
@@ -55,7 +59,7 @@ def finalize_direction(
     log_scale_grad = None
     if sums.moment is not None:
         negative_mean = sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
-        positive_mean = positive if mean is None else mean
+        positive_mean = positive if softmax_mean is None else softmax_mean
         if not decoupled:
             positive_mean = xp.where(sums.sum == 0, 0.0, positive_mean)
         log_scale_grad = LN_2 * negative_probability * (negative_mean - positive_mean)
@@ -92,7 +96,7 @@ def rounded_reference(
     return quotient, (factor * correction).astype(dtype), rounded
 
 
-def weighted(xp: Any, losses: Array, weights: Array | None) -> Array:
+def weigh_losses(xp: Any, losses: Array, weights: Array | None) -> Array:
     """Losses times their weights (None: 1).
 
     A weight of 0 makes an infinite loss 0, such as the loss of a decoupled row without negatives.

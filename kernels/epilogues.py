@@ -35,9 +35,11 @@ class Sums:
         """(max, sum, moment)."""
         return self.max, self.sum, self.moment
 
-    def part(self, of: slice) -> Sums:
+    def part(self, rows: slice) -> Sums:
         """Views of some rows."""
-        return Sums(self.max[of], self.sum[of], None if self.moment is None else self.moment[of])
+        return Sums(
+            self.max[rows], self.sum[rows], None if self.moment is None else self.moment[rows]
+        )
 
 
 def list_arrays(sums: Sequence[Sums]) -> list[Array]:

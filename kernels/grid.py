@@ -77,10 +77,10 @@ def least_block_side(m: int, n: int) -> int:
     return side
 
 
-def workspace_too_small(shape: tuple[int, int, int], least: int, workspace: int) -> str:
-    """The message of the ValueError for a workspace of fewer bytes than `least`."""
+def make_workspace_error(shape: tuple[int, int, int], least: int, workspace: int) -> ValueError:
+    """The error for a workspace of fewer bytes than `least`."""
     m, n, d = shape
-    return (
+    return ValueError(
         f"workspace: expected at least {least} bytes for {m} x {n} logits and features of width "
         f"{d}, got {workspace}"
     )

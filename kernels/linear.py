@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from .direction_losses import Direction
 from .epilogues import Sums
 from .problem import LN_2, Array, Problem, as_sets
-from .targets import Smoothing
+from .targets import KeyMeans
 
 
 @dataclass
@@ -232,14 +232,14 @@ def segment_sums_from_products(
 
 
 @dataclass
-class Smoothed:
+class LabelSmoothing:
     """Label smoothing: mean logits, and the segments over which they are means.
 
     The keys that take part are the keys of `parts`, each with its sign, and `added_positives`.
     """
 
-    rows: Smoothing
-    columns: Smoothing | None
+    rows: KeyMeans
+    columns: KeyMeans | None
     parts: list[tuple[float, Segments]]
     added_positives: Array  # [M, P] whether a positive takes part that `parts` exclude
 
@@ -251,12 +251,12 @@ class Smoothed:
         `row_factor` and `column_factor` are the factors of the losses of rows and of columns. If
         the loss is `joint`, rows i and i + B have the same factor.
         """
-        row_factors = e * row_factor / self.rows.keys
+        row_factors = e * row_factor / self.rows.count
         if joint:
             row_factors = xp.tile(row_factors, 2)
         column_factors = None
         if self.columns is not None and column_factor is not None:
-            column_factors = e * column_factor / self.columns.keys
+            column_factors = e * column_factor / self.columns.count
         return [
             LinearTerm(
                 segments,
@@ -267,9 +267,9 @@ class Smoothed:
         ]
 
 
-def smoothed(
+def find_label_smoothing(
     xp: Any, problem: Problem, backend: Summing, positive_logits: Array, bias: Array | None
-) -> Smoothed:
+) -> LabelSmoothing:
     """The mean logit of each row, or of both rows of a joint loss, over the keys that take part.
 
     These are all keys (of the row's group), without keys of the row's id, and with the positives.
@@ -306,24 +306,24 @@ def smoothed(
             column_sum = column_sum + sign * problem.scale * column_sums.products
             column_keys = column_keys + sign * column_sums.number
     row_keys, column_keys = xp.maximum(row_keys, 1.0), xp.maximum(column_keys, 1.0)
-    rows = Smoothing(row_sum / row_keys, row_keys, row_bias / row_keys)
-    columns = Smoothing(column_sum / column_keys, column_keys) if problem.two_sided else None
+    rows = KeyMeans(row_sum / row_keys, row_keys, row_bias / row_keys)
+    columns = KeyMeans(column_sum / column_keys, column_keys) if problem.two_sided else None
     if problem.joint:  # rows i and i + B have one sum, in which their positive is one pair
         half = m // 2
         positive = LN_2 * positive_logits[:half] - problem.scale * problem.margin
-        keys, total = rows.keys, rows.mean * rows.keys
+        keys, total = rows.count, rows.logit * rows.count
         joined_keys = keys[:half] + keys[half:] - 1.0
-        rows = Smoothing((total[:half] + total[half:] - positive) / joined_keys, joined_keys)
+        rows = KeyMeans((total[:half] + total[half:] - positive) / joined_keys, joined_keys)
         columns = None
-    return Smoothed(rows, columns, parts, added_positives)
+    return LabelSmoothing(rows, columns, parts, added_positives)
 
 
 # --- classes: the positives of a row are all others of its class ----------------------------------
 
 
 def add_class_means(
-    xp: Any, problem: Problem, backend: Any, smooth: Smoothed | None, sums: Sums, rows: Direction,
-    row_upstream: Array,
+    xp: Any, problem: Problem, backend: Any, smoothing: LabelSmoothing | None, sums: Sums,
+    rows: Direction, row_upstream: Array,
 ) -> LinearTerm:  # fmt: skip
     """The linear term of classes.
 
@@ -336,11 +336,11 @@ def add_class_means(
     e = problem.label_smoothing
     others, _ = backend.segment_sums(problem, problem.classes, False)
     count = xp.maximum(others.number, 1.0)
-    mean, mean_bias = problem.scale * others.products / count, others.biases / count
-    scale_term, bias_term = -mean, -mean_bias
-    if smooth is not None:
-        scale_term = scale_term + e * (mean - smooth.rows.mean)
-        bias_term = bias_term + e * (mean_bias - smooth.rows.bias)
+    class_mean, class_bias = problem.scale * others.products / count, others.biases / count
+    scale_term, bias_term = -class_mean, -class_bias
+    if smoothing is not None:
+        scale_term = scale_term + e * (class_mean - smoothing.rows.logit)
+        bias_term = bias_term + e * (class_bias - smoothing.rows.bias)
     in_sums = (problem.positives < 0) & (others.number > 0)
     rows.loss = xp.where(in_sums, rows.lse + scale_term + bias_term, rows.loss)
     if sums.moment is not None:

@@ -62,7 +62,7 @@ class Backend(Protocol):
         """The mathematics on vectors of length M or N."""
         ...
 
-    def online(self, problem: Problem, gradients: Gradients) -> bool:
+    def has_online_softmax(self, problem: Problem, gradients: Gradients) -> bool:
         """Whether one fold computes the losses and these gradients: `OnlineSoftmax`."""
         ...
 
@@ -153,7 +153,7 @@ def fold_block(
         not_finite.rows += backend.row_nans(problem)
 
 
-def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
+def allows_online_softmax(problem: Problem, gradients: Gradients | None) -> bool:
     """Whether one fold can compute the losses of a softmax, and dQ (`OnlineSoftmax`).
 
     It can if the losses need only sums of rows, rows have one positive, and no dK is wanted. A
@@ -174,7 +174,7 @@ def _solve_softmax(
     if problem.compares_with_limits:
         problem = with_limits(problem, backend, vectors)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
-    online = gradients is not None and backend.online(problem, gradients)
+    online = gradients is not None and backend.has_online_softmax(problem, gradients)
     if online:
         backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive_logits), gradients)
     else:
@@ -253,10 +253,14 @@ class Vectors:
         return self.xp.where(inside, local, -1)
 
     def direction(
-        self, sums: Sums, positive: Array, decoupled: bool = False, mean: Array | None = None
+        self,
+        sums: Sums,
+        positive: Array,
+        decoupled: bool = False,
+        softmax_mean: Array | None = None,
     ) -> Direction:
         """See `finalize_direction`."""
-        return finalize_direction(self.xp, sums, positive, decoupled, mean)
+        return finalize_direction(self.xp, sums, positive, decoupled, softmax_mean)
 
     # -- the steps of a call
 

@@ -31,11 +31,11 @@ from .problem import LN_2, LOG2_E, Array, Problem, as_sets
 
 
 @dataclass
-class Smoothing:
+class KeyMeans:
     """For each row, or for each column: the mean logit over K keys that take part, and K."""
 
-    mean: Array  # natural units, margins taken off, without biases
-    keys: Array  # K
+    logit: Array  # natural units, margins taken off, without biases
+    count: Array  # K
     bias: Any = 0.0  # mean of their biases
 
 
@@ -44,7 +44,9 @@ class Targets:
     """The targets of all rows, or of all columns."""
 
     logit: Array  # [M] m, base 2; -inf of a row without positives
-    mean: Array | None = None  # [M] weighted: sum of f x, base 2, without biases; None: `logit`
+    # [M] mean of the positives' logits under the softmax over them: sum of f x, base 2, without
+    # biases; None: `logit`
+    softmax_mean: Array | None = None
     excess: Array | None = None  # [M] loss above softplus(n - m); None: 0
     excess_scale_grad: Array | None = None  # [M] its derivative by log(scale)
     fraction: Any = 1.0  # [M, P] f
@@ -85,15 +87,15 @@ def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
     is.
     """
     both = problem.symmetric or problem.two_sided
-    found: dict[str, Any] = {}
+    limit_vectors: dict[str, Any] = {}
     if problem.has_limits:
         rows = vectors.limits(problem, backend.positive_dots(problem))
-        found |= {"limits": rows, "key_limits": rows if both else None}
+        limit_vectors |= {"limits": rows, "key_limits": rows if both else None}
     if problem.guided and problem.guide_limits is None:
         guide = guide_problem(problem)
         rows = vectors.limits(guide, backend.positive_dots(guide))
-        found |= {"guide_limits": rows, "guide_key_limits": rows if both else None}
-    return replace(problem, **found)
+        limit_vectors |= {"guide_limits": rows, "guide_key_limits": rows if both else None}
+    return replace(problem, **limit_vectors)
 
 
 def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
@@ -106,7 +108,7 @@ def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
 
 
 def targets(
-    xp: Any, problem: Problem, logits: Array, smoothing: Smoothing | None,
+    xp: Any, problem: Problem, logits: Array, key_means: KeyMeans | None,
     bias: Array | None = None,
 ) -> Targets:  # fmt: skip
     """The targets of rows, from the logits and biases of their positives: [M] or [M, P], base 2."""
@@ -116,13 +118,13 @@ def targets(
         logits = logits - problem.scale * problem.margin * LOG2_E
     e = problem.label_smoothing
     if logits.ndim == 1:
-        biased, mean = (logits, None) if bias is None else (logits + bias, logits)
-        if smoothing is None:
-            return Targets(biased, mean)
-        excess = scale_term = e * (LN_2 * logits - smoothing.mean)
+        biased, softmax_mean = (logits, None) if bias is None else (logits + bias, logits)
+        if key_means is None:
+            return Targets(biased, softmax_mean)
+        excess = scale_term = e * (LN_2 * logits - key_means.logit)
         if bias is not None:
-            excess = scale_term + e * (LN_2 * bias - smoothing.bias)
-        return Targets(biased, mean, excess, scale_term, offset=-e)
+            excess = scale_term + e * (LN_2 * bias - key_means.bias)
+        return Targets(biased, softmax_mean, excess, scale_term, offset=-e)
     if bias is None:
         bias = xp.zeros_like(logits)
     logits = logits + bias
@@ -139,10 +141,10 @@ def targets(
     # m minus the mean of the logits, top + mean_below + mean_bias; m = top + log2(total)
     excess = LN_2 * (xp.log2(total) - (mean_below + mean_bias))
     scale_term = LN_2 * (weighted_below - mean_below)
-    if smoothing is not None:
-        smooth = e * (LN_2 * (top + mean_below) - smoothing.mean)
-        scale_term = scale_term + smooth
-        excess = excess + smooth + e * (LN_2 * mean_bias - smoothing.bias)
+    if key_means is not None:
+        smoothing_term = e * (LN_2 * (top + mean_below) - key_means.logit)
+        scale_term = scale_term + smoothing_term
+        excess = excess + smoothing_term + e * (LN_2 * mean_bias - key_means.bias)
     offset = (1.0 - e) / count[:, None] - fraction
     return Targets(
         top + xp.log2(total), top + weighted_below, excess, scale_term, fraction, offset
@@ -155,7 +157,9 @@ def finalize_with_targets(vectors: Any, problem: Problem, sums: Sums, target: Ta
     if problem.hardness and sums.moment is not None:
         # the moment is of exponents, which have another scale
         sums = replace(sums, moment=sums.moment * (problem.scale / problem.exponent_scale))
-    direction: Direction = vectors.direction(sums, target.logit, problem.decoupled, target.mean)
+    direction: Direction = vectors.direction(
+        sums, target.logit, problem.decoupled, target.softmax_mean
+    )
     moments = direction.log_scale_grad is not None
     if target.excess is not None:
         direction.loss = direction.loss + target.excess
@@ -189,7 +193,7 @@ class PositivePairs:
     weight: Array  # [m, n]: v_ij at positives, else 1
 
     @staticmethod
-    def of(
+    def find(
         xp: Any, problem: Problem, rows: slice, columns: slice, dtype: np.dtype[Any]
     ) -> PositivePairs | None:
         """The positive pairs of some rows and columns; None for a problem without positive ids."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..arrays import kinds, native
-from ..kernels.distill.problem import taught
+from ..kernels.distill.problem import make_taught_problem
 from ..kernels.problem import Array
 from ..result import QueryKeyGrads
 from ..spec import DIMS, LOSSES, NAMES, OWN, SOFTMAX, Loss
@@ -61,4 +61,4 @@ def add_teacher(loss: Loss, request: Request, features: Sequence[Array], teacher
             raise type(error)(f"teacher_{error}") from None
     if static.check_finite:
         norms.require_finite(static.xp, names, teachers)
-    request.problem = taught(problem, teachers[0], teachers[1], scale)
+    request.problem = make_taught_problem(problem, teachers[0], teachers[1], scale)

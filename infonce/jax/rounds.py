@@ -37,7 +37,7 @@ from .. import arrays, dispatch
 from ..checks.call import Request, check
 from ..checks.teacher import add_teacher
 from ..checks.validation import Batch
-from ..kernels.direction_losses import weighted
+from ..kernels.direction_losses import weigh_losses
 from ..kernels.distill.solve import solver_by_folds
 from ..kernels.problem import SILENT, Array, Gradients, Problem, uses_moments
 from ..kernels.solve import Solution
@@ -371,7 +371,7 @@ def _solve(
     if request.reduction != "none":
         xp, loss = folding.vectors.xp, solution.loss
         if loss is None:
-            loss = weighted(xp, solution.losses, problem.row_shares).sum()
+            loss = weigh_losses(xp, solution.losses, problem.row_shares).sum()
         solution.loss = loss / (request.static.batch.rows if request.reduction == "mean" else 1)
     if request.metrics and solution.direction_losses is not None:
         rows_loss, columns_loss = solution.direction_losses

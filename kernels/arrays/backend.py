@@ -15,7 +15,7 @@ import numpy as np
 
 from ..distill.problem import TaughtProblem
 from ..epilogues import Epilogue, OnlineSoftmax, Statistics
-from ..grid import Grid, has_few_blocks, slices, workspace_too_small
+from ..grid import Grid, has_few_blocks, make_workspace_error, slices
 from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import Norms, normalized_rows
 from ..problem import Array, Gradients, Problem, as_sets
@@ -28,17 +28,17 @@ ROW_ARRAYS = (
 )
 MOST_ROWS = 8192  # of a block: with more, nothing is faster
 
-RowsOf = Callable[[Array, Problem], Any]  # features as linear terms see them: `linear.Rows`
+MakeRows = Callable[[Array, Problem], Any]  # features as linear terms see them: `linear.Rows`
 
 
 class ArrayBlocks:
     """Blocks of one problem as arrays: see `infonce.kernels.solve.Backend`."""
 
     def __init__(
-        self, problem: Problem, gradients: Gradients | None, vectors: Vectors, rows_of: RowsOf
+        self, problem: Problem, gradients: Gradients | None, vectors: Vectors, make_rows: MakeRows
     ) -> None:
-        """`rows_of` are needed by linear terms, such as that of label smoothing."""
-        self.vectors, self.xp, self.rows_of = vectors, vectors.xp, rows_of
+        """`make_rows` are needed by linear terms, such as that of label smoothing."""
+        self.vectors, self.xp, self.make_rows = vectors, vectors.xp, make_rows
         self.dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         self.key_rows = self._key_rows(problem, gradients)
         self.block = self._block(problem)
@@ -79,7 +79,7 @@ class ArrayBlocks:
                 least = size(side) + (
                     least if problem.compares_with_limits else min(size(side), least)
                 )
-                raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
+                raise make_workspace_error(problem.shape, least, problem.workspace)
             side = smaller
         return min(m, side), min(n, side)
 
@@ -94,7 +94,7 @@ class ArrayBlocks:
 
     # -- other methods of `solve.Backend`
 
-    def online(self, problem: Problem, gradients: Gradients) -> bool:
+    def has_online_softmax(self, problem: Problem, gradients: Gradients) -> bool:
         return False
 
     def row_nans(self, problem: Problem) -> Array:
@@ -142,8 +142,8 @@ class ArrayBlocks:
 
     def linear_rows(self, problem: Problem) -> tuple[Any, Any]:
         """Queries and keys as linear terms see them."""
-        query = self.rows_of(problem.query, problem)
-        return query, query if problem.symmetric else self.rows_of(problem.key, problem)
+        query = self.make_rows(problem.query, problem)
+        return query, query if problem.symmetric else self.make_rows(problem.key, problem)
 
     def unit_rows(self, problem: Problem, features: Array) -> tuple[Array, Norms]:
         """Rows in the compute dtype, and their norms."""

@@ -14,7 +14,7 @@ from ..linear import LinearGradient
 from ..norms import Norms, normalization_backward
 from ..problem import LOG2_E, Array, Gradients, Problem, as_sets
 from ..targets import PositivePairs
-from .naive import Matrix, exclude, matrix_sums, sigmoid_terms
+from .naive import Matrix, exclude_pairs, matrix_sums, sigmoid_terms
 
 Sides = tuple[Array | None, Array | None]  # for rows, for columns
 # (reference, factor) of rows, and of columns
@@ -97,8 +97,8 @@ class ArrayFold:
                     mine = slice(columns.start - self.first_key, columns.stop - self.first_key)
                     self.key_sums[mine] += g.T @ query
             if problem.progress is not None:
-                done = a * len(self.grid.columns) + step + 1
-                problem.progress(self.epilogue.phase, done, len(self.grid))
+                blocks_done = a * len(self.grid.columns) + step + 1
+                problem.progress(self.epilogue.phase, blocks_done, len(self.grid))
         if gradients is not None and gradients.want_query and sums is not None:
             self._store(sums, query, norms, rows, False, gradients.query)
 
@@ -118,8 +118,8 @@ class ArrayFold:
         """Complete gradients of `rows`, through the normalisation, to their destination."""
         gradients, xp = self.gradients, self.xp
         assert gradients is not None
-        for whole in self.linear[is_key_side]:
-            term, wide = whole.part(rows), z.astype(np.float64)
+        for linear_gradient in self.linear[is_key_side]:
+            term, wide = linear_gradient.part(rows), z.astype(np.float64)
             if term.factor is not None:
                 mean_term = term.sums[term.segment] - term.itself * wide
                 g = g - (term.factor[:, None] * mean_term).astype(self.dtype)
@@ -143,7 +143,7 @@ class ArrayFold:
         m, n = len(query), len(key)
         x = Matrix(xp, m, n, self.dtype)
         xp.matmul(query, key.T, out=x.all)
-        left_out = self._left_out(x.all, rows, columns)
+        left_out = self._find_left_out(x.all, rows, columns)
         x.flat *= self.scale
         if isinstance(problem, TaughtProblem):
             return self._taught(problem, x.all, rows, columns)
@@ -157,8 +157,8 @@ class ArrayFold:
                 columns.start, columns.stop
             )
             x.all[own] = -np.inf
-        pairs = PositivePairs.of(xp, problem, rows, columns, self.dtype)
-        exclude(problem, x.all, rows, columns, pairs)
+        pairs = PositivePairs.find(xp, problem, rows, columns, self.dtype)
+        exclude_pairs(problem, x.all, rows, columns, pairs)
         if isinstance(epilogue, SoftmaxGradient):
             return self._gradient(epilogue, x, index, rows, columns, left_out)
         logits = positive.astype(np.float64)
@@ -180,7 +180,7 @@ class ArrayFold:
         before = as_sets(out[rows])
         out[rows] = self.xp.where(inside, logits, before).reshape(out[rows].shape)
 
-    def _left_out(self, x: Array, rows: slice, columns: slice) -> Sides:
+    def _find_left_out(self, x: Array, rows: slice, columns: slice) -> Sides:
         """Two masks [m, n]: pairs that rows leave out, and pairs that columns leave out, by
         `Problem.compares_with_limits`; None: none. Where the guide's product is not finite,
         x becomes NaN."""

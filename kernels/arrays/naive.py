@@ -37,10 +37,10 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     """Loss and gradients of `problem` from the full matrix of logits."""
     xp, (m, n, _) = vectors.xp, problem.shape
     dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-    u, norms = normalized_rows(xp, problem.query, problem.normalize, dtype)
-    v, key_norms = u, norms
+    query, norms = normalized_rows(xp, problem.query, problem.normalize, dtype)
+    key, key_norms = query, norms
     if not problem.symmetric:
-        v, key_norms = normalized_rows(xp, problem.key, problem.normalize, dtype)
+        key, key_norms = normalized_rows(xp, problem.key, problem.normalize, dtype)
     if problem.guided:
         guide_query, guide_key = (
             normalized_rows(xp, z, problem.normalize, dtype)[0]
@@ -49,18 +49,18 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     problem = materialize_vectors(problem, xp)
     problem.moments = problem.scalar_grads  # all logits are there
     x = Matrix(xp, m, n, dtype)
-    xp.matmul(u, v.T, out=x.all)
+    xp.matmul(query, key.T, out=x.all)
     present = problem.positives >= 0
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
     index = xp.where(present, index.reshape(present.shape), m * n)  # of the positives in x
     left_out_of_rows = left_out_of_columns = None  # whether a direction leaves out a pair
     if problem.has_limits:
-        left_out_of_rows, left_out_of_columns = _left_out(xp, problem, x, index)
+        left_out_of_rows, left_out_of_columns = _find_left_out(xp, problem, x, index)
     if problem.guided:
         guide, products = guide_problem(problem), Matrix(xp, m, n, dtype)
         xp.matmul(guide_query, guide_key.T, out=products.all)
         products.flat[~xp.isfinite(products.flat)] = np.nan
-        by_guide = _left_out(xp, guide, products, index)
+        by_guide = _find_left_out(xp, guide, products, index)
         by_limits = left_out_of_rows, left_out_of_columns
         left_out_of_rows, left_out_of_columns = (
             guide_mask if limit_mask is None else guide_mask | limit_mask
@@ -73,11 +73,11 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     positive = x.flat[index]
     if problem.symmetric:
         xp.fill_diagonal(x.all, -np.inf)
-    pairs = PositivePairs.of(xp, problem, slice(m), slice(n), dtype)
-    exclude(problem, x.all, slice(m), slice(n), pairs)
+    pairs = PositivePairs.find(xp, problem, slice(m), slice(n), dtype)
+    exclude_pairs(problem, x.all, slice(m), slice(n), pairs)
     x.flat[index] = positive
 
-    finite = xp.isfinite(u).all(axis=1) & xp.isfinite(v).all()
+    finite = xp.isfinite(query).all(axis=1) & xp.isfinite(key).all()
     row_nans = xp.where(finite, 0.0, np.nan)
     if problem.label_nans is not None:
         row_nans += problem.label_nans
@@ -86,7 +86,7 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
         solution, g = _sigmoid(xp, problem, x, index, row_nans, pairs)
     else:
         logits = xp.where(present, LOG2_E * positive.astype(np.float64), np.nan)
-        dense = _Dense(xp, u, v, row_nans)
+        dense = _Dense(xp, query, key, row_nans)
         solution, g, finalized = _softmax(
             vectors, problem, x, logits, index, (left_out_of_rows, left_out_of_columns), dense
         )
@@ -96,15 +96,17 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
         return solution
     g *= scale
     if gradients.query is not None:
-        gradients.query[...] = normalization_backward(xp, g @ v, u, norms)
+        gradients.query[...] = normalization_backward(xp, g @ key, query, norms)
     if gradients.key is not None:
-        gradients.key[...] = normalization_backward(xp, g.T @ u, v, key_norms)
+        gradients.key[...] = normalization_backward(xp, g.T @ query, key, key_norms)
     if own is not None:
         own.add_gradients(finalized.rows.reference, finalized.row_factor * problem.scale, gradients)
     return solution
 
 
-def _left_out(xp: Any, problem: Problem, dots: Matrix, index: Array) -> tuple[Array, Array | None]:
+def _find_left_out(
+    xp: Any, problem: Problem, dots: Matrix, index: Array
+) -> tuple[Array, Array | None]:
     """Whether rows, and columns of a two-sided loss, leave out a pair, by these products."""
     at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
     problem.limits = limits(xp, problem, at_positives)
@@ -209,12 +211,13 @@ def _softmax(
 
 def matrix_sums(
     xp: Any, x: Array, axis: int, moments: bool, bias: Array | None, left_out: Array | None,
-    p: Array, of: Array | None = None,
+    p: Array, moment_logits: Array | None = None,
 ) -> Sums:  # fmt: skip
     """From the negatives' logits along one axis: their sums, and in `p` their exponentials.
-    Exponents are differences of logits: x, with its bias, minus the largest one. Moments are `of`
-    others, or of x only."""
-    unbiased = x if of is None else of
+    Exponents are differences of logits: x, with its bias, minus the largest one. Moments are of
+    `moment_logits`, or of x without its bias."""
+    if moment_logits is None:
+        moment_logits = x
     if bias is not None:
         x = x + bias.astype(x.dtype)
     if left_out is not None:
@@ -224,7 +227,8 @@ def matrix_sums(
     xp.exp(x - xp.expand_dims(shift, axis), out=p)
     sums = Sums(LOG2_E * top, p.sum(axis=axis, dtype=np.float64))
     if moments:
-        terms = xp.where(p == 0, 0, unbiased)  # 0 times the -inf of an excluded pair would be NaN
+        # 0 times the -inf of an excluded pair would be NaN
+        terms = xp.where(p == 0, 0, moment_logits)
         terms *= p
         sums.moment = LOG2_E * terms.sum(axis=axis, dtype=np.float64)
     return sums
@@ -235,7 +239,7 @@ def _sum_factors(xp: Any, sums: Sums, direction: Direction) -> Array:
     return xp.exp2(sums.max - direction.reference) * direction.reference_probability
 
 
-def exclude(
+def exclude_pairs(
     problem: Problem, x: Array, rows: slice, columns: slice, pairs: PositivePairs | None
 ) -> None:
     """x = -inf at pairs of equal ids, and of different groups, but for positive `pairs`."""

@@ -19,7 +19,7 @@ from ..epilogues import Epilogue, SoftmaxGradient, Statistics
 from ..grid import Grid, positive_blocks, slices, without_other_groups
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import Array, Gradients, Problem
-from ..solve import Solution, Vectors, one_pass
+from ..solve import Solution, Vectors, allows_online_softmax
 from .context import Context
 from .fold import Fold
 from .one_block.solve import solve_in_one_block
@@ -121,8 +121,8 @@ class CPU:
         """See `infonce.kernels.linear.Summing`."""
         return segment_sums(np, problem, self.context.query, self.context.key, segments, columns)
 
-    def online(self, problem: Problem, gradients: Gradients) -> bool:
-        return problem.plain and one_pass(problem, gradients)
+    def has_online_softmax(self, problem: Problem, gradients: Gradients) -> bool:
+        return problem.plain and allows_online_softmax(problem, gradients)
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         return divide_into_tiles(problem, self.schedule.tile, triangle)

@@ -13,9 +13,9 @@ from ..grid import (
     Grid,
     has_few_blocks,
     least_block_side,
+    make_workspace_error,
     slice_runs,
     slices,
-    workspace_too_small,
 )
 from ..problem import Array, Gradients, Problem
 from .operands import DTYPES, readable_in_place
@@ -146,7 +146,7 @@ def decide(
         tile = largest_tile(problem, memory, threads, room)
         if memory.worker_bytes(*tile) > room:
             least = least_workspace(problem, memory, tile, dk_rows)
-            raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
+            raise make_workspace_error(problem.shape, least, problem.workspace)
         threads = min(threads, room // memory.worker_bytes(*tile))
     return Schedule(tile, threads, gradients is not None, dq_in_place, dk_rows, memory)
 

@@ -24,7 +24,7 @@ class TaughtProblem(Problem):
         return False
 
 
-def taught(problem: Problem, query: Array, key: Array, scale: Any) -> TaughtProblem:
+def make_taught_problem(problem: Problem, query: Array, key: Array, scale: Any) -> TaughtProblem:
     """The problem with this teacher."""
     taught_problem = object.__new__(TaughtProblem)
     taught_problem.__dict__.update(

@@ -24,18 +24,18 @@ def statistics(
         (x, c, stats.rows, stats.columns), (t, teacher_c, stats.teacher_rows, stats.teacher_columns)
     ):  # fmt: skip
         assert row_sums is not None
-        found = [Sums(*np.empty((3, m)))]
+        part_sums = [Sums(*np.empty((3, m)))]
         if column_sums is None:
-            tile.row_statistics(values, factor, *found[0].arrays, None, None, None, x)
+            tile.row_statistics(values, factor, *part_sums[0].arrays, None, None, None, x)
         else:
-            found.append(Sums(*np.empty((3, n))))
+            part_sums.append(Sums(*np.empty((3, n))))
             memory = np.empty((2, n), x.dtype)
             tile.row_and_column_statistics(
-                values, factor, *found[0].arrays, *found[1].arrays, *memory, x
+                values, factor, *part_sums[0].arrays, *part_sums[1].arrays, *memory, x
             )
-            parts.append((column_sums.part(columns), found[1]))
-        parts.append((row_sums.part(rows), found[0]))
-        for part in found:  # moments of the student's logits; the loops multiplied by `factor`
+            parts.append((column_sums.part(columns), part_sums[1]))
+        parts.append((row_sums.part(rows), part_sums[0]))
+        for part in part_sums:  # moments of the student's logits; the loops multiplied by `factor`
             part.moment *= c / factor
 
     def merge() -> None:

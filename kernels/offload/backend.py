@@ -1,8 +1,8 @@
 """Features and gradients in host memory, logits on a device: for batches larger than its memory.
 
-A fold divides queries and keys into panels. Panels of one side stay on the device, as pieces of one
-or two panels. Panels of the other side are streamed: while one panel is used with all pieces, the
-next is copied. A block has a streamed panel and a piece.
+A fold divides queries and keys into chunks. Chunks of one side stay on the device, as pieces of one
+or two chunks. Chunks of the other side are streamed: while one chunk is used with all pieces, the
+next is copied. A block has a streamed chunk and a piece.
 
 | fold | stays | is streamed | products of 2MND operations |
 |---|---|---|---|
@@ -13,7 +13,7 @@ next is copied. A block has a streamed panel and a piece.
 
 Only complete sums leave the device, so the host needs memory only for features and gradients. The
 device's own backend computes a block, and vectors of length M or N are on the device. Copies run
-during the products: pieces arrive while the first streamed panel is used, and leave while the last
+during the products: pieces arrive while the first streamed chunk is used, and leave while the last
 is used. A small problem has too few products to overlap with its copies, so all of it is copied to
 the device first.
 """
@@ -30,25 +30,25 @@ from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, Problem, as_sets
-from ..solve import BlockQuestion, Solution, one_pass
+from ..solve import BlockQuestion, Solution, allows_online_softmax
+from .chunks import empty_like
 from .device import HostCopies, OffloadDevice
-from .epilogues import copy_arrays, map_arrays, on_device, segments_on
+from .epilogues import copy_arrays, copy_epilogue, copy_segments, map_arrays
 from .fold import StreamedCall, StreamedFold
 from .layout import Layout, layout, room_for_blocks
 from .own import StreamedOwnRows
-from .panels import empty_like
 
 
 def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) -> Solution:
     """`solve.solve` of a problem whose arrays are on the host."""
-    sizes, on_device_problem = layout(problem, gradients), _vectors_on(device, problem)
+    sizes, on_device_problem = layout(problem, gradients), _copy_vectors(device, problem)
     with device.copies() as copies:
         for to in _destinations(gradients):
             if to is not None:
                 copies.touch(to)
         room = room_for_blocks(problem, gradients)
-        one_panel = max(problem.shape[:2]) <= sizes.panel_rows
-        if room and (one_panel or problem.symmetric or one_pass(problem, gradients)):
+        one_chunk = max(problem.shape[:2]) <= sizes.chunk_rows
+        if room and (one_chunk or problem.symmetric or allows_online_softmax(problem, gradients)):
             resident_problem = replace(on_device_problem, workspace=room, workspace_given=True)
             solution = _solve_resident(resident_problem, gradients, device, copies)
         else:
@@ -70,7 +70,7 @@ def fold_block(
 ) -> None:  # fmt: skip
     """`solve.fold_block` of a block whose arrays are on the host.
 
-    `ahead` are the gradients of a later fold of the same blocks, whose panels this fold uses, too.
+    `ahead` are the gradients of a later fold of the same blocks, whose chunks this fold uses, too.
     """
     problem = replace(problem, classes=None, own=None, own_mask=None)  # blocks do not need them
     if to_clear is not None:
@@ -80,7 +80,7 @@ def fold_block(
             sizes = layout(problem, gradients)
             epilogue(OffloadOfHost(problem, gradients, sizes, device, copies), problem)
         return
-    device_epilogue, device_gradients, dots = on_device(epilogue, device), gradients, None
+    device_epilogue, device_gradients, dots = copy_epilogue(epilogue, device), gradients, None
     if gradients is not None and gradients.dots is not None:
         dots = device.put(gradients.dots)
         device_gradients = replace(gradients, dots=dots)
@@ -89,7 +89,7 @@ def fold_block(
         backend = Offload(problem, gradients, sizes, device, copies)
         blocks.fold_block(
             backend,
-            _vectors_on(device, problem),
+            _copy_vectors(device, problem),
             triangle,
             device_epilogue,
             device_gradients,
@@ -103,7 +103,7 @@ def fold_block(
         not_finite.rows += device.get(backend.row_nans(problem))
 
 
-def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
+def _copy_vectors(device: OffloadDevice, problem: Problem) -> Problem:
     """The problem with its vectors, but not its features, on the device."""
     others = "upstream", "positives", "weights", "row_shares", "own_mask"
     host_vectors = {
@@ -171,18 +171,18 @@ class Offload:
 
     # -- Backend
 
-    def online(self, problem: Problem, gradients: Gradients) -> bool:
+    def has_online_softmax(self, problem: Problem, gradients: Gradients) -> bool:
         return False  # log-sum-exps first, then the gradients
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
-        """The grid of blocks, whose rows and columns are panels.
+        """The grid of blocks, whose rows and columns are chunks.
 
         All folds of a problem with a guide visit the same blocks, so that they leave out the same
         pairs. They visit the whole square, because the gradient fold has no room for a triangle.
         """
         m, n, _ = problem.shape
         triangle = triangle and not problem.guided
-        return Grid(slices(m, self.layout.panel_rows), slices(n, self.layout.panel_rows), triangle)
+        return Grid(slices(m, self.layout.chunk_rows), slices(n, self.layout.chunk_rows), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         """Ranges of keys, so that NT-Xent's gradient fold visits the whole square of blocks.
@@ -259,7 +259,7 @@ class OffloadOfHost(Offload):
     ) -> tuple[SegmentSums, SegmentSums | None]:
         device = self.context.device
         sums = super().segment_sums(
-            _vectors_on(device, problem), segments_on(segments, device), columns
+            _copy_vectors(device, problem), copy_segments(segments, device), columns
         )
         on_host: tuple[SegmentSums, SegmentSums | None] = map_arrays(sums, device.get)
         return on_host

@@ -1,4 +1,4 @@
-"""The GPU as the device of `offload.backend`, and copies of panels from and to host memory.
+"""The GPU as the device of `offload.backend`, and copies of chunks from and to host memory.
 
 The GPU copies pinned memory without the CPU. Threads copy other memory through pinned memory,
 because one thread reaches only a fraction of the rate of PCIe. Each thread has a pinned buffer and

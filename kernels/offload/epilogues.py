@@ -38,7 +38,7 @@ def map_arrays(
     return mapped[id(value)]
 
 
-def segments_on(segments: Segments, device: OffloadDevice) -> Segments:
+def copy_segments(segments: Segments, device: OffloadDevice) -> Segments:
     """A copy on the device of segments on the host."""
     segments = segments.numbered(np)
     rows = device.put(segments.rows)
@@ -46,14 +46,14 @@ def segments_on(segments: Segments, device: OffloadDevice) -> Segments:
     return Segments(rows, columns, segments.count)
 
 
-def on_device(epilogue: Epilogue, device: OffloadDevice) -> Any:
+def copy_epilogue(epilogue: Epilogue, device: OffloadDevice) -> Any:
     """A copy on the device of an epilogue on the host."""
     if not isinstance(epilogue, SoftmaxGradient):
         return map_arrays(epilogue, device.put)
     copied = map_arrays(replace(epilogue, linear=()), device.put)
     copied.linear = tuple(
         LinearTerm(
-            segments_on(term.segments, device),
+            copy_segments(term.segments, device),
             *(None if z is None else device.put(z) for z in (term.row_factor, term.column_factor)),
         )
         for term in epilogue.linear

@@ -1,7 +1,7 @@
 """A fold with features in host memory.
 
-The fold divides queries and keys into panels. A run of panels of one side stays on the device with
-its gradient. The panels of the other side are streamed: copied to the device, used with the run,
+The fold divides queries and keys into chunks. A run of chunks of one side stays on the device with
+its gradient. The chunks of the other side are streamed: copied to the device, used with the run,
 and replaced.
 """
 
@@ -17,13 +17,22 @@ from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
 from ..grid import Grid, slices
 from ..linear import LinearGradient
 from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, Problem, fast_replace
+from .chunks import (
+    Arrivals,
+    Departures,
+    Part,
+    StreamedSide,
+    are_disjoint,
+    arrive,
+    empty_like,
+    most_chunk_rows,
+)
 from .device import HostCopies, OffloadDevice, Ticket
 from .epilogues import block_epilogue
-from .layout import PIECE_PANELS, Layout, real_bytes, row_bytes
+from .layout import PIECE_CHUNKS, Layout, real_bytes, row_bytes
 from .linear import StreamedRows
-from .panels import Arrivals, Departures, Part, StreamedSide, apart, arrive, empty_like, longest
 
-# A streamed panel, and the pieces of the run that it meets, in this order. If the panel is None,
+# A streamed chunk, and the pieces of the run that it meets, in this order. If the chunk is None,
 # the run meets itself
 Step = tuple[slice | None, Sequence[slice]]
 
@@ -44,13 +53,13 @@ class StreamedCall:
         self.not_finite = NotFinite(nan_flags[:m], nan_flags[m:])
         # the arrays of the smaller side on the device, if it stays in all folds
         self.staying_arrays: list[Array] = []
-        size = layout.panel_rows * row_bytes(problem, gradients).leaving
+        size = layout.chunk_rows * row_bytes(problem, gradients).leaving
         self.departures = Departures(device.xp, copies, size)
 
     def linear_rows(self, problem: Problem) -> tuple[StreamedRows, StreamedRows]:
         """Queries and keys, for linear terms."""
         query, key = (
-            StreamedRows(self.device, self.copies, features, problem, self.layout.panel_rows)
+            StreamedRows(self.device, self.copies, features, problem, self.layout.chunk_rows)
             for features in (problem.query, problem.key)
         )
         return query, key
@@ -93,11 +102,11 @@ class StreamedFold:
                     ]
         self.columns = columns
         self.stay, self.stream = (columns, rows) if self.keys_stay else (rows, columns)
-        panels = self.stay.panels
-        all_rows = panels[-1].stop - panels[0].start
-        length = len(panels) if all_rows <= staying_rows else staying_rows // layout.panel_rows
-        # each run of panels stays while the other side is streamed
-        runs = [list(panels[i : i + length]) for i in range(0, len(panels), length)]
+        chunks = self.stay.chunks
+        all_rows = chunks[-1].stop - chunks[0].start
+        length = len(chunks) if all_rows <= staying_rows else staying_rows // layout.chunk_rows
+        # each run of chunks stays while the other side is streamed
+        runs = [list(chunks[i : i + length]) for i in range(0, len(chunks), length)]
         self.runs = [(run, self.steps(run)) for run in runs]
         self.done = 0
         self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
@@ -105,33 +114,33 @@ class StreamedFold:
     def steps(self, run: list[slice]) -> list[Step]:
         """The steps of a run.
 
-        Pieces are single panels in the first and last step, so that work begins when the first
-        panel of the run has arrived, and the first gradient leaves before the last is complete.
-        With a guide all pieces are single panels: then all folds have the same blocks, whose
+        Pieces are single chunks in the first and last step, so that work begins when the first
+        chunk of the run has arrived, and the first gradient leaves before the last is complete.
+        With a guide all pieces are single chunks: then all folds have the same blocks, whose
         products have the same bits, and so they leave out the same pairs.
         """
-        run_rows, panels = slice(run[0].start, run[-1].stop), self.stream.panels
+        run_rows, chunks = slice(run[0].start, run[-1].stop), self.stream.chunks
         if self.problem.symmetric:
-            before = [] if self.grid.triangle else [p for p in panels if p.stop <= run_rows.start]
-            panels = before + [p for p in panels if p.start >= run_rows.stop]
+            before = [] if self.grid.triangle else [p for p in chunks if p.stop <= run_rows.start]
+            chunks = before + [p for p in chunks if p.start >= run_rows.stop]
         steps: list[Step] = [(None, [run_rows])] if self.problem.symmetric else []
-        for i, panel in enumerate(panels):
-            by_panel = i + 1 == len(panels) if self.gradients is not None else not steps
-            if by_panel or self.problem.guided:
-                steps.append((panel, run))
+        for i, chunk in enumerate(chunks):
+            by_chunk = i + 1 == len(chunks) if self.gradients is not None else not steps
+            if by_chunk or self.problem.guided:
+                steps.append((chunk, run))
             elif self.gradients is not None:
-                steps.append((panel, self.pieces(run, panel)))
+                steps.append((chunk, self.pieces(run, chunk)))
             else:
-                steps.append((panel, [run_rows]))
+                steps.append((chunk, [run_rows]))
         return steps
 
-    def pieces(self, run: list[slice], panel: slice) -> list[slice]:
-        """The pieces of a run. On the diagonal, a piece is one panel, so blocks share plans."""
+    def pieces(self, run: list[slice], chunk: slice) -> list[slice]:
+        """The pieces of a run. On the diagonal, a piece is one chunk, so blocks share plans."""
         pieces: list[slice] = []
-        for i in range(0, len(run), PIECE_PANELS):
-            panels = run[i : i + PIECE_PANELS]
-            piece = slice(panels[0].start, panels[-1].stop)
-            pieces.extend([piece] if apart(piece, panel) else panels)
+        for i in range(0, len(run), PIECE_CHUNKS):
+            chunks = run[i : i + PIECE_CHUNKS]
+            piece = slice(chunks[0].start, chunks[-1].stop)
+            pieces.extend([piece] if are_disjoint(piece, chunk) else chunks)
         return pieces
 
     def run(self) -> None:
@@ -140,19 +149,19 @@ class StreamedFold:
             self.visit(run, steps)
 
     def visit(self, run: list[slice], steps: Sequence[Step]) -> None:
-        """Visit the blocks of a run with all panels of its steps."""
-        panels = [panel for panel, _ in steps if panel is not None]
+        """Visit the blocks of a run with all chunks of its steps."""
+        chunks = [chunk for chunk, _ in steps if chunk is not None]
         all_pieces = [piece for _, pieces in steps for piece in pieces]
-        arrivals = Arrivals(self.device.xp, self.context.copies, self.stream.arrays, panels)
+        arrivals = Arrivals(self.device.xp, self.context.copies, self.stream.arrays, chunks)
         staying_run, arriving = self.hold(run)
-        stream_accumulator = self.accumulator(self.stream, longest(panels))
+        stream_accumulator = self.accumulator(self.stream, most_chunk_rows(chunks))
         block_accumulator = self.accumulator(
-            self.columns, longest(all_pieces if self.keys_stay else panels)
+            self.columns, most_chunk_rows(all_pieces if self.keys_stay else chunks)
         )
-        for i, (panel, pieces) in enumerate(steps):
+        for i, (chunk, pieces) in enumerate(steps):
             streamed_part = None
-            if panel is not None:
-                streamed_part = Part(panel, arrivals.take(), stream_accumulator).part(panel)
+            if chunk is not None:
+                streamed_part = Part(chunk, arrivals.take(), stream_accumulator).part(chunk)
             for j, piece in enumerate(pieces):
                 while arriving and arriving[0][0] < piece.stop:
                     arriving.popleft()[1].wait()
@@ -163,7 +172,7 @@ class StreamedFold:
                 else:
                     self.block(staying_part, streamed_part, i == 0, j == 0, block_accumulator)
                 if i + 1 == len(steps):
-                    for part in slices(piece.stop, self.context.layout.panel_rows, piece.start):
+                    for part in slices(piece.stop, self.context.layout.chunk_rows, piece.start):
                         self.leave(self.stay, staying_run.part(part))
             if streamed_part is not None:
                 self.leave(self.stream, streamed_part)
@@ -184,10 +193,10 @@ class StreamedFold:
         on_device, arriving = context.staying_arrays, deque[tuple[int, Ticket]]()
         if not on_device:
             on_device = [empty_like(self.device.xp, z, stop - start) for z in arrays]
-            for panel in run:
-                targets = [z[panel.start - start : panel.stop - start] for z in on_device]
-                tickets = arrive(context.copies, targets, arrays, panel)
-                arriving.extend((panel.start, ticket) for ticket in tickets)
+            for chunk in run:
+                targets = [z[chunk.start - start : chunk.stop - start] for z in on_device]
+                tickets = arrive(context.copies, targets, arrays, chunk)
+                arriving.extend((chunk.start, ticket) for ticket in tickets)
             if context.layout.smaller_side_stays:
                 context.staying_arrays = on_device
         accumulator = self.accumulator(self.stay, stop - start)
@@ -214,7 +223,7 @@ class StreamedFold:
         rows, columns = queries.rows, keys.rows
         diagonal, no_local = rows == columns, problem.no_local_positives
         if self.context.on_diagonal:
-            no_local = no_local or apart(rows, columns)
+            no_local = no_local or are_disjoint(rows, columns)
 
         query_name, key_name = problem.auxiliary_names
         block = fast_replace(

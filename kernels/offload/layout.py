@@ -1,33 +1,33 @@
-"""The sizes of panels: rows of features that stay on the device, or are copied to it at a time."""
+"""The sizes of chunks: rows of features that stay on the device, or are copied to it at a time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..grid import least_block_side, workspace_too_small
+from ..grid import least_block_side, make_workspace_error
 from ..problem import Gradients, Problem
 
-# Panels have this number of rows, times a power of two. Their products then fill all
+# Chunks have this number of rows, times a power of two. Their products then fill all
 # multiprocessors of Hopper's largest cards: 66 tiles of 128 rows by two tiles of 256 features
 WAVE_ROWS = 8448
-# The first copy comes before all products, and the last copy after them, so panels are limited:
-MOST_WAVES = 4  # times WAVE_ROWS, in one panel
-FEWEST_PANELS = 3  # of a side with at least FEWEST_PANELS * WAVE_ROWS rows
-PIECE_PANELS = 2  # panels of the staying side in one block, in a fold with gradients
-GRADIENT_PANEL_COLUMNS = 4224  # columns of a gradient block; products of fewer columns are slower
-PANEL_ROW_MULTIPLE = 128  # a panel of more rows than this has a multiple of it
+# The first copy comes before all products, and the last copy after them, so chunks are limited:
+MOST_WAVES = 4  # times WAVE_ROWS, in one chunk
+FEWEST_CHUNKS = 3  # of a side with at least FEWEST_CHUNKS * WAVE_ROWS rows
+PIECE_CHUNKS = 2  # chunks of the staying side in one block, in a fold with gradients
+GRADIENT_BLOCK_COLUMNS = 4224  # columns of a gradient block; products of fewer columns are slower
+CHUNK_ROW_MULTIPLE = 128  # a chunk of more rows than this has a multiple of it
 
 
 @dataclass(frozen=True)
 class Layout:
     """The division of the workspace.
 
-    Rows of one side (queries or keys) stay on the device with their gradient, while panels of the
+    Rows of one side (queries or keys) stay on the device with their gradient, while chunks of the
     other side are streamed: copied to the device, used, and replaced.
     """
 
-    panel_rows: int  # rows of a streamed panel
-    staying_rows: int  # rows that stay, in a fold with gradients: a multiple of `panel_rows`
+    chunk_rows: int  # rows of a streamed chunk
+    staying_rows: int  # rows that stay, in a fold with gradients: a multiple of `chunk_rows`
     staying_rows_without_gradients: int  # rows that stay, in a fold without gradients
     block_bytes: int  # bytes for the fold of one block
     smaller_side_stays: bool  # whether all rows of the smaller side stay, in all folds
@@ -44,12 +44,12 @@ class RowBytes:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes for a row of a streamed panel.
+        """Bytes for a row of a streamed chunk.
 
         There are two buffers for arriving features, two for leaving gradients, an accumulator of
-        the panel's gradient, and a gradient of one block's keys.
+        the chunk's gradient, and a gradient of one block's keys.
         """
-        return 2 * self.feature + 2 * self.leaving + (1 + PIECE_PANELS) * self.accumulator
+        return 2 * self.feature + 2 * self.leaving + (1 + PIECE_CHUNKS) * self.accumulator
 
     @property
     def staying_bytes(self) -> int:
@@ -75,61 +75,61 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
     leaving = max((min(g.dtype.itemsize, real) for g in out if g is not None), default=0)
     if gradients is not None and gradients.add_query:
         leaving = real
-    panel_item = max(item, 2 if problem.compute in ("bf16", "fp16") else real)
-    block = block_row_bytes(m, n, d + auxiliary, panel_item, real)
+    block_item = max(item, 2 if problem.compute in ("bf16", "fp16") else real)
+    block = block_row_bytes(m, n, d + auxiliary, block_item, real)
     return RowBytes(feature, d * real, d * leaving, block)
 
 
 def block_row_bytes(m: int, n: int, width: int, item: int, real: int) -> int:
     """Bytes of the accumulators of a block's queries, and of a row of its gradient block, whose
     elements have `item` bytes."""
-    return PIECE_PANELS * width * real + min(GRADIENT_PANEL_COLUMNS, max(m, n)) * item
+    return PIECE_CHUNKS * width * real + min(GRADIENT_BLOCK_COLUMNS, max(m, n)) * item
 
 
 def least_workspace(rows: int, row: RowBytes) -> int:
-    """Bytes of the smallest workspace for panels of `rows` rows, if no side stays as a whole."""
+    """Bytes of the smallest workspace for chunks of `rows` rows, if no side stays as a whole."""
     return -(-4 * rows * (row.streamed_bytes + row.block) // 3)
 
 
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
-    """The largest panels that fit the workspace.
+    """The largest chunks that fit the workspace.
 
     If the smaller side fits with its gradient, it stays. Otherwise a quarter of the workspace is
-    for rows that stay. ValueError if there would be too many panels (`grid.has_few_blocks`).
+    for rows that stay. ValueError if there would be too many chunks (`grid.has_few_blocks`).
     """
     (m, n, _), workspace = problem.shape, problem.workspace
     row = row_bytes(problem, gradients)
     smaller, larger = min(m, n), max(m, n)
     bytes_per_row = row.streamed_bytes + row.block
-    longest = max(WAVE_ROWS, min(MOST_WAVES * WAVE_ROWS, -(-larger // FEWEST_PANELS)))
+    most_rows = max(WAVE_ROWS, min(MOST_WAVES * WAVE_ROWS, -(-larger // FEWEST_CHUNKS)))
 
-    def panel_in(room: int) -> int:
-        most, rows = min(room // bytes_per_row, longest), WAVE_ROWS
+    def chunk_rows_in(room: int) -> int:
+        most, rows = min(room // bytes_per_row, most_rows), WAVE_ROWS
         while 2 * rows <= most:
             rows *= 2
         return min(rows, most)
 
-    rows, staying_rows = panel_in(workspace - smaller * row.staying_bytes), smaller
+    rows, staying_rows = chunk_rows_in(workspace - smaller * row.staying_bytes), smaller
     smaller_side_stays = rows >= min(WAVE_ROWS, larger)
     least_rows = least_block_side(m, n)
     if not smaller_side_stays:
-        rows = panel_in(3 * workspace // 4)
+        rows = chunk_rows_in(3 * workspace // 4)
         if rows < least_rows:
             least_bytes = least_workspace(least_rows, row)
-            raise ValueError(workspace_too_small(problem.shape, least_bytes, workspace))
-    panel = max(least_rows, _even(larger, rows))
+            raise make_workspace_error(problem.shape, least_bytes, workspace)
+    chunk_rows = max(least_rows, _even(larger, rows))
     if not smaller_side_stays:
-        room = workspace - panel * bytes_per_row
-        staying_rows = min(smaller, room // row.staying_bytes // panel * panel)
+        room = workspace - chunk_rows * bytes_per_row
+        staying_rows = min(smaller, room // row.staying_bytes // chunk_rows * chunk_rows)
         smaller_side_stays = staying_rows == smaller
-    block_bytes = workspace - staying_rows * row.staying_bytes - panel * row.streamed_bytes
-    streamed_bytes = 2 * panel * (row.feature + row.leaving)
+    block_bytes = workspace - staying_rows * row.staying_bytes - chunk_rows * row.streamed_bytes
+    streamed_bytes = 2 * chunk_rows * (row.feature + row.leaving)
     without_gradients = (workspace - block_bytes - streamed_bytes) // row.feature
     if problem.guided:  # all folds have the same blocks: see `StreamedFold.steps`
         without_gradients = staying_rows
     elif without_gradients < smaller:
-        without_gradients = without_gradients // panel * panel
-    return Layout(panel, staying_rows, without_gradients, block_bytes, smaller_side_stays)
+        without_gradients = without_gradients // chunk_rows * chunk_rows
+    return Layout(chunk_rows, staying_rows, without_gradients, block_bytes, smaller_side_stays)
 
 
 def room_for_blocks(problem: Problem, gradients: Gradients | None) -> int:
@@ -148,9 +148,9 @@ def room_for_blocks(problem: Problem, gradients: Gradients | None) -> int:
 
 
 def _even(n: int, most: int) -> int:
-    """Rows of a panel, at most `most`, such that n rows are divided into panels of equal size."""
+    """Rows of a chunk, at most `most`, such that n rows are divided into chunks of equal size."""
     rows = -(-n // -(-n // max(1, most)))
-    if rows <= PANEL_ROW_MULTIPLE:
+    if rows <= CHUNK_ROW_MULTIPLE:
         return rows
-    rounded = -(-rows // PANEL_ROW_MULTIPLE) * PANEL_ROW_MULTIPLE
-    return min(n, rounded if rounded <= most else most // PANEL_ROW_MULTIPLE * PANEL_ROW_MULTIPLE)
+    rounded = -(-rows // CHUNK_ROW_MULTIPLE) * CHUNK_ROW_MULTIPLE
+    return min(n, rounded if rounded <= most else most // CHUNK_ROW_MULTIPLE * CHUNK_ROW_MULTIPLE)

@@ -1,4 +1,4 @@
-"""Linear terms of features in host memory: their rows pass over the device, panel by panel."""
+"""Linear terms of features in host memory: their rows pass over the device, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ..grid import slices
 from ..linear import Rows
 from ..problem import Array, Problem
+from .chunks import Arrivals
 from .device import HostCopies, OffloadDevice
-from .panels import Arrivals
 
 
 class StreamedRows:
@@ -16,12 +16,12 @@ class StreamedRows:
 
     def __init__(
         self, device: OffloadDevice, copies: HostCopies, features: Array, problem: Problem,
-        panel: int,
+        chunk_rows: int,
     ) -> None:  # fmt: skip
         self.device, self.copies, self.problem = device, copies, problem
-        self.features, self.slices = features, slices(len(features), panel)
+        self.features, self.slices = features, slices(len(features), chunk_rows)
 
-    def panels(self) -> Iterator[tuple[slice, Rows]]:
+    def chunks(self) -> Iterator[tuple[slice, Rows]]:
         """Rows on the device, while the next are copied."""
         arrivals = Arrivals(self.device.xp, self.copies, [self.features], self.slices)
         for rows in self.slices:
@@ -31,15 +31,15 @@ class StreamedRows:
         self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
     ) -> Array:
         total = None
-        for rows, features in self.panels():
-            panel_sums = features.sums(
+        for rows, features in self.chunks():
+            chunk_sums = features.sums(
                 segment[rows], count, None if factor is None else factor[rows]
             )
-            total = panel_sums if total is None else total + panel_sums
+            total = chunk_sums if total is None else total + chunk_sums
         return total
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
         out = self.device.vectors.zero_vector(len(segment))
-        for rows, features in self.panels():
+        for rows, features in self.chunks():
             out[rows] = features.products(segment[rows], sums, itself)
         return out

@@ -24,9 +24,9 @@ from ..cpu.schedule import fits_one_block
 from ..problem import LOG2_E, Array, Gradients, Problem, fast_replace
 from ..solve import (
     Solution,
+    allows_online_softmax,
     gradient_fold,
     make_solution,
-    one_pass,
 )  # fmt: skip
 from .problem import PrefixGradient, PrefixStatistics, prefix_problems
 from .sides import PrefixSide
@@ -58,7 +58,7 @@ def fits(problem: Problem, gradients: Gradients | None) -> bool:
     has_options = problem.loss_follows_from_sums and problem.set_size == 1 and not options
     has_options = has_options and not problem.symmetric and all(v is None for v in vectors)
     tiled = problem.method in ("auto", "tiled") and not fits_one_block(problem)
-    return bool(has_options and tiled and not one_pass(problem, gradients))
+    return bool(has_options and tiled and not allows_online_softmax(problem, gradients))
 
 
 def solve_prefixes(

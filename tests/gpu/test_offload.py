@@ -140,16 +140,16 @@ def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: i
     except ValueError:
         assert 2**workspace < layout.least_workspace(least_block_side(m, n), row)
         return
-    assert of.block_bytes >= of.panel_rows * row.block
-    with_gradient = of.staying_rows * row.staying_bytes + of.panel_rows * row.streamed_bytes
-    assert of.panel_rows <= of.staying_rows_without_gradients
-    without = of.staying_rows_without_gradients * row.feature + 2 * of.panel_rows * (
+    assert of.block_bytes >= of.chunk_rows * row.block
+    with_gradient = of.staying_rows * row.staying_bytes + of.chunk_rows * row.streamed_bytes
+    assert of.chunk_rows <= of.staying_rows_without_gradients
+    without = of.staying_rows_without_gradients * row.feature + 2 * of.chunk_rows * (
         row.feature + row.leaving
     )
     assert max(with_gradient, without) <= 2**workspace - of.block_bytes
     assert of.smaller_side_stays == (of.staying_rows == min(m, n))
-    assert of.smaller_side_stays or of.staying_rows % of.panel_rows == 0
-    assert of.panel_rows >= min(n, m) or has_few_blocks(m, n, of.panel_rows, of.panel_rows)
+    assert of.smaller_side_stays or of.staying_rows % of.chunk_rows == 0
+    assert of.chunk_rows >= min(n, m) or has_few_blocks(m, n, of.chunk_rows, of.chunk_rows)
 
 
 def test_memory_mapped_on_the_cpu(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""A part of the host that stands for a device, to which offloaded features go panel by panel."""
+"""A part of the host that stands for a device, to which offloaded features go chunk by chunk."""
 
 import weakref
 from collections.abc import Iterator
@@ -148,7 +148,7 @@ class Copy:
 
 
 def room(rows: int, d: int, m: int, n: int, item: int = 8, real: int = 8) -> int:
-    """A workspace for panels of so many rows."""
+    """A workspace for chunks of so many rows."""
     row = layout.RowBytes(d * item, d * real, d * item, layout.block_row_bytes(m, n, d, item, real))
     return layout.least_workspace(rows, row)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from ...grid import least_block_side, slices, workspace_too_small
+from ...grid import least_block_side, make_workspace_error, slices
 from .precision import (
     ACCUMULATOR_BYTES,
     MAX_SUM_TERMS,
@@ -287,7 +287,7 @@ def blockings(
     if workspace < least:
         # the message names the caller's workspace, which includes the reserved bytes
         least, workspace = (size + min(size, reserved) for size in (least, workspace))
-        raise ValueError(workspace_too_small(shape, least, workspace))
+        raise make_workspace_error(shape, least, workspace)
     caching = _caching_blockings(shape, needs, cache_bytes, block_n) if cache_bytes else None
     if caching is not None:
         return caching

@@ -1,4 +1,4 @@
-"""Panels of features and gradients that are copied between host and device."""
+"""Chunks of features and gradients that are copied between host and device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..problem import Array
 from .device import HostCopies, Ticket
 
 
-def apart(rows: slice, columns: slice) -> bool:
+def are_disjoint(rows: slice, columns: slice) -> bool:
     """Whether the two ranges have no common index."""
     return bool(rows.stop <= columns.start or columns.stop <= rows.start)
 
@@ -25,15 +25,15 @@ def empty_like(xp: Any, array: Array, rows: int) -> Array:
 
 
 def arrive(
-    copies: HostCopies, targets: Sequence[Array], arrays: Sequence[Array], panel: slice
+    copies: HostCopies, targets: Sequence[Array], arrays: Sequence[Array], chunk: slice
 ) -> list[Ticket]:
-    """Begin to copy a panel of each array to its target on the device."""
-    return [copies.arrive(to, z[panel]) for to, z in zip(targets, arrays, strict=True)]
+    """Begin to copy a chunk of each array to its target on the device."""
+    return [copies.arrive(to, z[chunk]) for to, z in zip(targets, arrays, strict=True)]
 
 
-def longest(panels: Sequence[slice]) -> int:
-    """The number of rows of the longest panel."""
-    return max((panel.stop - panel.start for panel in panels), default=0)
+def most_chunk_rows(chunks: Sequence[slice]) -> int:
+    """The number of rows of the longest chunk."""
+    return max((chunk.stop - chunk.start for chunk in chunks), default=0)
 
 
 @dataclass
@@ -41,7 +41,7 @@ class StreamedSide:
     """Queries or keys on the host, and the destination of their gradient."""
 
     arrays: Sequence[Array]  # features, and auxiliary features (`Problem.auxiliary_names`)
-    panels: Sequence[slice]  # rows of each panel
+    chunks: Sequence[slice]  # rows of each chunk
     to: Array = None  # destination of the gradient; None: no gradient is wanted
     add: bool = False  # the gradient is added to the contents of `to`
     linear: Sequence[LinearGradient] = ()  # linear terms of the gradient
@@ -68,30 +68,30 @@ class Part:
 
 
 class Arrivals:
-    """Copies of panels of some arrays to the device. While one panel is used, the next is copied.
+    """Copies of chunks of some arrays to the device. While one chunk is used, the next is copied.
 
-    All panels share two buffers of each array.
+    All chunks share two buffers of each array.
     """
 
     def __init__(
-        self, xp: Any, copies: HostCopies, arrays: Sequence[Array], panels: Sequence[slice]
+        self, xp: Any, copies: HostCopies, arrays: Sequence[Array], chunks: Sequence[slice]
     ) -> None:
-        self.copies, self.arrays, self.panels = copies, arrays, deque(panels)
-        rows = longest(panels)
-        self.buffers = deque([empty_like(xp, z, rows) for z in arrays] for _ in panels[:2])
+        self.copies, self.arrays, self.chunks = copies, arrays, deque(chunks)
+        rows = most_chunk_rows(chunks)
+        self.buffers = deque([empty_like(xp, z, rows) for z in arrays] for _ in chunks[:2])
         self.arriving = self.start()
 
     def start(self) -> tuple[list[Array], list[Ticket]] | None:
-        """Begin to copy the next panel to the buffers that are not in use."""
-        if not self.panels:
+        """Begin to copy the next chunk to the buffers that are not in use."""
+        if not self.chunks:
             return None
-        panel = self.panels.popleft()
-        targets = [buffer[: panel.stop - panel.start] for buffer in self.buffers[0]]
+        chunk = self.chunks.popleft()
+        targets = [buffer[: chunk.stop - chunk.start] for buffer in self.buffers[0]]
         self.buffers.rotate(-1)
-        return targets, arrive(self.copies, targets, self.arrays, panel)
+        return targets, arrive(self.copies, targets, self.arrays, chunk)
 
     def take(self) -> list[Array]:
-        """The next panel on the device. The panel before it must not be used any more."""
+        """The next chunk on the device. The chunk before it must not be used any more."""
         assert self.arriving is not None
         targets, tickets = self.arriving
         self.arriving = self.start()
