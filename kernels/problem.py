@@ -66,7 +66,7 @@ class Problem:
     query_ids: Array = None  # [M] int64, with key_ids [N]: pairs of equal ids are excluded,
     key_ids: Array = None  # except for the positive
     normalize: bool = False
-    compute: str = "fp32"  # precision of products and exponentials
+    compute: str = "fp32"  # resolved precision of products and exponentials: no "auto"
     method: str = "auto"
     workspace: int = WORKSPACE  # bytes
     retrieval_ranks: bool = False  # also count the keys that score above the positive

@@ -1,4 +1,4 @@
-"""Features in host memory, computed on a device panel by panel. Where there is no GPU, the device
+"""Features in host memory, computed on a device chunk by chunk. Where there is no GPU, the device
 is a part of the host."""
 
 import gc
@@ -110,14 +110,14 @@ def test_progress_and_memory_too_small() -> None:
 
     options = {"scale": 1.0, "progress": lambda *step: told.append(step)}
     on_host("clip", args, workspace=rooms(20), **options)
-    # the first of three panels meets three pieces, the others meet all keys; dQ, then dK
+    # the first of three chunks meets three pieces, the others meet all keys; dQ, then dK
     assert told == steps("log-sum-exp", 5) + 2 * steps("gradient", 9)
     told.clear()
     with mock.patch.multiple(layout, WAVE_ROWS=10, MOST_WAVES=1):
         on_host("clip", args, workspace=rooms(60), **options)
-    # six panels: the last meets one at a time, the others meet two, but one on the diagonal
+    # six chunks: the last meets one at a time, the others meet two, but one on the diagonal
     assert told == steps("log-sum-exp", 6 + 5) + steps("gradient", 5 * 4 + 6)
-    # 15 x 15 panels of 4 rows: two for each row and column
+    # 15 x 15 chunks of 4 rows: two for each row and column
     with pytest.raises(ValueError, match=f"workspace: expected at least {rooms(4)} bytes"):
         on_host("clip", args, scale=1.0, workspace=rooms(4) - 1)
     on_host("clip", args, scale=1.0, workspace=rooms(4))

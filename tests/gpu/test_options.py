@@ -194,15 +194,15 @@ def test_all_logits_in_memory(name: str, method: str, options: dict[str, Any]) -
 def test_offload(
     name: str, few: bool, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """Panels of both sides, and everything at once; of `few` logits, or as if they were many."""
+    """Chunks of both sides, and everything at once; of `few` logits, or as if they were many."""
     if not few:
         request.getfixturevalue("no_few_logits")
-    n, panel = smaller((300, 60), (80, 32))
+    n, chunk = smaller((300, 60), (80, 32))
     plain = problem_of(name, n, 72, "float32", **options)
     for problem in (plain, with_ids(plain)):
         given = given_options(problem)
         function = getattr(infonce, f"{problem.name}_loss_and_grad")
-        for workspace in (room(panel, 72, 2 * n, 2 * n, 4, 4), 2**28):
+        for workspace in (room(chunk, 72, 2 * n, 2 * n, 4, 4), 2**28):
             got = function(*problem.features, **given, offload=True, workspace=workspace)
             compare(problem, got, "float32")
 

@@ -106,7 +106,7 @@ class Call:
     key: Matrix
     query_gradient: Matrix | None = None  # the destination of dQ; None: not wanted
     key_gradient: Matrix | None = None
-    compute: str = "fp32"  # precision of products and exponentials
+    compute: str = "fp32"  # resolved precision of products and exponentials: no "auto"
     method: str = "auto"
     workspace: int = WORKSPACE
     workspace_given: bool = False

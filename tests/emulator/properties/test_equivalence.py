@@ -216,7 +216,7 @@ def test_methods(loss: str, data: st.DataObject) -> None:
 
 def test_keys_of_a_block_accumulate_by_ranges() -> None:
     """Rows of dK that are wider than its destination accumulate in the workspace; where a block of
-    panels has no room for all of them, in ranges of keys."""
+    chunks has no room for all of them, in ranges of keys."""
     rng = np.random.default_rng(0)
     z = tuple(rng.standard_normal((256, 103)).astype(dtype_of("bfloat16")) / 10 for _ in range(2))
     for name, options in (("siglip", {"bias": -3.0}), ("clip", {})):
@@ -227,7 +227,7 @@ def test_keys_of_a_block_accumulate_by_ranges() -> None:
 
 
 def test_the_least_workspace_that_an_error_names() -> None:
-    """It has room for gradient panels whose elements are longer than those of features."""
+    """It has room for gradient chunks whose elements are longer than those of features."""
     rng = np.random.default_rng(0)
     z = tuple(rng.standard_normal((61, 300)).astype(dtype_of("bfloat16")) / 17 for _ in range(2))
     options = {"scale": 5.0, "bias": -3.0, "ids": np.arange(61) // 2, "wrt": ["text", "scale"]}
