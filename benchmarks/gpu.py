@@ -105,7 +105,7 @@ def sampled(place: Device, c: Case, rows: int = 256) -> dict[str, float]:
         *features, scale=c.scale, workspace=c.workspace, grad_dtype=c.grad_dtype
     )
     at = cupy.asarray(np.random.default_rng(1).choice(c.rows, rows, replace=False))
-    found = {"lse_error": 0.0, "gradient_error": 0.0}
+    errors = {"lse_error": 0.0, "gradient_error": 0.0}
     for side in (0, 1):
         own, other = (features[s].astype(np.float64) for s in (side, 1 - side))
         x = c.scale * own[at] @ other.T
@@ -118,8 +118,8 @@ def sampled(place: Device, c: Case, rows: int = 256) -> dict[str, float]:
         pairs = {"lse_error": (out.lse[side][at], lse), "gradient_error": (got, want)}
         for key, (g, w) in pairs.items():
             error = float(cupy.linalg.norm(g - w) / cupy.linalg.norm(w))
-            found[key] = max(found[key], error)
-    return found
+            errors[key] = max(errors[key], error)
+    return errors
 
 
 def main() -> str | None:
@@ -134,8 +134,8 @@ def main() -> str | None:
     options = parser.parse_args()
     chosen = list(SECTIONS) if options.only is None else options.only.split(",")
     left_out = [] if options.without is None else options.without.split(",")
-    for name, given, known in (("only", chosen, SECTIONS), ("without", left_out, METHODS)):
-        if unknown := set(given) - set(known):
+    for name, names, known in (("only", chosen, SECTIONS), ("without", left_out, METHODS)):
+        if unknown := set(names) - set(known):
             parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     rounds = 2 if options.quick else options.rounds
     place = Device("bfloat16")

@@ -62,40 +62,40 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
         function = getattr(infonce, f"{loss}_loss_and_grad")
         return lambda: function(*args, scale=SCALE, **options)
 
-    found = {}
+    results = {}
     both = vectors["key_bias"] | OPTIONS["false_negative_margin"]
-    given = {"plain": {}, **vectors, **OPTIONS, "key_bias-false_negative_margin": both}
+    option_sets = {"plain": {}, **vectors, **OPTIONS, "key_bias-false_negative_margin": both}
     for loss in ("clip", "info_nce"):
-        for name, options in given.items():
-            found[loss, name] = call(loss, query, key, **options)
+        for name, options in option_sets.items():
+            results[loss, name] = call(loss, query, key, **options)
     teacher = bench.inputs(Case(spec.CLIP, rows, dim, dtype))[0]
     for loss in ("clip", "info_nce"):
-        found[loss, "guide"] = call(loss, query, key, guide=tuple(teacher))
-    found["clip", "distillation"] = call("distill", query, key, *teacher)
-    found["siglip", "plain"] = call("siglip", query, key)
+        results[loss, "guide"] = call(loss, query, key, guide=tuple(teacher))
+    results["clip", "distillation"] = call("distill", query, key, *teacher)
+    results["siglip", "plain"] = call("siglip", query, key)
     images = np.arange(rows // 4), np.arange(rows) % (rows // 4)
     placed = tuple(map(xp.asarray, images))
     several = call("siglip", query[: rows // 4], key, positive_ids=placed)
-    found["siglip", f"{rows // 4} images with 4 captions"] = several
-    found["siglip", f"{rows} pairs by positive_ids"] = call(
+    results["siglip", f"{rows // 4} images with 4 captions"] = several
+    results["siglip", f"{rows} pairs by positive_ids"] = call(
         "siglip", query, key, positive_ids=xp.arange(rows)
     )
     half = rows // 2
     dims = dim // 4, dim // 2, dim
-    found["clip", f"dims {dims}"] = call("clip", query, key, dims=dims)
+    results["clip", f"dims {dims}"] = call("clip", query, key, dims=dims)
     for d in dims[:-1]:
-        found["clip", f"first {d} features"] = call("clip", query[:, :d], key[:, :d])
+        results["clip", f"first {d} features"] = call("clip", query[:, :d], key[:, :d])
     wide = bench.inputs(Case(spec.CLIP, rows, 2 * dim, dtype))[0]
     prefixes = tuple(2 * dim >> i for i in reversed(range(PREFIXES)))
-    found[f"clip x {2 * dim}", "plain"] = call("clip", *wide)
-    found[f"clip x {2 * dim}", f"dims {prefixes}"] = call("clip", *wide, dims=prefixes)
+    results[f"clip x {2 * dim}", "plain"] = call("clip", *wide)
+    results[f"clip x {2 * dim}", f"dims {prefixes}"] = call("clip", *wide, dims=prefixes)
     mined = query[: 4 * (rows // 4)].reshape(rows // 4, 4, dim)
     both = query[: rows // 4], key[: rows // 4]
-    found["info_nce", f"{rows // 4} rows with 4 of own"] = call("info_nce", *both, own=mined)
-    found["nt_xent", "plain"] = call("nt_xent", query)
-    found["sup_con", f"{CLASSES} classes"] = call("sup_con", query, xp.arange(rows) % CLASSES)
-    found["gte", f"{half} pairs"] = call("gte", query[:half], key[:half])
-    return found
+    results["info_nce", f"{rows // 4} rows with 4 of own"] = call("info_nce", *both, own=mined)
+    results["nt_xent", "plain"] = call("nt_xent", query)
+    results["sup_con", f"{CLASSES} classes"] = call("sup_con", query, xp.arange(rows) % CLASSES)
+    results["gte", f"{half} pairs"] = call("gte", query[:half], key[:half])
+    return results
 
 
 def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[dict[str, Any]]:
@@ -116,15 +116,15 @@ def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[
             runs[case]()  # finds memory of its sizes, which the case before did not have
             times = bench.turn(runs[case])["seconds"]
             seconds[case].append(statistics.median(times[1:] or times))
-    found = []
+    results = []
     for (loss, name), times in seconds.items():
         plain = seconds.get((loss, "plain"), seconds["nt_xent", "plain"])
-        found.append({
+        results.append({
             "loss": loss, "options": name, "median_s": statistics.median(times),
             "of plain": round(statistics.median(np.divide(times, plain[: len(times)])), 3),
             **bench.memory("auto", _outcome(runs[loss, name])),
         })  # fmt: skip
-    return found
+    return results
 
 
 def _outcome(run: Run) -> Run:
@@ -145,19 +145,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", metavar="REGEX", help="only options that match, and plain losses")
     parser.add_argument("--output", type=Path, help="default benchmarks/results/options[-cpu].json")
-    given = parser.parse_args()
-    dtype = "float32" if given.cpu else "bfloat16"
+    arguments = parser.parse_args()
+    dtype = "float32" if arguments.cpu else "bfloat16"
     rows, dim = (
-        given.rows or (8192 if given.cpu else 65536),
-        given.dim or (256 if given.cpu else 512),
+        arguments.rows or (8192 if arguments.cpu else 65536),
+        arguments.dim or (256 if arguments.cpu else 512),
     )
-    bench: Any = Host(dtype) if given.cpu else Device(dtype)
+    bench: Any = Host(dtype) if arguments.cpu else Device(dtype)
     runs = {
         (loss, name): run
         for (loss, name), run in cases(bench, dtype, rows, dim).items()
-        if name == "plain" or re.search(given.only or "", name)
+        if name == "plain" or re.search(arguments.only or "", name)
     }
-    results = measured(bench, runs, given.rounds)
+    results = measured(bench, runs, arguments.rounds)
     described = bench.describe()
     report = {
         "device": described["device"], "versions": described["versions"],
@@ -165,8 +165,8 @@ def main() -> None:
         "settings": {"rows": rows, "dim": dim, "dtype": dtype, "scale": SCALE},
         "results": results,
     }  # fmt: skip
-    name = "options-cpu.json" if given.cpu else "options.json"
-    (given.output or RESULTS / name).write_text(to_json(report) + "\n")
+    name = "options-cpu.json" if arguments.cpu else "options.json"
+    (arguments.output or RESULTS / name).write_text(to_json(report) + "\n")
     for row in results:
         print(*row.values())
 

@@ -155,11 +155,13 @@ def in_another_way(
     def pinned() -> list[Array]:
         return [cupyx.empty_pinned(z.shape, z.dtype) for z in features]
 
-    held = pinned()
-    for to, z in zip(held, features, strict=True):
+    pinned_features = pinned()
+    for to, z in zip(pinned_features, features, strict=True):
         to[...] = z
-    gradients = case.gradients_of(pinned())
-    return contenders_gpu.library("auto", case, [held], **options, offload=True, out=gradients)
+    gradients = case.select_gradients(pinned())
+    return contenders_gpu.library(
+        "auto", case, [pinned_features], **options, offload=True, out=gradients
+    )
 
 
 @contextmanager
@@ -192,12 +194,12 @@ def loss_alone(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Ru
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     scale = torch.tensor(case.scale, dtype=dtype, device="cuda")
 
-    def whole() -> Outcome:
+    def run() -> Outcome:
         tensors = next(turns)
         with torch.no_grad():
             return torch_loss(case.kind, tensors[0], tensors[-1], scale, y), []
 
-    return whole
+    return run
 
 
 def bare_product(case: Case, features: Sequence[Array]) -> Outcome:

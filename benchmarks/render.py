@@ -72,8 +72,8 @@ def table(record: Mapping[str, Any]) -> str:
     columns = {key: column(key) for key in keys}
     lines += ["", _line(heading for heading, _ in columns.values()), "|---" * len(keys) + "|"]
     for row in rows:
-        given = ((form, row.get(key)) for key, (_, form) in columns.items())
-        lines.append(_line("-" if value is None else form(value) for form, value in given))
+        cells = ((form, row.get(key)) for key, (_, form) in columns.items())
+        lines.append(_line("-" if value is None else form(value) for form, value in cells))
     return "\n".join(lines) + "\n"
 
 

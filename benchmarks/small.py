@@ -71,11 +71,11 @@ def contenders(loss: str, rows: int, dim: int, options: str) -> dict[str, Callab
         if not kind.symmetric:
             x.T @ left
 
-    given = OPTIONS[options]
+    loss_options = OPTIONS[options]
     return {
         "products": products,
-        "infonce": lambda: function(*features, scale=SCALE, **given),
-        "infonce.torch": backward(lambda: in_torch(*leaves, scale=scale, **given)),
+        "infonce": lambda: function(*features, scale=SCALE, **loss_options),
+        "infonce.torch": backward(lambda: in_torch(*leaves, scale=scale, **loss_options)),
         "torch": backward(eager),
     }
 
@@ -109,19 +109,19 @@ def main() -> None:
     parser.add_argument("--dim", type=int, nargs="+", default=DIMS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, default=RESULT)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     cases = [
         (loss, options, rows, dim)
-        for loss in LOSSES for options in OPTIONS for rows in given.rows for dim in given.dim
+        for loss in LOSSES for options in OPTIONS for rows in args.rows for dim in args.dim
     ]  # fmt: skip
     results = []
     for loss, options, rows, dim in track(cases, "cases"):
         runs = contenders(loss, rows, dim, options)
         names = list(runs)
         alone = {"products": runs.pop("products")}
-        least = least_seconds(runs, given.rounds)
-        least |= least_seconds(alone, given.rounds)
+        least = least_seconds(runs, args.rounds)
+        least |= least_seconds(alone, args.rounds)
         time.sleep(LONG_PAUSE)
         row: dict[str, Any] = {"loss": loss, "options": options, "rows": rows, "dim": dim}
         row |= {f"{name}_s": least[name] for name in names}
@@ -133,10 +133,10 @@ def main() -> None:
         "versions": machine.versions("numpy", "numba", "torch"),
         "environment": machine.environment(),
         "commit": machine.commit(), "date": machine.now(),
-        "settings": {"dtype": "float32", "scale": SCALE, "rounds": given.rounds, "pause_s": PAUSE},
+        "settings": {"dtype": "float32", "scale": SCALE, "rounds": args.rounds, "pause_s": PAUSE},
         "results": results,
     }  # fmt: skip
-    given.output.write_text(to_json(report) + "\n")
+    args.output.write_text(to_json(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ SMALL = 8192  # rows up to which the host's time is of interest
 TURN = 0.15  # seconds of a turn
 
 
-def name_of(case: tuple[str, int, int, str, dict[str, Any]]) -> str:
+def format_case(case: tuple[str, int, int, str, dict[str, Any]]) -> str:
     loss, rows, dim, dtype, options = case
     return " ".join([f"{loss} {rows} x {dim} {dtype}", *(f"{k}={v}" for k, v in options.items())])
 
@@ -105,7 +105,7 @@ def turn(call: Any, rows: int) -> dict[str, float]:
     host = (time.perf_counter() - start) / calls
     stream.synchronize()
     pairs = itertools.pairwise(events)
-    found = {"device": float(np.median([cupy.cuda.get_elapsed_time(*p) for p in pairs])) / 1e3}
+    times = {"device": float(np.median([cupy.cuda.get_elapsed_time(*p) for p in pairs])) / 1e3}
     if rows <= SMALL:
         walls = []
         for _ in range(calls):
@@ -113,8 +113,8 @@ def turn(call: Any, rows: int) -> dict[str, float]:
             call()
             stream.synchronize()
             walls.append(time.perf_counter() - start)
-        found |= {"wall": float(np.median(walls)), "host": host}
-    return found
+        times |= {"wall": float(np.median(walls)), "host": host}
+    return times
 
 
 def installed(tree: Path, folder: Path) -> subprocess.Popen[str]:
@@ -152,7 +152,7 @@ def main() -> None:
                     worker.stdin.flush()
                     for key, value in json.loads(worker.stdout.readline()).items():
                         seconds[which].setdefault(key, []).append(value)
-            row: dict[str, Any] = {"case": name_of(case), "seconds": seconds}
+            row: dict[str, Any] = {"case": format_case(case), "seconds": seconds}
             for key in seconds["this"]:
                 mine, theirs = (np.array(seconds[which][key]) for which in ("this", "other"))
                 row[f"{key}_ratio"] = float(np.median(mine / theirs))

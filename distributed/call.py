@@ -48,7 +48,7 @@ def evaluate(
     read_error: Exception | None = None
     transport: Transport | None = None
     try:
-        with arrays.on_stream_of(caller_arrays[0]):
+        with arrays.use_caller_stream(caller_arrays[0]):
             try:
                 features = arrays.natives(caller_arrays, kind.arguments)
             except Exception as error:

@@ -120,7 +120,7 @@ def _viewed(array: Array) -> Array:
             raise TypeError(".filled(value) makes one without a mask")
         return np.asarray(array)
     if _loaded("torch", "Tensor", array):
-        return _view_of_torch(array) if array.is_cuda else _from_torch(array)
+        return _view_torch(array) if array.is_cuda else _from_torch(array)
     if _loaded("jax", "Array", array):
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise TypeError("infonce.jax has the losses for jit, grad and vmap")
@@ -146,7 +146,7 @@ def _from_torch(tensor: Any) -> Array:
     return tensor.numpy()
 
 
-def _view_of_torch(tensor: Any) -> Array:
+def _view_torch(tensor: Any) -> Array:
     """A CuPy array on a tensor's memory. (DLPack would do, and take five times as long.)"""
     cupy = _cupy()
     dtype = _torch_dtypes().get(tensor.dtype)
@@ -224,7 +224,7 @@ def warn_of_lost_gradients(
     _warned.add(loss.name)
 
 
-def on_stream_of(array: Array) -> Any:
+def use_caller_stream(array: Array) -> Any:
     """Context in which CuPy's current stream is the caller's: torch's own, or CuPy's."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:

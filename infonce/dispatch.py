@@ -31,7 +31,7 @@ def loss(
         return prefixes.loss(
             kind, caller_arrays, options, lambda z, others: loss(kind, z, labels, bias, others)
         )
-    with arrays.on_stream_of(caller_arrays[0]):
+    with arrays.use_caller_stream(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
         with arrays.compute_context(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
@@ -61,7 +61,7 @@ def loss_and_grad(
             options,
             lambda z, others: loss_and_grad(kind, z, labels, bias, others),
         )
-    with arrays.on_stream_of(caller_arrays[0]):
+    with arrays.use_caller_stream(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
         with arrays.compute_context(features[0]):
             request = check(

@@ -31,13 +31,13 @@ def _paragraph(name: str) -> str:
     return f"{name} : {option.type}\n{textwrap.indent(inspect.cleandoc(option.doc), '    ')}"
 
 
-def _loss_of(function: str) -> Loss:
+def _find_loss(function: str) -> Loss:
     name = function.removesuffix("_and_grad").removesuffix("_loss")
     return ALL_LOSSES[name]
 
 
 def _example(function: str, with_grad: bool) -> str:
-    loss = _loss_of(function)
+    loss = _find_loss(function)
     arguments = [*loss.arguments, *(["labels"] if loss.classes else [])]
     arguments += ["teacher_query", "teacher_key"] if loss.taught else []
     arguments += [*(["temperature=0.07"] if loss.scale is None else []), "normalize=True"]
@@ -51,7 +51,7 @@ def documented(function: _F) -> _F:
     """Append the common keywords to the docstring, and spell them out in the signature."""
     with_grad = function.__name__.endswith("_and_grad")
     options = get_type_hints(GradOptions if with_grad else LossOptions)
-    loss = _loss_of(function.__name__)
+    loss = _find_loss(function.__name__)
     if loss.taught:
         options = {name: type_ for name, type_ in options.items() if name not in loss.refused}
     sections = [("Other Parameters", "\n".join(_paragraph(name) for name in options))]
@@ -78,14 +78,14 @@ def documented(function: _F) -> _F:
 
 
 def adapted(
-    like: Callable[..., Any], call: str, keywords_of: Callable[[Loss], Keywords] | None = None
+    like: Callable[..., Any], call: str, list_keywords: Callable[[Loss], Keywords] | None = None
 ) -> Callable[[_F], _F]:
     """Document a function of an adapter like the loss `like`, with its equation and source.
 
     `call` is an example and a description of the adapter's call. In it, ``{loss}`` and
     ``{arguments}`` are replaced by the loss and its arguments, ``{name}`` by the name of the
     adapter's function, and ``{options}`` by the options of compiled programs. The signature of the
-    function lists `keywords_of` the loss.
+    function lists `list_keywords` the loss.
     """
     text, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
     first, _, equation = text.split("\n\n", 2)
@@ -101,8 +101,8 @@ def adapted(
         example, _, usage = usage.partition("\n\n")
         parts = first, example, equation, usage, f"References\n----------\n{source}\n"
         function.__doc__ = "\n\n".join(parts)
-        if keywords_of is not None:
-            function.__signature__ = signature(function, keywords_of(loss))  # type: ignore[attr-defined]
+        if list_keywords is not None:
+            function.__signature__ = signature(function, list_keywords(loss))  # type: ignore[attr-defined]
         return function
 
     return add

@@ -111,10 +111,10 @@ def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any],
         rows = [F.normalize(torch.randn(n // part, width, device=device), dim=1) for n in sizes]
         return [z.to(dtype).requires_grad_() for z in rows]
 
-    def ranking_of(**settings: Any) -> Callable[[Any], Loss]:
+    def make_ranking(**settings: Any) -> Callable[[Any], Loss]:
         def loss(module: Any) -> Loss:
-            made = module.MultipleNegativesRankingLoss(None, scale=SCALE, **settings)
-            return lambda *columns: made.compute_loss_from_embeddings(list(columns), None)
+            criterion = module.MultipleNegativesRankingLoss(None, scale=SCALE, **settings)
+            return lambda *columns: criterion.compute_loss_from_embeddings(list(columns), None)
 
         return loss
 
@@ -123,7 +123,7 @@ def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any],
             f"retrieval: 1024 queries, 8192 documents x 1024, {str(dtype).removeprefix('torch.')}",
             embeddings(*[1024] * 9, width=1024, dtype=dtype),
             contenders(
-                "sentence_transformers", "sentence_transformers.losses", ranking_of(), ranking,
+                "sentence_transformers", "sentence_transformers.losses", make_ranking(), ranking,
                 lambda query, *documents: infonce.torch.info_nce_loss(
                     query, torch.cat(documents), scale=SCALE, normalize=True
                 ),
@@ -135,7 +135,7 @@ def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any],
         embeddings(4096, 4096, width=1024),
         contenders(
             "sentence_transformers", "sentence_transformers.losses",
-            ranking_of(directions=directions), all_directions,
+            make_ranking(directions=directions), all_directions,
             lambda query, document: F.softplus(
                 infonce.torch.gte_loss(
                     query, document, scale=SCALE, normalize=True, reduction="none"

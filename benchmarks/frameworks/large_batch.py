@@ -88,7 +88,7 @@ def train(rows: int, dim: int, steps: int, device: str) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
             if progress is not None:
                 progress("training", step + 1, steps)
-    held = free - torch.cuda.mem_get_info()[0] if cuda else None
+    held_memory = free - torch.cuda.mem_get_info()[0] if cuda else None
     del out
     try:
         features = [
@@ -102,7 +102,7 @@ def train(rows: int, dim: int, steps: int, device: str) -> dict[str, Any]:
     except torch.OutOfMemoryError as error:
         full = str(error).partition(". GPU")[0]
     return {
-        "rows": rows, "dim": dim, "losses": losses, "step_s": seconds, "held_bytes": held,
+        "rows": rows, "dim": dim, "losses": losses, "step_s": seconds, "held_bytes": held_memory,
         "full matrix": full,
     }  # fmt: skip
 

@@ -145,10 +145,10 @@ def large(rows: int, dim: int) -> list[dict[str, Any]]:
         ),
         "torch module": module,
     }
-    found = []
+    results = []
     for method, run in runs.items():
         row = {"loss": "clip", "rows": rows, "dim": dim, "dtype": "bfloat16", "method": method}
-        found.append({**row, **device(run)})
+        results.append({**row, **device(run)})
     for leaf in leaves:
         leaf.grad = None
     out.clear()
@@ -158,8 +158,8 @@ def large(rows: int, dim: int) -> list[dict[str, Any]]:
     module()
     torch.cuda.synchronize()
     gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
-    found[-1]["peak_bytes"] = before - torch.cuda.mem_get_info()[0] - gradients
-    return found
+    results[-1]["peak_bytes"] = before - torch.cuda.mem_get_info()[0] - gradients
+    return results
 
 
 def main() -> None:

@@ -61,20 +61,20 @@ def logits_bytes(variant: str, batch: int, ranks: int) -> int:
     }[variant]  # fmt: skip
 
 
-def call_of(variant: str, image: Any, text: Any) -> Callable[[], Any]:
+def make_call(variant: str, image: Any, text: Any) -> Callable[[], Any]:
     """Loss and gradients of this rank's rows."""
     ranks, rows = connect(), len(image)
     mine = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
 
     def vanilla() -> Any:
-        whole = [np.empty((ranks.size, *z.shape), z.dtype) for z in (image, text)]
-        for all_shards, shard in zip(whole, (image, text), strict=True):
+        gathered = [np.empty((ranks.size, *z.shape), z.dtype) for z in (image, text)]
+        for all_shards, shard in zip(gathered, (image, text), strict=True):
             all_shards[ranks.rank] = shard
         ranks.exchange({
-            distance: ([image, text], [z[(ranks.rank - distance) % ranks.size] for z in whole])
+            distance: ([image, text], [z[(ranks.rank - distance) % ranks.size] for z in gathered])
             for distance in range(1, ranks.size)
         }).wait()  # fmt: skip
-        flat = [z.reshape(-1, z.shape[-1]) for z in whole]
+        flat = [z.reshape(-1, z.shape[-1]) for z in gathered]
         out = infonce.clip_loss_and_grad(*flat, scale=SCALE, method="naive")
         return [np.array(gradient[mine]) for gradient in out.grads[:2]]
 
@@ -95,12 +95,12 @@ def on_rank(variant: str, batch: int, dim: int, steps: int, output: Path) -> Non
     ranks.allgather(None)  # connects
     rows = batch // ranks.size
     rng = np.random.default_rng(0)  # all rows on each rank, to compare
-    whole = [rng.standard_normal((batch, dim), np.float32) for _ in range(2)]
-    whole = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in whole]
+    batch_features = [rng.standard_normal((batch, dim), np.float32) for _ in range(2)]
+    batch_features = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in batch_features]
     mine = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
-    shards = [np.array(z[mine]) for z in whole]
-    call_of(variant, *(z[:8] for z in shards))()  # compiles
-    step = call_of(variant, *shards)
+    shards = [np.array(z[mine]) for z in batch_features]
+    make_call(variant, *(z[:8] for z in shards))()  # compiles
+    step = make_call(variant, *shards)
     BUFFER_POOL.clear()
     tracemalloc.start()
     gradients = step()
@@ -112,7 +112,9 @@ def on_rank(variant: str, batch: int, dim: int, steps: int, output: Path) -> Non
         began = time.perf_counter()
         step()
         seconds.append(max(ranks.allgather(time.perf_counter() - began)))
-    want = infonce.clip_loss_and_grad(*(z.astype(float) for z in whole), scale=SCALE).grads[:2]
+    want = infonce.clip_loss_and_grad(
+        *(z.astype(float) for z in batch_features), scale=SCALE
+    ).grads[:2]
     errors = [np.linalg.norm(g - w[mine]) for g, w in zip(gradients, want, strict=True)]
     sizes = [np.linalg.norm(w[mine]) for w in want]
     error = max(e / s for e, s in zip(errors, sizes, strict=True))

@@ -46,13 +46,13 @@ BIAS = -10.0  # of siglip
 WARM, MOST_WARM = 0.05, 200  # seconds and steps before those that are timed: processors wake up
 
 
-def step_of(kind: str, name: str, rank: int, size: int, *inputs: Any) -> Callable[[], None]:
+def make_step(kind: str, name: str, rank: int, size: int, *inputs: Any) -> Callable[[], None]:
     """Loss and gradients of (image, text, scale), by a contender's loss of that kind."""
     if exchange := OVER_MPI.get(name):
         arrays = [native(z.detach()) for z in inputs[:2]] + [BIAS] * (kind == "siglip")
         function = getattr(distributed, f"{kind}_loss_and_grad")
         return partial(function, *arrays, scale=SCALE, exchange=exchange)
-    loss = loss_of(kind, name, rank, size)
+    loss = make_loss(kind, name, rank, size)
 
     def step() -> None:
         loss(*inputs).backward()
@@ -62,7 +62,7 @@ def step_of(kind: str, name: str, rank: int, size: int, *inputs: Any) -> Callabl
     return step
 
 
-def loss_of(kind: str, name: str, rank: int, size: int) -> Callable[[Any, Any, Any], Any]:
+def make_loss(kind: str, name: str, rank: int, size: int) -> Callable[[Any, Any, Any], Any]:
     """(image, text, scale) -> loss."""
     if name == "siglip_kernel":
         from siglip_kernel.distributed import DistributedSigLIPLoss
@@ -93,15 +93,15 @@ def loss_of(kind: str, name: str, rank: int, size: int) -> Callable[[Any, Any, A
 
 def seconds(step: Callable[[], None], steps: int, barrier: Callable[[], Any]) -> list[float]:
     """Of each step, the slowest rank's."""
-    found = []
+    step_seconds = []
     for _ in range(steps):
         torch.cuda.synchronize()
         barrier()
         began = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    slowest = torch.tensor(found, dtype=torch.float64, device="cuda")
+        step_seconds.append(time.perf_counter() - began)
+    slowest = torch.tensor(step_seconds, dtype=torch.float64, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [float(s) for s in slowest.cpu()]
 
@@ -139,13 +139,13 @@ def work(
         rows.append(row)
         for name in arguments.contenders:
             try:
-                run = step_of(arguments.loss, name, rank, size, image, text, scale)
+                run = make_step(arguments.loss, name, rank, size, image, text, scale)
                 once = seconds(run, 3, barrier)[-1]
                 seconds(run, int(min(MOST_WARM, WARM / once)), barrier)
                 row[f"{name}_s"] = statistics.median(seconds(run, arguments.steps, barrier))
                 if name in OVER_MPI:
-                    found = transfers(run, arguments.steps, barrier)
-                    row |= {f"{name}_{k}": v for k, v in found.items()}
+                    counts = transfers(run, arguments.steps, barrier)
+                    row |= {f"{name}_{k}": v for k, v in counts.items()}
             except Exception as error:  # of another project: the others are still timed
                 if name in OURS:
                     raise

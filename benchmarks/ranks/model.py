@@ -111,8 +111,8 @@ def fastest_up_to(name: str, dim: int, ranks: int, machine: Machine | None = Non
     0: for none; infinity: for any number."""
     rows = 2.0 ** np.arange(6, 20.01, 0.125)
     others = dropwhile(lambda b: fastest(b, dim, ranks, machine) != name, rows)
-    found = list(takewhile(lambda b: fastest(b, dim, ranks, machine) == name, others))
-    return np.inf if found and found[-1] == rows[-1] else float(max(found, default=0.0))
+    batches = list(takewhile(lambda b: fastest(b, dim, ranks, machine) == name, others))
+    return np.inf if batches and batches[-1] == rows[-1] else float(max(batches, default=0.0))
 
 
 def rows_in(room: float, dim: int, ranks: int, gpus: int | None = None) -> float:

@@ -76,8 +76,8 @@ def timing(
     def call(rows: slice = slice(None)) -> float:
         ranks.allgather(None)  # start together
         began = time.perf_counter()
-        given, into = [z[rows] for z in features], [z[rows] for z in out]
-        distributed.clip_loss_and_grad(*given, temperature=0.07, out=into, **options)
+        call_features, into = [z[rows] for z in features], [z[rows] for z in out]
+        distributed.clip_loss_and_grad(*call_features, temperature=0.07, out=into, **options)
         return time.perf_counter() - began
 
     call(slice(64))  # compiles

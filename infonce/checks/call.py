@@ -158,9 +158,9 @@ def _add_vectors(
     has_positive = None
     if loss.classes:
         decoupled = bool(get("decoupled"))
-        whole_batch = batch is None  # False over ranks
+        is_whole_batch = batch is None  # False over ranks
         problem.classes, problem.positives, has_positive = rows.classes(
-            xp, labels, m, decoupled, static.batch.first, whole_batch
+            xp, labels, m, decoupled, static.batch.first, is_whole_batch
         )
         if decoupled:  # the sums leave out positives, the rows of the same class
             problem.query_ids = problem.key_ids = problem.classes.rows
@@ -295,7 +295,7 @@ def _check_static(
     query, key = arrays[0], arrays[loss.key_argument]
     on_host = array_kinds[0][2] is None
     on_cpu = on_host and not o["offload"]
-    whole = batch is None
+    is_whole_batch = batch is None
     batch = batch or Batch(len(query), len(key))
     square = loss.square and o["positive_ids"] is None
     validation.shapes(loss, query, key, labelled, batch, square)
@@ -334,7 +334,7 @@ def _check_static(
         **dict(softmax_options),
     )  # fmt: skip
     has_vectors = labelled or loss.classes or loss.has_own or not PER_CALL.isdisjoint(options)
-    shares_vectors = on_cpu and whole and not (has_vectors or loss.joint)
+    shares_vectors = on_cpu and is_whole_batch and not (has_vectors or loss.joint)
     shares_vectors = shares_vectors and logits <= MOST_TEMPLATE_LOGITS
     if shares_vectors:
         template = materialize_vectors(template, np)

@@ -50,7 +50,7 @@ MAX_SCALE = 100.0
 def torch_function(loss: Loss) -> Keywords:
     """The keywords of the function of `infonce.torch` that computes this loss."""
     names = [*LossOptions.__annotations__, "metrics"]
-    return _table(names, TENSORS, loss) | (VIEWS if _of_views(loss) else {}) | GROUP
+    return _table(names, TENSORS, loss) | (VIEWS if _has_views(loss) else {}) | GROUP
 
 
 def torch_module(loss: Loss) -> Keywords:
@@ -63,13 +63,13 @@ def torch_module(loss: Loss) -> Keywords:
 def jax_function(loss: Loss) -> Keywords:
     """The keywords of the function of `infonce.jax` that computes this loss."""
     names = ["temperature", "scale", *NAMES, "own", *DIMS, *ARRAYS, "guide", *COMPILED, "metrics"]
-    views: Keywords = {"labels": ("ArrayLike | None", None)} if _of_views(loss) else {}
+    views: Keywords = {"labels": ("ArrayLike | None", None)} if _has_views(loss) else {}
     types = {name: written.replace("Tensor", "ArrayLike") for name, written in TENSORS.items()}
     types |= dict.fromkeys(("temperature", "scale"), "ArrayLike | None")
     return _table(names, types, loss) | views | AXIS
 
 
-def _of_views(loss: Loss) -> bool:
+def _has_views(loss: Loss) -> bool:
     return loss.symmetric and not (loss.classes or loss.joint)
 
 

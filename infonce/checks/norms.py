@@ -84,12 +84,12 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
             warnings.warn(
                 f"norms of rows of {name} are {low} to {high}, expected about 1: "
                 "normalize=True divides rows by them; normalize=False is silent",
-                stacklevel=_level_of_caller(),
+                stacklevel=_find_caller_level(),
             )
             return
 
 
-def _level_of_caller() -> int:
+def _find_caller_level() -> int:
     """The `stacklevel` of the first frame outside of the libraries, for a warning of the function
     that calls this one."""
     level, frame = 1, sys._getframe(1)

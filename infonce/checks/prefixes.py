@@ -34,7 +34,7 @@ def read_prefixes(
     """The (width, weight) of each prefix, and the options without `dims` and `dim_weights`."""
     others = dict(options)
     dims, weights = others.pop("dims"), others.pop("dim_weights", None)
-    widths = widths_of(dims, min(z.shape[-1] for z in features))
+    widths = read_widths(dims, min(z.shape[-1] for z in features))
     if weights is None:
         return [(d, 1.0) for d in widths], others
     weights = [validation.number("dim_weights", w) for w in _listed(weights)]
@@ -45,7 +45,7 @@ def read_prefixes(
     return list(zip(widths, weights, strict=True)), others
 
 
-def widths_of(dims: Any, width: int) -> list[int]:
+def read_widths(dims: Any, width: int) -> list[int]:
     """The checked widths of the prefixes of rows of `width` features."""
     expected = f"dims: expected increasing integers in [1, {width}]"
     try:
@@ -72,7 +72,7 @@ def loss(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> Any:
     """The loss, without gradients."""
-    with arrays.on_stream_of(caller_arrays[0]):
+    with arrays.use_caller_stream(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
         parts, others = check_and_read(kind, features, options)
         losses = [evaluate([z[..., :d] for z in features], others) for d, _ in parts]
@@ -83,7 +83,7 @@ def loss_and_grad(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> LossAndGrad:
     """Loss and gradients. Log-sum-exps, metrics and logits belong to the widest prefix."""
-    with arrays.on_stream_of(caller_arrays[0]):
+    with arrays.use_caller_stream(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
         parts, others = check_and_read(kind, features, options)
         wrt = validation.wrt(kind, others.get("wrt"))

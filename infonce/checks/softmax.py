@@ -30,33 +30,33 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     for name in SOFTMAX:
         o[name] = _checked(name, o[name])
 
-    def given(name: str) -> bool:
+    def is_given(name: str) -> bool:
         if name == "own" and loss.has_own:
             return True
         default = DEFAULTS[name]
         return o[name] is not None if default is None else bool(o[name] != default)
 
     for name in loss.refused:
-        if given(name):
+        if is_given(name):
             raise ValueError(
                 f"{name}: expected {DEFAULTS[name]!r} for {loss.name}, which has none, "
                 f"got {what(o[name])}"
             )
     for name, *others in EXCLUSIVE:
-        if given(name) and all(map(given, others)):
+        if is_given(name) and all(map(is_given, others)):
             came = "an array" if name == "own" else what(o[name])  # `own` is among the features
             raise ValueError(
                 f"{name}: expected {DEFAULTS[name]!r} with {' and '.join(others)}, got {came}"
             )
-    if given("guide_margin") and o["guide"] is None:
+    if is_given("guide_margin") and o["guide"] is None:
         raise ValueError(f"guide_margin: expected 0.0 without guide, got {what(o['guide_margin'])}")
-    if given("dim_weights"):
+    if is_given("dim_weights"):
         raise ValueError(f"dim_weights: expected None without dims, got {what(o['dim_weights'])}")
     for name in ("own_mask", "in_batch"):
         default = DEFAULTS[name]
-        if given(name) and not loss.has_own:
+        if is_given(name) and not loss.has_own:
             raise ValueError(f"{name}: expected {default!r} without own, got {what(o[name])}")
-    return tuple((name, o[name]) for name in SOFTMAX if name not in ARRAYS and given(name))
+    return tuple((name, o[name]) for name in SOFTMAX if name not in ARRAYS and is_given(name))
 
 
 def require_metrics(problem: Problem) -> None:
@@ -72,8 +72,8 @@ def require_metrics(problem: Problem) -> None:
         "key_bias": problem.key_bias is not None, "guide": problem.guided,
         "false_negative_margin": problem.has_limits,
     }  # fmt: skip
-    for name, given in changes.items():
-        if given:
+    for name, changes_logits in changes.items():
+        if changes_logits:
             raise ValueError(f"metrics: expected False with {name}, got True")
 
 

@@ -268,8 +268,8 @@ def loss(
     for result in results:
         if not math.isfinite(result.loss):
             raise click.ClickException(_why_not_finite(result.loss, inputs, names_in_errors))
-    source_of_normalize = click.get_current_context().get_parameter_source("normalize")
-    if source_of_normalize is ParameterSource.DEFAULT:
+    normalize_source = click.get_current_context().get_parameter_source("normalize")
+    if normalize_source is ParameterSource.DEFAULT:
         hint = _norms_hint(inputs, names_in_errors)
         if hint is not None:
             click.echo(f"infonce: {hint}", err=True)
@@ -377,8 +377,8 @@ def _norms_hint(features: Mapping[str, Any], names_in_errors: Mapping[str, str])
         row_norms = row_norms[row_norms > 0]
         low, high = UNIT_NORMS
         if len(row_norms) and not low <= row_norms.min() <= row_norms.max() <= high:
-            found = f"{row_norms.min():.3g} to {row_norms.max():.3g}"
-            ranges.append(f"{found} in {names_in_errors[name]}")
+            norm_range = f"{row_norms.min():.3g} to {row_norms.max():.3g}"
+            ranges.append(f"{norm_range} in {names_in_errors[name]}")
     if not ranges:
         return None
     return f"norms of rows are {', '.join(ranges)}, expected about 1: --normalize divides by them"

@@ -132,9 +132,9 @@ def _table(headings: Sequence[str]) -> Table:
 def _facts(report: Mapping[str, Any]) -> Table:
     """Inputs, memory, time and options."""
     facts = Table.grid(padding=(0, 2))
-    for name, given in report["inputs"].items():
-        shape = " x ".join(map(str, given["shape"]))
-        facts.add_row(name, f"{shape} {given['dtype']}, {given['source']}")
+    for name, entry in report["inputs"].items():
+        shape = " x ".join(map(str, entry["shape"]))
+        facts.add_row(name, f"{shape} {entry['dtype']}, {entry['source']}")
     if "by_temperature" in report and report["retrieval"]:  # which the temperature does not change
         for side, shares in report["retrieval"].items():
             facts.add_row(
@@ -171,7 +171,7 @@ def figure(figures: Any, report: Mapping[str, Any]) -> Any:
         losses = [run["value"]["unweighted"][side] for run in runs]
         if None not in losses:
             axes.plot(temperatures, losses, ".--", label=f"{_mean(report)}, {side}")
-    inputs = ", ".join(given["source"] for given in report["inputs"].values())
+    inputs = ", ".join(entry["source"] for entry in report["inputs"].values())
     axes.set_title(f"{report['loss']} loss of {inputs}", fontsize=9)
     axes.set(xlabel="temperature", ylabel="loss", xscale="log")
     axes.set_xticks(temperatures, [f"{t:g}" for t in temperatures])

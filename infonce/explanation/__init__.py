@@ -123,7 +123,7 @@ def explain(
         validation.flag(name, value)
         if value and name in kind.refused:
             raise ValueError(f"{name}: {loss} does not take it")
-    widths = [features] if dims is None else prefixes.widths_of(dims, features)
+    widths = [features] if dims is None else prefixes.read_widths(dims, features)
     if dims is not None and "dims" in kind.refused:
         raise ValueError(f"dims: {loss} does not take it")
     columns = sizes["keys"]
@@ -175,7 +175,7 @@ def _call(
     wants_query = bool(feature_names) if kind.joint else kind.arguments[0] in wrt
     wants_key = not kind.symmetric and kind.arguments[-1] in wrt
     return Call(
-        _sums_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
+        _find_loss(kind), query, key, dq if wants_query else None, dk if wants_key else None,
         validation.precision(precision, {dtype}, False),
         moments=bool(wrt & {"scale", "bias"})
         and uses_moments(m * n, bool(feature_names), False),
@@ -202,7 +202,7 @@ def _schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Schedule]:
     return [schedule(each, gpu.properties) for each in (sums, sums, taught)]
 
 
-def _sums_of(kind: spec.Loss) -> Loss:
+def _find_loss(kind: spec.Loss) -> Loss:
     if kind.sigmoid:
         return Loss.PAIRS
     if kind.symmetric:

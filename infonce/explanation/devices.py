@@ -27,8 +27,10 @@ def _gpu(
 ) -> DeviceModel:  # fmt: skip
     """`shared`: KiB of a block, and of a multiprocessor. `memory`: MiB. `teraflops`: with operands
     of 16 bits, and in tf32, fp32 and fp64."""
-    block, whole = (KIB * size for size in shared)
-    properties = DeviceProperties(capability, multiprocessors, block, whole, memory * MIB, PORTABLE)
+    block_bytes, multiprocessor_bytes = (KIB * size for size in shared)
+    properties = DeviceProperties(
+        capability, multiprocessors, block_bytes, multiprocessor_bytes, memory * MIB, PORTABLE
+    )
     kinds = ("16 bits", "tf32", "fp32", "fp64")
     flops = {kind: 1e12 * rate for kind, rate in zip(kinds, teraflops, strict=True)}
     return DeviceModel(model, properties, flops, bandwidth)

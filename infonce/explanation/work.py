@@ -40,14 +40,14 @@ PART_PRODUCTS = {1: 1, 2: 3}
 def schedule_work(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
     """The work of all kernels and matrix products of a schedule, in their order."""
     if schedule.one_launch is not None:
-        yield _work_of_one_launch(schedule, gpu)
+        yield _count_one_launch_work(schedule, gpu)
     operands = schedule.operands
     if operands is None:
         return
     for fold in schedule.folds:
         name = fold.purpose.value.partition(" and ")[0]
         if schedule.guide is not None:
-            yield _work_of_guide(name, fold, schedule.guide, gpu)
+            yield _count_guide_work(name, fold, schedule.guide, gpu)
         for step in _kernel_and_products(name, fold, schedule, operands):
             kernel, blocks, launches, flops, moved = step
             seconds = _seconds(gpu, operands.precision, flops, moved)
@@ -56,7 +56,7 @@ def schedule_work(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
 
 
-def _work_of_guide(name: str, fold: Fold, guide: GuideSchedule, gpu: DeviceModel) -> Work:
+def _count_guide_work(name: str, fold: Fold, guide: GuideSchedule, gpu: DeviceModel) -> Work:
     """The work of the guide's kernel, which marks the pairs of all blocks of a pass."""
     operands, shape = guide.operands, guide.shape
     flops = moved = 0.0
@@ -138,7 +138,7 @@ class _Products:
                 self.bytes += product.batch * moved
 
 
-def _work_of_one_launch(schedule: Schedule, gpu: DeviceModel) -> Work:
+def _count_one_launch_work(schedule: Schedule, gpu: DeviceModel) -> Work:
     launch, call = schedule.one_launch, schedule.call
     assert launch is not None
     m, n, d = call.shape

@@ -17,11 +17,11 @@ from .callback import (
     TEACHER,
     TracedCall,
     add_callback,
+    collect_options,
     deliver,
     integers,
-    options_of,
+    make_teacher,
     outputs,
-    teacher_of,
 )
 
 
@@ -50,7 +50,7 @@ def _fill(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     result = dispatch.loss_and_grad(
         call.kind, inputs["features"], integers(inputs["labels"]), inputs["bias"],
-        options_of(call, inputs), direct, teacher_of(call, inputs),
+        collect_options(call, inputs), direct, make_teacher(call, inputs),
     )  # fmt: skip
     deliver(call, result, out, direct)
 

@@ -25,7 +25,7 @@ from . import rounds
 from .callback import Axis, TracedCall, add_callback, outputs
 
 
-def axis_of(axis_name: Any, features: Mapping[str, Any]) -> Axis:
+def find_axis(axis_name: Any, features: Mapping[str, Any]) -> Axis:
     """The axis of a call.
 
     ValueError if no axis has the name, or if JAX knows that one of `features` is the same on all
@@ -89,7 +89,7 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     - "weight": the sum of the weights of this device's rows. `sum_over_devices` divides the loss by
       the sum over all devices.
     """
-    axis, kind, shape_of = call.axis, call.kind, jax.ShapeDtypeStruct
+    axis, kind, make_shape = call.axis, call.kind, jax.ShapeDtypeStruct
     assert axis is not None
     features = inputs["features"]
     own_keys = jnp.concatenate(features) if kind.joint else features[kind.key_argument]
@@ -115,8 +115,8 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
         if travel.to_owners:
             shape = (axis.size, *shape)
         out = add_next_callback({
-            "error_and_results": shape_of((1 + travel.result_count, 2), jnp.uint32),
-            "travelling": shape_of(shape, jnp.uint32),
+            "error_and_results": make_shape((1 + travel.result_count, 2), jnp.uint32),
+            "travelling": make_shape(shape, jnp.uint32),
         })  # fmt: skip
         if travel.to_owners:
             arrived = jax.lax.all_to_all(out["travelling"], axis.names, 0, 0)
@@ -129,12 +129,12 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     summed = [name for name in kind.arguments if name in call.wrt and name != "own"]
     feature_shapes = {name: shapes.pop(name) for name in summed}
     weight_dtype = jax.dtypes.canonicalize_dtype(np.float64)
-    shapes["weight"] = shape_of((), weight_dtype) if _may_weigh_rows(call, inputs) else None
+    shapes["weight"] = make_shape((), weight_dtype) if _may_weigh_rows(call, inputs) else None
     rows = len(own_keys) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
-        shapes["dq"] = shape_of((rows, keys.shape[1]), plan.sum_dtype)
+        shapes["dq"] = make_shape((rows, keys.shape[1]), plan.sum_dtype)
     if plan.key_sums:
-        shapes["key_sums"] = shape_of(keys.shape, plan.sum_dtype)
+        shapes["key_sums"] = make_shape(keys.shape, plan.sum_dtype)
     out = add_next_callback(shapes)
     dq, dk = out.pop("dq", None), out.pop("key_sums", None)
     if dk is not None:

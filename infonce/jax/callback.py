@@ -97,7 +97,7 @@ class TracedCall:
         return str(dict(self.options).get("reduction", "mean"))
 
 
-def options_of(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
+def collect_options(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The options that `checks.call.check` takes, from the arrays of a callback."""
     options = {**dict(call.options), "scale": inputs["scale"], "wrt": frozenset(call.wrt)}
     arrays = {name: inputs[name] for name in ("grad_out", *ARRAYS)}
@@ -109,7 +109,7 @@ def options_of(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     return {**options, "metrics": call.metrics}
 
 
-def teacher_of(call: TracedCall, inputs: dict[str, Any]) -> Teacher | None:
+def make_teacher(call: TracedCall, inputs: dict[str, Any]) -> Teacher | None:
     """The teacher, from the arrays of a callback."""
     query, key, scale = (inputs[name] for name in TEACHER)
     return Teacher(query, key, scale=scale) if call.kind.taught else None

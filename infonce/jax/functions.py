@@ -74,7 +74,7 @@ def _apply(
     require_known(kind, features, options)
     call_axis = None
     if axis_name is not None:
-        call_axis = axis.axis_of(axis_name, row_features(kind, features, guide, teacher))
+        call_axis = axis.find_axis(axis_name, row_features(kind, features, guide, teacher))
         require_method(options)
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
@@ -86,7 +86,7 @@ def _apply(
     bias = kind.bias if bias is None else bias
     features = tuple(jnp.asarray(z) for z in features)
     dtype = jnp.float64 if any(z.dtype == jnp.float64 for z in features) else jnp.float32
-    given = {
+    inputs = {
         "features": features,
         "scale": _floating(scale, dtype),
         "bias": None if bias is None else _floating(bias, dtype),
@@ -99,11 +99,11 @@ def _apply(
     }
     static_options = tuple(sorted(options.items()))
     if call_axis is None:
-        loss, values, _ = differentiable_loss(TracedCall(kind, static_options, metrics), given)
+        loss, values, _ = differentiable_loss(TracedCall(kind, static_options, metrics), inputs)
     else:
-        call_axis, given = axis.make_varying(call_axis, given)
+        call_axis, inputs = axis.make_varying(call_axis, inputs)
         call = TracedCall(kind, static_options, metrics, axis=call_axis)
-        device_parts = differentiable_loss(call, given)
+        device_parts = differentiable_loss(call, inputs)
         loss, values = axis.sum_over_devices(call, len(features[0]), device_parts)
     return (loss, Metrics(**values)) if metrics else loss
 
@@ -172,14 +172,14 @@ def row_features(
     kind: Loss, features: Sequence[Any], guide: Any, teacher: Teacher | None
 ) -> dict[str, Any]:
     """All arrays with features of rows, also those from a guide or a teacher, by their names."""
-    found = dict(zip(kind.arguments, features, strict=True))
+    arrays = dict(zip(kind.arguments, features, strict=True))
     if isinstance(guide, (tuple, list)):
-        found |= {f"guide[{i}]": z for i, z in enumerate(guide)}
+        arrays |= {f"guide[{i}]": z for i, z in enumerate(guide)}
     else:
-        found["guide"] = guide
+        arrays["guide"] = guide
     if teacher is not None:
-        found |= {"teacher_query": teacher.query, "teacher_key": teacher.key}
-    return {name: z for name, z in found.items() if isinstance(z, (jax.Array, np.ndarray))}
+        arrays |= {"teacher_query": teacher.query, "teacher_key": teacher.key}
+    return {name: z for name, z in arrays.items() if isinstance(z, (jax.Array, np.ndarray))}
 
 
 def _known_values(value: Any, otherwise: int = 0) -> Any:
@@ -204,12 +204,12 @@ def exact_integers(value: Any) -> Any:
     return Wide.of(value) if would_cut else jnp.asarray(value)
 
 
-def apply_to_each(function: Any, given: Any) -> Any:
+def apply_to_each(function: Any, value: Any) -> Any:
     """`function` of the arrays of one of `spec.NAMES`, which is an array, a pair of arrays, or
     None."""
-    if is_pair(given):
-        return tuple(map(function, given))
-    return None if given is None else function(given)
+    if is_pair(value):
+        return tuple(map(function, value))
+    return None if value is None else function(value)
 
 
 def _floating(value: Any, dtype: Any) -> Any:

@@ -42,7 +42,7 @@ from ..kernels.distill.solve import solver_by_folds
 from ..kernels.problem import SILENT, Array, Gradients, Problem, uses_moments
 from ..kernels.solve import Solution
 from ..kernels.targets import weigh_positives
-from .callback import TracedCall, deliver, integers, options_of, stand_in, teacher_of
+from .callback import TracedCall, collect_options, deliver, integers, make_teacher, stand_in
 
 LOG = logging.getLogger("infonce.jax")
 # The type, of 8 bytes, in which numbers travel and results go to later callbacks
@@ -313,12 +313,12 @@ def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
     m = len(features[0])
     batch = Batch(m * call.axis.size, n, rank * m * (1 + kind.joint))
     # without a warning about norms, which a filter of warnings could make an error
-    options = {"normalize": False, **options_of(call, inputs)}
+    options = {"normalize": False, **collect_options(call, inputs)}
     request = check(
         kind, features, integers(inputs["labels"]), inputs["bias"], options, True, batch, {}
     )
     request.joined, request.feature_grads = None, {}  # the gradients of both arguments are in `dq`
-    if (teacher := teacher_of(call, inputs)) is not None:
+    if (teacher := make_teacher(call, inputs)) is not None:
         add_teacher(kind, request, features, teacher)
     problem = request.problem
     if request.on_gpu:

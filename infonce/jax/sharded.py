@@ -22,7 +22,7 @@ from ..spec import Loss
 from . import functions
 
 # arguments with rows, beside features and `spec.NAMES`
-BY_ROW = ("labels", *spec.ARRAYS, "guide", "teacher_query", "teacher_key")
+ROW_ARGUMENTS = ("labels", *spec.ARRAYS, "guide", "teacher_query", "teacher_key")
 NUMBERS = ("scale", "temperature", "bias", "teacher_scale", "teacher_temperature")
 TEACHER_ARGUMENTS = (
     "teacher_query",
@@ -85,34 +85,34 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
 
     @functools.wraps(loss)
     def over_devices(*args: Any, **options: Any) -> Any:
-        given = dict(signature.bind(*args, **options).arguments)
-        given |= given.pop("options", {})
-        of_call, _, _ = keywords.with_own(kind, (), given)
-        _require(of_call, given, mesh, names)
-        if kind is spec.NT_XENT and given.get("labels") is None:  # views may be on two devices
-            rows = len(given["features"])
-            given["labels"] = (jnp.arange(rows) + rows // 2) % rows
+        arguments = dict(signature.bind(*args, **options).arguments)
+        arguments |= arguments.pop("options", {})
+        call_kind, _, _ = keywords.with_own(kind, (), arguments)
+        _require(call_kind, arguments, mesh, names)
+        if kind is spec.NT_XENT and arguments.get("labels") is None:  # views may be on two devices
+            rows = len(arguments["features"])
+            arguments["labels"] = (jnp.arange(rows) + rows // 2) % rows
         for name in spec.DIMS:
-            if given.get(name) is not None:
-                given[name] = tuple(np.asarray(given[name]).tolist())  # can be hashed
-        return _run(loss, of_call, given, mesh, names)
+            if arguments.get(name) is not None:
+                arguments[name] = tuple(np.asarray(arguments[name]).tolist())  # can be hashed
+        return _run(loss, call_kind, arguments, mesh, names)
 
     return over_devices
 
 
-def _require(kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]) -> None:
+def _require(kind: Loss, arguments: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]) -> None:
     """Check the call as a call on one device, and that the devices divide the rows."""
-    features = [given[name] for name in kind.arguments]
-    options = {name: value for name, value in given.items() if name not in kind.arguments}
+    features = [arguments[name] for name in kind.arguments]
+    options = {name: value for name, value in arguments.items() if name not in kind.arguments}
     if "axis_name" in options:
         raise TypeError("axis_name: expected as an argument of infonce.jax.sharded")
     labels, bias = options.pop("labels", None), options.pop("bias", None)
     teacher = None
     if kind.taught:
-        arguments = {name: options.pop(name) for name in TEACHER_ARGUMENTS if name in options}
-        arrays = {name: arguments[name] for name in ("teacher_query", "teacher_key")}
+        settings = {name: options.pop(name) for name in TEACHER_ARGUMENTS if name in options}
+        arrays = {name: settings[name] for name in ("teacher_query", "teacher_key")}
         functions.require_arrays(arrays)
-        fields = {name.removeprefix("teacher_"): value for name, value in arguments.items()}
+        fields = {name.removeprefix("teacher_"): value for name, value in settings.items()}
         teacher = Teacher(**fields)
         kind = teacher.loss
     if prefixes.has_prefixes(kind, options):
@@ -130,54 +130,58 @@ def _require(kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ..
 
 
 def _run(
-    loss: Callable[..., Any], kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]
+    loss: Callable[..., Any],
+    kind: Loss,
+    arguments: dict[str, Any],
+    mesh: Mesh,
+    names: tuple[Any, ...],
 ) -> Any:
     """The loss of checked arguments."""
     rows = PartitionSpec(names)
-    by_row = {name: given.pop(name) for name in kind.arguments}
+    row_arrays = {name: arguments.pop(name) for name in kind.arguments}
     for name in spec.NAMES:
-        if (integers := given.pop(name, None)) is not None:
-            by_row[name] = functions.apply_to_each(functions.exact_integers, integers)
-    for name in BY_ROW:
-        if (value := given.pop(name, None)) is not None:
+        if (integers := arguments.pop(name, None)) is not None:
+            row_arrays[name] = functions.apply_to_each(functions.exact_integers, integers)
+    for name in ROW_ARGUMENTS:
+        if (value := arguments.pop(name, None)) is not None:
             is_labels = name == "labels"
-            by_row[name] = (
+            row_arrays[name] = (
                 functions.exact_integers(value) if is_labels else jax.tree.map(jnp.asarray, value)
             )
-    numbers = {name: given.pop(name) for name in NUMBERS if given.get(name) is not None}
+    numbers = {name: arguments.pop(name) for name in NUMBERS if arguments.get(name) is not None}
     if AxisType.Explicit in mesh.axis_types:
         reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
-        by_row = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, rows)), by_row)
-    given = {name: value for name, value in given.items() if value is not None}
-    out = _mapped(loss, kind, tuple(sorted(given.items())), mesh, names)(by_row, numbers)
-    if not given.get("metrics"):
+        row_arrays = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, rows)), row_arrays)
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    out = _compile(loss, kind, tuple(sorted(arguments.items())), mesh, names)(row_arrays, numbers)
+    if not arguments.get("metrics"):
         return out
     return out[0], Metrics(**dict.fromkeys(("column_loss", "column_rank")) | out[1])
 
 
 @functools.lru_cache(256)
-def _mapped(
+def _compile(
     loss: Callable[..., Any], kind: Loss, options: tuple[tuple[str, Any], ...], mesh: Mesh,
     names: tuple[Any, ...],
 ) -> Callable[..., Any]:  # fmt: skip
     """The compiled function (arrays by rows, numbers) -> loss, or loss and metrics."""
-    rows, same, given = PartitionSpec(names), PartitionSpec(), dict(options)
-    metrics = given.get("metrics", False)
+    rows, replicated, settings = PartitionSpec(names), PartitionSpec(), dict(options)
+    metrics = settings.get("metrics", False)
 
-    def local(by_row: dict[str, Any], numbers: dict[str, Any]) -> Any:
-        out = loss(**by_row, **numbers, **given, axis_name=names)
+    def local(row_arrays: dict[str, Any], numbers: dict[str, Any]) -> Any:
+        out = loss(**row_arrays, **numbers, **settings, axis_name=names)
         if not metrics:
             return out
         return out[0], {name: v for name, v in vars(out[1]).items() if v is not None}
 
-    specs: Any = rows if given.get("reduction") == "none" else same
+    specs: Any = rows if settings.get("reduction") == "none" else replicated
     if metrics:
         metrics_specs = {
-            field.name: same if field.name.endswith("loss") else rows
+            field.name: replicated if field.name.endswith("loss") else rows
             for field in dataclasses.fields(Metrics)
             if kind.column_direction_weight or not field.name.startswith("column")
         }
         specs = specs, metrics_specs
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(rows, same), out_specs=specs)
-    compiled: Callable[..., Any] = jax.jit(mapped)
+    evaluate_shards = jax.shard_map(local, mesh=mesh, in_specs=(rows, replicated), out_specs=specs)
+    compiled: Callable[..., Any] = jax.jit(evaluate_shards)
     return compiled

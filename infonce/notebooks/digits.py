@@ -17,34 +17,36 @@ images, classes = _digits.images[_order] / 16, _digits.target[_order]
 images = images - images[HELD_OUT:].mean(0)
 
 
-def encoder(rng: np.random.Generator, width: int, dtype: Any = np.float32) -> Encoder:
+def make_encoder(rng: np.random.Generator, width: int, dtype: Any = np.float32) -> Encoder:
     """An untrained encoder of `width` pixels."""
-    made = Encoder(rng, width, DIM)
-    made.parameters = [p.astype(dtype) for p in made.parameters]
-    made.w1, made.b1, made.w2, made.b2 = made.parameters
-    return made
+    untrained = Encoder(rng, width, DIM)
+    untrained.parameters = [p.astype(dtype) for p in untrained.parameters]
+    untrained.w1, untrained.b1, untrained.w2, untrained.b2 = untrained.parameters
+    return untrained
 
 
-def views(batch: Array, rng: np.random.Generator) -> list[Array]:
+def make_views(batch: Array, rng: np.random.Generator) -> list[Array]:
     """Two of each image: shifted by up to a pixel, brighter or darker, with noise."""
-    made = []
+    moved_batches = []
     for _ in range(2):
         gain = rng.uniform(0.7, 1.3, (len(batch), 1, 1))
         image = np.arange(len(batch))[:, None, None]
         row, column = (np.arange(8) + rng.integers(-1, 2, (2, len(batch), 1))) % 8
         moved = batch[image, row[:, :, None], column[:, None, :]]
-        made.append((gain * moved + 0.1 * rng.standard_normal(batch.shape)).reshape(len(batch), -1))
-    return made
+        moved_batches.append(
+            (gain * moved + 0.1 * rng.standard_normal(batch.shape)).reshape(len(batch), -1)
+        )
+    return moved_batches
 
 
-def embedded(encoder: Encoder) -> Array:
+def embed(encoder: Encoder) -> Array:
     """Unit embeddings of all images."""
     z = encoder.forward(images.reshape(len(images), -1).astype(encoder.w1.dtype))
     return z / np.linalg.norm(z, axis=1, keepdims=True)
 
 
-def recognised(encoder: Encoder) -> float:
+def measure_recognition(encoder: Encoder) -> float:
     """Share of held-out digits whose nearest neighbour in the training set is the same digit."""
-    z = embedded(encoder)
+    z = embed(encoder)
     nearest = HELD_OUT + (z[:HELD_OUT] @ z[HELD_OUT:].T).argmax(1)
     return float((classes[nearest] == classes[:HELD_OUT]).mean())

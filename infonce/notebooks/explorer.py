@@ -37,7 +37,7 @@ class InfoNCE:
         return self.logits, self.lse, np.atleast_1d(self.loss), self.gradient
 
 
-def computed(query: Array, key: Array, scale: float, form: str, wide: Any = None) -> InfoNCE:
+def compute(query: Array, key: Array, scale: float, form: str, wide: Any = None) -> InfoNCE:
     """Products in the format, all else in float32 (fp64: float64). `wide` is another dtype."""
     wide = wide or (np.float64 if form == "fp64" else np.float32)
     n = len(query)
@@ -60,11 +60,11 @@ def computed(query: Array, key: Array, scale: float, form: str, wide: Any = None
 
 def exact(query: Array, key: Array, scale: float) -> InfoNCE:
     """In the widest type of this processor: 80 bits on x86."""
-    return computed(query, key, scale, "exact", np.longdouble)
+    return compute(query, key, scale, "exact", np.longdouble)
 
 
 def bounds(query: Array, key: Array, want: InfoNCE, scale: float, form: str) -> InfoNCE:
-    """Bounds of the errors of `computed` against `want`, element by element."""
+    """Bounds of the errors of `compute` against `want`, element by element."""
     roundoff, least, most = FORMATS[form]
     sums, low = (2.0**-53, -1022) if form == "fp64" else (2.0**-24, -126)
     rho, tiny, subnormal = 4 * sums, 2.0 ** (low - 20), 2.0**least * roundoff
@@ -95,16 +95,16 @@ def bounds(query: Array, key: Array, want: InfoNCE, scale: float, form: str) -> 
     negative = ~np.eye(n, dtype=bool)
     others = np.where(negative, x, -np.inf)
     top = others.max(1, keepdims=True)
-    whole = np.log(np.exp(others - top).sum(1, keepdims=True)) + top
-    share = np.exp(others - whole)
+    negative_lse = np.log(np.exp(others - top).sum(1, keepdims=True)) + top
+    share = np.exp(others - negative_lse)
     with np.errstate(over="ignore", invalid="ignore"):
         reach = np.where(negative, dx, 0).max(1)
         moved = np.fmin(np.log1p(np.where(negative, share * np.expm1(dx), 0).sum(1)), reach)
         far = np.where(negative, np.abs(x - top) + 2 * reach[:, None], 0)
         relative = (share * ((1 + rho) * np.exp(rho * far) - 1)).sum(1) + growth(n) + n * tiny
         total = moved - np.log1p(-np.minimum(relative, 1 - 2.0**-53)) + rho * np.abs(top.ravel())
-        gap = step(np.abs(whole.ravel()), step(0, total)) + dx.diagonal()
-        gap = step(np.abs(whole.ravel() - x.diagonal()), gap)
+        gap = step(np.abs(negative_lse.ravel()), step(0, total)) + dx.diagonal()
+        gap = step(np.abs(negative_lse.ravel() - x.diagonal()), gap)
         sigma = -np.expm1(-losses)
         loss_rows = step(losses, np.fmin(sigma * np.expm1(gap), gap))
         lse_rows = step(np.abs(lse), loss_rows + dx.diagonal())
@@ -127,7 +127,7 @@ def errors(got: InfoNCE, want: InfoNCE) -> list[Array]:
     return [np.abs(g - w).astype(np.float64) for g, w in pairs]
 
 
-def relative(parts: list[Array], want: InfoNCE) -> list[float]:
+def relative_errors(parts: list[Array], want: InfoNCE) -> list[float]:
     """Of the worst logit and log-sum-exp, of the loss, and of the gradient's norm."""
     logits, lse, loss, gradient = (np.asarray(z, np.float64) for z in want.parts())
     return [
@@ -152,5 +152,5 @@ def pairs(n: int, d: int, norm: float, cosine: float, seed: int = 0) -> tuple[Ar
 def bits(x: float, form: str) -> str:
     """Sign, exponent and fraction of a number in float64, with a bar behind what the format has."""
     text = f"{np.float64(x).view(np.uint64):064b}"
-    kept = 12 + round(-np.log2(FORMATS[form][0])) - 1
-    return f"{text[0]} {text[1:12]} {text[12:kept]}|{text[kept:]}"
+    end = 12 + round(-np.log2(FORMATS[form][0])) - 1
+    return f"{text[0]} {text[1:12]} {text[12:end]}|{text[end:]}"

@@ -18,7 +18,7 @@ DTYPES: dict[str, Any] = {
 }
 
 
-def rounded(x: Array, form: str) -> Array:
+def round_to_format(x: Array, form: str) -> Array:
     """float32 `x` rounded to the nearest number of `form`, as float32.
 
     tf32 keeps 10 bits after the point, ties away from 0: what `cvt.rna.tf32.f32` does to the bits.
@@ -51,10 +51,10 @@ def product(a: Array, b: Array, form: str) -> Array:
         return a.astype(np.float64) @ b.astype(np.float64)
     if form == "bf16x3":
         a, b = (np.asarray(z, np.float32) for z in (a, b))
-        a1, b1 = rounded(a, "bf16"), rounded(b, "bf16")
-        a2, b2 = rounded(a - a1, "bf16"), rounded(b - b1, "bf16")
+        a1, b1 = round_to_format(a, "bf16"), round_to_format(b, "bf16")
+        a2, b2 = round_to_format(a - a1, "bf16"), round_to_format(b - b1, "bf16")
         return a1 @ b1 + (a1 @ b2 + a2 @ b1)
-    return rounded(a, form) @ rounded(b, form)
+    return round_to_format(a, form) @ round_to_format(b, form)
 
 
 @dataclass
@@ -120,7 +120,7 @@ def pairs(n: int, d: int, kind: str, seed: int = 0) -> tuple[Array, Array]:
     return image, unit(cosine * image + np.sqrt(1 - cosine**2) * other)
 
 
-def off(got: Array, want: Array) -> float:
+def relative_error(got: Array, want: Array) -> float:
     """||got - want|| / ||want||, in float64; NaN if `got` has one."""
     difference = np.asarray(got, np.float64) - want
     return float(np.linalg.norm(difference) / np.linalg.norm(want))

@@ -17,7 +17,7 @@ def require(*modules: str, records: bool = False) -> None:
     """ImportError with the install command if a library of the notebook is missing; with `records`,
     FileNotFoundError if there are no recorded runs."""
     wanted = ("matplotlib", *modules)
-    missing = [name for name in wanted if not _found(name)]
+    missing = [name for name in wanted if not _is_installed(name)]
     if missing:
         raise ImportError(
             f"this notebook needs {', '.join(missing)}: "
@@ -43,7 +43,7 @@ def require(*modules: str, records: bool = False) -> None:
     )
 
 
-def _found(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # its package is missing
@@ -78,13 +78,13 @@ def gpu(skipped: str) -> Any:
     """CuPy if there is a GPU; otherwise None, after a message with what is `skipped`."""
     from infonce.cli import machine
 
-    found = machine.cuda()
-    if not found.startswith("available"):
-        print(f"No GPU: skips {skipped}.\n({found})")
+    cuda = machine.cuda()
+    if not cuda.startswith("available"):
+        print(f"No GPU: skips {skipped}.\n({cuda})")
         return None
     import cupy
 
-    print(f"GPU {found}")
+    print(f"GPU {cuda}")
     return cupy
 
 
@@ -131,7 +131,7 @@ def explore(draw: Callable[..., Any], **choices: tuple[Any, Sequence[Any]]) -> N
     """Call `draw` with the value of each (value, all values). With ipywidgets, sliders below its
     picture draw it again."""
     draw(**{name: value for name, (value, _) in choices.items()})
-    if not (_found("ipywidgets") and _found("IPython")):
+    if not (_is_installed("ipywidgets") and _is_installed("IPython")):
         return
     from IPython import display, get_ipython
 

@@ -97,14 +97,14 @@ def clip(
     row_losses, r, row_slope = common.softmax_loss(
         dot, positive, excluded, scale=scale, guide_dot=guide_dot, **options
     )
-    options_of_columns: BiasedSoftmax = {**options, "key_bias": None}
+    column_options: BiasedSoftmax = {**options, "key_bias": None}
     column_losses, c, column_slope = common.softmax_loss(
         dot.T,
         positive,
         excluded.T,
         scale=scale,
         guide_dot=None if guide_dot is None else guide_dot.T,
-        **options_of_columns,
+        **column_options,
     )
     losses = (row_losses + column_losses) / 2
 

@@ -312,9 +312,9 @@ def softmax_loss(
     weighted = np.where(positive, logits, logits + hardness * dot)  # as the sum of r_i has them
     negatives = np.where(positive | excluded, -np.inf, weighted)
     positives = np.where(positive, logits, -np.inf)
-    kept = negatives if decoupled else np.where(excluded, -np.inf, weighted)
+    softmax_logits = negatives if decoupled else np.where(excluded, -np.inf, weighted)
 
-    peak, total = sum_exp(kept, axis=1)
+    peak, total = sum_exp(softmax_logits, axis=1)
     negative_peak, negative_total = sum_exp(negatives, axis=1)
     positive_peak, positive_total = sum_exp(positives, axis=1)
     # n - m
@@ -327,7 +327,9 @@ def softmax_loss(
     negative_probability = np.ones_like(gap) if decoupled else sigmoid(gap)
     at_positives = (share - 1 / count[:, None]) - share * negative_probability[:, None]
     with_sum = np.where(total == 0, 1.0, total)  # 0: no key takes part
-    slope = np.where(positive, at_positives, np.exp(kept - peak[:, None]) / with_sum[:, None])
+    slope = np.where(
+        positive, at_positives, np.exp(softmax_logits - peak[:, None]) / with_sum[:, None]
+    )
     if label_smoothing:
         # Probability moves from the positives to all K keys.
         keys = np.maximum(1, np.count_nonzero(~excluded, axis=1))

@@ -121,14 +121,16 @@ def info_nce(
         # One more column for each own negative: of row i, K of its own
         o = common.as_features(own)
         count = o.shape[1]
-        kept = np.ones((rows, count), np.bool_) if own_mask is None else np.asarray(own_mask)
-        o = np.where(kept[:, :, None], o, 1.0)
+        own_included = (
+            np.ones((rows, count), np.bool_) if own_mask is None else np.asarray(own_mask)
+        )
+        o = np.where(own_included[:, :, None], o, 1.0)
         if normalize:
             unit, o_norm = common.normalize(o.reshape(-1, o.shape[2]))
             o = unit.reshape(o.shape)
         dot = np.hstack([dot, np.einsum("id,ikd->ik", q, o)])
         positive = np.hstack([positive, np.zeros((rows, count), np.bool_)])
-        excluded = np.hstack([excluded, ~kept])
+        excluded = np.hstack([excluded, ~own_included])
         if guide_dot is not None:  # the guide leaves out no own negative
             guide_dot = np.hstack([guide_dot, np.full((rows, count), np.finfo(float).min)])
         if options.get("key_bias") is not None:

@@ -110,7 +110,7 @@ def grad_cache(
         with ExitStack() as stack:
             for module in tower.parallel:
                 if last_step[module] != step:
-                    stack.enter_context(_unsynchronised(module))
+                    stack.enter_context(_skip_synchronisation(module))
             tower.backward(i, gradients)
     return (value.detach(), *others) if isinstance(result, tuple) else value.detach()
 
@@ -120,18 +120,18 @@ class _Tower:
 
     def __init__(self, name: str, encoder: Encoder, inputs: Sequence[Any], chunk: int) -> None:
         self.name, self.encoder, self.inputs = name, encoder, inputs
-        lengths = [len(z) for given in inputs for z in _parts(given)]
+        lengths = [len(z) for entry in inputs for z in _list_arrays(entry)]
         if len(set(lengths)) != 1:
             raise ValueError(f"inputs: expected as many rows in each of {name}, got {lengths}")
         self.chunks = chunk_slices(lengths[0], chunk)
         self.states: list[_RandomState] = []  # before each chunk's first pass
         self.parallel: list[Any] = []  # modules that synchronise gradients
         self.trained = True
-        tensors = [z for given in inputs for z in _parts(given)]
+        tensors = [z for entry in inputs for z in _list_arrays(entry)]
         if isinstance(encoder, nn.Module):
             parameters = list(encoder.parameters())
             self.trained = any(z.requires_grad for z in parameters)
-            self.parallel = list(dict.fromkeys(_parallel(encoder)))
+            self.parallel = list(dict.fromkeys(_find_parallel(encoder)))
             tensors += parameters
         self.gpus = {z.device for z in tensors if isinstance(z, Tensor) and z.is_cuda}
         if torch.cuda.is_initialized():
@@ -148,7 +148,7 @@ class _Tower:
     def backward(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         """The backward pass of a chunk: of features, and with the last chunk of other outputs."""
         rows, is_last = self.chunks[i], i + 1 == len(self.chunks)
-        with self.states[i].restored():
+        with self.states[i].restore():
             outputs = self._run(rows)
         pairs = [
             (z, gradient if _is_number(z) else gradient[rows])
@@ -160,7 +160,7 @@ class _Tower:
 
     def _run(self, rows: slice) -> list[Tensor]:
         """The outputs for a chunk."""
-        out = self.encoder(*(_rows(given, rows) for given in self.inputs))
+        out = self.encoder(*(_select_rows(entry, rows) for entry in self.inputs))
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         for z in outputs:
             if not isinstance(z, Tensor):
@@ -201,7 +201,7 @@ class _RandomState:
         self.gpu_states = {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """Context in which the generators have these states; then those from before it."""
         with torch.random.fork_rng(list(self.gpu_states)):
             torch.set_rng_state(self.cpu_state)
@@ -219,16 +219,16 @@ def _towers(encoders: Any, inputs: Any, chunk: int) -> list[_Tower]:
     return [_Tower(f"encoders[{i}]", encoder, [z], chunk) for i, (encoder, z) in enumerate(each)]
 
 
-def _parts(given: Any) -> list[Any]:
+def _list_arrays(entry: Any) -> list[Any]:
     """What has rows in an entry of `inputs`."""
-    return list(given.values()) if isinstance(given, Mapping) else [given]
+    return list(entry.values()) if isinstance(entry, Mapping) else [entry]
 
 
-def _rows(given: Any, rows: slice) -> Any:
+def _select_rows(entry: Any, rows: slice) -> Any:
     """A chunk of an entry of `inputs`."""
-    if isinstance(given, Mapping):
-        return {name: z[rows] for name, z in given.items()}
-    return given[rows]
+    if isinstance(entry, Mapping):
+        return {name: z[rows] for name, z in entry.items()}
+    return entry[rows]
 
 
 def _is_number(output: Tensor) -> bool:
@@ -236,13 +236,13 @@ def _is_number(output: Tensor) -> bool:
     return bool(output.ndim < 2)
 
 
-def _parallel(module: nn.Module) -> Iterator[nn.Module]:
+def _find_parallel(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules that synchronise gradients."""
     if _is_sharded(module) or hasattr(module, "no_sync"):
         yield module
         return
     for child in module.children():
-        yield from _parallel(child)
+        yield from _find_parallel(child)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -251,7 +251,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _unsynchronised(module: Any) -> Iterator[None]:
+def _skip_synchronisation(module: Any) -> Iterator[None]:
     """Context in which a backward pass leaves this process's gradients as they are."""
     if not _is_sharded(module):
         with module.no_sync():

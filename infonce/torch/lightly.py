@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .core.drop_in import DropIn, everywhere, gathered, mean_over_ranks, world
+from .core.drop_in import DropIn, everywhere, gather_rows, mean_over_ranks, world
 from .functions import info_nce_loss, nt_xent_loss
 
 __all__ = ["DCLLoss", "DCLWLoss", "NTXentLoss", "negative_mises_fisher_weights"]
@@ -95,7 +95,7 @@ class NTXentLoss(_TwoViews):
         bank = self.memory_bank.rows(keys)
         if out0.requires_grad:
             group = world(self.gather_distributed)
-            self.memory_bank.push(keys if group is None else torch.cat(gathered(keys, group)))
+            self.memory_bank.push(keys if group is None else torch.cat(gather_rows(keys, group)))
         # Rows of other samples are no negatives: they have the id of the queries
         same = torch.zeros(len(queries) + len(bank), dtype=torch.long, device=queries.device)
         same[len(queries) :] = 1

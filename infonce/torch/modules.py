@@ -108,16 +108,16 @@ class _LossModule(nn.Module):
         if not functions.PLAIN.issuperset(options):
             self._require_known(options)
         learned = {name: self._parameters[name] for name in LEARNED if name in self._parameters}
-        given = {**self.options, **learned}
+        call_options = {**self.options, **learned}
         if not options.keys().isdisjoint(("temperature", "scale")):
             for name in ("log_scale", "temperature", "scale"):
-                given.pop(name, None)
-        if "log_scale" in given:
-            log_scale = given.pop("log_scale")
+                call_options.pop(name, None)
+        if "log_scale" in call_options:
+            log_scale = call_options.pop("log_scale")
             with torch.no_grad():  # in place: beyond the limit, a clamped value has no gradient
                 log_scale.clamp_(max=math.log(self.max_scale))
-            given["scale"] = log_scale.exp()
-        return {**given, **options}
+            call_options["scale"] = log_scale.exp()
+        return {**call_options, **options}
 
     def _require_known(self, options: dict[str, Any]) -> None:
         function = f"infonce.torch.{type(self).__name__}()"
@@ -157,8 +157,8 @@ class LiTLoss(_LossModule, kind=spec.LIT):
 @docstrings.adapted(losses.siglip_loss, DOC)
 class SigLIPLoss(_LossModule, kind=spec.SIGLIP):
     def forward(self, image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
-        given = self._call_options(options if bias is None else {**options, "bias": bias})
-        return functions.siglip_loss(image, text, **given)
+        call_options = self._call_options(options if bias is None else {**options, "bias": bias})
+        return functions.siglip_loss(image, text, **call_options)
 
 
 @docstrings.adapted(losses.sup_con_loss, DOC)

@@ -309,8 +309,8 @@ def create_loss(args: Any) -> Any:
     gathers["use_horovod"] = getattr(args, "horovod", False)
     # Where open_clip compiles more than the model, it caches no labels
     compiled = getattr(args, "torchcompile", False)
-    whole = getattr(args, "torchcompile_strategy", "task") in ("task", "step")
-    caches = {"cache_labels": not (compiled and whole)}
+    compiles_loss = getattr(args, "torchcompile_strategy", "task") in ("task", "step")
+    caches = {"cache_labels": not (compiled and compiles_loss)}
     if args.distill:
         return DistillClipLoss(**gathers, **caches)
     if "coca" in name:

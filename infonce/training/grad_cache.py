@@ -140,9 +140,9 @@ def chunk_slices(rows: int, chunk: int) -> list[slice]:
     return [slice(i, min(i + chunk, rows)) for i in range(0, max(rows, 1), chunk)]
 
 
-def one_each(name: str, given: Any, n: int) -> list[Any]:
+def one_each(name: str, value: Any, n: int) -> list[Any]:
     """One callable for all inputs, or one for each."""
-    each = list(given) if isinstance(given, (list, tuple)) else [given] * n
+    each = list(value) if isinstance(value, (list, tuple)) else [value] * n
     if len(each) != n:
         raise ValueError(f"{name}: expected one callable or {n} of them, got {len(each)}")
     for one in each:

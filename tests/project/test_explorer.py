@@ -77,7 +77,7 @@ def test_formats_round_to_the_same_bits(name: str) -> None:
             high = x.astype(ml_dtypes.bfloat16).astype(np.float32)
             want = high + (x - high).astype(ml_dtypes.bfloat16).astype(np.float32)
         else:
-            want = numerics.rounded(x, name)
+            want = numerics.round_to_format(x, name)
     got, numbers = np.array(got, np.uint32), ~np.isnan(want)
     assert np.isnan(got.view(np.float32)[~numbers]).all()
     different = numbers & (got != want.view(np.uint32))
@@ -181,7 +181,7 @@ def test_errors_of_the_notebook_are_within_their_bounds(form: str) -> None:
             query, key = explorer.pairs(24, 48, norm, cosine)
             for scale in (1.0, 14.0, 200.0):
                 want = explorer.exact(query, key, scale)
-                got = explorer.computed(query, key, scale, form)
+                got = explorer.compute(query, key, scale, form)
                 bounds = explorer.bounds(query, key, want, scale, form).parts()
                 parts = zip(explorer.errors(got, want), bounds, strict=True)
                 shares = [np.max(np.where(e == 0, 0, e / bound)) for e, bound in parts]

@@ -26,7 +26,7 @@ def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
     copies, has no room.
     """
     if method in LIBRARY:
-        out = [np.empty_like(z) for z in case.gradients_of(features)]
+        out = [np.empty_like(z) for z in case.select_gradients(features)]
         return lambda: _library(method, case, features, out)
     itemsize = max(4, features[0].dtype.itemsize)
     require(MATRICES * case.rows**2 * itemsize)
@@ -57,7 +57,7 @@ def _products(case: Case, features: Sequence[Array]) -> Run:
     dtype = np.result_type(features[0].dtype, np.float32)
     query, key = (features[i].astype(dtype, copy=False) for i in (0, -1))
     x = np.empty((len(query), len(key)), dtype)
-    gradients = [np.empty_like(z) for z in case.gradients_of(features)]
+    gradients = [np.empty_like(z) for z in case.select_gradients(features)]
     logits = int(case.products) - len(gradients)  # how often they are computed
 
     def run() -> Outcome:
@@ -148,7 +148,7 @@ def _torch(case: Case, features: Sequence[Array]) -> Run:
     import torch
 
     leaves = [torch.as_tensor(z.astype(np.promote_types(z.dtype, np.float32))) for z in features]
-    wanted = [leaf.requires_grad_() for leaf in case.gradients_of(leaves)]
+    wanted = [leaf.requires_grad_() for leaf in case.select_gradients(leaves)]
     factor = torch.tensor(case.scale, dtype=leaves[0].dtype, requires_grad=True)
     y = torch.as_tensor(case.positives)
 

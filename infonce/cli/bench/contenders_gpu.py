@@ -43,13 +43,13 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
         return lambda: by_panels(case, next(turns), wide)
     y = torch.as_tensor(case.positives, device="cuda")
 
-    def whole(query: Any, key: Any, scale: Any) -> Any:
+    def matrix_loss(query: Any, key: Any, scale: Any) -> Any:
         return torch_loss(case.kind, query, key, scale, y)
 
     if method == "torch.compile":
         torch._dynamo.reset()  # or it would generalise over sizes, at the cost of speed
-        whole = torch.compile(whole, dynamic=False)
-    return by_autograd(case, tensors, whole)
+        matrix_loss = torch.compile(matrix_loss, dynamic=False)
+    return by_autograd(case, tensors, matrix_loss)
 
 
 def library(
@@ -79,7 +79,7 @@ def library(
 
     def run() -> Outcome:
         result = next(turns)()
-        return result.loss, case.gradients_of(result.grads[:sides])
+        return result.loss, case.select_gradients(result.grads[:sides])
 
     return run
 
@@ -90,7 +90,7 @@ def products(case: Case, inputs: Sequence[Sequence[Array]], precision: str) -> R
 
     turns = itertools.cycle(inputs)
     real = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
-    gradients = case.gradients_of(case.shapes)
+    gradients = case.select_gradients(case.shapes)
     logits = int(case.products) - len(gradients)  # how often they are computed
 
     def run() -> Outcome:
@@ -147,7 +147,7 @@ def by_autograd(
     import torch
 
     for tensors in inputs:
-        for leaf in case.gradients_of(tensors):
+        for leaf in case.select_gradients(tensors):
             leaf.requires_grad_()
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     scale = torch.tensor(case.scale, dtype=dtype, device="cuda", requires_grad=True)
@@ -156,7 +156,7 @@ def by_autograd(
     def run() -> Outcome:
         tensors = next(turns)
         value = loss(tensors[0], tensors[-1], scale)
-        wanted = [*case.gradients_of(tensors), scale]
+        wanted = [*case.select_gradients(tensors), scale]
         return value.detach(), list(torch.autograd.grad(value, wanted, allow_unused=True)[:-1])
 
     return run
@@ -178,7 +178,7 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
     gradients = [torch.zeros(z.shape, dtype=wide, device=device) for z in features[:-1]]
     key_gradient = torch.zeros(key.shape, dtype=wide, device=device)
     gradients = list(key_gradient.split(n)) if kind.joint else [*gradients, key_gradient]
-    wants_key = kind.arguments[-1] in case.gradients_of(kind.arguments)
+    wants_key = kind.arguments[-1] in case.select_gradients(kind.arguments)
     loss = torch.zeros((), dtype=wide, device=device)
 
     def logits(panel: slice) -> tuple[Any, Any, Any]:
@@ -228,5 +228,5 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
                 g += weights[1] * (x - columns).exp_()
             g[at] -= sum(weights) / y.shape[1]  # before any rounding: what remains may be small
             add_gradient(panel, g)
-    wanted = case.gradients_of(gradients)
+    wanted = case.select_gradients(gradients)
     return loss / n, [(g * (case.scale / n)).to(key.dtype) for g in wanted]

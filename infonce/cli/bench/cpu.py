@@ -52,7 +52,7 @@ class Host:
             return None
         labels = {} if case.labels is None else {"labels": case.labels}
         solved = getattr(reference, case.kind.name)(*features, scale=case.scale, **labels)
-        return solved.loss, case.gradients_of([solved.grads[n] for n in case.kind.arguments])
+        return solved.loss, case.select_gradients([solved.grads[n] for n in case.kind.arguments])
 
     def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
         return contenders_cpu.contender(method, case, inputs[0])

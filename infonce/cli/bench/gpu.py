@@ -95,8 +95,8 @@ class Device:
         peak = hook.peak
         if torch is not None:
             peak += torch.cuda.max_memory_allocated() - before
-        made = sum(g.nbytes for g in outcome[1] if not isinstance(g, np.ndarray))
-        return {"peak_bytes": max(0, peak - made)}
+        gradient_bytes = sum(g.nbytes for g in outcome[1] if not isinstance(g, np.ndarray))
+        return {"peak_bytes": max(0, peak - gradient_bytes)}
 
     def turn(self, run: Run) -> dict[str, list[float]]:
         """Calls are queued one after another as in a training loop; the first, which refills caches
@@ -154,11 +154,11 @@ def _peak(cupy: Any) -> Any:
         name = "infonce peak"
         peak = used = 0
 
-        def malloc_postprocess(self, **given: Any) -> None:
-            self.used += given["mem_size"]
+        def malloc_postprocess(self, **event: Any) -> None:
+            self.used += event["mem_size"]
             self.peak = max(self.peak, self.used)
 
-        def free_postprocess(self, **given: Any) -> None:
-            self.used -= given["mem_size"]
+        def free_postprocess(self, **event: Any) -> None:
+            self.used -= event["mem_size"]
 
     return Peak()

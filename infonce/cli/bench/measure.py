@@ -85,7 +85,7 @@ class Case:
         """Floating-point operations of these products, whatever a contender executes."""
         return self.products * 2 * self.rows * self.shapes[-1][0] * self.dim
 
-    def gradients_of(self, values: Sequence[Any]) -> list[Any]:
+    def select_gradients(self, values: Sequence[Any]) -> list[Any]:
         """Those of `values`, one for each argument, whose argument gets a gradient."""
         pairs = zip(self.kind.arguments, values, strict=True)
         wanted = self.wrt or [a for a in self.kind.arguments if a not in self.kind.locked]

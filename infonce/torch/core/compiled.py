@@ -54,7 +54,7 @@ def operator(
     Gradients of features are float32 for float16 features, else in the dtype of the features.
     """
     constants, settings = others[: len(CONSTANTS)], others[len(CONSTANTS) + 1 :]
-    loss, features, wanted = _arguments(kind, (query, key, own), others)
+    loss, features, wanted = _read_arguments(kind, (query, key, own), others)
     labels, arrays = split_untracked(constants)
     options = {**dict(zip(COMPILED, settings, strict=True)), **arrays}
     result = evaluate(loss, features, labels, scale, bias, options, wanted)
@@ -67,12 +67,12 @@ def operator(
     )
 
 
-def _arguments(
-    kind: str, given: Sequence[Tensor | None], others: Sequence[Any]
+def _read_arguments(
+    kind: str, tensors: Sequence[Tensor | None], others: Sequence[Any]
 ) -> tuple[Loss, list[Tensor], frozenset[str]]:
     """The loss, its features, and the names of the arguments that need a gradient."""
-    features = [z for z in given if z is not None]
-    loss = INFO_NCE_OWN if given[2] is not None else LOSSES[kind]
+    features = [z for z in tensors if z is not None]
+    loss = INFO_NCE_OWN if tensors[2] is not None else LOSSES[kind]
     needs = others[len(CONSTANTS)]
     return loss, features, differentiated_names(loss, tuple(needs[: 2 + len(features)]))
 
@@ -87,7 +87,7 @@ def _make_fake_outputs(
     kind: str, query: Tensor, key: Any, own: Any, scale: Tensor, bias: Any, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Outputs of `operator` without values: their shapes and dtypes, for `torch.compile`."""
-    loss, features, wanted = _arguments(kind, (query, key, own), others)
+    loss, features, wanted = _read_arguments(kind, (query, key, own), others)
     double = any(z.dtype == torch.float64 for z in features)
     dtype = torch.float64 if double else torch.float32  # of the loss
     values = dict(zip(loss.arguments, features, strict=True))

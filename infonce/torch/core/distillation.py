@@ -108,8 +108,8 @@ def distill_loss(
     Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015.
     """
     names = "query", "key", "teacher_query", "teacher_key"
-    given = query, key, teacher_query, teacher_key
-    for name, z in zip(names, given, strict=True):
+    tensors = query, key, teacher_query, teacher_key
+    for name, z in zip(names, tensors, strict=True):
         if not isinstance(z, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
         if z.device != query.device:

@@ -34,8 +34,8 @@ class DropIn(nn.Module):
             setattr(self, name, value)
 
     def extra_repr(self) -> str:
-        given = {**{name: getattr(self, name) for name in self._settings}, **self.options}
-        return ", ".join(f"{name}={value!r}" for name, value in given.items())
+        settings = {**{name: getattr(self, name) for name in self._settings}, **self.options}
+        return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 def require(name: str, value: Any, expected: Any, instead: str) -> None:
@@ -90,7 +90,7 @@ def mean_over_ranks(losses: Tensor, group: Any) -> Tensor:
 
 
 @torch.no_grad()
-def gathered(rows: Tensor, group: Any) -> list[Tensor]:
+def gather_rows(rows: Tensor, group: Any) -> list[Tensor]:
     """The rows of each process, without a gradient. All processes need the same number of rows."""
     sizes = group_ranks(group).allgather(len(rows))
     if len(set(sizes)) > 1:

@@ -41,8 +41,8 @@ class MemoryEfficient(DropIn):
 
     def _call_options(self, tau_plus: Any) -> dict[str, Any]:
         """Keywords of one call."""
-        given = self.tau_plus if tau_plus is None else tau_plus
-        require("tau_plus", given, 0.0, "use false_negative_margin, which drops likely positives")
+        value = self.tau_plus if tau_plus is None else tau_plus
+        require("tau_plus", value, 0.0, "use false_negative_margin, which drops likely positives")
         group = world() if self._shared and self.group is None else self.group
         shares = {} if group is None else {"group": group, "gradient_scale": "global"}
         return {"temperature": self.temperature, **shares, **self.options}
@@ -64,9 +64,9 @@ class Pairs(MemoryEfficient):
     _loss: Callable[..., Any]
 
     def forward(self, first: Tensor, second: Tensor, tau_plus: Any = None) -> Any:
-        given = {"label_smoothing": self.label_smoothing, **self._call_options(tau_plus)}
-        loss = type(self)._loss(first, second, normalize=not self.normalized_inputs, **given)
-        return self._scaled(loss, len(first), given.get("group"))
+        call_options = {"label_smoothing": self.label_smoothing, **self._call_options(tau_plus)}
+        loss = type(self)._loss(first, second, normalize=not self.normalized_inputs, **call_options)
+        return self._scaled(loss, len(first), call_options.get("group"))
 
 
 class MemoryEfficientCLIPLoss(Pairs):

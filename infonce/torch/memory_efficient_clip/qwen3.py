@@ -79,15 +79,15 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         hard_negative_features: Tensor | None = None,
         tau_plus: Any = None,
     ) -> Any:
-        given, masked = self._call_options(tau_plus), self.margin < 2
-        group, own = given.get("group"), hard_negative_features
+        call_options, masked = self._call_options(tau_plus), self.margin < 2
+        group, own = call_options.get("group"), hard_negative_features
         if masked or own is not None:
             require(
                 "label_smoothing", self.label_smoothing, 0.0,
                 "it is there with a margin of 2 and without hard negatives",
             )  # fmt: skip
-        given["label_smoothing"] = self.label_smoothing
-        given["false_negative_margin"] = self.margin if masked else math.inf
+        call_options["label_smoothing"] = self.label_smoothing
+        call_options["false_negative_margin"] = self.margin if masked else math.inf
         query, documents, own = map(self._unit, (query_features, doc_features, own))
         if self._locked:
             documents, own = documents.detach(), None if own is None else own.detach()
@@ -104,12 +104,12 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         labels = torch.arange(len(rows), device=rows.device)
         if len(groups) > 1:  # what belongs to a row itself is no negative of it
             ids = labels + first_row(group, len(rows))
-            given["ids"] = (ids, ids.repeat(len(groups)))
+            call_options["ids"] = (ids, ids.repeat(len(groups)))
         labels = labels + first_row(group, len(keys))
         if own is None:
-            loss = info_nce_loss(rows, keys, labels, **given)
+            loss = info_nce_loss(rows, keys, labels, **call_options)
             return self._scaled(loss, len(rows), group)
-        losses = info_nce_loss(rows, keys, labels, **{**given, "reduction": "none"})
+        losses = info_nce_loss(rows, keys, labels, **{**call_options, "reduction": "none"})
         losses = self._with_own(losses, query, documents, own)
         _, total, _ = shard(group, len(rows))
         return self._scaled(losses.sum() / total, len(rows), group, part=True)

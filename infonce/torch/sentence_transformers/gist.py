@@ -49,11 +49,11 @@ gather_across_devices
         columns = [self.model(column)["sentence_embedding"] for column in features]
         with torch.no_grad():
             if self.must_retokenize:
-                guide_features = [self._tokens_of_guide(column) for column in features]
+                guide_features = [self._retokenize(column) for column in features]
             guides = [self.guide(column)["sentence_embedding"] for column in guide_features]
         return guided_loss(self, columns, guides)
 
-    def _tokens_of_guide(self, column: dict[str, Any]) -> dict[str, Any]:
+    def _retokenize(self, column: dict[str, Any]) -> dict[str, Any]:
         """The texts of a column as the guide's tokens."""
         rows = column["input_ids"]
         if "cu_seq_lens_q" in column:  # one row of all texts

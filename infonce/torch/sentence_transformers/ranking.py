@@ -144,14 +144,14 @@ class _Batch:
         positives = self.similarity(self.queries, self.positives)
         return others + self.scale * (self.similarity(rows, rows) - positives)
 
-    def rows(self, rows: Tensor, keys: Tensor, given: Any = None, **options: Any) -> Any:
+    def rows(self, rows: Tensor, keys: Tensor, other_keywords: Any = None, **options: Any) -> Any:
         """Rows against keys, of which the first ones are their positives; a loss for each row
-        unless other keywords are `given`."""
+        unless there are `other_keywords`."""
         labels = None
         if len(keys) > len(rows) and self.group is not None:  # keys are counted over all processes
             labels = torch.arange(len(rows), device=rows.device)
             labels += first_row(self.group, len(keys))
-        return info_nce_loss(rows, keys, labels, **(given or self.per_row), **options)
+        return info_nce_loss(rows, keys, labels, **(other_keywords or self.per_row), **options)
 
     def ids(self, columns: int | None = None) -> tuple[Tensor, Tensor]:
         """Samples of queries and of documents (of so many columns): a query's own are left out."""

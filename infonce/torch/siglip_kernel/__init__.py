@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functions
-from ..core.drop_in import DropIn, everywhere, gathered, group_ranks, require, shard
+from ..core.drop_in import DropIn, everywhere, gather_rows, group_ranks, require, shard
 
 __all__ = [
     "DistributedSigLIPLoss",
@@ -357,16 +357,16 @@ class DistributedSigLIPPlusLoss(SigLIPPlusLoss):
 def _positive_pairs(rows: Tensor, columns: Tensor, group: Any) -> Tensor:
     """The number of pairs of equal ids, of all processes."""
     if group is not None:
-        rows, columns = (_of_all(ids, group) for ids in (rows, columns))
+        rows, columns = (_gather_ids(ids, group) for ids in (rows, columns))
     ordered = columns.sort().values
-    found = torch.searchsorted(ordered, rows, right=True) - torch.searchsorted(ordered, rows)
-    return found.sum()
+    counts = torch.searchsorted(ordered, rows, right=True) - torch.searchsorted(ordered, rows)
+    return counts.sum()
 
 
-def _of_all(ids: Tensor, group: Any) -> Tensor:
+def _gather_ids(ids: Tensor, group: Any) -> Tensor:
     """The ids of all processes, which may have different numbers of them."""
     sizes = group_ranks(group).allgather(len(ids))
     padded = ids.new_zeros(max(sizes))
     padded[: len(ids)] = ids
-    sides = zip(gathered(padded, group), sizes, strict=True)
-    return torch.cat([of_process[:size] for of_process, size in sides])
+    sides = zip(gather_rows(padded, group), sizes, strict=True)
+    return torch.cat([process_ids[:size] for process_ids, size in sides])
