@@ -76,7 +76,9 @@ def finalize(
             xp, problem, logits, None if smoothing is None else smoothing.columns
         )
 
-    rows = finalize_with_targets(vectors, problem, sums, row_targets)
+    rows, columns = finalize_with_targets(vectors, problem, sums, row_targets), None
+    if problem.two_sided and stats.columns is not None:
+        columns = finalize_with_targets(vectors, problem, stats.columns, column_targets)
     row_upstream = problem.upstream * (problem.row_direction_weight * scale)
     linear = []
     if problem.classes is not None:
@@ -85,9 +87,8 @@ def finalize(
     if log_scale_grad is not None:
         log_scale_grad = problem.row_direction_weight * log_scale_grad
     row_factor = row_upstream * rows.reference_probability
-    columns = column_upstream = column_factor = None
-    if problem.two_sided and stats.columns is not None:
-        columns = finalize_with_targets(vectors, problem, stats.columns, column_targets)
+    column_upstream = column_factor = None
+    if columns is not None:
         losses = losses + problem.column_direction_weight * columns.loss
         if log_scale_grad is not None:
             log_scale_grad += problem.column_direction_weight * columns.log_scale_grad
