@@ -82,15 +82,16 @@ struct Fiber : Thread {
   Block* owner = nullptr;  // the block of this thread
   Warp* warp = nullptr;
   void* stack = nullptr;
-  bool done = false, polls = false, polls_others = false;
+  bool done = false;
+  bool polls = false, polls_others = false;  // polls memory; memory that another process may write
   uint32_t arrivals[16] = {};  // for each named barrier: 1 + the phase of the last arrival; 0: none
   Wait wait;
   Place at{};  // of the last synchronisation
   Seen seen;
-  std::vector<std::vector<AsyncCopy>> copies;  // groups, oldest first
-  std::vector<AsyncCopy> open_copies;
-  std::vector<BoxStore> stores;
-  std::vector<Mbarrier*> unfenced;
+  std::vector<std::vector<AsyncCopy>> copies;  // by committed group, oldest first
+  std::vector<AsyncCopy> open_copies;          // of the group that is not committed yet
+  std::vector<BoxStore> stores;                // whose global memory is not written yet
+  std::vector<Mbarrier*> unfenced;             // initialised by this thread without a fence since
 };
 
 // A product that tensor cores have still to do for a warp
@@ -118,8 +119,8 @@ struct Warp {
   Condition conditions[32];  // of its lanes: side by side, because the scheduler reads all in every turn
   Lanes meetings[33];  // 0: of all lanes; 1 + i: of masks whose first lane is i
   bool products_fenced = false;
-  std::vector<std::vector<WarpProduct>> products;  // groups, oldest first
-  std::vector<WarpProduct> open_products;
+  std::vector<std::vector<WarpProduct>> products;  // by committed group, oldest first
+  std::vector<WarpProduct> open_products;          // of the group that is not committed yet
   std::vector<Written> written;
   Pace pace;
 };
