@@ -158,7 +158,7 @@ def allows_online_softmax(problem: Problem, gradients: Gradients | None) -> bool
 
     It can if the losses need only sums of rows, rows have one positive, and no dK is wanted. A
     backend may still lack an `OnlineSoftmax` for the options of the logits. A pairwise sigmoid has
-    one fold anyway; a GPU decides in `choose_cut`, and may compute dK in the same fold.
+    one fold anyway; a GPU decides in `divide_workspace`, and may compute dK in the same fold.
     """
     if gradients is None or gradients.want_key or problem.retrieval_ranks:
         return False

@@ -65,7 +65,7 @@ def _count_guide_work(name: str, fold: Fold, guide: GuideSchedule, gpu: DeviceMo
             m, columns = rows.stop - rows.start, fold.grid.columns[b]
             n = columns.stop - columns.start
             flops += 2.0 * m * n * operands.width / operands.item * PART_PRODUCTS[operands.parts]
-            moved += (m + n) * operands.width * operands.parts + guide.marks * m * n / 8
+            moved += (m + n) * operands.width * operands.parts + guide.marks_per_pair * m * n / 8
     blocks, seconds = len(fold.grid), _seconds(gpu, operands.precision, flops, moved)
     tile, kernel = (shape.query_tile_rows, shape.block_n), guide.kernel.file.removesuffix(".cu")
     return Work(name, kernel, tile, fold.grid.largest, blocks, blocks, flops, moved, seconds)

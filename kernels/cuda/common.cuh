@@ -46,8 +46,8 @@ constexpr Real EXCLUDED = sizeof(Real) == 8 ? -0x1.fffffffffffffp1023 : -0x1.fff
 #define EXCLUDED LOW
 #endif
 constexpr u32 ALL_LANES = 0xffffffffu;
-// Low parts of float16 gradient blocks are multiplied by this factor, so that they do not underflow.
-constexpr int LOW_PART_FACTOR = 2048;
+// Small parts of float16 gradient blocks are multiplied by this factor, so that they do not underflow.
+constexpr int SMALL_PART_FACTOR = 2048;
 constexpr int TILE_COLUMNS = 128;  // keys of a sweep's tile
 
 __device__ __forceinline__ Real2 real2(Real x, Real y) {

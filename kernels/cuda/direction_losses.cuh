@@ -85,10 +85,11 @@ __device__ __forceinline__ Direction finalize_direction(Sum negatives, double po
   d.negative_probability = decoupled ? 1 : sigmoid2(d.gap);
   const bool lacks_positive = decoupled || is_nothing(positive);
   d.lse2 = lacks_positive ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
-  const bool none = negatives.sum == 0;
-  const double negative_mean = none && decoupled ? 0 : negatives.moment / negatives.sum;
-  d.log_scale_grad = none && !decoupled ? LN_2 * d.negative_probability
-                                        : LN_2 * d.negative_probability * (negative_mean - mean);
+  const bool no_negatives = negatives.sum == 0;
+  const double negative_mean = no_negatives && decoupled ? 0 : negatives.moment / negatives.sum;
+  // Without negatives: 0, or NaN if the positive is NaN
+  d.log_scale_grad = no_negatives && !decoupled ? LN_2 * d.negative_probability
+                                                : LN_2 * d.negative_probability * (negative_mean - mean);
   return d;
 }
 

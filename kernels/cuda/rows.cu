@@ -114,11 +114,12 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
       u32 w[LANE_FEATURES / 2];
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES / 2; ++i) {
-        float &low = x[2 * i], &high = x[2 * i + 1];
-        w[i] = IS_FLOAT16 ? to_fp16x2(low, high) : to_bf16x2(low, high);
-        const unsigned short first = (unsigned short)w[i], second = (unsigned short)(w[i] >> 16);
-        low -= IS_FLOAT16 ? from_fp16(first) : from_bf16(first);
-        high -= IS_FLOAT16 ? from_fp16(second) : from_bf16(second);
+        // Two features fill a word. x keeps what their parts leave for the next part
+        float &first = x[2 * i], &second = x[2 * i + 1];
+        w[i] = IS_FLOAT16 ? to_fp16x2(first, second) : to_bf16x2(first, second);
+        const unsigned short first_bits = (unsigned short)w[i], second_bits = (unsigned short)(w[i] >> 16);
+        first -= IS_FLOAT16 ? from_fp16(first_bits) : from_bf16(first_bits);
+        second -= IS_FLOAT16 ? from_fp16(second_bits) : from_bf16(second_bits);
       }
       *(uint4*)(out + (row * stride + p * part + k) * 2) = make_uint4(w[0], w[1], w[2], w[3]);
     }

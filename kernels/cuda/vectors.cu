@@ -1,6 +1,6 @@
 // Kernels on vectors of length M or N, between the kernels on tiles. They are compiled together.
 //
-//     vectors/sums.cuh      merge_pairs, add_pairs, add_copies, begin, finalize, totals
+//     vectors/sums.cuh      merge_partial_sums, add_partial_sums, add_copies, begin, finalize, totals
 //     vectors/linear.cuh    join_rows, finalize_linear
 //     vectors/online.cuh    check_references, add_repeated, end_online
 //     vectors/factors.cuh   ranges, factors, divide_factors, to_products

@@ -32,7 +32,7 @@ class Rows:
     def of(features: Array, problem: Problem) -> Rows:
         """The rows of an array on the current device."""
         device = cupy.cuda.Device()
-        precision = config.operand_precision(problem.compute, device_properties(device.id))
+        precision = config.fastest_operand_precision(problem.compute, device_properties(device.id))
         launcher = Launcher(device, precision, Queue())
         real = np.dtype(np.float64 if precision == "fp64" else np.float32)
         return Rows(launcher, Features(launcher, problem.normalize, real, features))

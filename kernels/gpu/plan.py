@@ -73,18 +73,20 @@ def run_by_plan(
     numbers: list[float] = []
     kind = tuple(describe(part, arrays, numbers) for part in inputs)
     device = runtime.getDevice()
-    # kind: shapes, strides, dtypes, alignments of addresses, and all values that are no numbers
+    # kind: shapes, strides, dtypes, alignments of addresses, and all other fields except floats
+    # that may be arrays too (such as `scale`)
     plan_key = device, device_properties(device), build, kind
-    plan = plans.get(plan_key)
-    if plan is None:
+    plan_or_queue = plans.get(plan_key)
+    if plan_or_queue is None:
         try:
-            plan = Plan(build, inputs, arrays, graphs)
+            plan_or_queue = Plan(build, inputs, arrays, graphs)
         except TooLong:
-            plan = Queue()  # no plan: each call of this kind is launched step by step
-        _store(plans, MAX_PLANS, plan_key, plan)
-    if isinstance(plan, Plan):
-        return plan.run(arrays, numbers)
-    return {name: array for name, array in build(*inputs, plan).items() if array is not None}
+            plan_or_queue = Queue()  # each call of this kind is launched step by step
+        _store(plans, MAX_PLANS, plan_key, plan_or_queue)
+    if isinstance(plan_or_queue, Plan):
+        return plan_or_queue.run(arrays, numbers)
+    outputs = build(*inputs, plan_or_queue)
+    return {name: array for name, array in outputs.items() if array is not None}
 
 
 def compile_kernels(build: Build, progress: Progress | None, *inputs: Any) -> None:
@@ -133,8 +135,9 @@ def forget() -> None:
 
 
 def _store(stored: dict[Any, Any], max_count: int, new_key: Any, new_value: Any) -> None:
-    """Store a plan, or `BoundSteps` of a plan, and remove the oldest if there are `max_count`.
+    """Store a plan, or `BoundSteps` of a plan.
 
+    If there are `max_count` already, the one that was stored first is removed.
     While a capture is under way, no graph is freed. Values with graphs stay then, and `new_value`
     is not stored if all values have graphs.
     """
@@ -146,15 +149,15 @@ def _store(stored: dict[Any, Any], max_count: int, new_key: Any, new_value: Any)
                 for stored_key, value in stored.items()
                 if not keep_graphs or not getattr(value, "graph_bytes", None)
             )
-            oldest = next(removable, None)
-            if oldest is None:
+            first_key = next(removable, None)
+            if first_key is None:
                 return
-            del stored[oldest]
+            del stored[first_key]
         stored[new_key] = new_value
 
 
-def _free_graphs(size: int) -> None:
-    """Free the oldest graphs of all plans, until there is room for a graph of `size` bytes."""
+def _free_graphs(new_bytes: int) -> None:
+    """Free the oldest graphs of all plans, until there is room for a graph of `new_bytes`."""
     stored = chain.from_iterable(plans.values() for plans in (_plans, *_owned.values()))
     plans = [plan for plan in stored if isinstance(plan, Plan)]
     captures = [
@@ -162,12 +165,12 @@ def _free_graphs(size: int) -> None:
         for plan in plans
         for steps_key, steps in plan.bound_steps.items()
     ]
-    size += sum(plan.graph_bytes for plan in plans)
+    all_bytes = new_bytes + sum(plan.graph_bytes for plan in plans)
     for _, bound_steps, steps_key in sorted(captures, key=itemgetter(0)):
-        if size <= MAX_GRAPH_BYTES:
+        if all_bytes <= MAX_GRAPH_BYTES:
             break
         if bound_steps[steps_key].graph_bytes:
-            size -= bound_steps.pop(steps_key).graph_bytes
+            all_bytes -= bound_steps.pop(steps_key).graph_bytes
 
 
 def _record(

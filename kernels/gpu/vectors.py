@@ -156,7 +156,7 @@ class TiledVectors(ElementwiseVectors):
     def without_folds(problem: Problem, queue: Queue) -> TiledVectors:
         """The vectors of one of many ranks, whose folds run elsewhere."""
         device = cupy.cuda.Device()
-        precision = config.operand_precision(problem.compute, device_properties(device.id))
+        precision = config.fastest_operand_precision(problem.compute, device_properties(device.id))
         return TiledVectors(Launcher(device, precision, queue), problem)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:

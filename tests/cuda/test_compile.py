@@ -44,9 +44,10 @@ def one_in(n: int, place: int) -> None:
 
 def require_use(precision: str, arch: str) -> None:
     """Skips what no call launches on such a card."""
-    if not config.supported(precision, DEVICES[arch]):
+    device = DEVICES[arch]
+    if not config.supported(precision, device):
         pytest.skip(f"{arch} has no tensor cores for {precision}")
-    if precision == "fp16x3" and config.operand_precision("fp32", DEVICES[arch]) != precision:
+    if precision == "fp16x3" and config.fastest_operand_precision("fp32", device) != precision:
         pytest.skip(f"{arch} computes float32 without {precision}")
 
 

@@ -53,11 +53,14 @@ def test_schedules_by_width() -> None:
 
 @pytest.mark.parametrize(("precision", "by"), [("fp32", "fp16x3"), ("tf32", "fp16")])
 def test_float16_takes_the_place_of_longer_numbers_on_hopper_alone(precision: str, by: str) -> None:
-    found = {arch: config.operand_precision(precision, device) for arch, device in DEVICES.items()}
+    found = {
+        arch: config.fastest_operand_precision(precision, device)
+        for arch, device in DEVICES.items()
+    }
     assert found == {"sm_75": precision, "sm_80": precision, "sm_90a": by, "sm_100": precision}
-    assert config.operand_precision("bf16", DEVICES["sm_90a"]) == "bf16"
+    assert config.fastest_operand_precision("bf16", DEVICES["sm_90a"]) == "bf16"
     portable = replace(DEVICES["sm_90a"], portable=True)
-    assert config.operand_precision(precision, portable) == precision
+    assert config.fastest_operand_precision(precision, portable) == precision
 
 
 @pytest.mark.parametrize("width", [128, 1024, 2048])
@@ -144,18 +147,18 @@ def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: st
     for dk_in_workspace in (False, True):
         needs = config.Needs(precision, True, True, True, True, True, dk_in_workspace)
         with pytest.raises(ValueError, match="workspace: expected at least") as refused:
-            config.blockings(shape, needs, 1, 128, False)
+            config.choose_block_sizes(shape, needs, 1, 128, False)
         least = int(str(refused.value).split("at least ")[1].split()[0])
-        assert config.blockings(shape, needs, least, 128, False)[2] <= least
+        assert config.choose_block_sizes(shape, needs, least, 128, False)[2] <= least
         with pytest.raises(ValueError, match=rf"at least {least} bytes .* got {least - 1}"):
-            config.blockings(shape, needs, least - 1, 128, False)
+            config.choose_block_sizes(shape, needs, least - 1, 128, False)
         for reserved in (least // 3, 10 * least):  # less than half of the workspace, and half of it
             enough = min(least + reserved, 2 * least)
             left = config.fold_workspace(enough, reserved)
-            assert config.blockings(shape, needs, left, 128, False, 0, reserved)[2] <= left
+            assert config.choose_block_sizes(shape, needs, left, 128, False, 0, reserved)[2] <= left
             left = config.fold_workspace(enough - 2, reserved)
             with pytest.raises(ValueError, match=rf"at least {enough} bytes .* got {enough - 2}"):
-                config.blockings(shape, needs, left, 128, False, 0, reserved)
+                config.choose_block_sizes(shape, needs, left, 128, False, 0, reserved)
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
@@ -174,17 +177,17 @@ def test_blocks_fit_the_workspace(
         for square in {False, m == n}:
             size = max(workspace, config.least_workspace(shape, needs, 128))
             assert size == workspace or (m == 10**6 and size < 2**26)
-            cut = config.blocking(shape, needs, size, 128, square)
-            assert has_few_blocks(m, n, cut.rows, cut.columns)
-            assert 1 <= cut.rows <= m
-            assert 1 <= cut.columns <= n
-            assert not square or cut.rows == cut.columns
-            used = needs.block_bytes(cut.rows, cut.columns, d, 128)
-            used += (cut.dk_rows - cut.overlaid) * needs.accumulator_row_bytes(d)
-            assert used == needs.blocking_bytes(cut, d, 128) <= size
-            assert (cut.dk_rows > 0) == dk_in_workspace
-            assert cut.overlaid * overlay <= cut.dk_rows
-            assert not cut.overlaid or cut.dk_rows == n
+            sizes = config.largest_blocks(shape, needs, size, 128, square)
+            assert has_few_blocks(m, n, sizes.rows, sizes.columns)
+            assert 1 <= sizes.rows <= m
+            assert 1 <= sizes.columns <= n
+            assert not square or sizes.rows == sizes.columns
+            used = needs.block_bytes(sizes.rows, sizes.columns, d, 128)
+            used += (sizes.dk_rows - sizes.overlaid) * needs.accumulator_row_bytes(d)
+            assert used == needs.fold_bytes(sizes, d, 128) <= size
+            assert (sizes.dk_rows > 0) == dk_in_workspace
+            assert sizes.overlaid * overlay <= sizes.dk_rows
+            assert not sizes.overlaid or sizes.dk_rows == n
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
@@ -216,10 +219,10 @@ def test_blocks_fit_with_staged_copies_of_all_rows(
         by_blocks = config.Needs(precision, True, True, True, True, True, dk_in_workspace)
         needs = replace(by_blocks, staged_copy_bytes=size)
         workspace = max(5 * size, config.least_workspace(shape, by_blocks, 128))
-        *cuts, bytes_of_both = config.blockings(shape, needs, workspace, 128, False)
+        *both_sizes, bytes_of_both = config.choose_block_sizes(shape, needs, workspace, 128, False)
         assert bytes_of_both + size <= workspace
-        for cut in cuts:
-            assert has_few_blocks(m, n, cut.rows, cut.columns)
+        for sizes in both_sizes:
+            assert has_few_blocks(m, n, sizes.rows, sizes.columns)
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -232,14 +235,14 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
     needs = config.Needs(
         "bf16", False, False, False, True, True, True, sweep, False, overlay_row_bytes=2 * d
     )
-    cut = config.blocking((n, n, d), needs, 2**28, 128, square)
-    assert cut.overlaid == overlaid
-    assert needs.blocking_bytes(cut, d, 128) <= 2**28
+    sizes = config.largest_blocks((n, n, d), needs, 2**28, 128, square)
+    assert sizes.overlaid == overlaid
+    assert needs.fold_bytes(sizes, d, 128) <= 2**28
     if overlaid:
-        assert cut.dk_rows == n
-        assert cut.rows * cut.columns >= 6144 * 6144
+        assert sizes.dk_rows == n
+        assert sizes.rows * sizes.columns >= 6144 * 6144
     else:
-        assert cut == config.blocking(
+        assert sizes == config.largest_blocks(
             (n, n, d), replace(needs, overlay_row_bytes=0), 2**28, 128, square
         )
 
@@ -260,21 +263,21 @@ def test_cached_exponentials_fit(
         precision, True, True, True, True, True, True, sweep, overlay_row_bytes=item * d * overlaid
     )
 
-    def blockings(keep: int) -> tuple[config.Blocking, config.Blocking, int]:
-        return config.blockings(shape, needs, 2**28, sweep.block_n, False, keep)
+    def choose_block_sizes(keep: int) -> tuple[config.BlockSizes, config.BlockSizes, int]:
+        return config.choose_block_sizes(shape, needs, 2**28, sweep.block_n, False, keep)
 
-    first, second, size = blockings(2**40)
-    assert first == second == config.Blocking(m, n, n, 0, cached_columns=n)
+    first, second, size = choose_block_sizes(2**40)
+    assert first == second == config.BlockSizes(m, n, n, 0, cached_columns=n)
     panel = item * m * config.gradient_stride(n, precision)
     assert size > panel + 4 * d * (m + n)
-    assert blockings(size) == (first, second, size)
+    assert choose_block_sizes(size) == (first, second, size)
     if overlaid and n >= 256:  # less room: whole all the same, then in part
-        first, second, size = blockings(size - 1)
+        first, second, size = choose_block_sizes(size - 1)
         assert (first.cached_columns, second.overlaid) == (n, needs.overlay_border(n, d))
         assert (first.columns, first.overlaid) == (n, 0)
     cached = n
     for room in range(size, size // 40, -(size // 40)):
-        first, second, taken = blockings(room)
+        first, second, taken = choose_block_sizes(room)
         if not first.cached_columns:
             assert second.cached_columns == 0
             break
@@ -289,11 +292,14 @@ def test_cached_exponentials_fit(
         for border in (cached, second.overlaid):
             assert all(b.stop <= border or b.start >= border for b in blocks)
     assert cached == n if n <= 8192 else 8192 <= cached < 1.1 * 8192
-    assert not blockings(0)[0].cached_columns
+    assert not choose_block_sizes(0)[0].cached_columns
     # copies of all rows are staged before the folds, so the folds stage no rows
     staged = item * (m + n) * config.padded(d, precision)
     needs = replace(needs, staged_copy_bytes=staged)
-    assert blockings(2**40)[2] == config.blockings(shape, needs, 2**28, 256, False, 2**40)[2]
+    assert (
+        choose_block_sizes(2**40)[2]
+        == config.choose_block_sizes(shape, needs, 2**28, 256, False, 2**40)[2]
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16x3"])
@@ -315,34 +321,31 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
             precision, staged, staged, False, True, True, accumulator, sweep,
             overlay_row_bytes=item * d, staged_copy_bytes=once,
         )  # fmt: skip
-        found = config.all_keys_blocking(shape, needs, workspace, sweep.block_n)
+        found = config.block_sizes_for_all_keys(shape, needs, workspace, sweep.block_n)
         weighted = replace(needs, weighted_query=True)
         room = workspace - once
-        more = config.Blocking(m, n, n * accumulator, needs.overlay_border(n, d) * accumulator)
+        more = config.BlockSizes(m, n, n * accumulator, needs.overlay_border(n, d) * accumulator)
         if found is None:
             assert (
-                weighted.blocking_bytes(replace(more, rows=min(m, 2 * 1024)), d, sweep.block_n)
-                > room
+                weighted.fold_bytes(replace(more, rows=min(m, 2 * 1024)), d, sweep.block_n) > room
             )
             continue
-        first, cut, size = found
-        assert first == cut
-        assert cut.columns == n
-        assert cut.dk_rows == n * accumulator
-        assert cut.overlaid in (0, more.overlaid)
-        assert cut.rows >= min(m, 1024)
-        assert weighted.blocking_bytes(cut, d, sweep.block_n) == size <= room
-        if cut.rows < m:
-            larger = cut.rows + wave
-            if wave < 1024 or cut.rows < wave:
-                blocks = -(-m // cut.rows)
-                assert cut.rows == -(-m // (128 * blocks)) * 128
+        first, sizes, size = found
+        assert first == sizes
+        assert sizes.columns == n
+        assert sizes.dk_rows == n * accumulator
+        assert sizes.overlaid in (0, more.overlaid)
+        assert sizes.rows >= min(m, 1024)
+        assert weighted.fold_bytes(sizes, d, sweep.block_n) == size <= room
+        if sizes.rows < m:
+            larger = sizes.rows + wave
+            if wave < 1024 or sizes.rows < wave:
+                blocks = -(-m // sizes.rows)
+                assert sizes.rows == -(-m // (128 * blocks)) * 128
                 larger = -(-m // (128 * (blocks - 1))) * 128
             else:
-                assert cut.rows % wave == 0
-            assert (
-                weighted.blocking_bytes(replace(more, rows=min(m, larger)), d, sweep.block_n) > room
-            )
+                assert sizes.rows % wave == 0
+            assert weighted.fold_bytes(replace(more, rows=min(m, larger)), d, sweep.block_n) > room
 
 
 def test_blocks_of_all_keys_have_room_by_default() -> None:
@@ -352,9 +355,9 @@ def test_blocks_of_all_keys_have_room_by_default() -> None:
         needs = config.Needs(
             "bf16", False, False, False, True, True, True, sweep, overlay_row_bytes=1024
         )
-        _, cut, _ = config.all_keys_blocking((n, n, 512), needs, 2**28, 128)
-        assert (cut.rows, cut.overlaid) == (rows, n // 2 if n > 16384 else 0)
-    assert config.all_keys_blocking((98304, 98304, 512), needs, 2**28, 128) is None
+        _, sizes, _ = config.block_sizes_for_all_keys((n, n, 512), needs, 2**28, 128)
+        assert (sizes.rows, sizes.overlaid) == (rows, n // 2 if n > 16384 else 0)
+    assert config.block_sizes_for_all_keys((98304, 98304, 512), needs, 2**28, 128) is None
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -365,16 +368,16 @@ def test_accumulators_that_overlay_nearly_all_of_a_gradient(square: bool) -> Non
     needs = config.Needs(
         "fp16x3", True, True, False, True, True, True, sweep, False, overlay_row_bytes=4 * d
     )
-    cut = config.blocking((n, n, d), needs, 2**28, 128, square)
-    assert (cut.overlaid, cut.dk_rows) == (64000, n)
-    assert cut.rows * cut.columns >= 6144 * 6144
-    assert needs.blocking_bytes(cut, d, 128) <= 2**28
+    sizes = config.largest_blocks((n, n, d), needs, 2**28, 128, square)
+    assert (sizes.overlaid, sizes.dk_rows) == (64000, n)
+    assert sizes.rows * sizes.columns >= 6144 * 6144
+    assert needs.fold_bytes(sizes, d, 128) <= 2**28
 
 
 def test_a_batch_that_fits_is_one_block() -> None:
     needs = config.Needs("bf16", False, False, True, True, False, False)
-    cut = config.blocking((8192, 8192, 512), needs, 2**28, 128, False)
-    assert (cut.rows, cut.columns, cut.dk_rows) == (8192, 8192, 0)
+    sizes = config.largest_blocks((8192, 8192, 512), needs, 2**28, 128, False)
+    assert (sizes.rows, sizes.columns, sizes.dk_rows) == (8192, 8192, 0)
 
 
 @given(

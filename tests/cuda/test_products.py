@@ -18,7 +18,7 @@ from infonce.kernels.gpu import config, recorded
 from infonce.kernels.gpu.config import workspace as blocks
 from infonce.kernels.gpu.device import cublas
 from infonce.kernels.gpu.device.launches import Queue
-from infonce.kernels.gpu.schedule.matrix_products import LOW_PART_FACTOR
+from infonce.kernels.gpu.schedule.matrix_products import SMALL_PART_FACTOR
 from infonce.kernels.gpu.tiled import backend
 from infonce.kernels.problem import Gradients, Problem
 
@@ -97,7 +97,7 @@ class HostQueue(Queue):
         elif function in ("gradient", "sweep_gradient", "sweep_online"):
             q, k = a["block"]["q"]["rows"], a["block"]["k"]["rows"]
             top, left = a["block"]["first_row"], a["block"]["first_column"]
-            low = LOW_PART_FACTOR.get("fp16x3", 1.0) if self.precision == "fp32" else 1.0
+            low = SMALL_PART_FACTOR.get("fp16x3", 1.0) if self.precision == "fp32" else 1.0
             data, stride, part = (a["gradient_block"][name] for name in ("data", "stride", "part"))
             self.rows = slice(top, top + q)
             divisor: Any = DIVISOR
@@ -171,9 +171,9 @@ def test_gradients_are_products_with_all_of_the_gradient_blocks(
     what lies staged from fold to fold; in one pass or not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "ALL_KEYS_ROWS", least_rows)
-        config.all_keys_blocking.cache_clear()
+        config.block_sizes_for_all_keys.cache_clear()
         gradients_of_blocks(m, max(m, n), d, precision, workspace, wrt, seed)
-    config.all_keys_blocking.cache_clear()
+    config.block_sizes_for_all_keys.cache_clear()
 
 
 def gradients_of_blocks(
@@ -218,12 +218,12 @@ def test_blocks_of_all_keys_add_to_their_gradients(
 ) -> None:  # fmt: skip
     """In one pass. The first accumulators of a 16-bit dK overlay it. A float32 dK holds all."""
     monkeypatch.setattr(blocks, "ALL_KEYS_ROWS", 1)
-    config.all_keys_blocking.cache_clear()
+    config.block_sizes_for_all_keys.cache_clear()
     queue = gradients_of_blocks(300, 1500, d, precision, workspace, wrt, 0)
     assert len(queue.swept) > 1
     assert sum(queue.swept) == 300
     assert (queue.copied > 0) == (precision == "bf16")
-    config.all_keys_blocking.cache_clear()
+    config.block_sizes_for_all_keys.cache_clear()
 
 
 def test_sums_are_batched_here() -> None:

@@ -78,7 +78,9 @@ def compiled(file: str, name: str, defines: Mapping[str, Any], edit: Edit | None
     source = compiler.flatten(file)
     if edit is not None:
         source = edit(source)
-    return engine.Kernel(engine.compile_source(source, compiler.options(defines, "sm_90a")), name)
+    return engine.Kernel(
+        engine.compile_source(source, compiler.compiler_flags(defines, "sm_90a")), name
+    )
 
 
 def launch(

@@ -215,7 +215,7 @@ def compile_source(source: str, options: Sequence[str]) -> str:
 
 def kernel(file: str, name: str, arch: str = "sm_90a", **defines: int | str) -> Kernel:
     """Kernel `name` of `file` in kernels/cuda."""
-    path = compile_source(compiler.flatten(file), compiler.options(defines, arch))
+    path = compile_source(compiler.flatten(file), compiler.compiler_flags(defines, arch))
     return Kernel(path, name)
 
 

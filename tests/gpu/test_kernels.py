@@ -287,7 +287,9 @@ def test_destinations_lend_memory(
     in 32 bits, where rows are no multiple of 16 bytes in the products."""
     names = {"nt_xent": ("features",), "info_nce": ("query", "key")}
     row_bytes = 8 if precision == "fp64" else 4
-    operands = config.operand_precision(precision, device_properties(cupy.cuda.runtime.getDevice()))
+    operands = config.fastest_operand_precision(
+        precision, device_properties(cupy.cuda.runtime.getDevice())
+    )
     shapes = [(700, 40), (1301, 8), (701, 201), (612, 512)]
     if dtype == "float32":
         shapes = [(700, 41), (1301, 33), (701, 201), (612, 513)]

@@ -60,7 +60,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     """Sets how many rows blocks of all keys have at most (0: any number), and whether dK's first
     accumulators overlay it."""
     chosen: list[Any] = [0, False]
-    unlimited = config.all_keys_blocking
+    unlimited = config.block_sizes_for_all_keys
 
     def blocking(shape: tuple[int, int, int], needs: config.Needs, *room: int) -> Any:
         found = unlimited(shape, needs, *room)
@@ -74,7 +74,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     def choose(rows: int, overlaid: bool) -> None:
         chosen[:] = rows, overlaid
 
-    monkeypatch.setattr(config, "all_keys_blocking", blocking)
+    monkeypatch.setattr(config, "block_sizes_for_all_keys", blocking)
     return choose
 
 

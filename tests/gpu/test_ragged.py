@@ -78,7 +78,9 @@ def test_features_are_staged_once_where_they_fit(
     """On both sides of the workspace that has room, to the same gradients."""
     n, d = 300, 101
     args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), 2))
-    operands = config.operand_precision(precision, device_properties(cupy.cuda.runtime.getDevice()))
+    operands = config.fastest_operand_precision(
+        precision, device_properties(cupy.cuda.runtime.getDevice())
+    )
     row = config.padded(d, operands) * config.OPERAND_BYTES[operands]
     least = 5 * sum(len(z) for z in args) * row
     staged: list[str] = []

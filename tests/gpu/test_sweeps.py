@@ -264,7 +264,7 @@ def test_cached_exponentials(
     monkeypatch.setattr(recorded, "compile_kernels", lambda *_: None)  # which makes them too
     monkeypatch.setattr(config.workspace, "MIN_CACHED_COLUMNS", 256)
     asked = {"fp16x3": "fp32"}.get(precision, precision)
-    monkeypatch.setattr(config, "all_keys_blocking", lambda *_: None)  # two folds
+    monkeypatch.setattr(config, "block_sizes_for_all_keys", lambda *_: None)  # two folds
     uncached_tiles = 0
     shapes = ((128, 128, 520), (258, 386, 1024), (700, 1301, 600))
     for i, (m, n, d) in fewer(enumerate(shapes), 2):

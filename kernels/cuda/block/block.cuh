@@ -50,8 +50,8 @@ __device__ __forceinline__ u32 round_pair(float& x0, float& x1) {
 #if IS_FLOAT16
   const u32 w = to_fp16x2(x0, x1);
   if (PARTS > 1) {
-    x0 = (x0 - from_fp16((unsigned short)w)) * LOW_PART_FACTOR;
-    x1 = (x1 - from_fp16((unsigned short)(w >> 16))) * LOW_PART_FACTOR;
+    x0 = (x0 - from_fp16((unsigned short)w)) * SMALL_PART_FACTOR;
+    x1 = (x1 - from_fp16((unsigned short)(w >> 16))) * SMALL_PART_FACTOR;
   }
 #else
   const u32 w = to_bf16x2(x0, x1);

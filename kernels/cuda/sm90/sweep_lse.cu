@@ -81,7 +81,7 @@ struct Lse {
   float c;
   const CachedExponentials& cached;
   const GradientStrip* out;  // CACHE
-  u32 met;  // bit i of lane l: tile 32 l + i has column pairs; all bits, if there are too many tiles
+  u32 visited_tiles;  // bit i of lane l: tile 32 l + i has column pairs; all bits, if there are too many tiles
 
   Work work;
   Rows rows;
@@ -143,14 +143,14 @@ struct Lse {
     return t * TILE_COLUMNS + column(lane) < (int)b.k.rows;
   }
   __device__ __forceinline__ bool has_pairs(int t) const {
-    return __shfl_sync(ALL_LANES, met, t / 32) >> t % 32 & 1;
+    return __shfl_sync(ALL_LANES, visited_tiles, t / 32) >> t % 32 & 1;
   }
   // Key tiles first .. last have them.
   __device__ __forceinline__ void mark(int first, int last) {
     first *= TILES;
     last *= TILES;
     const auto below = [](int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; };
-    met |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
+    visited_tiles |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
   }
 
   // Sums against the strip's reference exponent. Returns false, and changes nothing, if this exponent does not serve.
@@ -354,14 +354,14 @@ struct Lse {
 
   // Before the sweep's first barrier, if there are too many tiles to be remembered: all have pairs.
   __device__ __forceinline__ void begin() {
-    met = ~0u;
+    visited_tiles = ~0u;
     if (lane.warpgroup < WARPGROUPS)
       for (int t = 0; inside(t); ++t) column_partials.set(t * TILE_COLUMNS, Partial::empty());
   }
 
   // After the last query tile.
   __device__ __forceinline__ void end() {
-    if (lane.warpgroup == 0 && lane.warp == 0) written_tiles[blockIdx.x * 32 + lane.lane] = met;
+    if (lane.warpgroup == 0 && lane.warp == 0) written_tiles[blockIdx.x * 32 + lane.lane] = visited_tiles;
   }
 };
 

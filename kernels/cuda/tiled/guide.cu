@@ -39,10 +39,11 @@ guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
       }
       const i64 row = tile.row + p.row(i);
       if (row >= block.q.rows) continue;
-      // Of a word, this lane has LANE_N bits
-      const i64 at = mark_word(block.q.rows, row, first + 2 * p.t) * (32 / LANE_N) + first % MARKED_COLUMNS / WARP_N;
-      ((MarksOfLane*)row_marks)[at] = (MarksOfLane)in_row;
-      if (LIMITS == 2) ((MarksOfLane*)column_marks)[at] = (MarksOfLane)in_column;
+      // A word has 32 / LANE_N pieces of LANE_N bits, one for each warp of the tile's columns
+      const i64 word = mark_word(block.q.rows, row, first + 2 * p.t);
+      const i64 piece = word * (32 / LANE_N) + first % MARKED_COLUMNS / WARP_N;
+      ((MarksOfLane*)row_marks)[piece] = (MarksOfLane)in_row;
+      if (LIMITS == 2) ((MarksOfLane*)column_marks)[piece] = (MarksOfLane)in_column;
     }
   }
 }

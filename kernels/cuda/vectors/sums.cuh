@@ -7,26 +7,28 @@
 constexpr int MERGE_THREADS = 128;
 constexpr int MERGE_ROW_THREADS = 4;  // threads that share a row
 constexpr int MAX_SWEEP_BLOCKS = 512;
+constexpr int TILE_BITS = 32 * 32;  // of a thread block of a sweep: 32 words
 
 // With exponentials in the products' precision.
 __device__ __forceinline__ Sum merge(Sum a, Sum b) {
   return merge(a, b, [](double x) { return (double)exp2_((Real)x); });
 }
 
-// Lists in `met` the thread blocks of a sweep that have met a tile, in ascending order, and returns their
-// number. All lanes of a warp call it.
-__device__ __forceinline__ int find_met(const u32* written_tiles, int blocks, i64 tile, int lane,
-                                        int* met) {
-  int met_count = 0;
+// Lists in `writers` the thread blocks of a sweep that have written sums of a tile's columns, in ascending order, and
+// returns their number. A block has one bit for each of TILE_BITS tiles; a sweep of more tiles has set all bits
+// (sweep_lse.cu). All lanes of a warp call it.
+__device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks, i64 tile, int lane,
+                                            int* writers) {
+  int count = 0;
 #pragma unroll 8
   for (int first = 0; first < blocks; first += 32) {
     const int block = first + lane;
-    const bool here = block < blocks && written_tiles[block * 32 + tile / 32 % 32] >> tile % 32 & 1;
+    const bool here = block < blocks && written_tiles[block * 32 + tile % TILE_BITS / 32] >> tile % 32 & 1;
     const u32 all = __ballot_sync(ALL_LANES, here);
-    if (here) met[met_count + __popc(all & ((1u << lane) - 1))] = block;
-    met_count += __popc(all);
+    if (here) writers[count + __popc(all & ((1u << lane) - 1))] = block;
+    count += __popc(all);
   }
-  return met_count;
+  return count;
 }
 
 // Rows' sums over a part of their columns: float64, base 2. Moments may be null.
@@ -41,39 +43,39 @@ struct Sums {
 };
 
 // Adds partial sums of rows, or of columns, to their sums, always in one order.
-//   - A slot is one partial sum of a row: a pair (max, sum), and a moment unless `moments` is null. `pairs` and
+//   - A slot is one partial sum of a row: (max, sum), and a moment unless `moments` is null. `partial_sums` and
 //     `moments` have `slots` slots for each row.
-//   - The maxima of pairs are raw products; c = scale log2(e) makes base-2 logits of them. A sweep's maxima are such
+//   - The maxima are raw products; c = scale log2(e) makes base-2 logits of them. A sweep's maxima are such
 //     logits already, so the caller passes scale = ln 2. `logit_scale` makes logits of the products in moments.
 //   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
 //   - If `written_tiles` is not null, the sums belong to columns of a sweep (sweep_lse.cu). Each thread block of the
 //     sweep has two slots for the columns of the tiles that it has visited, and `written_tiles` has these tiles.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
-merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
+merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, const __grid_constant__ Sums sums,
             const u32* written_tiles,
             const Real* moments, const __grid_constant__ Scale logit_scale) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
-  __shared__ int met[MAX_SWEEP_BLOCKS], count;  // blocks of the sweep that have written pairs of this tile
+  __shared__ int writers[MAX_SWEEP_BLOCKS], writer_count;  // blocks of the sweep that have written sums of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
   const i64 i = blockIdx.x * (i64)32 + lane;
   if (written_tiles) {
     if (part == 0) {
-      const int met_count = find_met(written_tiles, (int)(slots / 2), i / TILE_COLUMNS, lane, met);
-      if (lane == 0) count = met_count;
+      const int count = find_writers(written_tiles, (int)(slots / 2), i / TILE_COLUMNS, lane, writers);
+      if (lane == 0) writer_count = count;
     }
-    __syncthreads();  // the writes of met[] and count come before their reads
-    slots = (i64)count * 2;
+    __syncthreads();  // the writes of writers[] and writer_count come before their reads
+    slots = (i64)writer_count * 2;
   }
   const double c = scale.get() * LOG2_E, c_moments = moments ? logit_scale.get() * LOG2_E : 0;
   Sum own_slots = {-INFINITY_, 0, 0};
   if (i < n) {
 #pragma unroll 4
     for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
-      const i64 slot = written_tiles ? (i64)met[s / 2] * 2 + s % 2 : s;
-      const Real2 pair = pairs[slot * stride + i];
+      const i64 slot = written_tiles ? (i64)writers[s / 2] * 2 + s % 2 : s;
+      const Real2 partial = partial_sums[slot * stride + i];
       const double moment = moments ? c_moments * (double)moments[slot * stride + i] : 0;
-      own_slots = merge(own_slots, Sum{c * (double)pair.x, (double)pair.y, moment});
+      own_slots = merge(own_slots, Sum{c * (double)partial.x, (double)partial.y, moment});
     }
   }
   parts[part][lane] = own_slots;
@@ -85,27 +87,30 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   sums.set(i, total);
 }
 
-// Adds up the slots of row i, for a sigmoid's sums:
-//     a[i] += sum of pairs.x
-//     b[i] += gradient_divisor * (sum of pairs.y)
-//     c[i] += gradient_divisor * correction * (sum of z), if c is not null.
+// Adds up the slots of row i, each with two partial sums (x, y), and a moment unless `moment_sums` is null:
+//     first_sums[i] += sum of x
+//     second_sums[i] += gradient_divisor * (sum of y)
+//     moment_sums[i] += gradient_divisor * correction * (sum of moments).
+// For a sigmoid, x is of losses and y of dL/dx, whose total is the gradient of the bias. For distillation, x and y are
+// the two sums of block/distill.cuh, without a divisor.
 // `correction` is the factor of `scale` that makes the kernel's products products of features.
-extern "C" __global__ void add_pairs(const Real2* pairs, const Real* z, i64 slots, i64 stride, i64 n,
-                                     const double* gradient_divisor, const __grid_constant__ Scale scale,
-                                     double* a, double* b, double* c) {
+extern "C" __global__ void add_partial_sums(const Real2* partial_sums, const Real* moments, i64 slots,
+                                            i64 stride, i64 n, const double* gradient_divisor,
+                                            const __grid_constant__ Scale scale, double* first_sums,
+                                            double* second_sums, double* moment_sums) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
-  double x = 0, y = 0, z_sum = 0;
+  double x = 0, y = 0, moment = 0;
 #pragma unroll 4
   for (i64 s = 0; s < slots; ++s) {
-    const Real2 pair = pairs[s * stride + i];
-    x += pair.x;
-    y += pair.y;
-    if (c) z_sum += z[s * stride + i];
+    const Real2 partial = partial_sums[s * stride + i];
+    x += partial.x;
+    y += partial.y;
+    if (moment_sums) moment += moments[s * stride + i];
   }
-  a[i] += x;
-  b[i] += *gradient_divisor * y;
-  if (c) c[i] += *gradient_divisor * (scale.get() / scale.bare()) * z_sum;
+  first_sums[i] += x;
+  second_sums[i] += *gradient_divisor * y;
+  if (moment_sums) moment_sums[i] += *gradient_divisor * (scale.get() / scale.bare()) * moment;
 }
 
 // The sum of `copies` vectors of n numbers, one after another, to the first.

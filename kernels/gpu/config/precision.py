@@ -14,7 +14,8 @@ OPERAND_BYTES = {
     "fp64": 8, "fp32": 4, "fp16x3": 4, "tf32": 4, "bf16x3": 4, "bf16": 2, "fp16": 2,
 }  # fmt: skip
 ACCUMULATOR_BYTES = {precision: 8 if precision == "fp64" else 4 for precision in OPERAND_BYTES}
-# 16-bit numbers whose sum is one element; 1 for all other precisions
+# 16-bit numbers whose sum is one element (x3 counts the products of parts); 1 for all other
+# precisions
 OPERAND_PARTS = {"bf16x3": 2, "fp16x3": 2}
 FLOAT16 = ("fp16", "fp16x3")  # precisions whose operands have float16 elements
 # dtypes of features that kernels read without a copy in another format
@@ -51,7 +52,7 @@ class DeviceProperties:
         return self.memory // 32
 
 
-def operand_precision(precision: str, device: DeviceProperties) -> str:
+def fastest_operand_precision(precision: str, device: DeviceProperties) -> str:
     """The precision of operands that computes products of `precision` fastest on a device.
 
     Hopper multiplies 16-bit numbers fastest. There, two replacements are as accurate:

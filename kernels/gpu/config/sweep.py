@@ -206,7 +206,10 @@ class Sweep:
 
 @lru_cache
 def defines(sweep: Sweep, gradient: bool, sums: bool) -> dict[str, int]:
-    """-D options of a sweep's kernel; `gradient` and `sums`: see `Sweep.stages`."""
+    """-D options of a sweep's kernel.
+
+    `gradient`: the kernel writes a gradient block. `sums`: the kernel adds up columns.
+    """
     teacher = {"TEACHER_SLICES": sweep.teacher_slices} if sweep.teacher_slices else {}
     return {
         "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(gradient, sums),

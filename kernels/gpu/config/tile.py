@@ -132,7 +132,7 @@ def tile_for(
 class GuideNeeds:
     """The arrays that marks of a guide need in the workspace."""
 
-    marks: int  # of a pair: in its row, and in its column
+    marks_per_pair: int  # of a pair: in its row, and in its column
     query_row_bytes: int  # of a staged copy of the guide's features; 0: they are read in place
     key_row_bytes: int
 
@@ -143,5 +143,5 @@ class GuideNeeds:
             "guide_query_rows": rows * self.query_row_bytes,
             "guide_key_rows": columns * self.key_row_bytes,
             "row_marks": mark_bytes,
-            "column_marks": (self.marks == 2) * mark_bytes,
+            "column_marks": (self.marks_per_pair == 2) * mark_bytes,
         }

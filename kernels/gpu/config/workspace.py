@@ -118,10 +118,10 @@ class Needs:
         dq_rows = self.dq_accumulators * rows
         return sum(self.parts(rows, columns, d, block_n, dq_rows, dk_rows).values())
 
-    def blocking_bytes(self, blocking: Blocking, d: int, block_n: int) -> int:
+    def fold_bytes(self, block_sizes: BlockSizes, d: int, block_n: int) -> int:
         """Bytes for the largest block, and for the accumulators of dK."""
-        dk_rows = blocking.dk_rows - blocking.overlaid
-        return self.block_bytes(blocking.rows, blocking.columns, d, block_n, dk_rows)
+        dk_rows = block_sizes.dk_rows - block_sizes.overlaid
+        return self.block_bytes(block_sizes.rows, block_sizes.columns, d, block_n, dk_rows)
 
     def overlay_border(self, n: int, d: int) -> int:
         """The number of dK's n rows that can overlay their destination, a multiple of BLOCK_M."""
@@ -190,7 +190,7 @@ def sums_at_once(
 
 
 @dataclass(frozen=True)
-class Blocking:
+class BlockSizes:
     """The sizes of a fold's blocks, and the memory of its accumulator of dK."""
 
     rows: int  # of a block
@@ -221,10 +221,10 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
 
 
 @lru_cache(1024)
-def blocking(
+def largest_blocks(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
     most_side: int | None = None,
-) -> Blocking:  # fmt: skip
+) -> BlockSizes:  # fmt: skip
     """The largest blocks that fit, nearly square.
 
     The rows that a block reads for its copies and products are proportional to its sides, so square
@@ -234,14 +234,14 @@ def blocking(
     first of them overlay dK's destination, provided that the others then fit.
     """
     m, n, d = shape
-    row = needs.accumulator_row_bytes(d)
-    max_dk_rows = max(1, workspace // 2 // row)
+    row_bytes = needs.accumulator_row_bytes(d)
+    max_dk_rows = max(1, workspace // 2 // row_bytes)
     dk_rows, overlaid = min(n, max_dk_rows) if needs.dk_in_workspace else 0, 0
     if needs.overlay_row_bytes and 2 * dk_rows > max_dk_rows:
         border = needs.overlay_border(n, d)
         if border and n - border <= max_dk_rows:
             dk_rows, overlaid = n, border
-    room = workspace - needs.staged_copy_bytes - (dk_rows - overlaid) * row
+    room = workspace - needs.staged_copy_bytes - (dk_rows - overlaid) * row_bytes
     n = max(overlaid, n - overlaid)  # no block contains the border
     m = n if symmetric else m
     if most_side is not None:
@@ -257,20 +257,20 @@ def blocking(
             rows = _even(m, min(m, needs.sweep.rows_at_once // divisor))
             if has_room(rows, min(n, rows // 4)):
                 columns = _largest(n, partial(has_room, rows))
-                return Blocking(rows, _even(n, columns), dk_rows, overlaid)
+                return BlockSizes(rows, _even(n, columns), dk_rows, overlaid)
     side = _largest(max(m, n), lambda s: has_room(min(s, m), min(s, n)))
     rows, columns = min(side, m), min(side, n)
     if not symmetric:
         columns = _largest(n, partial(has_room, rows))
         rows = _largest(m, lambda r: has_room(r, columns))
-    return Blocking(_even(m, rows), _even(n, columns), dk_rows, overlaid)
+    return BlockSizes(_even(m, rows), _even(n, columns), dk_rows, overlaid)
 
 
 @lru_cache(1024)
-def blockings(
+def choose_block_sizes(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
     cache_bytes: int = 0, reserved: int = 0, most_side: int | None = None,
-) -> tuple[Blocking, Blocking, int]:  # fmt: skip
+) -> tuple[BlockSizes, BlockSizes, int]:  # fmt: skip
     """Blocks of the log-sum-exp fold, blocks of the gradient fold, and bytes for both folds.
 
     The gradient fold has smaller blocks, because dL/dx takes memory.
@@ -288,24 +288,24 @@ def blockings(
         # the message names the caller's workspace, which includes the reserved bytes
         least, workspace = (size + min(size, reserved) for size in (least, workspace))
         raise make_workspace_error(shape, least, workspace)
-    caching = _caching_blockings(shape, needs, cache_bytes, block_n) if cache_bytes else None
+    caching = _block_sizes_with_cache(shape, needs, cache_bytes, block_n) if cache_bytes else None
     if caching is not None:
         return caching
     first, second = (
-        blocking(shape, each, workspace, block_n, symmetric, most_side) for each in folds
+        largest_blocks(shape, each, workspace, block_n, symmetric, most_side) for each in folds
     )
     sizes = (
-        each.blocking_bytes(cut, shape[2], block_n)
-        for each, cut in zip(folds, (first, second), strict=True)
+        each.fold_bytes(block_sizes, shape[2], block_n)
+        for each, block_sizes in zip(folds, (first, second), strict=True)
     )
     return first, second, max(sizes)
 
 
 @lru_cache(1024)
-def all_keys_blocking(
+def block_sizes_for_all_keys(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
-) -> tuple[Blocking, Blocking, int] | None:
-    """`blockings` of one fold that computes log-sum-exps, dQ and dK; None if too few rows fit.
+) -> tuple[BlockSizes, BlockSizes, int] | None:
+    """`choose_block_sizes` for one fold with log-sum-exps, dQ and dK; None if too few rows fit.
 
     A block has all keys, because the sums of its rows must be complete before dK gains products
     with their queries.
@@ -319,7 +319,7 @@ def all_keys_blocking(
     room = workspace - needs.staged_copy_bytes
 
     def size(overlaid: int, rows: int) -> int:
-        return needs.blocking_bytes(Blocking(rows, n, dk_rows, overlaid), d, block_n)
+        return needs.fold_bytes(BlockSizes(rows, n, dk_rows, overlaid), d, block_n)
 
     def count_block_rows(overlaid: int) -> int:
         rows = _largest(m, lambda rows: size(overlaid, rows) <= room)
@@ -332,14 +332,14 @@ def all_keys_blocking(
     rows = count_block_rows(overlaid)
     if rows < min(m, ALL_KEYS_ROWS):
         return None
-    cut = Blocking(rows, n, dk_rows, overlaid)
-    return cut, cut, size(overlaid, rows)
+    block_sizes = BlockSizes(rows, n, dk_rows, overlaid)
+    return block_sizes, block_sizes, size(overlaid, rows)
 
 
-def _caching_blockings(
+def _block_sizes_with_cache(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
-) -> tuple[Blocking, Blocking, int] | None:
-    """`blockings` that cache the exponentials of as many columns as fit; None if too few fit.
+) -> tuple[BlockSizes, BlockSizes, int] | None:
+    """`choose_block_sizes` with a cache for as many columns as fit; None if too few fit.
 
     Blocks have all rows. The exponentials of the first block are cached. Its memory is also that of
     the gradient blocks of all other blocks. Accumulators of dK overlay their destination only if
@@ -351,24 +351,24 @@ def _caching_blockings(
     gradient_needs = replace(needs.gradient_needs, gradient=False)
 
     def size(overlaid: int, columns: int) -> int:
-        cut = Blocking(m, columns, dk_rows, overlaid)
+        block_sizes = BlockSizes(m, columns, dk_rows, overlaid)
         folds = needs.statistics_needs, gradient_needs
         other_bytes = needs.staged_copy_bytes + max(
-            fold.blocking_bytes(cut, d, block_n) for fold in folds
+            fold.fold_bytes(block_sizes, d, block_n) for fold in folds
         )
         return sum(needs.cached_parts(m, columns, d).values()) + other_bytes
 
     def has_room(overlaid: int, columns: int) -> bool:
         return size(overlaid, columns) <= workspace
 
-    best: tuple[Blocking, Blocking, int] | None = None
+    best: tuple[BlockSizes, BlockSizes, int] | None = None
     for overlaid in (0, needs.overlay_border(n, d)) if dk_rows else (0,):
         columns = _largest(n, partial(has_room, overlaid))
         if columns < n and needs.sweep is not None:
             columns -= columns % needs.sweep.block_n
         least = min(n, MIN_CACHED_COLUMNS) if best is None else best[0].cached_columns + 1
         if columns >= least:
-            gradient = Blocking(m, columns, dk_rows, overlaid, cached_columns=columns)
+            gradient = BlockSizes(m, columns, dk_rows, overlaid, cached_columns=columns)
             statistics = replace(gradient, overlaid=0)
             best = statistics, gradient, size(overlaid, columns) - needs.staged_copy_bytes
     return best

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = Path(__file__).parents[2] / "cuda"
-OPTIONS = ("--std=c++17", "-default-device", "-ftz=true", "-prec-div=true", "-prec-sqrt=true")
+FLAGS = ("--std=c++17", "-default-device", "-ftz=true", "-prec-div=true", "-prec-sqrt=true")
 Defines = Mapping[str, int | str]
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
@@ -61,8 +61,8 @@ def architecture(capability: str) -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
-def options(defines: Defines, arch: str) -> tuple[str, ...]:
-    return (*OPTIONS, *(f"-D{name}={value}" for name, value in sorted(defines.items())),
+def compiler_flags(defines: Defines, arch: str) -> tuple[str, ...]:
+    return (*FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items())),
             f"-arch={arch}")  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def compile_for(
     program = nvrtc.createProgram(flatten(file), file, (), ())
     try:
         try:
-            nvrtc.compileProgram(program, (*options(defines, arch), *extra))
+            nvrtc.compileProgram(program, (*compiler_flags(defines, arch), *extra))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program).strip()
             named = " ".join(f"{k}={v}" for k, v in sorted(defines.items()))
@@ -105,7 +105,7 @@ def cubin(file: str, defines: Defines, arch: str) -> Path:
     """The path of the machine code in the cache. It is compiled first if the cache lacks it."""
     from cupy.cuda import nvrtc
 
-    recipe = (flatten(file), options(defines, arch), nvrtc.getVersion())
+    recipe = (flatten(file), compiler_flags(defines, arch), nvrtc.getVersion())
     name = f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:32]}.cubin"
     path = cache_directory() / name
     if os.access(path, os.R_OK):

@@ -235,7 +235,8 @@ class Recorder(Queue):
 def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
     """The properties of `part` on which a plan depends.
 
-    The arrays, and the numbers on which no plan depends, are added to the two lists.
+    Arrays are added to `arrays`. Floats in fields that may hold an array, such as `scale`, are
+    added to `numbers`: no plan depends on their values.
     """
     if isinstance(part, cupy.ndarray):
         arrays.append(part)

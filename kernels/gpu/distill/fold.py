@@ -101,10 +101,10 @@ class DistillationRun(GradientRun):
         self.positive_gradient = cupy.zeros(m)
         # columns have the weights of rows
         self.find_ranges(m, n, by_factor=True, row_factor=epilogue.row_weight)
-        self.row_weight = buffers.divided(epilogue.row_weight, self.ranges)
+        self.row_weight = buffers.divide_factors(epilogue.row_weight, self.ranges)
         self.column_weight = None
         if epilogue.column_weight is not None:
-            self.column_weight = buffers.divided(epilogue.column_weight, self.ranges)
+            self.column_weight = buffers.divide_factors(epilogue.column_weight, self.ranges)
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         of_student, of_teacher = (each.fields(rows, columns) for each in self.epilogue.factors)
@@ -146,5 +146,7 @@ class DistillationRun(GradientRun):
     def add_sums(self, side: str, slots: int, sums: Array, part: slice) -> None:
         """Add the sums of a block's tiles to those of its rows, or of its columns."""
         no_divisor = self.epilogue.factors[0].ranges
-        pairs, scale = self.memory[f"{side}_partials"], self.scale
-        self.buffers.add_pairs(pairs, None, slots, no_divisor, scale, part, *sums, None)
+        partial_sums, scale = self.memory[f"{side}_partials"], self.scale
+        self.buffers.add_partial_sums(
+            partial_sums, None, slots, no_divisor, scale, part, sums[0], sums[1], None
+        )

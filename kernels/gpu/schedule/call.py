@@ -120,7 +120,7 @@ class Call:
     key_bias: bool = False
     query_bias: bool = False  # biases of queries, which are the keys of the columns' softmax
     has_limits: bool = False  # negatives above a limit are left out
-    limits: bool = False  # limits are given as vectors, as in a block over ranks
+    limits_given: bool = False  # as vectors, as for a block over ranks
     guide_query: Matrix | None = None  # features by a guide; None: the call has no guide
     guide_key: Matrix | None = None
     teacher_query: Matrix | None = None  # features by a teacher; None: the call has no teacher
@@ -254,7 +254,7 @@ class Call:
         return not (options or self.set_size > 1)
 
     @property
-    def one_softmax(self) -> bool:
+    def loss_follows_from_row_sums(self) -> bool:
         """Whether the loss and dQ follow from the sums of rows, without sums of columns."""
         combined = bool(self.row_numbers and self.pair_options)
         options = self.linear_terms or self.joint or self.own or combined

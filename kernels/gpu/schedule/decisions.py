@@ -16,7 +16,6 @@ from .. import config
 from ..config import DeviceProperties, Needs, Sweep, Tile
 from .call import ITEM, Call, Loss, Matrix
 from .folds import (
-    Cut,
     Fold,
     Folds,
     GuideSchedule,
@@ -24,6 +23,7 @@ from .folds import (
     Operands,
     Part,
     Reading,
+    WorkspaceDivision,
     scheduled_kernel,
 )  # fmt: skip
 from .fused import TILE, OneLaunch, one_launch
@@ -84,11 +84,12 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     teacher = choose_teacher(call, operands) if call.taught else None
     guide = choose_guide(call, device) if call.guided else None
     sweep, register_sweep = choose_sweeps(call, operands, teacher, device)
-    cut = choose_cut(call, operands, tile, sweep, register_sweep, guide, teacher, device)
-    folds = Folds(call, operands, tile, sweep, register_sweep, cut).all()
+    division = divide_workspace(call, operands, tile, sweep, register_sweep, guide, teacher, device)
+    folds = Folds(call, operands, tile, sweep, register_sweep, division).all()
     return Schedule(
-        call, "tiled", device, None, operands, tile, sweep, guide, teacher, folds, cut.one_pass,
-        cut.gradient.cached_columns, cached_memory(call, cut), cut.workspace,
+        call, "tiled", device, None, operands, tile, sweep, guide, teacher, folds,
+        division.one_pass, division.gradient.cached_columns, cached_memory(call, division),
+        division.workspace,
     )  # fmt: skip
 
 
@@ -120,13 +121,13 @@ def common_dtype(*dtypes: str) -> str:
 
 def choose_precision(call: Call, device: DeviceProperties) -> str:
     """The precision of the operands."""
-    operand_precision = config.operand_precision(call.compute, device)
+    operand_precision = config.fastest_operand_precision(call.compute, device)
     in_parts = operand_precision in config.OPERAND_PARTS
-    if call.limits:  # a block over ranks: other blocks have other feature divisors
+    if call.limits_given:  # a block over ranks: other blocks have other feature divisors
         in_parts = in_parts or (
             operand_precision in config.FLOAT16 and call.query.dtype != "float16"
         )
-    if in_parts and call.has_limits and (call.symmetric or call.limits):
+    if in_parts and call.has_limits and (call.symmetric or call.limits_given):
         # products are compared with limits: each must be the same number in all blocks and folds,
         # and x_ji must equal x_ij
         operand_precision = "fp32"
@@ -250,80 +251,88 @@ def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
     )
 
 
-def choose_cut(
+def divide_workspace(
     call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, register_sweep: Sweep | None,
     guide: GuideSchedule | None, teacher: Operands | None, device: DeviceProperties,
-) -> Cut:  # fmt: skip
-    """The largest blocks whose temporary memory fits the workspace."""
-    operand_precision, shape, whole_call = operands.precision, call.shape, call.block is None
-    reserved = reserved_bytes(call, operand_precision)
+) -> WorkspaceDivision:  # fmt: skip
+    """Whether one pass is enough, the largest blocks that fit, and where gradients accumulate."""
+    shape, symmetric = call.shape, call.symmetric
+    reserved = reserved_bytes(call, operands.precision)
     room = config.fold_workspace(call.workspace, reserved)
-    dq_only = call.gradient and call.key_gradient is None
-    one_pass = (
-        whole_call and call.gradient and call.one_softmax and sweep is not None
-        and operand_precision in ONE_PASS and not call.host_groups
-    )  # fmt: skip
     dq, dk, dq_copies = call.query_gradient, call.key_gradient, 1
-    if dq is not None and not call.symmetric:
-        dq_copies = config.sums_at_once(shape, operand_precision, device.multiprocessors, room)
+    if dq is not None and not symmetric:
+        dq_copies = config.sums_at_once(shape, operands.precision, device.multiprocessors, room)
     dq_in_place = dq is None or (
         dq_copies == 1 and not call.adds_query and accumulates_in_place(dq, operands)
     )
     dk_in_place = dk is None or accumulates_in_place(dk, operands)
+    one_pass = may_compute_in_one_pass(call, operands, sweep)
+    needs_dq_only = call.gradient and dk is None
     writes_gradient = call.gradient and register_sweep is None
-    all_rows_gradient = dq if call.symmetric else dk  # its accumulator has the rows of all blocks
+    all_rows_gradient = dq if symmetric else dk  # its accumulator has the rows of all blocks
     needs = Needs(
-        precision=operand_precision, sweep=sweep, moments=call.moments, gradient=writes_gradient,
+        precision=operands.precision, sweep=sweep, moments=call.moments, gradient=writes_gradient,
         staged_query=operands.query.reading is not Reading.IN_PLACE,
         staged_key=operands.key.reading is not Reading.IN_PLACE,
         staged_copy_bytes=operands.staged_copy_bytes,
-        columns=call.two_sided or call.symmetric,
-        rows=call.loss is Loss.PAIRS or call.taught or (one_pass and dq_only),
+        columns=call.two_sided or symmetric,
+        rows=call.loss is Loss.PAIRS or call.taught or (one_pass and needs_dq_only),
         dq_accumulators=0 if dq_in_place else dq_copies,
-        dk_in_workspace=writes_gradient
-        and not (dq_in_place if call.symmetric else dk_in_place),
+        dk_in_workspace=writes_gradient and not (dq_in_place if symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),
         guide=None if guide is None else guide.needs,
         teacher_rows=None if teacher is None else teacher.rows_by_block,
     )  # fmt: skip
-    may_cache = (
-        whole_call and call.gradient
-        and may_cache_exponentials(call, operand_precision, sweep, dq_only)
-    )  # fmt: skip
+    may_cache = may_cache_exponentials(call, operands, sweep)
     room_with_cache = room
     if may_cache and not call.workspace_given:
         room_with_cache = max(room, device.default_memory_limit)
-    blocks = None
-    if one_pass and not dq_only:
-        blocks = config.all_keys_blocking(shape, needs, room_with_cache, tile.block_n)
-        one_pass = blocks is not None
-    statistics, gradient, size = blocks or config.blockings(
-        shape, needs, room, tile.block_n, call.symmetric, room_with_cache if may_cache else 0,
+    sizes = None
+    if one_pass and not needs_dq_only:  # dK needs blocks of all keys
+        sizes = config.block_sizes_for_all_keys(shape, needs, room_with_cache, tile.block_n)
+        one_pass = sizes is not None
+    statistics, gradient, size = sizes or config.choose_block_sizes(
+        shape, needs, room, tile.block_n, symmetric, room_with_cache if may_cache else 0,
         reserved, GROUP_BLOCK if call.host_groups else None,
     )  # fmt: skip
-    return Cut(
+    return WorkspaceDivision(
         needs, statistics, gradient, size + ALIGNMENT_BYTES, one_pass, dq_in_place, dk_in_place,
         dq_copies,
     )  # fmt: skip
 
 
-def may_cache_exponentials(
-    call: Call, operand_precision: str, sweep: Sweep | None, dq_only: bool
-) -> bool:  # fmt: skip
+def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None) -> bool:
+    """Whether one pass may compute log-sum-exps and gradients, if the workspace has room for it:
+
+    - The call is no block over ranks, and wants gradients.
+    - The gradients of a row follow from the sums of the row: there is one softmax, over keys.
+    - There is a sweep whose precision has the exponent range of float32 (`ONE_PASS`).
+    - Groups leave out no blocks.
+    """
+    return (
+        call.block is None and call.gradient and call.loss_follows_from_row_sums
+        and sweep is not None and operands.precision in ONE_PASS and not call.host_groups
+    )  # fmt: skip
+
+
+def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) -> bool:
     """Whether the log-sum-exp fold may leave exponentials to the gradient fold:
 
+    - The call is no block over ranks, and wants gradients.
     - The precision has cached exponentials (`MIN_CACHED_K_SLICES`).
     - Rows are long, so that their product takes more time than the cache.
     - The loss has a softmax, and queries are not the keys: a triangle has no cache.
     - There are no retrieval ranks, whose fold would run between these two.
     - Pairs have no options, which the kernel of cached exponentials does not take.
-    - dK is wanted, or columns have a softmax: otherwise one pass needs no cache.
+    - The call does not want dQ only with one softmax: one pass computes it without a cache.
     """
-    min_k_slices = MIN_CACHED_K_SLICES.get(operand_precision)
+    min_k_slices = MIN_CACHED_K_SLICES.get(operands.precision)
+    needs_no_cache = call.loss_follows_from_row_sums and call.key_gradient is None
     return (
-        sweep is not None and min_k_slices is not None and sweep.k_slices >= min_k_slices
+        call.block is None and call.gradient
+        and sweep is not None and min_k_slices is not None and sweep.k_slices >= min_k_slices
         and call.loss in (Loss.ROWS, Loss.BOTH)
-        and not (call.retrieval_ranks or call.pair_options or (call.one_softmax and dq_only))
+        and not (call.retrieval_ranks or call.pair_options or needs_no_cache)
     )  # fmt: skip
 
 
@@ -347,8 +356,8 @@ def overlay_bytes(out: Matrix | None, operands: Operands) -> int:
     return out.row_bytes if out.row_bytes <= accumulator_row_bytes else 0
 
 
-def cached_memory(call: Call, cut: Cut) -> tuple[Part, ...]:
+def cached_memory(call: Call, division: WorkspaceDivision) -> tuple[Part, ...]:
     """The parts of the workspace for cached exponentials and their reference exponents."""
-    (m, _, d), columns = call.shape, cut.gradient.cached_columns
-    sizes = cut.needs.cached_parts(m, columns, d) if columns else {}
+    (m, _, d), columns = call.shape, division.gradient.cached_columns
+    sizes = division.needs.cached_parts(m, columns, d) if columns else {}
     return tuple(Part(name, size) for name, size in sizes.items())

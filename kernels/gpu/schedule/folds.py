@@ -9,7 +9,7 @@ from typing import Any
 
 from ...grid import Grid, slices
 from .. import config
-from ..config import Blocking, GuideNeeds, Needs, Sweep, Tile
+from ..config import BlockSizes, GuideNeeds, Needs, Sweep, Tile
 from .call import Call, Loss, Purpose
 from .matrix_products import count_first_block_sums
 
@@ -91,12 +91,12 @@ class GuideSchedule:
     operands: Operands
     shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
-    marks: int  # of a pair: in its row, and in its column
+    marks_per_pair: int  # in the row of the pair, and in its column
 
     @property
     def needs(self) -> GuideNeeds:
         """The memory that marks need in the workspace."""
-        return GuideNeeds(self.marks, *self.operands.rows_by_block)
+        return GuideNeeds(self.marks_per_pair, *self.operands.rows_by_block)
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The sizes of the blocks of each fold, and the memory that folds need for these blocks."""
+class WorkspaceDivision:
+    """How the folds share the workspace: sizes of blocks, and where gradients accumulate."""
 
     needs: Needs
-    statistics: Blocking  # of the log-sum-exp fold
-    gradient: Blocking  # of the gradient fold
+    statistics: BlockSizes  # of the log-sum-exp fold
+    gradient: BlockSizes  # of the gradient fold
     workspace: int  # bytes
     one_pass: bool  # one fold computes log-sum-exps and gradients
     dq_in_place: bool
@@ -191,7 +191,7 @@ class Folds:
     tile: Tile
     sweep: Sweep | None
     register_sweep: Sweep | None
-    cut: Cut
+    division: WorkspaceDivision
 
     def all(self) -> tuple[Fold, ...]:
         """All folds of the call in their order. A block over ranks has one fold."""
@@ -202,8 +202,8 @@ class Folds:
             return self.gradients(Purpose.SIGMOID, False)
         if call.taught:
             return self.gradients(Purpose.DISTILLATION, False)
-        if self.cut.one_pass:
-            grid = self.grid(self.cut.gradient, call.symmetric, False)
+        if self.division.one_pass:
+            grid = self.grid(self.division.gradient, call.symmetric, False)
             if call.key_gradient is not None:
                 grid = replace(grid, columns=slices(call.shape[1], call.shape[1]))
             return (self.gradient(Purpose.ONE_PASS, grid, *self.computed_gradients),)
@@ -220,7 +220,7 @@ class Folds:
         if purpose is Purpose.STATISTICS:
             return (self.statistics(triangle, block.column_sums),)
         if purpose is Purpose.RANKS:
-            grid = self.grid(self.cut.gradient, self.call.symmetric, triangle)
+            grid = self.grid(self.division.gradient, self.call.symmetric, triangle)
             return (self.ranks(grid, block.column_sums),)
         return self.gradients(purpose, triangle)
 
@@ -256,25 +256,25 @@ class Folds:
     ) -> tuple[Part, ...]:
         """The parts of the workspace that a fold uses.
 
-        `dq_rows` and `dk_rows` are rows of accumulators. `needs` replaces fields of `cut.needs`.
+        `dq_rows`, `dk_rows`: of accumulators. `needs` replaces fields of `division.needs`.
         """
-        sizes = replace(self.cut.needs, **needs).parts(
+        sizes = replace(self.division.needs, **needs).parts(
             *grid.largest, self.call.shape[2], self.tile.block_n, dq_rows, dk_rows
         )
         return tuple(Part(name, size) for name, size in sizes.items())
 
-    def grid(self, blocking: Blocking, same_rows: bool, triangle: bool) -> Grid:
-        """The grid of a blocking; `same_rows`: rows are divided into blocks as columns are."""
+    def grid(self, block_sizes: BlockSizes, same_rows: bool, triangle: bool) -> Grid:
+        """The grid of blocks of these sizes. `same_rows`: rows are divided as columns are."""
         m, n, _ = self.call.shape
-        columns = blocking.column_blocks(n)
-        return Grid(columns if same_rows else slices(m, blocking.rows), columns, triangle)
+        columns = block_sizes.column_blocks(n)
+        return Grid(columns if same_rows else slices(m, block_sizes.rows), columns, triangle)
 
     # -- folds
 
     def statistics(self, triangle: bool, columns: bool) -> Fold:
         """The fold of log-sum-exps of rows, and, with `columns` or in a triangle, of columns."""
         call, shape = self.call, self.sweep or self.tile
-        grid = self.grid(self.cut.statistics, False, triangle)
+        grid = self.grid(self.division.statistics, False, triangle)
         columns = columns or triangle
         memory = self.memory(grid, gradient=False, rows=True, columns=columns)
 
@@ -288,7 +288,7 @@ class Folds:
         return Fold(
             Purpose.STATISTICS, grid, shape, kernel(columns), memory, column_sums=columns,
             diagonal_kernel=kernel(columns and shape.square) if call.symmetric else None,
-            caching_kernel=kernel(columns, True) if self.cut.gradient.cached_columns else None,
+            caching_kernel=kernel(columns, True) if self.division.gradient.cached_columns else None,
         )  # fmt: skip
 
     def ranks(self, grid: Grid, columns: bool) -> Fold:
@@ -302,12 +302,12 @@ class Folds:
 
         Otherwise the first fold computes dQ, and one fold for each range of keys computes dK.
         """
-        call, blocking = self.call, self.cut.gradient
+        call, block_sizes = self.call, self.division.gradient
         n = call.shape[1]
-        ranges = slices(n, blocking.dk_rows or n)
+        ranges = slices(n, block_sizes.dk_rows or n)
         want_query, want_key = self.computed_gradients
         triangle = triangle and len(ranges) == 1 and self.register_sweep is None
-        grid = self.grid(blocking, call.symmetric, triangle)
+        grid = self.grid(block_sizes, call.symmetric, triangle)
         if call.symmetric or not want_key or len(ranges) == 1:
             return (self.gradient(purpose, grid, want_query, want_key),)
         width = grid.columns[0].stop - grid.columns[0].start
@@ -319,17 +319,21 @@ class Folds:
 
     def gradient(self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool) -> Fold:
         """A fold that computes dL/dx of each block, and adds its products to dQ and dK."""
-        call, cut, shape = self.call, self.cut, self.register_sweep or self.sweep or self.tile
-        wants_gradient, cached = want_query or want_key, cut.gradient.cached_columns > 0
-        has_gradient_block = cut.needs.gradient and wants_gradient
+        call, division, shape = (
+            self.call,
+            self.division,
+            self.register_sweep or self.sweep or self.tile,
+        )
+        wants_gradient, cached = want_query or want_key, division.gradient.cached_columns > 0
+        has_gradient_block = division.needs.gradient and wants_gradient
         dq = dk = None
         if grid.triangle and wants_gradient:  # rows and columns add to the same gradients
-            dq = dk = self.dk_accumulator(grid, cut.dq_in_place)
+            dq = dk = self.dk_accumulator(grid, division.dq_in_place)
         else:
             if want_query or (wants_gradient and call.symmetric):
                 dq = self.dq_accumulator(grid)
             if want_key and not call.symmetric:
-                dk = self.dk_accumulator(grid, cut.dk_in_place)
+                dk = self.dk_accumulator(grid, division.dk_in_place)
         memory = self.memory(
             grid, dq.copies * dq.rows if dq else 0, dk.rows if dk and dk is not dq else 0,
             gradient=has_gradient_block and not cached, rows=purpose is not Purpose.GRADIENT,
@@ -369,12 +373,12 @@ class Folds:
 
     def dq_accumulator(self, grid: Grid) -> AccumulatorRows:
         """The accumulator of dQ: the rows of one block, completed before the next rows begin."""
-        if self.cut.dq_in_place:
+        if self.division.dq_in_place:
             return AccumulatorRows(in_place=True)
         rows, columns = grid.largest
         first_block = grid.columns[0].stop - grid.columns[0].start
         sums = count_first_block_sums(self.operands.precision, first_block, columns)
-        return AccumulatorRows(False, rows, copies=min(self.cut.dq_copies, sums))
+        return AccumulatorRows(False, rows, copies=min(self.division.dq_copies, sums))
 
     def dk_accumulator(self, grid: Grid, in_place: bool) -> AccumulatorRows:
         """The accumulator of dK: all keys of a grid.
@@ -384,13 +388,13 @@ class Folds:
         """
         if in_place:
             return AccumulatorRows(in_place=True)
-        needs, blocking, (m, _, d) = self.cut.needs, self.cut.gradient, self.call.shape
+        needs, block_sizes, (m, _, d) = self.division.needs, self.division.gradient, self.call.shape
         first, end = grid.columns[0].start, grid.columns[-1].stop
-        if not (needs.gradient and blocking.overlaid):
+        if not (needs.gradient and block_sizes.overlaid):
             return AccumulatorRows(False, end - first, first)
-        largest = (m, blocking.cached_columns) if blocking.cached_columns else grid.largest
+        largest = (m, block_sizes.cached_columns) if block_sizes.cached_columns else grid.largest
         passing = needs.gradient_block_bytes(*largest, d) // needs.overlay_row_bytes
-        first += blocking.overlaid
+        first += block_sizes.overlaid
         return AccumulatorRows(
-            False, end - first, first, blocking.overlaid, rows_converted_at_once=passing
+            False, end - first, first, block_sizes.overlaid, rows_converted_at_once=passing
         )

@@ -14,11 +14,11 @@ from .. import config
 WHOLE_BYTES = 16
 LARGE_PRODUCT = 2**30
 # Pairs (part of the gradient block, part of the features) that are multiplied, small terms first:
-# 0 is the high part, 1 the low part. The product of both low parts is below float32's rounding
+# 0 is the large part, 1 the small part. The product of both small parts is below float32's rounding
 PART_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
-# low parts of gradient blocks are multiplied by this: LOW_PART_FACTOR of common.cuh
-LOW_PART_FACTOR = {"fp16x3": 2048.0}
-# Products of the high parts are sums of at most MAX_SUM_TERMS terms. A factor corrects their mean
+# small parts of gradient blocks are multiplied by this: SMALL_PART_FACTOR of common.cuh
+SMALL_PART_FACTOR = {"fp16x3": 2048.0}
+# Products of the large parts are sums of at most MAX_SUM_TERMS terms. A factor corrects their mean
 # truncation bias. In units of 2^-24 of the sum, a sum of 512 terms loses 47 if all terms have one
 # sign, and 9 if signs are mixed; the correction is 27, about halfway. `truncation_bias` gives 19.2
 # (32 steps of 0.6). SUM_BIAS_FACTOR is 27 / 19.2.
@@ -60,7 +60,7 @@ def products(precision: str, k: int, copies: int, is_first: bool) -> Iterator[Pr
     item, max_terms = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, k)
     for gradient_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
         both_high = gradient_part == feature_part == 0
-        factor = 1 / LOW_PART_FACTOR.get(precision, 1.0) if gradient_part else 1.0
+        factor = 1 / SMALL_PART_FACTOR.get(precision, 1.0) if gradient_part else 1.0
         sum_terms = max_terms if both_high or copies > 1 else k
         for start, terms, batch in _sums(k, sum_terms, copies):
             if both_high and precision in config.MAX_SUM_TERMS:

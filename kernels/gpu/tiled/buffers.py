@@ -185,22 +185,25 @@ class Buffers:
             self._queries_by_key = order, begin, end
         return self._queries_by_key
 
-    def divided(self, factor: Array, ranges: Array) -> Array:
+    def divide_factors(self, factor: Array, ranges: Array) -> Array:
         """Float64 factors divided by the gradient divisor of `ranges`, in the dtype of sums."""
         n = len(factor)
         out = cupy.empty(n, self.real)
         self.launcher.vectors("divide_factors", n, x=factor, n=n, ranges=ranges, out=out)
         return out
 
-    def add_pairs(
-        self, pairs: Any, moments: Any, slots: int, ranges: Array, scale: Fields, rows: slice,
-        *totals: Array | None,
+    def add_partial_sums(
+        self, partial_sums: Any, moments: Any, slots: int, ranges: Array, scale: Fields,
+        rows: slice,
+        first_sums: Array, second_sums: Array | None, moment_sums: Array | None,
     ) -> None:  # fmt: skip
-        """Add the sums of a block's tiles, `slots` for each of the rows, to the totals of the rows:
-        the first and the second numbers of pairs, and moments."""
+        """Add the partial sums of a block's tiles, `slots` for each row, to the sums of rows:
+        see `add_partial_sums` in kernels/cuda/vectors/sums.cuh."""
         n = rows.stop - rows.start
-        a, b, c = (address(total, rows.start) for total in totals)
         self.launcher.vectors(
-            "add_pairs", n, pairs=pairs, z=moments, slots=slots, stride=n, n=n,
-            gradient_divisor=ranges, scale=scale, a=a, b=b, c=c,
+            "add_partial_sums", n, partial_sums=partial_sums, moments=moments, slots=slots,
+            stride=n, n=n, gradient_divisor=ranges, scale=scale,
+            first_sums=address(first_sums, rows.start),
+            second_sums=address(second_sums, rows.start),
+            moment_sums=address(moment_sums, rows.start),
         )  # fmt: skip

@@ -28,7 +28,7 @@ class FoldRun:
             self.grid = _restrict_to_groups(problem, fold.grid)
         self.scale, self.pair_vectors = buffers.logit_scale, buffers.pair_vectors
         self.guide = buffers.guide
-        self.marks: Fields = {}  # of the current block
+        self.mark_fields: Fields = {}  # of the current block
         self.rows, self.columns = fold.grid.largest
         self.memory = buffers.workspace.begin_fold(fold)
 
@@ -41,7 +41,7 @@ class FoldRun:
                 columns = self.grid.columns[column_block]
                 self.k = key.block(columns, "key_rows", self.memory, staged)
                 if self.guide is not None:
-                    self.marks = self.guide.mark(rows, columns, self.memory, staged)
+                    self.mark_fields = self.guide.mark(rows, columns, self.memory, staged)
                 self.block(rows, columns, row_block, column_block)
                 done += 1
                 if self.problem.progress is not None:
@@ -92,7 +92,7 @@ class FoldRun:
         }  # fmt: skip
         if self.pair_vectors is not None:
             fields |= self.pair_vectors.fields(rows, columns)
-        return fields | self.marks
+        return fields | self.mark_fields
 
 
 def _restrict_to_groups(problem: Problem, grid: Grid) -> Grid:

@@ -79,6 +79,7 @@ class Guide:
         }
 
         rows = to_products(self.launcher, problem.guide_limits, NATURAL, scale, self.real)
+        # key i is the positive of query i, so a row and its column have the same limit
         self.limits = rows, None if problem.guide_key_limits is None else rows
         self.positives = problem.positives
 
@@ -90,7 +91,7 @@ class Guide:
         query = self.query.block(rows, "guide_query_rows", memory, staged)
         key = self.key.block(columns, "guide_key_rows", memory, staged)
         item, shape = self.operands.item, self.schedule.shape
-        marks = {"row_marks": memory["row_marks"], "column_marks": memory.get("column_marks")}
+        mark_fields = {"row_marks": memory["row_marks"], "column_marks": memory.get("column_marks")}
         row_limits, column_limits = self.limits
         block = {
             "q": query.fields(item), "k": key.fields(item), "width": self.operands.width,
@@ -98,17 +99,17 @@ class Guide:
             "column_tiles": -(-key.rows // shape.block_n), "scale": NATURAL,
             "row_limits": address(row_limits, rows.start),
             "column_limits": address(column_limits, columns.start),
-            "positives": address(self.positives, rows.start), **NO_OPTIONS,
+            "positives": address(self.positives, rows.start), **UNUSED_FIELDS,
         }  # fmt: skip
         launch_over_block(
             self.schedule.kernel, shape, self.multiprocessors, (query, self.query),
-            (key, self.key), {"block": block, **marks},
+            (key, self.key), {"block": block, **mark_fields},
         )  # fmt: skip
-        return marks
+        return mark_fields
 
 
-# Fields of struct Block for options of pairs, none of which changes a mark
-NO_OPTIONS: Fields = {
+# Fields of struct Block on which no mark depends
+UNUSED_FIELDS: Fields = {
     "first_row": 0, "first_column": 0, "set_size": 1, "query_ids": None, "key_ids": None,
     "symmetric": False, "triangle": False,
 }  # fmt: skip

@@ -58,7 +58,8 @@ class StatisticsRun(FoldRun):
         row_slots = shape.row_slots(m, n, triangle)
         column_slots = shape.column_slots(m, n, triangle) if kernel.defines["COLUMNS"] else 0
         side = "column"
-        if triangle and isinstance(shape, config.Tile):  # sums of rows and columns share the slots
+        if triangle and isinstance(shape, config.Tile):
+            # a column is a row of the same views, and its sums lie in the slots of that row
             side, column_slots = "row", 0
         arguments = {
             "positive": address(stats.positive_logits, rows.start),
@@ -86,7 +87,7 @@ class StatisticsRun(FoldRun):
         # Tiles leave raw products, sweeps base-2 logits
         scale = self.scale if isinstance(self.shape, config.Tile) else BASE_2
         self.launcher.vectors(
-            "merge_pairs", n, threads=4, pairs=self.memory[f"{side}_partials"],
+            "merge_partial_sums", n, threads=4, partial_sums=self.memory[f"{side}_partials"],
             moments=self.memory.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
             logit_scale=self.scale, sums=sums_fields(sums, part.start), written_tiles=written_tiles,
         )  # fmt: skip

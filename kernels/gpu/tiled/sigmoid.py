@@ -27,7 +27,7 @@ class SigmoidRun(GradientRun):
         self.factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
         self.find_ranges(m, n, row_factor=self.factor)
         self.positive_gradient = cupy.empty(m)
-        self.row_factor = buffers.divided(self.factor, self.ranges)
+        self.row_factor = buffers.divide_factors(self.factor, self.ranges)
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
@@ -42,7 +42,7 @@ class SigmoidRun(GradientRun):
         else:  # tiles need no tensor map
             arguments["gradient_block"] = self.gradient_fields()
         self.launch(self.fold.kernel, rows, columns, arguments)
-        self.buffers.add_pairs(
+        self.buffers.add_partial_sums(
             sums, moments, self.shape.row_slots(n, self.k.rows), self.ranges, self.scale, rows,
             epilogue.losses, epilogue.bias_grad, epilogue.log_scale_grad,
         )  # fmt: skip

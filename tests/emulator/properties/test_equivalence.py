@@ -187,7 +187,7 @@ def computed(call: Call, way: dict[str, Any]) -> Any:
         ):
             stack.enter_context(mock.patch.object(*target, value))
         if way["two_folds"]:
-            patch = mock.patch.object(config, "all_keys_blocking", return_value=None)
+            patch = mock.patch.object(config, "block_sizes_for_all_keys", return_value=None)
             stack.enter_context(patch)
         checks._cache.clear()
         offload = method == "offload"

@@ -19,9 +19,9 @@
 // (ping-pong): while one uses the tensor cores, the other runs the epilogue of its last tile. If the epilogue of a
 // tile is shorter than its products, exponentials cost no time.
 //
-// BF16X3: a row has the high parts of its features, and then their low parts. A K-slice of the keys' low parts is
-// multiplied by the queries' high parts, and a K-slice of the keys' high parts by both parts of the queries. The
-// product of two low parts is below rounding, and is left out.
+// BF16X3: a row has the large parts of its features, and then their small parts. A K-slice of the keys' small parts is
+// multiplied by the queries' large parts, and a K-slice of the keys' large parts by both parts of the queries. The
+// product of two small parts is below rounding, and is left out.
 //
 // STREAMED (WIDE or FP16X3): rows of Q do not stay in shared memory. Their K-slices are loaded beside the K-slices
 // of the keys (sweep/streamed.cuh).
