@@ -44,10 +44,9 @@ def one_in(n: int, place: int) -> None:
 
 def require_use(precision: str, arch: str) -> None:
     """Skips what no call launches on such a card."""
-    device = DEVICES[arch]
-    if not config.supported(precision, device):
+    if not config.supported(precision, DEVICES[arch]):
         pytest.skip(f"{arch} has no tensor cores for {precision}")
-    if precision == "fp16x3" and config.fastest_operand_precision("fp32", device) != precision:
+    if precision == "fp16x3" and not DEVICES[arch].has_sweeps:
         pytest.skip(f"{arch} computes float32 without {precision}")
 
 
