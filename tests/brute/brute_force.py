@@ -57,13 +57,13 @@ class Judgement:
     logit_bounds: Array  # [M, N]
 
 
-def norms_of(z: Array) -> Array:
+def compute_norms(z: Array) -> Array:
     """[M] in long double, in which no square of a float64 over- or underflows."""
     wide = z.astype(np.longdouble)
     return np.sqrt((wide * wide).sum(axis=1))
 
 
-def positives_of(call: Call, rows: int, columns: int) -> Array:
+def find_positives(call: Call, rows: int, columns: int) -> Array:
     positive = np.zeros((rows, columns), bool)
     index = np.arange(rows)
     if call.loss == "nt_xent":
@@ -81,7 +81,7 @@ def positives_of(call: Call, rows: int, columns: int) -> Array:
     return positive
 
 
-def excluded_of(call: Call, positive: Array) -> Array:
+def find_excluded(call: Call, positive: Array) -> Array:
     rows, columns = positive.shape
     excluded = np.zeros((rows, columns), bool)
     ids = call.ids
@@ -209,7 +209,7 @@ def judge(call: Call, compute: str) -> Judgement:
     given = call.features
     if call.loss == "gte":
         given = (np.concatenate([z.astype(np.float64) for z in given]),)
-    lengths = [norms_of(z) for z in given]
+    lengths = [compute_norms(z) for z in given]
     leaves, units = [], []
     for z, length in zip(given, lengths, strict=True):
         wide = z.astype(np.longdouble)
@@ -225,8 +225,8 @@ def judge(call: Call, compute: str) -> Judgement:
     rows, columns = dot.shape
     scale = torch.tensor(call.scale, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor(call.bias, dtype=torch.float64, requires_grad=True)
-    positive = positives_of(call, rows, columns)
-    excluded = excluded_of(call, positive)
+    positive = find_positives(call, rows, columns)
+    excluded = find_excluded(call, positive)
     if call.normalize:
         lengths = [(length != 0).astype(np.longdouble) for length in lengths]
     sizes = (lengths[0][:, None] * lengths[-1]).astype(np.float64)
@@ -299,7 +299,7 @@ def judge(call: Call, compute: str) -> Judgement:
         given, leaves, feature_sizes(wrong), feature_sizes(dx), strict=True
     ):
         assert leaf.grad is not None
-        g, length = leaf.grad.numpy().astype(np.longdouble), norms_of(z)
+        g, length = leaf.grad.numpy().astype(np.longdouble), compute_norms(z)
         if call.normalize:
             length = np.where(length == 0, np.inf, length)
             g, error, size = g / length[:, None], 4 * error / length, size / length

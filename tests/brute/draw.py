@@ -7,7 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from brute_force import Call, positives_of
+from brute_force import Call, find_positives
 from infonce.kernels.cpu import schedule
 
 from infonce import spec
@@ -19,7 +19,7 @@ METHODS = ["naive", "fused", "tiled", "auto"]
 KINDS = ["random", "aligned", "partly aligned", "opposed", "identical", "nearly identical"]
 
 
-def features_of(
+def draw_features(
     kind: str, m: int, n: int, d: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Unit rows."""
@@ -90,7 +90,7 @@ def softmax_options(
     return {name: value for name, value in drawn.items() if name not in loss.refused}
 
 
-def labels_of(loss: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
+def make_labels(loss: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
     if loss == "sup_con":
         return rng.integers(-1, max(1, rows // int(rng.integers(1, 5))), rows)
     if loss != "info_nce" or (rng.random() < 0.4 and columns >= rows):
@@ -102,7 +102,7 @@ def labels_of(loss: str, rows: int, columns: int, rng: np.random.Generator) -> A
     return np.where(rng.random(sets.shape) < 0.3, -1, sets)
 
 
-def ids_of(loss: spec.Loss, rows: int, columns: int, rng: np.random.Generator) -> Any:
+def draw_ids(loss: spec.Loss, rows: int, columns: int, rng: np.random.Generator) -> Any:
     if "ids" in loss.refused or rng.random() < 0.6:
         return None
     values = int(rng.integers(2, 2 + max(rows, columns)))
@@ -120,7 +120,7 @@ def is_ambiguous(call: Call, sides: list[np.ndarray]) -> bool:
     if call.loss == "gte":
         units = [np.concatenate(units)]
     dots = units[0] @ units[-1].T
-    positive = positives_of(call, *dots.shape)
+    positive = find_positives(call, *dots.shape)
     if call.loss == "gte":
         dots, positive = (np.concatenate(np.split(x, 2), axis=1) for x in (dots, positive))
     both = [(dots, positive)] + ([(dots.T, positive.T)] if call.loss == "clip" else [])
@@ -152,7 +152,7 @@ def draw(seed: int, number: int) -> Drawn:
     columns = int(rng.integers(1, 150)) if loss.name == "info_nce" else rows
     d = int(rng.choice([1, 2, 3, 5, 8, 17, 33, 64, 70]))
     kind = KINDS[rng.integers(len(KINDS))]
-    units = list(features_of(kind, rows, columns, d, rng))
+    units = list(draw_features(kind, rows, columns, d, rng))
     if len(loss.arguments) == 1:
         half = rows // 2 if loss.name == "nt_xent" else rows
         units = [np.concatenate([units[0][:half], units[1][:half]])[:rows]]
@@ -174,11 +174,11 @@ def draw(seed: int, number: int) -> Drawn:
     scale = float(10 ** rng.uniform(-1.5, 2.3))
     call = Call(loss.name, tuple(sides), scale, float(rng.uniform(-12, 3)), normalize)
     call.reduction = ["mean", "sum", "none"][rng.integers(3)]
-    call.labels = labels_of(loss.name, rows, columns, rng)
+    call.labels = make_labels(loss.name, rows, columns, rng)
     if loss.name == "info_nce" and call.labels is None:
         call.features = (call.features[0][:columns], call.features[1])
         rows = len(call.features[0])
-    call.ids = ids_of(loss, rows, columns, rng)
+    call.ids = draw_ids(loss, rows, columns, rng)
     if rng.random() < 0.3:
         call.weights = rng.uniform(0, 2, rows) * (rng.random(rows) < 0.8)
         call.weights[rng.integers(rows)] = 1.0

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 from brute_force import Call, judge
-from draw import DTYPES, KINDS, features_of
+from draw import DTYPES, KINDS, draw_features
 
 import infonce
 from infonce import spec
@@ -44,7 +44,7 @@ def calls(loss: spec.Loss, name: str, rng: np.random.Generator) -> Any:
     for kind in KINDS:
         for part in range(5):
             rows, d = int(rng.choice([2, 4, 16, 40, 100])), int(rng.choice([4, 33, 128]))
-            query, key = features_of(kind, rows, rows, d, rng)
+            query, key = draw_features(kind, rows, rows, d, rng)
             units = [query, key] if len(loss.arguments) == 2 else [np.concatenate([query, key])]
             features = tuple(z.astype(DTYPES[name]) for z in units)
             call = Call(

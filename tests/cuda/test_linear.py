@@ -79,7 +79,9 @@ def unit_rows(rows: dict[str, Any]) -> Any:
     return rows["z"] if rows["factor"] is None else rows["z"] * inverses(rows)
 
 
-def rows_of(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) -> list[linear.Rows]:
+def make_rows(
+    monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool
+) -> list[linear.Rows]:
     monkeypatch.setattr(linear, "cupy", np)
     monkeypatch.setattr(
         linear, "order_by_segment", lambda segment: np.argsort(segment, kind="stable")
@@ -106,7 +108,7 @@ def test_products_with_positives(
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((40, 5)), rng.standard_normal((50, 5))
     positives = rng.integers(-1, 50, (40, each))
-    query, key = rows_of(monkeypatch, q, k, normalize=normalize)
+    query, key = make_rows(monkeypatch, q, k, normalize=normalize)
     if normalize:
         q, k = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in (q, k))
     wanted = np.where(positives < 0, 0.0, np.einsum("id,ipd->ip", q, k[positives]))
@@ -133,7 +135,7 @@ def test_sums_and_gradients(
     if by_ids:
         given = ids[query_segments]
         segments = Segments(given, given if symmetric else ids[key_segments])
-    found = rows_of(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
+    found = make_rows(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
     query, key = found[0], found[-1]
 
     same = (query_segments[:, None] == key_segments).astype(float)

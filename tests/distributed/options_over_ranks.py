@@ -23,7 +23,7 @@ def near(got: Any, want: Any, what: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=what)
 
 
-def problem_of(
+def make_problem(
     name: str, rng: np.random.Generator, sizes: tuple[int, int] | None = None
 ) -> Problem:
     """Some of the options, drawn one by one; few rows, so that some ranks have none."""
@@ -67,7 +67,7 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
     name, seed, place, spread, sizes = case
     rng = np.random.default_rng([seed, SIZE, NAMES.index(name)])
     reduction = ("mean", "mean", "sum", "none")[rng.integers(4)]
-    problem, options = call_of(problem_of(name, rng, sizes), reduction)
+    problem, options = call_of(make_problem(name, rng, sizes), reduction)
     rows, columns = len(problem.features[0]), len(problem.features[-1])
     seed = seed if sizes is None else 5  # of the shards
 

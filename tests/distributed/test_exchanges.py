@@ -188,7 +188,7 @@ def test_every_key_meets_every_rank(
         assert sums == 2 * keys.total * (hosts - 1) * with_sums
 
 
-def ranks_of(*hosts: str) -> Any:
+def make_ranks(*hosts: str) -> Any:
     peers = Peers([Process(host, host, "", r, "") for r, host in enumerate(hosts)])
     return SimpleNamespace(size=len(hosts), rank=0, peers=peers)
 
@@ -205,18 +205,18 @@ def chosen(
 def test_hosts_that_a_hierarchical_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFONCE_LOCAL_SIZE", raising=False)
     for hosts in ("aabb", "aaabbb", "aaa", "abc"):
-        assert chosen("hierarchical", ranks_of(*hosts)) == "hierarchical"
+        assert chosen("hierarchical", make_ranks(*hosts)) == "hierarchical"
     for hosts, words in (("aaabb", r"\[0, 1, 2\], \[3, 4\]"), ("abab", r"\[0, 2\], \[1, 3\]")):
         with pytest.raises(ValueError, match=f"as many ranks on each host.*got .*{words}; exch"):
-            chosen("hierarchical", ranks_of(*hosts))
-        assert chosen("auto", ranks_of(*hosts)) == "gather"
-        assert chosen("ring", ranks_of(*hosts)) == "ring"
+            chosen("hierarchical", make_ranks(*hosts))
+        assert chosen("auto", make_ranks(*hosts)) == "gather"
+        assert chosen("ring", make_ranks(*hosts)) == "ring"
     with pytest.raises(ValueError, match=r"workspace: expected at least .* to gather keys"):
-        chosen("hierarchical", ranks_of(*"aabb"), workspace=1000)
+        chosen("hierarchical", make_ranks(*"aabb"), workspace=1000)
 
 
 def test_hosts_by_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = ranks_of(*"aaabbb")
+    ranks = make_ranks(*"aaabbb")
     monkeypatch.setenv("INFONCE_LOCAL_SIZE", "2")
     assert schedule.ranks_by_host(ranks) == [[0, 1], [2, 3], [4, 5]]
     for word in ("4", "0", "-2", "two"):
@@ -232,7 +232,7 @@ def test_auto_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFONCE_LOCAL_SIZE", raising=False)
     asked: list[Any] = []
     monkeypatch.setattr(cost, "fastest", lambda *of: asked.append(of) or of[-1][-1])
-    assert chosen("auto", ranks_of(*"aabb"), on_gpu=True) == "hierarchical"
-    assert chosen("auto", ranks_of(*"aabbb"), on_gpu=True) == "gather"
-    assert chosen("auto", ranks_of(*"aabb"), workspace=100, on_gpu=True) == "ring"
+    assert chosen("auto", make_ranks(*"aabb"), on_gpu=True) == "hierarchical"
+    assert chosen("auto", make_ranks(*"aabbb"), on_gpu=True) == "gather"
+    assert chosen("auto", make_ranks(*"aabb"), workspace=100, on_gpu=True) == "ring"
     assert [(of[2], of[3].gpus) for of in asked] == [(4, 2), (5, 3), (4, 2)]

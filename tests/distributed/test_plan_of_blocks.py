@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import BFLOAT16, MISSING, PRECISIONS, dtype_of, features, gpu_only
+from gpu_problems import BFLOAT16, MISSING, PRECISIONS, features, find_dtype, gpu_only
 from infonce.kernels.solve import Vectors
 
 pytestmark = gpu_only
@@ -36,8 +36,8 @@ def test_blocks_of_many_ranks(
     sigmoid, pairs = loss == "siglip", loss in ("clip", "nt_xent")
     for own, n in ((True, m), (False, 270)):
         symmetric = own and loss == "nt_xent"
-        query = features("nt_xent", m, d, dtype_of(dtype), 1)[0]
-        key = query if symmetric else features("nt_xent", n, d, dtype_of(dtype), 2)[0]
+        query = features("nt_xent", m, d, find_dtype(dtype), 1)[0]
+        key = query if symmetric else features("nt_xent", n, d, find_dtype(dtype), 2)[0]
         positives = (np.arange(m) + m // 2 * symmetric) % m if own else np.full(m, -1)
         problem = problems.Problem(
             query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
@@ -151,7 +151,7 @@ def test_what_is_not_finite_in_a_block(planned: bool, monkeypatch: pytest.Monkey
 def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     """A step of the mathematics on vectors by plan is what it is without."""
     m, rng = 300, np.random.default_rng(3)
-    query, key = (features("nt_xent", m, 24, dtype_of(dtype), seed)[0] for seed in (1, 2))
+    query, key = (features("nt_xent", m, 24, find_dtype(dtype), seed)[0] for seed in (1, 2))
     problem = problems.Problem(
         query=query, key=query if loss == "nt_xent" else key, scale=cupy.array(14.0),
         upstream=cupy.asarray(rng.uniform(0, 1, m)), common_share=0.25 / m,

@@ -134,7 +134,7 @@ def tiled_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     )
 
 
-def sweep_of(z: Features) -> config.Sweep:
+def find_sweep(z: Features) -> config.Sweep:
     sweep = config.sweep_for("bf16", 2 * z.padded, H200, False)
     assert sweep is not None
     return sweep
@@ -152,7 +152,7 @@ def sweep_arguments(z: Features, sweep: config.Sweep) -> dict[str, Any]:
 
 def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[Any, Any]:
     """Sums of rows and columns by sm90/sweep_lse.cu."""
-    sweep = sweep_of(z)
+    sweep = find_sweep(z)
     slots, blocks = sweep.row_slots(z.m, z.n), sweep.blocks(z.m, z.n)
     rows = engine.Memory(8 * z.m * slots)
     columns = engine.Memory(8 * z.n * 2 * blocks)
@@ -186,7 +186,7 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
 
 def sweep_gradient(z: Features, seed: int = 0, edit: Edit | None = None) -> Any:
     """Softmax probabilities [m, n] by sm90/sweep_gradient.cu, 0 for positives."""
-    sweep = sweep_of(z)
+    sweep = find_sweep(z)
     stride = -(-z.n // config.BLOCK_M) * config.BLOCK_M
     gradient = engine.Memory(2 * z.m * stride)
     top = z.logits.max(1) * LOG2_E

@@ -9,7 +9,7 @@ import emulation
 import engine
 import numpy as np
 import pytest
-from gpu_problems import dtype_of
+from gpu_problems import find_dtype
 from infonce.kernels.gpu import config
 from judge import LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
@@ -44,7 +44,7 @@ def device(cupy: Any, request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_devices(cupy: Any, loss: str, dtype: str) -> None:
-    args = arguments(loss, *pairs("partly aligned", 140, 140, 72, dtype_of(dtype), 0))
+    args = arguments(loss, *pairs("partly aligned", 140, 140, 72, find_dtype(dtype), 0))
     want = judged(loss, args, scale=9.0)
     function = getattr(infonce, f"{loss}_loss_and_grad")
     got = function(*map(cupy.asarray, args), scale=9.0, method="tiled")
@@ -69,7 +69,7 @@ def test_devices_and_portable_kernels(cupy: Any, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(config.precision, "PORTABLE", portable)
         launched.clear()
         with cupy.cuda.Device(device):
-            z = [cupy.asarray(z) for z in pairs("random", 140, 140, 72, dtype_of("bfloat16"), 0)]
+            z = [cupy.asarray(z) for z in pairs("random", 140, 140, 72, find_dtype("bfloat16"), 0)]
             infonce.clip_loss(*z, scale=9.0, method="tiled")
         assert kernel in launched
 

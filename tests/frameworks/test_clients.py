@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def part_of(package: str, file: str) -> Any:
+def load_part(package: str, file: str) -> Any:
     """A module of a project by itself: the project imports much that its losses do not need."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
@@ -58,7 +58,7 @@ def two_towers(loss: Callable[..., Any]) -> list[Any]:
 def test_open_clip_step(name: str) -> None:
     from infonce.torch import open_clip as ours
 
-    theirs = part_of("open_clip", "loss.py")
+    theirs = load_part("open_clip", "loss.py")
     assert_same_training(lambda module: two_towers(getattr(module, name)()), theirs, ours)
 
 

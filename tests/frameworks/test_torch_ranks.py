@@ -82,7 +82,7 @@ PLACES = [3, pytest.param(2, marks=pytest.mark.gpu)]  # processes on the CPU, an
 
 
 @pytest.fixture
-def ranks_of(request: pytest.FixtureRequest) -> Any:
+def start_ranks(request: pytest.FixtureRequest) -> Any:
     """What the ranks saved of a case, and how many there are."""
 
     def found(case: str, size: int) -> list[Any]:
@@ -119,8 +119,8 @@ def test_ddp_over_nccl(loss: str, two_gpus: Path) -> None:
 
 
 @pytest.mark.parametrize("size", PLACES)
-def test_functions_over_ranks(size: int, ranks_of: Any) -> None:
-    ranks = ranks_of("functions", size)
+def test_functions_over_ranks(size: int, start_ranks: Any) -> None:
+    ranks = start_ranks("functions", size)
     batch = torch_ranks.batches(size, 1)[0]
     for name in torch_ranks.FUNCTIONS:
         parts = [torch_ranks.shards(name, batch, rank, size) for rank in range(size)]
@@ -143,9 +143,9 @@ def test_functions_over_ranks(size: int, ranks_of: Any) -> None:
 
 
 @pytest.mark.parametrize("size", PLACES)
-def test_drop_ins_share_rows_by_themselves(size: int, ranks_of: Any) -> None:
+def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
     """Gradients are those of the loss of all rows, times the ranks, which DDP divides by."""
-    ranks, sizes = ranks_of("drop_ins", size), torch_ranks.SIZES[:size]
+    ranks, sizes = start_ranks("drop_ins", size), torch_ranks.SIZES[:size]
     sides = [z.clone().requires_grad_() for z in torch_ranks.batches(size, 1)[0]]
     ends = torch.tensor(sizes).cumsum(0).tolist()
     mirrored = torch.cat([torch.arange(end - n, end).flip(0) for n, end in

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING, dtype_of, fewer, smaller
+from gpu_problems import MISSING, fewer, find_dtype, smaller
 from infonce.kernels.problem import SCALES
 from judge import (
     LOSSES,
@@ -69,7 +69,7 @@ def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
     Within, results are right to the rounding of the logits, and probabilities sum to 1."""
     least, most = SCALES["fp64" if dtype == "float64" else "fp32"]
     n = smaller(150, 70)
-    host = arguments(loss, *pairs("random", n, n, 64, dtype_of(dtype), 3))
+    host = arguments(loss, *pairs("random", n, n, 64, find_dtype(dtype), 3))
     args = [cupy.asarray(z) for z in host]
     function = getattr(infonce, f"{loss}_loss")
     for scale in (0.0, -1.0, 0.99 * least, 1.01 * most, np.inf, np.nan):
@@ -246,7 +246,7 @@ def test_no_memory_left_for_exponentials() -> None:
     """Where nothing was asked for, wide rows take more than 256 MiB if there is so much."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("for Hopper")
-    dtype = dtype_of("bfloat16")
+    dtype = find_dtype("bfloat16")
     z = [cupy.asarray(a) for a in pairs("random", 16384, 16384, 520, dtype, 1)]
     pool = cupy.cuda.MemoryPool()
 

@@ -19,9 +19,9 @@ from gpu_problems import (
     STORED_BOUND,
     TEMPERATURES,
     check,
-    dtype_of,
     evaluate,
     fewer,
+    find_dtype,
     gpu_only,
     host,
     run,
@@ -52,7 +52,7 @@ def test_against_reference(loss: str, method: str, dtype: str, precision: str) -
         temperature = TEMPERATURES[(i + j) % 4]
         if kind == "long" and precision == "tf32":
             continue
-        args = arguments(loss, *pairs(kind, m, n, d, dtype_of(dtype), i + j))
+        args = arguments(loss, *pairs(kind, m, n, d, find_dtype(dtype), i + j))
         ref = judged(loss, args, scale=1 / temperature)
         spaces = [2**28, 2**23] + [150_000 + 3000 * d] * (method == "tiled")
         out = run(
@@ -73,12 +73,12 @@ def test_accuracy_of_a_batch(loss: str, dtype: str, precision: str, kind: str) -
     """The accuracy that the precisions promise, at a size where rounding averages out."""
     rows = smaller(1500, 500)
     for temperature in fewer(TEMPERATURES, 2):
-        args = arguments(loss, *pairs(kind, rows, rows, 128, dtype_of(dtype), 3))
+        args = arguments(loss, *pairs(kind, rows, rows, 128, find_dtype(dtype), 3))
         ref = judged(loss, args, scale=1 / temperature)
         # gradients of a loss near 0 are themselves differences of rounded numbers
         averaged = ref.loss > 0.05
         for grad_dtype in {"float32", dtype} if precision != "fp64" else {dtype}:
-            out = run(loss, args, precision, 1 / temperature, grad_dtype=dtype_of(grad_dtype))
+            out = run(loss, args, precision, 1 / temperature, grad_dtype=find_dtype(grad_dtype))
             try:
                 check(out, ref, args, precision, 1 / temperature, averaged=averaged)
             except AssertionError as error:
@@ -109,7 +109,7 @@ def test_normalize(loss: str, method: str, dtype: str, precision: str) -> None:
         rng = np.random.default_rng(seed)
         args = [
             (z.astype(np.float64) * np.exp(2 * rng.standard_normal((len(z), 1)))).astype(z.dtype)
-            for z in arguments(loss, *pairs("partly aligned", m, n, d, dtype_of(dtype), seed))
+            for z in arguments(loss, *pairs("partly aligned", m, n, d, find_dtype(dtype), seed))
         ]
         ref = judged(loss, tuple(args), scale=20.0, normalize=True)
         out = run(loss, args, precision, 20.0, normalize=True, method=method)
@@ -142,7 +142,7 @@ def test_rows_of_zeros_stay_zero() -> None:
 @pytest.mark.parametrize("size", [1e-18, 1e-6, 1e15])
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("bfloat16", "bf16")])
 def test_length_of_rows_does_not_matter(dtype: str, precision: str, size: float) -> None:
-    args = [z.astype(dtype_of(dtype)) for z in pairs("random", 40, 40, 16, np.float32, 0)]
+    args = [z.astype(find_dtype(dtype)) for z in pairs("random", 40, 40, 16, np.float32, 0)]
     power = 2.0 ** round(np.log2(size))
     long = [(z.astype(np.float64) * power).astype(z.dtype) for z in args]
     assert run("clip", args, precision, 10.0, normalize=True).loss == pytest.approx(
@@ -155,7 +155,7 @@ def test_length_of_rows_does_not_matter(dtype: str, precision: str, size: float)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_ids(loss: str, method: str, dtype: str, precision: str) -> None:
     for n, seed in fewer(((1, 0), (6, 1), (60, 2), (200, 3)), 3):
-        args = arguments(loss, *pairs("partly aligned", n, n, 8, dtype_of(dtype), seed))
+        args = arguments(loss, *pairs("partly aligned", n, n, 8, find_dtype(dtype), seed))
         rng = np.random.default_rng(seed)
         ids: Any = rng.integers(0, max(1, n // 2), len(args[0]))
         if loss == "info_nce" and seed % 2:
@@ -169,7 +169,7 @@ def test_ids(loss: str, method: str, dtype: str, precision: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_and_extra_negatives(method: str, dtype: str, precision: str) -> None:
     for m, n, seed in ((1, 1, 0), (5, 3, 1), (70, 300, 2), (300, 70, 3)):
-        args = pairs("random", m, n, 24, dtype_of(dtype), seed)
+        args = pairs("random", m, n, 24, find_dtype(dtype), seed)
         labels = np.random.default_rng(seed).integers(0, n, m)
         ref = judged("info_nce", args, scale=9.0, labels=labels)
         for wrt in (None, ("query",), ("key",), ()):
@@ -196,7 +196,7 @@ def test_scale_and_bias_on_the_device() -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_reproducible(loss: str, method: str, dtype: str, precision: str) -> None:
     n = smaller(700, 300)
-    args = arguments(loss, *pairs("random", n, n, 40, dtype_of(dtype), 5))
+    args = arguments(loss, *pairs("random", n, n, 40, find_dtype(dtype), 5))
     size = 2**21 if method == "tiled" else 2**28
     first = run(loss, args, precision, 30.0, workspace=size, method=method)
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_reproducible(loss: str, method: str, dtype: str, precision: str) -> Non
 def test_features_that_are_not_finite(loss: str, method: str, value: float) -> None:
     for dtype, precision in (CASES[1], CASES[4]):
         for where in range(2):
-            args = list(arguments(loss, *pairs("random", 70, 70, 9, dtype_of(dtype), 1)))
+            args = list(arguments(loss, *pairs("random", 70, 70, 9, find_dtype(dtype), 1)))
             args[min(where, len(args) - 1)][5, 2] = value
             out = run(loss, args, precision, 10.0, method=method)
             assert np.isnan(out.loss)
@@ -226,7 +226,7 @@ def test_outputs_of_any_strides_and_guards() -> None:
     """Gradients go where they belong, and nothing beside it is touched."""
     for dtype, precision in (CASES[1], CASES[4], CASES[5]):
         for loss in ("clip", "nt_xent", "siglip"):
-            z = arguments(loss, *pairs("random", 130, 130, 24, dtype_of(dtype), 2))
+            z = arguments(loss, *pairs("random", 130, 130, 24, find_dtype(dtype), 2))
             plain = run(loss, z, precision, 15.0)
             names = ("features",) if loss == "nt_xent" else ("image", "text")
             for step in fewer((1, 2), 1 + (loss == "clip")):
@@ -264,7 +264,9 @@ def test_metrics(method: str) -> None:
 def test_workspace_is_a_ceiling(loss: str, dtype: str, precision: str) -> None:
     """Temporary memory stays within `workspace`, beyond vectors of length M and N."""
     n, d, workspace = 4096, 256, 8 * 2**20
-    args = [cupy.asarray(z) for z in arguments(loss, *pairs("random", n, n, d, dtype_of(dtype), 0))]
+    args = [
+        cupy.asarray(z) for z in arguments(loss, *pairs("random", n, n, d, find_dtype(dtype), 0))
+    ]
     outs = {"nt_xent": ("features",), "info_nce": ("query", "key"), "lit": ("text",)}
     made = {
         name: cupy.empty(z.shape, z.dtype)
@@ -294,7 +296,7 @@ def test_destinations_lend_memory(
     if dtype == "float32":
         shapes = [(700, 41), (1301, 33), (701, 201), (612, 513)]
     for i, (n, d) in enumerate(shapes):
-        args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), i))
+        args = arguments(loss, *pairs("partly aligned", n, n, d, find_dtype(dtype), i))
         n = len(args[0])
         ids = np.random.default_rng(i).integers(0, n // 2, n) if i % 2 else None
         # half of it has room for nine tenths of dK
@@ -311,7 +313,7 @@ def test_destinations_lend_memory(
             return made[-1]
 
         if i % 2:  # the caller's, in the middle of his
-            whole = cupy.full((n + 32, d), 7.0, dtype_of(dtype))
+            whole = cupy.full((n + 32, d), 7.0, find_dtype(dtype))
             outs[name] = whole[16:-16]
         with monkeypatch.context() as patch:
             patch.setattr(gpu_gradients, "Accumulator", recorded)

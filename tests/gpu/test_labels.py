@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING, dtype_of, fewer, smaller
+from gpu_problems import MISSING, fewer, find_dtype, smaller
 from infonce.kernels.linear import Segments, partners
 
 import infonce
@@ -33,7 +33,7 @@ LABELS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def labels_of(kind: str, n: int) -> Any:
+def make_labels(kind: str, n: int) -> Any:
     return LABELS[kind](np.random.default_rng(n), n)
 
 
@@ -41,7 +41,7 @@ def labels_of(kind: str, n: int) -> Any:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("kind", LABELS)
 def test_classes(kind: str, n: int, decoupled: bool) -> None:
-    labels, own, least = labels_of(kind, n), np.arange(n), 2 if decoupled else 3
+    labels, own, least = make_labels(kind, n), np.arange(n), 2 if decoupled else 3
     found, positives, present = gpu_labels.classes(cupy.asarray(labels), decoupled)
     ids = np.where(labels < 0, -1 - own, labels)
     members = Segments(ids, ids).members(np, own)
@@ -64,7 +64,7 @@ def test_classes(kind: str, n: int, decoupled: bool) -> None:
 @pytest.mark.parametrize("n", [65, smaller(5000, 200)])
 def test_hashes_of_64_bits(n: int, decoupled: bool) -> None:
     """As classes, and as ids of rows and columns in two dtypes: compared by their values."""
-    z, y, classes = z_of(0, n), z_of(1, n), np.arange(n) % 9
+    z, y, classes = draw_features(0, n), draw_features(1, n), np.arange(n) % 9
     hashes = classes.astype(np.uint64) * np.uint64(2**61 - 1)
     options: dict[str, Any] = {"scale": 5.0, "decoupled": decoupled}
     want = infonce.sup_con_loss_and_grad(z, cupy.asarray(classes), **options)
@@ -83,7 +83,7 @@ def test_hashes_of_64_bits(n: int, decoupled: bool) -> None:
 
 def test_labels_that_are_not_taken_make_the_loss_nan() -> None:
     """They are not read: keys out of range, of 64 bits too, and rows that name a key twice."""
-    z, y, rows = z_of(0), z_of(1), np.arange(ROWS)
+    z, y, rows = draw_features(0), draw_features(1), np.arange(ROWS)
     sets = np.stack([rows, np.where(rows % 2, -1, (rows + 1) % ROWS)], axis=1)
     for labels in (rows, rows.astype(np.uint64), rows.astype(np.int16), sets):
         got = infonce.info_nce_loss(z, y, cupy.asarray(labels), scale=5.0)
@@ -98,7 +98,7 @@ def test_labels_that_are_not_taken_make_the_loss_nan() -> None:
         np.testing.assert_array_equal(nan, rows if labels.shape[1:] == (ROWS,) else [77])
 
 
-def rows_of(z: Any, normalize: bool) -> Any:
+def make_rows(z: Any, normalize: bool) -> Any:
     problem: Any = SimpleNamespace(compute="fp64" if z.dtype == np.float64 else "bf16")
     problem.normalize = normalize
     return Rows.of(cupy.asarray(z), problem)
@@ -111,13 +111,13 @@ def rows_of(z: Any, normalize: bool) -> Any:
 def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool) -> None:
     """Segments that lie in a piece of 64 rows, that cross a border, or go through many pieces."""
     rng = np.random.default_rng(0)
-    z = rng.standard_normal((n, width)).astype(dtype_of(dtype))
+    z = rng.standard_normal((n, width)).astype(find_dtype(dtype))
     u, factor = z.astype(np.float64), rng.standard_normal(n)
     if normalize:
         u /= np.linalg.norm(u, axis=1, keepdims=True)
-    rows, segments, ids = rows_of(z, normalize), Segments(None, None, 1), np.zeros(n, int)
+    rows, segments, ids = make_rows(z, normalize), Segments(None, None, 1), np.zeros(n, int)
     if kind is not None:
-        ids = labels_of(kind, n)
+        ids = make_labels(kind, n)
         classes, _, _ = gpu_labels.classes(cupy.asarray(ids), False)
         assert classes.in_sums is not None
         segments = classes.in_sums
@@ -154,7 +154,7 @@ def test_row_shares(n: int) -> None:
 ROWS = smaller(600, 200)
 
 
-def z_of(seed: int, n: int = ROWS) -> Any:
+def draw_features(seed: int, n: int = ROWS) -> Any:
     z = np.random.default_rng(seed).standard_normal((n, 64))
     return cupy.asarray(z / np.linalg.norm(z, axis=1, keepdims=True), dtype=np.float32)
 
@@ -194,7 +194,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
         'extern "C" __global__ void spin(long long n)'
         "{ for (long long t = clock64(); clock64() - t < n;); }", "spin",
     )  # fmt: skip
-    z, y, labels = z_of(0), z_of(1), cupy.arange(ROWS) % 50
+    z, y, labels = draw_features(0), draw_features(1), cupy.arange(ROWS) % 50
     for _ in range(2):
         call(name, z, y, labels)  # compiles, and has memory
     device = cupy.cuda.Device()
@@ -222,7 +222,7 @@ def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     rng = np.random.default_rng(0)
     for seed, classes in fewer(enumerate((50, 1, 600, 200)), 2):
         labels = cupy.asarray(rng.integers(0, classes, ROWS))
-        z, y = z_of(seed), z_of(seed + 9)
+        z, y = draw_features(seed), draw_features(seed + 9)
         planned = call(name, z, y, labels)
         with monkeypatch.context() as patch:
             patch.setattr(select, "has_plan", lambda *_: False)
@@ -237,9 +237,9 @@ def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", CALLS)
 def test_capture(name: str) -> None:
     """In a CUDA graph, replayed for other features and labels."""
-    given = z_of(0), z_of(1), cupy.arange(ROWS) % 50
+    given = draw_features(0), draw_features(1), cupy.arange(ROWS) % 50
     step = infonce.capture(partial(call, name), *given)
-    others = z_of(2), z_of(3), cupy.arange(ROWS) // 7
+    others = draw_features(2), draw_features(3), cupy.arange(ROWS) // 7
     want = call(name, *others)
     for array, value in zip(given, others, strict=True):
         array[...] = value
@@ -255,7 +255,7 @@ def test_the_gradient_of_the_scale_of_many_logits(request: pytest.FixtureRequest
     if n < 4096:
         request.getfixturevalue("no_few_logits")
     for name in ("sup_con", "sup_con smoothed", "gte", "gte smoothed", "clip smoothed"):
-        z, y, labels = z_of(0, n), z_of(1, n), cupy.arange(n) % 50
+        z, y, labels = draw_features(0, n), draw_features(1, n), cupy.arange(n) % 50
         got = call(name, z, y, labels)
         want = call(name, z.astype(np.float64), y.astype(np.float64), labels, wrt="scale")
         np.testing.assert_allclose(float(got.loss), float(want.loss), rtol=1e-5)

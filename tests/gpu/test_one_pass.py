@@ -13,8 +13,8 @@ from gpu_problems import (
     TEMPERATURES,
     Result,
     check,
-    dtype_of,
     fewer,
+    find_dtype,
     gpu_only,
     host,
     run,
@@ -80,7 +80,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 
 def for_tensor_cores(z: np.ndarray, dtype: str) -> Any:
     """Features whose products are exact: what is left are the errors of sums and panels."""
-    return z.astype(BFLOAT16).astype(dtype_of(dtype))
+    return z.astype(BFLOAT16).astype(find_dtype(dtype))
 
 
 def one_sided(loss: str, args: Any, precision: str, scale: float, **options: Any) -> Result:
@@ -91,7 +91,7 @@ def one_sided(loss: str, args: Any, precision: str, scale: float, **options: Any
 
 def sizes(i: int, dtype: str) -> tuple[int, int, int]:
     """M, N and D of case i of 16: rows of i K-slices, sizes around the tiles' edges."""
-    k_slice = 128 // dtype_of(dtype).itemsize
+    k_slice = 128 // find_dtype(dtype).itemsize
     d = k_slice * i + (-1, 0, -k_slice + 1)[i % 3]
     return *((127, 385), (129, 128), (300, 257), (640, 901))[i % 4], d
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import ELEMENT, MISSING, dtype_of, fewer, smaller
+from gpu_problems import ELEMENT, MISSING, fewer, find_dtype, smaller
 from host_device import room
 from judge import assert_grad, assert_loss, largest_logit
 from reference_problems import Problem, each_once
@@ -41,13 +41,13 @@ SHAPES = [(70, 12), (300, 72), (520, 130), (300, 1100)]
 MANY = smaller((520, 130), (260, 130))
 
 
-def problem_of(name: str, rows: int, width: int, dtype: str, **options: Any) -> Problem:
+def make_problem(name: str, rows: int, width: int, dtype: str, **options: Any) -> Problem:
     """Unit rows as the dtype has them, queries near their keys."""
     rng = np.random.default_rng(7)
     z = rng.standard_normal((2, rows, width)) / width**0.5
     z[1] += z[0]
     z /= np.linalg.norm(z, axis=2, keepdims=True)
-    z = z.astype(dtype_of(dtype))
+    z = z.astype(find_dtype(dtype))
     name, _, labelled = name.partition(" ")
     one_array = name in ("nt_xent", "sup_con")
     labels = None
@@ -134,7 +134,7 @@ def compare(
 def test_specification(
     name: str, dtype: str, rows: int, width: int, options: dict[str, Any]
 ) -> None:
-    problem = problem_of(name, rows, width, dtype, **options)
+    problem = make_problem(name, rows, width, dtype, **options)
     compare(problem, on_gpu(problem), dtype)
 
 
@@ -147,11 +147,11 @@ def test_a_margin_beside_feature_gradients(
 ) -> None:  # fmt: skip
     """They do not see it, and are rounded: of the elements of dL/dx, the sizes add up to 2."""
     off_by = 1e-5 + 2 * ELEMENT[PRECISION[dtype]]
-    problem = problem_of(name, 300, 72, dtype, **options)
+    problem = make_problem(name, 300, 72, dtype, **options)
     loss = spec.LOSSES[problem.name]
     for side in {*loss.arguments} - {*loss.locked}:
         compare(problem, on_gpu(problem, wrt=(side, "scale"), method="tiled"), dtype, off_by=off_by)
-    problem = with_ids(problem_of(name, *MANY, dtype, **options))
+    problem = with_ids(make_problem(name, *MANY, dtype, **options))
     compare(problem, on_gpu(problem, workspace=2**20), dtype, off_by=off_by)
 
 
@@ -173,7 +173,7 @@ def with_ids(problem: Problem) -> Problem:
 @pytest.mark.parametrize("name", NAMES)
 def test_normalised_ids_and_little_workspace(name: str, options: dict[str, Any]) -> None:
     """Several blocks, and gradients of keys by ranges."""
-    problem = with_ids(problem_of(name, 300, 72, "float32", **options))
+    problem = with_ids(make_problem(name, 300, 72, "float32", **options))
     compare(problem, on_gpu(problem, workspace=2**19), "float32")
 
 
@@ -182,9 +182,9 @@ def test_normalised_ids_and_little_workspace(name: str, options: dict[str, Any])
 @pytest.mark.parametrize("name", NAMES)
 def test_all_logits_in_memory(name: str, method: str, options: dict[str, Any]) -> None:
     for dtype in ("float64", "bfloat16"):
-        problem = problem_of(name, 70, 12, dtype, **options)
+        problem = make_problem(name, 70, 12, dtype, **options)
         compare(problem, on_gpu(problem, method=method), dtype)
-    problem = with_ids(problem_of(name, 70, 12, "float64", **options))
+    problem = with_ids(make_problem(name, 70, 12, "float64", **options))
     compare(problem, on_gpu(problem, method=method), "float64")
 
 
@@ -198,7 +198,7 @@ def test_offload(
     if not few:
         request.getfixturevalue("no_few_logits")
     n, chunk = smaller((300, 60), (80, 32))
-    plain = problem_of(name, n, 72, "float32", **options)
+    plain = make_problem(name, n, 72, "float32", **options)
     for problem in (plain, with_ids(plain)):
         given = given_options(problem)
         function = getattr(infonce, f"{problem.name}_loss_and_grad")
@@ -212,7 +212,7 @@ def test_offload(
 @pytest.mark.parametrize("name", ["info_nce sets", "info_nce some"])
 def test_rows_without_a_positive(name: str, method: str, options: dict[str, Any]) -> None:
     """They have no loss and no gradient; what is asked for in place of a mean shows it."""
-    problem = problem_of(name, 70, 12, "float64", **options)
+    problem = make_problem(name, 70, 12, "float64", **options)
     assert problem.labels is not None
     none = (problem.labels.reshape(70, -1) < 0).all(axis=1)
     assert none.any()
@@ -238,7 +238,7 @@ def test_rows_without_a_positive(name: str, method: str, options: dict[str, Any]
 def test_a_plan_for_other_arrays(name: str, options: dict[str, Any]) -> None:
     """Recorded once, replayed for other features and another scale."""
     for scale in fewer((20.0, 11.0, 20.0), 2):
-        problem = problem_of(name, *MANY, "bfloat16", **options)._replace(scale=scale)
+        problem = make_problem(name, *MANY, "bfloat16", **options)._replace(scale=scale)
         planned, stepwise = on_gpu(problem), on_gpu(problem, progress=lambda *_: None)
         assert float(planned.loss) == float(stepwise.loss)
         for one, other in zip(planned.grads, stepwise.grads, strict=True):
@@ -249,7 +249,7 @@ def test_a_plan_for_other_arrays(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_scale_on_the_device(name: str) -> None:
     options = {"hardness": 2.0, "margin": 0.1} if name != "sup_con" else {"label_smoothing": 0.1}
-    problem = problem_of(name, 70, 12, "float64", **options)
+    problem = make_problem(name, 70, 12, "float64", **options)
     want, got = on_gpu(problem), on_gpu(problem, scale=cupy.array(20.0))
     cupy.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
     cupy.testing.assert_allclose(got.grads[0], want.grads[0], rtol=1e-11, atol=1e-14)
@@ -258,7 +258,7 @@ def test_scale_on_the_device(name: str) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 @pytest.mark.parametrize("name", NAMES)
 def test_same_bits_from_run_to_run(name: str, options: dict[str, Any]) -> None:
-    problem = problem_of(name, *MANY, "bfloat16", **options)
+    problem = make_problem(name, *MANY, "bfloat16", **options)
     first, second = on_gpu(problem), on_gpu(problem)
     assert float(first.loss) == float(second.loss)
     for one, other in zip(first.grads, second.grads, strict=True):
@@ -269,7 +269,7 @@ def test_same_bits_from_run_to_run(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("method", ["auto", "naive", "fused", "tiled"])
 @pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip", "lit", "siglip"])
 def test_weights_by_every_method(name: str, method: str) -> None:
-    problem = problem_of(name, 70, 12, "float64")
+    problem = make_problem(name, 70, 12, "float64")
     weights = np.linspace(0.0, 2.0, len(problem.features[0]))
     got = on_gpu(problem, weights=cupy.asarray(weights), method=method)
     compare(problem._replace(weights=weights / weights.sum()), got, "float64")
@@ -277,8 +277,8 @@ def test_weights_by_every_method(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["naive", "tiled"])
 def test_metrics_do_not_see_options(method: str) -> None:
-    plain = on_gpu(problem_of("clip", 70, 12, "float64"), metrics=True, method=method).metrics
-    with_options = problem_of("clip", 70, 12, "float64", margin=0.1, hardness=2.0)
+    plain = on_gpu(make_problem("clip", 70, 12, "float64"), metrics=True, method=method).metrics
+    with_options = make_problem("clip", 70, 12, "float64", margin=0.1, hardness=2.0)
     got = on_gpu(with_options, metrics=True, method=method).metrics
     assert plain is not None
     assert got is not None
@@ -298,7 +298,7 @@ def near_each_other(
     z[..., 1::2] = small * rng.standard_normal((2, rows, width // 2)) * width**-0.25
     if precision == "tf32":
         z = z.astype(np.float16)
-    z = z.astype(dtype_of(dtype))
+    z = z.astype(find_dtype(dtype))
     return (z.reshape(-1, width),) if name == "nt_xent" else (z[0], z[1])
 
 
@@ -374,7 +374,7 @@ def test_limits_far_apart(name: str, dtype: str) -> None:
     z[1] = np.linspace(-1, 1, 300)[:, None] * z[0] + 0.3 * z[1]
     z[1, :150] += 2 * z[0, 7]
     z /= np.linalg.norm(z, axis=2, keepdims=True)
-    z = z.astype(dtype_of(dtype))
+    z = z.astype(find_dtype(dtype))
     margin = clear_margin(z.astype(np.float64), name)
     features = (z.reshape(-1, 64),) if name == "nt_xent" else (z[0], z[1])
     problem = Problem(name, features, scale=100.0, softmax={"false_negative_margin": margin})
@@ -386,7 +386,7 @@ def test_limits_far_apart(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["info_nce", "info_nce sets", "nt_xent", "clip"])
 def test_limits_and_biases_with_offload(name: str, dtype: str, options: dict[str, Any]) -> None:
     """Blocks of host features, each with a part of the biases and limits."""
-    problem = problem_of(name, *MANY, dtype, **options)
+    problem = make_problem(name, *MANY, dtype, **options)
     given = given_options(problem)
     function = getattr(infonce, f"{problem.name}_loss_and_grad")
     got = function(*problem.features, **given, offload=True, workspace=2**20)

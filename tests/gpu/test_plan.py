@@ -12,9 +12,9 @@ from gpu_problems import (
     BFLOAT16,
     MISSING,
     PRECISIONS,
-    dtype_of,
     features,
     fewer,
+    find_dtype,
     gpu_only,
     smaller,
 )
@@ -77,7 +77,7 @@ def test_as_without_a_plan(
     for i, (n, d) in fewer(enumerate(shapes), 2):
         before = len(gpu_plan._plans)
         for seed, scale in ((2 * i, 14.0), (2 * i + 1, 3.5)):
-            args = features(loss, n, d, dtype_of(dtype), seed)
+            args = features(loss, n, d, find_dtype(dtype), seed)
             options: Any = {"precision": precision, "method": "tiled", "normalize": i == 1,
                             "workspace": n * n if i == 2 else 2**28}  # fmt: skip
             compare(monkeypatch, loss, args, gradient, scale=scale, **options)
@@ -160,7 +160,7 @@ def test_any_rectangle(
     rng = np.random.default_rng(seed)
     n = n if labelled != "no" else max(m, n)
     dtype, compute = precision
-    args = [features("nt_xent", rows, d, dtype_of(dtype), seed + i)[0]
+    args = [features("nt_xent", rows, d, find_dtype(dtype), seed + i)[0]
             for i, rows in enumerate((m, n))]  # fmt: skip
     if labelled != "no":
         most = {"one": 1, "few": min(n, 3), "any": n}[labelled]
@@ -258,7 +258,7 @@ def test_graphs(
 ) -> None:  # fmt: skip
     """What is asked for again at the same addresses is one launch; new contents, same launches."""
     shape = smaller((514, 513), (140, 129))
-    sets = [features(loss, *shape, dtype_of(dtype), i) for i in range(2)]
+    sets = [features(loss, *shape, find_dtype(dtype), i) for i in range(2)]
     options: Any = {"scale": cupy.array(14.0), "precision": precision, "method": "tiled"}
     assert asked_again(monkeypatch, loss, sets, **options) >= 3
     (plan,) = gpu_plan._plans.values()
@@ -313,7 +313,7 @@ def test_graphs_of_options(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("info_nce", None, vectors | numbers), ("nt_xent", None, {"false_negative_margin": 0.1}),
     ), 5):  # fmt: skip
         kind = {"sup_con": "nt_xent", "gte": "clip"}.get(loss, loss)
-        arguments = [features(kind, ROWS, 72, dtype_of(dtype), i) for i in range(2)]
+        arguments = [features(kind, ROWS, 72, find_dtype(dtype), i) for i in range(2)]
         for i, more in enumerate(row_options or []):
             arguments[i].append(more)
         known: Any = {"scale": 14.0, "method": "tiled", **options}

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import CASES, MISSING, check, dtype_of, fewer, gpu_only, run
+from gpu_problems import CASES, MISSING, check, fewer, find_dtype, gpu_only, run
 from judge import LOSSES, VIEWS, arguments, judged, pairs
 
 pytestmark = gpu_only
@@ -34,7 +34,7 @@ def test_large_products_are_of_whole_16_bytes(
 
     monkeypatch.setattr(Queue, "gemm", recorded)
     for n, d in ((1601, 500), (1443, 513)):
-        args = arguments(loss, *pairs("random", n, n, d, dtype_of(dtype), d))
+        args = arguments(loss, *pairs("random", n, n, d, find_dtype(dtype), d))
         check(run(loss, args, precision, 10.0), judged(loss, args, scale=10.0), args, precision,
               10.0)  # fmt: skip
     large = [product for product in asked if np.prod(product[2:5], dtype=float) >= 2**28]
@@ -58,7 +58,7 @@ def test_keys_that_remain(
     widths = (1, 7, 8, 9, 63, 64, 65, 100, 127, 129, 260)
     for i, ((m, n), d) in fewer(enumerate(zip(sizes, widths, strict=True)), 5):
         m = m if loss == "info_nce" else n
-        args = arguments(loss, *pairs("partly aligned", m, n, d, dtype_of(dtype), i))
+        args = arguments(loss, *pairs("partly aligned", m, n, d, find_dtype(dtype), i))
         options: dict[str, Any] = {}
         if loss == "info_nce":
             options["labels"] = np.random.default_rng(i).integers(0, n, m)
@@ -77,7 +77,7 @@ def test_features_are_staged_once_where_they_fit(
 ) -> None:
     """On both sides of the workspace that has room, to the same gradients."""
     n, d = 300, 101
-    args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), 2))
+    args = arguments(loss, *pairs("partly aligned", n, n, d, find_dtype(dtype), 2))
     operands = config.fastest_operand_precision(
         precision, device_properties(cupy.cuda.runtime.getDevice())
     )

@@ -10,8 +10,8 @@ from gpu_problems import (
     BFLOAT16,
     MISSING,
     check,
-    dtype_of,
     fewer,
+    find_dtype,
     gpu_only,
     host,
     run,
@@ -50,7 +50,7 @@ def test_widths(loss: str, dtype: str, precision: str) -> None:
     widths = (63, 64, 65, 192, 256, 264, 509, 512, 513, 768, 1024, 1025, 1152, 2056)
     for i, d in fewer(enumerate(widths), 4):
         n = smaller(300, 140) if d < 500 else (127, 129, 255, 256, 257, 384, 385, 513)[i % 8]
-        args = arguments(loss, *pairs(KINDS[i % 3], n, n, d, dtype_of(dtype), i))
+        args = arguments(loss, *pairs(KINDS[i % 3], n, n, d, find_dtype(dtype), i))
         ref = judged(loss, args, scale=20.0)
         check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
 
@@ -64,7 +64,7 @@ def test_what_tensor_cores_cut_off(dtype: str, precision: str, bound: float) -> 
     rng = np.random.default_rng(0)
     image = rng.standard_normal((1500, 512))
     text = image + rng.standard_normal(image.shape)
-    args = tuple((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(dtype_of(dtype))
+    args = tuple((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(find_dtype(dtype))
                  for z in (image, text))  # fmt: skip
     ref = judged("clip", args, scale=1 / 0.07)
     assert run("clip", args, precision, 1 / 0.07).loss == pytest.approx(ref.loss, rel=bound)
@@ -85,7 +85,7 @@ def test_features_of_any_size(loss: str, dtype: str, precision: str) -> None:
         image, text = pairs(KINDS[i % 3], n, n, 96, np.float64, i)
         image *= 2.0 ** (query_exponent - np.arange(n) % (rows + 1))[:, None]
         args = arguments(loss, image, text * 2.0**key_exponent)
-        args = tuple(z.astype(dtype_of(dtype)) for z in args)
+        args = tuple(z.astype(find_dtype(dtype)) for z in args)
         both = 2 * query_exponent if loss == "nt_xent" else query_exponent + key_exponent
         scale = 20.0 * 2.0**-both
         if not SCALES["fp32"][0] <= scale <= SCALES["fp32"][1]:  # the loss is NaN, as it says
@@ -123,7 +123,7 @@ def test_few_multiprocessors(
     for multiprocessors, n in smaller(((2, 700), (6, 1500), (8, 1281)), ((2, 390), (4, 300))):
         few = replace(device, multiprocessors=multiprocessors)
         monkeypatch.setattr(backend, "device_properties", lambda index, few=few: few)
-        args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), n))
+        args = arguments(loss, *pairs("partly aligned", n, n, d, find_dtype(dtype), n))
         ref = judged(loss, args, scale=30.0)
         for workspace in (2**28, 2**22):
             out = run(loss, args, precision, 30.0, workspace=workspace)
@@ -153,7 +153,7 @@ def test_narrow_rows(
         n = min(n, smaller(n, 300))
         few = replace(device, multiprocessors=multiprocessors)
         monkeypatch.setattr(backend, "device_properties", lambda index, few=few: few)
-        (z,) = arguments("nt_xent", *pairs(KINDS[i % 4], n, n, d, dtype_of(dtype), i))
+        (z,) = arguments("nt_xent", *pairs(KINDS[i % 4], n, n, d, find_dtype(dtype), i))
         ids = np.random.default_rng(i).integers(0, n // 2, 2 * n) if i % 3 == 0 else None
         options: Any = {"normalize": normalize, "ids": ids}
         ref = judged("nt_xent", (z,), scale=14.0, **options)
@@ -178,7 +178,7 @@ def test_hardest_negatives(loss: str, dtype: str, precision: str) -> None:
     n, scale = smaller(900, 300), 14.0
     image, text = pairs("random", n, n, 64, np.float64, 3)
     text = text + np.arange(n)[:, None] / n * image[0]  # higher from tile to tile
-    args = arguments(loss, image.astype(dtype_of(dtype)), text.astype(dtype_of(dtype)))
+    args = arguments(loss, image.astype(find_dtype(dtype)), text.astype(find_dtype(dtype)))
     stats = run(loss, args, precision, scale, ranks=True, gradient=False).solution.statistics
     x = scale * args[0].astype(np.float64) @ args[-1].astype(np.float64).T
     m = len(x)
@@ -237,7 +237,7 @@ def test_portable_kernels(loss: str, multiprocessors: int, monkeypatch: pytest.M
     for (dtype, precision), (m, n, d) in fewer(
         itertools.product(SWEEPS, ((129, 257, 16), (300, 300, 70))), 4
     ):
-        args = arguments(loss, *pairs("random", m, n, d, dtype_of(dtype), 0))
+        args = arguments(loss, *pairs("random", m, n, d, find_dtype(dtype), 0))
         ref = judged(loss, args, scale=20.0)
         check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
 
@@ -276,7 +276,7 @@ def test_cached_exponentials(
             image = image + image[0]
         elif kind == "lengths":
             image = image * np.exp(np.random.default_rng(i).standard_normal((m, 1)))
-        args = arguments(loss, image.astype(dtype_of(dtype)), text.astype(dtype_of(dtype)))
+        args = arguments(loss, image.astype(find_dtype(dtype)), text.astype(find_dtype(dtype)))
         for scale in fewer((1.0, 14.0, 200.0) if kind == "random" else (200.0, 14.0, 1.0), 1):
             ref = judged(loss, args, scale=scale)
             kept: set[tuple[int, bool]] = set()  # columns, and whether accumulators are overlaid

@@ -162,7 +162,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     return z / np.linalg.norm(z, axis=1, keepdims=True)
 
 
-def warnings_of(*calls: Any) -> list[Any]:
+def record_warnings(*calls: Any) -> list[Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for run in calls:
@@ -175,7 +175,7 @@ def test_rows_far_from_unit_norm_warn_once(rows: np.ndarray, length: float) -> N
     """At the caller's line, by the argument's name."""
     text = rows.copy()
     text[:20] *= length
-    (warning,) = warnings_of(*[lambda: infonce.clip_loss(rows, text, scale=2.0)] * 2)
+    (warning,) = record_warnings(*[lambda: infonce.clip_loss(rows, text, scale=2.0)] * 2)
     low, high = sorted((length, 1.0))
     assert str(warning.message) == (
         f"norms of rows of text are {low:g} to {high:g}, expected about 1: "
@@ -187,7 +187,7 @@ def test_rows_far_from_unit_norm_warn_once(rows: np.ndarray, length: float) -> N
 def test_rows_that_are_meant_do_not_warn(rows: np.ndarray) -> None:
     odd = rows.copy()
     odd[::4], odd[1::4] = 0.0, np.nan
-    assert not warnings_of(
+    assert not record_warnings(
         lambda: infonce.clip_loss(rows, 3.0 * rows, scale=2.0, normalize=False),
         lambda: infonce.clip_loss(rows, 3.0 * rows, scale=2.0, normalize=True),
         lambda: infonce.clip_loss(1.9 * rows, 0.6 * rows, scale=2.0),
@@ -201,7 +201,7 @@ def test_the_warning_of_tensors_is_at_the_callers_line(rows: np.ndarray) -> None
     import infonce.torch as it
 
     z = torch.from_numpy(3.0 * rows).requires_grad_()
-    (warning,) = warnings_of(lambda: it.CLIPLoss(scale=2.0)(z, z))
+    (warning,) = record_warnings(lambda: it.CLIPLoss(scale=2.0)(z, z))
     assert warning.filename == __file__
 
 

@@ -193,11 +193,11 @@ def test_options(dtype: Any, place: str) -> None:
         ("lit", (query, key[:130]), {"weights": grad_out},
          {"grad_out": grad_out, "reduction": "none"}),
     ):  # fmt: skip
-        features_of = args[:2]
-        want = judged(loss, features_of, scale=14.0, **options).grads["scale"]
+        caller_features = args[:2]
+        want = judged(loss, caller_features, scale=14.0, **options).grads["scale"]
         if len(args) == 3:
             given = {**given, "labels": labels}
-        got = evaluate(place, loss, features_of, precision, scale=14.0, method="tiled", **given)
+        got = evaluate(place, loss, caller_features, precision, scale=14.0, method="tiled", **given)
         assert abs(got - want) <= limit * (130 if "grad_out" in given else 1), (loss, options, got)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, PRODUCT, dtype_of
+from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, PRODUCT, find_dtype
 from infonce.kernels.gpu.schedule import Call, tiled_schedule
 
 import infonce
@@ -27,7 +27,7 @@ def features(m: int, n: int, d: int = 24, e: int = 40, seed: int = 0) -> list[np
 
 
 def placed(args: list[np.ndarray], dtype: str = "float64") -> list[Any]:
-    return [cupy.asarray(z.astype(dtype_of(dtype))) for z in args]
+    return [cupy.asarray(z.astype(find_dtype(dtype))) for z in args]
 
 
 def check(got: Any, want: reference.Reference, args: list[np.ndarray], precision: str) -> None:
@@ -61,7 +61,7 @@ def test_precisions(
 ) -> None:
     """On both sides of tiles, whose last rows and columns are few; the teacher has wider rows."""
     m, n = (257, 257) if two_sided else (130, 257)
-    args = [z.astype(dtype_of(dtype)).astype(np.float64) for z in features(m, n, 72, 136)]
+    args = [z.astype(find_dtype(dtype)).astype(np.float64) for z in features(m, n, 72, 136)]
     options: dict[str, Any] = {"scale": 6.0, "teacher_scale": 8.0, "two_sided": two_sided}
     options["normalize"] = normalize
     want = reference.distill(*args, **options)
@@ -155,7 +155,7 @@ def test_kernels_and_workspaces(
     workspace. On Hopper, a sweep takes 16-bit rows that its shared memory holds. The gradient of
     the scale comes from those of the features, as in large batches."""
     monkeypatch.setattr(call, "uses_moments", lambda *_: False)
-    args = [z.astype(dtype_of(dtype)).astype(np.float64) for z in features(301, 301, 24, width)]
+    args = [z.astype(find_dtype(dtype)).astype(np.float64) for z in features(301, 301, 24, width)]
     calls = []
     solve = select.solve_distillation_by_kernels
     monkeypatch.setattr(

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING, dtype_of
+from gpu_problems import MISSING, find_dtype
 
 import infonce
 
@@ -26,7 +26,7 @@ def test_groups_in_host_memory_leave_out_blocks(
     rng = np.random.default_rng(3)
     rows, width = 9000, 40
     z = rng.standard_normal((2, rows, width))
-    z = (z / np.linalg.norm(z, axis=2, keepdims=True)).astype(dtype_of(dtype))
+    z = (z / np.linalg.norm(z, axis=2, keepdims=True)).astype(find_dtype(dtype))
     features = [cupy.asarray(side) for side in (z[:1] if name == "nt_xent" else z)]
     groups = np.arange(rows) * 5 // rows
     groups = np.tile(groups[::2], 2) if name == "nt_xent" else groups

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING, dtype_of
+from gpu_problems import MISSING, find_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_problems import one_problem, taken
@@ -77,12 +77,12 @@ def test_marks_on_both_sides_of_tiles(name: str, dtype: str, data: st.DataObject
     columns = columns if name == "info_nce" and columns > rows else rows
     rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
     sizes = (rows, columns)[: 1 + (name != "nt_xent")]
-    z = [(rng.normal(size=(n, width)) / width**0.5).astype(dtype_of(dtype)) for n in sizes]
+    z = [(rng.normal(size=(n, width)) / width**0.5).astype(find_dtype(dtype)) for n in sizes]
     guide = [rng.integers(-2, 3, (n, guide_width)) * 1.0 for n in sizes]
     options: dict[str, Any] = {"scale": 4.0, "guide_margin": 0.5}
     guides = tuple(guide) if len(guide) > 1 else guide[0]
     want = getattr(reference, name)(*(a.astype(np.float64) for a in z), guide=guides, **options)
-    of_dtype = [cupy.asarray(a.astype(dtype_of(dtype))) for a in guide]
+    of_dtype = [cupy.asarray(a.astype(find_dtype(dtype))) for a in guide]
     got = getattr(infonce, f"{name}_loss_and_grad")(
         *map(cupy.asarray, z), guide=tuple(of_dtype) if len(guide) > 1 else of_dtype[0],
         grad_dtype=np.float32, method="tiled", workspace=data.draw(WORKSPACES), **options,
@@ -103,7 +103,7 @@ def test_marks_of_normalized_and_of_wide_rows(
 ) -> None:
     """Guides of -1 and 1, whose products differ by even numbers; the margin is odd."""
     rng = np.random.default_rng(width)
-    z = [rng.normal(size=(n, 8)).astype(dtype_of(dtype)) for n in (130, 130 + (name != "clip"))]
+    z = [rng.normal(size=(n, 8)).astype(find_dtype(dtype)) for n in (130, 130 + (name != "clip"))]
     guide = [rng.choice([-1.0, 1.0], (len(a), width)) for a in z]
     options: dict[str, Any] = {"scale": 4.0 if normalize else 0.5, "normalize": normalize}
     options["guide_margin"] = -(width // 16 | 1) / (width if normalize else 1)
@@ -111,7 +111,7 @@ def test_marks_of_normalized_and_of_wide_rows(
         *(a.astype(np.float64) for a in z), guide=tuple(guide), **options
     )
     got = getattr(infonce, f"{name}_loss_and_grad")(
-        *map(cupy.asarray, z), guide=placed(tuple(a.astype(dtype_of(dtype)) for a in guide)),
+        *map(cupy.asarray, z), guide=placed(tuple(a.astype(find_dtype(dtype)) for a in guide)),
         grad_dtype=np.float32, method="tiled", **options,
     )  # fmt: skip
     assert abs(float(got.loss) - want.loss) <= 2e-6 * max(1, want.loss)
@@ -148,7 +148,7 @@ def test_one_plan_serves_all_guides(
     sides = 1 + (name != "nt_xent")
     values = np.random.default_rng(1).standard_normal((3, sides, 140, 24))
     values[2, 0, 3, 5] = np.nan
-    features, *guides = cupy.asarray(values.astype(dtype_of("bfloat16")))
+    features, *guides = cupy.asarray(values.astype(find_dtype("bfloat16")))
     function = getattr(infonce, f"{name}_loss_and_grad")
 
     def call(**options: Any) -> list[Any]:

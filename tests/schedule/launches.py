@@ -215,7 +215,7 @@ def run(drawn: Drawn) -> str:
     return "done"
 
 
-def vectors_of(drawn: Drawn, into: Recording) -> None:
+def record_vectors(drawn: Drawn, into: Recording) -> None:
     """Steps on vectors of one rank."""
     problem = drawn.problem
     vectors = shard.VectorsOverRanks()
@@ -236,7 +236,7 @@ def record_call(drawing: Drawing, now: SimpleNamespace, index: int) -> tuple[str
         now.device, given = drawn.device, len(into.sizes)
         outcome = run(drawn)
         if index % 16 == 0 and outcome == "done" and int(drawn.device.capability) >= 80:
-            vectors_of(drawn, into)
+            record_vectors(drawn, into)
     into.finish()
     return outcome, list(into.steps_taken()), into.memory(given)
 

@@ -78,7 +78,7 @@ def smaller(size: Any, emulated: Any) -> Any:
     return emulated if EMULATED else size
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
+def find_dtype(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 

@@ -7,7 +7,7 @@
 constexpr int MERGE_THREADS = 128;
 constexpr int MERGE_ROW_THREADS = 4;  // threads that share a row
 constexpr int MAX_SWEEP_BLOCKS = 512;
-constexpr int TILE_WORDS = 32;  // of bits of tiles, for each thread block of a sweep
+constexpr int TILE_BITS = 32 * 32;  // of a thread block of a sweep: 32 words
 
 // With exponentials in the products' precision.
 __device__ __forceinline__ Sum merge(Sum a, Sum b) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b) {
 }
 
 // Lists in `writers` the thread blocks of a sweep that have written sums of a tile's columns, in ascending order, and
-// returns their number. A block has bits for 1024 tiles; a sweep of more tiles has set all bits
+// returns their number. A block has one bit for each of TILE_BITS tiles; a sweep of more tiles has set all bits
 // (sweep_lse.cu). All lanes of a warp call it.
 __device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks, i64 tile, int lane,
                                             int* writers) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks
 #pragma unroll 8
   for (int first = 0; first < blocks; first += 32) {
     const int block = first + lane;
-    const bool here = block < blocks && written_tiles[block * TILE_WORDS + tile / 32 % TILE_WORDS] >> tile % 32 & 1;
+    const bool here = block < blocks && written_tiles[block * 32 + tile % TILE_BITS / 32] >> tile % 32 & 1;
     const u32 all = __ballot_sync(ALL_LANES, here);
     if (here) writers[count + __popc(all & ((1u << lane) - 1))] = block;
     count += __popc(all);

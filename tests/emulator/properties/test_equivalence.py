@@ -11,7 +11,7 @@ from unittest import mock
 import engine
 import numpy as np
 import pytest
-from gpu_problems import dtype_of
+from gpu_problems import find_dtype
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from infonce.kernels import problem as problems
@@ -137,7 +137,7 @@ def calls(draw: st.DrawFn, name: str, cases: Any = CASES) -> Call:
     ]
     if draw(st.booleans()):
         options["grad_dtype"] = np.float64 if precision == "fp64" else np.float32
-    rounded = tuple(side.astype(dtype_of(dtype)) for side in z)
+    rounded = tuple(side.astype(find_dtype(dtype)) for side in z)
     call = Call(name, rounded, precision, options, draw(st.sampled_from(VIEWS)))
     return with_clear_limits(call)
 
@@ -218,7 +218,7 @@ def test_keys_of_a_block_accumulate_by_ranges() -> None:
     """Rows of dK that are wider than its destination accumulate in the workspace; where a block of
     chunks has no room for all of them, in ranges of keys."""
     rng = np.random.default_rng(0)
-    z = tuple(rng.standard_normal((256, 103)).astype(dtype_of("bfloat16")) / 10 for _ in range(2))
+    z = tuple(rng.standard_normal((256, 103)).astype(find_dtype("bfloat16")) / 10 for _ in range(2))
     for name, options in (("siglip", {"bias": -3.0}), ("clip", {})):
         call = Call(name, z, "bf16", {"scale": 14.0, "grad_dtype": np.float32} | options)
         way = {"device": PORTABLE, "method": "offload", "schedule": 1, "few_logits": True,
@@ -229,7 +229,7 @@ def test_keys_of_a_block_accumulate_by_ranges() -> None:
 def test_the_least_workspace_that_an_error_names() -> None:
     """It has room for gradient chunks whose elements are longer than those of features."""
     rng = np.random.default_rng(0)
-    z = tuple(rng.standard_normal((61, 300)).astype(dtype_of("bfloat16")) / 17 for _ in range(2))
+    z = tuple(rng.standard_normal((61, 300)).astype(find_dtype("bfloat16")) / 17 for _ in range(2))
     options = {"scale": 5.0, "bias": -3.0, "ids": np.arange(61) // 2, "wrt": ["text", "scale"]}
     call = Call("siglip", z, "fp32", options)
     with pytest.raises(ValueError, match="workspace: expected at least") as error:

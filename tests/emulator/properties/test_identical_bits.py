@@ -7,7 +7,7 @@ import cupy
 import engine
 import numpy as np
 import pytest
-from gpu_problems import dtype_of
+from gpu_problems import find_dtype
 from infonce.kernels.gpu import config
 from judged_call import Call
 
@@ -99,7 +99,7 @@ def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bits(call: tuple[str, str, str, str, int, int, int, dict[str, Any]]) -> None:
     device, method, loss, precision, m, n, d, options = call
     rng = np.random.default_rng(m + n + d)
-    dtype = dtype_of(DTYPES.get(precision, "float32"))
+    dtype = find_dtype(DTYPES.get(precision, "float32"))
     z = [rng.standard_normal((rows, d)) / np.sqrt(d) for rows in (m, n) if rows]
     features = tuple(side.astype(dtype) for side in z)
     judged = Call(loss, features, precision, {"scale": 14.0} | options)

@@ -7,7 +7,7 @@ import cupy
 import engine
 import numpy as np
 import pytest
-from gpu_problems import dtype_of
+from gpu_problems import find_dtype
 from infonce.kernels.gpu.schedule import decisions
 from infonce.kernels.gpu.tiled.fold import FoldRun
 
@@ -28,10 +28,10 @@ NEAR = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 2e-2}  # of the gradients
 def test_own_negatives(dtype: str, method: str, device: int) -> None:
     rng = np.random.default_rng(0)
     query, key, own = (
-        rng.standard_normal((*n, 24)).astype(dtype_of(dtype)) for n in ((40,), (70,), (40, 3))
+        rng.standard_normal((*n, 24)).astype(find_dtype(dtype)) for n in ((40,), (70,), (40, 3))
     )
     mask, labels = rng.random((40, 3)) < 0.8, rng.integers(0, 70, 40)
-    guide = np.where(rng.random((2, 70, 8)) < 0.5, -1.0, 1.0).astype(dtype_of(dtype))
+    guide = np.where(rng.random((2, 70, 8)) < 0.5, -1.0, 1.0).astype(find_dtype(dtype))
     guided = {"guide": (guide[0, :40], guide[1]), "guide_margin": 0.1, "margin": 0.2}
     for more in (
         {}, {"in_batch": False}, {"false_negative_margin": 0.1, "hardness": 1.0}, guided,
@@ -98,7 +98,7 @@ def test_groups_in_host_memory_leave_out_blocks(monkeypatch: pytest.MonkeyPatch,
     rng = np.random.default_rng(1)
     m = 192 if name == "gte" else 384
     n = m + 200 * (name == "info_nce")
-    z = [rng.standard_normal((rows, 40)).astype(dtype_of(dtype)) for rows in (m, n)]
+    z = [rng.standard_normal((rows, 40)).astype(find_dtype(dtype)) for rows in (m, n)]
     z = z[: len(spec.LOSSES[name].arguments)]
     groups: Any = np.sort(rng.integers(0, 3, m))
     if name == "nt_xent":  # both views of a sample have its group

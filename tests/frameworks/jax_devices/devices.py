@@ -48,11 +48,11 @@ def features(name: str, rows: int = 6, width: int = D, dtype: Any = None) -> lis
     return [unit(rng, rows * R, width, dtype=dtype) for _ in FEATURES[name]]
 
 
-def guide_of(rng: np.random.Generator, rows: int, width: int = 3) -> Any:
+def make_guide(rng: np.random.Generator, rows: int, width: int = 3) -> Any:
     return jnp.asarray(rng.normal(size=(rows, width)))
 
 
-def labels_of(name: str, rows: int) -> dict[str, Any]:
+def make_labels(name: str, rows: int) -> dict[str, Any]:
     """Classes; and the other views, which may be on other devices: row i and i + B of 2B."""
     if name == "sup_con":
         return {"labels": jnp.arange(rows) % 5 - 1}

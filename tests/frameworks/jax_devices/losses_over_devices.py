@@ -15,9 +15,9 @@ from devices import (
     R,
     close,
     features,
-    guide_of,
-    labels_of,
     main,
+    make_guide,
+    make_labels,
     mapped,
     one,
     raises,
@@ -140,7 +140,7 @@ def drawn(name: str, seed: int) -> None:
         order = order.reshape(2, R, -1).swapaxes(0, 1).ravel()  # both views on one device
         z, by_row, upstream = jax.tree.map(lambda v: v[order], (z, by_row, upstream))
     elif name == "nt_xent":
-        by_row |= labels_of(name, rows)
+        by_row |= make_labels(name, rows)
     still = FEATURES[name][rng.integers(2) :][:1] if rng.random() < 0.5 else ("scale",)
 
     def objective(z: Any, numbers: Any, both: Any) -> Any:
@@ -233,7 +233,7 @@ def modes() -> None:
         rng = np.random.default_rng(0)
         by_row = {"own": unit(rng, len(z[0]), 3, D)}
         if name == "clip":
-            by_row = {"guide": (guide_of(rng, len(z[0])), guide_of(rng, len(z[0])))}
+            by_row = {"guide": (make_guide(rng, len(z[0])), make_guide(rng, len(z[0])))}
         sharded = jax.tree.map(lambda v: v.reshape(R, -1, *v.shape[1:]), (z, by_row))
         shards = sharded[0]
 

@@ -23,8 +23,8 @@ from devices import (
     R,
     close,
     features,
-    labels_of,
     main,
+    make_labels,
     mapped,
     one,
     raises,
@@ -48,7 +48,7 @@ def compiled() -> None:
     n, numbers, rng = rows * R, {"scale": SCALE.astype(np.float64)}, np.random.default_rng(0)
     second = [unit(rng, n, width) for _ in range(2)]
     calls: list[tuple[str, dict[str, Any]]] = [
-        *((name, labels_of(name, n) if name == "sup_con" else {}) for name in LOSSES),
+        *((name, make_labels(name, n) if name == "sup_con" else {}) for name in LOSSES),
         ("clip", {"guide": tuple(second)}),
         ("distill", {"teacher_query": second[0], "teacher_key": second[1]}),
         ("info_nce", {"own": unit(rng, n, 3, width)}),
