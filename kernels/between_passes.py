@@ -79,6 +79,7 @@ def finalize(
     rows, columns = finalize_with_targets(vectors, problem, sums, row_targets), None
     if problem.two_sided and stats.columns is not None:
         columns = finalize_with_targets(vectors, problem, stats.columns, column_targets)
+    # `upstream` has grad_out and the weights of rows (infonce/checks/validation.py: upstream)
     row_upstream = problem.upstream * (problem.row_direction_weight * scale)
     linear = []
     if problem.classes is not None:

@@ -49,11 +49,12 @@ class Round:
 
     If queries are keys, a rank's own shard is visited in one piece.
 
-    half : Each pair of shards meets on one of its two ranks, which computes the sums of both: rank
-        r visits the n // 2 shards before its own. If the number n of ranks is even, shards n / 2
-        apart meet on both ranks, and each rank computes only the sums of its own rows.
-    same_pairs : All rounds of a call visit the same keys together, this rank's own keys first, and
-        each pair of shards meets once.
+    half : Rank r visits the n // 2 shards before its own, of n ranks. So a pair of shards meets on
+        one of its two ranks, which computes the sums of both. If n is even, shards n / 2 apart
+        meet on both ranks, and each of these ranks computes only the sums of its own rows.
+    same_pairs : Logits are compared with limits, so all rounds of a call visit the same keys
+        together, this rank's own keys first. If n is even, the rank with the higher number
+        computes all sums of shards n / 2 apart, and the other rank leaves them out.
     """
 
     own: list[Array]  # arrays of this rank's keys

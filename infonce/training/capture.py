@@ -22,8 +22,9 @@ class Captured:
     def __init__(self, function: Callable[..., Any], inputs: tuple[Array, ...], options: Any):
         import cupy
 
-        self._inputs = inputs  # kept: the graph reads their memory
-        self._pool = cupy.cuda.MemoryPool()  # kept: of the graph's temporary memory
+        # Arrays stay allocated, a 0-d scale among the options too: the graph reads their memory
+        self._arguments = inputs, options
+        self._pool = cupy.cuda.MemoryPool()  # has the graph's temporary memory
         self._stream = cupy.cuda.Stream(non_blocking=True)
         before = cupy.cuda.get_current_stream().record()
         with cupy.cuda.using_allocator(self._pool.malloc), self._stream:

@@ -47,7 +47,7 @@ def choose_method(problem: Problem) -> str:
 
 
 def fits_one_block(problem: Problem) -> bool:
-    """Whether `one_block` has all options of the problem, and the workspace has room for its
+    """Whether `one_block` implements all options of the problem, and the workspace has room for its
     logits."""
     m, n, d = problem.shape
     if not 0 < m * n <= ONE_BLOCK_LOGITS or d == 0 or problem.method not in ("auto", "fused"):

@@ -2,8 +2,9 @@
 
     loss_i = log sum_j exp(x_ij) - sum_j p^T_ij x_ij,    dloss_i / dx_ij = p_ij - p^T_ij
 
-The mean of the student's logits under the teacher's softmax, sum_j p^T_ij x_ij, is a moment of the
-teacher's sums. Probabilities of student and teacher are computed alike, so that those of equal
+The first fold keeps the sums of rows and columns of both models. The mean of the student's logits
+under the teacher's softmax, sum_j p^T_ij x_ij, is a moment of the teacher's sums. The second fold
+computes the logits of both models again, and their probabilities from the sums of the first fold. Probabilities of student and teacher are computed alike, so that those of equal
 logits cancel to 0.
 """
 

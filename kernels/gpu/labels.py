@@ -56,10 +56,15 @@ def order_by_segment(segment: Array) -> Array:
 
 
 def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Classes, Array, Array]:
-    """The classes of rows, and the results of `linear.partners` (the second as numbers).
+    """Returns three things about the classes of rows:
 
-    A row with a negative label is a class by itself. `unsigned`: labels are the bits of unsigned
-    integers, and none is negative.
+    - the classes;
+    - [N] the only other row of a class of two, or -1;
+    - [N] 1.0 for a row that has a positive, else 0.0.
+
+    The number of classes stays on the device. Classes of fewer rows than 3 (2 if `decoupled`) have
+    no sums, so there are at most N / 3 (N / 2) segments. A row with a negative label is a class by
+    itself. `unsigned`: labels are the bits of unsigned integers, and none is negative.
     """
     least = 2 if decoupled else 3
     outputs = plan.run_by_plan(_classes, labels, least, not unsigned, graphs=True)

@@ -14,8 +14,9 @@ next is copied. A block has a streamed chunk and a piece.
 Only complete sums leave the device, so the host needs memory only for features and gradients. The
 device's own backend computes a block, and vectors of length M or N are on the device. Copies run
 during the products: pieces arrive while the first streamed chunk is used, and leave while the last
-is used. A small problem has too few products to overlap with its copies, so all of it is copied to
-the device first.
+is used. A problem that fits the device is copied to the device first if its products cannot hide
+copies: a problem of one chunk, whose queries are the keys, or of one pass. All other problems are
+streamed, even if they fit.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
                 copies.touch(to)
         room = room_for_blocks(problem, gradients)
         one_chunk = max(problem.shape[:2]) <= sizes.chunk_rows
+        # `room` is 0 if features and gradients do not fit the device; see the top of this file
         if room and (one_chunk or problem.symmetric or allows_online_softmax(problem, gradients)):
             resident_problem = replace(on_device_problem, workspace=room, workspace_given=True)
             solution = _solve_resident(resident_problem, gradients, device, copies)

@@ -44,8 +44,8 @@ def evaluate(
 ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
     """Loss and gradients, by argument name, of a call like an earlier one.
 
-    None: the call has to be checked. Without `may_be_first`, the adapter has not checked this call,
-    so only a call like an earlier one is computed.
+    None: the call has to be checked. `may_be_first=False` is for calls whose arguments nobody has
+    checked (`autograd.apply_again`): only a call like an earlier one is computed.
     """
     types = tuple(map(type, options.values()))  # a part of the key, because True == 1
     if not PLAIN.issuperset(types):

@@ -1,6 +1,6 @@
 // How many logits of a row (and with COLUMNS of a column) exceed a threshold, its positive's.
 //
-// The thresholds are those very products, so nothing that ties with itself is counted. Counts are
+// A threshold is the product of the positive as the log-sum-exp pass has computed it. Counts are
 // integers: atomic additions give the same result in any order.
 #include "tiled/tile.cuh"
 
