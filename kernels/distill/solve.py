@@ -4,8 +4,8 @@
 
 The first fold keeps the sums of rows and columns of both models. The mean of the student's logits
 under the teacher's softmax, sum_j p^T_ij x_ij, is a moment of the teacher's sums. The second fold
-computes the logits of both models again, and their probabilities from the sums of the first fold. Probabilities of student and teacher are computed alike, so that those of equal
-logits cancel to 0.
+computes the logits of both models again, and their probabilities from the sums of the first fold.
+Probabilities of student and teacher are computed alike, so that those of equal logits cancel to 0.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ LOSSES = ["info_nce", "nt_xent", "clip", "lit", "siglip"]
 KINDS = ["random", "aligned", "partly aligned", "opposed", "identical rows", "long"]
 
 # unit roundoff of the arithmetic, and bounds relative to the float64 result on the same inputs, for
-# unit rows and logits up to 200. README's table of errors is tested by tests/brute/test_precision.py
+# unit rows and logits up to 200. tests/brute/test_precision.py tests README's table of errors
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
 LOSS_BOUND = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
 GRAD_BOUND = {"float64": 1e-12, "float32": 5e-6, "float16": 6e-4, "bfloat16": 4e-3}

@@ -108,8 +108,8 @@ def apply_options(  # type: ignore[no-untyped-def]
     value, bias, key, limits, own, low, guide_bits, i, j, direction
 ):
     """The raw product plus the bias of its key, which `Fold` has divided by the scale; `low` if the
-    product is above the limit, or if the guide leaves out the pair in the `direction`. `key` and `own` are numbers of a row and a column:
-    of the key in this direction, and of the other side."""
+    product is above the limit, or if the guide leaves out the pair in the `direction`. `key` and
+    `own` are numbers of a row and a column: of the key in this direction, and of the other side."""
     if limits is not None:
         value = low if value > limits[own] else value
     if guide_bits is not None:
