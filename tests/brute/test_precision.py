@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 NUMBER = r"([\de.+-]+)"
 ROW = re.compile(
     rf"^\| (\w+) \| {NUMBER} \(1 \+ x\) \| {NUMBER} \(1 \+ x\)(?: \+ {NUMBER})?"
-    rf"(?:, and {NUMBER} an element)? \|",
+    rf"(?:, plus {NUMBER} \(absolute\) in each element)? \|",
     re.MULTILINE,
 )
 LEAST = 1e-36  # of a loss or gradient in float32: it has all digits from there on
@@ -29,7 +29,7 @@ LEAST = 1e-36  # of a loss or gradient in float32: it has all digits from there 
 
 def table(page: str) -> dict[str, tuple[float, ...]]:
     """By the dtype of features: the loss's factor of 1 + x, the gradient's, its rounding, and what
-    an element is off by."""
+    the absolute error of an element."""
     rows = ROW.findall((ROOT / page).read_text(encoding="utf-8"))
     return {name: tuple(float(number or 0) for number in numbers) for name, *numbers in rows}
 
