@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,9 +31,9 @@ want, before = loss(), blas()
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 
-def printed(program: str) -> list[str]:
+def printed(program: str, **variables: str) -> list[str]:
     """The lines that it prints, if it ends by itself and without an error."""
-    environment = {**os.environ, "INFONCE_NUM_THREADS": "2"}
+    environment = {**os.environ, "INFONCE_NUM_THREADS": "2", **variables}
     environment |= {f"{of}_NUM_THREADS": "2" for of in ("OPENBLAS", "OMP", "MKL")}
     done = subprocess.run(
         [sys.executable, "-c", START + program],
@@ -162,3 +163,22 @@ def work():
 threading.Thread(target=work).start()
 """)
     assert found == ["True True"]
+
+
+@pytest.mark.slow  # compiles anew
+def test_bits_of_the_process_that_compiles(tmp_path: Path) -> None:
+    """Later processes load the machine code, call it in another order, and return the same bits."""
+    first, later = (
+        printed(
+            f"""
+for method in {methods}:
+    out = infonce.clip_loss_and_grad(a[:48], b[:48], scale=0.3, method=method, normalize=False)
+    for array in (out.loss, *out.grads, *out.lse):
+        print(method, np.asarray(array).tobytes().hex())
+""",
+            NUMBA_CACHE_DIR=str(tmp_path),
+        )
+        for methods in (["auto", "tiled"], ["tiled", "auto"])
+    )
+    assert len(first) == 12
+    assert sorted(first) == sorted(later)

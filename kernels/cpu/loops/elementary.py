@@ -18,8 +18,14 @@ FAST = {"contract", "nsz", "reassoc"}
 
 
 def compiled(function: Any) -> Any:
-    """Compiled on first use, kept on disk, run without the GIL."""
-    return njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")(function)
+    """Compiled on first use, kept on disk, run without the GIL.
+
+    A function that another compiled function calls becomes part of the caller's code. LLVM would
+    optimise a function once for itself and once more for its caller, to other last bits. The
+    process that compiles would run the first version, and later processes the second.
+    """
+    options = {"nogil": True, "cache": True, "error_model": "numpy", "inline": "always"}
+    return njit(fastmath=FAST, **options)(function)
 
 
 # --- instructions that Numba does not offer -------------------------------------------------------
@@ -49,7 +55,7 @@ def rint(typingctx: Any, a: Any) -> Any:
 @intrinsic
 def wide_vectors(typingctx: Any) -> Any:
     """Let LLVM use 512-bit vectors on CPUs that have them; its default for most CPUs is 256.
-    The function is `not_inlined`: others have narrower vectors."""
+    LLVM does not inline the function: Python's wrapper around it has narrower vectors."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         # llvmlite's own `add` refuses attributes that it does not know
@@ -61,14 +67,13 @@ def wide_vectors(typingctx: Any) -> Any:
 
 
 @intrinsic
-def not_inlined(typingctx: Any) -> Any:
-    """Let LLVM call the function, and optimise no further than to its end."""
+def rounded_product(typingctx: Any, a: Any, b: Any) -> Any:
+    """a b in float64. An ordinary product may not be rounded before it is added to a number."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
+        return builder.fmul(*args, flags=("nsz",))  # without a flag, Numba sets those of FAST
 
-    return types.void(), codegen
+    return types.float64(types.float64, types.float64), codegen
 
 
 @intrinsic
@@ -108,13 +113,6 @@ def wait_awake(turn, number, most, after):  # type: ignore[no-untyped-def]
             x = math.sqrt(x + 1.0)
         left = min(left, after) if loaded_again(turn) == number and left > after else left - 1
     return x
-
-
-@compiled
-def rounded_product(a, b):  # type: ignore[no-untyped-def]
-    """a b. In a larger function, the product may not be rounded before it is added to a number."""
-    not_inlined()
-    return a * b
 
 
 # --- elementary functions -------------------------------------------------------------------------
