@@ -20,7 +20,10 @@ import numpy as np
 
 from .elementary import compiled, exp2, fmax, probability, wide_vectors
 
-BY_ROW, BY_COLUMN = 1, 2  # of `guide_bits`: which direction leaves out the pair
+BY_ROW, BY_COLUMN = 0, 1  # which direction leaves out a pair
+# The bits of `guide_bits`: [direction, row % 4]. A shift by a number of the row takes longer: LLVM
+# moves it into the loop over columns.
+DIRECTION_BITS = np.array([[1, 4, 16, 64], [2, 8, 32, 128]], np.uint8)
 
 # --- positives and excluded pairs -----------------------------------------------------------------
 
@@ -64,12 +67,6 @@ def exclude_diagonal(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def direction_bit(i, direction):  # type: ignore[no-untyped-def]
-    """The bit of row i and a direction in `guide_bits`."""
-    return np.uint8(direction << 2 * (i & 3))
-
-
-@compiled
 def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
     """guide_bits[i // 4, j] = the directions that leave out pair (i, j), whose guide product is
     g[i, j], two bits for each of four rows. A product that is not finite leaves out no pair.
@@ -82,7 +79,7 @@ def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-de
     guide_bits[:] = 0
     for i in range(g.shape[0]):
         row, limit, out = g[i], limits[i], guide_bits[i >> 2]
-        by_row, by_column = direction_bit(i, BY_ROW), direction_bit(i, BY_COLUMN)
+        by_row, by_column = DIRECTION_BITS[BY_ROW, i & 3], DIRECTION_BITS[BY_COLUMN, i & 3]
         for j in range(row.size):
             finite = row[j] < high
             bits = by_row if (row[j] > limit) & finite else np.uint8(0)
@@ -113,7 +110,7 @@ def apply_options(  # type: ignore[no-untyped-def]
     if limits is not None:
         value = low if value > limits[own] else value
     if guide_bits is not None:
-        value = low if guide_bits[i >> 2, j] & direction_bit(i, direction) else value
+        value = low if guide_bits[i >> 2, j] & DIRECTION_BITS[direction, i & 3] else value
     if bias is not None:
         value += bias[key]
     return value
