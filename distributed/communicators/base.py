@@ -8,7 +8,8 @@ No rank waits for ever:
 
 - A rank that raises an error, or ends between calls, tells the other ranks. These raise a
   `RankError`.
-- If a rank is killed, the ranks on its node notice it, and tell the other ranks.
+- If a rank is killed, the ranks that see its process notice it within 0.05 s of waiting
+  (processes.py: `Peers.gone`, which mpi.py: `MPIRanks.listen` asks), and tell the other ranks.
 - If a rank hangs, the other ranks raise a `RankError` with its number after the timeout.
 """
 

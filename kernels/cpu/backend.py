@@ -84,7 +84,7 @@ class CPU:
         return Side(features, self.dtype, norms)
 
     def row_nans(self, problem: Problem) -> Array:
-        """[M] NaN flags of rows.
+        """[M] NaN for a query that is not finite, and for all rows if a key is not finite; else 0.
 
         Folds do not show all features that are not finite: a fold takes a logit of -inf for an
         excluded pair, and ignores NaN when it looks for the largest logit.

@@ -182,8 +182,11 @@ def worker_memory(
 def largest_tile(
     problem: Problem, memory: WorkerMemory, threads: int, room: int
 ) -> tuple[int, int]:
-    """Rows and columns of a tile, of which each thread has one, in `room` bytes if there are few
-    blocks then. If they do not fit, threads get fewer."""
+    """Rows and columns of a tile.
+
+    A tile is halved until one for each thread fits in `room` bytes, or until half a tile would make
+    too many blocks (`has_few_blocks`). If the tiles then do not fit, `decide` runs fewer threads.
+    """
     m, n, _ = problem.shape
     bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
     if problem.query_groups is not None:

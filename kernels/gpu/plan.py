@@ -208,7 +208,7 @@ class BoundSteps:
 
     steps: list[BoundStep]
     memory: tuple[Any, ...]  # the graphs, and the arrays with the parameters of launches
-    final: bool  # no later call captures graphs
+    final: bool  # the steps are graphs, or never become graphs
     graph_bytes: int = 0
     capture_number: int = 0  # in the order of the captures of all plans
 
@@ -296,6 +296,7 @@ class Plan:
         stream = current.ptr
         steps_key = capturing, identity(stream), *addresses, *numbers
         bound = self.bound_steps.get(steps_key)
+        # The first call with these addresses and numbers launches steps, the second captures graphs
         if bound is None:
             starts = self._starts(caller_arrays, shared.ptr, separate)
             bound = self._bind(starts, numbers, stream)

@@ -1,4 +1,8 @@
-// dL/dx of a sweep's tiles (sweep/sweep.cuh), from the factors that tiled/gradient.cu takes too.
+// dL/dx of a sweep's tiles (sweep/sweep.cuh). With the reference exponents r of rows and columns, and the factors a, u
+// and v of struct Factors:
+//     dL/dx_ij = a_i 2^(c x_ij - r_i) + v_j 2^(c x_ij - r_j), or, if one exponential serves both sides,
+//     dL/dx_ij = 2^(c x_ij - r_i) (a_i + u_i v_j).
+// FACTORS is something else: with it, dL/dx_ij is also multiplied by the norm factors of row i and column j.
 #pragma once
 #include "sm90/sweep/logits.cuh"
 
