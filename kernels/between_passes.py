@@ -104,8 +104,8 @@ def finalize(
         at_positive = at_positive + column_upstream * column_targets.pull(
             columns.negative_probability
         )
-    # Sums may stay finite although a feature is not finite. So losses become NaN here: the loss of a
-    # query that is not finite, and all losses if a key is not finite
+    # Sums may stay finite although a feature is not finite. So losses become NaN here: the loss of
+    # a query that is not finite, and all losses if a key is not finite
     losses = losses + backend.row_nans(problem)[: len(losses)]
     if own is not None:
         losses = losses + own.row_nans
