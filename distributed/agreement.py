@@ -174,11 +174,12 @@ def agree_on_schedule(
     `read_error` is the error that reading the features has raised, or None. `AgreedError` on all
     ranks if a rank's call is refused, or if calls differ.
 
-    1. A rank whose arrays have as many rows as in its last call checks its call with the shards of
-       that call. Every rank sends a message.
+    1. A rank whose arrays have as many rows as in its last call checks its call, as if the numbers
+       of rows of the other ranks had not changed either. Other ranks report only their numbers of
+       rows. All ranks exchange these messages.
     2. If all reports equal those of the last call, the schedule of the last call is used again.
-    3. If a rank has not checked its call, all ranks check their calls, because the reports tell
-       how many rows each rank has.
+    3. Otherwise, if a rank has not checked its call, all ranks check their calls with the numbers
+       of rows that they know now, and exchange messages again.
     4. The ranks compare the values that must be equal, and decide a schedule.
     """
     shapes = [tuple(getattr(array, "shape", ())) for array in features]

@@ -203,7 +203,10 @@ def _backend(offload: bool, on_gpu: bool) -> Any:
 
 
 def _reduced(request: Request, solution: Solution) -> Array:
-    """The loss by `reduction`. GPU kernels have reduced it: then it is `solution.loss`."""
+    """The losses of rows [M] with `reduction="none"`, otherwise their mean or sum.
+
+    GPU kernels have reduced the losses: then the result is `solution.loss`.
+    """
     if solution.loss is not None:
         return _scalar_array(request, solution.loss)
     row_shares = request.problem.row_shares

@@ -10,7 +10,9 @@ from infonce.kernels.epilogues import SoftmaxGradient
 from infonce.kernels.linear import LinearTerm
 from infonce.kernels.problem import KEY_VECTORS, Array, Problem, fast_replace
 
-PER_KEY = "key", *KEY_VECTORS, "guide_key", "teacher_key"  # fields of `Problem`, `TaughtProblem`
+# Fields of `Problem` and `TaughtProblem`: the features of keys; their ids, groups, positive ids,
+# weights, biases and limits; and their features from a guide or a teacher
+PER_KEY = "key", *KEY_VECTORS, "guide_key", "teacher_key"
 
 
 def key_array_names(problem: Problem) -> list[str]:
@@ -25,20 +27,20 @@ def key_arrays(problem: Problem) -> list[Array]:
 
 def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:
     """This rank's arrays of keys that travel only in the gradient fold, after `key_arrays`."""
-    own = []
+    travelling = []
     if epilogue.column_reference is not None:
         bound = epilogue.positive_gradient
         # linear terms change dL/dx at a positive, so it no longer bounds dL/dx of the column
         if epilogue.linear:
             bound = xp.maximum(abs(bound), abs(epilogue.column_factor))
-        own = [epilogue.column_reference, epilogue.column_factor, bound]
+        travelling = [epilogue.column_reference, epilogue.column_factor, bound]
         if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
-            own += [epilogue.teacher.column_reference, epilogue.teacher.column_factor]
+            travelling += [epilogue.teacher.column_reference, epilogue.teacher.column_factor]
     for term in epilogue.linear:
-        own.append(term.segments.columns)
+        travelling.append(term.segments.columns)
         factor = term.row_factor if problem.symmetric else term.column_factor
-        own += [] if factor is None else [factor]
-    return own
+        travelling += [] if factor is None else [factor]
+    return travelling
 
 
 def with_arrays(

@@ -166,7 +166,7 @@ def defined(path: Path) -> set[str]:
 
 def test_map_of_the_code() -> None:
     """Tables of docs/code.md: "question | `file`: `function`, `function` | then". Each question has
-    one place, the functions are defined in the files, and no place has a file alone."""
+    one place, the functions are defined in the files, and a function follows each file."""
     lines = [line for line in (DOCS / "code.md").read_text().splitlines() if line[:2] == "| "]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     questions = [row for row in rows if len(row) == 3 and row[1] != "file: function"]

@@ -5,8 +5,10 @@
 //     loss_i  = sum_j softplus(-t_ij z_ij)
 //     P_ij    = -t_ij a_i sigmoid(-t_ij z_ij)
 //
-// A tile yields (loss, sum of P) for each of its rows, and with MOMENTS the sum of P x, over the negatives. Another
-// kernel adds these sums in a fixed order. With GRADIENT, P is written for the matrix products that make dQ and dK
+// On Hopper, sm90/sweep_sigmoid.cu computes the same.
+//
+// A tile yields (loss, sum of P) for each of its rows, and with MOMENTS the sum of P x, over the negatives. The kernel
+// add_partial_sums (vectors/sums.cuh) adds these sums in a fixed order. With GRADIENT, P is written for the matrix products that make dQ and dK
 // of it. Positives' logits are recorded. Their losses and gradients are computed in float64 for each row, and added
 // in full precision when sums and products are complete.
 //

@@ -18,7 +18,8 @@ struct FactorSources {
 
 constexpr int RANGE_THREADS = 1024;
 constexpr double SPREAD = 40;  // base 2, of log-sum-exps that share exponentials
-// The gradient divisor is at least this share of the largest factor: larger quotients overflow float32.
+// A positive bounds the gradients of its row, so the row's factor is not needed for the bound. But the divisor is at
+// least this share of the factor, because factors are divided by it, and larger quotients overflow float32.
 constexpr double MIN_DIVISOR_SHARE = 0x1p-60;
 
 // One thread block reads M + N numbers once. An element of dL/dx is at most the sum of its row's and its

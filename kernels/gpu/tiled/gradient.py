@@ -274,7 +274,11 @@ class GradientRun(FoldRun):
         )  # fmt: skip
 
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
-        """Find the gradient divisor, and whether one exponential serves rows and columns."""
+        """Find the gradient divisor, and whether one exponential serves rows and columns.
+
+        The divisor is a bound of abs(dL/dx) divided by `LARGEST_ELEMENT`. Then float16 does not
+        overflow, and only elements that are 2^-37 of the bound or less underflow.
+        """
         largest = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
         set_size = self.problem.set_size
         find_ranges(self.launcher, (m, n), vectors, self.ranges, largest, by_factor, set_size)

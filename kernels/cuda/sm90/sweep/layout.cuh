@@ -72,23 +72,25 @@ struct Work {
   int query_tile, segment, first, last;
 };
 
-// Item `item` of the work of a sweep: a query tile and a segment.
+// Item `item` of the work of a sweep: a query tile and a segment. A cluster of thread blocks takes every n-th item, of n
+// clusters (sweep in sweep.cuh).
 //   - In a triangle, a query tile meets the tiles from the diagonal on and half way round, so that each pair of query
 //     tiles meets once and all query tiles have the same work.
-//   - If `some` query tiles are skipped, the segments of a query tile go to different thread blocks.
+//   - If `skips_query_tiles` (the caller has a list of visited tiles), the segments of a query tile go to different thread blocks.
 //   - If rows of Q do not stay in shared memory (WIDE), a few query tiles and a few segments are in work at a time, so
 //     that their rows and keys stay in the L2 cache.
-__device__ __forceinline__ Work get_work(const Block& b, int segments, int item, bool some) {
+__device__ __forceinline__ Work get_work(const Block& b, int segments, int item,
+                                         bool skips_query_tiles) {
   const int query_tiles = (int)b.row_tiles, tiles = (int)b.column_tiles;
   Work w;
   int first = 0, together = query_tiles;
-  if (WIDE && !some) {
+  if (WIDE && !skips_query_tiles) {
     first = item / (QUERY_TILES_AT_ONCE * segments) * QUERY_TILES_AT_ONCE;
     together = min(QUERY_TILES_AT_ONCE, query_tiles - first);
     item -= first * segments;
   }
-  w.query_tile = some ? item / segments : first + item % together;
-  w.segment = some ? item % segments : item / together;
+  w.query_tile = skips_query_tiles ? item / segments : first + item % together;
+  w.segment = skips_query_tiles ? item % segments : item / together;
   int start = 0, count = tiles;
   if (b.triangle) {
     start = w.query_tile;
