@@ -325,10 +325,11 @@ def add_class_means(
     xp: Any, problem: Problem, backend: Any, smoothing: LabelSmoothing | None, sums: Sums,
     rows: Direction, row_upstream: Array,
 ) -> LinearTerm:  # fmt: skip
-    """The linear term of classes.
+    """The linear term of classes of more than two rows (of two rows or more if `decoupled`).
 
-    The function changes `rows.loss` and `rows.log_scale_grad` of rows whose positives are in the
-    sums.
+    The positives of such a row are also in the sums of negatives. The function changes `rows.loss`
+    and `rows.log_scale_grad` of these rows. In a class of two rows, the other row is the row's
+    positive, as in other losses.
 
     The loss of such a row is the log-sum-exp minus the mean of its positives' logits. The loss is
     at least the logarithm of the number of positives, so the subtraction loses little precision.
