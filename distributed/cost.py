@@ -115,8 +115,8 @@ def predict_gather(
     """`predict_ring` for the exchange "gather"."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
-    others, hosts = ranks - 1, -(-ranks // machine.gpus)
-    neighbours = min(others, -(-ranks // hosts) - 1)  # other ranks of the node
+    others, nodes = ranks - 1, -(-ranks // machine.gpus)
+    neighbours = min(others, -(-ranks // nodes) - 1)  # other ranks of the node
 
     def moving(row_bytes: float) -> float:
         """Seconds to exchange `row_bytes` bytes a key with every other rank."""
@@ -152,30 +152,30 @@ def predict_hierarchical(
     """`predict_ring` for the exchange "hierarchical", a gather inside nodes and a ring of nodes."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
-    hosts = -(-ranks // machine.gpus)
-    host_ranks = ranks / hosts
+    nodes = -(-ranks // machine.gpus)
+    node_ranks = ranks / nodes
 
     def inside(row_bytes: float) -> float:
         """Seconds to exchange `row_bytes` bytes a key with every other rank of the node."""
-        others, link = host_ranks - 1, machine.inside
+        others, link = node_ranks - 1, machine.inside
         latency = link.latency + others * machine.message if others else 0.0
         return latency + others * rows * row_bytes / link.bandwidth
 
     def across(row_bytes: float) -> float:
         """Seconds to send `row_bytes` bytes a key to another node."""
         link = machine.across
-        return link.latency + rows * row_bytes / link.bandwidth if hosts > 1 else 0.0
+        return link.latency + rows * row_bytes / link.bandwidth if nodes > 1 else 0.0
 
     computing = 0.0
-    starts = machine.call + 2 * (hosts + 1) * machine.start
+    starts = machine.call + 2 * (nodes + 1) * machine.start
     seconds = starts
     # bytes a key: vectors that travel with keys, and sums that travel back
     for flops, vectors, sums in zip(FLOPS_PER_LOGIT, (0, 24), (16, dim * DK), strict=True):
         keys = dim * ITEM + vectors
         block = flops * rows * rows * dim / machine.rate
         tick = max(inside(keys + sums), across(keys + sums))
-        seconds += max(block, inside(keys) + across(keys)) + max((host_ranks - 1) * block, tick)
-        seconds += (hosts - 1) * max(host_ranks * block, tick)
+        seconds += max(block, inside(keys) + across(keys)) + max((node_ranks - 1) * block, tick)
+        seconds += (nodes - 1) * max(node_ranks * block, tick)
         seconds += inside(sums) + across(sums)  # of the last node: nothing overlaps with them
         computing += ranks * block
     return Step(seconds, computing, seconds - computing - starts)
@@ -207,8 +207,8 @@ def hierarchical_bytes(rows: list[int], local_size: int, key_row: int, sum_row: 
     Buffers hold the keys of the own node and of three others: keys that arrive, that are gathered,
     and that are in a block. They also hold the sums of two nodes, and shards to add to these sums.
     """
-    host = max(sum(rows[r : r + local_size]) for r in range(0, len(rows), local_size))
-    return 4 * host * key_row + (2 * host + (local_size + 2) * max(rows)) * sum_row
+    node = max(sum(rows[r : r + local_size]) for r in range(0, len(rows), local_size))
+    return 4 * node * key_row + (2 * node + (local_size + 2) * max(rows)) * sum_row
 
 
 @cache

@@ -25,13 +25,16 @@ def solve_by_plan(
 ) -> Solution | None:  # fmt: skip
     """The solution by a plan, with loss and scalar gradients summed over ranks.
 
+    `_build` runs the usual passes over ranks. `plan.run_by_plan` records and replays their launches
+    and exchanges, as for a call on one GPU.
+
     None for a call that has no plan. Ranks with a plan and ranks without one send the same
     exchanges, so each rank decides by itself.
     """
     if (
         schedule.exchange != "gather"
         or ranks.size == 1
-        or transport.queued(Queue()) is None
+        or transport.queued(Queue()) is None  # it cannot put exchanges into a queue of launches
         or 0 in (len(problem.query), *schedule.keys.rows)
         or problem.progress is not None
         or not problem.plain
@@ -42,7 +45,7 @@ def solve_by_plan(
     ):
         return None
     start = schedule.queries.starts[ranks.rank]
-    # graphs hold no exchanges that are measured, so `measured` is a part of the plan's key
+    # Exchanges that are measured stay out of CUDA graphs, so measured calls have plans of their own
     key_rows = tuple(schedule.keys.rows)
     settings = ranks, transport, start, key_rows, divisors, dtype, transport.measured
     outputs = plan.run_by_plan(

@@ -87,9 +87,9 @@ def decide(
     transport = transports.choose(rank_options["transport"], availability)
     if request.on_gpu and ranks.size == 1:
         transport = "staged"  # nothing is sent
-    hosts = ranks_by_host(ranks)
+    nodes = group_ranks_by_node(ranks)
     exchange = choose_exchange(
-        rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, hosts,
+        rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, nodes,
         min(report.exchange_room for report in reports),
     )  # fmt: skip
     sum_dtype = choose_sum_dtype(problem)
@@ -102,7 +102,7 @@ def decide(
         queries=queries,
         keys=keys,
         exchange=exchange,
-        local_size=local_size(hosts),
+        local_size=local_size(nodes),
         pieces=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
@@ -157,11 +157,11 @@ def _exclude_shared_gpus(
             )
 
 
-def ranks_by_host(ranks: Communicator) -> list[list[int]]:
-    """The ranks of each host.
+def group_ranks_by_node(ranks: Communicator) -> list[list[int]]:
+    """The ranks of each node.
 
-    INFONCE_LOCAL_SIZE is the number of ranks on each host, if it is set. Otherwise the processes
-    of a machine are the ranks of a host.
+    INFONCE_LOCAL_SIZE is the number of ranks on each node, if it is set. Otherwise the processes
+    of a machine are the ranks of a node.
     """
     setting = os.environ.get("INFONCE_LOCAL_SIZE", "")
     if setting:
@@ -171,28 +171,28 @@ def ranks_by_host(ranks: Communicator) -> list[list[int]]:
                 f"INFONCE_LOCAL_SIZE: expected a divisor of the {ranks.size} ranks, got {setting!r}"
             )
         return [list(range(r, r + size)) for r in range(0, ranks.size, size)]
-    hosts = ranks.peers.hosts if ranks.peers else []
-    return hosts or [list(range(ranks.size))]
+    nodes = ranks.peers.nodes if ranks.peers else []
+    return nodes or [list(range(ranks.size))]
 
 
-def local_size(hosts: list[list[int]]) -> int | None:
-    """The number of ranks on each host.
+def local_size(nodes: list[list[int]]) -> int | None:
+    """The number of ranks on each node.
 
-    None if hosts have different numbers of ranks, or if the ranks of a host are not consecutive.
+    None if nodes have different numbers of ranks, or if the ranks of a node are not consecutive.
     """
-    size = len(hosts[0])
-    in_order = [list(range(size * h, size * (h + 1))) for h in range(len(hosts))]
-    return size if hosts == in_order else None
+    size = len(nodes[0])
+    in_order = [list(range(size * h, size * (h + 1))) for h in range(len(nodes))]
+    return size if nodes == in_order else None
 
 
 def choose_exchange(
     asked: str, problem: Problem, gradients: Gradients | None, on_gpu: bool, keys: Partition,
-    hosts: list[list[int]], room: int,
+    nodes: list[list[int]], room: int,
 ) -> str:  # fmt: skip
     """The exchange of a call: the `asked` exchange, or for "auto" the fastest exchange that fits.
 
     `room` is the number of bytes for buffers on each rank. ValueError if the `asked` exchange does
-    not fit into `room`, or if it needs the same number of ranks on each host.
+    not fit into `room`, or if it needs the same number of ranks on each node.
     """
     if asked == "ring":
         return asked
@@ -201,13 +201,13 @@ def choose_exchange(
     sums = d * choose_sum_dtype(problem).itemsize if with_sums else 0
     key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(sums, COLUMN_SUM_BYTES)
     least_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
-    size = local_size(hosts)
+    size = local_size(nodes)
     if size is not None:
         least_bytes["hierarchical"] = cost.hierarchical_bytes(keys.rows, size, *key_and_sum_bytes)
     elif asked == "hierarchical":
         raise ValueError(
-            'exchange: expected as many ranks on each host, one after another, for "hierarchical", '
-            f'got hosts with ranks {", ".join(map(str, hosts))}; exchange="ring" takes any'
+            'exchange: expected as many ranks on each node, one after another, for "hierarchical", '
+            f'got nodes with ranks {", ".join(map(str, nodes))}; exchange="ring" takes any'
         )
     if asked != "auto":
         if least_bytes[asked] > room:
@@ -220,7 +220,7 @@ def choose_exchange(
     fitting = [name for name, needed in least_bytes.items() if needed <= room]
     if not on_gpu:
         return "gather" if "gather" in fitting else "ring"
-    machine = cost.Machine(gpus=size or max(map(len, hosts)))
+    machine = cost.Machine(gpus=size or max(map(len, nodes)))
     return cost.fastest(keys.largest, d, len(keys.rows), machine, tuple(fitting))
 
 

@@ -109,7 +109,10 @@ def native(array: Array, name: str = "array") -> Array:
 
 
 def natives(arrays: Sequence[Array], names: Sequence[str]) -> list[Array]:
-    """The arguments of these names by `native`."""
+    """Each array as a NumPy or CuPy array, on the same memory if it has one (`_viewed`).
+
+    `names` are those of the arguments, for errors.
+    """
     return list(map(native, arrays, names))
 
 
@@ -125,7 +128,7 @@ def _viewed(array: Array) -> Array:
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise TypeError("infonce.jax has the losses for jit, grad and vmap")
         if {device.platform for device in array.devices()} == {"cpu"}:
-            return np.asarray(array)
+            return np.asarray(array)  # no copy
         return _cupy().from_dlpack(array)
     if hasattr(array, "__cuda_array_interface__"):
         return _cupy().asarray(array)

@@ -1,4 +1,6 @@
-"""The folds of every loss: log-sum-exps, then gradients. A GPU has kernels/gpu/tiled/backend.py.
+"""The passes of every loss, which the code calls folds, in their order, for all backends.
+
+A tiled call on a GPU runs the same steps in kernels/gpu/tiled/backend.py: `GPU.solve`.
 
 A contrastive loss and its gradient need no matrix of size M x N. A fold visits all blocks (Q_a,
 K_b) of the logit matrix x_ij = scale * q_i . k_j and combines their results:
@@ -175,15 +177,15 @@ def _solve_softmax(
         problem = with_limits(problem, backend, vectors)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and backend.has_online_softmax(problem, gradients)
-    if online:
+    if online:  # both passes in one
         backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive_logits), gradients)
-    else:
+    else:  # the log-sum-exp pass
         backend.fold(problem, grid, stats, None)
 
     finalized = vectors.finalize(problem, stats, grid.triangle, gradients is not None, backend)
     dots = None if gradients is None else gradients.dots
     if gradients is not None and not online and (gradients.want_query or gradients.want_key):
-        epilogue = finalized.softmax_gradient(problem.symmetric)
+        epilogue = finalized.softmax_gradient(problem.symmetric)  # the gradient pass
         gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
     if finalized.own is not None and gradients is not None:
         finalized.own.finish(finalized, gradients)

@@ -38,7 +38,7 @@ class Peers:
         machines: dict[str, list[int]] = {}
         for rank, process in enumerate(processes):
             machines.setdefault(process.machine, []).append(rank)
-        self.hosts = list(machines.values())  # the ranks of each
+        self.nodes = list(machines.values())  # the ranks of each
         here = identity()
         self.watched = {
             rank: process

@@ -45,7 +45,7 @@ class Round:
     A visit may compute sums over this rank's queries, with one row for each key. The sums go to the
     rank of the keys. There `combine` adds the sums of all ranks, and `keep` receives the result.
     The order of the additions depends only on the number of ranks and on the number of ranks of a
-    host. An exchange may leave the last addition to `keep`: then `keep` receives two lists of sums.
+    node. An exchange may leave the last addition to `keep`: then `keep` receives two lists of sums.
 
     If queries are keys, a rank's own shard is visited in one piece.
 
@@ -79,7 +79,7 @@ class Round:
         return shards // 2 if self.same_pairs else (shards - 1) // 2
 
     def is_left_to_other(self, index: int, distance: int, shards: int) -> bool:
-        """Whether rank (or host) `index` leaves its pair with the shard at `distance` to the owner
+        """Whether rank (or node) `index` leaves its pair with the shard at `distance` to the owner
         of that shard."""
         return self.half and self.same_pairs and index < distance == shards / 2
 

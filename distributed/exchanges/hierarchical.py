@@ -1,23 +1,23 @@
-"""The hierarchical exchange: a gather among the ranks of a host, a ring between hosts.
+"""The hierarchical exchange: a gather among the ranks of a node, a ring between nodes.
 
-Ranks are numbered host by host, and each host has the same number of ranks. A rank's place is its
-number on its host. Counterparts are the ranks with the same place on all hosts. The ranks of host h
-first visit each other's keys, as in a gather. Then they visit the keys of hosts h - 1, h - 2, ...
-(mod the number of hosts). A shard goes from counterpart to counterpart, and each counterpart sends
-it to the other ranks of its host, so a shard enters a host once. The sums of the shard's keys
-follow it: a counterpart adds the sums of its host to the sums that arrive, and sends them on.
+Ranks are numbered node by node, and each node has the same number of ranks. A rank's place is its
+number on its node. Counterparts are the ranks with the same place on all nodes. The ranks of node h
+first visit each other's keys, as in a gather. Then they visit the keys of nodes h - 1, h - 2, ...
+(mod the number of nodes). A shard goes from counterpart to counterpart, and each counterpart sends
+it to the other ranks of its node, so a shard enters a node once. The sums of the shard's keys
+follow it: a counterpart adds the sums of its node to the sums that arrive, and sends them on.
 
-The work is a pipeline. In tick t, while the keys of host h - t + 1 are visited,
+The work is a pipeline. In tick t, while the keys of node h - t + 1 are visited,
 
-    keys of host h - t - 1 arrive from the counterpart,
-    keys of host h - t are gathered inside the host,
-    sums of keys of host h - t + 2 go to the ranks of the host that add them,
-    sums of keys of host h - t + 3 are complete on this host, and go to the counterpart.
+    keys of node h - t - 1 arrive from the counterpart,
+    keys of node h - t are gathered inside the node,
+    sums of keys of node h - t + 2 go to the ranks of the node that add them,
+    sums of keys of node h - t + 3 are complete on this node, and go to the counterpart.
 
-A tick is one exchange, so links inside hosts and links between hosts work at the same time. The
-sums of a shard are always added in the same order: pairwise over the ranks of a host, and over
-hosts as in the ring. If each pair of shards meets on one rank only, shards go half way round the
-hosts.
+A tick is one exchange, so links inside nodes and links between nodes work at the same time. The
+sums of a shard are always added in the same order: pairwise over the ranks of a node, and over
+nodes as in the ring. If each pair of shards meets on one rank only, shards go half way round the
+nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .partition import Partition
 
 
 class Inside:
-    """Exchanges among the ranks of a host. Distances are differences of places."""
+    """Exchanges among the ranks of a node. Distances are differences of places."""
 
     def __init__(self, transport: Exchanger, ranks: int, local_size: int, place: int) -> None:
         self.transport, self.ranks = transport, ranks
@@ -47,7 +47,7 @@ class Inside:
         """The same shifts by distances among all ranks. These distances are equal on all ranks."""
         shifts: dict[int, tuple[Sequence[Array], Sequence[Array]]] = {}
         for distance, (send, receive) in inside.items():
-            # a shift may wrap around: the first rank of a host follows the last
+            # a shift may wrap around: the first rank of a node follows the last
             send_wraps = self.place + distance >= self.local_size
             receive_wraps = self.place < distance
             for wraps in (False, True):
@@ -65,7 +65,7 @@ class Inside:
 
 
 class Hierarchical:
-    """How the shards of one call go round hosts: an `Exchange`."""
+    """How the shards of one call go round nodes: an `Exchange`."""
 
     def __init__(
         self, xp: Any, rank: int, transport: Exchanger, partition: Partition, local_size: int,
@@ -74,31 +74,31 @@ class Hierarchical:
         self.xp, self.rank, self.transport, self.partition = xp, rank, transport, partition
         self.local_size = local_size
         self.ranks = len(partition.rows)
-        self.hosts = self.ranks // local_size
-        self.host, self.place = divmod(rank, local_size)
+        self.nodes = self.ranks // local_size
+        self.node, self.place = divmod(rank, local_size)
         self.inside = Inside(transport, self.ranks, local_size, self.place)
         self.gather = Gather(xp, self.place, self.inside, self.shards(0), keys)
 
     def first_rank(self, step: int) -> int:
-        """The first rank of the host that is `step` hosts before this one."""
-        return (self.host - step) % self.hosts * self.local_size
+        """The first rank of the node that is `step` nodes before this one."""
+        return (self.node - step) % self.nodes * self.local_size
 
     def shards(self, step: int) -> Partition:
-        """The shards of the host that is `step` hosts before this one."""
+        """The shards of the node that is `step` nodes before this one."""
         first = self.first_rank(step)
         return Partition(self.partition.rows[first : first + self.local_size])
 
     def run(self, round: Round) -> None:
         """See `Exchange`."""
         visit, combine = round.visit, round.combine
-        reach, summed_reach = round.reach(self.hosts), round.summed_reach(self.hosts)  # in steps
+        reach, summed_reach = round.reach(self.nodes), round.summed_reach(self.nodes)  # in steps
         pipeline = Pipeline(self, round, reach, summed_reach)
-        # sums of this rank's keys: first over the queries of its host, then over those of others
+        # sums of this rank's keys: first over the queries of its node, then over those of others
         complete: list[list[Array]] = []
         steps = reach
 
         def visit_inside(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            """Visit keys of this host. Keys past the last rank of the host take a second visit."""
+            """Visit keys of this node. Keys past the last rank of the node take a second visit."""
             nonlocal steps
             pipeline.advance(min(pipeline.begun + 1, 2))
             steps = 2 * keys.steps + reach
@@ -124,7 +124,7 @@ class Hierarchical:
             pipeline.advance(step + 2)
             arrays = pipeline.keys(step)
             sums = pipeline.sums(step) if step <= summed_reach else []
-            if round.is_left_to_other(self.host, step, self.hosts):
+            if round.is_left_to_other(self.node, step, self.nodes):
                 visit(*no_keys(arrays), sums)
                 continue
             start = self.partition.starts[self.first_rank(step)]
@@ -136,7 +136,7 @@ class Hierarchical:
 
 
 class Pipeline:
-    """The keys and sums of other hosts in one round, and the exchanges that carry them."""
+    """The keys and sums of other nodes in one round, and the exchanges that carry them."""
 
     def __init__(self, exchange: Hierarchical, round: Round, reach: int, summed_reach: int) -> None:
         self.exchange, self.own, self.types, self.combine = (
@@ -146,11 +146,11 @@ class Pipeline:
             round.combine,
         )
         self.key_types: list[RowType] = [(array.shape[1:], array.dtype) for array in self.own]
-        self.reach = reach  # the step in which the last host is visited
+        self.reach = reach  # the step in which the last node is visited
         self.summed_reach = summed_reach  # the last step with sums
         self.shards = [exchange.shards(step) for step in range(reach + 1)]
         self.largest = max(shards.largest for shards in self.shards)
-        self.host_keys = max(shards.total for shards in self.shards)  # keys of a host
+        self.node_keys = max(shards.total for shards in self.shards)  # keys of a node
         self.stores: dict[str, list[Array]] = {}
         self.views: dict[tuple[str, tuple[int, ...]], list[Array]] = {}
         self.complete: list[list[Array]] = []
@@ -164,20 +164,20 @@ class Pipeline:
             self.begun += 1
 
     def finish(self) -> list[list[Array]]:
-        """The sums of this rank's keys over other hosts, if there are any."""
+        """The sums of this rank's keys over other nodes, if there are any."""
         for _ in self.ticks:
             pass
         return self.complete
 
     def keys(self, step: int) -> list[Array]:
-        """The arrays of the keys of the host that is `step` hosts before this one."""
+        """The arrays of the keys of the node that is `step` nodes before this one."""
         return self._arrays(
-            f"keys {step % 3}", self.key_types, self.host_keys, self.shards[step].total
+            f"keys {step % 3}", self.key_types, self.node_keys, self.shards[step].total
         )
 
     def sums(self, step: int) -> list[Array]:
-        """The sums of the keys of that host over this rank's queries."""
-        return self._arrays(f"sums {step % 2}", self.types, self.host_keys, self.shards[step].total)
+        """The sums of the keys of that node over this rank's queries."""
+        return self._arrays(f"sums {step % 2}", self.types, self.node_keys, self.shards[step].total)
 
     def _get_shard_sums(self, name: str, step: int, *count: int) -> list[Array]:
         """Memory for sums of the keys of this rank's counterpart, from each of `count` ranks."""
@@ -198,7 +198,7 @@ class Pipeline:
         return self.views[name, shape]
 
     def _select_place_rows(self, arrays: list[Array], step: int, place: int) -> list[Array]:
-        """From arrays of a host's keys, the rows of the rank at `place` (mod the host's ranks)."""
+        """From arrays of a node's keys, the rows of the rank at `place` (mod the node's ranks)."""
         starts, place = self.shards[step].starts, place % self.exchange.local_size
         return [array[starts[place] : starts[place + 1]] for array in arrays]
 
@@ -227,13 +227,13 @@ class Pipeline:
             if tick < self.reach:
                 send += shard
                 receive += self._select_place_rows(self.keys(tick + 1), tick + 1, place)
-            hosts = 1
+            nodes = 1
             if to_send in with_sums:
                 home = to_send == self.summed_reach
-                hosts = exchange.hosts - to_send if home else 1
+                nodes = exchange.nodes - to_send if home else 1
                 send += self._get_shard_sums("added", to_send)
                 receive += self._get_shard_sums("arrived", 0 if home else to_send + 1)
-            shifts[hosts * local_size] = send, receive
+            shifts[nodes * local_size] = send, receive
             pending = exchange.transport.exchange(shifts)
             yield
             pending.wait()
@@ -243,7 +243,7 @@ class Pipeline:
             self.complete.append(self._get_shard_sums("arrived", 0))
 
     def _add(self, step: int) -> None:
-        """Add the sums of a shard: of this rank, of the other ranks of its host, and of the hosts
+        """Add the sums of a shard: of this rank, of the other ranks of its node, and of the nodes
         that the shard has visited before."""
         assert self.combine is not None
         sums = self._get_shard_sums("added", step)

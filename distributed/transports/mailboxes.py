@@ -1,4 +1,4 @@
-"""Mailboxes of GPUs, for peers.py: memory that all ranks of a host map, and stream operations."""
+"""Mailboxes of GPUs, for peers.py: memory that all ranks of a node map, and stream operations."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def _require(status: int, function: str) -> None:
 
 
 class Mailboxes:
-    """This rank's mailbox, and the mailboxes of other ranks of its host that it has mapped."""
+    """This rank's mailbox, and the mailboxes of other ranks of its node that it has mapped."""
 
     def __init__(self) -> None:
         """Allocate the mailbox apart from memory pools, which would give parts of it to arrays."""
-        words = 2**16  # bytes, enough for more ranks than a host has
+        words = 2**16  # bytes, enough for more ranks than a node has
         size = words + peers.MAILBOX + 2 * peers.SMALL + 2 * LINE
         self.device = cupy.cuda.Device()
         self.mapped: dict[int, int] = {}
@@ -115,13 +115,13 @@ class Mailboxes:
             self.free()
             raise
 
-    def open(self, rank: int, host: Sequence[int], handles: Sequence[bytes]) -> dict[int, int]:
-        """Map the mailboxes of the host's ranks, and return their addresses by rank."""
+    def open(self, rank: int, node: Sequence[int], handles: Sequence[bytes]) -> dict[int, int]:
+        """Map the mailboxes of the node's ranks, and return their addresses by rank."""
         assert self.own is not None
-        for other in host:
+        for other in node:
             if other != rank:
                 self.mapped[other] = runtime.ipcOpenMemHandle(handles[other])
-        return {other: self.mapped.get(other, self.own) for other in host}
+        return {other: self.mapped.get(other, self.own) for other in node}
 
     def close(self, taken: Callable[[], bool] = lambda: True) -> None:
         """Unmap the mailboxes of other ranks, after these ranks have `taken` all messages.
@@ -158,15 +158,15 @@ class HostCopies(Copies):
 
 
 def connect(ranks: Communicator) -> HostCopies | None:
-    """Make and try the copies between the ranks of each host. All ranks call this together.
+    """Make and try the copies between the ranks of each node. All ranks call this together.
 
-    None if some rank cannot make copies, or if this rank is the only one of its host.
+    None if some rank cannot make copies, or if this rank is the only one of its node.
     """
-    hosts = [] if ranks.peers is None else ranks.peers.hosts
-    host = next((members for members in hosts if ranks.rank in members), [])
-    if all(len(members) < 2 for members in hosts):
+    nodes = [] if ranks.peers is None else ranks.peers.nodes
+    node = next((members for members in nodes if ranks.rank in members), [])
+    if all(len(members) < 2 for members in nodes):
         return None
-    able, alone = os.environ.get(SWITCH) != "0", len(host) < 2
+    able, alone = os.environ.get(SWITCH) != "0", len(node) < 2
     mailboxes: Mailboxes | None = None
     if able and not alone:
         try:
@@ -182,7 +182,7 @@ def connect(ranks: Communicator) -> HostCopies | None:
     if mailboxes is not None:
         # another rank's GPU may be invisible to this process, or not linked to this GPU
         with suppress(Exception):
-            addresses = mailboxes.open(ranks.rank, host, [handle for _, handle in handles])
+            addresses = mailboxes.open(ranks.rank, node, [handle for _, handle in handles])
             copies = HostCopies(ranks.rank, mailboxes, addresses)
     # all ranks try, because each one waits for the others
     works = all(ranks.allgather(alone or copies is not None))
@@ -201,7 +201,7 @@ def connect(ranks: Communicator) -> HostCopies | None:
 
 
 def _try(copies: Copies) -> bool:
-    """Send a test message to each rank of the host. Returns whether all messages arrive in time."""
+    """Send a test message to each rank of the node. Returns whether all messages arrive in time."""
     ranks, stream = copies.ranks, cupy.cuda.Stream(non_blocking=True)
     me, size = ranks.index(copies.rank), peers.SMALL + LINE
     sent = cupy.full(size, copies.rank % 251, np.uint8)

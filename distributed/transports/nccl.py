@@ -1,4 +1,4 @@
-"""The transport of NCCL. Copy engines carry large arrays between GPUs of a host (peers.py)."""
+"""The transport of NCCL. Copy engines carry large arrays between GPUs of a node (peers.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def missing() -> str | None:
 
 
 class NCCL(gpu.OnDevice):
-    """Sends and receives of NCCL. Copy engines carry large arrays between GPUs of a host."""
+    """Sends and receives of NCCL. Copy engines carry large arrays between GPUs of a node."""
 
     name = "nccl"
     copies: mailboxes.HostCopies | None = None

@@ -1,6 +1,6 @@
-"""Copies to other GPUs of this host by copy engines, which take no multiprocessors.
+"""Copies to other GPUs of this node by copy engines, which take no multiprocessors.
 
-Each rank has a mailbox in the memory of its GPU, which all ranks of its host map (CUDA IPC). A
+Each rank has a mailbox in the memory of its GPU, which all ranks of its node map (CUDA IPC). A
 mailbox has two slots for each other rank, and words that say whether a slot is full or in use. A
 message travels in pieces. The sender copies a piece to a slot of the receiver's mailbox, and writes
 the word "full" there. The receiver copies the piece to its array, and writes to the sender's
@@ -10,7 +10,7 @@ Streams wait for words and write them. Neither the host nor a kernel takes part,
 may capture all steps. Each rank sends one piece and receives one piece in turns, so pieces advance
 even if all streams of a GPU share one queue.
 
-If a host has two ranks, a kernel swaps small arrays, because a small copy spends most of its time
+If a node has two ranks, a kernel swaps small arrays, because a small copy spends most of its time
 between its steps. The kernel writes to the other GPU, and waits for the arrays of the other GPU.
 
 mailboxes.py has the memory of GPUs and the operations on their streams.
@@ -70,7 +70,7 @@ def pieces(sizes: tuple[int, ...], room: int) -> Pieces:
 
 
 class Copies:
-    """Copies between this rank and the other ranks of its host.
+    """Copies between this rank and the other ranks of its node.
 
     `mailboxes` has the address of each rank's mailbox in this process. `device` has the operations
     on streams.
@@ -79,7 +79,7 @@ class Copies:
     def __init__(self, rank: int, mailboxes: dict[int, int], device: Any) -> None:
         self.rank, self.mailboxes, self.device = rank, mailboxes, device
         self.ranks = list(mailboxes)
-        # the other rank, if the host has two ranks
+        # the other rank, if the node has two ranks
         self.partner = next(r for r in self.ranks if r != rank) if len(self.ranks) == 2 else None
         # bytes of the words that say which slots are full; as many say which slots are in use
         self.words = -(-len(self.ranks) * SLOTS * WORD // LINE) * LINE
@@ -108,7 +108,7 @@ class Copies:
                 self.partner is not None
                 and max(map(padded_bytes, (swap.sent, swap.received))) <= SMALL
             ):
-                # `swap.to` or `swap.source` may be on another host. Nothing is copied to it, but
+                # `swap.to` or `swap.source` may be on another node. Nothing is copied to it, but
                 # both partners launch the kernel, for the arrays that go the other way
                 sides = (self.mailboxes[r] + self.channel for r in (self.partner, self.rank))
                 self.device.swap(stream, swap, outgoing, incoming, *sides)

@@ -142,9 +142,10 @@ class Cancelled(Exception):
 class RowBlockOrder:
     """The order in which workers add to a column block: the order of the row blocks that visit it.
 
-    At most one worker adds to the rows of dK, or to the sums, of a column block at a time. So the
-    bits do not depend on which worker is first. Workers take row blocks in the same order, so the
-    row block that the others wait for is always under way.
+    Workers add to the rows of dK, or to the sums, of a column block one at a time, in the order of
+    their row blocks. So the bits do not depend on which worker is first. Workers take row blocks in
+    the same order, so the row block that the others wait for is always under way.
+
     `backwards`: in the reverse order, which a gradient fold never has. `done` counts the blocks
     that workers have finished.
     """

@@ -90,17 +90,17 @@ def exchange_by_name(
 
 @pytest.mark.parametrize("name", ["ring", "gather", "hierarchical"])
 @given(
-    hosts=st.integers(1, 5), local_size=st.integers(1, 4), seed=st.integers(0, 10**6),
+    nodes=st.integers(1, 5), local_size=st.integers(1, 4), seed=st.integers(0, 10**6),
     half=st.booleans(), same_pairs=st.booleans(), with_sums=st.sampled_from([True, True, False]),
 )  # fmt: skip
-@example(hosts=4, local_size=3, seed=2, half=False, same_pairs=False, with_sums=True)
-@example(hosts=2, local_size=2, seed=1, half=True, same_pairs=True, with_sums=True)
+@example(nodes=4, local_size=3, seed=2, half=False, same_pairs=False, with_sums=True)
+@example(nodes=2, local_size=2, seed=1, half=True, same_pairs=True, with_sums=True)
 def test_every_key_meets_every_rank(
-    name: str, hosts: int, local_size: int, seed: int, half: bool, same_pairs: bool, with_sums: bool
+    name: str, nodes: int, local_size: int, seed: int, half: bool, same_pairs: bool, with_sums: bool
 ) -> None:
     """Once in each of two rounds, in order, and its sums are those of all ranks; or half of them,
     where a pair of shards meets on one rank."""
-    n = hosts * local_size
+    n = nodes * local_size
     keys = Partition(np.random.default_rng(seed).integers(0, 4, n).tolist())
     wires = Wires(n)
     met: list[Any] = [[] for _ in range(n)]  # by rank: (keys, whether with sums), of each round
@@ -175,22 +175,22 @@ def test_every_key_meets_every_rank(
         room = cost.hierarchical_bytes(keys.rows, local_size, *row)
     if name != "ring":
         assert max(memory.peak for memory in memories) <= room
-    if name == "hierarchical" and not half:  # what goes from host to host
+    if name == "hierarchical" and not half:  # what goes from node to node
         entered: Counter[tuple[int, str]] = Counter()
         for (_, source, to), arrays in wires.sent.items():
             if source // local_size != to // local_size:
                 for array in arrays:
                     entered[to // local_size, f"{array.dtype} {array.ndim}"] += len(array)
-        for host in range(hosts):
-            here = sum(keys.rows[host * local_size : (host + 1) * local_size])
-            assert entered[host, "float64 2"] == 2 * (keys.total - here)
-        sums = sum(entered[host, "int64 2"] for host in range(hosts))
-        assert sums == 2 * keys.total * (hosts - 1) * with_sums
+        for node in range(nodes):
+            here = sum(keys.rows[node * local_size : (node + 1) * local_size])
+            assert entered[node, "float64 2"] == 2 * (keys.total - here)
+        sums = sum(entered[node, "int64 2"] for node in range(nodes))
+        assert sums == 2 * keys.total * (nodes - 1) * with_sums
 
 
-def make_ranks(*hosts: str) -> Any:
-    peers = Peers([Process(host, host, "", r, "") for r, host in enumerate(hosts)])
-    return SimpleNamespace(size=len(hosts), rank=0, peers=peers)
+def make_ranks(*nodes: str) -> Any:
+    peers = Peers([Process(node, node, "", r, "") for r, node in enumerate(nodes)])
+    return SimpleNamespace(size=len(nodes), rank=0, peers=peers)
 
 
 def chosen(
@@ -198,19 +198,19 @@ def chosen(
 ) -> str:
     problem = Problem(*np.zeros((2, rows, 4)), 1.0, 1.0, workspace=workspace)  # type: ignore[misc]
     keys = Partition([rows] * ranks.size)
-    hosts = schedule.ranks_by_host(ranks)
-    return schedule.choose_exchange(asked, problem, None, on_gpu, keys, hosts, workspace // 2)
+    nodes = schedule.group_ranks_by_node(ranks)
+    return schedule.choose_exchange(asked, problem, None, on_gpu, keys, nodes, workspace // 2)
 
 
 def test_hosts_that_a_hierarchical_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFONCE_LOCAL_SIZE", raising=False)
-    for hosts in ("aabb", "aaabbb", "aaa", "abc"):
-        assert chosen("hierarchical", make_ranks(*hosts)) == "hierarchical"
-    for hosts, words in (("aaabb", r"\[0, 1, 2\], \[3, 4\]"), ("abab", r"\[0, 2\], \[1, 3\]")):
-        with pytest.raises(ValueError, match=f"as many ranks on each host.*got .*{words}; exch"):
-            chosen("hierarchical", make_ranks(*hosts))
-        assert chosen("auto", make_ranks(*hosts)) == "gather"
-        assert chosen("ring", make_ranks(*hosts)) == "ring"
+    for nodes in ("aabb", "aaabbb", "aaa", "abc"):
+        assert chosen("hierarchical", make_ranks(*nodes)) == "hierarchical"
+    for nodes, words in (("aaabb", r"\[0, 1, 2\], \[3, 4\]"), ("abab", r"\[0, 2\], \[1, 3\]")):
+        with pytest.raises(ValueError, match=f"as many ranks on each node.*got .*{words}; exch"):
+            chosen("hierarchical", make_ranks(*nodes))
+        assert chosen("auto", make_ranks(*nodes)) == "gather"
+        assert chosen("ring", make_ranks(*nodes)) == "ring"
     with pytest.raises(ValueError, match=r"workspace: expected at least .* to gather keys"):
         chosen("hierarchical", make_ranks(*"aabb"), workspace=1000)
 
@@ -218,17 +218,17 @@ def test_hosts_that_a_hierarchical_exchange_takes(monkeypatch: pytest.MonkeyPatc
 def test_hosts_by_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = make_ranks(*"aaabbb")
     monkeypatch.setenv("INFONCE_LOCAL_SIZE", "2")
-    assert schedule.ranks_by_host(ranks) == [[0, 1], [2, 3], [4, 5]]
+    assert schedule.group_ranks_by_node(ranks) == [[0, 1], [2, 3], [4, 5]]
     for word in ("4", "0", "-2", "two"):
         monkeypatch.setenv("INFONCE_LOCAL_SIZE", word)
         with pytest.raises(ValueError, match=f"a divisor of the 6 ranks, got '{word}'"):
             chosen("ring", ranks)
     monkeypatch.delenv("INFONCE_LOCAL_SIZE")
-    assert schedule.ranks_by_host(SimpleNamespace(size=3, peers=None)) == [[0, 1, 2]]  # type: ignore[arg-type]
+    assert schedule.group_ranks_by_node(SimpleNamespace(size=3, peers=None)) == [[0, 1, 2]]  # type: ignore[arg-type]
 
 
 def test_auto_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, where the model says so and its buffers fit; never on one host."""
+    """On GPUs, where the model says so and its buffers fit; never on one node."""
     monkeypatch.delenv("INFONCE_LOCAL_SIZE", raising=False)
     asked: list[Any] = []
     monkeypatch.setattr(cost, "fastest", lambda *of: asked.append(of) or of[-1][-1])

@@ -35,7 +35,7 @@ class Threads:
             self.barrier.wait()
             return values
 
-        peers = SimpleNamespace(hosts=self.hosts)
+        peers = SimpleNamespace(nodes=self.hosts)
         return SimpleNamespace(rank=rank, size=self.size, peers=peers, allgather=allgather)
 
     def each(self, work: Any) -> list[Any]:
@@ -128,7 +128,7 @@ def test_ranks_without_another_on_their_host_stop_nobody(runtime: Runtime) -> No
 
 
 def test_hosts_of_one_gpu_ask_nobody() -> None:
-    ranks: Any = SimpleNamespace(rank=0, peers=SimpleNamespace(hosts=[[0], [1]]))
+    ranks: Any = SimpleNamespace(rank=0, peers=SimpleNamespace(nodes=[[0], [1]]))
     assert mailboxes.connect(ranks) is None
 
 

@@ -83,7 +83,7 @@ def test_one_gpu_computes_only() -> None:
 
 
 def test_exchanges_that_are_fastest(model: Any) -> None:
-    """The gather where ranks have few rows or share a host; the hierarchical one on more hosts; the
+    """The gather where ranks have few rows or share a node; the hierarchical one on more nodes; the
     ring in the place of both where a network would carry all of dK late."""
     for ranks in (2, 8, 64, 1024):
         assert cost.fastest(512, 512, ranks) == "gather"
@@ -117,8 +117,8 @@ def test_bytes_of_a_gather(rows: list[int]) -> None:
 
 
 def test_bytes_of_a_hierarchical_exchange() -> None:
-    """Grow with a host, not with the number of hosts."""
-    two, four = (cost.hierarchical_bytes([5, 7] * hosts, 2, 3, 4) for hosts in (2, 4))
+    """Grow with a node, not with the number of nodes."""
+    two, four = (cost.hierarchical_bytes([5, 7] * nodes, 2, 3, 4) for nodes in (2, 4))
     assert two == four == 4 * 12 * 3 + (2 * 12 + 4 * 7) * 4
     assert cost.hierarchical_bytes([0, 3, 9, 1], 2, 1, 0) == 4 * 10
 

@@ -94,7 +94,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
 
     def clip_over_hosts(local_size: str | None, hosts: Any = None) -> Any:
         peers = connect().peers
-        with patch.dict(os.environ), patch.object(peers, "hosts", hosts or peers.hosts):
+        with patch.dict(os.environ), patch.object(peers, "nodes", hosts or peers.nodes):
             del os.environ["INFONCE_LOCAL_SIZE"]
             if local_size is not None:
                 os.environ["INFONCE_LOCAL_SIZE"] = local_size
@@ -153,7 +153,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
          "width 3 got 1000", "ValueError", lambda: clip(exchange="gather", workspace=1000)),
         ("rank 1: workspace: expected at least bytes for 400 x 1 logits got 100", "ValueError",
          lambda: clip(*([tall] * 2 if odd else [x] * 2), exchange="ring", workspace=100)),
-        (f"exchange hosts with ranks [0, 1], {list(range(2, size))}; \"ring\"", "ValueError",
+        (f"exchange nodes with ranks [0, 1], {list(range(2, size))}; \"ring\"", "ValueError",
          lambda: clip_over_hosts(None, [[0, 1], list(range(2, size))])),
         ("INFONCE_LOCAL_SIZE '1' on rank 0 and None on rank 1", "ValueError",
          lambda: clip_over_hosts(None if odd else "1")),

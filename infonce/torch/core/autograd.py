@@ -275,6 +275,7 @@ class _Function(_ReverseModeOnly):
     ) -> Tensor:
         if call.loss is not None:
             ctx.call, ctx.has_untracked = call, False
+            # dtypes: None if each gradient has the dtype of its input already
             loss, call.loss, ctx.dtypes = call.loss, None, None
             for x in inputs[:2]:  # gradients of scale and bias have the dtype of the loss
                 if x is not None and x.dtype != loss.dtype:
@@ -314,7 +315,7 @@ class _Function(_ReverseModeOnly):
             if dtypes is None:
                 if is_one:
                     return None, *grads
-                dtypes = [grad is not None and grad.dtype for grad in grads]
+                dtypes = [None if grad is None else grad.dtype for grad in grads]
             grads = [
                 grad if grad is None or (is_one and grad.dtype == dtype)
                 else _multiply(grad, upstream, dtype)

@@ -12,8 +12,9 @@
 // within float32's range, a term that is lost would not change the sum, and c x - r is as exact as c x. So r is a
 // multiple of 32, 0 at first, and the same for almost all strips and tiles. While r stays the same, new terms are
 // added without a new factor.
-// The sum of a row may be too large, or the sum of a row or column so small that terms may have been lost. Then the
-// tile is summed again with a reference exponent for each row, and the largest of these becomes the strip's. Columns
+// The sum of a row may be too large, or the sum of a row or column so small that terms may have been lost
+// (sum_with_shared_reference). Then the tile is summed again with a reference exponent for each row
+// (sum_with_own_references), and the largest of these becomes the strip's. Columns
 // whose sums are still too small are summed once more with their own reference exponents. This happens rarely, and the
 // result is right in each case.
 //
@@ -189,8 +190,8 @@ struct Lse {
     return true;
   }
 
-  // Sums against a reference exponent of each row. Returns whether the strip's, which is the highest of
-  // them from now on, serves for all of the tile's exponentials.
+  // Sums against a reference exponent of each row. The highest of these becomes the reference exponent of the strip.
+  // Returns whether it is near enough to those of all rows for all exponentials of the tile.
   __device__ __forceinline__ bool sum_with_own_references(const float (&x)[64], int t) {
     float own[2], shift[2], weight[2];
 #pragma unroll

@@ -38,7 +38,11 @@ class Workspace:
         self.layout: tuple[int, int] | None = None  # rows and columns of a fold's largest block
 
     def parts(self, parts: Sequence[Part]) -> dict[str, Array]:
-        """Arrays of bytes for cached exponentials and for the parts of a fold, by name."""
+        """Divides the workspace: an array of bytes for each part, by name.
+
+        The parts are those of cached exponentials and of a fold. `Folds.memory` of
+        kernels/gpu/schedule/folds.py has chosen the names and sizes of a fold.
+        """
         if self.memory is None:
             self.memory = self.queue.scratch(self.schedule.workspace)
         arrays, start = {}, 0
