@@ -205,7 +205,7 @@ def _backend(offload: bool, on_gpu: bool) -> Any:
 def _reduced(request: Request, solution: Solution) -> Array:
     """The losses of rows [M] with `reduction="none"`, otherwise their mean or sum.
 
-    GPU kernels have reduced the losses: then the result is `solution.loss`.
+    If GPU kernels have reduced the losses, the result is `solution.loss`.
     """
     if solution.loss is not None:
         return _scalar_array(request, solution.loss)
@@ -213,6 +213,7 @@ def _reduced(request: Request, solution: Solution) -> Array:
     losses = weigh_losses(request.static.xp, solution.losses, row_shares)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
+    # row shares of a mean add up to 1, so the sum of the weighed losses is their mean
     mean = request.reduction == "mean" and row_shares is None
     return _scalar_array(request, losses.mean() if mean else losses.sum())
 

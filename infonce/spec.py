@@ -309,9 +309,10 @@ SOFTMAX = (
 SIGMOID = ("positive_ids",)  # options of a pairwise sigmoid
 OWN = ("own", "own_mask", "in_batch")
 DIMS = ("dims", "dim_weights")
-# Options that mean nothing together, or are not supported: the smoothed targets are those of a
-# softmax over the keys that take part, all of which the denominator has, once
+# Options that label_smoothing excludes: its targets are spread over the keys of the denominator,
+# each of which counts once
 UNSMOOTHED = ("decoupled", "hardness", "false_negative_margin", "guide")
+# Combinations that raise an error: a call has all options of a tuple
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     *(("label_smoothing", other) for other in UNSMOOTHED),
     ("groups", "label_smoothing", "ids"),

@@ -75,7 +75,7 @@ class NCCL(gpu.OnDevice):
 
     @property
     def all_copied(self) -> bool:
-        """Whether copy engines carry all arrays, so that exchanges make no call of NCCL."""
+        """Whether copies (peers.py) carry all arrays, so that exchanges make no call of NCCL."""
         return self.copies is not None and len(self.copies.ranks) == self.ranks.size == 2
 
     def mark(self, stream: int) -> None:
@@ -223,7 +223,11 @@ class _Queued:
         return self
 
     def _routed(self, rank: int, arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-        """Arrays for NCCL, and arrays for copy engines. One of the two lists is empty."""
+        """Arrays for NCCL, and arrays for copies. One of the two lists is empty.
+
+        Ranks of one node exchange messages of at least 1 MiB by copies, and messages of any size if
+        the node has two ranks (`Copies.take`).
+        """
         arrays, copies = [array for array in arrays if array.nbytes], self.transport.copies
         if copies is not None and copies.take(rank, sum(array.nbytes for array in arrays)):
             return [], arrays

@@ -55,7 +55,7 @@ def products(precision: str, k: int, copies: int, is_first: bool) -> Iterator[Pr
     """The products of a gradient block and features over `k` terms, for each pair of parts.
 
     Sums have at most as many terms as keep float32's accuracy. `copies` sums are computed at once,
-    in separate accumulators.
+    in separate accumulators (`config.sums_at_once`).
     """
     item, max_terms = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, k)
     for gradient_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
