@@ -1,6 +1,9 @@
 """Other libraries' arrays: the same results, as arrays of the caller's kind, without copies."""
 
+import sys
+import weakref
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from judge import LOSSES, arguments, pairs
 
 import infonce
 from infonce import arrays
+from infonce.training.capture import Captured
 
 pytestmark = pytest.mark.extras
 
@@ -161,3 +165,14 @@ def test_jax_on_the_cpu() -> None:
     want = infonce.clip_loss_and_grad(image, text, scale=3.0)
     assert isinstance(got.grads.image, jax.Array)
     np.testing.assert_array_equal(np.asarray(got.grads.image), want.grads.image)
+
+
+def test_a_captured_call_keeps_the_arrays_of_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph reads a 0-d scale at every launch, also if the caller has dropped the array."""
+    monkeypatch.setitem(sys.modules, "cupy", MagicMock())
+    scale = np.array(2.0)
+    kept = weakref.ref(scale)
+    step = Captured(lambda *features, **options: None, (np.eye(2),), {"scale": scale})
+    del scale
+    assert kept() is not None
+    step()
