@@ -8,13 +8,13 @@ from infonce.kernels.gpu import plan, recorded
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.shard import QueuedVectors
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
-from infonce.kernels.solve import Solution, solve_by_folds
+from infonce.kernels.solve import Solution, solve_by_passes
 
 from .communicators.base import Communicator
 from .exchanges.arrays import key_arrays
 from .exchanges.gather import Gather
 from .exchanges.partition import Partition
-from .folds import FoldsOverRanks
+from .passes import PassesOverRanks
 from .schedule import RankSchedule, choose_sum_dtype
 from .transports.base import Divisors, Transport, totals
 
@@ -66,16 +66,16 @@ def _build(
     own = vectors.shard_positives(start, len(problem.query))
     problem = fast_replace(problem, positives=own)
 
-    def fold_block(*block: Any) -> None:
+    def run_block_pass(*block: Any) -> None:
         recorded.block(*block, *[None] * (7 - len(block)), queue)
 
     keys = Partition(list(rows))
     gather = Gather(vectors.xp, ranks.rank, through, keys, key_arrays(problem))
-    folds = FoldsOverRanks(
-        problem, gradients, keys.starts[ranks.rank], keys, gather, fold_block, False,
+    passes = PassesOverRanks(
+        problem, gradients, keys.starts[ranks.rank], keys, gather, run_block_pass, False,
         vectors, choose_sum_dtype(problem),
     )  # fmt: skip
-    result = solve_by_folds(problem, folds, gradients)
+    result = solve_by_passes(problem, passes, gradients)
     return {
         "losses": result.losses if problem.common_share is None else None,
         "row_lse": result.row_lse, "column_lse": result.column_lse,

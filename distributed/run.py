@@ -1,4 +1,4 @@
-"""The run of a call over ranks by its schedule: the folds, and sums over the ranks."""
+"""The run of a call over ranks by its schedule: the passes, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from infonce.kernels.direction_losses import weigh_losses
-from infonce.kernels.distill.solve import solver_by_folds
+from infonce.kernels.distill.solve import solver_by_passes
 from infonce.kernels.linear import partners
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
-from infonce.kernels.solve import Backend, Solution, Vectors, fold_block
+from infonce.kernels.solve import Backend, Solution, Vectors, run_block_pass
 from infonce.kernels.targets import count_positives, weigh_positives
 
 from infonce.checks.call import Request
@@ -23,7 +23,7 @@ from .agreement import run_on_all_ranks
 from .communicators.base import Communicator, Shifts
 from .exchanges.arrays import key_array_names, key_arrays
 from .exchanges.base import Keys, Round
-from .folds import FoldBlock, FoldsOverRanks
+from .passes import PassesOverRanks, RunBlockPass
 from .schedule import RankSchedule, make_exchange
 from .transports.base import Divisors, Transport, sum_over_ranks, totals
 
@@ -58,26 +58,26 @@ def solve(
         # Kernels, which compute plain problems, need none.
         if unweighted.plain:
             problem = unweighted
-    fold, first = choose_block_folding(request), schedule.queries.starts[ranks.rank]
-    vectors, xp = fold.vectors, fold.vectors.xp
+    runner, first = choose_block_runner(request), schedule.queries.starts[ranks.rank]
+    vectors, xp = runner.vectors, runner.vectors.xp
     for name in key_array_names(problem):
         setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(xp, problem, first)
     exchange = make_exchange(schedule, xp, ranks.rank, key_arrays(problem), transport)
-    folds = FoldsOverRanks(
+    passes = PassesOverRanks(
         problem, gradients, schedule.keys.starts[ranks.rank], schedule.keys, exchange,
-        fold.fold_block, labelled, vectors, schedule.sum_dtype,
+        runner.run_block_pass, labelled, vectors, schedule.sum_dtype,
     )  # fmt: skip
     if problem.has_positive_ids:
-        weigh_positives(xp, problem, *count_positives_over_ranks(folds, problem))
+        weigh_positives(xp, problem, *count_positives_over_ranks(passes, problem))
     elif problem.classes is not None:
-        find_classes(folds, problem, first)
+        find_classes(passes, problem, first)
         loss_divisor = weigh(request, problem, rows, ranks, transport)
     elif problem.symmetric and labelled:
-        unpaired = find_unpaired_rows(folds, problem, first)
+        unpaired = find_unpaired_rows(passes, problem, first)
         run_on_all_ranks(ranks, lambda: require_pairs(problem, *unpaired))
-    result = solver_by_folds(problem)(problem, folds, gradients)
+    result = solver_by_passes(problem)(problem, passes, gradients)
     if result.loss is None and request.reduction != "none":
         result.loss = weigh_losses(xp, result.losses, problem.row_shares).sum()
     divisors = _divisors(request, loss_divisor, gradient_factor)
@@ -144,18 +144,18 @@ def shard_positives(xp: Any, problem: Problem, first: int) -> Array:
     return first + ((own + m // 2) % max(m, 1) if problem.symmetric else own)
 
 
-def find_classes(folds: FoldsOverRanks, problem: Problem, first: int) -> None:
+def find_classes(passes: PassesOverRanks, problem: Problem, first: int) -> None:
     """Set the positive of each row, a row of any rank, and the weight 0 of rows without one."""
-    own = folds.xp.arange(len(problem.query)) + first
-    members = folds.members(problem.classes)
-    problem.positives, has_positive = partners(folds.xp, members, own, problem.decoupled)
-    problem.weights = row_weights(folds.xp, problem.weights, has_positive)
+    own = passes.xp.arange(len(problem.query)) + first
+    members = passes.members(problem.classes)
+    problem.positives, has_positive = partners(passes.xp, members, own, problem.decoupled)
+    problem.weights = row_weights(passes.xp, problem.weights, has_positive)
 
 
-def count_positives_over_ranks(folds: FoldsOverRanks, problem: Problem) -> tuple[Array, Array]:
+def count_positives_over_ranks(passes: PassesOverRanks, problem: Problem) -> tuple[Array, Array]:
     """The numbers of positives of this rank's queries among the keys of all ranks, and of this
     rank's keys among the queries of all ranks."""
-    xp = folds.xp
+    xp = passes.xp
     query_counts, key_counts = (xp.zeros(n, xp.int64) for n in problem.shape[:2])
 
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
@@ -171,20 +171,20 @@ def count_positives_over_ranks(folds: FoldsOverRanks, problem: Problem) -> tuple
         add(sums, *others)
         key_counts[own_rows] = sums[0]
 
-    folds.round([query_counts], [problem.key_positive_ids], visit, [((), np.int64)], add, keep)
+    passes.round([query_counts], [problem.key_positive_ids], visit, [((), np.int64)], add, keep)
     return query_counts, key_counts
 
 
 def find_unpaired_rows(
-    folds: FoldsOverRanks, problem: Problem, first: int
+    passes: PassesOverRanks, problem: Problem, first: int
 ) -> tuple[Array, Array]:  # fmt: skip
     """Find views that are not a pair: the row that a label names must have this row as its label.
 
     Returns two arrays [M]: whether a row is unpaired, and the label of the row that its label
     names.
     """
-    xp, own = folds.xp, folds.xp.arange(len(problem.positives)) + first
-    back = folds.take_at_positives(problem, problem.positives)
+    xp, own = passes.xp, passes.xp.arange(len(problem.positives)) + first
+    back = passes.take_at_positives(problem, problem.positives)
     wrong = (back != own) | (problem.positives == own) | (problem.positives < 0)
     if problem.label_nans is not None:
         wrong |= xp.isnan(problem.label_nans)
@@ -205,54 +205,54 @@ def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, No
     return None, None
 
 
-# -- the blocks that a rank folds
+# -- the blocks that a rank computes
 
 
 @dataclass(frozen=True)
-class BlockFolding:
-    """How blocks are folded: the function, the mathematics on vectors, and a check.
+class BlockRunner:
+    """How blocks are computed: the function, the mathematics on vectors, and a check.
 
     `require_room` raises ValueError if the workspace has no room for a block with its gradients.
     """
 
-    fold_block: FoldBlock
+    run_block_pass: RunBlockPass
     vectors: Vectors
     require_room: Callable[[Problem, Gradients | None], Any]
 
 
-def choose_block_folding(request: Request) -> BlockFolding:
-    """How blocks are folded on the device that computes the call."""
-    ahead = None  # gradients of the later fold of the same block, of which the first fold knows
+def choose_block_runner(request: Request) -> BlockRunner:
+    """How blocks are computed on the device that computes the call."""
+    ahead = None  # gradients of the later pass of the same block, of which the first pass knows
     if request.gradients is not None:
         ahead = Gradients(want_key=False, add_query=True)
     if request.offload:
         from infonce.kernels.offload import copies, layout
 
-        # both folds of a problem with a guide have the same blocks, and so leave out the same pairs
-        fold = partial(copies.fold_block, ahead=ahead if request.problem.guided else None)
-        return BlockFolding(fold, Vectors(np, exponent_scaled=True), layout.layout)
+        # both passes of a problem with a guide have the same blocks: they leave out the same pairs
+        run_pass = partial(copies.run_block_pass, ahead=ahead if request.problem.guided else None)
+        return BlockRunner(run_pass, Vectors(np, exponent_scaled=True), layout.layout)
     if request.on_gpu:
         from infonce.kernels.gpu import shard
 
-        fold = partial(shard.fold_block, ahead=ahead)
-        return BlockFolding(
-            fold, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)
+        run_pass = partial(shard.run_block_pass, ahead=ahead)
+        return BlockRunner(
+            run_pass, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)
         )
     from infonce.kernels.cpu.backend import CPU
 
-    # Both folds leave out the same pairs if their tiles are the same. (Other losses have the same
+    # Both passes leave out the same pairs if their tiles are the same. (Other losses have the same
     # bits with gradients and without.)
     same_tiles = ahead if request.problem.compares_with_limits else None
 
     def backend(problem: Problem, gradients: Gradients | None) -> Backend:
         return CPU(problem, gradients, same_tiles)
 
-    return BlockFolding(_on(backend), Vectors(np), backend)
+    return BlockRunner(_on(backend), Vectors(np), backend)
 
 
-def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
-    """`solve.fold_block` on the backend that `backend` makes for each block."""
-    return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
+def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> RunBlockPass:
+    """`solve.run_block_pass` on the backend that `backend` makes for each block."""
+    return lambda problem, triangle, epilogue, gradients, *sums: run_block_pass(
         backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
     )
 
@@ -262,18 +262,18 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
 
     Returns (None, None): no result and no message for `agreement.run_on_all_ranks`.
     """
-    problem, gradients, fold = request.problem, request.gradients, choose_block_folding(request)
+    problem, gradients, runner = request.problem, request.gradients, choose_block_runner(request)
     m, _, d = problem.shape
-    empty = fold.vectors.xp.empty
+    empty = runner.vectors.xp.empty
     for count, own in _find_blocks(request, schedule, rank):
         if not m or not count:
             continue
         symmetric = problem.symmetric and own
         key = problem.key if own else empty((count, d), problem.key.dtype)
         block = fast_replace(problem, key=key, symmetric=symmetric, key_shard=not own)
-        fold.require_room(block, None)
+        runner.require_room(block, None)
         if gradients is not None:
-            fold.require_room(block, fast_replace(
+            runner.require_room(block, fast_replace(
                 gradients, query=empty((m, d), schedule.sum_dtype), add_query=True,
                 key=empty((count, d), schedule.sum_dtype),
                 want_key=gradients.want_key or (problem.symmetric and not own),

@@ -137,7 +137,7 @@ def require_method(options: Mapping[str, Any]) -> None:
     if options.get("method") == "fused":
         raise ValueError(
             'method: expected "auto", "tiled" or "naive" over ranks, got "fused": no logits are '
-            "kept from one fold to the next"
+            "kept from one pass to the next"
         )
 
 

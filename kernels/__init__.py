@@ -1,4 +1,4 @@
-"""Backends and the folds over blocks they share: see `infonce.kernels.solve`."""
+"""Backends and the passes over blocks they share: see `infonce.kernels.solve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step between the folds: from complete sums to losses and the vectors of the gradient fold.
+"""The step between the passes: from complete sums to losses and the vectors of the gradient pass.
 
 Losses and options differ in their targets (`targets`), in the sums that belong together, and in
 linear terms (`linear`). This step is mathematics on vectors of length M or N. Own negatives join
@@ -24,7 +24,7 @@ from .targets import finalize_with_targets, targets
 
 @dataclass
 class Finalized:
-    """The results of complete sums: losses, and the vectors of the gradient fold."""
+    """The results of complete sums: losses, and the vectors of the gradient pass."""
 
     losses: Array  # [M]; [B] of a joint loss
     rows: Direction
@@ -39,7 +39,7 @@ class Finalized:
     own: OwnNegatives | None = None  # those in the sums; None: the problem has none
 
     def softmax_gradient(self, symmetric: bool) -> SoftmaxGradient:
-        """The epilogue of the gradient fold. `symmetric`: queries are the keys."""
+        """The epilogue of the gradient pass. `symmetric`: queries are the keys."""
         columns, column_factor = self.columns, self.column_factor
         if symmetric:  # dL/dx plus its transpose, because columns are rows
             columns, column_factor = self.rows, self.row_factor
@@ -54,8 +54,8 @@ def finalize(
 ) -> Finalized:
     """Losses, and the factors of the gradient, times `scale`.
 
-    After a fold over a triangle, `stats` has the complete sums of all rows. `gradient`: the
-    gradient fold follows.
+    After a pass over a triangle, `stats` has the complete sums of all rows. `gradient`: the
+    gradient pass follows.
     """
     xp, logits, sums = vectors.xp, stats.positive_logits, stats.rows
     own = None if problem.own is None else OwnNegatives(xp, problem)
@@ -157,7 +157,7 @@ def _join_halves(vectors: Any, sums: Sums) -> Sums:
     return joint_sums
 
 
-# --- own negatives: logits of one row, which join the row's sums between the folds ----------------
+# --- own negatives: logits of one row, which join the row's sums between the passes ---------------
 
 OWN_BYTES = 8 * 2**20  # of copies of rows with their own keys that are alive at once
 OWN_COPIES = 4  # of each
@@ -280,7 +280,7 @@ class OwnNegatives:
         return products
 
     def finish(self, finalized: Finalized, gradients: Gradients) -> None:
-        """Add the gradients, after the gradient fold. The gradient of the scale gets its share here
+        """Add the gradients, after the gradient pass. The gradient of the scale gets its share here
         if it does not come from moments."""
         products = self.add_gradients(finalized.rows.reference, finalized.row_factor, gradients)
         if self.problem.scale_grad_from_dots:

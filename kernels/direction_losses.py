@@ -23,7 +23,7 @@ class Direction:
     loss: Array  # softplus(n - p): n the log-sum-exp of the negatives, p the positive's logit
     lse: Array  # log-sum-exp, the positive included
     negative_probability: Array  # sigmoid(n - p): 1 minus the probability of the positive
-    reference: Array  # reference exponents of the gradient fold, as in `SoftmaxGradient`
+    reference: Array  # reference exponents of the gradient pass, as in `SoftmaxGradient`
     reference_probability: Any  # 2^(reference - lse): the probability of a logit of that size
     log_scale_grad: Array = None  # d loss / d log(scale); None: the sums have no moments
 

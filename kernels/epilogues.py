@@ -1,4 +1,4 @@
-"""Epilogues: what a fold does with the logits of a block, and the sums that it leaves."""
+"""Epilogues: what a pass does with the logits of a block, and the sums that it leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .problem import Array, fast_replace
 
 @dataclass
 class Sums:
-    """Running (max, sum) of 2^x2 of every row, or of every column: the state of the LSE fold.
+    """Running (max, sum) of 2^x2 of every row, or of every column: the state of the LSE pass.
 
     If `Problem.moments`, the sums also have the first moment of the logits, for the gradient of the
     scale. The mean of the logits under the softmax is moment / sum.
@@ -55,7 +55,7 @@ def make_sums(arrays: Sequence[Array], like: Sequence[Sums]) -> list[Sums]:
 
 @dataclass
 class Statistics:
-    """LSE fold: (max, sum) over the negatives of each row and column, and the positives' logits."""
+    """LSE pass: (max, sum) over the negatives of each row and column, and the positives' logits."""
 
     rows: Sums
     columns: Sums | None  # `rows` itself in the symmetric case; None if the loss has no column side
@@ -104,7 +104,7 @@ class RetrievalRanks:
 
 @dataclass
 class SoftmaxGradient:
-    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - r_i) + b_j 2^(x2_ij - r'_j) off the positives.
+    """Gradient pass: dL/dx_ij = a_i 2^(x2_ij - r_i) + b_j 2^(x2_ij - r'_j) off the positives.
 
     The reference exponents r and r' are subtracted before exp2. Each is at least the largest logit
     of its row (column), and at most the log-sum-exp. Factors hold the rest of the log-sum-exp.
@@ -125,7 +125,7 @@ class SoftmaxGradient:
 
 @dataclass
 class OnlineSoftmax:
-    """LSE fold and gradients in one pass, for a loss with one softmax, over the keys of each row.
+    """LSE pass and gradients in one pass, for a loss with one softmax, over the keys of each row.
 
     With e_ij = 2^(x2_ij - max_i), dQ_i follows from sum_j e_ij k_j and one factor, which is known
     when row i has met all keys. Then dK_j follows from sum_i e_ij (factor_i q_i). (In place of the

@@ -1,4 +1,4 @@
-"""The grid of blocks into which a fold divides the logit matrix, and the sizes of blocks."""
+"""The grid of blocks into which a pass divides the logit matrix, and the sizes of blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Grid:
     visited: tuple[Sequence[int], ...] | None = None
 
     def visits(self, row_block: int) -> Sequence[int]:
-        """Numbers of the column blocks that a fold visits with a row block, in its order."""
+        """Numbers of the column blocks that a pass visits with a row block, in its order."""
         if self.visited is not None:
             return self.visited[row_block]
         return range(row_block if self.triangle else 0, len(self.columns))

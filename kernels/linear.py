@@ -1,4 +1,4 @@
-"""Terms of a loss that are linear in the logits. They need no fold over blocks.
+"""Terms of a loss that are linear in the logits. They need no pass over blocks.
 
 The mean logit of all keys (label smoothing) and that of a class are sums over segments of keys,
 

@@ -242,9 +242,9 @@ def as_sets(positives: Array) -> Array:
 
 def uses_moments(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:
     """Whether the gradient of the scale is to come from moments of the logits (`Sums.moment`) in
-    the fold of the loss. Otherwise it is sum_i <dQ_i, q_i>, from feature gradients.
+    the pass of the loss. Otherwise it is sum_i <dQ_i, q_i>, from feature gradients.
 
-        no feature gradients wanted     moments: they save the gradient fold
+        no feature gradients wanted     moments: they save the gradient pass
         a GPU, at most FEW_LOGITS       moments: dL/dx is rounded there, to 8 bits for bfloat16
         a GPU, more logits              <dQ, q>: roundings average out; moments take 4 to 11% longer
         the CPU, in many blocks         <dQ, q>: dL/dx is not rounded to fewer bits

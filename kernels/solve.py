@@ -1,15 +1,15 @@
-"""The passes of every loss, which the code calls folds, in their order, for all backends.
+"""The passes of every loss in their order, for all backends.
 
 A tiled call on a GPU runs the same steps in kernels/gpu/tiled/backend.py: `GPU.solve`.
 
-A contrastive loss and its gradient need no matrix of size M x N. A fold visits all blocks (Q_a,
+A contrastive loss and its gradient need no matrix of size M x N. A pass visits all blocks (Q_a,
 K_b) of the logit matrix x_ij = scale * q_i . k_j and combines their results:
 
-1. **Log-sum-exp fold.** A block yields partial (max, sum) pairs for its rows and its columns. Pairs
+1. **Log-sum-exp pass.** A block yields partial (max, sum) pairs for its rows and its columns. Pairs
    merge by ``m = max(m1, m2); sum = sum1 2^(m1 - m) + sum2 2^(m2 - m)`` with identity (-inf, 0), in
    any grouping over tiles, devices and ranks. For the gradient of the scale, each sum may have a
    first moment of the logits, which merges in the same way.
-2. **Gradient fold.** With the log-sum-exps known, a block yields dL/dx, and from it its
+2. **Gradient pass.** With the log-sum-exps known, a block yields dL/dx, and from it its
    contributions to dQ_a and dK_b.
 
 Losses differ only in data (`problem.Problem`): which directions count, which pairs are excluded,
@@ -26,7 +26,7 @@ spacing of float64 numbers is larger than the difference between a log-sum-exp a
 logit. So probabilities are 2^(x2 - r) divided by sum_j 2^(x2_ij - r), where the reference exponent
 r is the largest logit. Then no probability exceeds 1.
 
-**The gradient of the scale** has two sources (`problem.uses_moments`). One is the first fold: the
+**The gradient of the scale** has two sources (`problem.uses_moments`). One is the first pass: the
 derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives' logits under their
 softmax, and the derivative of a row's loss is ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. Nothing
 cancels at a high scale: E_i[x] does not contain the positive, so the sigmoid multiplies a
@@ -65,14 +65,14 @@ class Backend(Protocol):
         ...
 
     def has_online_softmax(self, problem: Problem, gradients: Gradients) -> bool:
-        """Whether one fold computes the losses and these gradients: `OnlineSoftmax`."""
+        """Whether one pass computes the losses and these gradients: `OnlineSoftmax`."""
         ...
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         """The blocks of the whole logit matrix."""
         ...
 
-    def fold(
+    def run_pass(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         """Visit every block: logits, `epilogue`, and dQ_a += P K_b, dK_b += P' Q_a if wanted.
@@ -120,7 +120,7 @@ class Solution:
     loss: Array | None = None  # 0-d, reduced; None: the caller reduces `losses`
 
 
-def solve_by_folds(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
+def solve_by_passes(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of a problem, which may be any loss."""
     vectors = backend.vectors
     gradients = vectors.with_dots(problem, gradients)
@@ -129,17 +129,17 @@ def solve_by_folds(problem: Problem, backend: Backend, gradients: Gradients | No
     return _solve_softmax(problem, backend, vectors, gradients)
 
 
-# A function that is called with the backend of a block and its problem, in place of a fold
+# A function that is called with the backend of a block and its problem, in place of a pass
 BlockQuestion = Callable[[Any, Problem], None]
 
 
-def fold_block(
+def run_block_pass(
     backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
-    """Run the fold of `epilogue` over a problem that is one block of a larger problem.
+    """Run the pass of `epilogue` over a problem that is one block of a larger problem.
 
-    The sums `to_clear` are emptied first. The fold that computes losses adds the NaN flags of this
+    The sums `to_clear` are emptied first. The pass that computes losses adds the NaN flags of this
     block's features to `not_finite`.
     """
     if callable(epilogue):
@@ -148,19 +148,19 @@ def fold_block(
     if to_clear is not None:
         to_clear.clear()
     if gradients is not None and isinstance(epilogue, SoftmaxGradient | Sigmoid):
-        gradient_fold(problem, backend, triangle, epilogue, gradients)
+        run_gradient_pass(problem, backend, triangle, epilogue, gradients)
     else:
-        backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
+        backend.run_pass(problem, backend.grid(problem, triangle), epilogue, gradients)
     if not_finite is not None:
         not_finite.rows += backend.row_nans(problem)
 
 
 def allows_online_softmax(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether one fold can compute the losses of a softmax, and dQ (`OnlineSoftmax`).
+    """Whether one pass can compute the losses of a softmax, and dQ (`OnlineSoftmax`).
 
     It can if the losses need only sums of rows, rows have one positive, and no dK is wanted. A
     backend may still lack an `OnlineSoftmax` for the options of the logits. A pairwise sigmoid has
-    one fold anyway; a GPU decides in `divide_workspace`, and may compute dK in the same fold.
+    one pass anyway; a GPU decides in `divide_workspace`, and may compute dK in the same pass.
     """
     if gradients is None or gradients.want_key or problem.retrieval_ranks:
         return False
@@ -178,15 +178,15 @@ def _solve_softmax(
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and backend.has_online_softmax(problem, gradients)
     if online:  # both passes in one
-        backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive_logits), gradients)
+        backend.run_pass(problem, grid, OnlineSoftmax(stats.rows, stats.positive_logits), gradients)
     else:  # the log-sum-exp pass
-        backend.fold(problem, grid, stats, None)
+        backend.run_pass(problem, grid, stats, None)
 
     finalized = vectors.finalize(problem, stats, grid.triangle, gradients is not None, backend)
     dots = None if gradients is None else gradients.dots
     if gradients is not None and not online and (gradients.want_query or gradients.want_key):
         epilogue = finalized.softmax_gradient(problem.symmetric)  # the gradient pass
-        gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
+        run_gradient_pass(problem, backend, problem.symmetric, epilogue, gradients)
     if finalized.own is not None and gradients is not None:
         finalized.own.finish(finalized, gradients)
     loss, scale_grad, _ = vectors.totals(
@@ -207,7 +207,7 @@ def make_solution(finalized: Finalized, stats: Statistics, loss: Any, scale_grad
 class Vectors:
     """The mathematics on vectors of length M and N, as arrays of NumPy or CuPy.
 
-    `exponent_scaled`: the logits of positives that folds compute have the scale of exponents
+    `exponent_scaled`: the logits of positives that passes compute have the scale of exponents
     (`Problem.exponent_scale`), as on a GPU.
     """
 
@@ -278,7 +278,7 @@ class Vectors:
         return self.xp.zeros(n)
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
-        """The problem with its vectors as arrays, and the identity of the LSE fold."""
+        """The problem with its vectors as arrays, and the identity of the LSE pass."""
         problem, xp = materialize_vectors(problem, self.xp), self.xp
         (m, n, _), moments = problem.shape, problem.moments
         rows = self.identity(m, moments)
@@ -312,7 +312,7 @@ class Vectors:
         return finalize(self, problem, stats, gradient, backend, problem.scale)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
-        """The problem with its vectors as arrays, and the sigmoid fold's epilogue."""
+        """The problem with its vectors as arrays, and the sigmoid pass's epilogue."""
         xp, m = self.xp, problem.shape[0]
         problem = materialize_vectors(problem, xp)
         row_factor = problem.upstream * problem.scale
@@ -320,12 +320,12 @@ class Vectors:
         positive = xp.full(m, xp.nan)
         return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), log_scale_grad, positive)
 
-    def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Backend) -> Array:
+    def losses_with_nans(self, problem: Problem, sigmoid: Sigmoid, backend: Backend) -> Array:
         """The losses. They and d log(scale) become NaN for features that are not finite."""
         nan_flags = backend.row_nans(problem)
-        if fold.log_scale_grad is not None:
-            fold.log_scale_grad += nan_flags
-        return fold.losses + nan_flags
+        if sigmoid.log_scale_grad is not None:
+            sigmoid.log_scale_grad += nan_flags
+        return sigmoid.losses + nan_flags
 
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
@@ -348,19 +348,19 @@ class Vectors:
         return (total / divisors).astype(dtype)
 
 
-def gradient_fold(
+def run_gradient_pass(
     problem: Problem, backend: Backend, triangle: bool, epilogue: SoftmaxGradient | Sigmoid,
     gradients: Gradients,
 ) -> None:  # fmt: skip
-    """One fold for dQ and dK if all of dK can be accumulated at once. Otherwise dQ first, then dK
+    """One pass for dQ and dK if all of dK can be accumulated at once. Otherwise dQ first, then dK
     by ranges of keys: logits are computed once more, but memory stays within the workspace."""
     ranges = backend.key_ranges(problem)
     grid = backend.grid(problem, triangle and len(ranges) == 1)
     if problem.symmetric or not gradients.want_key or len(ranges) == 1:
-        backend.fold(problem, grid, epilogue, gradients)
+        backend.run_pass(problem, grid, epilogue, gradients)
         return
     if gradients.want_query:
-        backend.fold(problem, grid, epilogue, replace(gradients, want_key=False))
+        backend.run_pass(problem, grid, epilogue, replace(gradients, want_key=False))
         if isinstance(epilogue, Sigmoid):  # losses are complete: do not count them twice
             _, uncounted = backend.vectors.sigmoid(problem)
             epilogue = replace(uncounted, row_factor=epilogue.row_factor)
@@ -369,7 +369,7 @@ def gradient_fold(
         only_key = replace(gradients, want_query=False)
         if gradients.want_query:
             only_key.dots = None
-        backend.fold(problem, Grid(grid.rows, columns), epilogue, only_key)
+        backend.run_pass(problem, Grid(grid.rows, columns), epilogue, only_key)
 
 
 def _solve_sigmoid(
@@ -377,9 +377,9 @@ def _solve_sigmoid(
 ) -> Solution:
     problem, epilogue = vectors.sigmoid(problem)
     if gradients is None:
-        backend.fold(problem, backend.grid(problem, False), epilogue, None)
+        backend.run_pass(problem, backend.grid(problem, False), epilogue, None)
     else:
-        gradient_fold(problem, backend, False, epilogue, gradients)
+        run_gradient_pass(problem, backend, False, epilogue, gradients)
     losses = vectors.losses_with_nans(problem, epilogue, backend)
     bias_grad = epilogue.bias_grad if problem.scalar_grads else None
     dots = None if gradients is None else gradients.dots

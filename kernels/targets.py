@@ -99,9 +99,9 @@ def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
 
 
 def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
-    """Positives' logits of all rows, after a fold over one triangle of pairs (i, j).
+    """Positives' logits of all rows, after a pass over one triangle of pairs (i, j).
 
-    The fold writes the logit of a pair at its smaller index. It is copied to the larger index.
+    The pass writes the logit of a pair at its smaller index. It is copied to the larger index.
     """
     visited = (positives > xp.arange(len(positives))) | (positives < 0)
     return xp.where(visited, logits, logits[positives])
@@ -181,7 +181,7 @@ def finalize_with_targets(vectors: Any, problem: Problem, sums: Sums, target: Ta
 #     v_ij = (1 / k_i + 1 / k'_j) / 2.
 #
 # The sum of the weights of all positive pairs is (rows with a positive + columns with a positive)
-# / 2. Numbers of positives are counted before the fold, over all rows and all columns. The weight
+# / 2. Numbers of positives are counted before the pass, over all rows and all columns. The weight
 # of a pair is then the sum of a number of its row and a number of its column.
 
 

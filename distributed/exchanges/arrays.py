@@ -1,4 +1,4 @@
-"""The arrays of keys that travel between ranks in a fold, with one row for each key."""
+"""The arrays of keys that travel between ranks in a pass, with one row for each key."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def key_array_names(problem: Problem) -> list[str]:
 
 
 def key_arrays(problem: Problem) -> list[Array]:
-    """This rank's arrays of keys that travel in every fold."""
+    """This rank's arrays of keys that travel in every pass."""
     return [getattr(problem, name) for name in key_array_names(problem)]
 
 
 def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:
-    """This rank's arrays of keys that travel only in the gradient fold, after `key_arrays`."""
+    """This rank's arrays of keys that travel only in the gradient pass, after `key_arrays`."""
     travelling = []
     if epilogue.column_reference is not None:
         bound = epilogue.positive_gradient
@@ -64,7 +64,7 @@ def with_arrays(
 
 
 def numbers_per_key(problem: Problem) -> int:
-    """The largest number of 8-byte numbers that travel in a fold with the features of a key.
+    """The largest number of 8-byte numbers that travel in a pass with the features of a key.
 
     They are factors, ids, groups, positive ids, weights of pairs, biases, limits, the features from
     a guide or a teacher, and the segment and the factor of each linear term.

@@ -220,13 +220,13 @@ def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
     if chosen.one_launch is not None:
         return {"loss and gradient": {p.name: p.bytes for p in chosen.one_launch.memory}}
     memory: dict[str, dict[str, int]] = {}
-    for fold in (
-        fold for each in schedules for fold in each.folds
-    ):  # of several folds with one purpose, the largest is shown
-        parts = {part.name: part.bytes for part in fold.workspace}
-        before = memory.get(fold.purpose.value, {})
+    for scheduled in (
+        scheduled for each in schedules for scheduled in each.passes
+    ):  # of several passes with one purpose, the largest is shown
+        parts = {part.name: part.bytes for part in scheduled.workspace}
+        before = memory.get(scheduled.purpose.value, {})
         if sum(parts.values()) >= sum(before.values()):
-            memory[fold.purpose.value] = parts
+            memory[scheduled.purpose.value] = parts
     if chosen.cached:
         memory["cached from pass to pass"] = {part.name: part.bytes for part in chosen.cached}
     return memory
@@ -254,8 +254,8 @@ def _notes(chosen: Schedule) -> list[str]:
         )
     if call.own:
         notes.append("own negatives are computed by operations on arrays between the passes")
-    for fold in chosen.folds:
-        dk = fold.dk_accumulator
+    for scheduled in chosen.passes:
+        dk = scheduled.dk_accumulator
         if dk is not None and dk.overlaid:
             notes.append(f"{dk.overlaid} rows of the accumulator lie in the gradient's own memory")
             break

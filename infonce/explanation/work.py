@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from ..kernels.gpu import config
 from ..kernels.gpu.schedule import (
-    Fold,
     GuideSchedule,
     Operands,
     Purpose,
     Schedule,
+    ScheduledPass,
     divide_keys,
     products,
 )
@@ -44,66 +44,69 @@ def schedule_work(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
     operands = schedule.operands
     if operands is None:
         return
-    for fold in schedule.folds:
-        name = fold.purpose.value.partition(" and ")[0]
+    for scheduled in schedule.passes:
+        name = scheduled.purpose.value.partition(" and ")[0]
         if schedule.guide is not None:
-            yield _count_guide_work(name, fold, schedule.guide, gpu)
-        for step in _kernel_and_products(name, fold, schedule, operands):
+            yield _count_guide_work(name, scheduled, schedule.guide, gpu)
+        for step in _kernel_and_products(name, scheduled, schedule, operands):
             kernel, blocks, launches, flops, moved = step
             seconds = _seconds(gpu, operands.precision, flops, moved)
-            tile = (fold.shape.query_tile_rows, fold.shape.block_n) if blocks else None
-            block = fold.grid.largest if blocks else None
+            tile = (scheduled.shape.query_tile_rows, scheduled.shape.block_n) if blocks else None
+            block = scheduled.grid.largest if blocks else None
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
 
 
-def _count_guide_work(name: str, fold: Fold, guide: GuideSchedule, gpu: DeviceModel) -> Work:
+def _count_guide_work(
+    name: str, scheduled: ScheduledPass, guide: GuideSchedule, gpu: DeviceModel
+) -> Work:
     """The work of the guide's kernel, which marks the pairs of all blocks of a pass."""
     operands, shape = guide.operands, guide.shape
     flops = moved = 0.0
-    for a, rows in enumerate(fold.grid.rows):
-        for b in fold.grid.visits(a):
-            m, columns = rows.stop - rows.start, fold.grid.columns[b]
+    for a, rows in enumerate(scheduled.grid.rows):
+        for b in scheduled.grid.visits(a):
+            m, columns = rows.stop - rows.start, scheduled.grid.columns[b]
             n = columns.stop - columns.start
             flops += 2.0 * m * n * operands.width / operands.item * PART_PRODUCTS[operands.parts]
             moved += (m + n) * operands.width * operands.parts + guide.marks_per_pair * m * n / 8
-    blocks, seconds = len(fold.grid), _seconds(gpu, operands.precision, flops, moved)
+    blocks, seconds = len(scheduled.grid), _seconds(gpu, operands.precision, flops, moved)
     tile, kernel = (shape.query_tile_rows, shape.block_n), guide.kernel.file.removesuffix(".cu")
-    return Work(name, kernel, tile, fold.grid.largest, blocks, blocks, flops, moved, seconds)
+    return Work(name, kernel, tile, scheduled.grid.largest, blocks, blocks, flops, moved, seconds)
 
 
 def _kernel_and_products(
-    name: str, fold: Fold, schedule: Schedule, operands: Operands
+    name: str, scheduled: ScheduledPass, schedule: Schedule, operands: Operands
 ) -> Iterator[tuple[str, int, int, float, float]]:
     """(kernel, blocks, launches, operations, bytes) of a pass's kernel, and of its products."""
     item = config.OPERAND_BYTES[operands.precision]
     pairs, read, cached, launches = 0.0, 0, 0, 0  # logits, bytes, bytes, number
+    is_gradient = scheduled.purpose is Purpose.GRADIENT
     teacher = schedule.teacher  # its products are computed beside those of the student
     teacher_width = 0 if teacher is None else teacher.width * teacher.parts
     cublas_products = _Products(operands)
-    for a, rows in enumerate(fold.grid.rows):
-        for b in fold.grid.visits(a):
-            columns = fold.grid.columns[b]
+    for a, rows in enumerate(scheduled.grid.rows):
+        for b in scheduled.grid.visits(a):
+            columns = scheduled.grid.columns[b]
             m, n = rows.stop - rows.start, columns.stop - columns.start
-            is_half = fold.grid.triangle and rows == columns and fold.column_sums
-            is_cached = fold.purpose is Purpose.GRADIENT and columns.stop <= schedule.cached_columns
-            pairs += 0 if is_cached else m * n / (2 if is_half and fold.shape.square else 1)
+            is_half = scheduled.grid.triangle and rows == columns and scheduled.column_sums
+            is_cached = is_gradient and columns.stop <= schedule.cached_columns
+            pairs += 0 if is_cached else m * n / (2 if is_half and scheduled.shape.square else 1)
             cached += m * n * item * is_cached
             read += (m + n) * (operands.width * operands.parts + teacher_width)
-            launches += 1 + (fold.purpose is Purpose.ONE_PASS)
-            if fold.dq_accumulator is not None and not fold.in_registers:
-                cublas_products.add(m, n, 0, False, fold.dq_accumulator.copies)
+            launches += 1 + (scheduled.purpose is Purpose.ONE_PASS)
+            if scheduled.dq_accumulator is not None and not scheduled.in_registers:
+                cublas_products.add(m, n, 0, False, scheduled.dq_accumulator.copies)
             same = schedule.call.symmetric and rows == columns
-            if fold.dk_accumulator is not None and not fold.in_registers and not same:
-                cublas_products.add(m, n, fold.dk_accumulator.first_row - columns.start, True)
-    written = pairs * item if fold.gradients and not fold.in_registers else 0
-    written += schedule.cached[0].bytes if fold.caching_kernel else 0
+            if scheduled.dk_accumulator is not None and not scheduled.in_registers and not same:
+                cublas_products.add(m, n, scheduled.dk_accumulator.first_row - columns.start, True)
+    written = pairs * item if scheduled.gradients and not scheduled.in_registers else 0
+    written += schedule.cached[0].bytes if scheduled.caching_kernel else 0
     features = (operands.width + (0 if teacher is None else teacher.width)) / operands.item
-    flops = 2.0 * pairs * features * PART_PRODUCTS[operands.parts] * (1 + fold.in_registers)
-    kernel = fold.kernel.file.removesuffix(".cu")
-    blocks = len(fold.grid)
+    flops = 2.0 * pairs * features * PART_PRODUCTS[operands.parts] * (1 + scheduled.in_registers)
+    kernel = scheduled.kernel.file.removesuffix(".cu")
+    blocks = len(scheduled.grid)
     yield kernel, blocks, launches, flops, read + written + 2 * cached
     if cublas_products.number:
-        sides = ("dQ", fold.dq_accumulator), ("dK", fold.dk_accumulator)
+        sides = ("dQ", scheduled.dq_accumulator), ("dK", scheduled.dk_accumulator)
         gradients = " and ".join(side for side, accumulator in sides if accumulator is not None)
         yield (
             f"cuBLAS: {gradients}",

@@ -1,6 +1,6 @@
 """One device's part of a loss over devices, as callbacks between XLA's collectives.
 
-A device runs the folds of `FoldsOverRanks`, as a rank of `infonce.distributed` does. Data travels
+A device runs the passes of `PassesOverRanks`, as a rank of `infonce.distributed` does. Data travels
 by XLA's collectives, which run between callbacks. So a callback gets the results of earlier
 callbacks, and the data that has arrived from other devices. Each callback (`run_callback`) runs the
 call from its beginning, restores the results of the rounds that earlier callbacks have visited, and
@@ -21,10 +21,10 @@ from infonce.distributed.agreement import UNBOUNDED_WORKSPACE
 from infonce.distributed.exchanges.base import Keys, Round, no_keys
 from infonce.distributed.exchanges.gather import add_pairwise
 from infonce.distributed.exchanges.partition import Partition
-from infonce.distributed.folds import FoldsOverRanks
+from infonce.distributed.passes import PassesOverRanks
 from infonce.distributed.run import (
-    BlockFolding,
-    choose_block_folding,
+    BlockRunner,
+    choose_block_runner,
     count_positives_over_ranks,
     find_classes,
     find_unpaired_rows,
@@ -38,7 +38,7 @@ from ..checks.call import Request, check
 from ..checks.teacher import add_teacher
 from ..checks.validation import Batch
 from ..kernels.direction_losses import weigh_losses
-from ..kernels.distill.solve import solver_by_folds
+from ..kernels.distill.solve import solver_by_passes
 from ..kernels.problem import SILENT, Array, Gradients, Problem, uses_moments
 from ..kernels.solve import Solution
 from ..kernels.targets import weigh_positives
@@ -226,15 +226,16 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
             np, 0, axis.size, inputs["keys"], np.empty(0, BITS), iter(()),
             np.empty(inputs["keys"].shape, sum_dtype),
         )  # fmt: skip
-        folding = choose_block_folding(request)
+        runner = choose_block_runner(request)
 
         def rehearse(
             block: Problem, triangle: bool, epilogue: Any, gradients: Any, *_: Any
         ) -> None:
             if axis.on_cpu and not callable(epilogue):
-                folding.require_room(block, gradients)
+                runner.require_room(block, gradients)
 
-        _solve(call, inputs, request, 0, replace(folding, fold_block=rehearse), rounds, sum_dtype)
+        rehearsing = replace(runner, run_block_pass=rehearse)
+        _solve(call, inputs, request, 0, rehearsing, rounds, sum_dtype)
     return CallbackPlan(tuple(rounds.travels), sum_dtype, rounds.has_key_sums)
 
 
@@ -278,8 +279,8 @@ def _run_until_travel(
     assert call.axis is not None
     rank = int(inputs["rank"])
     request = _checked(call, inputs, rank)
-    folding, is_last = choose_block_folding(request), "loss" in out
-    xp = folding.vectors.xp
+    runner, is_last = choose_block_runner(request), "loss" in out
+    xp = runner.vectors.xp
     results = [xp.empty(0, BITS), *(each["error_and_results"].view(BITS)[1:, 0] for each in past)]
     arrived = (each["arrived"].view(BITS)[..., 0] for each in past)
     rounds = Rounds(
@@ -291,7 +292,7 @@ def _run_until_travel(
     if request.gradients is not None:
         request.gradients.query, request.gradients.own = out.get("dq"), out.get("own")
     try:
-        solution = _solve(call, inputs, request, rank, folding, rounds, plan.sum_dtype)
+        solution = _solve(call, inputs, request, rank, runner, rounds, plan.sum_dtype)
     except _Stop as stop:
         out["error_and_results"][...] = 0
         if rounds.fresh:
@@ -337,7 +338,7 @@ def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
 
 
 def _solve(
-    call: TracedCall, inputs: dict[str, Any], request: Request, rank: int, folding: BlockFolding,
+    call: TracedCall, inputs: dict[str, Any], request: Request, rank: int, runner: BlockRunner,
     rounds: Rounds, sum_dtype: np.dtype[Any],
 ) -> Solution:  # fmt: skip
     """This device's part of the loss, and of its gradients."""
@@ -345,21 +346,21 @@ def _solve(
     problem, gradients, labelled = request.problem, request.gradients, inputs["labels"] is not None
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not (labelled or problem.has_positive_ids):
-        problem.positives = shard_positives(folding.vectors.xp, problem, first)
+        problem.positives = shard_positives(runner.vectors.xp, problem, first)
     for own, of_all in (
         (problem.key, rounds.keys), (problem.auxiliary_key, inputs["auxiliary_keys"])
     ):  # fmt: skip
         rounds.gathered[id(own)] = own, of_all
-    folds = FoldsOverRanks(
+    passes = PassesOverRanks(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
-        rounds, folding.fold_block, labelled, folding.vectors, sum_dtype,
+        rounds, runner.run_block_pass, labelled, runner.vectors, sum_dtype,
     )  # fmt: skip
     if problem.has_positive_ids:
-        weigh_positives(folding.vectors.xp, problem, *count_positives_over_ranks(folds, problem))
+        weigh_positives(runner.vectors.xp, problem, *count_positives_over_ranks(passes, problem))
     elif call.kind.classes:
-        find_classes(folds, problem, first)
+        find_classes(passes, problem, first)
     elif problem.symmetric and labelled:
-        unpaired = find_unpaired_rows(folds, problem, first)
+        unpaired = find_unpaired_rows(passes, problem, first)
         if not isinstance(rounds, _Rehearsal):
             require_pairs(problem, *unpaired)
     if problem.weights is not None:
@@ -367,9 +368,9 @@ def _solve(
         problem.upstream = problem.upstream * problem.weights
     if request.on_gpu and not call.kind.classes and problem.loss_follows_from_sums:
         problem = problem.without_weights()
-    solution = solver_by_folds(problem)(problem, folds, gradients)
+    solution = solver_by_passes(problem)(problem, passes, gradients)
     if request.reduction != "none":
-        xp, loss = folding.vectors.xp, solution.loss
+        xp, loss = runner.vectors.xp, solution.loss
         if loss is None:
             loss = weigh_losses(xp, solution.losses, problem.row_shares).sum()
         solution.loss = loss / (request.static.batch.rows if request.reduction == "mean" else 1)

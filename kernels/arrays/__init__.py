@@ -1,1 +1,1 @@
-"""Folds over blocks by operations on arrays, NumPy's or CuPy's."""
+"""Passes over blocks by operations on arrays, NumPy's or CuPy's."""

@@ -1,4 +1,4 @@
-"""Folds over blocks by operations on arrays, NumPy's or CuPy's: for options that no kernel takes.
+"""Passes over blocks by operations on arrays, NumPy's or CuPy's: for options that no kernel takes.
 
 A block of logits and what follows from it are arrays that fit the workspace, so memory is linear in
 the batch. `naive` has the same operations on one block, and exponents are natural there as well.
@@ -20,7 +20,7 @@ from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import Norms, normalized_rows
 from ..problem import Array, Gradients, Problem, as_sets
 from ..solve import Vectors
-from .fold import ArrayFold
+from .array_pass import ArrayPass
 
 BLOCK_ARRAYS = 8  # arrays of a block's size that are alive at once, at most
 ROW_ARRAYS = (
@@ -51,7 +51,7 @@ class ArrayBlocks:
         if out is None or self.summed_in_place(out):
             return 0
         n, d = out.shape
-        if problem.compares_with_limits:  # both folds visit the same blocks: the same pairs count
+        if problem.compares_with_limits:  # both passes visit the same blocks: the same pairs count
             return int(n)
         return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
@@ -100,7 +100,7 @@ class ArrayBlocks:
     def row_nans(self, problem: Problem) -> Array:
         """[M] NaN flags of rows.
 
-        Folds do not show all features that are not finite: a fold takes a logit of -inf for an
+        Passes do not show all features that are not finite: a pass takes a logit of -inf for an
         excluded pair.
         """
         xp = self.xp
@@ -149,16 +149,16 @@ class ArrayBlocks:
         """Rows in the compute dtype, and their norms."""
         return normalized_rows(self.xp, features, problem.normalize, self.dtype)
 
-    # -- the fold
+    # -- the pass
 
-    def fold(
+    def run_pass(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         assert not isinstance(epilogue, OnlineSoftmax)
         if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
-            self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
+            self.run_pass(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
             epilogue = epilogue.retrieval_ranks
-        run = ArrayFold(self, problem, grid, epilogue, gradients)
+        run = ArrayPass(self, problem, grid, epilogue, gradients)
         for a, rows in enumerate(grid.rows):
-            run.fold_row_block(a, rows)
+            run.run_row_block(a, rows)
         run.finish()

@@ -1,7 +1,7 @@
 """method="naive": the whole logit matrix, as in a textbook, on NumPy's arrays or CuPy's.
 
 Three matrix products, one M x N matrix, and a few passes over it. This is not fast and needs much
-memory, but it shows what the folds compute, and it can return the logits. Exponents are natural.
+memory, but it shows what the passes compute, and it can return the logits. Exponents are natural.
 Nothing reads an element of an array on the host.
 
 M x N matrices have one further element after the last, at the index of positives that a row lacks.

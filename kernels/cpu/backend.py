@@ -1,7 +1,7 @@
 """The CPU backend: BLAS for each tile, an epilogue over it, in one worker thread a core.
 
-A worker takes row blocks from a common queue and folds a row block's tiles from left to right, with
-single-threaded BLAS: the tile stays in the cache of its core, and no thread waits for another
+A worker takes row blocks from a common queue. It computes a row block's tiles from left to right,
+with single-threaded BLAS: the tile stays in the cache of its core, and no thread waits for another
 inside a product. Row sums and dQ belong to one worker. Column sums and dK accumulate in the order
 of the row blocks, whichever worker is first: results are bitwise the same from run to run for a
 given number of threads (the rows of a row block depend on it).
@@ -14,16 +14,16 @@ from collections.abc import Callable
 import numpy as np
 
 from ..arrays.naive import matrix_bytes, solve_whole_matrix
-from ..distill.solve import solver_by_folds
+from ..distill.solve import solver_by_passes
 from ..epilogues import Epilogue, SoftmaxGradient, Statistics
 from ..grid import Grid, positive_blocks, slices, without_other_groups
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, allows_online_softmax
 from .context import Context
-from .fold import Fold
 from .one_block.solve import solve_in_one_block
 from .operands import DTYPES, Side, dots_at, find_norms, not_finite
+from .pass_state import PassState
 from .resources import BLAS, BUFFER_POOL, RowBlockOrder, in_threads, require_memory
 from .schedule import choose_method, decide, divide_into_tiles
 from .worker import Worker
@@ -40,16 +40,16 @@ def _by_whole_matrix(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _in_one_block(problem: Problem, gradients: Gradients | None) -> Solution:
-    """In one block; by folds if features or logits are not finite, or if a row has no positive."""
+    """In one block; by passes if features or logits are not finite, or if a row has no positive."""
     solution = solve_in_one_block(problem, gradients)
-    return _by_folds(problem, gradients) if solution is None else solution
+    return _by_passes(problem, gradients) if solution is None else solution
 
 
-def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
-    return solver_by_folds(problem)(problem, CPU(problem, gradients), gradients)
+def _by_passes(problem: Problem, gradients: Gradients | None) -> Solution:
+    return solver_by_passes(problem)(problem, CPU(problem, gradients), gradients)
 
 
-METHODS = {"naive": _by_whole_matrix, "one block": _in_one_block, "tiled": _by_folds}
+METHODS = {"naive": _by_whole_matrix, "one block": _in_one_block, "tiled": _by_passes}
 
 
 class CPU:
@@ -86,7 +86,7 @@ class CPU:
     def row_nans(self, problem: Problem) -> Array:
         """[M] NaN for a query that is not finite, and for all rows if a key is not finite; else 0.
 
-        Folds do not show all features that are not finite: a fold takes a logit of -inf for an
+        Passes do not show all features that are not finite: a pass takes a logit of -inf for an
         excluded pair, and ignores NaN when it looks for the largest logit.
         """
         not_finite_rows = not_finite(problem.query)
@@ -131,15 +131,15 @@ class CPU:
         n = problem.shape[1]
         return slices(n, self.schedule.dk_accumulator_rows or n)
 
-    # -- the fold
+    # -- the pass
 
-    def fold(
+    def run_pass(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        # The log-sum-exp fold runs backwards, so that the gradient fold begins with the tiles that
+        # The log-sum-exp pass runs backwards, so that the gradient pass begins with the tiles that
         # are still in the buffers
         context, schedule = self.context, self.schedule
-        backwards = isinstance(epilogue, Statistics) and schedule.both_folds
+        backwards = isinstance(epilogue, Statistics) and schedule.both_passes
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         if problem.query_groups is not None:
             groups = problem.query_groups, problem.key_groups
@@ -149,7 +149,7 @@ class CPU:
             grid = without_other_groups(grid, groups, has_positive, ids)
         order = RowBlockOrder(grid, backwards)
         row_blocks = iter(range(len(grid.rows)))
-        run = Fold(context, problem, grid, epilogue, gradients, order)
+        run = PassState(context, problem, grid, epilogue, gradients, order)
         threads = min(schedule.threads, len(grid.rows))
         total = len(grid)
 
@@ -158,7 +158,7 @@ class CPU:
             for i in row_blocks:  # next() on a range iterator is atomic
                 row_block = len(grid.rows) - 1 - i if backwards else i
                 worker = worker or self.worker_class(run, row_block)
-                worker.fold_row_block(row_block, report)
+                worker.run_row_block(row_block, report)
             if worker is None:
                 return
             if backwards and worker.buffered is not None:

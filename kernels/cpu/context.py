@@ -1,4 +1,4 @@
-"""The state of a call on the CPU that its folds share: operands, and logits that are kept."""
+"""The state of a call on the CPU that its passes share: operands, and logits that are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Block = tuple[int, int]  # (row block, column block)
 
 @dataclass(eq=False)
 class Context:
-    """Operands of a call, its schedule, and the logits that a fold keeps for the next fold."""
+    """Operands of a call, its schedule, and the logits that a pass keeps for the next pass."""
 
     dtype: np.dtype[Any]  # dtype of products and accumulators
     query: Side
@@ -26,11 +26,11 @@ class Context:
     schedule: Schedule
     auxiliary_query: Side | None = None  # features of a guide, or of a teacher
     auxiliary_key: Side | None = None
-    # Logits that the log-sum-exp fold keeps for the gradient fold, as far as the workspace has room
+    # Logits that the log-sum-exp pass keeps for the gradient pass, as far as the workspace has room
     kept_logits: dict[Block, Array] = field(default_factory=dict)
     kept_memory: Array | None = None
     kept_grid: Grid | None = None
-    # The buffers of workers of the log-sum-exp fold, by the block whose logits a buffer still has
+    # The buffers of workers of the log-sum-exp pass, by the block whose logits a buffer still has
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
     def keep_logits(self, problem: Problem, grid: Grid) -> None:
@@ -64,9 +64,9 @@ class Context:
             )
 
     def take_kept_logits(self, grid: Grid) -> dict[Block, Array]:
-        """The logits of blocks that the log-sum-exp fold has kept, for the gradient fold.
+        """The logits of blocks that the log-sum-exp pass has kept, for the gradient pass.
 
-        The gradient fold overwrites the logits. If keys are divided into ranges, the gradient fold
+        The gradient pass overwrites the logits. If keys are divided into ranges, the gradient pass
         has other blocks, and the result is empty.
         """
         kept_logits = self.kept_logits if self.kept_grid == grid else {}
@@ -74,7 +74,7 @@ class Context:
         return kept_logits
 
     def take_worker_memory(self, grid: Grid, row_block: int) -> tuple[Array | None, Block | None]:
-        """A buffer of a worker of the log-sum-exp fold, for a worker that begins with `row_block`.
+        """A buffer of a worker of the log-sum-exp pass, for a worker that begins with `row_block`.
 
         Returns (buffer, block) if the buffer has the logits of the first block of `row_block`.
         Returns (buffer, None) if its logits are of a block with which no worker begins. Returns
@@ -89,7 +89,7 @@ class Context:
         return None, None
 
     def release(self) -> None:
-        """Return all memory to the pool, after the gradient fold."""
+        """Return all memory to the pool, after the gradient pass."""
         if self.kept_memory is not None:
             BUFFER_POOL.give(self.kept_memory)
             self.kept_memory = None

@@ -60,13 +60,13 @@ def _thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], 
 
 
 class _Blas(Guarded):
-    """Makes BLAS single-threaded while any fold runs, and then restores the caller's setting."""
+    """Makes BLAS single-threaded while any pass runs, and then restores the caller's setting."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._users: list[int] = []  # identifiers of the threads that run folds
+        self._users: list[int] = []  # identifiers of the threads that run passes
         self._functions: list[tuple[Callable[[], int], Callable[[int], Any]]] | None = None
-        self._before: list[int] = []  # number of threads of each library before the folds
+        self._before: list[int] = []  # number of threads of each library before the passes
         self._only_openblas = False  # set when the libraries are first looked up
 
     def threads(self) -> int:
@@ -111,7 +111,7 @@ class _Blas(Guarded):
         for (_, set_number), number, before in zip(
             self._functions or [], threads, self._before, strict=True
         ):
-            if before != 1:  # else the folds did not change it
+            if before != 1:  # else the passes did not change it
                 set_number(number)
 
     def _in_child(self) -> None:
@@ -146,7 +146,7 @@ class RowBlockOrder:
     their row blocks. So the bits do not depend on which worker is first. Workers take row blocks in
     the same order, so the row block that the others wait for is always under way.
 
-    `backwards`: in the reverse order, which a gradient fold never has. `done` counts the blocks
+    `backwards`: in the reverse order, which a gradient pass never has. `done` counts the blocks
     that workers have finished.
     """
 

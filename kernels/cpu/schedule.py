@@ -39,7 +39,7 @@ def choose_method(problem: Problem) -> str:
 
     "naive"      the whole matrix of logits, if the caller asks for it
     "one block"  one compiled call between products, for a small batch
-    "tiled"      folds over blocks, for other batches, and for a teacher
+    "tiled"      passes over blocks, for other batches, and for a teacher
     """
     if problem.method == "naive" and not isinstance(problem, TaughtProblem):
         return "naive"
@@ -67,7 +67,7 @@ def fits_one_block(problem: Problem) -> bool:
     return bool((m * n + 2 * (m + n) * d) * item <= problem.workspace)
 
 
-# --- folds over blocks ----------------------------------------------------------------------------
+# --- passes over blocks ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ class WorkerMemory:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the folds of a call run."""
+    """How the passes of a call run."""
 
     tile: tuple[int, int]  # rows and columns
     threads: int
-    both_folds: bool  # whether both folds run, so that the first may keep logits for the second
+    both_passes: bool  # whether both passes run, so that the first may keep logits for the second
     dq_in_place: bool  # whether dQ accumulates in its destination
     dk_accumulator_rows: int  # rows of dK in the workspace at once; 0: in their destination
     memory: WorkerMemory
@@ -127,10 +127,10 @@ def decide(
     problem: Problem, gradients: Gradients | None, ahead: Gradients | None = None,
     further_tiles: int = 0,
 ) -> Schedule:  # fmt: skip
-    """The schedule of a call by folds. ValueError if the workspace has no room for a worker.
+    """The schedule of a call by passes. ValueError if the workspace has no room for a worker.
 
-    `ahead`: gradients that a later fold over ranks will accumulate: its tiles are those of this
-    fold. `further_tiles`: see `WorkerMemory`.
+    `ahead`: gradients that a later pass over ranks will accumulate: its tiles are those of this
+    pass. `further_tiles`: see `WorkerMemory`.
     """
     dtype = DTYPES[problem.compute]
     dq_in_place = gradients is not None and _accumulates_dq_in_place(problem, gradients, dtype)
@@ -233,7 +233,7 @@ def _dk_accumulator_rows(problem: Problem, gradients: Gradients, dtype: np.dtype
     if out is None or (out.dtype == dtype and out.dtype.isnative):
         return 0
     n, d = out.shape
-    if problem.compares_with_limits:  # both folds visit the same blocks: the same pairs count
+    if problem.compares_with_limits:  # both passes visit the same blocks: the same pairs count
         return int(n)
     return int(min(n, max(1, problem.workspace // 2 // (d * dtype.itemsize))))
 

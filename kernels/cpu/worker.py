@@ -1,4 +1,4 @@
-"""One worker thread of a fold on the CPU: row blocks, tile by tile."""
+"""One worker thread of a pass on the CPU: row blocks, tile by tile."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ..distill import tiles as distillation
 from ..distill.problem import TaughtStatistics
 from ..epilogues import OnlineSoftmax, RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..problem import Array
-from .fold import Factors, Fold, part
 from .loops import sigmoid
 from .loops import tile_ops as tile
 from .loops.elementary import compiled, wide_vectors
+from .pass_state import Factors, PassState, part
 from .resources import BUFFER_POOL, Cancelled
 
 
 class Worker:
-    """One thread of a fold, with its own buffers."""
+    """One thread of a pass, with its own buffers."""
 
-    def __init__(self, fold: Fold, first_row_block: int) -> None:
+    def __init__(self, state: PassState, first_row_block: int) -> None:
         """`first_row_block`: the row block that the worker begins with."""
-        self.fold = fold
-        context, grid, d = fold.context, fold.grid, fold.problem.shape[2]
+        self.state = state
+        context, grid, d = state.context, state.grid, state.problem.shape[2]
         bm, bn = grid.largest
 
         sizes = context.schedule.memory
         memory = self.buffered = None  # `buffered`: the block whose logits are in the buffer
-        if isinstance(fold.epilogue, SoftmaxGradient):
+        if isinstance(state.epilogue, SoftmaxGradient):
             memory, self.buffered = context.take_worker_memory(grid, first_row_block)
         if memory is None:
             memory = BUFFER_POOL.take(sizes.worker_elements(bm, bn), context.dtype)
@@ -52,20 +52,20 @@ class Worker:
             for side, rows in ((context.auxiliary_query, bm), (context.auxiliary_key, bn))
         )
         self.auxiliary_tile: Array | None = None  # bits of a guide, or products of a teacher
-        if fold.gradients is not None:
+        if state.gradients is not None:
             self.product = buffer(max(bm, bn), d)
             self.dq = None if context.schedule.dq_in_place else buffer(bm, d)
         # Sums of a tile's rows and columns; `partial`: its column sums in the compute dtype
-        sums = 2 if fold.problem.moments else 1
+        sums = 2 if state.problem.moments else 1
         self.tile_rows, self.tile_columns = (Sums(*np.empty((1 + sums, n))) for n in (bm, bn))
         self.partial = np.empty((sums, bn), context.dtype)
 
-    def fold_row_block(self, row_block: int, report: Callable[[], None]) -> None:
-        """Fold one row block, from left to right."""
-        fold = self.fold
-        grid, gradients, order = fold.grid, fold.gradients, fold.order
+    def run_row_block(self, row_block: int, report: Callable[[], None]) -> None:
+        """Compute one row block, from left to right."""
+        state = self.state
+        grid, gradients, order = state.grid, state.gradients, state.order
         rows = grid.rows[row_block]
-        q = fold.context.query.block(rows, self.query_buffer)
+        q = state.context.query.block(rows, self.query_buffer)
         row_gradients = gradients is not None and (gradients.want_query or grid.triangle)
         is_first_tile = True
         column_blocks = grid.visits(row_block)
@@ -74,22 +74,22 @@ class Worker:
                 raise Cancelled
             columns = grid.columns[column_block]
             diagonal = grid.triangle and row_block == column_block
-            if diagonal and fold.limits is not None:
+            if diagonal and state.limits is not None:
                 k = q  # x_ij and x_ji are then equal in all digits, and as much above a limit
             else:
-                k = fold.context.key.block(columns, self.key_buffer)
+                k = state.context.key.block(columns, self.key_buffer)
             x = self.block(row_block, column_block, q, k)
             run_in_order = self.epilogue(x, rows, columns, diagonal)
             if row_gradients:
                 self.add_rows(x, k, rows, is_first_tile)
-            add_columns = fold.column_gradients and not diagonal
+            add_columns = state.column_gradients and not diagonal
             if add_columns:
-                dk = fold.column_accumulator(columns)
-                overwrites = fold.first_row_blocks[column_block] == row_block
+                dk = state.column_accumulator(columns)
+                overwrites = state.first_row_blocks[column_block] == row_block
                 # Only the first row block writes dk before `order.wait`: the others wait for it
                 product = dk if overwrites and dk.flags.c_contiguous else self.product[: len(k)]
                 self.multiply(x, q, product, of_columns=True)
-            if run_in_order is not None or fold.column_gradients:
+            if run_in_order is not None or state.column_gradients:
                 order.wait(row_block, column_block)
             if run_in_order is not None:
                 run_in_order()
@@ -107,38 +107,38 @@ class Worker:
             self.finish_rows(rows, q)
 
     def block(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
-        """The tile's raw products, -inf for excluded pairs. The gradient fold reuses kept ones."""
-        fold = self.fold
-        kept_memory = fold.kept_logits.get((row_block, column_block))
+        """The tile's raw products, -inf for excluded pairs. The gradient pass reuses kept ones."""
+        state = self.state
+        kept_memory = state.kept_logits.get((row_block, column_block))
         memory = self.logits if kept_memory is None else kept_memory
-        x, self.auxiliary_tile = fold.context.schedule.memory.split_block(memory, len(q), len(k))
-        if kept_memory is not None and isinstance(fold.epilogue, SoftmaxGradient):
+        x, self.auxiliary_tile = state.context.schedule.memory.split_block(memory, len(q), len(k))
+        if kept_memory is not None and isinstance(state.epilogue, SoftmaxGradient):
             return x
         if self.buffered == (row_block, column_block):
             self.buffered = None
             return x
         self.buffered = None if kept_memory is not None else (row_block, column_block)
-        self.compute(x, q, k, fold.grid.rows[row_block], fold.grid.columns[column_block])
+        self.compute(x, q, k, state.grid.rows[row_block], state.grid.columns[column_block])
         return x
 
     def compute(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
         """Write the raw products of a tile into x, -inf for excluded pairs."""
-        fold, problem = self.fold, self.fold.problem
+        state, problem = self.state, self.state.problem
         spoiled = None
-        if fold.has_teacher:
+        if state.has_teacher:
             self.multiply_auxiliary_features(rows, columns, self.auxiliary_tile)
         elif self.auxiliary_tile is not None:
             spoiled = self.write_guide_bits(x, rows, columns, self.auxiliary_tile)
         np.matmul(q, k.T, out=x)
         if spoiled is not None:
             x[spoiled] = np.nan
-        if not isinstance(fold.epilogue, SoftmaxGradient):
-            logits = fold.epilogue.positive_logits[rows]
-            if isinstance(fold.epilogue, RetrievalRanks):
+        if not isinstance(state.epilogue, SoftmaxGradient):
+            logits = state.epilogue.positive_logits[rows]
+            if isinstance(state.epilogue, RetrievalRanks):
                 logits = logits.copy()  # known already: do not overwrite them
             positives = problem.positives[rows].reshape(len(x), -1)
             tile.set_aside_positives(
-                x, positives, columns.start, fold.positive_scale, logits.reshape(positives.shape)
+                x, positives, columns.start, state.positive_scale, logits.reshape(positives.shape)
             )
         if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
             start = max(rows.start, columns.start)
@@ -157,12 +157,12 @@ class Worker:
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """The products of the guide's features, or of the teacher's."""
-        fold, context = self.fold, self.fold.context
+        state, context = self.state, self.state.context
         assert context.auxiliary_query is not None
         assert context.auxiliary_key is not None
         query = context.auxiliary_query.block(rows, self.auxiliary_query_buffer)
         key = query
-        if not (fold.grid.triangle and rows == columns):  # as the features of a diagonal tile
+        if not (state.grid.triangle and rows == columns):  # as the features of a diagonal tile
             key = context.auxiliary_key.block(columns, self.auxiliary_key_buffer)
         np.matmul(query, key.T, out=out)
 
@@ -171,36 +171,36 @@ class Worker:
     ) -> Array | None:
         """Write the guide's products to `g`, and to `guide_bits` the directions that leave out
         each pair. Returns [m, n] bool, which products are not finite; None: all are finite."""
-        fold = self.fold
+        state = self.state
         self.multiply_auxiliary_features(rows, columns, g)
-        assert fold.guide_limits is not None
-        limits = fold.guide_limits[rows]
-        if tile.mark_pairs(g, limits, part(fold.guide_key_limits, columns), guide_bits):
+        assert state.guide_limits is not None
+        limits = state.guide_limits[rows]
+        if tile.mark_pairs(g, limits, part(state.guide_key_limits, columns), guide_bits):
             return None
         return ~np.isfinite(g)
 
     def epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
-        """Apply the fold's epilogue to a tile. Returns the part that has to run in the order of the
+        """Apply the pass's epilogue to a tile. Returns the part that has to run in the order of the
         row blocks, as a function; None: there is no such part."""
-        fold, epilogue = self.fold, self.fold.epilogue
+        state, epilogue = self.state, self.state.epilogue
         if isinstance(epilogue, SoftmaxGradient):
-            guide_bits = None if fold.has_teacher else self.auxiliary_tile
-            options = *fold.directions(rows, columns), guide_bits
-            self.softmax_gradient(x, fold.factors, rows, columns, *options)
-            if fold.has_teacher:
+            guide_bits = None if state.has_teacher else self.auxiliary_tile
+            options = *state.directions(rows, columns), guide_bits
+            self.softmax_gradient(x, state.factors, rows, columns, *options)
+            if state.has_teacher:
                 t, plain = self.auxiliary_tile, ((None, None), (None, None), None)
                 assert t is not None
-                self.softmax_gradient(t, fold.teacher_factors, rows, columns, *plain)
+                self.softmax_gradient(t, state.teacher_factors, rows, columns, *plain)
                 np.subtract(x, t, out=x)
                 return None
-            positives = fold.problem.positives[rows].reshape(len(x), -1)
-            values = fold.positive_gradient[rows].reshape(positives.shape)
+            positives = state.problem.positives[rows].reshape(len(x), -1)
+            values = state.positive_gradient[rows].reshape(positives.shape)
             tile.insert_positives(x, positives, columns.start, values)
             return None
         if isinstance(epilogue, Sigmoid):
-            problem, moments = fold.problem, epilogue.log_scale_grad
+            problem, moments = state.problem, epilogue.log_scale_grad
             scale, bias = float(problem.scale), float(problem.bias)
             positives = problem.positives[rows]
             sums = (
@@ -210,11 +210,11 @@ class Worker:
             if problem.has_positive_ids:
                 pairs = (
                     problem.query_positive_ids[rows], problem.key_positive_ids[columns],
-                    fold.query_pair_weights[rows], fold.key_pair_weights[columns],
+                    state.query_pair_weights[rows], state.key_pair_weights[columns],
                 )  # fmt: skip
-                sigmoid.sigmoid(x, scale, bias, fold.row_factor[rows], *sums, *pairs)
+                sigmoid.sigmoid(x, scale, bias, state.row_factor[rows], *sums, *pairs)
                 return None
-            sigmoid.sigmoid(x, scale, bias, fold.row_factor[rows], *sums)
+            sigmoid.sigmoid(x, scale, bias, state.row_factor[rows], *sums)
             sigmoid.sigmoid_positives(
                 x, positives, columns.start, epilogue.positive_logits[rows], scale, bias,
                 epilogue.row_factor[rows], *sums,
@@ -222,17 +222,18 @@ class Worker:
             return None
         if isinstance(epilogue, OnlineSoftmax):
             self.rescale = self.tile_rows.max[: len(x)]
-            tile.online_softmax(x, fold.logit_scale, *epilogue.rows.part(rows).arrays, self.rescale)
+            sums = epilogue.rows.part(rows).arrays
+            tile.online_softmax(x, state.logit_scale, *sums, self.rescale)
             return None
         if isinstance(epilogue, RetrievalRanks):
-            scale = fold.positive_scale
+            scale = state.positive_scale
             count_above(x, scale, epilogue.positive_logits[rows], epilogue.row_rank[rows])
             if epilogue.column_rank is None:
                 return None
             counts = epilogue.column_positive_logits[columns], epilogue.column_rank[columns]
             return lambda: count_above_columns(x, scale, *counts)
         if isinstance(epilogue, TaughtStatistics):
-            constants = fold.logit_scale, fold.teacher_logit_scale
+            constants = state.logit_scale, state.teacher_logit_scale
             run_in_order = distillation.statistics(
                 epilogue, x, self.auxiliary_tile, *constants, rows, columns
             )
@@ -246,7 +247,7 @@ class Worker:
         column_arguments: Any, guide_bits: Array | None,
     ) -> None:  # fmt: skip
         """Replace the dot products x by dL/dx of a softmax. For `row_arguments` and
-        `column_arguments` see `Fold.directions`."""
+        `column_arguments` see `PassState.directions`."""
         scale, reference = factors.logit_scale, factors.row_reference[rows]
         row_factor = factors.row_factor[rows]
         if not factors.two_sided:
@@ -266,23 +267,23 @@ class Worker:
     def statistics(
         self, stats: Statistics, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
-        fold = self.fold
+        state = self.state
         m, n = x.shape
         tile_rows, tile_columns = self.tile_rows.part(slice(m)), self.tile_columns.part(slice(n))
         both = stats.columns is not None and not diagonal
-        row_arguments, column_arguments = fold.directions(rows, columns)
-        if both and fold.same_logits:
+        row_arguments, column_arguments = state.directions(rows, columns)
+        if both and state.same_logits:
             partial = self.partial[:, :n]
             tile.row_and_column_statistics(
-                x, fold.logit_scale, *tile_rows.arrays, *tile_columns.arrays, partial[0],
+                x, state.logit_scale, *tile_rows.arrays, *tile_columns.arrays, partial[0],
                 partial[-1],
             )  # fmt: skip
         else:
             guide_bits = self.auxiliary_tile
-            tile.row_statistics(x, fold.logit_scale, *tile_rows.arrays, *row_arguments, guide_bits)
+            tile.row_statistics(x, state.logit_scale, *tile_rows.arrays, *row_arguments, guide_bits)
             if both:
                 tile.column_statistics(
-                    x, fold.logit_scale, *tile_columns.arrays, *column_arguments, guide_bits
+                    x, state.logit_scale, *tile_columns.arrays, *column_arguments, guide_bits
                 )
 
         def run_in_order() -> None:
@@ -290,15 +291,15 @@ class Worker:
             # them as columns
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
-                threshold = fold.rank_threshold[rows]
-                count_above(x, fold.positive_scale, threshold, stats.row_rank[rows])
+                threshold = state.rank_threshold[rows]
+                count_above(x, state.positive_scale, threshold, stats.row_rank[rows])
             if both:
                 assert stats.columns is not None
                 tile.merge(*stats.columns.part(columns).arrays, *tile_columns.arrays)
                 if stats.column_rank is not None:
-                    threshold = fold.rank_threshold[columns]
+                    threshold = state.rank_threshold[columns]
                     ranks = stats.column_rank[columns]
-                    count_above_columns(x, fold.positive_scale, threshold, ranks)
+                    count_above_columns(x, state.positive_scale, threshold, ranks)
 
         if stats.columns is not None:
             return run_in_order
@@ -313,7 +314,7 @@ class Worker:
             return
         product = self.product[: len(x)]
         self.multiply(x, k, product)
-        if isinstance(self.fold.epilogue, OnlineSoftmax):
+        if isinstance(self.state.epilogue, OnlineSoftmax):
             np.multiply(dq, self.rescale[:, None], out=dq, casting="same_kind")
         np.add(dq, product, out=dq)
 
@@ -325,35 +326,35 @@ class Worker:
         """Where dQ of these rows accumulates."""
         if self.dq is not None:
             return self.dq[: rows.stop - rows.start]
-        assert self.fold.gradients is not None
-        assert self.fold.gradients.query is not None
-        return self.fold.gradients.query[rows]
+        assert self.state.gradients is not None
+        assert self.state.gradients.query is not None
+        return self.state.gradients.query[rows]
 
     def finish_rows(self, rows: slice, q: Array) -> None:
         """The row block's dQ is complete: store it."""
-        fold = self.fold
-        gradients = fold.gradients
+        state = self.state
+        gradients = state.gradients
         assert gradients is not None
         g = self.row_accumulator(rows)
-        if isinstance(fold.epilogue, OnlineSoftmax):
-            self.finish_online_softmax(fold.epilogue, g, rows)
-        if fold.grid.triangle:
-            total = fold.column_accumulator(rows)  # complete: all earlier row blocks have added
+        if isinstance(state.epilogue, OnlineSoftmax):
+            self.finish_online_softmax(state.epilogue, g, rows)
+        if state.grid.triangle:
+            total = state.column_accumulator(rows)  # complete: all earlier row blocks have added
             g = np.add(total, g, out=total)
         destination = None if self.dq is None else gradients.query
-        side, add = fold.context.query, gradients.add_query
+        side, add = state.context.query, gradients.add_query
         need_dots = gradients.dots is not None
-        fold.store(g, side, rows, self.query_buffer, destination, need_dots, add)
+        state.store(g, side, rows, self.query_buffer, destination, need_dots, add)
 
     def finish_online_softmax(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
         """sum_j 2^(c (x - max)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
-        problem, context = self.fold.problem, self.fold.context
+        problem, context = self.state.problem, self.state.context
         sums, positive = stats.rows.part(rows), stats.positive_logits[rows]
         maximum = sums.max
         # the maximum and the moment are those of dot products
-        maximum *= self.fold.logit_scale
+        maximum *= self.state.logit_scale
         if sums.moment is not None:
-            sums.moment *= self.fold.logit_scale
+            sums.moment *= self.state.logit_scale
         end = finalize_direction(np, sums, positive)
         a = problem.upstream[rows] * problem.row_direction_weight * float(problem.scale)
         sum_factor = a * end.reference_probability * np.exp2(maximum - end.reference)

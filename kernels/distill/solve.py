@@ -1,10 +1,10 @@
-"""Distillation as two folds: cross-entropies with the softmax of a teacher's logits.
+"""Distillation as two passes: cross-entropies with the softmax of a teacher's logits.
 
     loss_i = log sum_j exp(x_ij) - sum_j p^T_ij x_ij,    dloss_i / dx_ij = p_ij - p^T_ij
 
-The first fold keeps the sums of rows and columns of both models. The mean of the student's logits
-under the teacher's softmax, sum_j p^T_ij x_ij, is a moment of the teacher's sums. The second fold
-computes the logits of both models again, and their probabilities from the sums of the first fold.
+The first pass keeps the sums of rows and columns of both models. The mean of the student's logits
+under the teacher's softmax, sum_j p^T_ij x_ij, is a moment of the teacher's sums. The second pass
+computes the logits of both models again, and their probabilities from the sums of the first pass.
 Probabilities of student and teacher are computed alike, so that those of equal logits cancel to 0.
 """
 
@@ -16,15 +16,15 @@ from typing import Any
 from ..direction_losses import Direction
 from ..epilogues import SoftmaxGradient, Sums
 from ..problem import LN_2, Array, Gradients, Problem, fast_replace
-from ..solve import Backend, Solution, Vectors, gradient_fold, solve_by_folds
+from ..solve import Backend, Solution, Vectors, run_gradient_pass, solve_by_passes
 from .problem import TaughtGradient, TaughtProblem, TaughtStatistics
 
 Pair = tuple[Direction, Direction]  # of student and teacher
 
 
-def solver_by_folds(problem: Problem) -> Callable[[Any, Backend, Gradients | None], Solution]:
-    """The function that solves the problem by folds, with its teacher or without one."""
-    return solve_distillation if isinstance(problem, TaughtProblem) else solve_by_folds
+def solver_by_passes(problem: Problem) -> Callable[[Any, Backend, Gradients | None], Solution]:
+    """The function that solves the problem by passes, with its teacher or without one."""
+    return solve_distillation if isinstance(problem, TaughtProblem) else solve_by_passes
 
 
 def solve_distillation(
@@ -43,7 +43,7 @@ def solve_distillation(
         teacher_rows=vectors.identity(m, True),
         teacher_columns=vectors.identity(n, True) if problem.two_sided else None,
     )  # fmt: skip
-    backend.fold(problem, backend.grid(problem, False), stats, None)
+    backend.run_pass(problem, backend.grid(problem, False), stats, None)
 
     row_nans = backend.row_nans(problem)
     rows, row_loss, slope = _side(vectors, stats.rows, stats.teacher_rows)
@@ -60,7 +60,7 @@ def solve_distillation(
             _gradient(problem, rows[which], columns and columns[which]) for which in (0, 1)
         )
         epilogue = TaughtGradient(**student_gradient.__dict__, teacher=teacher_gradient)
-        gradient_fold(problem, backend, False, epilogue, gradients)
+        run_gradient_pass(problem, backend, False, epilogue, gradients)
     dots = None if gradients is None else gradients.dots
     loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, dots, None)
     column_lse = None if columns is None else columns[0].lse

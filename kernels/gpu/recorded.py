@@ -15,7 +15,7 @@ from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion, Solution
 from . import plan
 from .device.launches import Queue
-from .schedule import BlockFold, Call
+from .schedule import BlockPass, Call
 from .tiled.backend import GPU
 from .vectors import TiledVectors
 
@@ -75,11 +75,11 @@ def block(
     gradients: Gradients | None, not_finite: NotFinite | None, to_clear: Sums | None,
     ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    fold = BlockFold.of(epilogue, triangle, gradients is not None)
-    gpu = GPU(problem, gradients or ahead, queue, fold)
+    scheduled = BlockPass.of(epilogue, triangle, gradients is not None)
+    gpu = GPU(problem, gradients or ahead, queue, scheduled)
     if to_clear is not None:
         gpu.vectors.clear(to_clear)
-    gpu.fold_block(problem, epilogue, gradients)
+    gpu.run_block_pass(problem, epilogue, gradients)
     if not_finite is not None:
         # the first block of the queries writes their NaN flags; each block adds those of its keys
         gpu.vectors.find_row_nans(
@@ -90,7 +90,7 @@ def block(
 
 def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     caller_upstream = problem.upstream
-    problem, stats = TiledVectors.without_folds(problem, queue).statistics(problem)
+    problem, stats = TiledVectors.without_passes(problem, queue).statistics(problem)
     columns = stats.columns or Sums(None, None)
     return {
         "row_max": stats.rows.max, "row_sum": stats.rows.sum, "row_moment": stats.rows.moment,
@@ -103,7 +103,7 @@ def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
 def finalize(
     problem: Problem, stats: Statistics, not_finite: NotFinite, queue: Queue
 ) -> dict[str, Array | None]:
-    vectors = TiledVectors.without_folds(problem, queue)
+    vectors = TiledVectors.without_passes(problem, queue)
     finalized = vectors.finalize(problem, stats, False, True, None, not_finite)
     outputs: dict[str, Array | None] = {
         "losses": finalized.losses, "row_factor": finalized.row_factor,
@@ -125,7 +125,7 @@ def totals(
     problem: Problem, losses: Array, log_scale_grad: Array | None, dots: Array | None,
     bias_grad: Array | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    vectors = TiledVectors.without_folds(problem, queue)
+    vectors = TiledVectors.without_passes(problem, queue)
     vectors.double, vectors.out = True, np.dtype(np.float64)
     sums = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)
     return dict(zip(("loss", "scale_grad", "bias_grad"), sums, strict=True))

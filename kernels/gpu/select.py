@@ -37,16 +37,16 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
-    """By folds over blocks. If memory lacks, the call runs again without its optional memory."""
+    """By passes over blocks. If memory lacks, the call runs again without its optional memory."""
     try:
-        return _by_folds(problem, gradients)
+        return _by_passes(problem, gradients)
     except MemoryError:
         if problem.workspace_given:
             raise
-    return _by_folds(replace(problem, workspace_given=True), gradients)
+    return _by_passes(replace(problem, workspace_given=True), gradients)
 
 
-def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
+def _by_passes(problem: Problem, gradients: Gradients | None) -> Solution:
     """By a plan if the call may have one, otherwise launch by launch."""
     problem, by_kernels = readable_by_kernels(problem), is_computed_by_kernels_only(problem)
     if has_plan(problem, by_kernels):

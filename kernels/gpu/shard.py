@@ -22,25 +22,27 @@ from . import plan as gpu_plan
 from .device.arguments import Fields, address, matrix, readable_by_kernels, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
-from .schedule import BlockFold, Call, tiled_schedule
+from .schedule import BlockPass, Call, tiled_schedule
 from .vectors import ElementwiseVectors, TiledVectors
 
 
-def fold_block(
+def run_block_pass(
     problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None,
     to_clear: Sums | None = None, ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`solve.fold_block` on the current device.
+    """`solve.run_block_pass` on the current device.
 
-    `ahead` are the gradients of a later fold of such blocks: this fold takes a workspace of the
-    later fold's size. Blocks with operations on arrays are launched without a plan.
+    `ahead` are the gradients of a later pass of such blocks: this pass takes a workspace of the
+    later pass's size. Blocks with operations on arrays are launched without a plan.
     """
     # blocks need no classes, and a plan would depend on the arrays of classes
     block = problems.fast_replace(readable_by_kernels(problem), classes=None)
     if _on_arrays(block):
         blocks = _array_blocks(block, gradients)
-        two_passes.fold_block(blocks, block, triangle, epilogue, gradients, not_finite, to_clear)
+        two_passes.run_block_pass(
+            blocks, block, triangle, epilogue, gradients, not_finite, to_clear
+        )
         return
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
     by_kernels = problem.plain_logits and not (problem.has_positive_ids or callable(epilogue))
@@ -52,11 +54,11 @@ def fold_block(
 
 
 def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
-    """ValueError if the workspace has no room for a block; for arguments see `fold_block`."""
+    """ValueError if the workspace has no room for a block; for arguments see `run_block_pass`."""
     if _on_arrays(problem):
         _array_blocks(problem, gradients)
         return
-    block = BlockFold(None, accumulates=gradients is not None)
+    block = BlockPass(None, accumulates=gradients is not None)
     properties = device_properties(problem.query.device.id)
     tiled_schedule(Call.of(readable_by_kernels(problem), gradients or ahead, block), properties)
 
@@ -142,7 +144,7 @@ class QueuedVectors(VectorsOverRanks):
     def __init__(self, problem: Problem, queue: Queue) -> None:
         super().__init__()
         self.queue = queue
-        self.tiled = TiledVectors.without_folds(_bare(problem), queue)
+        self.tiled = TiledVectors.without_passes(_bare(problem), queue)
         self.launcher = self.tiled.launcher
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
@@ -207,9 +209,9 @@ class QueuedVectors(VectorsOverRanks):
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         return self.tiled.sigmoid(problem)
 
-    def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
+    def losses_with_nans(self, problem: Problem, sigmoid: Sigmoid, backend: Any) -> Array:
         not_finite = backend.not_finite
-        return self.tiled.add_nans(fold.losses, not_finite.rows, not_finite.any_key)
+        return self.tiled.add_nans(sigmoid.losses, not_finite.rows, not_finite.any_key)
 
 
 _NO_VECTORS = dict.fromkeys(problems.QUERY_VECTORS + problems.KEY_VECTORS)

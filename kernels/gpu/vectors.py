@@ -26,7 +26,7 @@ NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric":
 
 _DIRECTION_LOSSES = compiler.flatten("direction_losses.cuh")  # merge, finalize_direction
 
-# The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
+# The identity of the log-sum-exp pass: (max, sum) = (-inf, 0)
 _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
@@ -153,8 +153,8 @@ class TiledVectors(ElementwiseVectors):
         self.any_key = cupy.empty(1)
 
     @staticmethod
-    def without_folds(problem: Problem, queue: Queue) -> TiledVectors:
-        """The vectors of one of many ranks, whose folds run elsewhere."""
+    def without_passes(problem: Problem, queue: Queue) -> TiledVectors:
+        """The vectors of one of many ranks, whose passes run elsewhere."""
         device = cupy.cuda.Device()
         precision = config.fastest_operand_precision(problem.compute, device_properties(device.id))
         return TiledVectors(Launcher(device, precision, queue), problem)
@@ -217,7 +217,7 @@ class TiledVectors(ElementwiseVectors):
         self, rows: Sums | None, columns: Sums | None, positive: Array | None,
         defaults: Fields, any_key: Array | None, m: int, n: int,
     ) -> None:  # fmt: skip
-        """Begin a log-sum-exp fold: set sums to sums of nothing, and write default vectors."""
+        """Begin a log-sum-exp pass: set sums to sums of nothing, and write default vectors."""
         self.launcher.vectors(
             "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
             positive=positive, set_size=1 if positive is None else positive.size // m, m=m, n=n,
@@ -318,12 +318,12 @@ class TiledVectors(ElementwiseVectors):
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 
-    def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
+    def losses_with_nans(self, problem: Problem, sigmoid: Sigmoid, backend: Any) -> Array:
         """The losses; NaN if they depend on a feature that is not finite.
 
         The gradient of the scale is NaN without help: it contains 0 times infinity.
         """
-        return self.find_and_add_nans(problem, fold.losses, self.any_key)
+        return self.find_and_add_nans(problem, sigmoid.losses, self.any_key)
 
     def find_and_add_nans(self, problem: Problem, losses: Array, any_key: Array) -> Array:
         """Add NaN to losses that depend on a feature that is not finite. `any_key` [1] is 0."""

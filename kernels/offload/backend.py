@@ -1,10 +1,10 @@
 """Features and gradients in host memory, logits on a device: for batches larger than its memory.
 
-A fold divides queries and keys into chunks. Chunks of one side stay on the device, as pieces of one
+A pass divides queries and keys into chunks. Chunks of one side stay on the device, as pieces of one
 or two chunks. Chunks of the other side are streamed: while one chunk is used with all pieces, the
 next is copied. A block has a streamed chunk and a piece.
 
-| fold | stays | is streamed | products of 2MND operations |
+| pass | stays | is streamed | products of 2MND operations |
 |---|---|---|---|
 | log-sum-exp | the smaller side | the other side | 1 |
 | dQ and dK, if the smaller side fits with its gradient | that side | the other side | 3 |
@@ -26,7 +26,7 @@ from dataclasses import replace
 import numpy as np
 
 from .. import solve as blocks
-from ..distill.solve import solver_by_folds
+from ..distill.solve import solver_by_passes
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
@@ -35,9 +35,9 @@ from ..solve import BlockQuestion, Solution, allows_online_softmax
 from .chunks import empty_like
 from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, copy_epilogue, copy_segments, map_arrays
-from .fold import StreamedCall, StreamedFold
 from .layout import Layout, layout, room_for_blocks
 from .own import StreamedOwnRows
+from .streamed_pass import StreamedCall, StreamedPass
 
 
 def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) -> Solution:
@@ -57,22 +57,22 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
             backend = Offload(problem, gradients, sizes, device, copies)
             if problem.own is not None:
                 on_device_problem.own_rows = StreamedOwnRows(problem, backend.context)
-            solve_by_folds = solver_by_folds(problem)
-            solution = solve_by_folds(on_device_problem, backend, gradients)
+            solve_by_passes = solver_by_passes(problem)
+            solution = solve_by_passes(on_device_problem, backend, gradients)
     if not problem.retrieval_ranks:  # then no caller needs the statistics
         solution = replace(solution, statistics=None, direction_losses=None)
     on_host: Solution = map_arrays(solution, device.get)
     return on_host
 
 
-def fold_block(
+def run_block_pass(
     device: OffloadDevice, problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
     ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`solve.fold_block` of a block whose arrays are on the host.
+    """`solve.run_block_pass` of a block whose arrays are on the host.
 
-    `ahead` are the gradients of a later fold of the same blocks, whose chunks this fold uses, too.
+    `ahead` are the gradients of a later pass of the same blocks, whose chunks this pass uses, too.
     """
     problem = replace(problem, classes=None, own=None, own_mask=None)  # blocks do not need them
     if to_clear is not None:
@@ -89,7 +89,7 @@ def fold_block(
     with device.copies() as copies:
         sizes = layout(problem, gradients or ahead)
         backend = Offload(problem, gradients, sizes, device, copies)
-        blocks.fold_block(
+        blocks.run_block_pass(
             backend,
             _copy_vectors(device, problem),
             triangle,
@@ -179,15 +179,15 @@ class Offload:
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         """The grid of blocks, whose rows and columns are chunks.
 
-        All folds of a problem with a guide visit the same blocks, so that they leave out the same
-        pairs. They visit the whole square, because the gradient fold has no room for a triangle.
+        All passes of a problem with a guide visit the same blocks, so that they leave out the same
+        pairs. They visit the whole square, because the gradient pass has no room for a triangle.
         """
         m, n, _ = problem.shape
         triangle = triangle and not problem.guided
         return Grid(slices(m, self.layout.chunk_rows), slices(n, self.layout.chunk_rows), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
-        """Ranges of keys, so that NT-Xent's gradient fold visits the whole square of blocks.
+        """Ranges of keys, so that NT-Xent's gradient pass visits the whole square of blocks.
 
         In a triangle, the gradients of all rows would have to stay on the device.
         """
@@ -195,7 +195,7 @@ class Offload:
         return slices(n, self.layout.staying_rows if square else n)
 
     def row_nans(self, problem: Problem) -> Array:
-        """[M] NaN flags of rows, which the first fold has collected from all blocks."""
+        """[M] NaN flags of rows, which the first pass has collected from all blocks."""
         nan_flags = self.context.not_finite.rows + self.context.not_finite.any_key
         return nan_flags + nan_flags.sum() if problem.symmetric else nan_flags
 
@@ -229,25 +229,25 @@ class Offload:
         query, key = self.context.linear_rows(problem)
         return segment_sums(self.vectors.xp, problem, query, key, segments, columns)
 
-    def fold(
+    def run_pass(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
-            self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
-            self.fold(problem, grid, epilogue.retrieval_ranks, None)
+            self.run_pass(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
+            self.run_pass(problem, grid, epilogue.retrieval_ranks, None)
             return
         if isinstance(epilogue, Statistics) and not grid.triangle and problem.symmetric:
             epilogue = replace(epilogue, columns=None)  # rows see all pairs of the square
         at_once = problem.symmetric or self.layout.smaller_side_stays
         if gradients and gradients.want_query and gradients.want_key and not at_once:
-            self.fold(problem, grid, epilogue, replace(gradients, want_key=False))
+            self.run_pass(problem, grid, epilogue, replace(gradients, want_key=False))
             if isinstance(epilogue, Sigmoid):  # a copy, because its losses are complete
                 epilogue = map_arrays(epilogue, self.context.device.xp.array)
-            self.fold(problem, grid, epilogue, replace(gradients, want_query=False, dots=None))
+            self.run_pass(problem, grid, epilogue, replace(gradients, want_query=False, dots=None))
             return
         if gradients is not None and gradients.dots is not None:
             gradients.dots[:] = 0
-        StreamedFold(self.context, problem, grid, epilogue, gradients).run()
+        StreamedPass(self.context, problem, grid, epilogue, gradients).run()
 
 
 class OffloadOfHost(Offload):

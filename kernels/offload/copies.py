@@ -42,13 +42,13 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     return backend.solve(problem, gradients, GPU())
 
 
-def fold_block(
+def run_block_pass(
     problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
     ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`backend.fold_block` on the current GPU."""
-    backend.fold_block(
+    """`backend.run_block_pass` on the current GPU."""
+    backend.run_block_pass(
         GPU(), problem, triangle, epilogue, gradients, not_finite, to_clear, ahead
     )  # fmt: skip
 
@@ -58,7 +58,8 @@ class GPU:
 
     xp = cupy
     solve = staticmethod(select.solve)
-    fold_block = staticmethod(shard.fold_block)  # by a plan, because many blocks have one shape
+    # by a plan, because many blocks have one shape
+    run_block_pass = staticmethod(shard.run_block_pass)
 
     def __init__(self) -> None:
         self.vectors = ElementwiseVectors()

@@ -65,11 +65,11 @@ class OffloadDevice(Protocol):
         """`solve.solve` of a problem whose arrays are on the device."""
         ...
 
-    def fold_block(
+    def run_block_pass(
         self, problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
         not_finite: NotFinite | None,
     ) -> None:  # fmt: skip
-        """`solve.fold_block` of a block whose arrays are on the device."""
+        """`solve.run_block_pass` of a block whose arrays are on the device."""
         ...
 
     def rows(self, features: Array, problem: Problem) -> DeviceRows:

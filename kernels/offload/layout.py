@@ -13,7 +13,7 @@ WAVE_ROWS = 8448
 # The first copy comes before all products, and the last copy after them, so chunks are limited:
 MOST_WAVES = 4  # times WAVE_ROWS, in one chunk
 FEWEST_CHUNKS = 3  # of a side with at least FEWEST_CHUNKS * WAVE_ROWS rows
-PIECE_CHUNKS = 2  # chunks of the staying side in one block, in a fold with gradients
+PIECE_CHUNKS = 2  # chunks of the staying side in one block, in a pass with gradients
 GRADIENT_BLOCK_COLUMNS = 4224  # columns of a gradient block; products of fewer columns are slower
 CHUNK_ROW_MULTIPLE = 128  # a chunk of more rows than this has a multiple of it
 
@@ -27,10 +27,10 @@ class Layout:
     """
 
     chunk_rows: int  # rows of a streamed chunk
-    staying_rows: int  # rows that stay, in a fold with gradients: a multiple of `chunk_rows`
-    staying_rows_without_gradients: int  # rows that stay, in a fold without gradients
-    block_bytes: int  # bytes for the fold of one block
-    smaller_side_stays: bool  # whether all rows of the smaller side stay, in all folds
+    staying_rows: int  # rows that stay, in a pass with gradients: a multiple of `chunk_rows`
+    staying_rows_without_gradients: int  # rows that stay, in a pass without gradients
+    block_bytes: int  # bytes for the pass of one block
+    smaller_side_stays: bool  # whether all rows of the smaller side stay, in all passes
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RowBytes:
     feature: int  # the features of the row
     accumulator: int  # its gradient, while it accumulates
     leaving: int  # a gradient in the dtype in which it is copied to the host
-    block: int  # in the workspace of a block's fold
+    block: int  # in the workspace of a block's pass
 
     @property
     def streamed_bytes(self) -> int:
@@ -125,7 +125,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     block_bytes = workspace - staying_rows * row.staying_bytes - chunk_rows * row.streamed_bytes
     streamed_bytes = 2 * chunk_rows * (row.feature + row.leaving)
     without_gradients = (workspace - block_bytes - streamed_bytes) // row.feature
-    if problem.guided:  # all folds have the same blocks: see `StreamedFold.steps`
+    if problem.guided:  # all passes have the same blocks: see `StreamedPass.steps`
         without_gradients = staying_rows
     elif without_gradients < smaller:
         without_gradients = without_gradients // chunk_rows * chunk_rows

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..problem import Array, Gradients, Problem
 from .chunks import Arrivals
 from .device import Ticket
-from .fold import StreamedCall
+from .streamed_pass import StreamedCall
 
 MOST_LEAVING = 2  # gradients of parts of the rows that are on their way to the host
 

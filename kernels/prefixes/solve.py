@@ -18,15 +18,15 @@ from itertools import pairwise
 from typing import Any
 
 from ..cpu.backend import CPU
-from ..cpu.fold import Factors
 from ..cpu.operands import Side
+from ..cpu.pass_state import Factors
 from ..cpu.schedule import fits_one_block
 from ..problem import LOG2_E, Array, Gradients, Problem, fast_replace
 from ..solve import (
     Solution,
     allows_online_softmax,
-    gradient_fold,
     make_solution,
+    run_gradient_pass,
 )  # fmt: skip
 from .problem import PrefixGradient, PrefixStatistics, prefix_problems
 from .sides import PrefixSide
@@ -84,7 +84,7 @@ def solve_prefixes(
     )
     problem = problems[-1]
     sums = PrefixStatistics(**stats[-1].__dict__, prefixes=stats)
-    backend.fold(problem, backend.grid(problem, False), sums, None)
+    backend.run_pass(problem, backend.grid(problem, False), sums, None)
 
     finalized = [
         vectors.finalize(*each, False, gradients is not None, backend)
@@ -98,7 +98,7 @@ def solve_prefixes(
             for each in epilogues
         ]
         epilogue = PrefixGradient(**epilogues[-1].__dict__, prefixes=parts)
-        gradient_fold(problem, backend, False, epilogue, gradients)
+        run_gradient_pass(problem, backend, False, epilogue, gradients)
     losses = sum(w * each.losses for (_, w), each in zip(prefixes, finalized, strict=True))
     slopes: list[Any] = [each.log_scale_grad for each in finalized]
     dots = None if gradients is None else gradients.dots

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..cpu.fold import Fold
 from ..cpu.loops import tile_ops as tile
 from ..cpu.loops.elementary import compiled, wide_vectors
+from ..cpu.pass_state import PassState
 from ..cpu.worker import Worker
 from ..epilogues import Sums
 from ..problem import Array
@@ -22,11 +22,11 @@ from .sides import PrefixSide
 
 
 class PrefixWorker(Worker):
-    """One thread of a fold over all prefixes."""
+    """One thread of a pass over all prefixes."""
 
-    def __init__(self, fold: Fold, first_row_block: int) -> None:
-        super().__init__(fold, first_row_block)
-        context, (bm, bn) = fold.context, fold.grid.largest
+    def __init__(self, state: PassState, first_row_block: int) -> None:
+        super().__init__(state, first_row_block)
+        context, (bm, bn) = state.context, state.grid.largest
         assert isinstance(context.query, PrefixSide)
         assert isinstance(context.key, PrefixSide)
         self.query, self.key, self.ranges = context.query, context.key, context.query.ranges
@@ -40,7 +40,7 @@ class PrefixWorker(Worker):
         return self.further[number, : m * n].reshape(m, n)
 
     def block(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
-        if isinstance(self.fold.epilogue, PrefixGradient):
+        if isinstance(self.state.epilogue, PrefixGradient):
             shape = len(q), len(k)
             self.tiles = [self.further_tile(p, *shape) for p in range(len(self.ranges) - 1)]
             for prefix, x in enumerate(self.tiles):
@@ -58,7 +58,7 @@ class PrefixWorker(Worker):
 
     def compute(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
         last = len(self.ranges) - 1
-        if isinstance(self.fold.epilogue, PrefixGradient):
+        if isinstance(self.state.epilogue, PrefixGradient):
             self.add_range(x, q, k, last, self.tiles[-1])
             return
         self.merges, before = [], x
@@ -72,21 +72,21 @@ class PrefixWorker(Worker):
         self, x: Array, rows: slice, columns: slice, prefix: int
     ) -> Callable[[], None] | None:
         """The sums of a prefix, from its products x. See `Worker.epilogue`."""
-        fold, epilogue = self.fold, self.fold.epilogue
+        state, epilogue = self.state, self.state.epilogue
         assert isinstance(epilogue, PrefixStatistics)
         stats = epilogue.prefixes[prefix]
         y = x if prefix == len(self.ranges) - 1 else self.unit_products(x, rows, columns, prefix)
-        positives = fold.problem.positives[rows][:, None]
+        positives = state.problem.positives[rows][:, None]
         positive_products = np.full(positives.shape, np.nan)
         tile.set_aside_positives(y, positives, columns.start, 1.0, positive_products)
         logits = stats.positive_logits[rows]
         np.multiply(
             positive_products[:, 0],
-            fold.positive_scale,
+            state.positive_scale,
             out=logits,
             where=~np.isnan(positive_products[:, 0]),
         )
-        sizes = 1 + (2 if fold.problem.moments else 1)
+        sizes = 1 + (2 if state.problem.moments else 1)
         self.tile_rows, self.tile_columns = (Sums(*np.empty((sizes, n))) for n in x.shape)
         merge = self.statistics(stats, y, rows, columns, False)
         if y is x:  # the next prefix adds to these products
@@ -104,9 +104,9 @@ class PrefixWorker(Worker):
     def epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
-        fold, epilogue = self.fold, self.fold.epilogue
+        state, epilogue = self.state, self.state.epilogue
         if isinstance(epilogue, PrefixGradient):
-            positives, wider = fold.problem.positives[rows][:, None], None
+            positives, wider = state.problem.positives[rows][:, None], None
             column_dots = np.zeros((len(self.tiles), len(x.T)), x.dtype)
             for prefix in reversed(range(len(self.tiles))):
                 x = self.tiles[prefix]
@@ -118,7 +118,7 @@ class PrefixWorker(Worker):
                 tile.insert_positives(g, positives, columns.start, values)
                 if g is not x:
                     dots = self.query.dots[prefix, rows]
-                    if columns.start == fold.grid.columns[0].start:
+                    if columns.start == state.grid.columns[0].start:
                         dots[:] = 0
                     ratios = self.query.ratios[prefix, rows], self.key.ratios[prefix, columns]
                     chain(g, x, *ratios, dots, column_dots[prefix])

@@ -1,4 +1,4 @@
-"""Folds by operations on arrays, in blocks, beside the specification and beside `naive`."""
+"""Passes by operations on arrays, in blocks, beside the specification and beside `naive`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from infonce.kernels.arrays import naive
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend
 from infonce.kernels.problem import Gradients, Problem
-from infonce.kernels.solve import Solution, Vectors, solve_by_folds
+from infonce.kernels.solve import Solution, Vectors, solve_by_passes
 from judge import assert_grad, assert_loss, largest_logit
 from reference_problems import LOSSES, YES, call_of, one_problem, problems, quick
 
@@ -44,7 +44,7 @@ def by_blocks(
         if side is not None:
             array_blocks.block = min(side, problem.shape[0]), min(side + 1, problem.shape[1])
             array_blocks.key_rows = min(array_blocks.key_rows, 3 * side)
-        return solve_by_folds(problem, array_blocks, gradients)
+        return solve_by_passes(problem, array_blocks, gradients)
 
     monkeypatch.setattr(backend, "solve", solution)
 

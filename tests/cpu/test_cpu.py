@@ -182,7 +182,7 @@ def test_logits_that_fit_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch)
         counts[workspace] = calls
     assert counts[2**20] == 3 * 9  # 3 products a tile, 9 tiles
     assert 3 * 9 < counts[2**15] < 4 * 9
-    # no room but the worker's own, in which the first fold ends where the second begins
+    # no room but the worker's own, in which the first pass ends where the second begins
     assert counts[2**13] == 4 * 9 - 1
     assert results[0] == results[1] == results[2]
 

@@ -44,7 +44,7 @@ def printed(program: str, **variables: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-def test_blas_has_one_thread_in_folds_of_any_thread() -> None:
+def test_blas_has_one_thread_in_passes_of_any_thread() -> None:
     """Also where another thread began first and ends first; and the caller's number after."""
     found = printed("""
 from infonce.kernels.cpu import worker
@@ -83,7 +83,7 @@ print(seen, blas() == before)
 
 @forks
 def test_a_child_computes_whatever_other_threads_do() -> None:
-    """They are inside of folds when the process forks, and hold locks."""
+    """They are inside of passes when the process forks, and hold locks."""
     found = printed("""
 from infonce.kernels.cpu.one_block.team import HELPERS
 from infonce.kernels.cpu.resources import BLAS, BUFFER_POOL, POOLS
@@ -127,8 +127,8 @@ print(blas() == before)
 
 
 @forks
-def test_a_child_of_a_fold() -> None:
-    """Its own fold goes on, and BLAS has its threads after."""
+def test_a_child_of_a_pass() -> None:
+    """Its own pass goes on, and BLAS has its threads after."""
     found = printed("""
 os.environ["INFONCE_NUM_THREADS"] = "1"
 children = []

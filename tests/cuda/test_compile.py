@@ -124,7 +124,7 @@ def compile_within_budget(
 SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("GRADIENT", 200),
           "online": ("", 128)}  # fmt: skip
 SPILLS_EXTRAS = 1024
-SPILLS_MOMENTS = 64  # more: they are for few logits, or for a fold without gradients
+SPILLS_MOMENTS = 64  # more: they are for few logits, or for a pass without gradients
 # Wide rows differ in the length of a loop alone
 WIDTHS = [128, 1024, 1040, *([2048] if THOROUGH else [])]
 

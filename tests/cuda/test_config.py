@@ -143,7 +143,7 @@ def test_device_with_too_little_shared_memory() -> None:
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (10**6, 10**6, 512)])
 def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: str) -> None:
-    """That of both folds, whichever needs more."""
+    """That of both passes, whichever needs more."""
     for dk_in_workspace in (False, True):
         needs = config.Needs(precision, True, True, True, True, True, dk_in_workspace)
         with pytest.raises(ValueError, match="workspace: expected at least") as refused:
@@ -154,9 +154,9 @@ def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: st
             config.choose_block_sizes(shape, needs, least - 1, 128, False)
         for reserved in (least // 3, 10 * least):  # less than half of the workspace, and half of it
             enough = min(least + reserved, 2 * least)
-            left = config.fold_workspace(enough, reserved)
+            left = config.workspace_of_passes(enough, reserved)
             assert config.choose_block_sizes(shape, needs, left, 128, False, 0, reserved)[2] <= left
-            left = config.fold_workspace(enough - 2, reserved)
+            left = config.workspace_of_passes(enough - 2, reserved)
             with pytest.raises(ValueError, match=rf"at least {enough} bytes .* got {enough - 2}"):
                 config.choose_block_sizes(shape, needs, left, 128, False, 0, reserved)
 
@@ -184,7 +184,7 @@ def test_blocks_fit_the_workspace(
             assert not square or sizes.rows == sizes.columns
             used = needs.block_bytes(sizes.rows, sizes.columns, d, 128)
             used += (sizes.dk_rows - sizes.overlaid) * needs.accumulator_row_bytes(d)
-            assert used == needs.fold_bytes(sizes, d, 128) <= size
+            assert used == needs.pass_bytes(sizes, d, 128) <= size
             assert (sizes.dk_rows > 0) == dk_in_workspace
             assert sizes.overlaid * overlay <= sizes.dk_rows
             assert not sizes.overlaid or sizes.dk_rows == n
@@ -237,7 +237,7 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
     )
     sizes = config.largest_blocks((n, n, d), needs, 2**28, 128, square)
     assert sizes.overlaid == overlaid
-    assert needs.fold_bytes(sizes, d, 128) <= 2**28
+    assert needs.pass_bytes(sizes, d, 128) <= 2**28
     if overlaid:
         assert sizes.dk_rows == n
         assert sizes.rows * sizes.columns >= 6144 * 6144
@@ -293,7 +293,7 @@ def test_cached_exponentials_fit(
             assert all(b.stop <= border or b.start >= border for b in blocks)
     assert cached == n if n <= 8192 else 8192 <= cached < 1.1 * 8192
     assert not choose_block_sizes(0)[0].cached_columns
-    # copies of all rows are staged before the folds, so the folds stage no rows
+    # copies of all rows are staged before the passes, so the passes stage no rows
     staged = item * (m + n) * config.padded(d, precision)
     needs = replace(needs, staged_copy_bytes=staged)
     assert (
@@ -327,7 +327,7 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
         more = config.BlockSizes(m, n, n * accumulator, needs.overlay_border(n, d) * accumulator)
         if found is None:
             assert (
-                weighted.fold_bytes(replace(more, rows=min(m, 2 * 1024)), d, sweep.block_n) > room
+                weighted.pass_bytes(replace(more, rows=min(m, 2 * 1024)), d, sweep.block_n) > room
             )
             continue
         first, sizes, size = found
@@ -336,7 +336,7 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
         assert sizes.dk_rows == n * accumulator
         assert sizes.overlaid in (0, more.overlaid)
         assert sizes.rows >= min(m, 1024)
-        assert weighted.fold_bytes(sizes, d, sweep.block_n) == size <= room
+        assert weighted.pass_bytes(sizes, d, sweep.block_n) == size <= room
         if sizes.rows < m:
             larger = sizes.rows + wave
             if wave < 1024 or sizes.rows < wave:
@@ -345,7 +345,7 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
                 larger = -(-m // (128 * (blocks - 1))) * 128
             else:
                 assert sizes.rows % wave == 0
-            assert weighted.fold_bytes(replace(more, rows=min(m, larger)), d, sweep.block_n) > room
+            assert weighted.pass_bytes(replace(more, rows=min(m, larger)), d, sweep.block_n) > room
 
 
 def test_blocks_of_all_keys_have_room_by_default() -> None:
@@ -371,7 +371,7 @@ def test_accumulators_that_overlay_nearly_all_of_a_gradient(square: bool) -> Non
     sizes = config.largest_blocks((n, n, d), needs, 2**28, 128, square)
     assert (sizes.overlaid, sizes.dk_rows) == (64000, n)
     assert sizes.rows * sizes.columns >= 6144 * 6144
-    assert needs.fold_bytes(sizes, d, 128) <= 2**28
+    assert needs.pass_bytes(sizes, d, 128) <= 2**28
 
 
 def test_a_batch_that_fits_is_one_block() -> None:

@@ -168,7 +168,7 @@ def test_gradients_are_products_with_all_of_the_gradient_blocks(
     least_rows: int, seed: int,
 ) -> None:  # fmt: skip
     """dQ = P K and dK = P' Q, whatever the blocks, the sums that are batched and their rest, and
-    what lies staged from fold to fold; in one pass or not."""
+    what lies staged from pass to pass; in one pass or not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "ALL_KEYS_ROWS", least_rows)
         config.block_sizes_for_all_keys.cache_clear()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from infonce.kernels.epilogues import SoftmaxGradient
 from infonce.kernels.gpu import config, recorded
 from infonce.kernels.gpu.device import compiler, recorder
-from infonce.kernels.gpu.schedule import BlockFold, choose_method
+from infonce.kernels.gpu.schedule import BlockPass, choose_method
 from infonce.kernels.gpu.tiled import backend
 from infonce.kernels.grid import Grid, slices
 from infonce.kernels.linear import Classes, Segments
@@ -177,7 +177,7 @@ def test_limits_and_biases_of_pairs(
     sides = two_sided or symmetric  # of keys too, there are sums
     assert found["to_products"] == biased * (1 + symmetric) + limited * (1 + sides)
     assert found["limits"] == found["positive_products"] == limited
-    # Sums have them while they are folded, and reference exponents of the gradient
+    # Sums have them during the passes, and reference exponents of the gradient
     references = gradient * (two_sided + 2 * symmetric)
     assert found["add_bias"] == biased * (2 * sides + references)
     assert found["check_spread"] == (limited and gradient and sides)
@@ -197,7 +197,7 @@ def launches(into: recorder.Recorder) -> list[tuple[str, dict[str, int], int, in
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None:
     """From feature gradients, it changes no launch. From moments, kernels that sum have an option
-    more; without feature gradients there is one fold, and no product for gradients."""
+    more; without feature gradients there is one pass, and no product for gradients."""
     shape = 1000, 1000, 384, precision
     without = launches(recording(*shape, **loss))
     assert launches(recording(*shape, scalar_grads=True, **loss)) == without
@@ -231,7 +231,7 @@ def test_many_logits_are_launched_as_before(loss: dict[str, Any]) -> None:
 
 
 def test_rows_are_staged_once() -> None:
-    """The log-sum-exp fold and the gradient fold read the same copies if blocks are the same."""
+    """The log-sum-exp pass and the gradient pass read the same copies if blocks are the same."""
     assert record(512, 4096, 384, "fp32")["stage"] == 2
     assert record(512, 4096, 384, "fp32", normalize=True, labels=True)["stage"] == 2
     assert record(512, 4096, 384, "fp32", workspace=2**23)["stage"] > 4  # other blocks
@@ -239,7 +239,7 @@ def test_rows_are_staged_once() -> None:
 
 
 def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fold of blocks of other sizes lies between two folds of the same blocks."""
+    """A pass of blocks of other sizes lies between two passes of the same blocks."""
     monkeypatch.setattr(config, "may_stage_all_rows", lambda *_: False)
     (m, n, d), into = (512, 4096, 384), recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
@@ -247,18 +247,18 @@ def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyP
         problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute="fp32")
         gradients = Gradients(dq, dk)
         epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
-        gpu = backend.GPU(problem, gradients, into, BlockFold.of(epilogue, False, True))
+        gpu = backend.GPU(problem, gradients, into, BlockPass.of(epilogue, False, True))
         gpu.buffers.prepare(problem)
-        (fold,) = gpu.schedule.folds
+        (scheduled,) = gpu.schedule.passes
         for step, staged in ((m, 2), (m, 2), (m // 2, 5), (m, 7)):
-            other = replace(fold, grid=Grid(slices(m, step), slices(n, n)))
+            other = replace(scheduled, grid=Grid(slices(m, step), slices(n, n)))
             gpu.run([other], problem, epilogue, gradients)
             assert kernels(into)["stage"] == staged
 
 
 @pytest.mark.parametrize("wrt", [(True, True), (False, True)])
 @pytest.mark.parametrize("precision", ["bf16", "bf16x3"])
-def test_one_fold_makes_both_gradients_of_one_softmax(
+def test_one_pass_makes_both_gradients_of_one_softmax(
     precision: str, wrt: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where blocks of all keys have enough rows. Of each pair of parts there is one product for dQ
@@ -267,7 +267,7 @@ def test_one_fold_makes_both_gradients_of_one_softmax(
     part_products = 3 if precision == "bf16x3" else 1
 
     def blocks(m: int, n: int, d: int, **options: Any) -> int:
-        """Blocks that are swept in one pass; 0 for two folds."""
+        """Blocks that are swept in one pass; 0 for two passes."""
         found = record(m, n, d, precision, wrt=wrt, **options)
         swept = found["end_online"]
         assert found["sweep_online"] == 2 * swept

@@ -34,7 +34,7 @@ def test_every_kernel_is_found() -> None:
 
 
 def test_every_kernel_is_launched_from_one_file() -> None:
-    """By its name: a search for it finds the launch, or the fold whose schedule names it."""
+    """By its name: a search for it finds the launch, or the pass whose schedule names it."""
     launch = (
         r"\b(?:launch\w*|rows|vectors|function|\w*Kernel)\("
         r'\s*(?:\w+,\s*)?(?:"[\w/]+\.cu",\s*)?"(\w+)"'

@@ -1,4 +1,4 @@
-"""Plans of what a ring folds: blocks of a rank's rows with others' keys, and steps on vectors."""
+"""Plans of what a ring passes: blocks of a rank's rows with others' keys, and steps on vectors."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def no_plans() -> None:
 def test_blocks_of_many_ranks(
     loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a ring folds: a rank's own keys, and keys that are nobody's positives here."""
+    """What a ring passes: a rank's own keys, and keys that are nobody's positives here."""
     rng = np.random.default_rng(0)
     m, d = 300, 64
     real = np.dtype(np.float64 if precision == "fp64" else np.float32)
@@ -54,15 +54,16 @@ def test_blocks_of_many_ranks(
         before = [*(numbers(k, low) for k in (m, n) for low in (0.0, 0.5, 0.0)), numbers(m)]
         gathered = [numbers(m * d).reshape(m, d), numbers(n * d).reshape(n, d)]
 
-        def fold(gradient: bool, order: Any = (problem, symmetric, before, gathered, rows, columns),
-                 ) -> list[Any]:  # fmt: skip
+        def run_pass(
+            gradient: bool, order: Any = (problem, symmetric, before, gathered, rows, columns)
+        ) -> list[Any]:
             problem, symmetric, before, gathered, rows, columns = order
             row_sums = epilogues.Sums(*(z.copy() for z in before[:3]))
             column_sums = row_sums
             if not symmetric:
                 column_sums = epilogues.Sums(*(z.copy() for z in before[3:6]))
             dq, dk = (z.astype(real) for z in gathered)
-            vectors = [cupy.zeros(m) for _ in range(5)]  # of the sigmoid's fold, and dots
+            vectors = [cupy.zeros(m) for _ in range(5)]  # of the sigmoid's pass, and dots
             epilogue: Any = epilogues.Statistics(
                 row_sums, column_sums if columns is not None else None, before[6].copy()
             )
@@ -83,17 +84,17 @@ def test_blocks_of_many_ranks(
                 to_clear = column_sums
             bad = cupy.zeros(m + 1)
             marks = problems.NotFinite(bad[:m], bad[m:]) if statistics or sigmoid else None
-            gpu_ranks.fold_block(problem, triangle, epilogue, gradients, marks, to_clear)
+            gpu_ranks.run_block_pass(problem, triangle, epilogue, gradients, marks, to_clear)
             made = [*vectors, dq, dk, *row_sums.arrays, *column_sums.arrays, bad]
             return [z.get() for z in made]
 
         for gradient in (False, True):
-            found = fold(gradient)
+            found = run_pass(gradient)
             assert len(gpu_plan._plans) == 1
-            again = fold(gradient)
+            again = run_pass(gradient)
             with monkeypatch.context() as patch:
                 patch.setattr(gpu_select, "has_plan", lambda *_: False)
-                wanted = fold(gradient)
+                wanted = run_pass(gradient)
             for got, repeated, want in zip(found, again, wanted, strict=True):
                 assert np.array_equal(got, want, equal_nan=True)
                 assert np.array_equal(repeated, want, equal_nan=True)
@@ -119,7 +120,7 @@ def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool =
     found = cupy.zeros(m + 1)
     stats = epilogues.Statistics(rows, columns, cupy.full(m, np.nan))
     bad = problems.NotFinite(found[:m], found[m:], checked)
-    gpu_ranks.fold_block(problem, False, stats, None, bad, columns if clear else None)
+    gpu_ranks.run_block_pass(problem, False, stats, None, bad, columns if clear else None)
     return *(z.get() for z in columns.arrays), np.isnan(found.get())
 
 

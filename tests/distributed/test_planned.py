@@ -209,7 +209,7 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (found is None) == steps
             assert shard.VectorsOverRanks().has_plan(problem) != steps
             if steps:
-                shard.fold_block(
+                shard.run_block_pass(
                     problem, False, lambda *of: asked.append(of), None,
                     ahead=Gradients(want_key=False, add_query=True),
                 )  # fmt: skip
@@ -238,7 +238,7 @@ def test_blocks_of_operations_on_arrays_have_no_plan(monkeypatch: pytest.MonkeyP
         (replace(plain, false_negative_margin=0.1), losses, "steps"),
     ]  # fmt: skip
     for problem, epilogue, _ in cases:
-        shard.fold_block(problem, False, epilogue, None)
+        shard.run_block_pass(problem, False, epilogue, None)
     assert built == [how for _, _, how in cases]
 
 

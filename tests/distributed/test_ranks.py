@@ -342,7 +342,7 @@ def test_ablation(variant: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     row = json.loads(output.read_text())
     assert row["gradient_error"] < 5e-6
-    # those of the first fold are kept while there are those of the second
+    # those of the first pass are kept while there are those of the second
     blocks = {"vanilla": 1.1, "local loss": 4, "tiles over ranks": 2}[variant]
     logits = row["logits_modelled_bytes"]
     assert logits == {"vanilla": 16, "local loss": 1, "tiles over ranks": 1}[variant] * batch**2

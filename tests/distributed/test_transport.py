@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import agreement, call, folds, run
+from infonce.distributed import agreement, call, passes, run
 from infonce.distributed.communicators import base, mpi, processes
 from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.losses import RANK_OPTIONS
@@ -96,14 +96,14 @@ def test_reduction_over_ranks(
 ) -> None:  # fmt: skip
     """By ranks whose steps on vectors differ, too."""
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
-    folding = run.choose_block_folding
+    block_runner = run.choose_block_runner
     queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
 
     def with_vectors(request: Any) -> Any:
         vectors = (kind if len(request.problem.query) == 7 else Vectors)(np)
-        return dataclasses.replace(folding(request), vectors=vectors)
+        return dataclasses.replace(block_runner(request), vectors=vectors)
 
-    monkeypatch.setattr(run, "choose_block_folding", with_vectors)
+    monkeypatch.setattr(run, "choose_block_runner", with_vectors)
     want = infonce.clip_loss_and_grad(x, y, scale=3.0, reduction=reduction)
 
     def work(rank: int) -> Any:
@@ -295,13 +295,13 @@ def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> N
 def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers do not wait for the garbage collector."""
     rings: list[Any] = []
-    start = folds.FoldsOverRanks.__init__
+    start = passes.PassesOverRanks.__init__
 
     def watched(self: Any, *args: Any) -> None:
         start(self, *args)
         rings.extend((weakref.ref(self), weakref.ref(self.not_finite)))
 
-    monkeypatch.setattr(folds.FoldsOverRanks, "__init__", watched)
+    monkeypatch.setattr(passes.PassesOverRanks, "__init__", watched)
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
     gc.collect()
     gc.disable()

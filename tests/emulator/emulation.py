@@ -56,7 +56,7 @@ EVERY: dict[str, int] = {
     "test_normalised_ids_and_little_workspace": 11, "test_all_logits_in_memory": 17,
     "test_offload": 41, "test_rows_without_a_positive": 7, "test_a_plan_for_other_arrays": 7,
     "test_same_bits_from_run_to_run": 13, "test_weights_by_every_method": 3,
-    "test_both_folds_leave_out_the_same_pairs": 22, "test_limits_far_apart": 2,
+    "test_both_passes_leave_out_the_same_pairs": 22, "test_limits_far_apart": 2,
     "test_limits_and_biases_with_offload": 7,
     # test_plan.py
     "test_as_without_a_plan": 11, "test_graphs": 7,

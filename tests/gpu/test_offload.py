@@ -57,7 +57,7 @@ def test_equal_to_the_host(
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("rows", "wave"), [(60, 60), (60, 10), (20, 60)])
 def test_what_stays(loss: str, rows: int, wave: int) -> None:
-    """All features, those of one side in all folds, or a part of them."""
+    """All features, those of one side in all passes, or a part of them."""
     args = arguments(loss, *pairs("random", 60, 60, 30, np.float64, 0))
     options: dict[str, Any] = {"scale": 4.0, "workspace": room(rows, 30, 60, 60)}
     with mock.patch.multiple(layout, WAVE_ROWS=wave, MOST_WAVES=1):
@@ -129,7 +129,7 @@ def test_progress_and_memory_too_small() -> None:
     workspace=st.integers(10, 36),
 )  # fmt: skip
 def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: int) -> None:
-    """What a fold keeps fits the workspace, and blocks are few."""
+    """What a pass keeps fits the workspace, and blocks are few."""
     query, key = (np.broadcast_to(dtype(0), (rows, d)) for rows in (m, n))
     compute = "fp64" if dtype is np.float64 else "fp32"
     problem = Problem(query, key, 1.0, 1.0, compute=compute, workspace=2**workspace)

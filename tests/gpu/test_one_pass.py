@@ -38,7 +38,7 @@ Limit = Callable[[int, bool], None]
 
 @pytest.fixture
 def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Of every block folded in one pass, the panels that were swept twice."""
+    """For every block computed in one pass, the query tiles that were swept twice."""
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     if device.capability != "90":
         pytest.skip("for Hopper")
@@ -153,8 +153,8 @@ def test_one_pass_with_keys(
 def test_workspace_of_one_pass_with_keys(
     dtype: str, precision: str, blocks_swept: list[list[int]]
 ) -> None:
-    """Two blocks in 14 MiB, or in 28 of float32. In 6 MiB blocks would have too few rows: two folds
-    then."""
+    """Two blocks in 14 MiB, or in 28 of float32. Two passes in 6 MiB: blocks would have too few
+    rows."""
     m, n, d = 2300, 4104, 256
     args = tuple(for_tensor_cores(z, dtype) for z in pairs("partly aligned", m, n, d, "f8", 0))
     ref = judged("info_nce", args, scale=14.0)

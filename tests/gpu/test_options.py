@@ -319,12 +319,12 @@ def near_each_other(
      ("bfloat16", "auto"), ("float16", "auto")],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent", "gte"])
-def test_both_folds_leave_out_the_same_pairs(
+def test_both_passes_leave_out_the_same_pairs(
     name: str, dtype: str, precision: str, rows: int, width: int
 ) -> None:
     """The slopes of a softmax add up to 0 if the pairs in its sum are those in its gradient. So,
     where all products are nearly the same, does the gradient of the scale: in large batches it
-    comes from the gradient fold."""
+    comes from the gradient pass."""
     normalize = rows > 4096
     # Products that differ by d add d to the gradient of the scale: less than the bound
     small = 1e-3 if normalize else 3e-3

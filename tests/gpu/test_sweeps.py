@@ -140,11 +140,11 @@ def test_narrow_rows(
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     if device.capability != "90":
         pytest.skip("for Hopper")
-    folds: list[int] = []
+    passes: list[int] = []
     block = gpu_gradients.SoftmaxRun.add_in_registers
 
     def counted(self: Any, *args: Any) -> None:
-        folds.append(1)
+        passes.append(1)
         block(self, *args)
 
     monkeypatch.setattr(gpu_gradients.SoftmaxRun, "add_in_registers", counted)
@@ -158,10 +158,10 @@ def test_narrow_rows(
         options: Any = {"normalize": normalize, "ids": ids}
         ref = judged("nt_xent", (z,), scale=14.0, **options)
         for workspace, grad_dtype in ((2**28, None), (2**28, np.float32), (2**18, None)):
-            folds.clear()
+            passes.clear()
             out = run("nt_xent", (z,), precision, 14.0, workspace=workspace,
                       grad_dtype=grad_dtype, **options)  # fmt: skip
-            assert folds
+            assert passes
             if not normalize:
                 check(out, ref, (z,), precision, 14.0)
             else:
@@ -248,7 +248,7 @@ def test_portable_kernels(loss: str, multiprocessors: int, monkeypatch: pytest.M
 def test_cached_exponentials(
     loss: str, kind: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exponentials kept between the folds: of all logits in one block, of all on either side of the
+    """Cached exponentials: of all logits in one block, of all on either side of the
     border of accumulators that overlay their destination, of the first columns. Query panels
     whose logits lie too far apart are computed again."""
     if launcher.device_properties(cupy.cuda.runtime.getDevice()).capability != "90":
@@ -264,7 +264,7 @@ def test_cached_exponentials(
     monkeypatch.setattr(recorded, "compile_kernels", lambda *_: None)  # which makes them too
     monkeypatch.setattr(config.workspace, "MIN_CACHED_COLUMNS", 256)
     asked = {"fp16x3": "fp32"}.get(precision, precision)
-    monkeypatch.setattr(config, "block_sizes_for_all_keys", lambda *_: None)  # two folds
+    monkeypatch.setattr(config, "block_sizes_for_all_keys", lambda *_: None)  # two passes
     uncached_tiles = 0
     shapes = ((128, 128, 520), (258, 386, 1024), (700, 1301, 600))
     for i, (m, n, d) in fewer(enumerate(shapes), 2):
@@ -293,7 +293,7 @@ def test_cached_exponentials(
                 if kind == "random" and scale == 1:  # no logits lie far apart
                     assert panels == 0
                 uncached_tiles += panels
-                dk = found.schedule.folds[-1].dk_accumulator
+                dk = found.schedule.passes[-1].dk_accumulator
                 kept.add((found.cached.columns, dk.overlaid > 0))
                 workspace = min(workspace, found.schedule.workspace) * 9 // 10
             columns = {of for of, _ in kept}

@@ -103,7 +103,7 @@ def test_biases_and_limits_in_blocks(
 
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent", "gte"])
-def test_both_folds_leave_out_the_same_pairs(
+def test_both_passes_leave_out_the_same_pairs(
     monkeypatch: pytest.MonkeyPatch, name: str, grad_dtype: Any
 ) -> None:
     """Rows that differ by rounding, so that digits beyond float32 decide which pairs take part. The
@@ -225,7 +225,7 @@ def unit_problem(name: str, rows: int, width: int, seed: int) -> Problem:
 @pytest.mark.parametrize("method", ["naive", "tiled"])
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_is_within_its_bounds(name: str, method: str, options: dict[str, Any]) -> None:
-    """Several blocks, and so little room that gradients of keys take two folds."""
+    """Several blocks, and so little room that gradients of keys take two passes."""
     problem = unit_problem(name, 150, 24, 5)._replace(scale=20.0, softmax=taken(name, options))
     features = tuple(z.astype(np.float32) for z in problem.features)
     want = problem._replace(features=features).reference()

@@ -1,4 +1,4 @@
-"""The gradient of the scale: in full precision where batches are small, and in one fold alone."""
+"""The gradient of the scale: in full precision where batches are small, and in one pass alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -231,7 +231,7 @@ def test_features_that_are_not_finite(loss: str, bad: float, place: str) -> None
 
 @on_host_and_gpu
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_scale_alone_takes_one_fold(loss: str, place: str) -> None:
+def test_the_scale_alone_takes_one_pass(loss: str, place: str) -> None:
     args = features(loss, "random", 200, 64, np.float32)
     phases: set[str] = set()
     for wrt in (("scale",), ("scale", "bias"), ("bias",)):

@@ -8,7 +8,7 @@ from host_device import Rows
 from infonce.kernels import solve
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend, schedule
-from infonce.kernels.distill.solve import solver_by_folds
+from infonce.kernels.distill.solve import solver_by_passes
 from infonce.kernels.problem import Gradients
 
 
@@ -27,7 +27,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
     def solve_by_arrays(problem: Any, gradients: Gradients | None) -> solve.Solution:
         blocks = ArrayBlocks(problem, gradients, solve.Vectors(np), Rows)
         blocks.block = min(7, problem.shape[0]), min(5, problem.shape[1])
-        return solver_by_folds(problem)(problem, blocks, gradients)
+        return solver_by_passes(problem)(problem, blocks, gradients)
 
     monkeypatch.setattr(backend, "solve", solve_by_arrays)
     return {}

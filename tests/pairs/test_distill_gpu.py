@@ -171,9 +171,9 @@ def test_kernels_and_workspaces(
     properties = device_properties(cupy.cuda.Device().id)
     schedule = tiled_schedule(Call.of(*calls[0]), properties)
     assert schedule.workspace <= workspace
-    fold = schedule.folds[0]
-    assert len(fold.grid) > 1 or width == 1600
-    assert fold.kernel.name == (kernel if properties.capability == "90" else "distill")
+    scheduled = schedule.passes[0]
+    assert len(scheduled.grid) > 1 or width == 1600
+    assert scheduled.kernel.name == (kernel if properties.capability == "90" else "distill")
 
 
 def test_a_teacher_elsewhere_is_refused() -> None:

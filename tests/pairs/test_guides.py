@@ -113,7 +113,9 @@ def test_tiles_of_the_cpu(
 
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", NAMES)
-def test_both_folds_leave_out_the_same_pairs(small_tiles: None, name: str, grad_dtype: Any) -> None:
+def test_both_passes_leave_out_the_same_pairs(
+    small_tiles: None, name: str, grad_dtype: Any
+) -> None:
     """The guide's rows differ by rounding, so that digits beyond float32 decide which pairs take
     part. Slopes of a row add up to 0 if those in its sum are those in its gradient."""
     rng = np.random.default_rng(2)

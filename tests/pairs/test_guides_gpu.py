@@ -142,7 +142,7 @@ def test_one_plan_serves_all_guides(
     name: str, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two guides, one of them not finite: the bits of calls without a plan. A guide adds launches
-    of three kernels for its limits and NaNs, and of one kernel for its marks in each fold; columns
+    of three kernels for its limits and NaNs, and of one kernel for its marks in each pass; columns
     that leave out pairs also make a call check the range of log-sum-exps."""
     gpu_plan.forget()
     sides = 1 + (name != "nt_xent")
@@ -188,7 +188,7 @@ def test_a_guide_below_all_margins_has_the_bits_of_none() -> None:
 
 @pytest.mark.parametrize("workspace", [2**17, 2**16])  # one side stays, or a part of it
 @pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent"])
-def test_both_folds_leave_out_the_same_pairs_of_host_memory(
+def test_both_passes_leave_out_the_same_pairs_of_host_memory(
     name: str, workspace: int, tmp_path: Any
 ) -> None:
     """The guide's rows differ by rounding, so that digits beyond float32 decide which pairs take

@@ -20,7 +20,7 @@ LAYERS = [
     {"infonce.distributed.losses"},
     {"infonce.distributed.call"},
     {"infonce.distributed.run"},
-    {"infonce.distributed.agreement", "infonce.distributed.folds"},
+    {"infonce.distributed.agreement", "infonce.distributed.passes"},
     {"infonce.distributed.schedule"},
     {"infonce.distributed.exchanges.gather", "infonce.distributed.exchanges.ring"},
     {"infonce.distributed.exchanges.base"},
@@ -127,7 +127,7 @@ def later():
     from infonce import arrays
     from .resources import BLAS
 """
-    seen = set(named("infonce.kernels.cpu.fold", source, False))
+    seen = set(named("infonce.kernels.cpu.pass_state", source, False))
     here = {"operands", "backend", "resources"}
     assert seen == {
         "infonce.spec", "numpy", "infonce.kernels.solve", "infonce.kernels.problem",

@@ -202,7 +202,7 @@ def run(drawn: Drawn) -> str:
             select.solve(drawn.problem, drawn.gradients)
         else:
             of = drawn.block
-            shard.fold_block(
+            shard.run_block_pass(
                 drawn.problem, of.triangle, of.epilogue, drawn.gradients, of.not_finite,
                 of.to_clear, of.ahead,
             )  # fmt: skip

@@ -179,7 +179,7 @@ class Drawing:
         ]
 
     def block_of_ranks(self) -> Drawn:
-        """The block of a rank's rows and some keys: see distributed/folds.py."""
+        """The block of a rank's rows and some keys: see distributed/passes.py."""
         drawn = self.call()
         problem = drawn.problem
         m, n, d = problem.shape

@@ -60,7 +60,7 @@ def aligned(made: Schedule, parts: Any) -> int:
     wrt=st.sampled_from(["", "q", "k", "qk"]), device=st.sampled_from(["h200", "a100", "b200"]),
     workspace=st.sampled_from([None, 2**24, 2**28, 2**31]), normalize=st.booleans(),
 )  # fmt: skip
-def test_folds_fit_their_workspace_and_visit_all_blocks(
+def test_passes_fit_their_workspace_and_visit_all_blocks(
     loss: Loss, m: int, n: int, d: int, compute: str, wrt: str, device: str,
     workspace: int | None, normalize: bool,
 ) -> None:  # fmt: skip
@@ -74,24 +74,25 @@ def test_folds_fit_their_workspace_and_visit_all_blocks(
         return
     allowed = max(call.workspace, 0 if workspace else DEVICES[device].default_memory_limit)
     assert made.workspace <= allowed + 16 * ALIGNMENT
-    dk_folds = [fold for fold in made.folds if fold.dk_accumulator is not None]
-    for fold in made.folds:
-        assert aligned(made, fold.workspace) <= made.workspace
-        names = [part.name for part in fold.workspace]
+    dk_passes = [scheduled for scheduled in made.passes if scheduled.dk_accumulator is not None]
+    for scheduled in made.passes:
+        assert aligned(made, scheduled.workspace) <= made.workspace
+        names = [part.name for part in scheduled.workspace]
         assert len(set(names)) == len(names)
-        edges = [0, *(rows.stop for rows in fold.grid.rows)]
-        assert [rows.start for rows in fold.grid.rows] == edges[:-1]
+        edges = [0, *(rows.stop for rows in scheduled.grid.rows)]
+        assert [rows.start for rows in scheduled.grid.rows] == edges[:-1]
         assert edges[-1] == call.shape[0]
-        columns = fold.grid.columns
+        columns = scheduled.grid.columns
         assert all(a.stop == b.start for a, b in pairwise(columns))
-        if fold not in dk_folds:
+        if scheduled not in dk_passes:
             assert (columns[0].start, columns[-1].stop) == (0, call.shape[1])
     if call.key_gradient is not None:  # ranges of keys follow one another
-        ranges = [(fold.grid.columns[0].start, fold.grid.columns[-1].stop) for fold in dk_folds]
+        columns_of_passes = [scheduled.grid.columns for scheduled in dk_passes]
+        ranges = [(columns[0].start, columns[-1].stop) for columns in columns_of_passes]
         assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
         assert ranges[-1][1] == call.shape[1]
     wanted = call.query_gradient is not None
-    assert sum(fold.dq_accumulator is not None for fold in made.folds) == wanted
+    assert sum(scheduled.dq_accumulator is not None for scheduled in made.passes) == wanted
 
 
 @pytest.mark.parametrize(
@@ -109,31 +110,33 @@ def test_the_kernel_of_a_guide(device: str, compute: str, kernel: str) -> None:
 def test_the_decisions_of_one_call() -> None:
     """Those that docs/methods.md tells about."""
     made = schedule(a_call(Loss.BOTH, 65536, 65536, 512), DEVICES["h200"])
-    assert [fold.purpose for fold in made.folds] == [Purpose.STATISTICS, Purpose.GRADIENT]
-    assert [fold.kernel.name for fold in made.folds] == ["sweep_lse", "sweep_gradient"]
-    assert len(made.folds[0].grid) == 1
+    purposes = [scheduled.purpose for scheduled in made.passes]
+    assert purposes == [Purpose.STATISTICS, Purpose.GRADIENT]
+    assert [scheduled.kernel.name for scheduled in made.passes] == ["sweep_lse", "sweep_gradient"]
+    assert len(made.passes[0].grid) == 1
     assert made.operands is not None
     assert made.operands.query.reading is Reading.IN_PLACE
     one = schedule(a_call(Loss.ROWS, 4096, 65536, 512), DEVICES["h200"])
-    assert [fold.purpose for fold in one.folds] == [Purpose.ONE_PASS]
+    assert [scheduled.purpose for scheduled in one.passes] == [Purpose.ONE_PASS]
     views = schedule(a_call(Loss.VIEWS, 65536, 0, 128), DEVICES["h200"])
-    assert [fold.kernel.name for fold in views.folds] == ["sweep_lse", "sweep_narrow"]
-    assert not [part for part in views.folds[1].workspace if part.name == "gradient_block"]
+    assert [scheduled.kernel.name for scheduled in views.passes] == ["sweep_lse", "sweep_narrow"]
+    assert not [part for part in views.passes[1].workspace if part.name == "gradient_block"]
     assert made.cached_columns == 0  # products of eight K-slices are no longer than what is saved
     wide = schedule(a_call(Loss.BOTH, 16384, 16384, 576), DEVICES["h200"])
     assert wide.cached_columns == 16384
-    assert wide.folds[0].caching_kernel is not None
+    assert wide.passes[0].caching_kernel is not None
     a100 = schedule(a_call(Loss.BOTH, 65536, 65536, 512), DEVICES["a100"])
-    assert [fold.kernel.file for fold in a100.folds] == ["tiled/lse.cu", "tiled/gradient.cu"]
+    files = [scheduled.kernel.file for scheduled in a100.passes]
+    assert files == ["tiled/lse.cu", "tiled/gradient.cu"]
 
 
 @pytest.mark.parametrize("wrt", ["k", "q", "qk"])
-def test_no_memory_is_reserved_that_no_fold_uses(wrt: str) -> None:
+def test_no_memory_is_reserved_that_no_pass_uses(wrt: str) -> None:
     """For one gradient alone, none for the other's accumulator."""
     made = schedule(a_call(Loss.BOTH, 65536, 65536, 512, wrt=wrt), DEVICES["h200"])
-    names = {part.name for fold in made.folds for part in fold.workspace}
+    names = {part.name for scheduled in made.passes for part in scheduled.workspace}
     assert ("dq_accumulator" in names, "dk_accumulator" in names) == ("q" in wrt, "k" in wrt)
-    taken = max(aligned(made, fold.workspace) for fold in made.folds)
+    taken = max(aligned(made, scheduled.workspace) for scheduled in made.passes)
     assert made.workspace - taken <= 16 * ALIGNMENT
 
 
@@ -181,11 +184,11 @@ def test_launches_are_those_that_calls_ask_for() -> None:
                 assert outcome == f"refused: {error.value}"
                 continue
             made = schedule(call, drawn.device)
-            if outcome != "done" or made.folds == ():
+            if outcome != "done" or made.passes == ():
                 continue
             into.finish()
             taken = [step[:5] for step in into.steps_taken() if step[0].startswith(("ti", "sm"))]
-            assert [(*k[:3], k[3], k[4]) for k in fold_summaries(made)] == [
+            assert [(*k[:3], k[3], k[4]) for k in pass_summaries(made)] == [
                 (file, name, defines, threads, blocks)
                 for file, name, defines, blocks, threads in taken
             ]
@@ -194,13 +197,13 @@ def test_launches_are_those_that_calls_ask_for() -> None:
                 w.launches for w in schedule_work(made, gpu) if w.kernel.startswith("cu")
             )
             assert multiplied == sum(step[0] == "_gemm" for step in into.steps_taken())
-            seen.update(fold.purpose.name for fold in made.folds)
+            seen.update(scheduled.purpose.name for scheduled in made.passes)
     # random problems have no teacher
     assert seen.keys() == Purpose.__members__.keys() - {Purpose.DISTILLATION.name}
     assert min(seen.values()) > 5
 
 
-def fold_summaries(made: Schedule) -> list[tuple[Any, ...]]:
+def pass_summaries(made: Schedule) -> list[tuple[Any, ...]]:
     """File, kernel, -D options, threads and blocks of each launch over a block of logits."""
     found: list[tuple[Any, ...]] = []
 
@@ -208,24 +211,25 @@ def fold_summaries(made: Schedule) -> list[tuple[Any, ...]]:
         options = tuple(sorted(kernel.options))
         found.append((kernel.file, kernel.name, options, kernel.threads, blocks))
 
-    for fold in made.folds:
-        for a, rows in enumerate(fold.grid.rows):
-            for b in fold.grid.visits(a):
-                columns = fold.grid.columns[b]
+    for scheduled in made.passes:
+        for a, rows in enumerate(scheduled.grid.rows):
+            for b in scheduled.grid.visits(a):
+                columns = scheduled.grid.columns[b]
                 m, n = rows.stop - rows.start, columns.stop - columns.start
                 diagonal = made.call.symmetric and rows == columns
                 cached = columns.stop <= made.cached_columns
-                kernel = fold.diagonal_kernel if diagonal else None
-                kernel = (fold.caching_kernel if cached else None) or kernel or fold.kernel
-                if fold.cached_kernel is not None and cached:
+                kernel = scheduled.diagonal_kernel if diagonal else None
+                caching = scheduled.caching_kernel if cached else None
+                kernel = caching or kernel or scheduled.kernel
+                if scheduled.cached_kernel is not None and cached:
                     strips = -(-m // config.STRIP) * -(-n // 1024)
-                    add(fold.cached_kernel, strips)
-                half = diagonal and fold.column_sums and fold.shape.square
-                half = half and fold.purpose is Purpose.STATISTICS
-                if isinstance(fold.shape, config.Sweep):
-                    blocks = fold.shape.blocks(m, n, half)
+                    add(scheduled.cached_kernel, strips)
+                half = diagonal and scheduled.column_sums and scheduled.shape.square
+                half = half and scheduled.purpose is Purpose.STATISTICS
+                if isinstance(scheduled.shape, config.Sweep):
+                    blocks = scheduled.shape.blocks(m, n, half)
                 else:
-                    blocks = fold.shape.blocks(m, n, made.device.multiprocessors)
-                for _ in range(1 + (fold.purpose is Purpose.ONE_PASS)):
+                    blocks = scheduled.shape.blocks(m, n, made.device.multiprocessors)
+                for _ in range(1 + (scheduled.purpose is Purpose.ONE_PASS)):
                     add(kernel, blocks)
     return found

@@ -136,7 +136,7 @@ def evaluate(
         key_ids=None if ids is None else cupy.asarray(pair[1], np.int64),
         normalize=normalize, compute=precision, method=method, workspace=workspace,
         retrieval_ranks=ranks, scalar_grads=gradient, moments=moments,
-        progress=lambda *_: None,  # so that folds are visited, not planned
+        progress=lambda *_: None,  # so that passes are visited, not planned
     )  # fmt: skip
     made: dict[str, Any] = {}
     gradients = None

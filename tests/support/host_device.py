@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from infonce.kernels import solve
 from infonce.kernels.cpu.backend import CPU
-from infonce.kernels.distill.solve import solver_by_folds
+from infonce.kernels.distill.solve import solver_by_passes
 from infonce.kernels.offload import backend as offload
 from infonce.kernels.offload import layout
 from infonce.kernels.problem import SILENT
@@ -86,14 +86,14 @@ class Host:
     def solve(self, problem: Any, gradients: Any) -> Any:
         assert problem.workspace_given  # a whole problem takes no more either
         self.whole, self.workspace = True, problem.workspace
-        return solver_by_folds(problem)(problem, CPU(problem, gradients), gradients)
+        return solver_by_passes(problem)(problem, CPU(problem, gradients), gradients)
 
-    def fold_block(
+    def run_block_pass(
         self, problem: Any, triangle: bool, epilogue: Any, gradients: Any, not_finite: Any
     ) -> None:
         self.blocks, self.workspace = self.blocks + 1, problem.workspace
         backend = CPU(problem, gradients)
-        solve.fold_block(backend, problem, triangle, epilogue, gradients, not_finite)
+        solve.run_block_pass(backend, problem, triangle, epilogue, gradients, not_finite)
 
     @contextmanager
     def copies(self) -> Iterator[Any]:

@@ -349,9 +349,9 @@ def compute_on(place: str) -> None:
     from infonce.kernels.offload import backend as offloading
     from infonce.kernels.solve import Vectors
 
-    fold_block = functools.partial(offloading.fold_block, Host())
-    folding = run_of_ranks.BlockFolding(fold_block, Vectors(np), offloading.layout)
-    run_of_ranks.choose_block_folding = lambda _: folding
+    run_block_pass = functools.partial(offloading.run_block_pass, Host())
+    block_runner = run_of_ranks.BlockRunner(run_block_pass, Vectors(np), offloading.layout)
+    run_of_ranks.choose_block_runner = lambda _: block_runner
     validation.gpu_missing = lambda: None
 
 
@@ -392,7 +392,7 @@ def main() -> None:
         # which checks set
         with (
             patch.object(cost, "CHUNK", cost.CHUNK),
-            patch.object(run_of_ranks, "choose_block_folding", run_of_ranks.choose_block_folding),
+            patch.object(run_of_ranks, "choose_block_runner", run_of_ranks.choose_block_runner),
             patch.object(validation, "gpu_missing", validation.gpu_missing),
             patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(OF_HOSTS[(len(OF_HOSTS) - 1) // 2])),
         ):

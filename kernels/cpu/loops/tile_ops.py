@@ -104,9 +104,12 @@ def insert_positives(x, positives, first_column, values):  # type: ignore[no-unt
 def apply_options(  # type: ignore[no-untyped-def]
     value, bias, key, limits, own, low, guide_bits, i, j, direction
 ):
-    """The raw product plus the bias of its key, which `Fold` has divided by the scale; `low` if the
-    product is above the limit, or if the guide leaves out the pair in the `direction`. `key` and
-    `own` are numbers of a row and a column: of the key in this direction, and of the other side."""
+    """The raw product plus the bias of its key, which `PassState` has divided by the scale.
+
+    It is `low` if the product is above the limit, or if the guide leaves out the pair in the
+    `direction`. `key` and `own` are numbers of a row and a column: of the key in this direction,
+    and of the other side.
+    """
     if limits is not None:
         value = low if value > limits[own] else value
     if guide_bits is not None:
@@ -116,7 +119,7 @@ def apply_options(  # type: ignore[no-untyped-def]
     return value
 
 
-# --- LSE fold -------------------------------------------------------------------------------------
+# --- LSE pass -------------------------------------------------------------------------------------
 
 
 @compiled
@@ -301,7 +304,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
         )
 
 
-# --- gradient fold --------------------------------------------------------------------------------
+# --- gradient pass --------------------------------------------------------------------------------
 
 
 @compiled

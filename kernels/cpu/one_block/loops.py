@@ -8,10 +8,10 @@ import numpy as np
 
 from ...direction_losses import ROUNDING
 from ...problem import LN_2, LOG2_E
-from ..fold import EXACT
 from ..loops import sigmoid as pair_tiles
 from ..loops import tile_ops as tile
 from ..loops.elementary import compiled, rounded_product, wide_vectors
+from ..pass_state import EXACT
 
 
 @compiled
@@ -140,7 +140,7 @@ def softmax(  # type: ignore[no-untyped-def]
     if not gradient:
         return True, loss, log_scale_grad
 
-    # dL/dx. One exponential for both directions while none underflows: see `Fold._factors`
+    # dL/dx. One exponential for both directions while none underflows: see `PassState._factors`
     if not (two_sided or symmetric):
         tile.softmax_gradient(x, c, reference[0, :m], factor[0, :m])
     elif top - least < 40 and top - low < 80 and max(abs(top), abs(low)) < EXACT:

@@ -1,7 +1,7 @@
 """A call whose logits fit one block: three products, and one compiled call between them.
 
-`kernels/cpu/fold.py` does the same for any number of blocks, and for all options. Here there are no
-tiles, no running sums, and no second computation of logits. Vectors of length M and N are loops of
+`kernels/cpu/worker.py` does the same for any number of blocks, and for all options. Here there are
+no tiles, no running sums, and no second computation of logits. Loops over vectors are parts of
 the compiled call, so that a small batch takes little more than its products.
 """
 

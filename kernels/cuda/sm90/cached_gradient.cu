@@ -1,4 +1,4 @@
-// Gradient fold of a block whose exponentials are cached (sweep_lse.cu): they become the gradient block
+// Gradient pass of a block whose exponentials are cached (sweep_lse.cu): they become the gradient block
 // P = dL/dx, in place and without products.
 //
 // The cache holds e = 2^(c x_ij - r), as sweep_lse.cu wrote it, with one reference exponent r for 16 rows and

@@ -1,4 +1,4 @@
-// Gradient fold as a sweep (sweep/sweep.cuh): the gradient block P = dL/dx that tiled/gradient.cu computes, from
+// Gradient pass as a sweep (sweep/sweep.cuh): the gradient block P = dL/dx that tiled/gradient.cu computes, from
 // the same factors, at the speed of the tensor cores.
 #include "sm90/sweep/gradient.cuh"
 #include "sm90/sweep/strip.cuh"

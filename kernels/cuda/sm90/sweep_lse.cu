@@ -1,4 +1,4 @@
-// Log-sum-exp fold as a sweep (sweep/sweep.cuh). It computes the sums of tiled/lse.cu at the speed of the tensor
+// Log-sum-exp pass as a sweep (sweep/sweep.cuh). It computes the sums of tiled/lse.cu at the speed of the tensor
 // cores.
 // Rows. A row keeps a running pair (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference exponent
 // r. Each segment leaves one such pair for each row and consumer.
@@ -27,10 +27,10 @@
 // MAXIMA: the reference exponent of a row is its maximum in every tile, because the caller wants maxima.
 //
 // CACHE: the exponentials are written to the memory of the gradient block, and the reference exponents of all strips
-// and tiles to an array. The gradient fold then needs no products for these logits (cached_gradient.cu). Cached
+// and tiles to an array. The gradient pass then needs no products for these logits (cached_gradient.cu). Cached
 // exponentials are rounded to bfloat16. If gradient blocks have two parts, exponentials are float32: the words of the
 // first part have the even columns, and the words of the second part the odd columns. If the logits of a tile lie too
-// far apart for one reference exponent, its query tile has no cache (`uncached_tiles`), and the gradient fold computes
+// far apart for one reference exponent, its query tile has no cache (`uncached_tiles`), and the gradient pass computes
 // its logits again.
 #include "sm90/sweep/columns.cuh"
 #include "sm90/sweep/strip.cuh"
@@ -55,7 +55,7 @@ constexpr float MAX_CACHED_DISTANCE = 64;
 struct CachedExponentials {
   float* references;    // [strips of 16 rows, stride]: a reference exponent for each strip and tile
   i64 stride;
-  int* uncached_tiles;  // [query tiles of ONLINE_TILE_ROWS rows]: 1 if the gradient fold computes the logits again
+  int* uncached_tiles;  // [query tiles of ONLINE_TILE_ROWS rows]: 1 if the gradient pass computes the logits again
 };
 
 struct Lse {

@@ -1,4 +1,4 @@
-// Gradient fold of narrow rows as a sweep (sweep/sweep.cuh, IN_REGISTERS). P = dL/dx stays in registers, and
+// Gradient pass of narrow rows as a sweep (sweep/sweep.cuh, IN_REGISTERS). P = dL/dx stays in registers, and
 // dQ += P K is accumulated at once, divided by the gradient divisor as P is. For rows this short, it would take longer
 // to write P and to read it twice than to compute the products.
 #include "sm90/sweep/gradient.cuh"

@@ -1,4 +1,4 @@
-// Gradient fold: the gradient block P = dL/dx, from which matrix products compute dQ and dK.
+// Gradient pass: the gradient block P = dL/dx, from which matrix products compute dQ and dK.
 //
 // With c = scale log2 e, x = q . k, R and C the log-sum-exps in base 2 of rows and columns:
 //

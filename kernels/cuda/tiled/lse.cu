@@ -1,4 +1,4 @@
-// Log-sum-exp fold: what a tile of logits adds to the sums of its rows and columns.
+// Log-sum-exp pass: what a tile of logits adds to the sums of its rows and columns.
 //
 // With c = scale log2 e and x = q . k, a tile yields for each of its rows, and with COLUMNS for each
 // of its columns, pairs (m, sum 2^(c (x - m))) over the negatives; positives' logits are recorded and

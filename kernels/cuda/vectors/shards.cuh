@@ -18,7 +18,7 @@ extern "C" __global__ void local_positives(const i64* positives, i64 n, i64 star
   local[i] = at >= 0 && at < stop - start ? at : -1;
 }
 
-// Folds `other` into `sums`.
+// Merge `other` into `sums`.
 extern "C" __global__ void merge_sums(const __grid_constant__ Sums sums,
                                       const __grid_constant__ Sums other, i64 n) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;

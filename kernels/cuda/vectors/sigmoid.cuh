@@ -1,8 +1,8 @@
-// The pairwise sigmoid before and after its fold, on vectors of length M.
+// The pairwise sigmoid before and after its pass, on vectors of length M.
 #pragma once
 #include "vectors/sums.cuh"
 
-// The sigmoid fold's beginning: upstream with the scale folded in, sums of nothing, no positives yet.
+// The sigmoid pass's beginning: upstream times the scale, sums of nothing, no positives yet.
 extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
                                          const __grid_constant__ Scale scale, double* row_factor,
                                          double* losses, double* bias_grad,

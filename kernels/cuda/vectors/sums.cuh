@@ -162,7 +162,7 @@ extern "C" __global__ void raise_scale(const __grid_constant__ Scale scale, doub
 
 // Options of the softmax that change only numbers of a row: see spec.OPTIONS.
 struct RowOptions {
-  Scale scale, exponent_scale;  // the folds take all logits in the scale of exponents
+  Scale scale, exponent_scale;  // the passes take all logits in the scale of exponents
   double margin;
   i64 decoupled;
   const double* key_bias;  // of all keys; or null
@@ -236,7 +236,7 @@ __device__ __forceinline__ void put_lse(const FinalizeArguments& f, void* to, i6
 
 // Finalized.log_scale_grad of a row. With moments: `moment_gradient`, the derivative of its loss, times the
 // upstream gradient. Without moments, only the margin's part: the margin times `at_positives`, the sum of
-// -dL/dx at the positives with the scale folded in. The rest is <dQ_i, q_i>.
+// -dL/dx at the positives, times the scale. The rest is <dQ_i, q_i>.
 __device__ __forceinline__ double log_scale_gradient(const FinalizeArguments& f, i64 i, double moment_gradient,
                                                double at_positives) {
   return f.rows.moment ? f.upstream[i] * moment_gradient : f.options.margin * at_positives;

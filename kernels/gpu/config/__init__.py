@@ -34,13 +34,13 @@ from .workspace import (
     Needs,
     block_sizes_for_all_keys,
     choose_block_sizes,
-    fold_workspace,
     gradient_stride,
     largest_blocks,
     least_workspace,
     may_stage_all_rows,
     sums_at_once,
     term_bytes,
+    workspace_of_passes,
 )
 
 __all__ = [
@@ -67,7 +67,6 @@ __all__ = [
     "defines",
     "element_bytes",
     "fastest_operand_precision",
-    "fold_workspace",
     "gradient_stride",
     "largest_blocks",
     "least_workspace",
@@ -83,4 +82,5 @@ __all__ = [
     "term_bytes",
     "tile_for",
     "truncation_bias",
+    "workspace_of_passes",
 ]

@@ -1,4 +1,4 @@
-"""The memory that a fold needs in the workspace, and the largest blocks that fit it.
+"""The memory that a pass needs in the workspace, and the largest blocks that fit it.
 
 A launch computes one block of the logit matrix. The workspace must have room for dL/dx of the block
 and for all other temporary arrays.
@@ -37,7 +37,7 @@ PIECE_ROWS = 64  # rows that linear.cu adds up before it joins the sums of a seg
 
 @dataclass(frozen=True)
 class Needs:
-    """The arrays that a fold needs in the workspace; vectors of length M and N are outside it."""
+    """The arrays that a pass needs in the workspace; vectors of length M and N are outside it."""
 
     precision: str
     staged_query: bool  # operands are converted or normalised copies
@@ -51,7 +51,7 @@ class Needs:
     # bytes of a row of dK's destination, if accumulators of dK's first rows may overlay it; 0: all
     # accumulators are in the workspace
     overlay_row_bytes: int = 0
-    # bytes of staged copies of all rows, made before the folds; 0: each fold copies a block's rows
+    # bytes of staged copies of all rows, made before the passes; 0: each pass copies a block's rows
     staged_copy_bytes: int = 0
     weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
@@ -61,12 +61,12 @@ class Needs:
 
     @property
     def statistics_needs(self) -> Needs:
-        """The needs of the log-sum-exp fold."""
+        """The needs of the log-sum-exp pass."""
         return replace(self, gradient=False, dq_accumulators=0, dk_in_workspace=False, rows=True)
 
     @property
     def gradient_needs(self) -> Needs:
-        """The needs of the gradient fold."""
+        """The needs of the gradient pass."""
         return self if self.teacher_rows is not None else replace(self, columns=False)
 
     def accumulator_row_bytes(self, d: int) -> int:
@@ -90,7 +90,7 @@ class Needs:
         sizes = {
             "query_rows": self.staged_query * by_block * rows * operand_row,
             "key_rows": self.staged_key * by_block * columns * operand_row,
-            # staged rows come first: a later fold may find them in the same place
+            # staged rows come first: a later pass may find them in the same place
             **(self.guide.parts(rows, columns) if self.guide is not None else {}),
             "teacher_query_rows": rows * teacher_query_row,
             "teacher_key_rows": columns * teacher_key_row,
@@ -118,7 +118,7 @@ class Needs:
         dq_rows = self.dq_accumulators * rows
         return sum(self.parts(rows, columns, d, block_n, dq_rows, dk_rows).values())
 
-    def fold_bytes(self, block_sizes: BlockSizes, d: int, block_n: int) -> int:
+    def pass_bytes(self, block_sizes: BlockSizes, d: int, block_n: int) -> int:
         """Bytes for the largest block, and for the accumulators of dK."""
         dk_rows = block_sizes.dk_rows - block_sizes.overlaid
         return self.block_bytes(block_sizes.rows, block_sizes.columns, d, block_n, dk_rows)
@@ -146,15 +146,15 @@ def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: i
     return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
 
 
-def fold_workspace(workspace: int, reserved: int) -> int:
+def workspace_of_passes(workspace: int, reserved: int) -> int:
     """Bytes of the workspace without `reserved` bytes for other arrays; at least half of it."""
     return workspace - min(workspace // 2, reserved)
 
 
 def may_stage_all_rows(copy_bytes: int, workspace: int) -> bool:
-    """Whether the folds' workspace has room for staged copies of all rows.
+    """Whether the passes' workspace has room for staged copies of all rows.
 
-    Otherwise each fold stages the rows of a block before it computes the block.
+    Otherwise each pass stages the rows of a block before it computes the block.
     """
     return copy_bytes <= workspace // 5
 
@@ -191,13 +191,13 @@ def sums_at_once(
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes of a fold's blocks, and the memory of its accumulator of dK."""
+    """The sizes of a pass's blocks, and the memory of its accumulator of dK."""
 
     rows: int  # of a block
     columns: int
     dk_rows: int  # rows of dK that accumulate at a time; 0: all, in the destination of dK
     overlaid: int = 0  # the first of these rows, whose accumulators overlay the destination
-    cached_columns: int = 0  # the first columns, whose exponentials are cached between the folds
+    cached_columns: int = 0  # the first columns, whose exponentials are cached between the passes
 
     def column_blocks(self, n: int) -> list[slice]:
         """The column blocks of n columns.
@@ -271,19 +271,19 @@ def choose_block_sizes(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
     cache_bytes: int = 0, reserved: int = 0, most_side: int | None = None,
 ) -> tuple[BlockSizes, BlockSizes, int]:  # fmt: skip
-    """Blocks of the log-sum-exp fold, blocks of the gradient fold, and bytes for both folds.
+    """Blocks of the log-sum-exp pass, blocks of the gradient pass, and bytes for both passes.
 
-    The gradient fold has smaller blocks, because dL/dx takes memory.
+    The gradient pass has smaller blocks, because dL/dx takes memory.
 
-    - `workspace`: bytes of the folds, from which `fold_workspace` has subtracted `reserved`.
-    - `cache_bytes`: if not 0, the folds may take that many bytes instead, and cache as many
+    - `workspace`: bytes of the passes, from which `workspace_of_passes` has subtracted `reserved`.
+    - `cache_bytes`: if not 0, the passes may take that many bytes instead, and cache as many
       exponentials as fit.
     - `most_side`: blocks have at most that many rows and columns, unless exponentials are cached.
 
     ValueError if there would be too many blocks (`has_few_blocks`).
     """
-    folds = needs.statistics_needs, needs.gradient_needs
-    least = max(least_workspace(shape, each, block_n) for each in folds)  # bytes
+    passes = needs.statistics_needs, needs.gradient_needs
+    least = max(least_workspace(shape, each, block_n) for each in passes)  # bytes
     if workspace < least:
         # the message names the caller's workspace, which includes the reserved bytes
         least, workspace = (size + min(size, reserved) for size in (least, workspace))
@@ -292,11 +292,11 @@ def choose_block_sizes(
     if caching is not None:
         return caching
     first, second = (
-        largest_blocks(shape, each, workspace, block_n, symmetric, most_side) for each in folds
+        largest_blocks(shape, each, workspace, block_n, symmetric, most_side) for each in passes
     )
     sizes = (
-        each.fold_bytes(block_sizes, shape[2], block_n)
-        for each, block_sizes in zip(folds, (first, second), strict=True)
+        each.pass_bytes(block_sizes, shape[2], block_n)
+        for each, block_sizes in zip(passes, (first, second), strict=True)
     )
     return first, second, max(sizes)
 
@@ -305,7 +305,7 @@ def choose_block_sizes(
 def block_sizes_for_all_keys(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
 ) -> tuple[BlockSizes, BlockSizes, int] | None:
-    """`choose_block_sizes` for one fold with log-sum-exps, dQ and dK; None if too few rows fit.
+    """`choose_block_sizes` for one pass with log-sum-exps, dQ and dK; None if too few rows fit.
 
     A block has all keys, because the sums of its rows must be complete before dK gains products
     with their queries.
@@ -319,7 +319,7 @@ def block_sizes_for_all_keys(
     room = workspace - needs.staged_copy_bytes
 
     def size(overlaid: int, rows: int) -> int:
-        return needs.fold_bytes(BlockSizes(rows, n, dk_rows, overlaid), d, block_n)
+        return needs.pass_bytes(BlockSizes(rows, n, dk_rows, overlaid), d, block_n)
 
     def count_block_rows(overlaid: int) -> int:
         rows = _largest(m, lambda rows: size(overlaid, rows) <= room)
@@ -352,9 +352,9 @@ def _block_sizes_with_cache(
 
     def size(overlaid: int, columns: int) -> int:
         block_sizes = BlockSizes(m, columns, dk_rows, overlaid)
-        folds = needs.statistics_needs, gradient_needs
+        passes = needs.statistics_needs, gradient_needs
         other_bytes = needs.staged_copy_bytes + max(
-            fold.fold_bytes(block_sizes, d, block_n) for fold in folds
+            scheduled.pass_bytes(block_sizes, d, block_n) for scheduled in passes
         )
         return sum(needs.cached_parts(m, columns, d).values()) + other_bytes
 

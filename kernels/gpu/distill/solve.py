@@ -1,7 +1,7 @@
 """Distillation on a GPU, by kernels: see `infonce.kernels.distill.solve`.
 
-Two log-sum-exp folds, of the student and of the teacher, are those of a loss without positives.
-Then one fold computes the products of both models, and from them the gradients and the rest of the
+Two log-sum-exp passes, of the student and of the teacher, are those of a loss without positives.
+Then one pass computes the products of both models, and from them the gradients and the rest of the
 losses: the mean of the student's logits under the teacher's softmax, and the gradient of the scale.
 """
 
@@ -24,7 +24,7 @@ from ..schedule import Call, Schedule, tiled_schedule
 from ..tiled.backend import GPU
 from ..tiled.buffers import Buffers
 from ..vectors import ElementwiseVectors, TiledVectors
-from .fold import Distillation, DistillationRun, Pair, Teacher, probability_factors
+from .run import Distillation, DistillationRun, Pair, Teacher, probability_factors
 
 
 def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients | None) -> Solution:
@@ -60,7 +60,7 @@ def _statistics(model: Problem) -> Statistics:
     """The sums of a model's exponentials."""
     gpu = GPU(model)
     model, stats = gpu.vectors.statistics(model)
-    gpu.run(gpu.schedule.folds, model, stats, None)
+    gpu.run(gpu.schedule.passes, model, stats, None)
     return stats
 
 
@@ -93,11 +93,11 @@ def _solve(
         factors, row_weight * weight,
         None if columns is None else column_weight * weight, row_sums, column_sums,
     )  # fmt: skip
-    for before, fold in zip((None, *schedule.folds), schedule.folds, strict=False):
+    for before, scheduled in zip((None, *schedule.passes), schedule.passes, strict=False):
         if before is not None and before.dk_accumulator is None:
-            # losses are complete: those of the folds for dK are not counted
+            # losses are complete: those of the passes for dK are not counted
             epilogue = replace(epilogue, row_sums=row_sums.copy(), column_sums=column_sums.copy())
-        DistillationRun(buffers, problem, fold, epilogue, gradients, teacher).run()
+        DistillationRun(buffers, problem, scheduled, epilogue, gradients, teacher).run()
 
     row_loss, slope = _losses(problem, buffers, row_sums, factors[0].row_reference, rows[0])
     losses, slope = row_weight * row_loss + nans, row_weight * slope

@@ -1,29 +1,26 @@
 """How a call runs on a GPU, decided before anything runs. Nothing here needs a GPU or CuPy."""
 
-from .call import BlockFold, Call, Loss, Matrix, Purpose
+from .call import BlockPass, Call, Loss, Matrix, Purpose
 from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule
-from .folds import (
-    CACHED_BLOCK_COLUMNS,
-    AccumulatorRows,
-    Fold,
-    GuideSchedule,
-    OperandRows,
-    Operands,
-    Part,
-    Reading,
-    ScheduledKernel,
-)
 from .fused import OneLaunch, one_launch
 from .matrix_products import divide_keys, products
 from .method import choose_method, has_plan, is_computed_by_kernels_only
+from .operands import OperandRows, Operands, Reading
+from .passes import (
+    CACHED_BLOCK_COLUMNS,
+    AccumulatorRows,
+    GuideSchedule,
+    Part,
+    ScheduledKernel,
+    ScheduledPass,
+)
 
 __all__ = [
     "ALIGNMENT",
     "CACHED_BLOCK_COLUMNS",
     "AccumulatorRows",
-    "BlockFold",
+    "BlockPass",
     "Call",
-    "Fold",
     "GuideSchedule",
     "Loss",
     "Matrix",
@@ -35,6 +32,7 @@ __all__ = [
     "Reading",
     "Schedule",
     "ScheduledKernel",
+    "ScheduledPass",
     "choose_method",
     "divide_keys",
     "has_plan",

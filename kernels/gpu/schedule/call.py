@@ -23,7 +23,7 @@ class Loss(Enum):
 
 
 class Purpose(Enum):
-    """The purpose of a fold."""
+    """The purpose of a pass."""
 
     STATISTICS = "log-sum-exp"
     RANKS = "ranks"
@@ -73,28 +73,28 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class BlockFold:
-    """The fold of a block over ranks: of this rank's queries and of some keys."""
+class BlockPass:
+    """The pass of a block over ranks: of this rank's queries and of some keys."""
 
-    purpose: Purpose | None  # None: a question about features, and no fold
+    purpose: Purpose | None  # None: a question about features, and no pass
     triangle: bool = False  # each pair of views is visited once
     column_sums: bool = False  # columns have a softmax
-    accumulates: bool = False  # the fold adds to gradients, or a later fold of the call will
+    accumulates: bool = False  # the pass adds to gradients, or a later pass of the call will
 
     @staticmethod
-    def of(epilogue: Any, triangle: bool, accumulates: bool) -> BlockFold:
-        """The description of an epilogue's fold, or of a question."""
+    def of(epilogue: Any, triangle: bool, accumulates: bool) -> BlockPass:
+        """The description of an epilogue's pass, or of a question."""
         match epilogue:
             case Statistics():
-                return BlockFold(Purpose.STATISTICS, triangle, epilogue.columns is not None)
+                return BlockPass(Purpose.STATISTICS, triangle, epilogue.columns is not None)
             case RetrievalRanks():
-                return BlockFold(Purpose.RANKS, triangle, epilogue.column_rank is not None)
+                return BlockPass(Purpose.RANKS, triangle, epilogue.column_rank is not None)
             case SoftmaxGradient():
                 two_sided = epilogue.column_reference is not None
-                return BlockFold(Purpose.GRADIENT, triangle, two_sided, accumulates)
+                return BlockPass(Purpose.GRADIENT, triangle, two_sided, accumulates)
             case Sigmoid():
-                return BlockFold(Purpose.SIGMOID, triangle, accumulates=accumulates)
-        return BlockFold(None)
+                return BlockPass(Purpose.SIGMOID, triangle, accumulates=accumulates)
+        return BlockPass(None)
 
 
 @dataclass(frozen=True)
@@ -135,15 +135,15 @@ class Call:
     moments: bool = False  # sums have first moments, from which the gradient of the scale follows
     joint_copy_bytes: int = 0  # of the workspace, for copies that a joint loss needs
     adds_query: bool = False  # dQ is added to the contents of its destination
-    block: BlockFold | None = None  # None: all folds of a whole call
+    block: BlockPass | None = None  # None: all passes of a whole call
 
     @staticmethod
-    def of(problem: Problem, gradients: Gradients | None, block: BlockFold | None = None) -> Call:
+    def of(problem: Problem, gradients: Gradients | None, block: BlockPass | None = None) -> Call:
         """The description of a problem on a GPU."""
         dq = dk = None
         if gradients is not None:
             dq, dk = map(_describe_matrix, (gradients.query, gradients.key))
-            if dq is None and gradients.want_query:  # of a later fold: it adds to dQ in float32
+            if dq is None and gradients.want_query:  # of a later pass: it adds to dQ in float32
                 m, _, d = problem.shape
                 dq = Matrix.packed(m, d, "float32")
         teacher: tuple[Array, Array] = (None, None)

@@ -1,7 +1,7 @@
 """The schedule of a call on a GPU: all decisions before the first launch, by pure functions.
 
 `tiled_schedule` makes the decisions from top to bottom: the precision of operands, the kernels, the
-blocks, the parts of the workspace, and the folds in their order. It depends on shapes, dtypes,
+blocks, the parts of the workspace, and the passes in their order. It depends on shapes, dtypes,
 strides and options, and reads no array.
 """
 
@@ -15,19 +15,17 @@ import numpy as np
 from .. import config
 from ..config import DeviceProperties, Needs, Sweep, Tile
 from .call import ITEM, Call, Loss, Matrix
-from .folds import (
-    Fold,
-    Folds,
+from .fused import TILE, OneLaunch, one_launch
+from .method import choose_method
+from .operands import OperandRows, Operands, Reading
+from .passes import (
     GuideSchedule,
-    OperandRows,
-    Operands,
     Part,
-    Reading,
+    PassScheduler,
+    ScheduledPass,
     WorkspaceDivision,
     scheduled_kernel,
 )  # fmt: skip
-from .fused import TILE, OneLaunch, one_launch
-from .method import choose_method
 
 # Precisions for which one pass computes log-sum-exps and gradients. Its elements 2^(x - r) have
 # reference exponents r that are not maxima (kernels/cuda/sm90/reference_exponents.cuh). Bfloat16
@@ -38,7 +36,7 @@ ONE_PASS = ("bf16x3", "bf16")
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
 GROUP_BLOCK = 8192  # most rows and columns of a block, if groups leave out blocks
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
-# Bytes that alignment may add: less than ALIGNMENT for each part. A fold has at most 14 parts
+# Bytes that alignment may add: less than ALIGNMENT for each part. A pass has at most 14 parts
 # (`Needs.parts`), and the cache has 2 (`Needs.cached_parts`)
 ALIGNMENT_BYTES = 16 * ALIGNMENT
 
@@ -56,11 +54,11 @@ class Schedule:
     sweep: Sweep | None = None  # which replaces tiles
     guide: GuideSchedule | None = None
     teacher: Operands | None = None
-    folds: tuple[Fold, ...] = ()
+    passes: tuple[ScheduledPass, ...] = ()
     one_pass: bool = False
-    cached_columns: int = 0  # columns whose exponentials are cached between the folds
+    cached_columns: int = 0  # columns whose exponentials are cached between the passes
     cached: tuple[Part, ...] = ()  # parts of the workspace for cached exponentials
-    workspace: int = 0  # bytes of the cached parts and of the largest fold's parts
+    workspace: int = 0  # bytes of the cached parts and of the largest pass's parts
 
 
 def schedule(call: Call, device: DeviceProperties) -> Schedule:
@@ -85,9 +83,9 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     guide = choose_guide(call, device) if call.guided else None
     sweep, register_sweep = choose_sweeps(call, operands, teacher, device)
     division = divide_workspace(call, operands, tile, sweep, register_sweep, guide, teacher, device)
-    folds = Folds(call, operands, tile, sweep, register_sweep, division).all()
+    passes = PassScheduler(call, operands, tile, sweep, register_sweep, division).all()
     return Schedule(
-        call, "tiled", device, None, operands, tile, sweep, guide, teacher, folds,
+        call, "tiled", device, None, operands, tile, sweep, guide, teacher, passes,
         division.one_pass, division.gradient.cached_columns, cached_memory(call, division),
         division.workspace,
     )  # fmt: skip
@@ -128,7 +126,7 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
             operand_precision in config.FLOAT16 and call.query.dtype != "float16"
         )
     if in_parts and call.has_limits and (call.symmetric or call.limits_given):
-        # products are compared with limits: each must be the same number in all blocks and folds,
+        # products are compared with limits: each must be the same number in all blocks and passes,
         # and x_ji must equal x_ij
         operand_precision = "fp32"
     if not config.supported(operand_precision, device):
@@ -148,7 +146,7 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
         z.rows * side.row_bytes for side, z in sides if side.reading is not Reading.IN_PLACE
     )
     reserved = reserved_bytes(call, operand_precision)
-    workspace = config.fold_workspace(call.workspace, reserved)
+    workspace = config.workspace_of_passes(call.workspace, reserved)
     staged_copy_bytes = staged_bytes if config.may_stage_all_rows(staged_bytes, workspace) else 0
     if staged_copy_bytes:
         query, key = (
@@ -167,7 +165,7 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
 
 
 def reserved_bytes(call: Call, operand_precision: str) -> int:
-    """Bytes of the workspace for linear terms and joint losses, which folds cannot take."""
+    """Bytes of the workspace for linear terms and joint losses, which passes cannot take."""
     sides = (1 + call.two_sided) * call.smoothing
     return call.joint_copy_bytes + config.term_bytes(
         call.shape, sides, call.class_sums, config.ACCUMULATOR_BYTES[operand_precision]
@@ -258,7 +256,7 @@ def divide_workspace(
     """Whether one pass is enough, the largest blocks that fit, and where gradients accumulate."""
     shape, symmetric = call.shape, call.symmetric
     reserved = reserved_bytes(call, operands.precision)
-    room = config.fold_workspace(call.workspace, reserved)
+    room = config.workspace_of_passes(call.workspace, reserved)
     dq, dk, dq_copies = call.query_gradient, call.key_gradient, 1
     if dq is not None and not symmetric:
         dq_copies = config.sums_at_once(shape, operands.precision, device.multiprocessors, room)
@@ -316,13 +314,13 @@ def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None)
 
 
 def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) -> bool:
-    """Whether the log-sum-exp fold may leave exponentials to the gradient fold:
+    """Whether the log-sum-exp pass may leave exponentials to the gradient pass:
 
     - The call is no block over ranks, and wants gradients.
     - The precision has cached exponentials (`MIN_CACHED_K_SLICES`).
     - Rows are long, so that their product takes more time than the cache.
     - The loss has a softmax, and queries are not the keys: a triangle has no cache.
-    - There are no retrieval ranks, whose fold would run between these two.
+    - There are no retrieval ranks, whose pass would run between these two.
     - Pairs have no options, which the kernel of cached exponentials does not take.
     - The call does not want dQ only with one softmax: one pass computes it without a cache.
     """

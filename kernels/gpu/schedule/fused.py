@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .folds import Part, ScheduledKernel
+from .passes import Part, ScheduledKernel
 
 THREADS = 256
 TILE = 64  # rows and columns of a tile

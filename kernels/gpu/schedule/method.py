@@ -16,7 +16,7 @@ def choose_method(asked: Problem | Call) -> str:
     """The method of a call:
 
     "fused"   one launch, for a small batch or if the caller asks for it
-    "tiled"   folds over blocks, for other batches or if the caller asks for them
+    "tiled"   passes over blocks, for other batches or if the caller asks for them
     "naive"   the whole matrix, if the caller asks for it, or asks for "fused" with options
 
     ValueError for "fused" if the logits do not fit the workspace, or if `metrics` asks for ranks.

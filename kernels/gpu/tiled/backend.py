@@ -1,8 +1,8 @@
 """The GPU backend: sweeps or tiled kernels for logits and their epilogues, cuBLAS for the rest.
 
-`kernels/gpu/schedule` decides how a call runs; here its folds run, in their order. A fold visits
-blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing but
-(max, sum) pairs of each tile's rows and columns; the gradient fold writes dL/dx of a block in the
+`kernels/gpu/schedule` decides how a call runs; here its passes run, in their order. A pass visits
+blocks of the logit matrix that fit the workspace. The log-sum-exp pass writes nothing but
+(max, sum) pairs of each tile's rows and columns; the gradient pass writes dL/dx of a block in the
 precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
 (float64). Everything is queued on the caller's current stream; nothing waits for the device.
 """
@@ -24,12 +24,11 @@ from ...targets import with_limits
 from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import Rows
-from ..schedule import BlockFold, Call, Fold, Purpose, tiled_schedule
+from ..schedule import BlockPass, Call, Purpose, ScheduledPass, tiled_schedule
 from .buffers import Buffers
 from .gradient import SoftmaxRun
 from .lse import RanksRun, StatisticsRun
-from .online import OnlineRun
-from .sigmoid import SigmoidRun
+from .one_pass import OnlineRun, SigmoidRun
 
 RUNS: dict[Purpose, Any] = {
     Purpose.STATISTICS: StatisticsRun, Purpose.RANKS: RanksRun, Purpose.GRADIENT: SoftmaxRun,
@@ -41,12 +40,12 @@ class GPU:
     """One problem on the current device: a whole call, or a `block` of one over ranks.
 
     `queue` runs launches on the current stream, or records them. Gradients of a block may be those
-    of a later fold: both then have workspaces of one size, of which the memory pool holds one.
+    of a later pass: both then have workspaces of one size, of which the memory pool holds one.
     """
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None = None, queue: Queue | None = None,
-        block: BlockFold | None = None,
+        block: BlockPass | None = None,
     ) -> None:  # fmt: skip
         properties = device_properties(cupy.cuda.Device().id)
         self.schedule = tiled_schedule(Call.of(problem, gradients, block), properties)
@@ -55,7 +54,7 @@ class GPU:
 
     def solve(self, problem: Problem, gradients: Gradients | None) -> Solution:
         """Loss, log-sum-exps and gradients of a whole call."""
-        vectors, folds = self.vectors, self.schedule.folds
+        vectors, passes = self.vectors, self.schedule.passes
         gradients = vectors.with_dots(problem, gradients)
         dots = None if gradients is None else gradients.dots
         if problem.bias is not None:
@@ -69,13 +68,13 @@ class GPU:
         }  # fmt: skip
         if problem.has_limits:
             problem = with_limits(problem, self, vectors)
-        sums = [fold for fold in folds if fold.purpose in epilogues]
-        for fold in sums:
-            self.run((fold,), problem, epilogues[fold.purpose], gradients)
+        sums = [scheduled for scheduled in passes if scheduled.purpose in epilogues]
+        for scheduled in sums:
+            self.run((scheduled,), problem, epilogues[scheduled.purpose], gradients)
         triangle = sums[0].grid.triangle
         end = vectors.finalize(problem, stats, triangle, gradients is not None, self)
         epilogue = end.softmax_gradient(problem.symmetric)
-        self.run(folds[len(sums) :], problem, epilogue, gradients)
+        self.run(passes[len(sums) :], problem, epilogue, gradients)
         if end.own is not None and gradients is not None:
             end.own.finish(end, gradients)
         loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
@@ -85,7 +84,7 @@ class GPU:
         self, problem: Problem, gradients: Gradients | None, dots: Array | None
     ) -> Solution:
         problem, epilogue = self.vectors.sigmoid(problem)
-        self.run(self.schedule.folds, problem, epilogue, gradients)
+        self.run(self.schedule.passes, problem, epilogue, gradients)
         losses = self.vectors.losses_with_nans(problem, epilogue, self)
         bias_grad = epilogue.bias_grad if problem.scalar_grads else None
         loss, scale_grad, bias_grad = self.vectors.totals(
@@ -93,27 +92,27 @@ class GPU:
         )
         return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)
 
-    def fold_block(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
-        """The fold of a block, or the answer to a question about it."""
+    def run_block_pass(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
+        """The pass of a block, or the answer to a question about it."""
         if callable(epilogue):
             epilogue(self, problem)
             return
-        self.run(self.schedule.folds, problem, epilogue, gradients)
+        self.run(self.schedule.passes, problem, epilogue, gradients)
 
     def run(
-        self, folds: Sequence[Fold], problem: Problem, epilogue: Epilogue,
+        self, passes: Sequence[ScheduledPass], problem: Problem, epilogue: Epilogue,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        """Folds of one epilogue, in their order."""
+        """Run the passes of one epilogue, in their order."""
         if not self.buffers.logit_scale:  # these are the first
             self.buffers.prepare(problem)
-        for before, fold in zip((None, *folds), folds, strict=False):
+        for before, scheduled in zip((None, *passes), passes, strict=False):
             dq_alone = before is not None and before.dk_accumulator is None
             if dq_alone and isinstance(epilogue, Sigmoid):
-                # losses are complete: those of the folds for dK are not counted
+                # losses are complete: those of the passes for dK are not counted
                 _, uncounted = self.vectors.sigmoid(problem)
                 epilogue = replace(uncounted, row_factor=epilogue.row_factor)
-            RUNS[fold.purpose](self.buffers, problem, fold, epilogue, gradients).run()
+            RUNS[scheduled.purpose](self.buffers, problem, scheduled, epilogue, gradients).run()
 
     # -- other methods of `solve.Backend` and `linear.Summing`
 

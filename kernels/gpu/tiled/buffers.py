@@ -1,7 +1,8 @@
-"""Memory and vectors that all folds of one call share on a GPU."""
+"""The workspace, memory and vectors that all passes of one call share on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,10 +15,46 @@ from ..device.arguments import NATURAL, Fields, address
 from ..device.launcher import Launcher
 from ..device.launches import Queue
 from ..linear import Rows
-from ..schedule import Schedule
+from ..schedule import ALIGNMENT, Part, Schedule, ScheduledPass
 from ..vectors import TiledVectors
+from .gradient_blocks import CachedExponentials
 from .guide import Guide
-from .operands import CachedExponentials, OperandSide, Workspace, find_feature_divisors, to_products
+from .operands import OperandSide, find_feature_divisors, to_products
+
+
+class Workspace:
+    """The workspace of a call: one allocation, which each pass divides into its own parts.
+
+    The cached exponentials come first, and stay from pass to pass. The memory goes back to CuPy's
+    pool with the call's buffers, also after an error.
+    """
+
+    def __init__(self, schedule: Schedule, queue: Queue) -> None:
+        self.schedule, self.queue = schedule, queue
+        self.memory: Array = None
+        self.staged: dict[str, slice] = {}  # the rows in each staging buffer, by its name
+        self.layout: tuple[int, int] | None = None  # rows and columns of a pass's largest block
+
+    def parts(self, parts: Sequence[Part]) -> dict[str, Array]:
+        """Divides the workspace: an array of bytes for each part, by name.
+
+        The parts are those of cached exponentials and of a pass. `PassScheduler.memory` of
+        kernels/gpu/schedule/passes.py has chosen the names and sizes of a pass.
+        """
+        if self.memory is None:
+            self.memory = self.queue.scratch(self.schedule.workspace)
+        arrays, start = {}, 0
+        for part in (*self.schedule.cached, *parts):
+            arrays[part.name] = cupy.ndarray(part.bytes, np.uint8, self.memory.data + start)
+            start += -(-part.bytes // ALIGNMENT) * ALIGNMENT
+        assert start <= self.schedule.workspace
+        return arrays
+
+    def begin_pass(self, scheduled: ScheduledPass) -> dict[str, Array]:
+        """The parts of a pass. Rows that the last pass has staged stay if blocks have its size."""
+        if self.layout != scheduled.grid.largest:
+            self.layout, self.staged = scheduled.grid.largest, {}
+        return self.parts(scheduled.workspace)
 
 
 class PairVectors:
@@ -116,13 +153,13 @@ class Buffers:
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
         if schedule.cached:
-            self.cached = CachedExponentials(schedule, self.workspace, queue)
+            self.cached = CachedExponentials(schedule, self.workspace.parts(()), queue)
         self.logit_scale: Fields = {}  # struct Scale, by which products are multiplied to be logits
         self.pair_vectors: PairVectors | None = None
         self._queries_by_key: tuple[Array, Array, Array] | None = None
 
     def prepare(self, problem: Problem) -> None:
-        """Before the first fold: float16 divisors of features; limits and biases as products; the
+        """Before the first pass: float16 divisors of features; limits and biases as products; the
         limits of a guide."""
         self.feature_divisors = find_feature_divisors(
             self.launcher, self.sides, self.schedule.device.multiprocessors

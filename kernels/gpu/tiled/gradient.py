@@ -1,4 +1,4 @@
-"""The run of a gradient fold: gradient blocks P = dL/dx, and their products dQ and dK."""
+"""The run of a gradient pass: gradient blocks P = dL/dx, and their products dQ and dK."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
 from ..linear import linear_gradients
-from ..schedule import CACHED_BLOCK_COLUMNS, Fold
+from ..schedule import CACHED_BLOCK_COLUMNS, ScheduledPass
 from .buffers import Buffers
-from .fold import FoldRun
-from .operands import (
+from .gradient_blocks import (
     NO_GRADIENT_BLOCK,
     RANGE_THREADS,
     SOURCES,
@@ -25,10 +24,11 @@ from .operands import (
     CachedExponentials,
     Factors,
     GradientBlock,
-    Operand,
     find_ranges,
     new_ranges,
 )
+from .operands import Operand
+from .run import PassRun
 
 # A gradient block is divided by its gradient divisor, which brings the largest element near this
 # number, because float16 overflows at 65504. The factors that normalise two rows are at most 2
@@ -47,14 +47,14 @@ def _host_number(value: float, real: np.dtype[Any]) -> tuple[Array, int]:
     return number, number.ctypes.data
 
 
-class GradientRun(FoldRun):
+class GradientRun(PassRun):
     """Gradient blocks P, and their products dQ += P K and dK += P' Q."""
 
     def __init__(
-        self, buffers: Buffers, problem: Problem, fold: Fold, phase: str,
+        self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, phase: str,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(buffers, problem, fold, phase)
+        super().__init__(buffers, problem, scheduled, phase)
         self.gradients = gradients
         # struct Ranges, whose first number is the gradient divisor
         self.ranges = new_ranges()
@@ -72,11 +72,11 @@ class GradientRun(FoldRun):
             self.gradient_block = GradientBlock(
                 self.memory["gradient_block"], self.columns, buffers.precision
             )
-        if gradients is None or not fold.gradients:
+        if gradients is None or not scheduled.gradients:
             return
-        dq = dk = self.accumulator(fold.dq_accumulator, gradients.query, "dq_accumulator")
-        if fold.dk_accumulator is not fold.dq_accumulator:
-            dk = self.accumulator(fold.dk_accumulator, gradients.key, "dk_accumulator")
+        dq = dk = self.accumulator(scheduled.dq_accumulator, gradients.query, "dq_accumulator")
+        if scheduled.dk_accumulator is not scheduled.dq_accumulator:
+            dk = self.accumulator(scheduled.dk_accumulator, gradients.key, "dk_accumulator")
         self.dq_accumulator, self.dk_accumulator = dq, dk
 
     def accumulator(
@@ -96,14 +96,14 @@ class GradientRun(FoldRun):
 
     def gradient_arguments(self) -> Fields:
         """The arguments of a sweep that describe the gradient block."""
-        if not self.fold.gradients:
+        if not self.scheduled.gradients:
             return NO_GRADIENT_BLOCK
         tensor_map = self.gradient_block.map(self.launcher.queue, self.q.rows)
         return {"gradient_block": self.gradient_fields(), "gradient_map": tensor_map}
 
     def gradient_fields(self) -> Any:
         """The argument of a tiled kernel that describes the gradient block."""
-        if not self.fold.gradients:
+        if not self.scheduled.gradients:
             return NO_GRADIENT_BLOCK["gradient_block"]
         return self.gradient_block.fields
 
@@ -138,7 +138,7 @@ class GradientRun(FoldRun):
 
     def begin_rows(self, accumulator: Accumulator, rows: slice) -> None:
         """Let the accumulator of dQ begin at `rows`, if it holds the rows of one block only."""
-        memory = self.fold.dq_accumulator
+        memory = self.scheduled.dq_accumulator
         if not (self.grid.triangle or memory is None or memory.in_place):
             accumulator.first = rows.start
 
@@ -208,7 +208,7 @@ class GradientRun(FoldRun):
         ascending order, so that they overwrite only accumulators that are complete already.
         """
         accumulator, gradients = self.dk_accumulator, self.gradients
-        accumulator_rows = self.fold.dk_accumulator
+        accumulator_rows = self.scheduled.dk_accumulator
         if accumulator is None or accumulator_rows is None:
             return
         assert gradients is not None
@@ -292,10 +292,10 @@ class SoftmaxRun(GradientRun):
     """
 
     def __init__(
-        self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: SoftmaxGradient,
-        gradients: Gradients | None,
+        self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass,
+        epilogue: SoftmaxGradient, gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(buffers, problem, fold, epilogue.phase, gradients)
+        super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         m, n, _ = problem.shape
         vectors = (getattr(epilogue, name) for name in SOURCES)
         sources: dict[str, Array] = {  # kernels read contiguous float64
@@ -316,7 +316,7 @@ class SoftmaxRun(GradientRun):
         self.find_ranges(m, n, by_factor=not bounded_by_positive, **sources)
         self.positive_gradient = sources["positive_gradient"]
         if epilogue.linear:
-            sides = (False, fold.dq_accumulator), (True, fold.dk_accumulator)
+            sides = (False, scheduled.dq_accumulator), (True, scheduled.dk_accumulator)
             self.linear = {
                 is_key_side: linear_gradients(
                     epilogue.linear, *buffers.linear_rows, is_key_side, problem.symmetric
@@ -338,7 +338,7 @@ class SoftmaxRun(GradientRun):
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         factors, cached = self.factors.fields(rows, columns), self.buffers.cached
         visited_tiles = None
-        if self.fold.in_registers:
+        if self.scheduled.in_registers:
             self.add_in_registers(rows, columns, row_block, factors)
             return
         if cached is not None:
@@ -352,7 +352,7 @@ class SoftmaxRun(GradientRun):
             arguments["gradient_block"] = self.gradient_block.fields
         else:
             arguments |= {**self.gradient_arguments(), "visited_tiles": visited_tiles}
-        self.launch(self.fold.kernel, rows, columns, arguments)
+        self.launch(self.scheduled.kernel, rows, columns, arguments)
         self.multiply(rows, columns, row_block, column_block)
 
     def from_cached(
@@ -362,7 +362,8 @@ class SoftmaxRun(GradientRun):
 
         The sweep computes the query tiles without a cache, `cached.uncached_tiles`.
         """
-        kernel, strips, n = self.fold.cached_kernel, -(-self.q.rows // config.STRIP), self.k.rows
+        kernel = self.scheduled.cached_kernel
+        strips, n = -(-self.q.rows // config.STRIP), self.k.rows
         assert kernel is not None
         self.launcher.run(
             kernel, strips * -(-n // CACHED_BLOCK_COLUMNS),
@@ -386,4 +387,4 @@ class SoftmaxRun(GradientRun):
             "stride": accumulator.stride, "columns": self.problem.shape[2],
             "add": not self.begins(accumulator, row_block),
         }  # fmt: skip
-        self.launch(self.fold.kernel, rows, columns, arguments)
+        self.launch(self.scheduled.kernel, rows, columns, arguments)

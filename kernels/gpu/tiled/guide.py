@@ -68,7 +68,7 @@ class Guide:
         )  # fmt: skip
 
     def prepare(self, problem: Problem) -> None:
-        """Before the first fold: limits as products, of rows and of columns."""
+        """Before the first pass: limits as products, of rows and of columns."""
         bias = 0.0
         if isinstance(self.schedule.shape, config.Sweep):
             width = self.query.features.shape[1] * self.operands.item

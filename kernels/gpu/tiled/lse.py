@@ -1,4 +1,4 @@
-"""Runs of the log-sum-exp fold, and of the fold that counts retrieval ranks."""
+"""Runs of the log-sum-exp pass, and of the pass that counts retrieval ranks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ...epilogues import RetrievalRanks, Statistics, Sums
 from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config
 from ..device.arguments import BASE_2, address, sums_fields
-from ..schedule import Fold
+from ..schedule import ScheduledPass
 from .buffers import Buffers
-from .fold import FoldRun
-from .operands import NO_GRADIENT_BLOCK, NOTHING_CACHED
+from .gradient_blocks import NO_GRADIENT_BLOCK, NOTHING_CACHED
+from .run import PassRun
 
 
-class StatisticsRun(FoldRun):
-    """The log-sum-exp fold: (max, sum) pairs of each tile's rows and columns, merged by block."""
+class StatisticsRun(PassRun):
+    """The log-sum-exp pass: (max, sum) pairs of each tile's rows and columns, merged by block."""
 
     def __init__(
-        self, buffers: Buffers, problem: Problem, fold: Fold, stats: Statistics,
+        self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, stats: Statistics,
         gradients: Gradients | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(buffers, problem, fold, stats.phase)
+        super().__init__(buffers, problem, scheduled, stats.phase)
         self.stats = stats
         self.written_tiles = None
-        if fold.column_sums and isinstance(self.shape, config.Sweep):
+        if scheduled.column_sums and isinstance(self.shape, config.Sweep):
             thread_blocks = 2 * self.shape.workers
             assert thread_blocks <= 512  # MAX_SWEEP_BLOCKS of vectors/sums.cuh
             self.written_tiles = cupy.empty((thread_blocks, 32), np.uint32)
@@ -38,7 +38,7 @@ class StatisticsRun(FoldRun):
         columns = None if self.problem.symmetric else stats.columns  # views: rows are columns
         if pairs is not None and pairs.column_bias is not None and columns is not None:
             biased.append((columns, pairs.column_bias))
-        # the fold adds logits with biases to the sums, so sums of earlier folds need them, too
+        # the pass adds logits with biases to the sums, so sums of earlier passes need them, too
         for sums, bias in biased:
             self.buffers.add_bias(sums.max, bias, LOG2_E, sums.max)
         super().run()
@@ -46,15 +46,15 @@ class StatisticsRun(FoldRun):
             self.buffers.add_bias(sums.max, bias, -LOG2_E, sums.max)
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
-        stats, fold, shape, memory = self.stats, self.fold, self.shape, self.memory
+        stats, scheduled, shape, memory = self.stats, self.scheduled, self.shape, self.memory
         m, n = self.q.rows, self.k.rows
         # a block on the diagonal has pairs (i, j) and (j, i)
         is_diagonal = self.problem.symmetric and rows == columns
-        triangle = is_diagonal and shape.square and fold.column_sums
+        triangle = is_diagonal and shape.square and scheduled.column_sums
         cached = self.buffers.cached
         if cached is not None and not cached.has(columns):
             cached = None
-        kernel = fold.choose_kernel(is_diagonal, cached is not None)
+        kernel = scheduled.choose_kernel(is_diagonal, cached is not None)
         row_slots = shape.row_slots(m, n, triangle)
         column_slots = shape.column_slots(m, n, triangle) if kernel.defines["COLUMNS"] else 0
         side = "column"
@@ -93,21 +93,21 @@ class StatisticsRun(FoldRun):
         )  # fmt: skip
 
 
-class RanksRun(FoldRun):
+class RanksRun(PassRun):
     """Counts, for each row and column, the logits above its positive's logit.
 
-    The log-sum-exp fold has computed the logits of positives.
+    The log-sum-exp pass has computed the logits of positives.
     """
 
     def __init__(
-        self, buffers: Buffers, problem: Problem, fold: Fold, ranks: RetrievalRanks,
+        self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, ranks: RetrievalRanks,
         gradients: Gradients | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(buffers, problem, fold, ranks.phase)
+        super().__init__(buffers, problem, scheduled, ranks.phase)
         self.ranks = ranks
         self.row_threshold = buffers.to_products(ranks.positive_logits, BASE_2)
         self.column_threshold = None
-        if fold.column_sums:
+        if scheduled.column_sums:
             self.column_threshold = buffers.to_products(ranks.column_positive_logits, BASE_2)
 
     def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
@@ -118,4 +118,4 @@ class RanksRun(FoldRun):
             "row_rank": address(ranks.row_rank, rows.start),
             "column_rank": address(ranks.column_rank, columns.start),
         }
-        self.launch(self.fold.kernel, rows, columns, arguments)
+        self.launch(self.scheduled.kernel, rows, columns, arguments)

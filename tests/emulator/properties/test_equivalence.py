@@ -168,7 +168,7 @@ def ways(draw: st.DrawFn, call: Call) -> dict[str, Any]:
         "schedule": draw(st.integers(0, 2**32)),
         # few logits have the gradient of the scale from moments
         "few_logits": draw(st.booleans()),
-        "two_folds": draw(st.booleans()),  # where one pass would do
+        "two_passes": draw(st.booleans()),  # where one pass would do
         "workspace": draw(st.sampled_from([None, 1, 3, 20])),  # times the least
     }
     return way
@@ -186,7 +186,7 @@ def computed(call: Call, way: dict[str, Any]) -> Any:
             ((problems, "FEW_LOGITS"), problems.FEW_LOGITS * way["few_logits"]),
         ):
             stack.enter_context(mock.patch.object(*target, value))
-        if way["two_folds"]:
+        if way["two_passes"]:
             patch = mock.patch.object(config, "block_sizes_for_all_keys", return_value=None)
             stack.enter_context(patch)
         checks._cache.clear()
@@ -222,7 +222,7 @@ def test_keys_of_a_block_accumulate_by_ranges() -> None:
     for name, options in (("siglip", {"bias": -3.0}), ("clip", {})):
         call = Call(name, z, "bf16", {"scale": 14.0, "grad_dtype": np.float32} | options)
         way = {"device": PORTABLE, "method": "offload", "schedule": 1, "few_logits": True,
-               "two_folds": False, "workspace": 10}  # fmt: skip
+               "two_passes": False, "workspace": 10}  # fmt: skip
         call.check(computed(call, way))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gpu_problems import find_dtype
 from infonce.kernels.gpu.schedule import decisions
-from infonce.kernels.gpu.tiled.fold import FoldRun
+from infonce.kernels.gpu.tiled.run import PassRun
 
 import infonce
 from infonce import reference, spec
@@ -88,13 +88,13 @@ def test_groups_in_host_memory_leave_out_blocks(monkeypatch: pytest.MonkeyPatch,
     name, dtype = call.split()
     monkeypatch.setattr(decisions, "GROUP_BLOCK", 64 if name in ("nt_xent", "gte") else 128)
     decisions.tiled_schedule.cache_clear()
-    blocks, begin = [], FoldRun.__init__
+    blocks, begin = [], PassRun.__init__
 
-    def count(self: FoldRun, *arguments: Any) -> None:
+    def count(self: PassRun, *arguments: Any) -> None:
         begin(self, *arguments)
-        blocks.append((len(self.grid), len(self.fold.grid)))
+        blocks.append((len(self.grid), len(self.scheduled.grid)))
 
-    monkeypatch.setattr(FoldRun, "__init__", count)
+    monkeypatch.setattr(PassRun, "__init__", count)
     rng = np.random.default_rng(1)
     m = 192 if name == "gte" else 384
     n = m + 200 * (name == "info_nce")

@@ -1,4 +1,4 @@
-"""The data of one fold on the CPU, which its worker threads share."""
+"""The data of one pass on the CPU, which its worker threads share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .resources import RowBlockOrder
 EXACT = 2.0**40  # below this, float64 logits have at least 12 bits after the binary point
 
 
-class Fold:
+class PassState:
     """A visit of every block of a grid, with its vectors in the compute dtype and its sum of dK."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Fold:
         self.kept_logits: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
             self.kept_logits = context.take_kept_logits(grid)
-        elif isinstance(epilogue, Statistics) and context.schedule.both_folds:
+        elif isinstance(epilogue, Statistics) and context.schedule.both_passes:
             context.keep_logits(problem, grid)
             self.kept_logits = context.kept_logits
 

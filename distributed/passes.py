@@ -1,6 +1,6 @@
-"""The folds over ranks: queries stay, keys come, and sums over queries go to their keys.
+"""The passes over ranks: queries stay, keys come, and sums over queries go to their keys.
 
-Rank r holds shards Q_r and K_r. With the backend of a single process it folds blocks (Q_r, K),
+Rank r holds shards Q_r and K_r. With the backend of a single process it computes blocks (Q_r, K),
 where K are its own keys or keys of other ranks. Row statistics and dQ_r stay on their rank. Sums
 over queries, which are the column statistics and dK, go to the owner of the keys. The exchange
 (exchanges/) brings keys and sums, and adds the sums of a shard in a fixed order: the same bits in
@@ -42,13 +42,13 @@ from .exchanges.arrays import gradient_arrays, key_array_names, key_arrays, with
 from .exchanges.base import Combine, Exchange, Keep, Keys, Round, RowType, Visit
 from .exchanges.partition import Partition
 
-# `solve.fold_block` on a backend
-FoldBlock = Callable[
+# `solve.run_block_pass` on a backend
+RunBlockPass = Callable[
     [Problem, bool, Epilogue | BlockQuestion, Gradients | None, NotFinite | None, Sums | None], None
 ]
 
 
-class FoldsOverRanks:
+class PassesOverRanks:
     """The backend of one problem over ranks: see `infonce.kernels.solve.Backend`.
 
     `problem` has this rank's rows and keys as contiguous arrays; its positives are indices of the
@@ -58,11 +58,11 @@ class FoldsOverRanks:
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None, start: int, keys: Partition,
-        exchange: Exchange, fold_block: FoldBlock, labelled: bool, vectors: Vectors,
+        exchange: Exchange, run_block_pass: RunBlockPass, labelled: bool, vectors: Vectors,
         sum_dtype: np.dtype[Any],
     ) -> None:  # fmt: skip
         self.start, self.keys, self.sum_dtype = start, keys, sum_dtype
-        self.exchange, self.fold_block = exchange, fold_block
+        self.exchange, self.run_block_pass = exchange, run_block_pass
         self.same_pairs = problem.compares_with_limits  # see `Round.same_pairs`
         self.vectors, self.xp = vectors, vectors.xp
         # whether the positives of a rank's rows are its own keys
@@ -96,7 +96,7 @@ class FoldsOverRanks:
         return [slice(0, problem.shape[1])]
 
     def row_nans(self, problem: Problem) -> Array:
-        """Found by the fold of the losses, which has seen all keys."""
+        """Found by the pass of the losses, which has seen all keys."""
         return self.not_finite.rows + self.not_finite.any_key
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
@@ -177,7 +177,7 @@ class FoldsOverRanks:
         self.round([number, indices], [segments.columns], visit)
         return number, indices
 
-    def fold(
+    def run_pass(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         if isinstance(epilogue, Statistics):
@@ -195,7 +195,7 @@ class FoldsOverRanks:
             assert not isinstance(epilogue, OnlineSoftmax)
             self._gradients(problem, epilogue, gradients)
 
-    # -- the folds
+    # -- the passes
 
     def _statistics(self, problem: Problem, stats: Statistics) -> None:
         """Sums of rows stay on this rank, and sums of columns go to the owners of the keys."""
@@ -214,8 +214,8 @@ class FoldsOverRanks:
             to_clear = columns[0] if sums else None  # `_block` clears these sums
             for others in columns[1:]:
                 others.clear()
-            folded = self._block(problem, keys, arrays, part, None, to_clear)
-            if to_clear is not None and not folded:
+            has_block = self._block(problem, keys, arrays, part, None, to_clear)
+            if to_clear is not None and not has_block:
                 to_clear.clear()
             if half and columns and sums:
                 # a row that is not finite makes all losses of a symmetric loss NaN: the owner of
@@ -337,7 +337,7 @@ class FoldsOverRanks:
         self, problem: Problem, keys: Keys, arrays: list[Array], epilogue: Epilogue | BlockQuestion,
         gradients: Gradients | None, to_clear: Sums | None = None,
     ) -> bool:  # fmt: skip
-        """Fold the block of these keys, and return True; return False if the block is empty."""
+        """Compute the block of these keys, and return True; return False if the block is empty."""
         own = keys.are_whole_shards and keys.are_own
         symmetric = problem.symmetric and own
         no_local = self.positives_are_local and not keys.are_own
@@ -358,7 +358,7 @@ class FoldsOverRanks:
             return False
         triangle = self._triangle(problem, keys, epilogue)
         not_finite = self.not_finite if isinstance(epilogue, (Statistics, Sigmoid)) else None
-        self.fold_block(block, triangle, epilogue, gradients, not_finite, to_clear)
+        self.run_block_pass(block, triangle, epilogue, gradients, not_finite, to_clear)
         if triangle and isinstance(epilogue, Statistics):
             epilogue.positive_logits[:] = mirror_positive_logits(
                 self.xp, epilogue.positive_logits, block.positives
@@ -368,7 +368,7 @@ class FoldsOverRanks:
         return True
 
     def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion) -> bool:
-        """Whether a block of a symmetric problem visits each pair of rows once. The fold of such a
+        """Whether a block of a symmetric problem visits each pair of rows once. The pass of such a
         block does not add to dQ but overwrites it, so it has to be the first one."""
         if not (problem.symmetric and keys.are_whole_shards and keys.are_own):
             return False
@@ -378,7 +378,7 @@ class FoldsOverRanks:
 
     def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
         """Indices of the positives among these keys; -1 if the positive is not one of them."""
-        # the same in each fold: all -1, or the positives among the own keys
+        # the same in each pass: all -1, or the positives among the own keys
         is_fixed = self.positives_are_local and (no_local or keys.are_whole_shards)
         if is_fixed and no_local in self.known_positives:
             return self.known_positives[no_local]

@@ -1,4 +1,4 @@
-"""One fold by operations on arrays: what each block adds to sums and gradients."""
+"""One pass by operations on arrays: what each block adds to sums and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sides = tuple[Array | None, Array | None]  # for rows, for columns
 Factors = tuple[Array, Array, Array | None, Array | None]
 
 
-class ArrayFold:
+class ArrayPass:
     """One visit of every block of a grid, for an `ArrayBlocks`."""
 
     def __init__(
@@ -34,7 +34,7 @@ class ArrayFold:
         xp, dtype = self.xp, self.dtype
         self.scale = xp.asarray(problem.scale, dtype)
         # exponents of negatives are logits times `exponent_ratio`; the logits of positives that the
-        # fold writes are multiplied by `positive_ratio`
+        # pass writes are multiplied by `positive_ratio`
         self.exponent_ratio = self.positive_ratio = None
         if problem.hardness:
             self.exponent_ratio = problem.exponent_scale / problem.scale
@@ -75,8 +75,8 @@ class ArrayFold:
         )
         return reference, factor, column_reference, column_factor
 
-    def fold_row_block(self, a: int, rows: slice) -> None:
-        """Fold the blocks of some rows, from left to right."""
+    def run_row_block(self, a: int, rows: slice) -> None:
+        """Compute the blocks of some rows, from left to right."""
         problem, gradients = self.problem, self.gradients
         query, norms = self.backend.unit_rows(problem, problem.query[rows])
         sums = None
@@ -138,7 +138,7 @@ class ArrayFold:
     # -- one block
 
     def _block(self, rows: slice, columns: slice, query: Array, key: Array) -> Array | None:
-        """Fold a block into the epilogue. Returns dL/dx times the scale, for a gradient."""
+        """Apply the epilogue to a block. Returns dL/dx times the scale, for a gradient."""
         xp, problem, epilogue = self.xp, self.problem, self.epilogue
         m, n = len(query), len(key)
         x = Matrix(xp, m, n, self.dtype)
@@ -246,7 +246,7 @@ class ArrayFold:
     def _taught(
         self, problem: TaughtProblem, x: Array, rows: slice, columns: slice
     ) -> Array | None:
-        """Fold a block with the logits of a teacher."""
+        """Apply the epilogue to a block, with the logits of a teacher."""
         query, key = (
             self.backend.unit_rows(problem, z)[0]
             for z in (problem.teacher_query[rows], problem.teacher_key[columns])
@@ -312,16 +312,16 @@ class ArrayFold:
         return xp.exp(xp.minimum(y, x.dtype.type(0)))
 
     def _sigmoid(
-        self, fold: Sigmoid, x: Matrix, index: Array, rows: slice, pairs: PositivePairs | None
+        self, sigmoid: Sigmoid, x: Matrix, index: Array, rows: slice, pairs: PositivePairs | None
     ) -> Array:
         """Adds the losses of a pairwise sigmoid; returns dL/dx."""
         xp = self.xp
         losses, g = sigmoid_terms(xp, x, index, xp.asarray(self.problem.bias, self.dtype), pairs)
-        fold.losses[rows] += losses
-        g *= fold.row_factor[rows, None].astype(g.dtype)
-        fold.bias_grad[rows] += g.sum(axis=1, dtype=np.float64)
-        if fold.log_scale_grad is not None:
+        sigmoid.losses[rows] += losses
+        g *= sigmoid.row_factor[rows, None].astype(g.dtype)
+        sigmoid.bias_grad[rows] += g.sum(axis=1, dtype=np.float64)
+        if sigmoid.log_scale_grad is not None:
             logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair is NaN
             moments = (logits * g).sum(axis=1, dtype=np.float64)
-            fold.log_scale_grad[rows] += moments / self.problem.scale
+            sigmoid.log_scale_grad[rows] += moments / self.problem.scale
         return g

@@ -1,4 +1,4 @@
-"""One fold on a GPU: the visit of every block in the fold's grid, in the order of the schedule."""
+"""One pass on a GPU: the visit of every block in the pass's grid, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from ...grid import Grid, default_positive_blocks, without_other_groups
 from ...problem import Problem
 from ..device.arguments import Fields, address
-from ..schedule import Fold, ScheduledKernel
+from ..schedule import ScheduledKernel, ScheduledPass
 from .buffers import Buffers
 from .operands import Operand, launch_over_block
 
 
-class FoldRun:
-    """Visits every block of a fold. A subclass for each purpose computes a block.
+class PassRun:
+    """Visits every block of a pass. A subclass for each purpose computes a block.
 
     `q` has the queries of the current block, and `k` has its keys.
     """
@@ -21,16 +21,19 @@ class FoldRun:
     q: Operand
     k: Operand
 
-    def __init__(self, buffers: Buffers, problem: Problem, fold: Fold, phase: str) -> None:
+    def __init__(
+        self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, phase: str
+    ) -> None:
         self.buffers, self.launcher, self.problem = buffers, buffers.launcher, problem
-        self.fold, self.grid, self.shape, self.phase = fold, fold.grid, fold.shape, phase
+        self.scheduled, self.phase = scheduled, phase
+        self.grid, self.shape = scheduled.grid, scheduled.shape
         if problem.host_groups is not None:
-            self.grid = _restrict_to_groups(problem, fold.grid)
+            self.grid = _restrict_to_groups(problem, scheduled.grid)
         self.scale, self.pair_vectors = buffers.logit_scale, buffers.pair_vectors
         self.guide = buffers.guide
         self.mark_fields: Fields = {}  # of the current block
-        self.rows, self.columns = fold.grid.largest
-        self.memory = buffers.workspace.begin_fold(fold)
+        self.rows, self.columns = scheduled.grid.largest
+        self.memory = buffers.workspace.begin_pass(scheduled)
 
     def run(self) -> None:
         done, total = 0, len(self.grid)

@@ -1,4 +1,4 @@
-"""The run of the distillation fold: sums of losses, gradient blocks, and their products."""
+"""The run of the distillation pass: sums of losses, gradient blocks, and their products."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ from ...direction_losses import Direction
 from ...problem import Array, Gradients, Problem
 from .. import config
 from ..device.arguments import Fields, address
-from ..schedule import Fold, Operands
+from ..schedule import Operands, ScheduledPass
 from ..tiled.buffers import Buffers
 from ..tiled.gradient import GradientRun
-from ..tiled.operands import (
-    RANGES,
-    SOURCES,
-    Factors,
-    Operand,
-    OperandSide,
-    find_feature_divisors,
-    find_ranges,
-    new_ranges,
-)
+from ..tiled.gradient_blocks import RANGES, SOURCES, Factors, find_ranges, new_ranges
+from ..tiled.operands import Operand, OperandSide, find_feature_divisors
 from ..vectors import Scalars
 
 Pair = tuple[Direction, Direction]  # of student and teacher
@@ -92,10 +84,10 @@ class DistillationRun(GradientRun):
     """Blocks of a student and a teacher whose log-sum-exps are known."""
 
     def __init__(
-        self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: Distillation,
+        self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, epilogue: Distillation,
         gradients: Gradients | None, teacher: Teacher,
     ) -> None:  # fmt: skip
-        super().__init__(buffers, problem, fold, epilogue.phase, gradients)
+        super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         self.epilogue, self.teacher = epilogue, teacher
         m, n, _ = problem.shape
         self.positive_gradient = cupy.zeros(m)
@@ -129,7 +121,7 @@ class DistillationRun(GradientRun):
             }
         else:
             arguments["gradient_block"] = self.gradient_fields()
-        self.launch(self.fold.kernel, rows, columns, arguments)
+        self.launch(self.scheduled.kernel, rows, columns, arguments)
         m, n = self.q.rows, self.k.rows
         self.add_sums("row", self.shape.row_slots(m, n), self.epilogue.row_sums, rows)
         if self.column_weight is not None:

@@ -1,6 +1,6 @@
-"""A fold with features in host memory.
+"""A pass with features in host memory.
 
-The fold divides queries and keys into chunks. A run of chunks of one side stays on the device with
+The pass divides queries and keys into chunks. A run of chunks of one side stays on the device with
 its gradient. The chunks of the other side are streamed: copied to the device, used with the run,
 and replaced.
 """
@@ -38,7 +38,7 @@ Step = tuple[slice | None, Sequence[slice]]
 
 
 class StreamedCall:
-    """Memory and settings that all folds of one call share."""
+    """Memory and settings that all passes of one call share."""
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None, layout: Layout, device: OffloadDevice,
@@ -51,7 +51,7 @@ class StreamedCall:
         m = len(problem.query)
         nan_flags = device.xp.zeros(m + 1)
         self.not_finite = NotFinite(nan_flags[:m], nan_flags[m:])
-        # the arrays of the smaller side on the device, if it stays in all folds
+        # the arrays of the smaller side on the device, if it stays in all passes
         self.staying_arrays: list[Array] = []
         size = layout.chunk_rows * row_bytes(problem, gradients).leaving
         self.departures = Departures(device.xp, copies, size)
@@ -65,7 +65,7 @@ class StreamedCall:
         return query, key
 
 
-class StreamedFold:
+class StreamedPass:
     """One visit of every block of a grid."""
 
     def __init__(
@@ -88,7 +88,7 @@ class StreamedFold:
             if gradients.want_key:
                 columns.to = gradients.key
             (rows if gradients.want_query else columns).dots = gradients.dots
-            if not layout.smaller_side_stays:  # the fold computes one gradient
+            if not layout.smaller_side_stays:  # the pass computes one gradient
                 self.keys_stay = gradients.want_key
         if problem.symmetric:
             self.keys_stay, columns.to = False, None
@@ -116,7 +116,7 @@ class StreamedFold:
 
         Pieces are single chunks in the first and last step, so that work begins when the first
         chunk of the run has arrived, and the first gradient leaves before the last is complete.
-        With a guide all pieces are single chunks: then all folds have the same blocks, whose
+        With a guide all pieces are single chunks: then all passes have the same blocks, whose
         products have the same bits, and so they leave out the same pairs.
         """
         run_rows, chunks = slice(run[0].start, run[-1].stop), self.stream.chunks
@@ -266,7 +266,7 @@ class StreamedFold:
             not_finite = NotFinite(nan_flags.rows[rows], nan_flags.any_key, not is_first_of_queries)
         epilogue = block_epilogue(self.epilogue, rows, columns)
         triangle = symmetric and self.grid.triangle
-        self.device.fold_block(block, triangle, epilogue, to, not_finite)
+        self.device.run_block_pass(block, triangle, epilogue, to, not_finite)
         if to is not None:
             if dk is not None and key_gradient is not dk:
                 dk += key_gradient

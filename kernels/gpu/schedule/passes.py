@@ -1,9 +1,8 @@
-"""The folds of a call, each a visit of all blocks of the logit matrix, with kernels and memory."""
+"""The passes of a call, each a visit of all blocks of the logit matrix, with kernels and memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +11,7 @@ from .. import config
 from ..config import BlockSizes, GuideNeeds, Needs, Sweep, Tile
 from .call import Call, Loss, Purpose
 from .matrix_products import count_first_block_sums
+from .operands import Operands
 
 CACHED_THREADS = 128  # threads of a thread block of cached_gradient.cu
 CACHED_BLOCK_COLUMNS = 8 * CACHED_THREADS  # columns of a thread block of cached_gradient.cu
@@ -32,61 +32,9 @@ class ScheduledKernel:
         return dict(self.options)
 
 
-class Reading(Enum):
-    """Where kernels and cuBLAS read rows of features."""
-
-    IN_PLACE = "in place"
-    ONCE = "from one copy of all rows"
-    BY_BLOCK = "from copies by block"
-
-
-@dataclass(frozen=True)
-class OperandRows:
-    """The rows of queries, or of keys, as operands of products."""
-
-    reading: Reading
-    features: int  # elements of a row, with the zeros at its end
-    row_bytes: int
-    has_divisor: bool  # features are divided by a feature divisor, for float16
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The operands of all matrix products: their precision, width and place."""
-
-    precision: str
-    query: OperandRows
-    key: OperandRows
-    width: int  # bytes of a row in the products of logits, in each part
-    gradient_width: int  # features of a row in the products that compute gradients
-    staged_copy_bytes: int  # of copies of all rows; 0 if each fold copies the rows of its blocks
-
-    @property
-    def parts(self) -> int:
-        """16-bit numbers whose sum is one element."""
-        return config.OPERAND_PARTS.get(self.precision, 1)
-
-    @property
-    def rows_by_block(self) -> tuple[int, int]:
-        """Bytes of a row of queries, and of keys, that is copied by block; 0: it is not."""
-        query, key = (
-            side.row_bytes * (side.reading is Reading.BY_BLOCK) for side in (self.query, self.key)
-        )
-        return query, key
-
-    @property
-    def item(self) -> int:
-        """Bytes of one part of an element."""
-        return config.element_bytes(self.precision)
-
-    @property
-    def accumulator_dtype(self) -> str:
-        return "float64" if self.precision == "fp64" else "float32"
-
-
 @dataclass(frozen=True)
 class GuideSchedule:
-    """How a guide's products become marks of pairs, before the kernels of a fold read them."""
+    """How a guide's products become marks of pairs, before the kernels of a pass read them."""
 
     operands: Operands
     shape: Tile | Sweep  # the work of a thread block
@@ -121,7 +69,7 @@ class AccumulatorRows:
 
 
 @dataclass(frozen=True)
-class Fold:
+class ScheduledPass:
     """One visit of all blocks of a grid: its kernels, its memory, and the gradients it computes."""
 
     purpose: Purpose
@@ -135,8 +83,8 @@ class Fold:
     # computes gradient blocks from cached exponentials
     cached_kernel: ScheduledKernel | None = None
     column_sums: bool = False  # whether columns have log-sum-exps or counts
-    gradients: bool = False  # whether the fold computes gradients of features
-    dq_accumulator: AccumulatorRows | None = None  # None: this fold does not compute dQ
+    gradients: bool = False  # whether the pass computes gradients of features
+    dq_accumulator: AccumulatorRows | None = None  # None: this pass does not compute dQ
     dk_accumulator: AccumulatorRows | None = None  # of a triangle: `dq_accumulator`
     in_registers: bool = False  # dL/dx stays in registers, without gradient blocks
 
@@ -150,13 +98,13 @@ class Fold:
 
 @dataclass(frozen=True)
 class WorkspaceDivision:
-    """How the folds share the workspace: sizes of blocks, and where gradients accumulate."""
+    """How the passes share the workspace: sizes of blocks, and where gradients accumulate."""
 
     needs: Needs
-    statistics: BlockSizes  # of the log-sum-exp fold
-    gradient: BlockSizes  # of the gradient fold
+    statistics: BlockSizes  # of the log-sum-exp pass
+    gradient: BlockSizes  # of the gradient pass
     workspace: int  # bytes
-    one_pass: bool  # one fold computes log-sum-exps and gradients
+    one_pass: bool  # one pass computes log-sum-exps and gradients
     dq_in_place: bool
     dk_in_place: bool
     dq_copies: int
@@ -183,8 +131,8 @@ def scheduled_kernel(
 
 
 @dataclass(frozen=True)
-class Folds:
-    """Makes the folds of a call, from the choices of decisions.py."""
+class PassScheduler:
+    """Makes the passes of a call, from the choices of decisions.py."""
 
     call: Call
     operands: Operands
@@ -193,11 +141,11 @@ class Folds:
     register_sweep: Sweep | None
     division: WorkspaceDivision
 
-    def all(self) -> tuple[Fold, ...]:
-        """All folds of the call in their order. A block over ranks has one fold."""
+    def all(self) -> tuple[ScheduledPass, ...]:
+        """All passes of the call in their order. A block over ranks has one pass."""
         call, block = self.call, self.call.block
         if block is not None:
-            return self.block_folds(block.purpose, block.triangle)
+            return self.block_passes(block.purpose, block.triangle)
         if call.loss is Loss.PAIRS:
             return self.gradients(Purpose.SIGMOID, False)
         if call.taught:
@@ -212,7 +160,7 @@ class Folds:
         gradients = self.gradients(Purpose.GRADIENT, call.symmetric) if call.gradient else ()
         return (statistics, *ranks, *gradients)
 
-    def block_folds(self, purpose: Purpose | None, triangle: bool) -> tuple[Fold, ...]:
+    def block_passes(self, purpose: Purpose | None, triangle: bool) -> tuple[ScheduledPass, ...]:
         block = self.call.block
         assert block is not None
         if purpose is None:
@@ -226,7 +174,7 @@ class Folds:
 
     @property
     def computed_gradients(self) -> tuple[bool, bool]:
-        """Whether the folds compute dQ, and whether they compute dK."""
+        """Whether the passes compute dQ, and whether they compute dK."""
         block = self.call.block
         if block is not None and not block.accumulates:
             return False, False
@@ -254,7 +202,7 @@ class Folds:
     def memory(
         self, grid: Grid, dq_rows: int = 0, dk_rows: int = 0, **needs: Any
     ) -> tuple[Part, ...]:
-        """The parts of the workspace that a fold uses.
+        """The parts of the workspace that a pass uses.
 
         `dq_rows`, `dk_rows`: of accumulators. `needs` replaces fields of `division.needs`.
         """
@@ -269,10 +217,10 @@ class Folds:
         columns = block_sizes.column_blocks(n)
         return Grid(columns if same_rows else slices(m, block_sizes.rows), columns, triangle)
 
-    # -- folds
+    # -- passes
 
-    def statistics(self, triangle: bool, columns: bool) -> Fold:
-        """The fold of log-sum-exps of rows, and, with `columns` or in a triangle, of columns."""
+    def statistics(self, triangle: bool, columns: bool) -> ScheduledPass:
+        """The pass of log-sum-exps of rows, and, with `columns` or in a triangle, of columns."""
         call, shape = self.call, self.sweep or self.tile
         grid = self.grid(self.division.statistics, False, triangle)
         columns = columns or triangle
@@ -285,22 +233,22 @@ class Folds:
             defines |= {"MAXIMA": int(call.retrieval_ranks), "CACHE": int(caches)}
             return self.kernel("sweep_lse", shape, gradient=caches, sums=True, **defines)
 
-        return Fold(
+        return ScheduledPass(
             Purpose.STATISTICS, grid, shape, kernel(columns), memory, column_sums=columns,
             diagonal_kernel=kernel(columns and shape.square) if call.symmetric else None,
             caching_kernel=kernel(columns, True) if self.division.gradient.cached_columns else None,
         )  # fmt: skip
 
-    def ranks(self, grid: Grid, columns: bool) -> Fold:
-        """The fold of retrieval ranks, which counts the logits above those of positives."""
+    def ranks(self, grid: Grid, columns: bool) -> ScheduledPass:
+        """The pass of retrieval ranks, which counts the logits above those of positives."""
         kernel = self.kernel("ranks", self.tile, COLUMNS=int(columns))
         memory = self.memory(grid, gradient=False, rows=False, columns=False)
-        return Fold(Purpose.RANKS, grid, self.tile, kernel, memory, column_sums=columns)
+        return ScheduledPass(Purpose.RANKS, grid, self.tile, kernel, memory, column_sums=columns)
 
-    def gradients(self, purpose: Purpose, triangle: bool) -> tuple[Fold, ...]:
-        """The folds of gradients: one fold, if the accumulator has room for all of dK.
+    def gradients(self, purpose: Purpose, triangle: bool) -> tuple[ScheduledPass, ...]:
+        """The passes of gradients: one pass, if the accumulator has room for all of dK.
 
-        Otherwise the first fold computes dQ, and one fold for each range of keys computes dK.
+        Otherwise the first pass computes dQ, and one pass for each range of keys computes dK.
         """
         call, block_sizes = self.call, self.division.gradient
         n = call.shape[1]
@@ -311,14 +259,16 @@ class Folds:
         if call.symmetric or not want_key or len(ranges) == 1:
             return (self.gradient(purpose, grid, want_query, want_key),)
         width = grid.columns[0].stop - grid.columns[0].start
-        range_folds = (
+        range_passes = (
             replace(grid, columns=slices(keys.stop, width, keys.start)) for keys in ranges
         )
         first = [self.gradient(purpose, grid, True, False)] * want_query
-        return (*first, *(self.gradient(purpose, part, False, True) for part in range_folds))
+        return (*first, *(self.gradient(purpose, part, False, True) for part in range_passes))
 
-    def gradient(self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool) -> Fold:
-        """A fold that computes dL/dx of each block, and adds its products to dQ and dK."""
+    def gradient(
+        self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool
+    ) -> ScheduledPass:
+        """A pass that computes dL/dx of each block, and adds its products to dQ and dK."""
         call, division, shape = (
             self.call,
             self.division,
@@ -340,7 +290,7 @@ class Folds:
             columns=purpose is Purpose.DISTILLATION and self.two_sided,
             weighted_query=purpose is Purpose.ONE_PASS and want_key,
         )  # fmt: skip
-        return Fold(
+        return ScheduledPass(
             purpose, grid, shape, self.gradient_kernel(purpose, shape, wants_gradient), memory,
             cached_kernel=self.cached_kernel() if cached else None, gradients=wants_gradient,
             dq_accumulator=dq, dk_accumulator=dk, in_registers=self.register_sweep is not None,
@@ -349,7 +299,7 @@ class Folds:
     def gradient_kernel(
         self, purpose: Purpose, shape: Tile | Sweep, wants_gradient: bool
     ) -> ScheduledKernel:
-        """The kernel of a fold that computes gradients, or only the loss of a sigmoid."""
+        """The kernel of a pass that computes gradients, or only the loss of a sigmoid."""
         tiled = isinstance(shape, Tile)
         if purpose is Purpose.ONE_PASS:
             return self.kernel("sweep_online", shape, **self.moments)

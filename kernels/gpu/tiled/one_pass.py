@@ -1,4 +1,4 @@
-"""The run of one fold for log-sum-exps and gradients, for losses whose only softmax is of rows."""
+"""Runs of a pass that computes losses and gradients at once: one softmax, of rows; or sigmoids."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ...epilogues import OnlineSoftmax
+from ...epilogues import OnlineSoftmax, Sigmoid
 from ...problem import Gradients, Problem
 from .. import config
 from ..device.arguments import address, sums_fields
-from ..schedule import Fold
+from ..schedule import ScheduledPass
 from .buffers import Buffers
 from .gradient import GradientRun
 
@@ -26,10 +26,10 @@ class OnlineRun(GradientRun):
     """
 
     def __init__(
-        self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: OnlineSoftmax,
+        self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, epilogue: OnlineSoftmax,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(buffers, problem, fold, epilogue.phase, gradients)
+        super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         self.epilogue = epilogue
         m = problem.shape[0]
         # reference exponent 0 suffices for rows whose largest base-2 logit is about -40 to 40
@@ -59,7 +59,7 @@ class OnlineRun(GradientRun):
                 "row_stride": n, "row_moments": self.moments, "visited_tiles": visited_tiles,
                 **self.gradient_arguments(),
             }  # fmt: skip
-            self.launch(self.fold.kernel, rows, columns, arguments, segments=segments)
+            self.launch(self.scheduled.kernel, rows, columns, arguments, segments=segments)
             return shape.segment_slots * segments
 
         acc, acc_stride = 0, 0
@@ -101,4 +101,51 @@ class OnlineRun(GradientRun):
             buffer = self.memory["weighted_queries"]
             weighted = self.buffers.query.stage(rows, buffer, self.row_divisors, self.ranges)
             self.add_to_columns(weighted, self.grid.columns[0], start == 0)
+        super().end_rows(rows)
+
+
+class SigmoidRun(GradientRun):
+    """Losses of pairs, their gradients by logit, scale and bias, and dQ and dK."""
+
+    def __init__(
+        self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, epilogue: Sigmoid,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
+        self.epilogue = epilogue
+        m, n, _ = problem.shape
+        self.factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
+        self.find_ranges(m, n, row_factor=self.factor)
+        self.positive_gradient = cupy.empty(m)
+        self.row_factor = buffers.divide_factors(self.factor, self.ranges)
+
+    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
+        epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
+        sums, moments = self.memory["row_partials"], self.memory.get("row_moments")
+        arguments = {
+            "bias": self.buffers.scalars.bias, "row_factor": address(self.row_factor, start),
+            "positive": address(epilogue.positive_logits, start), "row_sums": sums,
+            "row_stride": n, "row_moments": moments,
+        }  # fmt: skip
+        if isinstance(self.shape, config.Sweep):
+            arguments |= self.gradient_arguments()
+        else:  # tiles need no tensor map
+            arguments["gradient_block"] = self.gradient_fields()
+        self.launch(self.scheduled.kernel, rows, columns, arguments)
+        self.buffers.add_partial_sums(
+            sums, moments, self.shape.row_slots(n, self.k.rows), self.ranges, self.scale, rows,
+            epilogue.losses, epilogue.bias_grad, epilogue.log_scale_grad,
+        )  # fmt: skip
+        self.multiply(rows, columns, row_block, column_block)
+
+    def end_rows(self, rows: slice) -> None:
+        start, n, epilogue = rows.start, rows.stop - rows.start, self.epilogue
+        self.launcher.vectors(
+            "sigmoid_positives", n, logits=address(epilogue.positive_logits, start),
+            a=address(self.factor, start), positives=address(self.problem.positives, start), n=n,
+            bias=self.buffers.scalars.bias, scale=self.buffers.scalars.scale,
+            out=address(self.positive_gradient, start),
+            losses=address(epilogue.losses, start), bias_grad=address(epilogue.bias_grad, start),
+            log_scale_grad=address(epilogue.log_scale_grad, start),
+        )  # fmt: skip
         super().end_rows(rows)
