@@ -16,8 +16,8 @@ from ..problem import Array
 from .loops.elementary import compiled, wide_vectors
 
 # Least and largest squared norm of rows that are normalised without a division by a power of two,
-# by the bytes of an element of the compute dtype
-SQUARES = {4: (2.0**-100, 2.0**100), 8: (2.0**-900, 2.0**900)}
+# by the bytes of an element of products: products of their elements neither over- nor underflow
+SAFE_SQUARES = {4: (2.0**-100, 2.0**100), 8: (2.0**-900, 2.0**900)}
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 
 
@@ -34,10 +34,10 @@ class Norms:
 
 @dataclass
 class Side:
-    """Features of queries or keys. Their blocks are converted, contiguous and normalised."""
+    """Features of queries or keys, and blocks of them as BLAS reads them."""
 
     features: Array
-    dtype: np.dtype[Any]  # the compute dtype
+    dtype: np.dtype[Any]  # of products and accumulators
     norms: Norms | None  # None: rows are not normalised
 
     @property
@@ -105,7 +105,7 @@ class Side:
         """See `infonce.kernels.linear.Rows`."""
         out = np.empty(len(segment))
         for rows, z in self.blocks():
-            _products(z, segment[rows], sums, itself, out[rows])
+            _segment_products(z, segment[rows], sums, itself, out[rows])
         return out
 
 
@@ -123,18 +123,19 @@ def readable_in_place(z: Array, dtype: np.dtype[Any]) -> bool:
     )
 
 
-# (features in the compute dtype, normalised if the loss normalises; the `Side` of normalised rows)
-Rows = tuple[Array, Side | None]
+# (features in the dtype of products, normalised if the loss normalises; their `Side`, which has the
+# norms: None without normalisation)
+ReadableRows = tuple[Array, Side | None]
 
 
-def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rows:
+def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> ReadableRows:
     """All rows as BLAS reads them, for a call in one block."""
     if not normalize:
         in_place = readable_in_place(features, dtype)
         return features if in_place else features.astype(dtype, order="C"), None
     side = Side(features, dtype, None)
     z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
-    least, most = SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
+    least, most = SAFE_SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
     if features.dtype not in DTYPES.values() or not features.dtype.isnative:
         features = features.astype(dtype)
     if not (features.flags.c_contiguous and features.flags.aligned):
@@ -169,7 +170,7 @@ def find_norms(features: Array, dtype: np.dtype[Any]) -> Norms:
         squares[rows] = np.einsum("id,id->i", z, z)
     exponent = None
     if features.dtype.itemsize == 8:
-        least, most = SQUARES[dtype.itemsize]
+        least, most = SAFE_SQUARES[dtype.itemsize]
         low, high = np.minimum.reduce(squares, initial=1.0), np.maximum.reduce(squares, initial=1.0)
         if not least <= low <= high <= most:
             beyond = np.flatnonzero(~((squares >= least) & (squares <= most)))
@@ -276,7 +277,7 @@ def _add_to_segments(z, segment, factor, sums):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _products(z, segment, sums, itself, out):  # type: ignore[no-untyped-def]
+def _segment_products(z, segment, sums, itself, out):  # type: ignore[no-untyped-def]
     """out_i = z_i . (sums[segment_i] - itself z_i)."""
     wide_vectors()
     for i in range(z.shape[0]):

@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..direction_losses import rounded_reference
 from ..distill.problem import TaughtGradient, TaughtProblem
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
 from ..grid import Grid
 from ..linear import LinearGradient
 from ..problem import LOG2_E, Array, Gradients, Problem
 from .context import Block, Context
+from .factors import SoftmaxFactors
 from .operands import Side, dots_at, row_dots, subtract
 from .resources import RowBlockOrder
-
-EXACT = 2.0**40  # below this, float64 logits have at least 12 bits after the binary point
 
 
 class PassState:
@@ -61,9 +59,9 @@ class PassState:
             self.teacher_logit_scale = float(problem.teacher_scale) * LOG2_E
         if isinstance(epilogue, SoftmaxGradient):
             self.positive_gradient = epilogue.positive_gradient.astype(dtype)
-            self.factors = Factors(epilogue, self.logit_scale, dtype, self.same_logits)
+            self.factors = SoftmaxFactors(epilogue, self.logit_scale, dtype, self.same_logits)
             if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
-                self.teacher_factors = Factors(
+                self.teacher_factors = SoftmaxFactors(
                     epilogue.teacher, self.teacher_logit_scale, dtype, True
                 )
         elif isinstance(epilogue, Sigmoid):
@@ -183,45 +181,6 @@ class PassState:
             destination[rows] += g
         elif destination is not None:
             np.copyto(destination[rows], g, casting="same_kind")
-
-
-class Factors:
-    """Reference exponents and factors of a softmax gradient, in the compute dtype.
-
-    With e_ij the base-2 logit, `logit_scale` times the dot product, dL/dx of a negative is
-
-        row_factor_i 2^(e_ij - row_reference_i) + column_factor_j 2^(e_ij - column_reference_j),
-
-    or, with `one_exponential` for rows and columns,
-
-        2^(e_ij - row_reference_i) (row_factor_i + shared_row_factor_i shared_column_factor_j).
-    """
-
-    def __init__(
-        self, epilogue: SoftmaxGradient, logit_scale: float, dtype: np.dtype[Any], same_logits: bool
-    ) -> None:
-        """`same_logits`: rows and columns have the same logits."""
-        self.logit_scale, self.one_exponential = logit_scale, False
-        self.row_reference, self.row_factor, rounded = rounded_reference(
-            np, logit_scale, epilogue.row_reference, epilogue.row_factor, dtype
-        )
-        self.two_sided = epilogue.column_reference is not None
-        if epilogue.column_reference is None or epilogue.column_factor is None:
-            return
-        high, low, least = rounded.max(), rounded.min(), epilogue.column_reference.min()
-        # one exponential serves while no term of a column underflows with a row's reference, and
-        # differences of references are exact enough
-        close = high - least < 40 and high - low < 80
-        self.one_exponential = bool(same_logits and close and max(abs(high), abs(low)) < EXACT)
-        if self.one_exponential:
-            middle = 0.5 * (high + least)
-            self.shared_row_factor = np.exp2(rounded - middle).astype(dtype)
-            column_exponentials = np.exp2(middle - epilogue.column_reference)
-            self.shared_column_factor = (epilogue.column_factor * column_exponentials).astype(dtype)
-        else:
-            self.column_reference, self.column_factor, _ = rounded_reference(
-                np, logit_scale, epilogue.column_reference, epilogue.column_factor, dtype
-            )
 
 
 def part(vector: Array | None, indices: slice) -> Array | None:

@@ -1,10 +1,17 @@
-"""One worker thread of a pass on the CPU: row blocks, tile by tile."""
+"""One worker thread of a pass on the CPU: row blocks, tile by tile.
+
+For each tile, `run_row_block` calls `tile_logits` (a matrix product of features, or logits that the
+first pass has kept), `apply_epilogue` (sums of exponentials, or dL/dx in the memory of the logits)
+and, for gradients, the products with dL/dx, which are added to dQ and dK.
+
+Letters: q [m, D] and k [n, D] are the features of a tile's rows and columns, x [m, n] is the tile:
+dot products, then dL/dx times the scale.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -15,22 +22,22 @@ from ..epilogues import OnlineSoftmax, RetrievalRanks, Sigmoid, SoftmaxGradient,
 from ..problem import Array
 from .loops import sigmoid
 from .loops import tile_ops as tile
-from .loops.elementary import compiled, wide_vectors
-from .pass_state import Factors, PassState, part
+from .loops.ranks import count_above, count_above_columns
+from .pass_state import PassState, part
 from .resources import BUFFER_POOL, Cancelled
 
 
 class Worker:
-    """One thread of a pass, with its own buffers."""
+    """One thread of a pass, with buffers that no other thread uses."""
 
     def __init__(self, state: PassState, first_row_block: int) -> None:
-        """`first_row_block`: the row block that the worker begins with."""
+        """`first_row_block`: the row block that the worker computes first."""
         self.state = state
         context, grid, d = state.context, state.grid, state.problem.shape[2]
         bm, bn = grid.largest
 
         sizes = context.schedule.memory
-        memory = self.buffered = None  # `buffered`: the block whose logits are in the buffer
+        memory = self.buffered = None  # `buffered`: the block whose products `self.logits` has
         if isinstance(state.epilogue, SoftmaxGradient):
             memory, self.buffered = context.take_worker_memory(grid, first_row_block)
         if memory is None:
@@ -61,7 +68,12 @@ class Worker:
         self.partial = np.empty((sums, bn), context.dtype)
 
     def run_row_block(self, row_block: int, report: Callable[[], None]) -> None:
-        """Compute one row block, from left to right."""
+        """Compute the tiles of one row block, from left to right (`order.backwards`: from right).
+
+        Sums of columns and dK get contributions from all row blocks. So that results do not depend
+        on which worker is faster, `order.wait` makes each column block take them in the order of
+        the row blocks. `report` is called after each tile.
+        """
         state = self.state
         grid, gradients, order = state.grid, state.gradients, state.order
         rows = grid.rows[row_block]
@@ -75,7 +87,7 @@ class Worker:
             columns = grid.columns[column_block]
             diagonal = grid.triangle and row_block == column_block
             if diagonal and state.limits is not None:
-                k = q  # x_ij and x_ji are then equal in all digits, and as much above a limit
+                k = q  # the same array: x_ij and x_ji have the same digits beside a limit
             else:
                 k = state.context.key.block(columns, self.key_buffer)
             x = self.block(row_block, column_block, q, k)
@@ -107,7 +119,11 @@ class Worker:
             self.finish_rows(rows, q)
 
     def block(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
-        """The tile's raw products, -inf for excluded pairs. The gradient pass reuses kept ones."""
+        """The tile's dot products x [m, n] of q and k, -inf for excluded pairs.
+
+        The gradient pass takes products that the log-sum-exp pass has kept, if there are any. Sets
+        `auxiliary_tile`.
+        """
         state = self.state
         kept_memory = state.kept_logits.get((row_block, column_block))
         memory = self.logits if kept_memory is None else kept_memory
@@ -122,20 +138,24 @@ class Worker:
         return x
 
     def compute(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
-        """Write the raw products of a tile into x, -inf for excluded pairs."""
+        """Compute the dot products of a tile into x, -inf for excluded pairs.
+
+        In a pass that computes sums, positives become -inf, too, and their logits are stored in the
+        epilogue's `positive_logits`.
+        """
         state, problem = self.state, self.state.problem
-        spoiled = None
+        not_finite = None  # pairs whose guide's product is not finite: their logits become NaN
         if state.has_teacher:
             self.multiply_auxiliary_features(rows, columns, self.auxiliary_tile)
         elif self.auxiliary_tile is not None:
-            spoiled = self.write_guide_bits(x, rows, columns, self.auxiliary_tile)
+            not_finite = self.write_guide_bits(x, rows, columns, self.auxiliary_tile)
         np.matmul(q, k.T, out=x)
-        if spoiled is not None:
-            x[spoiled] = np.nan
+        if not_finite is not None:
+            x[not_finite] = np.nan
         if not isinstance(state.epilogue, SoftmaxGradient):
             logits = state.epilogue.positive_logits[rows]
             if isinstance(state.epilogue, RetrievalRanks):
-                logits = logits.copy()  # known already: do not overwrite them
+                logits = logits.copy()  # an earlier pass has stored them: keep them
             positives = problem.positives[rows].reshape(len(x), -1)
             tile.set_aside_positives(
                 x, positives, columns.start, state.positive_scale, logits.reshape(positives.shape)
@@ -150,27 +170,30 @@ class Worker:
             tile.exclude_pairs(x, *ids, True, *positive_ids)
         if problem.query_groups is not None:
             groups = problem.query_groups[rows], problem.key_groups[columns]
-            if any(
-                (numbers != groups[0][0]).any() for numbers in groups
-            ):  # else all are of one group
+            has_other_groups = any((numbers != groups[0][0]).any() for numbers in groups)
+            if has_other_groups:
                 tile.exclude_pairs(x, *groups, False, *positive_ids)
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
-        """The products of the guide's features, or of the teacher's."""
+        """Compute the products [m, n] of the guide's features, or of the teacher's, into `out`."""
         state, context = self.state, self.state.context
         assert context.auxiliary_query is not None
         assert context.auxiliary_key is not None
         query = context.auxiliary_query.block(rows, self.auxiliary_query_buffer)
         key = query
-        if not (state.grid.triangle and rows == columns):  # as the features of a diagonal tile
+        if not (state.grid.triangle and rows == columns):  # else rows and columns are the same
             key = context.auxiliary_key.block(columns, self.auxiliary_key_buffer)
         np.matmul(query, key.T, out=out)
 
     def write_guide_bits(
         self, g: Array, rows: slice, columns: slice, guide_bits: Array
     ) -> Array | None:
-        """Write the guide's products to `g`, and to `guide_bits` the directions that leave out
-        each pair. Returns [m, n] bool, which products are not finite; None: all are finite."""
+        """Compare the guide's products with its limits, and write the result to `guide_bits`.
+
+        A pair has one bit for each direction, 1 if the direction leaves out the pair. `g` [m, n] is
+        memory for the guide's products. Returns [m, n] bool, which products are not finite; None:
+        all are finite.
+        """
         state = self.state
         self.multiply_auxiliary_features(rows, columns, g)
         assert state.guide_limits is not None
@@ -182,91 +205,94 @@ class Worker:
     def epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
-        """Apply the pass's epilogue to a tile. Returns the part that has to run in the order of the
-        row blocks, as a function; None: there is no such part."""
-        state, epilogue = self.state, self.state.epilogue
+        """Apply the pass's epilogue to a tile of products x, which it may overwrite by dL/dx.
+
+        Returns the step that adds to sums of columns, which the caller runs in the order of the row
+        blocks; None: there is no such step. `diagonal`: the tile's rows are its columns.
+        """
+        epilogue = self.state.epilogue
         if isinstance(epilogue, SoftmaxGradient):
-            guide_bits = None if state.has_teacher else self.auxiliary_tile
-            options = *state.directions(rows, columns), guide_bits
-            self.softmax_gradient(x, state.factors, rows, columns, *options)
-            if state.has_teacher:
-                t, plain = self.auxiliary_tile, ((None, None), (None, None), None)
-                assert t is not None
-                self.softmax_gradient(t, state.teacher_factors, rows, columns, *plain)
-                np.subtract(x, t, out=x)
-                return None
-            positives = state.problem.positives[rows].reshape(len(x), -1)
-            values = state.positive_gradient[rows].reshape(positives.shape)
-            tile.insert_positives(x, positives, columns.start, values)
-            return None
-        if isinstance(epilogue, Sigmoid):
-            problem, moments = state.problem, epilogue.log_scale_grad
-            scale, bias = float(problem.scale), float(problem.bias)
-            positives = problem.positives[rows]
-            sums = (
-                epilogue.losses[rows], epilogue.bias_grad[rows],
-                None if moments is None else moments[rows],
-            )  # fmt: skip
-            if problem.has_positive_ids:
-                pairs = (
-                    problem.query_positive_ids[rows], problem.key_positive_ids[columns],
-                    state.query_pair_weights[rows], state.key_pair_weights[columns],
-                )  # fmt: skip
-                sigmoid.sigmoid(x, scale, bias, state.row_factor[rows], *sums, *pairs)
-                return None
-            sigmoid.sigmoid(x, scale, bias, state.row_factor[rows], *sums)
-            sigmoid.sigmoid_positives(
-                x, positives, columns.start, epilogue.positive_logits[rows], scale, bias,
-                epilogue.row_factor[rows], *sums,
-            )  # fmt: skip
-            return None
-        if isinstance(epilogue, OnlineSoftmax):
+            self.write_softmax_gradient(x, rows, columns)
+        elif isinstance(epilogue, Sigmoid):
+            self.write_sigmoid_gradient(epilogue, x, rows, columns)
+        elif isinstance(epilogue, OnlineSoftmax):
+            # dQ is multiplied by `rescale` when the largest logit of its row changes
             self.rescale = self.tile_rows.max[: len(x)]
             sums = epilogue.rows.part(rows).arrays
-            tile.online_softmax(x, state.logit_scale, *sums, self.rescale)
-            return None
-        if isinstance(epilogue, RetrievalRanks):
-            scale = state.positive_scale
-            count_above(x, scale, epilogue.positive_logits[rows], epilogue.row_rank[rows])
-            if epilogue.column_rank is None:
-                return None
-            counts = epilogue.column_positive_logits[columns], epilogue.column_rank[columns]
-            return lambda: count_above_columns(x, scale, *counts)
-        if isinstance(epilogue, TaughtStatistics):
-            constants = state.logit_scale, state.teacher_logit_scale
+            tile.online_softmax(x, self.state.logit_scale, *sums, self.rescale)
+        elif isinstance(epilogue, RetrievalRanks):
+            return self.count_higher_logits(epilogue, x, rows, columns)
+        elif isinstance(epilogue, TaughtStatistics):
+            constants = self.state.logit_scale, self.state.teacher_logit_scale
             run_in_order = distillation.statistics(
                 epilogue, x, self.auxiliary_tile, *constants, rows, columns
             )
             if epilogue.columns is not None:
                 return run_in_order
-            return run_in_order()
-        return self.statistics(epilogue, x, rows, columns, diagonal)
-
-    def softmax_gradient(
-        self, x: Array, factors: Factors, rows: slice, columns: slice, row_arguments: Any,
-        column_arguments: Any, guide_bits: Array | None,
-    ) -> None:  # fmt: skip
-        """Replace the dot products x by dL/dx of a softmax. For `row_arguments` and
-        `column_arguments` see `PassState.directions`."""
-        scale, reference = factors.logit_scale, factors.row_reference[rows]
-        row_factor = factors.row_factor[rows]
-        if not factors.two_sided:
-            tile.softmax_gradient(x, scale, reference, row_factor, *row_arguments, guide_bits)
-        elif factors.one_exponential:
-            tile.softmax_gradient_shared(
-                x, scale, reference, row_factor, factors.shared_row_factor[rows],
-                factors.shared_column_factor[columns],
-            )  # fmt: skip
+            run_in_order()
         else:
-            tile.softmax_gradient_two_sided(
-                x, scale, reference, row_factor, factors.column_reference[columns],
-                factors.column_factor[columns],
-                *row_arguments, *column_arguments, guide_bits,
+            return self.statistics(epilogue, x, rows, columns, diagonal)
+        return None
+
+    def write_softmax_gradient(self, x: Array, rows: slice, columns: slice) -> None:
+        """x <- dL/dx times the scale, of a softmax; with a teacher, of both models' softmaxes."""
+        state = self.state
+        guide_bits = None if state.has_teacher else self.auxiliary_tile
+        options = *state.directions(rows, columns), guide_bits
+        state.factors.write_gradient(x, rows, columns, *options)
+        if state.has_teacher:
+            teacher_tile, no_options = self.auxiliary_tile, ((None, None), (None, None), None)
+            assert teacher_tile is not None
+            state.teacher_factors.write_gradient(teacher_tile, rows, columns, *no_options)
+            np.subtract(x, teacher_tile, out=x)
+            return
+        positives = state.problem.positives[rows].reshape(len(x), -1)
+        values = state.positive_gradient[rows].reshape(positives.shape)
+        tile.insert_positives(x, positives, columns.start, values)
+
+    def write_sigmoid_gradient(
+        self, epilogue: Sigmoid, x: Array, rows: slice, columns: slice
+    ) -> None:
+        """x <- dL/dx times the scale, of a pairwise sigmoid, and its sums over rows."""
+        state, moments = self.state, epilogue.log_scale_grad
+        problem = state.problem
+        scale, bias = float(problem.scale), float(problem.bias)
+        sums = (
+            epilogue.losses[rows], epilogue.bias_grad[rows],
+            None if moments is None else moments[rows],
+        )  # fmt: skip
+        if problem.has_positive_ids:  # they name all positives of a tile
+            pairs = (
+                problem.query_positive_ids[rows], problem.key_positive_ids[columns],
+                state.query_pair_weights[rows], state.key_pair_weights[columns],
             )  # fmt: skip
+            sigmoid.sigmoid(x, scale, bias, state.row_factor[rows], *sums, *pairs)
+            return
+        sigmoid.sigmoid(x, scale, bias, state.row_factor[rows], *sums)
+        sigmoid.sigmoid_positives(
+            x, problem.positives[rows], columns.start, epilogue.positive_logits[rows], scale, bias,
+            epilogue.row_factor[rows], *sums,
+        )  # fmt: skip
+
+    def count_higher_logits(
+        self, ranks: RetrievalRanks, x: Array, rows: slice, columns: slice
+    ) -> Callable[[], None] | None:
+        """Add to retrieval ranks of rows. Returns the same step of columns, to be run in order."""
+        scale = self.state.positive_scale
+        count_above(x, scale, ranks.positive_logits[rows], ranks.row_rank[rows])
+        if ranks.column_rank is None:
+            return None
+        counts = ranks.column_positive_logits[columns], ranks.column_rank[columns]
+        return lambda: count_above_columns(x, scale, *counts)
 
     def statistics(
         self, stats: Statistics, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
+        """Sum the exponentials of a tile by row, and by column if columns have sums.
+
+        Returns the step that merges the sums of the tile into those of the pass, if it has to run
+        in the order of the row blocks; None: it has run.
+        """
         state = self.state
         m, n = x.shape
         tile_rows, tile_columns = self.tile_rows.part(slice(m)), self.tile_columns.part(slice(n))
@@ -307,7 +333,7 @@ class Worker:
         return None
 
     def add_rows(self, x: Array, k: Array, rows: slice, is_first_tile: bool) -> None:
-        """dQ_a += P K_b."""
+        """dQ of the row block += x k, with dL/dx in the tile x; the first tile overwrites dQ."""
         dq = self.row_accumulator(rows)
         if is_first_tile:
             self.multiply(x, k, dq)
@@ -319,11 +345,11 @@ class Worker:
         np.add(dq, product, out=dq)
 
     def multiply(self, x: Array, features: Array, out: Array, of_columns: bool = False) -> None:
-        """out = P K_b, or P' Q_a for the gradients of columns, with dL/dx in the tile x."""
+        """out = x k, or x' q for the gradients of columns, with dL/dx in the tile x."""
         np.matmul(x.T if of_columns else x, features, out=out)
 
     def row_accumulator(self, rows: slice) -> Array:
-        """Where dQ of these rows accumulates."""
+        """The memory [m, D] in which dQ of these rows accumulates."""
         if self.dq is not None:
             return self.dq[: rows.stop - rows.start]
         assert self.state.gradients is not None
@@ -331,7 +357,7 @@ class Worker:
         return self.state.gradients.query[rows]
 
     def finish_rows(self, rows: slice, q: Array) -> None:
-        """The row block's dQ is complete: store it."""
+        """Store dQ of a row block, after its last tile."""
         state = self.state
         gradients = state.gradients
         assert gradients is not None
@@ -347,7 +373,11 @@ class Worker:
         state.store(g, side, rows, self.query_buffer, destination, need_dots, add)
 
     def finish_online_softmax(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
-        """sum_j 2^(c (x - max)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
+        """Complete dQ of an online softmax, whose weights were not divided by their sum yet.
+
+        g_i: sum_j 2^(c (x_ij - max_i)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y),
+        where c is `logit_scale`, a_i the upstream gradient times the scale, y row i's positive.
+        """
         problem, context = self.state.problem, self.state.context
         sums, positive = stats.rows.part(rows), stats.positive_logits[rows]
         maximum = sums.max
@@ -362,30 +392,3 @@ class Worker:
         positives = context.key.take(problem.positives[rows])
         positive_gradient = -a * end.negative_probability
         g += np.multiply(positives, positive_gradient[:, None], out=positives, casting="same_kind")
-
-
-# --- loops that Numba compiles ------------------------------------------------------------------
-
-
-@compiled
-def count_above(x, c, row_threshold, row_rank):  # type: ignore[no-untyped-def]
-    """row_rank[i] += how many logits of row i exceed row_threshold[i]."""
-    wide_vectors()
-    for i in range(x.shape[0]):
-        row = x[i]
-        threshold = x.dtype.type(row_threshold[i] / c)
-        count = 0
-        for j in range(row.size):
-            count += row[j] > threshold
-        row_rank[i] += count
-
-
-@compiled
-def count_above_columns(x, c, column_threshold, column_rank):  # type: ignore[no-untyped-def]
-    """column_rank[j] += how many logits of column j exceed column_threshold[j]."""
-    wide_vectors()
-    threshold = (column_threshold / c).astype(x.dtype)
-    for i in range(x.shape[0]):
-        row = x[i]
-        for j in range(row.size):
-            column_rank[j] += row[j] > threshold[j]

@@ -19,7 +19,7 @@ class PrefixStatistics(Statistics):
 
 @dataclass
 class PrefixGradient(SoftmaxGradient):
-    """The gradient of each prefix: its `Factors`, and dL/dx at positives in the compute dtype."""
+    """The gradient of each prefix: its `SoftmaxFactors`, and dL/dx at its positives."""
 
     prefixes: Sequence[tuple[Any, Array]] = ()
 

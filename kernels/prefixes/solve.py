@@ -18,8 +18,8 @@ from itertools import pairwise
 from typing import Any
 
 from ..cpu.backend import CPU
+from ..cpu.factors import SoftmaxFactors
 from ..cpu.operands import Side
-from ..cpu.pass_state import Factors
 from ..cpu.schedule import fits_one_block
 from ..problem import LOG2_E, Array, Gradients, Problem, fast_replace
 from ..solve import (
@@ -94,7 +94,7 @@ def solve_prefixes(
         scale, dtype = float(problem.scale) * LOG2_E, backend.dtype
         epilogues = [each.softmax_gradient(problem.symmetric) for each in finalized]
         parts = [
-            (Factors(each, scale, dtype, True), each.positive_gradient.astype(dtype))
+            (SoftmaxFactors(each, scale, dtype, True), each.positive_gradient.astype(dtype))
             for each in epilogues
         ]
         epilogue = PrefixGradient(**epilogues[-1].__dict__, prefixes=parts)

@@ -113,7 +113,7 @@ class PrefixWorker(Worker):
                 g = self.unit_products(x, rows, columns, prefix)
                 factors, positive_gradient = epilogue.prefixes[prefix]
                 plain = (None, None), (None, None), None  # no biases, limits and guide
-                self.softmax_gradient(g, factors, rows, columns, *plain)
+                factors.write_gradient(g, rows, columns, *plain)
                 values = positive_gradient[rows][:, None]
                 tile.insert_positives(g, positives, columns.start, values)
                 if g is not x:

@@ -49,14 +49,14 @@ def exclude_pairs(  # type: ignore[no-untyped-def]
     set aside before, and inserted afterwards.)
     """
     wide_vectors()
-    low = x.dtype.type(-np.inf)
+    neg_inf = x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row, row_number = x[i], row_numbers[i]
         for j in range(row.size):
             excluded = (column_numbers[j] == row_number) == equal
             if row_positive_ids is not None:
                 excluded = excluded and row_positive_ids[i] != column_positive_ids[j]
-            row[j] = low if excluded else row[j]
+            row[j] = neg_inf if excluded else row[j]
 
 
 @compiled
@@ -102,24 +102,25 @@ def insert_positives(x, positives, first_column, values):  # type: ignore[no-unt
 
 @compiled
 def apply_options(  # type: ignore[no-untyped-def]
-    value, bias, key, limits, own, low, guide_bits, i, j, direction
+    product, key_bias, key, limits, query, neg_inf, guide_bits, i, j, direction
 ):
-    """The raw product plus the bias of its key, which `PassState` has divided by the scale.
+    """The product of pair (i, j) with the options of one direction, or `neg_inf` if excluded.
 
-    It is `low` if the product is above the limit, or if the guide leaves out the pair in the
-    `direction`. `key` and `own` are numbers of a row and a column: of the key in this direction,
-    and of the other side.
+    A pair is excluded if its product is above the limit of its query, or if the guide leaves it out
+    in this direction. The bias of its key is added (`PassState` has divided it by the scale). The
+    query is row i and the key column j BY_ROW; the query is column j and the key row i BY_COLUMN.
     """
     if limits is not None:
-        value = low if value > limits[own] else value
+        product = neg_inf if product > limits[query] else product
     if guide_bits is not None:
-        value = low if guide_bits[i >> 2, j] & DIRECTION_BITS[direction, i & 3] else value
-    if bias is not None:
-        value += bias[key]
-    return value
+        is_left_out = guide_bits[i >> 2, j] & DIRECTION_BITS[direction, i & 3]
+        product = neg_inf if is_left_out else product
+    if key_bias is not None:
+        product += key_bias[key]
+    return product
 
 
-# --- LSE pass -------------------------------------------------------------------------------------
+# --- log-sum-exp pass -----------------------------------------------------------------------------
 
 
 @compiled
@@ -164,13 +165,14 @@ def row_statistics(  # type: ignore[no-untyped-def]
     are given, they replace the last x: the moments are then moments of other logits.
     """
     wide_vectors()
-    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
+    zero, neg_inf = x.dtype.type(0), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row = x[i]
-        top = apply_options(row[0], key_bias, 0, limits, i, low, guide_bits, i, 0, BY_ROW)
+        top = apply_options(row[0], key_bias, 0, limits, i, neg_inf, guide_bits, i, 0, BY_ROW)
         for j in range(row.size):
             top = fmax(
-                top, apply_options(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
+                top,
+                apply_options(row[j], key_bias, j, limits, i, neg_inf, guide_bits, i, j, BY_ROW),
             )
         row_max[i] = np.float64(c) * np.float64(top)
         row_sum[i] = 0.0
@@ -183,11 +185,11 @@ def row_statistics(  # type: ignore[no-untyped-def]
         scale = x.dtype.type(c)
         total, moment = zero, zero
         for j in range(row.size):
-            y = apply_options(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
+            y = apply_options(row[j], key_bias, j, limits, i, neg_inf, guide_bits, i, j, BY_ROW)
             e = exp2(scale * (y - top))
             total += e
             if row_moment is not None:
-                moment += e * (moment_logit(moment_logits, row, i, j) if y != low else zero)
+                moment += e * (moment_logit(moment_logits, row, i, j) if y != neg_inf else zero)
         row_sum[i] = total
         if row_moment is not None:
             row_moment[i] = np.float64(c) * np.float64(moment)
@@ -203,18 +205,20 @@ def column_statistics(  # type: ignore[no-untyped-def]
     The keys of a column's softmax are the rows, so `key_bias` has a number for each row.
     """
     wide_vectors()
-    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
+    zero, neg_inf = x.dtype.type(0), x.dtype.type(-np.inf)
     m, n = x.shape
     scale = x.dtype.type(c)
     high = x[0].copy()
     for j in range(n):
-        high[j] = apply_options(high[j], key_bias, 0, limits, j, low, guide_bits, 0, j, BY_COLUMN)
+        high[j] = apply_options(
+            high[j], key_bias, 0, limits, j, neg_inf, guide_bits, 0, j, BY_COLUMN
+        )
     for i in range(1, m):
         row = x[i]
         for j in range(n):
             high[j] = fmax(
                 high[j],
-                apply_options(row[j], key_bias, i, limits, j, low, guide_bits, i, j, BY_COLUMN),
+                apply_options(row[j], key_bias, i, limits, j, neg_inf, guide_bits, i, j, BY_COLUMN),
             )
     sums, moments = np.zeros_like(high), np.zeros_like(high)
     for j in range(n):
@@ -224,11 +228,11 @@ def column_statistics(  # type: ignore[no-untyped-def]
     for i in range(m):
         row = x[i]
         for j in range(n):
-            y = apply_options(row[j], key_bias, i, limits, j, low, guide_bits, i, j, BY_COLUMN)
+            y = apply_options(row[j], key_bias, i, limits, j, neg_inf, guide_bits, i, j, BY_COLUMN)
             e = exp2(scale * (y - high[j]))
             sums[j] += e
             if column_moment is not None:
-                moments[j] += e * (moment_logit(moment_logits, row, i, j) if y != low else zero)
+                moments[j] += e * (moment_logit(moment_logits, row, i, j) if y != neg_inf else zero)
     for j in range(n):
         if np.isnan(sums[j]) and column_max[j] == -np.inf:
             column_max[j] = 0.0  # all pairs are excluded, but for a NaN, which `fmax` ignores
@@ -253,7 +257,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
     wide_vectors()
     m, n = x.shape
     scale = x.dtype.type(c)
-    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
+    zero, neg_inf = x.dtype.type(0), x.dtype.type(-np.inf)
     sums[:] = 0  # [n] in x's dtype, as are `moments`
     if row_moment is not None:
         moments[:] = 0
@@ -283,7 +287,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
             total += e
             sums[j] += e * weight
             if row_moment is not None:
-                ex = e * (moment_logit(moment_logits, row, i, j) if row[j] != low else zero)
+                ex = e * (moment_logit(moment_logits, row, i, j) if row[j] != neg_inf else zero)
                 moment += ex
                 moments[j] += ex * weight
         row_sum[i] = total
@@ -304,58 +308,6 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
         )
 
 
-# --- gradient pass --------------------------------------------------------------------------------
-
-
-@compiled
-def softmax_gradient(  # type: ignore[no-untyped-def]
-    x, c, row_reference, a, key_bias=None, limits=None, guide_bits=None
-):
-    """x <- a_i 2^(c (y - row_reference_i)), one direction: y is x with the options of its row."""
-    wide_vectors()
-    scale, low = x.dtype.type(c), x.dtype.type(-np.inf)
-    for i in range(x.shape[0]):
-        row, r, ai = x[i], row_reference[i], a[i]
-        for j in range(row.size):
-            y = apply_options(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
-            row[j] = ai * probability(scale * (y - r))
-
-
-@compiled
-def softmax_gradient_shared(x, c, row_reference, a, u, v):  # type: ignore[no-untyped-def]
-    """x <- 2^(c (x - row_reference_i)) (a_i + u_i v_j): both directions from one exponential."""
-    wide_vectors()
-    scale = x.dtype.type(c)
-    for i in range(x.shape[0]):
-        row, r, ai, ui = x[i], row_reference[i], a[i], u[i]
-        for j in range(row.size):
-            row[j] = probability(scale * (row[j] - r)) * (ai + ui * v[j])
-
-
-@compiled
-def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
-    x, c, row_reference, a, column_reference, b,
-    key_bias=None, row_limits=None, row_bias=None, column_limits=None, guide_bits=None,
-):  # fmt: skip
-    """x <- a_i 2^(c (y - row_reference_i)) + b_j 2^(c (z - column_reference_j)): two directions.
-
-    Here y is x with the options of its row, and z is x with the options of its column. References
-    may be far apart.
-    """
-    wide_vectors()
-    scale, low = x.dtype.type(c), x.dtype.type(-np.inf)
-    for i in range(x.shape[0]):
-        row, r, ai = x[i], row_reference[i], a[i]
-        for j in range(row.size):
-            y = apply_options(row[j], key_bias, j, row_limits, i, low, guide_bits, i, j, BY_ROW)
-            z = apply_options(
-                row[j], row_bias, i, column_limits, j, low, guide_bits, i, j, BY_COLUMN
-            )
-            row[j] = ai * probability(scale * (y - r)) + b[j] * probability(
-                scale * (z - column_reference[j])
-            )
-
-
 @compiled
 def online_softmax(  # type: ignore[no-untyped-def]
     x, c, row_max, row_sum, row_moment, rescale
@@ -367,7 +319,7 @@ def online_softmax(  # type: ignore[no-untyped-def]
     new maximum)).
     """
     wide_vectors()
-    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
+    zero, neg_inf = x.dtype.type(0), x.dtype.type(-np.inf)
     scale = x.dtype.type(c)
     for i in range(x.shape[0]):
         row = x[i]
@@ -390,7 +342,7 @@ def online_softmax(  # type: ignore[no-untyped-def]
         for j in range(row.size):
             e = probability(scale * (row[j] - r))
             if row_moment is not None:
-                moment += e * (row[j] if row[j] != low else zero)
+                moment += e * (row[j] if row[j] != neg_inf else zero)
             row[j] = e
             total += e
         row_sum[i] += total

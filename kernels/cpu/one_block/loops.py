@@ -8,10 +8,15 @@ import numpy as np
 
 from ...direction_losses import ROUNDING
 from ...problem import LN_2, LOG2_E
+from ..factors import EXACT
 from ..loops import sigmoid as pair_tiles
 from ..loops import tile_ops as tile
 from ..loops.elementary import compiled, rounded_product, wide_vectors
-from ..pass_state import EXACT
+from ..loops.softmax_gradient import (
+    softmax_gradient,
+    softmax_gradient_shared,
+    softmax_gradient_two_sided,
+)
 
 
 @compiled
@@ -140,9 +145,9 @@ def softmax(  # type: ignore[no-untyped-def]
     if not gradient:
         return True, loss, log_scale_grad
 
-    # dL/dx. One exponential for both directions while none underflows: see `PassState._factors`
+    # dL/dx. One exponential for both directions while none underflows: see `SoftmaxFactors`
     if not (two_sided or symmetric):
-        tile.softmax_gradient(x, c, reference[0, :m], factor[0, :m])
+        softmax_gradient(x, c, reference[0, :m], factor[0, :m])
     elif top - least < 40 and top - low < 80 and max(abs(top), abs(low)) < EXACT:
         middle = 0.5 * (top + least)
         u, v = np.empty(m, x.dtype), np.empty(n, x.dtype)
@@ -150,9 +155,9 @@ def softmax(  # type: ignore[no-untyped-def]
             u[i] = 2.0 ** (again[i] - middle)
         for j in range(n):
             v[j] = total[1, j] * 2.0 ** (middle - high[1, j])
-        tile.softmax_gradient_shared(x, c, reference[0, :m], factor[0, :m], u, v)
+        softmax_gradient_shared(x, c, reference[0, :m], factor[0, :m], u, v)
     else:
-        tile.softmax_gradient_two_sided(
+        softmax_gradient_two_sided(
             x, c, reference[0, :m], factor[0, :m], reference[1, :n], factor[1, :n]
         )
     at_positive = np.empty((m, 1), x.dtype)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...problem import Array, Gradients, Problem, materialize_vectors
 from ...solve import Solution
-from ..operands import DTYPES, Rows, readable_rows, row_dots
+from ..operands import DTYPES, ReadableRows, readable_rows, row_dots
 from ..resources import BLAS, BUFFER_POOL, NO_CONTEXT, thread_count
 from .loops import sigmoid, softmax
 from .team import Team
@@ -142,8 +142,8 @@ def _threads(m: int, n: int, d: int, symmetric: bool) -> int:
 
 
 def _store(
-    problem: Problem, gradients: Gradients, g: Array, query: Rows, key: Rows, team: Team,
-    product: Product,
+    problem: Problem, gradients: Gradients, g: Array, query: ReadableRows, key: ReadableRows,
+    team: Team, product: Product,
 ) -> None:  # fmt: skip
     """Compute the gradients of features, from dL/dx, and store them."""
     products = []
@@ -163,7 +163,7 @@ def _store(
 
 
 def _store_rows(
-    to: Array, left: Array, right: Array, own: Rows, rows: slice, product: Product
+    to: Array, left: Array, right: Array, own: ReadableRows, rows: slice, product: Product
 ) -> None:
     """Store rows of a gradient: the product of left and right, through the normalisation."""
     direct = to.dtype == left.dtype and to.flags.c_contiguous and to.dtype.isnative

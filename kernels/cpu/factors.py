@@ -1,0 +1,82 @@
+"""From the dot products of a tile to dL/dx of a softmax: factors of rows and columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..direction_losses import rounded_reference
+from ..epilogues import SoftmaxGradient
+from ..problem import Array
+from .loops.softmax_gradient import (
+    softmax_gradient,
+    softmax_gradient_shared,
+    softmax_gradient_two_sided,
+)
+
+EXACT = 2.0**40  # below this, float64 logits have at least 12 bits after the binary point
+Arguments = tuple[Any, Any]
+
+
+class SoftmaxFactors:
+    """Reference exponents and factors of a softmax gradient, in the dtype of products.
+
+    With the base-2 logit e_ij, which is `logit_scale` times the dot product x_ij, dL/dx of a
+    negative, times the scale, is
+
+        row_factor_i 2^(e_ij - row_reference_i) + column_factor_j 2^(e_ij - column_reference_j),
+
+    or, with `one_exponential` for rows and columns,
+
+        2^(e_ij - row_reference_i) (row_factor_i + shared_row_factor_i shared_column_factor_j).
+    """
+
+    def __init__(
+        self, epilogue: SoftmaxGradient, logit_scale: float, dtype: np.dtype[Any], same_logits: bool
+    ) -> None:
+        """`same_logits`: rows and columns have the same logits."""
+        self.logit_scale, self.one_exponential = logit_scale, False
+        self.row_reference, self.row_factor, rounded = rounded_reference(
+            np, logit_scale, epilogue.row_reference, epilogue.row_factor, dtype
+        )
+        self.two_sided = epilogue.column_reference is not None
+        if epilogue.column_reference is None or epilogue.column_factor is None:
+            return
+        high, low, least = rounded.max(), rounded.min(), epilogue.column_reference.min()
+        # one exponential serves while no term of a column underflows with a row's reference, and
+        # differences of references are exact enough
+        close = high - least < 40 and high - low < 80
+        self.one_exponential = bool(same_logits and close and max(abs(high), abs(low)) < EXACT)
+        if self.one_exponential:
+            middle = 0.5 * (high + least)
+            self.shared_row_factor = np.exp2(rounded - middle).astype(dtype)
+            column_exponentials = np.exp2(middle - epilogue.column_reference)
+            self.shared_column_factor = (epilogue.column_factor * column_exponentials).astype(dtype)
+        else:
+            self.column_reference, self.column_factor, _ = rounded_reference(
+                np, logit_scale, epilogue.column_reference, epilogue.column_factor, dtype
+            )
+
+    def write_gradient(
+        self, x: Array, rows: slice, columns: slice, row_arguments: Arguments,
+        column_arguments: Arguments, guide_bits: Array | None,
+    ) -> None:  # fmt: skip
+        """Replace the dot products x of a tile by dL/dx times the scale, all pairs as negatives.
+
+        `row_arguments` and `column_arguments` are (bias of keys, limits): `PassState.directions`.
+        """
+        scale, reference = self.logit_scale, self.row_reference[rows]
+        row_factor = self.row_factor[rows]
+        if not self.two_sided:
+            softmax_gradient(x, scale, reference, row_factor, *row_arguments, guide_bits)
+        elif self.one_exponential:
+            softmax_gradient_shared(
+                x, scale, reference, row_factor, self.shared_row_factor[rows],
+                self.shared_column_factor[columns],
+            )  # fmt: skip
+        else:
+            softmax_gradient_two_sided(
+                x, scale, reference, row_factor, self.column_reference[columns],
+                self.column_factor[columns], *row_arguments, *column_arguments, guide_bits,
+            )  # fmt: skip
