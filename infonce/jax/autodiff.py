@@ -1,4 +1,8 @@
-"""The losses as differentiable functions of JAX: the callback, its derivative, the vjp."""
+"""The losses as differentiable functions of JAX: `functions._apply` calls `differentiable_loss`.
+
+Its forward pass computes loss and gradients in one callback (in `axis`, several), its backward pass
+multiplies the gradients by the upstream gradient.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +18,27 @@ from .. import dispatch
 from ..spec import ARRAYS, NAMES, VECTORS, Loss
 from . import axis
 from .callback import (
-    TEACHER,
+    TEACHER_INPUTS,
     TracedCall,
     add_callback,
     collect_options,
-    deliver,
-    integers,
+    join_integers,
     make_teacher,
-    outputs,
+    output_shapes,
+    write_out,
 )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The results of a call, as `callback.outputs` describes them."""
+    """Add the call to the program: its results, in the layout of `callback.output_shapes`.
+
+    It is a `custom_jvp` only to raise an error for second derivatives.
+    """
     if call.axis is not None:
         return axis.evaluate(call, inputs)
-    fill = functools.partial(_fill, call)
-    out: dict[str, Any] = add_callback(fill, outputs(call, inputs), inputs)
+    fill = functools.partial(_compute_call, call)
+    out: dict[str, Any] = add_callback(fill, output_shapes(call, inputs), inputs)
     return out
 
 
@@ -42,17 +49,17 @@ def _refuse_second_derivative(call: TracedCall, primals: Any, tangents: Any) -> 
     )
 
 
-def _fill(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Compute the call by `infonce.dispatch`, and write its results to the arrays of `out`.
+def _compute_call(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """The callback: compute the call by `infonce.dispatch` when the program runs.
 
-    Feature gradients are computed in the memory of `out`, without a copy.
+    The results are written to the arrays of `out`, feature gradients without a copy.
     """
-    direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
+    grad_buffers = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     result = dispatch.loss_and_grad(
-        call.kind, inputs["features"], integers(inputs["labels"]), inputs["bias"],
-        collect_options(call, inputs), direct, make_teacher(call, inputs),
+        call.kind, inputs["features"], join_integers(inputs["labels"]), inputs["bias"],
+        collect_options(call, inputs), grad_buffers, make_teacher(call, inputs),
     )  # fmt: skip
-    deliver(call, result, out, direct)
+    write_out(call, result, out, grad_buffers)
 
 
 # --- differentiation ------------------------------------------------------------------------------
@@ -60,19 +67,20 @@ def _fill(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def differentiable_loss(call: TracedCall, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The loss, the metrics and the sum of weights: functions of `inputs` with a vjp.
+    """(loss, metrics, sum of weights), which JAX differentiates by `_forward` and `_backward`.
 
-    Over an axis, they are this device's summands of the loss and of the sum of weights. The sum of
-    weights is None unless the caller divides a mean by it.
+    With `call.axis`, loss and sum of weights are this device's summands, which
+    `axis.sum_over_devices` adds up. The sum of weights is None unless a mean is divided by it.
     """
     out = _evaluate(call, inputs)
     return out["loss"], out["metrics"], out.get("weight")
 
 
 def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
-    """The loss, and the gradients of the arguments that JAX differentiates (`perturbed`).
+    """The outputs of `differentiable_loss`, and the residuals for `_backward`: the gradients.
 
-    Locked towers get no gradient.
+    The leaves of `inputs` are JAX's pairs (value, perturbed). Arguments that are `perturbed` get a
+    gradient, except locked towers.
     """
     dtypes = {
         name: value.value.dtype
@@ -80,7 +88,7 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
         if value is not None and value.perturbed and name not in call.kind.locked
     }
     wanted = tuple(dtypes)
-    for name in (*VECTORS, "guide", *TEACHER):
+    for name in (*VECTORS, "guide", *TEACHER_INPUTS):
         if any(leaf.perturbed for leaf in jax.tree.leaves(inputs[name])):
             raise ValueError(
                 f"{name}: expected an array that is not differentiated, as it gets no gradient, "
@@ -96,7 +104,10 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
 
 
 def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
-    """The gradients of the inputs: those of `_forward` times the upstream gradient, or new ones."""
+    """The gradients of `inputs`: those of `_forward` times the upstream gradient.
+
+    With reduction="none" they are computed here, from the upstream gradient of each row.
+    """
     grads, inputs, dtypes = residuals
     wanted = dict(dtypes.by_name)
     upstream = cotangents[0]
@@ -113,7 +124,7 @@ def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
         "scale": grads.get("scale"),
         "bias": grads.get("bias"),
         "labels": None,
-        **dict.fromkeys(("grad_out", "guide", *TEACHER, *NAMES, *ARRAYS)),
+        **dict.fromkeys(("grad_out", "guide", *TEACHER_INPUTS, *NAMES, *ARRAYS)),
     },)  # fmt: skip
 
 
@@ -123,9 +134,9 @@ differentiable_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Dtypes:
-    """Dtypes of the arguments that are differentiated: a static part of the residuals."""
+    """The dtypes of the differentiated arguments, as a part of the residuals that is no array."""
 
-    by_name: tuple[tuple[str, Any], ...]
+    by_name: tuple[tuple[str, Any], ...]  # (argument, dtype)
 
 
 def _named(kind: Loss, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Losses of the rows of all devices of an axis: callbacks, and XLA's collectives between them.
 
-    all_gather of the keys [N, D], and of their features from a guide or a teacher [N, E]
-    for each round of `rounds`
-        callback   blocks of this device's rows [M, D] with the keys of all devices
-        collective all_to_all of the sums of columns, all_gather of vectors of keys
-    psum_scatter of the gradients of all keys [N, D], which are sums over devices
+    all_gather    keys [N, D], and their features [N, E] from a guide or a teacher
+    for each vector that has to travel (`rounds.CallbackPlan.travels`):
+        callback      blocks of this device's rows [M, D] with the keys of all devices
+        collective    all_to_all of sums of columns, or all_gather of numbers of keys
+    last callback loss, metrics, dQ of this device's rows, a part of dK for all keys
+    psum_scatter  parts of dK [N, D]: their sum over devices, for each device's own keys
 
-A call returns this device's part of the loss. `sum_over_devices` adds the parts outside the custom
-derivative: JAX differentiates the sum itself, with `check_vma` or without.
+M is the number of rows of a device, N that of the keys of all devices. rounds.py has the callbacks.
+`evaluate` returns this device's part of the loss. `sum_over_devices` adds up the parts outside of
+the custom derivative: JAX differentiates the sum itself, with `check_vma` or without.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import rounds
-from .callback import Axis, TracedCall, add_callback, outputs
+from .callback import Axis, TracedCall, add_callback, output_shapes
 
 
 def find_axis(axis_name: Any, features: Mapping[str, Any]) -> Axis:
@@ -53,9 +55,10 @@ def find_axis(axis_name: Any, features: Mapping[str, Any]) -> Axis:
 
 
 def make_varying(axis: Axis, inputs: dict[str, Any]) -> tuple[Axis, dict[str, Any]]:
-    """Make all arguments vary over the same axes: those of the call and of each argument.
+    """Declare to JAX that all arguments vary over the same axes: the union of all arguments' axes.
 
-    Returns (`axis` with these axes as `varying`, the arguments).
+    Otherwise JAX refuses to combine arguments that vary over different axes. Returns (`axis` with
+    the union as `varying`, the arguments).
     """
     axes = axis.varying.union(*map(_varying_axes, jax.tree.leaves(inputs)))
     return replace(axis, varying=axes), _vary(inputs, axes)
@@ -64,13 +67,13 @@ def make_varying(axis: Axis, inputs: dict[str, Any]) -> tuple[Axis, dict[str, An
 def _varying_axes(x: Any) -> frozenset[Any]:
     """The axes over which x varies; none if JAX does not check them."""
     array_type = jax.typeof(x)
-    if hasattr(array_type, "mat"):
+    if hasattr(array_type, "mat"):  # in newer versions of JAX; before, `vma`
         return frozenset(array_type.mat.varying)
     return frozenset(getattr(array_type, "vma", frozenset()))
 
 
 def _vary(tree: Any, names: frozenset[Any]) -> Any:
-    """The arrays of a tree as arrays that vary over the axes `names`."""
+    """The arrays of a tree, declared to vary over the axes `names`. Their values stay the same."""
 
     def vary_array(x: Any) -> Any:
         missing = tuple(sorted(names - _varying_axes(x), key=str))
@@ -82,12 +85,11 @@ def _vary(tree: Any, names: frozenset[Any]) -> Any:
 
 
 def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The outputs of `callback.outputs`, on one device:
+    """Add the callbacks and collectives of a call to the program, and return its results.
 
-    - this device's part of the loss;
-    - gradients of this device's rows;
-    - "weight": the sum of the weights of this device's rows. `sum_over_devices` divides the loss by
-      the sum over all devices.
+    The results have the names of `callback.output_shapes`. "loss" is this device's part, and
+    gradients are for this device's rows. "weight" is the sum of the weights of this device's rows;
+    `sum_over_devices` divides the loss by the sum over all devices.
     """
     axis, kind, make_shape = call.axis, call.kind, jax.ShapeDtypeStruct
     assert axis is not None
@@ -101,16 +103,19 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     plan = rounds.plan_callbacks(call, device_arguments)
     device_arguments["rank"] = jax.lax.axis_index(axis.names)
     run_callback = functools.partial(rounds.run_callback, call, plan)
-    past: list[dict[str, Any]] = []  # for each earlier callback: its results, and arrived data
+    # For each earlier callback: its error flag and results, and the data that arrived after it
+    earlier_callbacks: list[dict[str, Any]] = []
 
     def add_next_callback(shapes: dict[str, Any]) -> dict[str, Any]:
-        out = add_callback(run_callback, shapes, {**device_arguments, "past": past})
-        # otherwise JAX would take the results for equal on all devices
+        out = add_callback(
+            run_callback, shapes, {**device_arguments, "earlier_callbacks": earlier_callbacks}
+        )
+        # Without a declaration, JAX would assume that the results are equal on all devices
         varying: dict[str, Any] = _vary(out, axis.varying)
         return varying
 
     for travel in plan.travels:
-        # a number of 64 bits travels as two numbers of 32 bits
+        # Numbers have 64 bits and travel as two uint32, because JAX may lack 64-bit types
         shape: tuple[int, ...] = (travel.vector_count, len(own_keys), 2)
         if travel.to_owners:
             shape = (axis.size, *shape)
@@ -122,10 +127,14 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
             arrived = jax.lax.all_to_all(out["travelling"], axis.names, 0, 0)
         else:
             arrived = jax.lax.all_gather(out["travelling"], axis.names)
-        past.append({"error_and_results": out["error_and_results"], "arrived": arrived})
+        earlier_callbacks.append(
+            {"error_and_results": out["error_and_results"], "arrived": arrived}
+        )
 
-    shapes = outputs(call, inputs)
-    # gradients of own negatives stay on their device
+    shapes = output_shapes(call, inputs)
+
+    # The last callback writes feature gradients as dQ and a part of dK, in the dtype of sums.
+    # Gradients of own negatives are final.
     summed = [name for name in kind.arguments if name in call.wrt and name != "own"]
     feature_shapes = {name: shapes.pop(name) for name in summed}
     weight_dtype = jax.dtypes.canonicalize_dtype(np.float64)
@@ -133,10 +142,10 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     rows = len(own_keys) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
         shapes["dq"] = make_shape((rows, keys.shape[1]), plan.sum_dtype)
-    if plan.key_sums:
-        shapes["key_sums"] = make_shape(keys.shape, plan.sum_dtype)
+    if plan.has_partial_dk:
+        shapes["partial_dk"] = make_shape(keys.shape, plan.sum_dtype)
     out = add_next_callback(shapes)
-    dq, dk = out.pop("dq", None), out.pop("key_sums", None)
+    dq, dk = out.pop("dq", None), out.pop("partial_dk", None)
     if dk is not None:
         dk = jax.lax.psum_scatter(dk, axis.names, scatter_dimension=0, tiled=True)
     if kind.symmetric:
@@ -151,7 +160,7 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _auxiliary_keys(call: TracedCall, inputs: dict[str, Any]) -> Any:
-    """The features of this device's keys from a guide or a teacher; None if a call has neither."""
+    """Auxiliary features of this device's keys, from a guide or a teacher; None without both."""
     guide = inputs["guide"]
     if isinstance(guide, tuple):
         guide = jnp.concatenate(guide) if call.kind.joint else guide[1]
@@ -159,7 +168,10 @@ def _auxiliary_keys(call: TracedCall, inputs: dict[str, Any]) -> Any:
 
 
 def _may_weigh_rows(call: TracedCall, inputs: dict[str, Any]) -> bool:
-    """Whether rows may have different shares in the mean, from weights or missing positives."""
+    """Whether rows may have different shares in the mean: with weights, or rows without positive.
+
+    Known from the arguments only, because their values are not known while JAX traces.
+    """
     labelled = inputs["labels"] is not None and (call.kind.classes or not call.kind.symmetric)
     return call.reduction == "mean" and (labelled or inputs["weights"] is not None)
 
@@ -167,14 +179,18 @@ def _may_weigh_rows(call: TracedCall, inputs: dict[str, Any]) -> bool:
 def sum_over_devices(
     call: TracedCall, rows: int, out: tuple[Any, dict[str, Any], Any]
 ) -> tuple[Any, Any]:
-    """The loss and metrics of all devices, from the outputs of a device with `rows` rows."""
+    """The (loss, metrics) of all devices, from `out` of `differentiable_loss` on each device.
+
+    `rows` is the number of rows of a device.
+    """
     axis, (loss, metrics, weight) = call.axis, out
     assert axis is not None
     if call.reduction != "none":
         loss = jax.lax.psum(loss, axis.names)
     if weight is not None:
         weight = jax.lax.psum(weight, axis.names)
-        # until here the loss is a sum divided by the number of rows, and 0 if all weights are 0
+        # `loss` is the weighted sum / (rows of all devices), and 0 if all weights are 0. Its factor
+        # makes it the weighted sum / (sum of weights).
         factor = rows * axis.size / jnp.where(weight == 0, 1, weight)
         loss = loss * factor.astype(loss.dtype)
     metrics = jax.lax.stop_gradient(metrics)

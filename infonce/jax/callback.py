@@ -1,4 +1,8 @@
-"""A loss in a compiled program: the static part of the call, and the callback that computes it."""
+"""The parts of a call in a compiled program, for one device and for an axis of devices.
+
+`TracedCall` is known while JAX traces the program. The arrays (`inputs`) are known when the program
+runs, and a callback (`add_callback`) computes from them. autodiff.py and rounds.py use both.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +28,21 @@ from ..kernels.problem import SILENT
 from ..result import LossAndGrad
 from ..spec import ARRAYS, DTYPES_UNTIL_UPSTREAM, NAMES, Loss
 
-TEACHER = ("teacher_query", "teacher_key", "teacher_scale")  # arguments of a call; None without one
+# Names of the teacher's arrays in `inputs`, which are None if the loss has no teacher
+TEACHER_INPUTS = ("teacher_query", "teacher_key", "teacher_scale")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
 @dataclass(frozen=True)
-class Wide:
-    """64-bit integers as pairs of 32-bit integers, for programs without x64."""
+class SplitIntegers:
+    """64-bit integers as pairs of 32-bit integers, for programs without `jax_enable_x64`."""
 
     halves: Any  # int32 [..., 2]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # of the 64-bit integers
 
     @classmethod
-    def of(cls, value: np.ndarray) -> Wide:
+    def split(cls, value: np.ndarray) -> SplitIntegers:
+        """Split an array of 64-bit integers."""
         value = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
         return cls(jnp.asarray(value.view(np.int32).reshape(*value.shape, 2)), value.dtype)
 
@@ -50,13 +56,13 @@ class Wide:
 
     @property
     def value(self) -> Any:
-        """The integers. `halves` have to be an array of NumPy or CuPy, as in a callback."""
+        """The 64-bit integers. Only in a callback, where `halves` is an array of NumPy or CuPy."""
         return self.halves.view(self.dtype)[..., 0]
 
 
-def integers(value: Any) -> Any:
-    """The integers of a `Wide`; another value as it is."""
-    return value.value if isinstance(value, Wide) else value
+def join_integers(value: Any) -> Any:
+    """The 64-bit integers of a `SplitIntegers`; other values as they are."""
+    return value.value if isinstance(value, SplitIntegers) else value
 
 
 def stand_in(value: Any, number: int = 0) -> np.ndarray:
@@ -74,10 +80,10 @@ def stand_in(value: Any, number: int = 0) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Axis:
-    """The devices over which the rows of a batch are spread."""
+    """The devices over which the rows of a batch are spread: one axis of a mesh, or several."""
 
     names: tuple[Any, ...]  # names of axes of `jax.shard_map` or `jax.pmap`
-    size: int  # number of devices
+    size: int  # number of devices over all these axes
     varying: frozenset[Any]  # axes over which arguments differ; empty if JAX does not check them
     on_cpu: bool  # whether JAX's default backend is the CPU
 
@@ -87,10 +93,10 @@ class TracedCall:
     """The part of a call that is known when JAX traces it."""
 
     kind: Loss
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]  # (name, value), sorted; JAX needs a hashable value
     metrics: bool
-    wrt: tuple[str, ...] = ()
-    axis: Axis | None = None
+    wrt: tuple[str, ...] = ()  # names of the arguments whose gradients are computed
+    axis: Axis | None = None  # None: one device has all rows
 
     @property
     def reduction(self) -> str:
@@ -98,24 +104,25 @@ class TracedCall:
 
 
 def collect_options(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The options that `checks.call.check` takes, from the arrays of a callback."""
+    """The options for `checks.call.check`: those of the call, and arrays of a callback."""
     options = {**dict(call.options), "scale": inputs["scale"], "wrt": frozenset(call.wrt)}
     arrays = {name: inputs[name] for name in ("grad_out", *ARRAYS)}
     for name in NAMES:
         value = inputs[name]
-        arrays[name] = tuple(map(integers, value)) if isinstance(value, tuple) else integers(value)
+        is_pair = isinstance(value, tuple)
+        arrays[name] = tuple(map(join_integers, value)) if is_pair else join_integers(value)
     arrays["guide"] = inputs["guide"]
     options |= {name: array for name, array in arrays.items() if array is not None}
     return {**options, "metrics": call.metrics}
 
 
 def make_teacher(call: TracedCall, inputs: dict[str, Any]) -> Teacher | None:
-    """The teacher, from the arrays of a callback."""
-    query, key, scale = (inputs[name] for name in TEACHER)
+    """The teacher, from the arrays of a callback; None if the loss has no teacher."""
+    query, key, scale = (inputs[name] for name in TEACHER_INPUTS)
     return Teacher(query, key, scale=scale) if call.kind.taught else None
 
 
-def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
+def output_shapes(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The shapes and dtypes of the results of a call: {"loss": ..., "metrics": {...}, **gradients}.
 
     `gradients` are those in `call.wrt`, by name.
@@ -126,25 +133,26 @@ def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     rows = (m,) if call.reduction == "none" else ()
     # in programs without x64, float32 and int32
     real, integer = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))
-    both = call.kind.column_direction_weight != 0
+    both_directions = call.kind.column_direction_weight != 0
     shapes = {
         "row_loss": ((), real),
-        "column_loss": ((), real) if both else None,
+        "column_loss": ((), real) if both_directions else None,
         "row_rank": ((m,), integer),
-        "column_rank": ((n,), integer) if both else None,
+        "column_rank": ((n,), integer) if both_directions else None,
         "positive": ((m,), real),
         "hardest_negative": ((m,), real),
     }
     arguments = dict(zip(call.kind.arguments, features, strict=True))
     arguments |= {"scale": inputs["scale"], "bias": inputs["bias"]}
     struct = jax.ShapeDtypeStruct
-    # without `grad_out`, gradients are multiplied by the upstream gradient after the call
-    unscaled = inputs["grad_out"] is None
+    # Without `grad_out`, gradients are multiplied by the upstream gradient after the call. Until
+    # then those of float16 features are float32.
+    await_upstream = inputs["grad_out"] is None
 
     def gradient(array: Any) -> Any:
-        dtype = (
-            DTYPES_UNTIL_UPSTREAM.get(array.dtype.name, array.dtype) if unscaled else array.dtype
-        )
+        dtype = array.dtype
+        if await_upstream:
+            dtype = DTYPES_UNTIL_UPSTREAM.get(dtype.name, dtype)
         return struct(array.shape, dtype)
 
     return {
@@ -154,10 +162,10 @@ def outputs(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def deliver(
+def write_out(
     call: TracedCall, result: LossAndGrad, out: dict[str, Any], written: Collection[str]
 ) -> None:
-    """Write a result to the buffers `out`, except the gradients `written`, which are there."""
+    """Write a result to the buffers `out`. Gradients named in `written` are there already."""
     out["loss"][...] = result.loss
     with np.errstate(**SILENT):
         for name in call.wrt:
@@ -169,17 +177,20 @@ def deliver(
 
 
 def add_callback(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> Any:
-    """Add a callback to the program: `fill(out, inputs)` when the program runs. Returns `out`.
+    """Add a callback to the traced program, which calls `fill(out, inputs)` when it runs.
 
-    `fill` writes the arrays `out`, of these shapes and dtypes. It gets arrays of NumPy on the host
-    and arrays of CuPy on a GPU, in the program's memory.
+    `fill` writes the arrays `out`, whose shapes and dtypes are `shapes`. It gets arrays of NumPy on
+    the host and of CuPy on a GPU, in the program's memory. Returns the traced arrays of `out`.
     """
     fill_buffers = functools.partial(_fill_buffers, fill)
     return buffer_callback(fill_buffers, shapes, vmap_method="sequential")(inputs)
 
 
 def _fill_buffers(fill: Callable[[Any, Any], None], context: Any, out: Any, inputs: Any) -> None:
-    """`fill`, on the buffers that JAX passes, as arrays of NumPy or CuPy."""
+    """Call `fill` with the buffers that JAX passes, as arrays of NumPy or CuPy.
+
+    `context.stream` is the program's CUDA stream, which becomes CuPy's current stream.
+    """
     if jax.tree.leaves(inputs)[0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
         fill(jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, inputs))
         return

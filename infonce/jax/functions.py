@@ -1,4 +1,6 @@
-"""The losses as functions of JAX arrays: one path for all, `_apply`."""
+"""The losses as functions of JAX arrays. All go one way: `_apply` checks the call while JAX traces
+it, and `autodiff.differentiable_loss` (over devices, with `axis`) adds it to the program.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ from ..result import Metrics
 from ..spec import Loss
 from . import axis
 from .autodiff import differentiable_loss
-from .callback import TEACHER, Axis, TracedCall, Wide, stand_in
+from .callback import TEACHER_INPUTS, Axis, SplitIntegers, TracedCall, stand_in
 
+# Keywords that `_apply` takes beyond the options of a compiled program (`spec.COMPILED`)
 ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.NAMES, *spec.ARRAYS)
 
 
@@ -42,8 +45,11 @@ def _apply(
     teacher: Teacher | None = None,
     **options: Any,
 ) -> Any:
+    """The loss `kind` of features in the order of its arguments; with metrics, (loss, Metrics)."""
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
+
+    # `dims`: one call for each prefix of the features
     if prefixes.has_prefixes(kind, options):
         require_known(kind, features, {})
         widths_and_weights, prefix_options = prefixes.read_prefixes(kind, features, options)
@@ -67,6 +73,8 @@ def _apply(
         losses = [out[0] for out in outs] if metrics else outs
         total = sum(w * loss for (_, w), loss in zip(widths_and_weights, losses, strict=True))
         return (total, outs[-1][1]) if metrics else total
+
+    # Checks of the arguments
     vectors = {name: options.pop(name, None) for name in spec.ARRAYS}
     names = {name: options.pop(name, None) for name in spec.NAMES}
     numbers = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
@@ -80,7 +88,9 @@ def _apply(
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
     others = {**options, **names, **vectors, **numbers}
     check_traced(kind, features, labels, bias, others, call_axis, teacher)
-    if temperature is not None:  # JAX differentiates the division: the temperature's gradient
+
+    # The arrays of the call
+    if temperature is not None:  # JAX differentiates this division, for temperature's gradient
         scale = 1.0 / temperature
     scale = kind.scale if scale is None else scale
     bias = kind.bias if bias is None else bias
@@ -97,6 +107,8 @@ def _apply(
         "grad_out": None,
         **traced_teacher(teacher, dtype),
     }
+
+    # The loss of this device's rows, or of the rows of all devices of an axis
     static_options = tuple(sorted(options.items()))
     if call_axis is None:
         loss, values, _ = differentiable_loss(TracedCall(kind, static_options, metrics), inputs)
@@ -128,9 +140,12 @@ def check_traced(
     kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
     call_axis: Axis | None, teacher: Teacher | None = None,
 ) -> None:  # fmt: skip
-    """Check the call while JAX traces it: shapes, dtypes, options, and the values of arrays that
-    are not traced."""
-    positive = ("scale", "temperature", *spec.ARRAYS)  # their stand-ins are 1, others' 0
+    """Check a call while JAX traces it: shapes, dtypes, options, and values that are known.
+
+    `infonce.checks` gets stand-ins for features and traced arrays. The values of traced arrays are
+    checked when the program runs.
+    """
+    positive = ("scale", "temperature", *spec.ARRAYS)  # their stand-ins are 1, others' are 0
     options = {
         **options,
         "wrt": (),
@@ -139,7 +154,7 @@ def check_traced(
         **{name: _known_values(options.get(name), 1) for name in positive},
     }
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
-        # the stand-ins are host arrays, for which the checks refuse the precisions of a GPU
+        # The stand-ins are host arrays, for which the checks refuse precisions that only a GPU has
         del options["precision"]
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     batch = None
@@ -157,21 +172,21 @@ def check_traced(
 
 
 def traced_teacher(teacher: Teacher | None, dtype: Any) -> dict[str, Any]:
-    """The arrays of a teacher as a compiled program takes them, with their names in errors."""
+    """The arrays of a teacher by the names of TEACHER_INPUTS; None for each without a teacher."""
     if teacher is None:
-        return dict.fromkeys(TEACHER)
+        return dict.fromkeys(TEACHER_INPUTS)
     scale = teacher.scale
     if teacher.temperature is not None:
         scale = 1.0 / teacher.temperature
     scale = None if scale is None else _floating(scale, dtype)
     arrays = jnp.asarray(teacher.query), jnp.asarray(teacher.key), scale
-    return dict(zip(TEACHER, arrays, strict=True))
+    return dict(zip(TEACHER_INPUTS, arrays, strict=True))
 
 
 def row_features(
     kind: Loss, features: Sequence[Any], guide: Any, teacher: Teacher | None
 ) -> dict[str, Any]:
-    """All arrays with features of rows, also those from a guide or a teacher, by their names."""
+    """All arrays of features, also auxiliary features of a guide or a teacher, by argument name."""
     arrays = dict(zip(kind.arguments, features, strict=True))
     if isinstance(guide, (tuple, list)):
         arrays |= {f"guide[{i}]": z for i, z in enumerate(guide)}
@@ -183,9 +198,12 @@ def row_features(
 
 
 def _known_values(value: Any, otherwise: int = 0) -> Any:
-    """The values of a JAX array, if they can be read without waiting for a device; else a stand-in
-    with the number `otherwise`. Other values are returned as they are."""
-    if isinstance(value, Wide):
+    """The values of a JAX array, if they can be read without waiting for a device.
+
+    Otherwise a stand-in whose elements are the number `otherwise`. Values that are no JAX arrays
+    are returned as they are.
+    """
+    if isinstance(value, SplitIntegers):
         return stand_in(value, otherwise)
     if not isinstance(value, jax.Array):
         return value
@@ -196,17 +214,16 @@ def _known_values(value: Any, otherwise: int = 0) -> Any:
 
 
 def exact_integers(value: Any) -> Any:
-    """Integers as a JAX array, or as `Wide` if JAX would cut 64-bit integers to 32 bits."""
-    if isinstance(value, (jax.Array, Wide)):
+    """Integers as a JAX array, or as `SplitIntegers` if JAX would cut them to 32 bits."""
+    if isinstance(value, (jax.Array, SplitIntegers)):
         return value
     value = np.asarray(native(value))
     would_cut = jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype
-    return Wide.of(value) if would_cut else jnp.asarray(value)
+    return SplitIntegers.split(value) if would_cut else jnp.asarray(value)
 
 
 def apply_to_each(function: Any, value: Any) -> Any:
-    """`function` of the arrays of one of `spec.NAMES`, which is an array, a pair of arrays, or
-    None."""
+    """`function` of the value of an option of `spec.NAMES`: an array, a pair of arrays, or None."""
     if is_pair(value):
         return tuple(map(function, value))
     return None if value is None else function(value)

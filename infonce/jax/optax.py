@@ -26,9 +26,9 @@ def ntxent(embeddings: Any, labels: Any, temperature: Any = 0.07) -> Any:
 
     ``loss = mean_ip ( log( exp x_ip + sum_{j in N(i)} exp x_ij ) - x_ip )``.
 
-    The negatives of a row are one log-sum-exp, its positives are dot products: memory is linear in
-    the batch. They take as many steps as the largest class has rows; as many as the batch has, if
-    `labels` is an argument of the function that `jit` compiles.
+    Memory is linear in the batch: the negatives of a row are one log-sum-exp, and its positives are
+    dot products, one in each step of a loop. The loop has as many steps as the largest class has
+    rows, or as the batch has rows if `labels` is an argument of the function that `jit` compiles.
 
     Parameters
     ----------
@@ -59,41 +59,46 @@ def ntxent(embeddings: Any, labels: Any, temperature: Any = 0.07) -> Any:
         raise ValueError(
             f"labels: expected shape {embeddings.shape[:1]}, got {jnp.shape(labels)}"
         )  # fmt: skip
-    most = len(embeddings)
-    if known:  # classes from 0 on, as JAX may cut integers of 64 bits
+    largest_class = len(embeddings)  # rows; if labels are traced, a bound
+    if known:  # number the classes from 0, because JAX may cut integers to 32 bits
         _, labels, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        most = int(counts.max())
+        largest_class = int(counts.max())
     labels = jnp.asarray(labels)
     z = _unit(embeddings.astype(jnp.promote_types(embeddings.dtype, jnp.float32)))
 
-    # Rows of a class are neighbours in `order`; the n-th partner of a row is n places further on
+    # In `order`, rows of a class are neighbours. For each row: the begin of its class in `order`,
+    # the size of its class, and its position in the class.
     order = jnp.argsort(labels, stable=True)
-    first, last = (jnp.searchsorted(labels[order], labels, side=s) for s in ("left", "right"))
-    size, place = last - first, jnp.argsort(order) - first
+    begin, end = (jnp.searchsorted(labels[order], labels, side=s) for s in ("left", "right"))
+    size, position = end - begin, jnp.argsort(order) - begin
 
     def partner(n: Any) -> Any:
-        return order[first + (place + n) % size]
+        """For each row, the row of its class that is n positions after it, cyclically."""
+        return order[begin + (position + n) % size]
 
-    negatives = info_nce_loss(  # log-sum-exp less the logit of the first partner
+    negatives = info_nce_loss(  # for each row: log-sum-exp of negatives - logit of first partner
         z, z, partner(1), ids=(labels, labels), decoupled=True, reduction="none",
         temperature=temperature,
     )  # fmt: skip
 
     def logits(n: Any) -> Any:
+        """For each row, its logit with its n-th partner."""
         return (z * z[partner(n)]).sum(axis=1) / temperature
 
     @jax.checkpoint
-    def add(total: Any, n: Any) -> Any:
+    def add_partner_losses(total: Any, n: Any) -> Any:
         losses = jax.nn.softplus(negatives + logits(1) - logits(n))
         return total + jnp.where(n < size, losses, 0.0).sum(), None
 
-    total, _ = jax.lax.scan(add, jnp.zeros((), negatives.dtype), jnp.arange(1, max(most, 2)))
-    return total / (size - 1).sum()
+    steps = jnp.arange(1, max(largest_class, 2))
+    total, _ = jax.lax.scan(add_partner_losses, jnp.zeros((), negatives.dtype), steps)
+    return total / (size - 1).sum()  # divided by the number of pairs
 
 
 def _unit(z: Any) -> Any:
     """Rows divided by their norm; rows of zeros, and their gradients, stay zero."""
     largest = jax.lax.stop_gradient(jnp.abs(z).max(axis=1, keepdims=True))
-    z = jnp.ldexp(z, -jnp.frexp(largest)[1])  # exact, and squares neither over- nor underflow
+    # A power of two divides each row, which is exact: then squares neither over- nor underflow
+    z = jnp.ldexp(z, -jnp.frexp(largest)[1])
     squares = (z * z).sum(axis=1, keepdims=True)
     return z * jnp.where(squares > 0, jax.lax.rsqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)

@@ -1,10 +1,10 @@
-"""One device's part of a loss over devices, as callbacks between XLA's collectives.
+"""One device's part of a loss over devices, as callbacks between XLA's collectives (axis.py).
 
 A device runs the passes of `PassesOverRanks`, as a rank of `infonce.distributed` does. Data travels
-by XLA's collectives, which run between callbacks. So a callback gets the results of earlier
-callbacks, and the data that has arrived from other devices. Each callback (`run_callback`) runs the
-call from its beginning, restores the results of the rounds that earlier callbacks have visited, and
-stops when data has to travel. A callback repeats only operations on vectors, no matrix products.
+by XLA's collectives, which run between callbacks. So each callback (`run_callback`) runs the call
+from its beginning. It restores the results of rounds that earlier callbacks have visited, and takes
+the data that has arrived from other devices: it repeats operations on vectors, no matrix products.
+Then it visits the keys of the next round, and stops (`_Stop`) when new data has to travel.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from ..kernels.distill.solve import solver_by_passes
 from ..kernels.problem import SILENT, Array, Gradients, Problem, uses_moments
 from ..kernels.solve import Solution
 from ..kernels.targets import weigh_positives
-from .callback import TracedCall, collect_options, deliver, integers, make_teacher, stand_in
+from .callback import TracedCall, collect_options, join_integers, make_teacher, stand_in, write_out
 
 LOG = logging.getLogger("infonce.jax")
-# The type, of 8 bytes, in which numbers travel and results go to later callbacks
+# A type of 8 bytes. The bits of all numbers that travel, or go to later callbacks, are passed as it
 BITS = np.dtype(np.int64)
 
 
@@ -64,7 +64,7 @@ class CallbackPlan:
 
     travels: tuple[Travel, ...]
     sum_dtype: np.dtype[Any]  # dtype of feature gradients that are sums over devices
-    key_sums: bool  # whether the last callback has gradients of the keys of all devices
+    has_partial_dk: bool  # whether the last callback writes its part of dK for all keys
 
 
 class _Stop(BaseException):
@@ -74,40 +74,46 @@ class _Stop(BaseException):
     """
 
     def __init__(self, payload: Array) -> None:
-        self.payload = payload
+        self.payload = payload  # the data, as BITS
 
 
 @dataclass
 class Rounds:
-    """The rounds of one callback: a `distributed.exchanges.base.Exchange`."""
+    """The exchange of one callback, with the interface of `distributed.exchanges.base.Exchange`."""
 
     xp: Any  # numpy or cupy
     rank: int  # index of this device
-    devices: int
+    devices: int  # number of devices
     keys: Array  # [N, D]: the keys of all devices
-    results: Array  # results of earlier callbacks
-    # for each travel before this callback: [devices, vectors, keys of a device]
+    results: Array  # BITS: the results of all earlier callbacks, one after another
+    # for each travel before this callback: BITS [devices, vectors, keys of a device]
     arrived: Iterator[Array]
-    key_sums: Array = None  # [N, D] output
-    has_key_sums: bool = False
-    restored: int = 0  # number of elements of `results` that are restored
-    fresh: list[Array] = field(default_factory=list)  # results of rounds that this callback visits
+    partial_dk: Array = None  # [N, D] output: this device's part of dK for all keys
+    has_partial_dk: bool = False  # whether a round has written `partial_dk`
+    restored_count: int = 0  # elements of `results` that rounds have restored
+    new_results: list[Array] = field(default_factory=list)  # of rounds visited by this callback
     nothing_travels_later: bool = False  # after a round without results, the last one of a call
-    # by the id of an array of this device's keys: the array, and the array of all devices' keys
+    # id of an array of this device's keys -> (the array, the same array for all devices' keys)
     gathered: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def run(self, round: Round) -> None:
-        """See `Exchange`. dK [N, D] is not sent here: it stays in `key_sums`."""
+        """Visit the keys of all devices, and bring sums for keys to the devices of the keys.
+
+        dK is not sent here: it stays in `partial_dk` until psum_scatter of axis.py adds it up.
+        """
         n, k, xp = self.devices, len(self.keys) // self.devices, self.xp
         own, visit, types = round.own, round.visit, round.types
-        # the first partial sum is this device's; a half round has no sums for own keys
+
+        # Sums [N] for the keys of all devices. A half round computes none for this device's keys.
         summed_reach, own_sum_count = round.summed_reach(n), 0 if round.half else 1
         sums: list[Array] = []
         if types and own_sum_count + summed_reach:
-            self.has_key_sums = any(tail for tail, _ in types)
-            sums = [self.key_sums]
-            if not self.has_key_sums:
+            self.has_partial_dk = any(row_shape for row_shape, _ in types)  # dK has rows [D]
+            sums = [self.partial_dk]
+            if not self.has_partial_dk:
                 sums = [xp.empty(n * k, dtype) for _, dtype in types]
+
+        # Visits, unless an earlier callback has made them
         gathered = self._gather(own)
         if not self._restore(round.results):
             span = slice(self.rank * k, (self.rank + 1) * k)
@@ -121,10 +127,13 @@ class Rounds:
                     visit(*no_keys(visit_arrays), visit_sums)
                 else:
                     visit(Keys(False, keys, True, 0, 1), visit_arrays, visit_sums)
-            self.fresh += round.results
+            self.new_results += round.results
             self.nothing_travels_later = not round.results
-        if not sums or self.has_key_sums:
+        if not sums or self.has_partial_dk:
             return
+
+        # Partial sums travel to the devices of their keys, and are added: first those of this
+        # device, then those of the devices after it, in the order of distance
         payload = xp.stack([total.view(BITS).reshape(n, k) for total in sums], axis=1)
         arrived = self._travel(True, payload)
         order = [(self.rank + d) % n for d in range(1 - own_sum_count, summed_reach + 1)]
@@ -139,13 +148,14 @@ class Rounds:
     def _other_visits(self, round: Round) -> Iterator[tuple[slice, bool, bool]]:
         """The visits of other devices' keys. Each visit has the keys of consecutive devices.
 
-        Yields (range of devices, whether another device visits this pair of shards, whether the
-        visit computes sums for the keys).
+        Yields (range of devices, whether another device visits this pair of shards instead of this
+        one, whether the visit computes sums for the keys).
         """
         n, r = self.devices, self.rank
         reach, summed_reach = round.reach(n), round.summed_reach(n)
+        # (farthest, nearest) distance of shards without sums for keys, and with them
         distances = [(reach, summed_reach + 1), (summed_reach, 1)]
-        # one of two devices visits the farthest shard, which is a visit of its own
+        # Only one of two devices visits shards n / 2 apart, so these are a visit of their own
         if round.half and round.same_pairs and 2 * reach == n:
             distances = [(reach, reach), (reach - 1, 1)]
         for far, near in distances:
@@ -156,17 +166,17 @@ class Rounds:
                     yield shards, is_left_to_other, far <= summed_reach
 
     def _gather(self, own: list[Array]) -> list[Array]:
-        """The arrays of the keys of all devices, from this device's arrays `own`.
+        """For each array in `own`, of this device's keys, the same array for all devices' keys.
 
-        Features need no transfer: they are in `gathered` from the beginning.
+        Features do not travel here: all_gather of axis.py has brought them (see `_solve`).
         """
         to_gather = [array for array in own if id(array) not in self.gathered]
         if to_gather:
             payload = self.xp.stack([array.view(BITS) for array in to_gather])
             arrived = self._travel(False, payload)
             for i, array in enumerate(to_gather):
-                of_all = self.xp.ascontiguousarray(arrived[:, i]).view(array.dtype)
-                self.gathered[id(array)] = array, of_all.reshape(-1)
+                all_devices = self.xp.ascontiguousarray(arrived[:, i]).view(array.dtype)
+                self.gathered[id(array)] = array, all_devices.reshape(-1)
         return [self.gathered[id(array)][1] for array in own]
 
     def _restore(self, results: Sequence[Array]) -> bool:
@@ -174,16 +184,17 @@ class Rounds:
 
         Returns False, and restores nothing, if no earlier callback has visited the round.
         """
-        if self.restored == len(self.results):
+        if self.restored_count == len(self.results):
             return False
         for array in results:
-            end = self.restored + array.size
-            array[...] = self.results[self.restored : end].view(array.dtype).reshape(array.shape)
-            self.restored = end
+            end = self.restored_count + array.size
+            flat = self.results[self.restored_count : end]
+            array[...] = flat.view(array.dtype).reshape(array.shape)
+            self.restored_count = end
         return True
 
     def _travel(self, to_owners: bool, payload: Array) -> Array:
-        """The payloads of other devices. `_Stop` if they have not arrived yet."""
+        """The payloads of all devices. `_Stop` ends the callback if they have not arrived yet."""
         arrived = next(self.arrived, None)
         if arrived is None:
             raise _Stop(payload)
@@ -192,15 +203,15 @@ class Rounds:
 
 @dataclass
 class _Rehearsal(Rounds):
-    """Rounds over zeros while JAX traces the call, which find the data that has to travel."""
+    """Rounds over stand-ins while JAX traces the call, which record the data that has to travel."""
 
     travels: list[Travel] = field(default_factory=list)
 
     def _travel(self, to_owners: bool, payload: Array) -> Array:
         assert not self.nothing_travels_later
-        result_count = sum(array.size for array in self.fresh)
+        result_count = sum(array.size for array in self.new_results)
         self.travels.append(Travel(to_owners, payload.shape[-2], result_count))
-        self.fresh = []
+        self.new_results = []
         return np.zeros((self.devices, *payload.shape[-2:]), BITS)
 
 
@@ -208,16 +219,17 @@ class _Rehearsal(Rounds):
 
 
 def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
-    """The callbacks of a call with arguments of these shapes and dtypes, which include the keys.
+    """Find the callbacks of a call, by a rehearsal on stand-ins for `inputs`, while JAX traces.
 
+    `inputs` are the arguments of a device, and the keys of all devices ("keys", "auxiliary_keys").
     ValueError if the workspace has no room for a block.
     """
     axis = call.axis
     assert axis is not None
-    scalars = {"scale", "teacher_scale", "weights"}
-    inputs = {name: _stand_ins(value, int(name in scalars)) for name, value in inputs.items()}
+    positive = {"scale", "teacher_scale", "weights"}  # their stand-ins are 1, others' are 0
+    inputs = {name: _stand_ins(value, int(name in positive)) for name, value in inputs.items()}
     with np.errstate(**SILENT):
-        request = _checked(call, inputs, 0)
+        request = _check_call(call, inputs, 0)
         problem, gradients = request.problem, request.gradients
         sum_dtype = np.dtype(jax.dtypes.canonicalize_dtype(choose_sum_dtype(problem)))
         if gradients is not None and gradients.want_query:
@@ -236,7 +248,7 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
 
         rehearsing = replace(runner, run_block_pass=rehearse)
         _solve(call, inputs, request, 0, rehearsing, rounds, sum_dtype)
-    return CallbackPlan(tuple(rounds.travels), sum_dtype, rounds.has_key_sums)
+    return CallbackPlan(tuple(rounds.travels), sum_dtype, rounds.has_partial_dk)
 
 
 def _stand_ins(value: Any, number: int) -> Any:
@@ -249,17 +261,16 @@ def _stand_ins(value: Any, number: int) -> Any:
 def run_callback(
     call: TracedCall, plan: CallbackPlan, out: dict[str, Any], inputs: dict[str, Any]
 ) -> None:
-    """Run one callback of a call: the program calls this function at each callback.
+    """Run one callback of a call when the program runs.
 
-    After an error, the outputs are NaN. The callback does not raise the error, because the other
-    devices would wait for ever.
+    After an error, the outputs are NaN, and the first callback that meets it logs it. The error is
+    not raised, because the other devices would wait for ever.
     """
-    past = inputs["past"]
     try:
         with arrays.compute_context(inputs["keys"]):
-            _run_until_travel(call, plan, out, inputs, past)
+            _run_until_travel(call, plan, out, inputs)
     except Exception as error:
-        errors = [each["error_and_results"][0] for each in past]
+        errors = [each["error_and_results"][0] for each in inputs["earlier_callbacks"]]
         if not any(isinstance(flag, np.ndarray) and flag.any() for flag in errors):
             LOG.error(
                 "%s_loss: the loss is NaN: %s: %s", call.kind.name, type(error).__name__, error
@@ -269,54 +280,55 @@ def run_callback(
 
 
 def _run_until_travel(
-    call: TracedCall,
-    plan: CallbackPlan,
-    out: dict[str, Any],
-    inputs: dict[str, Any],
-    past: list[dict[str, Any]],
+    call: TracedCall, plan: CallbackPlan, out: dict[str, Any], inputs: dict[str, Any]
 ) -> None:
-    """Run the call until data has to travel, or in the last callback to its end."""
+    """Run the call until data has to travel, or in the last callback to its end.
+
+    `out`: "error_and_results", uint32 [1 + results, 2] (row 0: not zero after an error), and
+    "travelling"; in the last callback, the results of the call.
+    """
     assert call.axis is not None
     rank = int(inputs["rank"])
-    request = _checked(call, inputs, rank)
+    request = _check_call(call, inputs, rank)
     runner, is_last = choose_block_runner(request), "loss" in out
     xp = runner.vectors.xp
-    results = [xp.empty(0, BITS), *(each["error_and_results"].view(BITS)[1:, 0] for each in past)]
-    arrived = (each["arrived"].view(BITS)[..., 0] for each in past)
+    earlier = inputs["earlier_callbacks"]
+    results = [each["error_and_results"].view(BITS)[1:, 0] for each in earlier]
+    arrived = (each["arrived"].view(BITS)[..., 0] for each in earlier)
     rounds = Rounds(
-        xp, rank, call.axis.size, inputs["keys"], xp.concatenate(results), arrived,
-        out.get("key_sums"),
+        xp, rank, call.axis.size, inputs["keys"], xp.concatenate([xp.empty(0, BITS), *results]),
+        arrived, out.get("partial_dk"),
     )  # fmt: skip
-    if is_last and plan.key_sums and call.kind.symmetric:
-        rounds.key_sums[...] = 0  # visits write the sums for the keys of half of the devices
+    if is_last and plan.has_partial_dk and call.kind.symmetric:
+        rounds.partial_dk[...] = 0  # visits write the sums for the keys of half of the devices
     if request.gradients is not None:
         request.gradients.query, request.gradients.own = out.get("dq"), out.get("own")
     try:
         solution = _solve(call, inputs, request, rank, runner, rounds, plan.sum_dtype)
     except _Stop as stop:
         out["error_and_results"][...] = 0
-        if rounds.fresh:
-            flat = xp.concatenate([array.view(BITS).reshape(-1) for array in rounds.fresh])
+        if rounds.new_results:
+            flat = xp.concatenate([array.view(BITS).reshape(-1) for array in rounds.new_results])
             out["error_and_results"].view(BITS)[1:, 0] = flat
         out["travelling"].view(BITS)[..., 0] = stop.payload
         return
     result = dispatch.make_result(call.kind, request, solution, inputs["keys"])
-    deliver(call, result, out, call.kind.arguments)
+    write_out(call, result, out, call.kind.arguments)
     if out["weight"] is not None:
         row_shares = request.problem.row_shares
         out["weight"][...] = len(solution.losses) if row_shares is None else row_shares.sum()
 
 
-def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
-    """The checked call of this device, as a rank of a batch over ranks."""
+def _check_call(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
+    """Check the call of this device, as that of a rank of a batch over ranks."""
     assert call.axis is not None
     kind, features, n = call.kind, inputs["features"], len(inputs["keys"])
     m = len(features[0])
     batch = Batch(m * call.axis.size, n, rank * m * (1 + kind.joint))
-    # without a warning about norms, which a filter of warnings could make an error
+    # normalize=False instead of None: no warning about norms, which users can turn into an error
     options = {"normalize": False, **collect_options(call, inputs)}
     request = check(
-        kind, features, integers(inputs["labels"]), inputs["bias"], options, True, batch, {}
+        kind, features, join_integers(inputs["labels"]), inputs["bias"], options, True, batch, {}
     )
     request.joined, request.feature_grads = None, {}  # the gradients of both arguments are in `dq`
     if (teacher := make_teacher(call, inputs)) is not None:
@@ -328,8 +340,8 @@ def _checked(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
         problem = request.problem = readable_by_kernels(problem)
     if problem.method == "naive":
         problem.workspace = UNBOUNDED_WORKSPACE
-    # From shapes only, because JAX has to know while it traces which vectors will travel. (The
-    # platform on which the program will run is not known then.)
+    # Decided from shapes only, because it changes which vectors travel, and JAX has to know them
+    # while it traces. (The platform on which the program will run is not known then.)
     moments_pay = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
     problem.moments = problem.scalar_grads and moments_pay
     if request.gradients is None and "own" in request.wrt:
@@ -341,16 +353,19 @@ def _solve(
     call: TracedCall, inputs: dict[str, Any], request: Request, rank: int, runner: BlockRunner,
     rounds: Rounds, sum_dtype: np.dtype[Any],
 ) -> Solution:  # fmt: skip
-    """This device's part of the loss, and of its gradients."""
+    """This device's part of the loss and its gradients, by the passes over ranks.
+
+    `rank` is the index of this device.
+    """
     assert call.axis is not None
     problem, gradients, labelled = request.problem, request.gradients, inputs["labels"] is not None
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(runner.vectors.xp, problem, first)
-    for own, of_all in (
+    for own, all_devices in (
         (problem.key, rounds.keys), (problem.auxiliary_key, inputs["auxiliary_keys"])
     ):  # fmt: skip
-        rounds.gathered[id(own)] = own, of_all
+        rounds.gathered[id(own)] = own, all_devices
     passes = PassesOverRanks(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
         rounds, runner.run_block_pass, labelled, runner.vectors, sum_dtype,

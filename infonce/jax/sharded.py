@@ -1,4 +1,7 @@
-"""Losses of global arrays whose rows are spread over the devices of a mesh."""
+"""`sharded`: losses of global arrays, whose rows are spread over the devices of a mesh.
+
+It wraps a loss of functions.py with `axis_name` in a `jax.shard_map`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ from ..result import Metrics
 from ..spec import Loss
 from . import functions
 
-# arguments with rows, beside features and `spec.NAMES`
+# Arguments with rows, which are split over the devices, beyond features and `spec.NAMES`
 ROW_ARGUMENTS = ("labels", *spec.ARRAYS, "guide", "teacher_query", "teacher_key")
+# Arguments that are one number, the same on all devices
 NUMBERS = ("scale", "temperature", "bias", "teacher_scale", "teacher_temperature")
 TEACHER_ARGUMENTS = (
     "teacher_query",
@@ -41,10 +45,10 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
     >>> step = jax.jit(jax.value_and_grad(lambda z: clip_loss(z, text, scale=20.0)))
     >>> value, gradient = step(image)
 
-    The loss is called inside and outside of `jax.jit`, by no `jax.shard_map` of the caller's. It
-    has the arguments and the result of `loss` on one device: ``labels`` are rows of the whole
-    batch, and the views of `nt_xent_loss` are rows i and i + B of 2B. Each device computes the
-    logits of its rows (see ``axis_name`` of `loss`), and gets the gradients of its rows.
+    Call it inside or outside of `jax.jit`, but not inside of a `jax.shard_map`, which it makes
+    itself. It has the arguments and the result of `loss` on one device: ``labels`` are rows of the
+    whole batch, and the views of `nt_xent_loss` are rows i and i + B of 2B. Each device computes
+    the logits of its rows with all keys, and gets the gradients of its rows.
 
     Parameters
     ----------
@@ -88,19 +92,23 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
         arguments = dict(signature.bind(*args, **options).arguments)
         arguments |= arguments.pop("options", {})
         call_kind, _, _ = keywords.with_own(kind, (), arguments)
-        _require(call_kind, arguments, mesh, names)
-        if kind is spec.NT_XENT and arguments.get("labels") is None:  # views may be on two devices
+        _require_valid(call_kind, arguments, mesh, names)
+        # Both views of a sample may be on different devices, so labels name the other view
+        if kind is spec.NT_XENT and arguments.get("labels") is None:
             rows = len(arguments["features"])
             arguments["labels"] = (jnp.arange(rows) + rows // 2) % rows
         for name in spec.DIMS:
             if arguments.get(name) is not None:
-                arguments[name] = tuple(np.asarray(arguments[name]).tolist())  # can be hashed
+                # hashable, as a key of the cache of `_compile`
+                arguments[name] = tuple(np.asarray(arguments[name]).tolist())
         return _run(loss, call_kind, arguments, mesh, names)
 
     return over_devices
 
 
-def _require(kind: Loss, arguments: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]) -> None:
+def _require_valid(
+    kind: Loss, arguments: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]
+) -> None:
     """Check the call as a call on one device, and that the devices divide the rows."""
     features = [arguments[name] for name in kind.arguments]
     options = {name: value for name, value in arguments.items() if name not in kind.arguments}
@@ -136,7 +144,7 @@ def _run(
     mesh: Mesh,
     names: tuple[Any, ...],
 ) -> Any:
-    """The loss of checked arguments."""
+    """The loss of checked arguments, by the compiled function of `_compile`."""
     rows = PartitionSpec(names)
     row_arrays = {name: arguments.pop(name) for name in kind.arguments}
     for name in spec.NAMES:
@@ -164,11 +172,11 @@ def _compile(
     loss: Callable[..., Any], kind: Loss, options: tuple[tuple[str, Any], ...], mesh: Mesh,
     names: tuple[Any, ...],
 ) -> Callable[..., Any]:  # fmt: skip
-    """The compiled function (arrays by rows, numbers) -> loss, or loss and metrics."""
+    """The compiled function (arrays with rows, numbers) -> loss, or (loss, metrics)."""
     rows, replicated, settings = PartitionSpec(names), PartitionSpec(), dict(options)
     metrics = settings.get("metrics", False)
 
-    def local(row_arrays: dict[str, Any], numbers: dict[str, Any]) -> Any:
+    def device_loss(row_arrays: dict[str, Any], numbers: dict[str, Any]) -> Any:
         out = loss(**row_arrays, **numbers, **settings, axis_name=names)
         if not metrics:
             return out
@@ -182,6 +190,8 @@ def _compile(
             if kind.column_direction_weight or not field.name.startswith("column")
         }
         specs = specs, metrics_specs
-    evaluate_shards = jax.shard_map(local, mesh=mesh, in_specs=(rows, replicated), out_specs=specs)
+    evaluate_shards = jax.shard_map(
+        device_loss, mesh=mesh, in_specs=(rows, replicated), out_specs=specs
+    )
     compiled: Callable[..., Any] = jax.jit(evaluate_shards)
     return compiled

@@ -28,11 +28,13 @@ def grad_cache(
     >>> loss = infonce.torch.grad_cache([encoder, encoder], [image, text], criterion, chunk=4)
     >>> optimizer.step()
 
-    Gradients are added to the parameters' ``.grad``. To rounding they are those of
-    ``criterion(encoder(image), encoder(text)).backward()``, the temperature's and the bias's
-    included, in the encoders' memory for `chunk` rows: each chunk is encoded without a graph, the
-    loss of all rows gives the gradients of the features, and each chunk is encoded again, with its
-    graph, for the gradients of the parameters.
+    Gradients are added to the ``.grad`` of all parameters, also of a learned temperature or bias.
+    Up to rounding they are those of ``criterion(encoder(image), encoder(text)).backward()``, but
+    the encoders need memory for `chunk` rows only:
+
+    1. Each chunk is encoded without a graph.
+    2. The loss of all rows gives the gradients of the features.
+    3. Each chunk is encoded again, with its graph, which gives the gradients of the parameters.
 
     Parameters
     ----------
@@ -70,27 +72,33 @@ def grad_cache(
     Dropout draws the same numbers both times: the states of PyTorch's random generators, on the CPU
     and on the GPUs of inputs and parameters, are kept for each chunk.
 
-    Modules of `DistributedDataParallel` and `fully_shard` synchronise gradients once, with the last
-    chunk, if they are encoders or inside of encoders that are modules; inside of functions, with
-    each chunk. `fully_shard` needs as many chunks on all processes.
+    `DistributedDataParallel` and `fully_shard` synchronise gradients once, with the last chunk, if
+    the encoder is a module; if it is a function that calls such modules, with each chunk.
+    `fully_shard` needs the same number of chunks on all processes.
 
     References
     ----------
     Gao et al.: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021.
     """
-    towers = _towers(encoders, inputs, chunk)
+    towers = _make_towers(encoders, inputs, chunk)
     if not callable(loss):
         raise TypeError(f"loss: expected a callable, got {validation.what(loss)}")
     if not torch.is_grad_enabled():
         raise RuntimeError("grad_cache: expected enabled gradients, got torch.no_grad()")
     for tower in towers:
         tower.require_same_chunks()
+
+    # Step 1: outputs for all rows, without a graph. They are the leaves of the loss's graph.
     with torch.no_grad():
         outputs = [tower.encode() for tower in towers]
-    torch.clear_autocast_cache()  # older versions keep weights that were converted without a graph
+    # Autocast caches converted weights. In older versions of PyTorch, those made without a graph
+    # would be used with a graph too.
+    torch.clear_autocast_cache()
     for tower, leaves in zip(towers, outputs, strict=True):
         for leaf in leaves:
             leaf.requires_grad_(tower.trained)
+
+    # Step 2: gradients of the leaves
     result = loss(*(leaf for leaves in outputs for leaf in leaves), **options)
     value, *others = result if isinstance(result, tuple) else (result,)
     if not isinstance(value, Tensor) or not value.requires_grad:
@@ -99,6 +107,8 @@ def grad_cache(
             f"infonce.torch.clip_loss, got one that returns {validation.what(value)}"
         )
     value.backward()
+
+    # Step 3: gradients of the parameters. A module synchronises them in its last step.
     steps = [
         (tower, i, [leaf.grad for leaf in leaves])
         for tower, leaves in zip(towers, outputs, strict=True)
@@ -116,7 +126,7 @@ def grad_cache(
 
 
 class _Tower:
-    """An encoder and the inputs that it takes."""
+    """An encoder, the entries of `inputs` that it takes, and how they are divided into chunks."""
 
     def __init__(self, name: str, encoder: Encoder, inputs: Sequence[Any], chunk: int) -> None:
         self.name, self.encoder, self.inputs = name, encoder, inputs
@@ -124,9 +134,9 @@ class _Tower:
         if len(set(lengths)) != 1:
             raise ValueError(f"inputs: expected as many rows in each of {name}, got {lengths}")
         self.chunks = chunk_slices(lengths[0], chunk)
-        self.states: list[_RandomState] = []  # before each chunk's first pass
-        self.parallel: list[Any] = []  # modules that synchronise gradients
-        self.trained = True
+        self.random_states: list[_RandomState] = []  # of each chunk, before it is first encoded
+        self.parallel: list[Any] = []  # modules that synchronise gradients over processes
+        self.trained = True  # whether a parameter needs a gradient; functions count as trained
         tensors = [z for entry in inputs for z in _list_arrays(entry)]
         if isinstance(encoder, nn.Module):
             parameters = list(encoder.parameters())
@@ -138,17 +148,21 @@ class _Tower:
             self.gpus.add(torch.device("cuda", torch.cuda.current_device()))
 
     def encode(self) -> list[Tensor]:
-        """The outputs for all rows."""
+        """The encoder's outputs for all rows, computed chunk by chunk."""
         chunks = []
         for rows in self.chunks:
-            self.states.append(_RandomState(self.gpus))
+            self.random_states.append(_RandomState(self.gpus))
             chunks.append(self._run(rows))
         return [z[0] if _is_number(z[0]) else torch.cat(z) for z in zip(*chunks, strict=True)]
 
     def backward(self, i: int, gradients: Sequence[Tensor | None]) -> None:
-        """The backward pass of a chunk: of features, and with the last chunk of other outputs."""
+        """Encode chunk `i` again, with its graph, and run the backward pass through the encoder.
+
+        `gradients` are those of the outputs for all rows. Outputs that are one number, such as a
+        scale, are the same for each chunk: their gradient is passed with the last chunk only.
+        """
         rows, is_last = self.chunks[i], i + 1 == len(self.chunks)
-        with self.states[i].restore():
+        with self.random_states[i].restore():
             outputs = self._run(rows)
         pairs = [
             (z, gradient if _is_number(z) else gradient[rows])
@@ -159,7 +173,7 @@ class _Tower:
             torch.autograd.backward(*zip(*pairs, strict=True))
 
     def _run(self, rows: slice) -> list[Tensor]:
-        """The outputs for a chunk."""
+        """The encoder's outputs for a chunk of rows. ValueError if their shapes do not fit."""
         out = self.encoder(*(_select_rows(entry, rows) for entry in self.inputs))
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         for z in outputs:
@@ -177,10 +191,14 @@ class _Tower:
         return outputs
 
     def require_same_chunks(self) -> None:
-        """ValueError if processes differ, as `fully_shard` gathers parameters for each chunk."""
+        """ValueError if processes have different numbers of chunks, and `fully_shard` is used.
+
+        `fully_shard` gathers parameters for each chunk, so a process with fewer chunks would hang
+        the others.
+        """
         n = len(self.chunks)
         for module in filter(_is_sharded, self.parallel):
-            module.reshard()  # sharded parameters know their processes
+            module.reshard()  # only resharded parameters have `device_mesh`, the processes' mesh
             mesh = next(z.device_mesh for z in module.parameters() if hasattr(z, "device_mesh"))
             extremes = torch.tensor([n, -n], device=mesh.device_type)
             for group in mesh.get_all_groups():
@@ -194,7 +212,7 @@ class _Tower:
 
 
 class _RandomState:
-    """The states of PyTorch's random generators."""
+    """The states of PyTorch's random generators: of the CPU, and of the GPUs of an encoder."""
 
     def __init__(self, gpus: set[torch.device]) -> None:
         self.cpu_state = torch.get_rng_state()
@@ -202,7 +220,7 @@ class _RandomState:
 
     @contextmanager
     def restore(self) -> Iterator[None]:
-        """Context in which the generators have these states; then those from before it."""
+        """Context in which the generators have these states. Afterwards they continue as before."""
         with torch.random.fork_rng(list(self.gpu_states)):
             torch.set_rng_state(self.cpu_state)
             for gpu, state in self.gpu_states.items():
@@ -210,7 +228,8 @@ class _RandomState:
             yield
 
 
-def _towers(encoders: Any, inputs: Any, chunk: int) -> list[_Tower]:
+def _make_towers(encoders: Any, inputs: Any, chunk: int) -> list[_Tower]:
+    """One tower for each encoder of a sequence, or one for a callable that takes all inputs."""
     require_batch(inputs, chunk)
     if not isinstance(encoders, (list, tuple)):
         (encoder,) = one_each("encoders", encoders, 1)
@@ -220,7 +239,7 @@ def _towers(encoders: Any, inputs: Any, chunk: int) -> list[_Tower]:
 
 
 def _list_arrays(entry: Any) -> list[Any]:
-    """What has rows in an entry of `inputs`."""
+    """The arrays of an entry of `inputs`: the values of a mapping, or the entry itself."""
     return list(entry.values()) if isinstance(entry, Mapping) else [entry]
 
 
@@ -232,12 +251,12 @@ def _select_rows(entry: Any, rows: slice) -> Any:
 
 
 def _is_number(output: Tensor) -> bool:
-    """Whether an output of an encoder is no features: a scale or a bias."""
+    """Whether an output of an encoder is one number, such as a scale, instead of features."""
     return bool(output.ndim < 2)
 
 
 def _find_parallel(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that synchronise gradients."""
+    """The outermost modules that synchronise gradients: of `fully_shard`, or with `no_sync`."""
     if _is_sharded(module) or hasattr(module, "no_sync"):
         yield module
         return
@@ -246,13 +265,13 @@ def _find_parallel(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has been applied to it."""
+    """Whether `fully_shard` has been applied to `module`."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
 @contextmanager
 def _skip_synchronisation(module: Any) -> Iterator[None]:
-    """Context in which a backward pass leaves this process's gradients as they are."""
+    """Context in which a backward pass does not synchronise the module's gradients."""
     if not _is_sharded(module):
         with module.no_sync():
             yield

@@ -1,7 +1,8 @@
 """The losses as functions of tensors, differentiable by autograd.
 
-One path for all: `_apply` -> a node of autograd's graph (or, in a compiled graph, an operator)
--> the same dispatch as for arrays.
+All go one way: `_apply` -> a node of autograd's graph in core/autograd.py (in a graph of
+`torch.compile`: the operator of core/compiled.py) -> `infonce.dispatch`, as for arrays. The modules
+of modules.py and the drop-in replacements call these functions.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ..checks import keywords, prefixes, validation
 from ..spec import GRAD_ONLY, VECTORS, Loss, LossOptions
 from .core import autograd, compiled
 
-# Options of losses that run in one process
-PLAIN = frozenset({*LossOptions.__annotations__, "metrics"})
-DTYPES = {getattr(torch, name) for name in validation.FLOATS}
+# Keywords of losses in one process; others, such as `group` and `exchange`, are for processes
+ONE_PROCESS_OPTIONS = frozenset({*LossOptions.__annotations__, "metrics"})
+FEATURE_DTYPES = {getattr(torch, name) for name in validation.FLOATS}
 
 
 def _apply(
@@ -29,14 +30,22 @@ def _apply(
     labels: Tensor | None = None,
     bias: Any = None,
 ) -> Any:
+    """The loss `kind` of features in the order of its arguments; with metrics if `options` ask.
+
+    `options` are the caller's keywords. Tensors as scale, temperature and bias get gradients.
+    """
+    # A call like an earlier one skips the checks below
     if labels is None:
-        again = autograd.apply_again(kind, features, bias, options)
-        if again is not None:
-            return again
-    if not PLAIN.issuperset(options):
+        loss = autograd.apply_repeated(kind, features, bias, options)
+        if loss is not None:
+            return loss
+
+    # Checks that only tensors need; `infonce.checks` makes the others
+    if not ONE_PROCESS_OPTIONS.issuperset(options):
         function = f"infonce.torch.{kind.name}_loss()"
         require_known(function, options, keywords.torch_function(kind))
-        if options.get("group") is None and (group_options := options.keys() - PLAIN - {"group"}):
+        group_options = options.keys() - ONE_PROCESS_OPTIONS - {"group"}
+        if options.get("group") is None and group_options:
             raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
         labels = options.pop("labels", labels)
     kind, features, others = keywords.with_own(kind, features, options)
@@ -46,28 +55,33 @@ def _apply(
     for name, z in zip(kind.arguments, features, strict=True):
         if not isinstance(z, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
-        _check(kind, name, z, features[0])
-    constants = [(name, options[name]) for name in VECTORS if name in options]
+        _check_tensor(kind, name, z, features[0])
+    untracked = [(name, options[name]) for name in VECTORS if name in options]
     if (guide := options.get("guide")) is not None:
-        constants += [
+        untracked += [
             ("guide", z) for z in (guide if isinstance(guide, (tuple, list)) else [guide])
         ]
-    for name, value in constants:
+    for name, value in untracked:
         if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: expected a tensor that requires no gradient, as it gets none, got one "
                 "that does: .detach() makes one"
             )
+
+    # A temperature that is a tensor becomes a scale
     metrics = options.pop("metrics", False)
-    scale, bias = _scalar("scale", options.pop("scale", None)), _scalar("bias", bias)
-    temperature: Any = _scalar("temperature", options.pop("temperature", None))
+    scale, bias = _to_scalar("scale", options.pop("scale", None)), _to_scalar("bias", bias)
+    temperature: Any = _to_scalar("temperature", options.pop("temperature", None))
     if isinstance(temperature, Tensor):
         if scale is not None:
             raise ValueError("temperature, scale: expected one of them, got both")
-        if not (torch.compiler.is_compiling() or autograd.transformed() or temperature.is_cuda):
-            validation.scale(kind, temperature, None, compiled.WIDEST)  # only for its errors
+        has_value = not (torch.compiler.is_compiling() or autograd.inside_transform())
+        if has_value and not temperature.is_cuda:  # only for its errors
+            validation.scale(kind, temperature, None, compiled.WIDEST_PRECISION)
         # autograd differentiates this division, which gives the temperature its gradient
         temperature, scale = None, 1.0 / temperature
+
+    # The loss as an operator, or as a node of autograd's graph
     if torch.compiler.is_compiling():
         return compiled.apply(kind, features, labels, scale, temperature, bias, metrics, options)
     if temperature is not None:
@@ -80,37 +94,38 @@ def _apply(
 def _over_prefixes(
     kind: Loss, features: Sequence[Tensor], options: dict[str, Any], labels: Any, bias: Any
 ) -> Any:
-    """The weighted sum of the losses of all prefixes, and the metrics of the last prefix.
+    """The weighted sum of the losses of all prefixes (`dims`), and the metrics of the last prefix.
 
-    autograd differentiates the sum.
+    Each prefix is a call of `_apply`, and autograd differentiates the sum.
     """
     for name, z in zip(kind.arguments, features, strict=True):
         shape = "[rows, K, features]" if name == "own" else "[rows, features]"
         if not isinstance(z, Tensor) or z.ndim != 2 + (name == "own"):
             raise TypeError(f"{name}: expected a tensor {shape}, got {validation.what(z)}")
-    parts, others = prefixes.read_prefixes(kind, features, options)
+    widths_and_weights, others = prefixes.read_prefixes(kind, features, options)
     total: Any = 0.0
     out: Any = None
-    for d, weight in parts:
-        out = _apply(kind, [z[..., :d] for z in features], dict(others), labels, bias)
+    for width, weight in widths_and_weights:
+        out = _apply(kind, [z[..., :width] for z in features], dict(others), labels, bias)
         total = total + weight * (out[0] if others.get("metrics") else out)
     return (total, out[1]) if others.get("metrics") else total
 
 
 def require_known(function: str, options: Collection[str], known: Collection[str]) -> None:
-    """TypeError for an unknown keyword, in the name of the called function or module."""
-    if refused := (GRAD_ONLY - PLAIN).intersection(options):
+    """TypeError for an unknown keyword. `function` is the name in the message, `known` the keywords
+    beyond those of one process."""
+    if refused := (GRAD_ONLY - ONE_PROCESS_OPTIONS).intersection(options):
         raise TypeError(
             f"{function}: unexpected keyword argument {min(refused)!r}: gradients are autograd's"
         )
-    for name in options:
-        if name not in known and name not in PLAIN:  # the checks of a loss refuse names in PLAIN
+    for name in options:  # `infonce.checks` refuses those of ONE_PROCESS_OPTIONS that a loss lacks
+        if name not in known and name not in ONE_PROCESS_OPTIONS:
             raise keywords.unexpected(function, name, known)
 
 
-def _check(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
+def _check_tensor(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
     """The checks that only tensors need: dtype, layout, device."""
-    if z.dtype not in DTYPES:
+    if z.dtype not in FEATURE_DTYPES:
         raise TypeError(f"{name}: expected dtype {', '.join(validation.FLOATS)}, got {z.dtype}")
     if z.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got one of layout {z.layout}")
@@ -124,7 +139,7 @@ def _check(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
         )
 
 
-def _scalar(name: str, value: Any) -> Any:
+def _to_scalar(name: str, value: Any) -> Any:
     """A tensor of one number as a 0-d tensor; other values unchanged."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value

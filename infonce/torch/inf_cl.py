@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .core.drop_in import everywhere, first_row
+from .core.drop_in import first_row, world_group_option
 from .functions import info_nce_loss
 
 __all__ = ["cal_flash_loss", "cal_inf_loss", "cal_ring_loss"]
@@ -77,7 +77,7 @@ def cal_ring_loss(
 
     ``loss = -1/M sum_i log softmax(scale q k')_i,labels[i]``
     """
-    options = {**everywhere(), "reduction": "mean", **options}
+    options = {**world_group_option(), "reduction": "mean", **options}
     if labels is not None:
         labels = labels + first_row(options.get("group"), len(k))
     return cal_flash_loss(q, k, labels, scale, **options)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .core.drop_in import DropIn, everywhere, gather_rows, mean_over_ranks, world
+from .core.drop_in import DropIn, gather_rows, mean_over_ranks, world_group, world_group_option
 from .functions import info_nce_loss, nt_xent_loss
 
 __all__ = ["DCLLoss", "DCLWLoss", "NTXentLoss", "negative_mises_fisher_weights"]
@@ -40,7 +40,7 @@ class _TwoViews(DropIn):
             temperature=self.temperature,
             normalize=True,
             **options,
-            **{**everywhere(self.gather_distributed), **self.options},
+            **{**world_group_option(self.gather_distributed), **self.options},
         )
 
 
@@ -94,7 +94,7 @@ class NTXentLoss(_TwoViews):
         queries, keys = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
         bank = self.memory_bank.rows(keys)
         if out0.requires_grad:
-            group = world(self.gather_distributed)
+            group = world_group(self.gather_distributed)
             self.memory_bank.push(keys if group is None else torch.cat(gather_rows(keys, group)))
         # Rows of other samples are no negatives: they have the id of the queries
         same = torch.zeros(len(queries) + len(bank), dtype=torch.long, device=queries.device)
@@ -188,7 +188,7 @@ class DCLLoss(_TwoViews):
         weights = torch.stack([self.weight_fn(out0, out1), self.weight_fn(out1, out0)])
         positives = (out0 * out1).sum(dim=1) / self.temperature
         rest = ((1 - weights) * positives).mean(dim=0)
-        return loss + mean_over_ranks(rest, world(self.gather_distributed))
+        return loss + mean_over_ranks(rest, world_group(self.gather_distributed))
 
 
 class DCLWLoss(DCLLoss):

@@ -1,4 +1,5 @@
-"""The losses as modules: a function of `infonce.torch`, some of its keywords, learned numbers."""
+"""The losses as modules: a function of functions.py, with keywords that the module keeps for all
+calls, and a scale and bias that it may learn."""
 
 from __future__ import annotations
 
@@ -48,12 +49,12 @@ DOC = """
         At construction, for a keyword that the function does not have, and for numbers that are no
         beginning of a learnable scale. At the call, those of the function.
 """
-NUMBERS = ("temperature", "scale", "bias")  # that may be parameters
-LEARNED = ("log_scale", *NUMBERS)
+NUMBERS = ("temperature", "scale", "bias")  # keywords that users may give as an nn.Parameter
+LEARNED = ("log_scale", *NUMBERS)  # names of parameters that a module may have
 
 
 class _LossModule(nn.Module):
-    """A loss with keywords that are kept, and numbers that are learned."""
+    """Base of the modules. A subclass names its loss (`kind`) and passes arguments in `forward`."""
 
     kind: Loss
 
@@ -62,7 +63,7 @@ class _LossModule(nn.Module):
         if kind is None:  # a user's subclass
             return
 
-        # A function for each class, whose signature is not that of an instance
+        # Each class gets its own __init__, because editors read its signature from the class
         def __init__(self: _LossModule, **options: Any) -> None:
             _LossModule.__init__(self, **options)
 
@@ -87,7 +88,7 @@ class _LossModule(nn.Module):
             raise ValueError("max_scale: expected learnable=True with it, got False")
 
     def _learn(self) -> None:
-        """Parameters of the scale, by its logarithm, and of a bias."""
+        """Make the parameters `log_scale` and, in SigLIP, `bias`, with their first values."""
         if self._parameters:
             raise ValueError(
                 f"learnable: expected False with a Parameter as {min(self._parameters)}, got True"
@@ -104,8 +105,12 @@ class _LossModule(nn.Module):
             self.bias = nn.Parameter(torch.tensor([float(bias)]))
 
     def _call_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of a call: the module's, and in their place those of the call."""
-        if not functions.PLAIN.issuperset(options):
+        """The keywords of one call of the function.
+
+        `options` of the call take precedence over the module's keywords and parameters. A learned
+        scale is clamped to `max_scale` first.
+        """
+        if not functions.ONE_PROCESS_OPTIONS.issuperset(options):
             self._require_known(options)
         learned = {name: self._parameters[name] for name in LEARNED if name in self._parameters}
         call_options = {**self.options, **learned}

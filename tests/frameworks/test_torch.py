@@ -297,14 +297,14 @@ def test_weights_of_a_device(loss: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_check(device: str) -> None:
-    from infonce.torch.core.compiled import CONSTANTS, operator
+    from infonce.torch.core.compiled import UNTRACKED_NAMES, operator
 
     z = [t.detach().requires_grad_() for t in features("clip", device=device)]
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
     weights = torch.arange(12.0, dtype=torch.float64, device=device)
     guide = [t.detach().flip(0) for t in z]
     given = {"weights": weights, "row_guide": guide[0], "column_guide": guide[1]}
-    constants = [given.get(name) for name in CONSTANTS]
+    constants = [given.get(name) for name in UNTRACKED_NAMES]
     torch.library.opcheck(
         operator,
         ("clip", z[0], z[1], None, scale, None, *constants, [True, False, True, True],

@@ -1,4 +1,4 @@
-"""The losses as nodes of autograd's graph.
+"""The losses as nodes of autograd's graph. `functions._apply` calls `apply_repeated` and `apply`.
 
 If any gradients are needed, the forward pass computes loss and gradients together, and the backward
 pass multiplies the gradients by the upstream gradient. Until then, gradients of float16 features
@@ -23,13 +23,14 @@ from ...spec import ARRAYS, DTYPES_UNTIL_UPSTREAM, NAMES, Loss
 from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
-PAIRS = (*NAMES, "guide")  # one array, or a pair (of queries, of keys)
+PAIRS = (*NAMES, "guide")  # options that are one array, or a pair (of queries, of keys)
 ARRAY_OPTIONS = frozenset({"temperature", *PAIRS, *ARRAYS})  # options that may be arrays
-# arguments for which autograd computes no gradient
+# Names of the arguments for which autograd computes no gradient
 UNTRACKED = (
     "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *ARRAYS
 )  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
+# Dtype of features -> dtype of their gradients until these are multiplied by the upstream gradient
 TENSOR_DTYPES_UNTIL_UPSTREAM = {
     getattr(torch, name): getattr(torch, other) for name, other in DTYPES_UNTIL_UPSTREAM.items()
 }
@@ -43,9 +44,10 @@ BATCHED = (
     "infonce: call them in a loop, batch by batch"
 )
 
-TENSORS = frozenset({Tensor, torch.nn.Parameter})
-transformed = torch._C._are_functorch_transforms_active  # whether in torch.func.grad, vmap, ...
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched passes them
+TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
+inside_transform = torch._C._are_functorch_transforms_active  # inside torch.func.grad, vmap, ...?
+# Whether a tensor stands for a batch of upstream gradients (torch.autograd.grad, is_grads_batched)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 # Returns the callback with which torch.compile compiles Python functions after a graph break, or
 # None. The losses run without the callback, because it fails in Numba's own functions.
 _compile_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
@@ -63,9 +65,8 @@ def evaluate(
 ) -> LossAndGrad:
     """Loss and the gradients named in `wrt`, as tensors.
 
-    PyTorch allocates the gradients of features; without `grad_out` in `more`, in the dtype in which
-    they wait for the upstream gradient.
-    """
+    Gradients of features have the features' dtype with the upstream gradient (`grad_out` in
+    `more`), and that of TENSOR_DTYPES_UNTIL_UPSTREAM without it. PyTorch allocates them."""
     is_plain = labels is None and "grad_out" not in more and more.get("metrics", False) is False
     if is_plain and features[0].is_cpu and options.get("group") is None:
         result = repeated.evaluate(kind, features, scale, bias, options, wrt)
@@ -96,8 +97,8 @@ _wanted: dict[tuple[Loss, tuple[bool, ...]], frozenset[str]] = {}
 def differentiated_names(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
     """Names of the arguments that need a gradient.
 
-    `needs` says which of (scale, bias, *features) autograd needs. Features of a locked tower are
-    constants, which have no gradient.
+    `needs`: for each of (scale, bias, *features), whether autograd needs its gradient. Features of
+    a locked tower are constants, which have no gradient.
     """
     wanted = _wanted.get((kind, needs))
     if wanted is None:
@@ -108,7 +109,7 @@ def differentiated_names(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
 
 
 def untracked_values(labels: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values in the order of UNTRACKED. An array instead of a pair takes the place of rows."""
+    """The values of UNTRACKED, in its order. One array instead of a pair is the value of "row"."""
     get = options.get
     sides: list[Any] = []
     for name in PAIRS:
@@ -131,23 +132,23 @@ def split_untracked(values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
 
 @dataclass(slots=True)
 class TorchCall:
-    """A call: inputs that are no inputs of the node, and results for the backward pass."""
+    """A call: its arguments except the inputs of the node, and results for the backward pass."""
 
     kind: Loss
     labels: Tensor | None
-    scale: Any  # not read if it is a tensor, because then it is an input of the node
+    scale: Any  # as `bias`, not read if it is a tensor, because then it is an input of the node
     bias: Any
     options: dict[str, Any]
     with_metrics: bool
-    # results:
-    loss: Tensor | None = None  # a loss that was computed before the node, until the node takes it
+    # Results
+    loss: Tensor | None = None  # computed by `apply_repeated`, until the node returns it
     metrics: Metrics | None = None
-    wanted: frozenset[str] = NOTHING
-    grads: list[Tensor | None] | None = None  # until a backward pass takes them
+    wanted: frozenset[str] = NOTHING  # names of the arguments that need a gradient
+    grads: list[Tensor | None] | None = None  # for (scale, bias, *features), until `backward`
 
     @property
     def untracked(self) -> tuple[Tensor | None, ...]:
-        """The values of UNTRACKED, with None for values that are no tensors."""
+        """The values of UNTRACKED, with None for values that are not tensors."""
         if self.labels is None and ARRAY_OPTIONS.isdisjoint(self.options):
             return NO_TENSORS
         return tuple(
@@ -158,7 +159,7 @@ class TorchCall:
         )
 
     def with_untracked(self, tensors: Sequence[Tensor | None]) -> TorchCall:
-        """The same call with `tensors` instead of its own tensors."""
+        """The same call with `tensors` (in the order of UNTRACKED; None: keep the value)."""
         values = [
             value if tensor is None else tensor
             for value, tensor in zip(
@@ -168,9 +169,9 @@ class TorchCall:
         labels, arrays = split_untracked(values)
         return replace(self, labels=labels, options={**self.options, **arrays})
 
-    def keep(self) -> None:
+    def copy_arrays(self) -> None:
         """Replace arrays by copies, because the caller may change arrays before the backward pass.
-        (Autograd notices changes of tensors.)"""
+        (Tensors are not copied: autograd raises an error if a saved tensor has changed.)"""
         options = self.options
         if self.labels is not None:
             self.labels = _copy_array(self.labels)
@@ -191,32 +192,32 @@ def _copy_array(value: Any) -> Any:
 
 
 def apply(call: TorchCall, features: Sequence[Tensor]) -> Tensor:
-    """The loss, as a node of the graph if there is one. Stores metrics in `call`."""
+    """The loss, as a node of the graph if gradients are enabled. Stores metrics in `call`."""
     scale, bias = (x if isinstance(x, Tensor) else None for x in (call.scale, call.bias))
-    if transformed():
-        return _Transformed.apply(call, *call.untracked, scale, bias, *features)
+    if inside_transform():
+        return _TransformableLossNode.apply(call, *call.untracked, scale, bias, *features)
     if torch.is_grad_enabled():
-        return _Function.apply(call, scale, bias, *features)
+        return _LossNode.apply(call, scale, bias, *features)
     result = _compute(call, scale, bias, features, NOTHING, metrics=call.with_metrics)
     call.metrics = result.metrics
     return result.loss
 
 
-def apply_again(
+def apply_repeated(
     kind: Loss, features: Sequence[Tensor], bias: Any, options: dict[str, Any]
 ) -> Tensor | None:
-    """The loss of a call like an earlier one, as `apply` returns it, without its checks. None: the
-    call has to be checked."""
-    if torch.compiler.is_compiling() or _compile_callback() or transformed():
+    """The loss of a call like an earlier one, as `apply` returns it. The checks of the call are
+    skipped. None: no earlier call is alike, so the caller checks this one and calls `apply`."""
+    if torch.compiler.is_compiling() or _compile_callback() or inside_transform():
         return None
     if not torch.is_grad_enabled():
         return None
     options = {**options}
     scale = options.pop("scale", None)
-    if "temperature" in options:  # last, as in a checked call: the template's key has the order
-        options["temperature"] = options.pop("temperature")
-    inputs = [x if type(x) in TENSORS else None for x in (scale, bias)]
-    if not TENSORS.issuperset(map(type, features)) or any(
+    if "temperature" in options:  # to the end, as `functions._apply` does: the order of options is
+        options["temperature"] = options.pop("temperature")  # a part of the template's key
+    inputs = [x if type(x) in TENSOR_TYPES else None for x in (scale, bias)]
+    if not TENSOR_TYPES.issuperset(map(type, features)) or any(
         [x is not None and x.ndim for x in inputs]
     ):
         return None
@@ -228,7 +229,7 @@ def apply_again(
     loss, grads = result
     call = TorchCall(kind, None, scale, bias, options, False, loss, None, wanted)
     call.grads = [grads.get(name) for name in ("scale", "bias", *kind.arguments)]
-    node: Tensor = _Function.apply_known(call, *inputs, *features)
+    node: Tensor = _LossNode.apply_unchecked(call, *inputs, *features)
     return node
 
 
@@ -236,8 +237,8 @@ def _compute(
     call: TorchCall, scale: Tensor | None, bias: Tensor | None, features: Sequence[Tensor],
     wrt: frozenset[str], **more: Any,
 ) -> LossAndGrad:  # fmt: skip
-    """Compute loss and gradients of a call. `scale` and `bias` are inputs of the node; None: the
-    value is in `call`."""
+    """Compute the loss, and the gradients named in `wrt`. `scale` and `bias` are inputs of the
+    node; None: the value in `call` is read."""
     scale, bias = call.scale if scale is None else scale, call.bias if bias is None else bias
     compiling = torch.compiler.is_compiling() or _compile_callback()
     run = torch.compiler.disable(evaluate) if compiling else evaluate
@@ -245,12 +246,12 @@ def _compute(
 
 
 def _order_by_inputs(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | None]:
-    """Gradients in the order of the node's inputs; None for gradients that are not wanted."""
+    """Gradients for (scale, bias, *features), the node's inputs; None if not in `wanted`."""
     return [getattr(grads, n) if n in wanted else None for n in ("scale", "bias", *kind.arguments)]
 
 
 class _ReverseModeOnly(torch.autograd.Function):
-    """Errors for what the losses do not support: forward mode and vmap."""
+    """Base of the nodes, which raises errors for forward mode and vmap (both not supported)."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -261,21 +262,21 @@ class _ReverseModeOnly(torch.autograd.Function):
         raise RuntimeError(BATCHED)
 
 
-class _Function(_ReverseModeOnly):
-    """loss = f(scale, bias, *features)."""
+class _LossNode(_ReverseModeOnly):
+    """loss = f(scale, bias, *features), outside of `torch.func`."""
 
     @classmethod
-    def apply_known(cls, *inputs: Any) -> Any:
-        """`apply` without its checks for transforms, which `apply_again` has made."""
+    def apply_unchecked(cls, *inputs: Any) -> Any:
+        """`apply` of autograd without its check for transforms: `apply_repeated` has checked."""
         return super(torch.autograd.Function, cls).apply(*inputs)  # type: ignore[misc]
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, call: TorchCall, *inputs: Any
     ) -> Tensor:
-        if call.loss is not None:
+        if call.loss is not None:  # a repeated call: loss and gradients are already computed
             ctx.call, ctx.has_untracked = call, False
-            # dtypes: None if each gradient has the dtype of its input already
+            # ctx.dtypes: None if each gradient has the dtype of its input already
             loss, call.loss, ctx.dtypes = call.loss, None, None
             for x in inputs[:2]:  # gradients of scale and bias have the dtype of the loss
                 if x is not None and x.dtype != loss.dtype:
@@ -292,7 +293,7 @@ class _Function(_ReverseModeOnly):
         if wanted_now:
             call.grads = _order_by_inputs(call.kind, result.grads, wanted_now)
         if wanted:
-            call.keep()
+            call.copy_arrays()
             ctx.call, ctx.dtypes = call, [None if x is None else x.dtype for x in inputs]
             untracked = call.untracked
             ctx.has_untracked = untracked is not NO_TENSORS
@@ -308,8 +309,8 @@ class _Function(_ReverseModeOnly):
         call = ctx.call
         grads, call.grads = call.grads, None
         if grads is not None:
-            # The first backward pass multiplies the gradients of the forward pass in place. A
-            # second backward pass (retain_graph) computes the gradients again.
+            # The first backward pass multiplies the forward pass's gradients in place. A second
+            # one (retain_graph) computes them again. On a GPU `item()` would wait for the device.
             is_one = type(upstream) is Tensor and upstream.is_cpu and upstream.item() == 1.0
             dtypes = ctx.dtypes
             if dtypes is None:
@@ -345,13 +346,13 @@ def _split(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 # --- torch.func -----------------------------------------------------------------------------------
-# Transforms need functions with `setup_context`, and a backward pass that is such a function too.
-# Such functions take longer, which small batches notice, so only transforms use them. Their
-# `forward` does not know which inputs need a gradient: the backward pass computes the gradients.
+# Nodes for the transforms of `torch.func`, which need a method `setup_context`, also in the node of
+# the backward pass. Such nodes take longer, which small batches notice, so other calls do not use
+# them. Their `forward` does not know which inputs need a gradient: `backward` computes gradients.
 
 
-class _Transformed(_ReverseModeOnly):
-    """loss = f(*untracked, scale, bias, *features)."""
+class _TransformableLossNode(_ReverseModeOnly):
+    """loss = f(*untracked, scale, bias, *features), inside of `torch.func`."""
 
     @staticmethod
     def forward(call: TorchCall, *inputs: Any) -> Tensor:  # type: ignore[override]
@@ -364,7 +365,7 @@ class _Transformed(_ReverseModeOnly):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.call = inputs[0]
-        ctx.call.keep()
+        ctx.call.copy_arrays()
         untracked, others = _split(inputs[1:])
         # copies, because autograd does not notice changes of untracked tensors in place
         copies = [None if x is None else x.clone() for x in untracked]
@@ -373,12 +374,12 @@ class _Transformed(_ReverseModeOnly):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         wanted = differentiated_names(ctx.call.kind, _split(ctx.needs_input_grad[1:])[1])
-        grads = _Gradients.apply(ctx.call, wanted, upstream, *ctx.saved_tensors)
+        grads = _GradientNode.apply(ctx.call, wanted, upstream, *ctx.saved_tensors)
         return None, *[None] * len(UNTRACKED), *grads
 
 
-class _Gradients(_ReverseModeOnly):
-    """Gradients of scale, bias and features."""
+class _GradientNode(_ReverseModeOnly):
+    """The gradients of scale, bias and features, as a node: `torch.func` needs one."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -391,7 +392,7 @@ class _Gradients(_ReverseModeOnly):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
+        """Save nothing, because `backward` only raises an error."""
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> NoReturn:

@@ -1,4 +1,7 @@
-"""The losses in graphs of `torch.compile`: one opaque operator."""
+"""The losses in graphs of `torch.compile`: one operator, into which the compiler does not look.
+
+`functions._apply` calls `apply`; the operator computes by `autograd.evaluate`.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ from .autograd import (
     UNTRACKED,
     differentiated_names,
     evaluate,
+    inside_transform,
     split_untracked,
-    transformed,
     untracked_values,
 )
 
-# The precision with the widest range of scales: it is not known yet in which precision the operator
-# will compute, and the operator checks the range of that precision
-WIDEST = "fp64"
+# The precision with the widest range of scales, which the checks before the operator use. The
+# operator itself checks the range of the precision in which it computes.
+WIDEST_PRECISION = "fp64"
 # Python type of a default -> type in the schema. Only `workspace` defaults to None; it is int?.
 TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
-PLAIN = (bool, str, int, float, type(None))
+PLAIN_TYPES = (bool, str, int, float, type(None))  # of the options COMPILED
 SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
-# Arguments for which autograd computes no gradient
-CONSTANTS = [name.replace(" ", "_") for name in UNTRACKED]
+# `autograd.UNTRACKED` as names of the operator's arguments: "row ids" -> "row_ids"
+UNTRACKED_NAMES = [name.replace(" ", "_") for name in UNTRACKED]
 SCHEMA = (
     "(str kind, Tensor query, Tensor? key, Tensor? own, Tensor scale, Tensor? bias, "
-    f"{', '.join(f'Tensor? {name}' for name in CONSTANTS)}, "
+    f"{', '.join(f'Tensor? {name}' for name in UNTRACKED_NAMES)}, "
     f"bool[] needs, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -47,15 +50,16 @@ def operator(
     bias: Tensor | None,
     *others: Any,
 ) -> tuple[Tensor, ...]:
-    """(loss, gradients of scale, bias, query, key and own), before the upstream gradient.
+    """(loss, gradients of scale, bias, query, key and own), not yet times the upstream gradient.
 
-    `others` are the CONSTANTS, whether each gradient is needed, and the options `COMPILED`. A
-    gradient that is not needed is empty. Gradients of scale and bias have the dtype of the loss.
-    Gradients of features are float32 for float16 features, else in the dtype of the features.
+    `others`: the values of UNTRACKED_NAMES; whether each of (scale, bias, *features) needs a
+    gradient; the values of COMPILED. A gradient that is not needed has no elements. Gradients of
+    scale and bias have the dtype of the loss. Gradients of features are float32 for float16
+    features, otherwise in the dtype of the features.
     """
-    constants, settings = others[: len(CONSTANTS)], others[len(CONSTANTS) + 1 :]
+    untracked, settings = others[: len(UNTRACKED_NAMES)], others[len(UNTRACKED_NAMES) + 1 :]
     loss, features, wanted = _read_arguments(kind, (query, key, own), others)
-    labels, arrays = split_untracked(constants)
+    labels, arrays = split_untracked(untracked)
     options = {**dict(zip(COMPILED, settings, strict=True)), **arrays}
     result = evaluate(loss, features, labels, scale, bias, options, wanted)
     grads = {name: getattr(result.grads, name) for name in wanted}
@@ -73,12 +77,12 @@ def _read_arguments(
     """The loss, its features, and the names of the arguments that need a gradient."""
     features = [z for z in tensors if z is not None]
     loss = INFO_NCE_OWN if tensors[2] is not None else LOSSES[kind]
-    needs = others[len(CONSTANTS)]
+    needs = others[len(UNTRACKED_NAMES)]
     return loss, features, differentiated_names(loss, tuple(needs[: 2 + len(features)]))
 
 
 def _gradient_names(loss: Loss) -> list[str]:
-    """The arguments of the operator's gradients; "" for an argument that the loss lacks."""
+    """For each gradient of the operator, the argument's name; "" if the loss has fewer features."""
     return ["scale", "bias", *loss.arguments, *[""] * (3 - len(loss.arguments))]
 
 
@@ -86,7 +90,7 @@ def _gradient_names(loss: Loss) -> list[str]:
 def _make_fake_outputs(
     kind: str, query: Tensor, key: Any, own: Any, scale: Tensor, bias: Any, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Outputs of `operator` without values: their shapes and dtypes, for `torch.compile`."""
+    """Tensors without values, in the shapes and dtypes of `operator`'s, for `torch.compile`."""
     loss, features, wanted = _read_arguments(kind, (query, key, own), others)
     double = any(z.dtype == torch.float64 for z in features)
     dtype = torch.float64 if double else torch.float32  # of the loss
@@ -106,19 +110,19 @@ def _make_fake_outputs(
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    """Keep the gradients, and the dtypes of the inputs to which they belong."""
+    """Save the operator's gradients for `_backward`, and the dtypes of the inputs."""
     _kind, query, key, own, scale, bias, *_others = inputs
     ctx.dtypes = [None if x is None else x.dtype for x in (scale, bias, query, key, own)]
     ctx.save_for_backward(*output[1:])
 
 
 def _backward(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
-    """The kept gradients times the upstream gradient of the loss, in the order of the inputs."""
+    """The saved gradients times the upstream gradient of the loss, in the order of the inputs."""
     scale, bias, *features = (
         (saved * upstream).to(dtype) if saved.numel() else None
         for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     )
-    return None, *features, scale, bias, *[None] * (len(CONSTANTS) + 1 + len(COMPILED))
+    return None, *features, scale, bias, *[None] * (len(UNTRACKED_NAMES) + 1 + len(COMPILED))
 
 
 operator.register_autograd(_backward, setup_context=_save_for_backward)
@@ -134,24 +138,24 @@ def apply(
     metrics: bool,
     options: dict[str, Any],
 ) -> Tensor:
-    """The loss as a call of the operator."""
+    """The loss as a call of the operator. ValueError for arguments that its schema cannot have."""
     settings = {**DEFAULTS, **options}
     settings["workspace"] = validation.workspace(settings["workspace"])
-    constants = untracked_values(labels, options)
+    untracked = untracked_values(labels, options)
     others = options.keys() - {*COMPILED, *PAIRS, *ARRAYS}
     fits = (
-        all(x is None or isinstance(x, Tensor) for x in constants)
-        and all(isinstance(settings[name], PLAIN) for name in COMPILED)
+        all(x is None or isinstance(x, Tensor) for x in untracked)
+        and all(isinstance(settings[name], PLAIN_TYPES) for name in COMPILED)
         and all(options[name] is None for name in others)
     )
-    if metrics or not fits or settings["reduction"] == "none" or transformed():
+    if metrics or not fits or settings["reduction"] == "none" or inside_transform():
         raise ValueError(
             f"in a compiled graph: expected labels, {', '.join((*PAIRS, *ARRAYS))} as tensors, no "
             "metrics, group, reduction='none' nor torch.func, and as options plain values of "
             f"{', '.join(COMPILED)}"
         )
     if not isinstance(scale, Tensor):
-        number = validation.scale(kind, temperature, scale, WIDEST)
+        number = validation.scale(kind, temperature, scale, WIDEST_PRECISION)
         scale = torch.tensor(number, dtype=torch.float64)
     elif temperature is not None:
         raise ValueError("temperature, scale: expected one of them, got both")
@@ -162,6 +166,6 @@ def apply(
     needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
              for v in (scale, bias, *features)]  # fmt: skip
     return operator(
-        kind.name, query, key, own, scale, bias, *constants, needs,
+        kind.name, query, key, own, scale, bias, *untracked, needs,
         *(settings[name] for name in COMPILED),
     )[0]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Distillation as a node of autograd's graph."""
+"""Distillation for autograd: `distill_loss`, and the node of autograd's graph that it applies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ... import losses
 from ...checks import validation
 from .autograd import NO_SECOND_DERIVATIVE
 
-NAMES = ("scale", "query", "key")  # arguments that have a gradient
+NAMES = ("scale", "query", "key")  # arguments that may have a gradient: the node's inputs
 
 
 class _Distillation(torch.autograd.Function):
@@ -56,6 +56,10 @@ class _Distillation(torch.autograd.Function):
 def _evaluate(
     options: dict[str, Any], teacher: tuple[Tensor, Tensor], inputs: Any, wrt: Any, **more: Any
 ) -> Any:
+    """Loss and the gradients named in `wrt`, in one process or over the ranks of `group`.
+
+    `inputs` are (scale, query, key).
+    """
     scale, query, key = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
     teacher_query, teacher_key = (z.detach() for z in teacher)
     keywords = {**options, **more, "scale": scale, "wrt": wrt}

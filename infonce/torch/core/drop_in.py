@@ -1,7 +1,6 @@
-"""The base of drop-in replacements for other projects' losses.
+"""The base class of drop-in replacements for other projects' losses, and their helper functions.
 
-It keeps settings as attributes, refuses settings that this library lacks, and shares a batch with
-all processes.
+The functions refuse settings that this library lacks, and share a batch over processes.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from ..functions import require_known
 class DropIn(nn.Module):
     """A loss with the settings of another project's loss, and options of `infonce.torch`.
 
-    Settings are attributes, and may change between calls.
+    Settings are attributes of the same names, which users may change between calls.
     """
 
     def __init__(self, options: dict[str, Any], **settings: Any) -> None:
         super().__init__()
-        module = ".".join(type(self).__module__.split(".")[:3])  # as users import it
+        module = ".".join(type(self).__module__.split(".")[:3])  # infonce.torch.X, as users import
         require_known(f"{module}.{type(self).__name__}()", options, torch_function(CLIP))
         self.options = options
         self._settings: tuple[str, ...] = tuple(settings)
@@ -39,60 +38,65 @@ class DropIn(nn.Module):
 
 
 def require(name: str, value: Any, expected: Any, instead: str) -> None:
-    """ValueError if a setting has a value that this library lacks; `instead` says what to do."""
+    """ValueError unless the setting `name` has its only supported value, `expected`.
+
+    `instead` ends the message, and says why, or what to do.
+    """
     plain = isinstance(value, (bool, int, float, str))
     if value is not expected and not (plain and value == expected):
         came = repr(value) if plain else validation.what(value)
         raise ValueError(f"{name}: expected {expected!r}, got {came}: {instead}")
 
 
-def world(wanted: bool = True) -> Any:
-    """The group of all processes; None if there is one process, or if it is not `wanted`."""
-    if wanted and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def world_group(shared: bool = True) -> Any:
+    """The group of all processes; None if the batch is not `shared`, or if there is one process."""
+    if shared and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.group.WORLD
     return None
 
 
-def everywhere(wanted: bool = True) -> dict[str, Any]:
-    """The keyword `group` that shares a batch with all processes; empty for a single process."""
-    group = world(wanted)
+def world_group_option(shared: bool = True) -> dict[str, Any]:
+    """The keyword `group` of a loss, with the group of `world_group`; empty if this is None."""
+    group = world_group(shared)
     return {} if group is None else {"group": group}
 
 
-def shard(group: Any, rows: int) -> tuple[int, int, int]:
-    """The index of this process's first row in the batch, the rows and the processes of the batch.
+def locate_shard(group: Any, rows: int) -> tuple[int, int, int]:
+    """(index of this process's first row in the batch, rows of the batch, number of processes).
 
-    `rows` is the number of this process's rows. Without a group, there is one process.
+    `rows` is the number of this process's rows. None as `group`: this process alone.
     """
     if group is None:
         return 0, rows, 1
-    ranks = group_ranks(group)
+    ranks = connect_group(group)
     sizes: list[int] = ranks.allgather(rows)
     return sum(sizes[: ranks.rank]), sum(sizes), ranks.size
 
 
 def first_row(group: Any, rows: int) -> int:
     """The index of this process's first row in the batch of all processes."""
-    return shard(group, rows)[0]
+    return locate_shard(group, rows)[0]
 
 
 def mean_over_ranks(losses: Tensor, group: Any) -> Tensor:
-    """The mean of all processes' row losses, whose gradients DDP averages to those of the mean.
+    """The mean of the row losses of all processes.
 
-    `losses` of a function over processes need ``gradient_scale="global"``.
+    DDP's average of its gradients is the gradient of the mean. `losses` that come from a loss with
+    `group` need ``gradient_scale="global"``, because the factor of DDP is applied here.
     """
     if group is None:
         return losses.mean()
-    ranks = group_ranks(group)
+    ranks = connect_group(group)
     sums, sizes = zip(*ranks.allgather((float(losses.sum()), len(losses))), strict=True)
-    share = losses.sum() * (ranks.size / sum(sizes))
-    return share + (sum(sums) / sum(sizes) - share.detach())
+    # the value is the mean, the gradient that of this process's part times the processes
+    part = losses.sum() * (ranks.size / sum(sizes))
+    return part + (sum(sums) / sum(sizes) - part.detach())
 
 
 @torch.no_grad()
 def gather_rows(rows: Tensor, group: Any) -> list[Tensor]:
-    """The rows of each process, without a gradient. All processes need the same number of rows."""
-    sizes = group_ranks(group).allgather(len(rows))
+    """The rows of each process, without a gradient. ValueError if their numbers differ."""
+    sizes = connect_group(group).allgather(len(rows))
     if len(set(sizes)) > 1:
         raise ValueError(f"rows: expected as many on all processes that gather them, got {sizes}")
     out = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in sizes]
@@ -100,7 +104,7 @@ def gather_rows(rows: Tensor, group: Any) -> list[Tensor]:
     return out
 
 
-def group_ranks(group: Any) -> Any:
+def connect_group(group: Any) -> Any:
     """The communicator of a process group."""
     from . import process_group
 

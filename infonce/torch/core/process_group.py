@@ -1,7 +1,7 @@
-"""The communicator of torch.distributed: its process groups for `infonce.distributed`.
+"""A process group of torch.distributed as a communicator of `infonce.distributed`.
 
-NCCL sends arrays on GPUs if it is available, as over MPI. A separate gloo group, which this module
-makes, sends host arrays and the small values of an allgather.
+Arrays on GPUs are sent by infonce's own NCCL transport if NCCL is available, as over MPI. A gloo
+group, which this module makes, sends host arrays and the small values of an allgather.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...result import LossAndGrad
 from ...spec import Loss
 
 Array = Any
-_known: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
+_communicators: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def connect(group: Any = None) -> ProcessGroup:
@@ -41,29 +41,30 @@ def connect(group: Any = None) -> ProcessGroup:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a process group, got {type(group).__name__} {group!r}")
-    if group not in _known:
-        _known[group] = ProcessGroup(group)
-    return _known[group]
+    if group not in _communicators:
+        _communicators[group] = ProcessGroup(group)
+    return _communicators[group]
 
 
 class ProcessGroup(Communicator):
-    """A communicator on a duplicate of a process group, apart from the caller's messages.
+    """A communicator on a duplicate of a process group, so that the caller's messages and those of
+    the losses do not mix.
 
     The first allgather makes the duplicate, within the timeout of an allgather.
     """
 
-    peers: Peers
+    peers: Peers  # the processes of the ranks, of which `listen` asks whether they have ended
 
     def __init__(self, group: Any) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._members = dist.get_process_group_ranks(group)
-        self._group: Any = None
-        self.broken: str | None = None
+        self._members = dist.get_process_group_ranks(group)  # global rank of each rank of the group
+        self._group: Any = None  # the duplicate
+        self.broken: str | None = None  # message of the error that ended this communicator
         self.peers = Peers()
 
     def _duplicate(self) -> None:
-        """Duplicate the group."""
-        never = datetime.timedelta(days=7)  # for gloo, because `bounded` limits the wait
+        """Make a gloo group of the same processes."""
+        never = datetime.timedelta(days=7)  # timeout of gloo: `bounded` ends a wait earlier
         self._group = self.bounded(
             lambda: dist.new_group(self._members, never, "gloo", use_local_synchronization=True),
             "gloo",
@@ -81,6 +82,7 @@ class ProcessGroup(Communicator):
         return values
 
     def _gather(self, own: Array) -> Array:
+        """The bytes [size, room] of all ranks, from this rank's bytes `own` [room]."""
         gathered_bytes = torch.empty((self.size, len(own)), dtype=torch.uint8)
         work = dist.all_gather(
             list(gathered_bytes), torch.from_numpy(own), self._group, async_op=True
@@ -102,22 +104,22 @@ class ProcessGroup(Communicator):
         for distance, (_, receive) in shifts.items():
             source = self._members[(self.rank - distance) % self.size]
             works += [
-                dist.irecv(_bytes(array), source, self._group, tag)
+                dist.irecv(_byte_tensor(array), source, self._group, tag)
                 for tag, array in enumerate(receive)
                 if array.nbytes
             ]
         for distance, (send, _) in shifts.items():
             target = self._members[(self.rank + distance) % self.size]
             works += [
-                dist.isend(_bytes(array), target, self._group, tag)
+                dist.isend(_byte_tensor(array), target, self._group, tag)
                 for tag, array in enumerate(send)
                 if array.nbytes
             ]
-        return _Shift(self, works)
+        return _PendingExchange(self, works)
 
     def listen(self) -> None:
-        for what in self.peers.gone().values():
-            raise RankError(what)
+        for message in self.peers.gone().values():
+            raise RankError(message)
 
     def fail(self, error: BaseException) -> None:
         """Destroy the group: other ranks see the connection close."""
@@ -130,8 +132,11 @@ class ProcessGroup(Communicator):
 def loss_and_grad(
     kind: Loss, features: Sequence[Any], labels: Any, bias: Any, group: Any, options: dict[str, Any]
 ) -> LossAndGrad:
-    """A loss of `infonce.distributed` over a process group. Feature gradients are multiplied by
-    the number of ranks, because DDP averages over ranks."""
+    """Loss and gradients by `infonce.distributed` over a process group.
+
+    By default feature gradients are multiplied by the number of ranks, because DDP averages over
+    ranks (``gradient_scale="ddp"``).
+    """
     function = getattr(distributed, f"{kind.name}_loss_and_grad")
     arguments: dict[str, Any] = dict(zip(kind.arguments, features, strict=True))
     if labels is not None:
@@ -143,16 +148,17 @@ def loss_and_grad(
     return out
 
 
-class _Shift:
-    """The sends and receives of one exchange."""
+class _PendingExchange:
+    """The started sends and receives of one `ProcessGroup.exchange`."""
 
     def __init__(self, ranks: ProcessGroup, works: list[Any]) -> None:
-        self.ranks, self.works = ranks, works
+        self.ranks, self.works = ranks, works  # torch.distributed.Work: waits for one transfer
 
     def wait(self) -> None:
         self.ranks.bounded(lambda: [work.wait() for work in self.works], "gloo")
 
 
-def _bytes(array: Array) -> Any:
+def _byte_tensor(array: Array) -> Any:
+    """The bytes of an array as a tensor on the same memory; a copy if the array is read-only."""
     flat = array.reshape(-1).view(np.uint8)
     return torch.from_numpy(flat if flat.flags.writeable else flat.copy())

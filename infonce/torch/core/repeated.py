@@ -1,7 +1,8 @@
 """Calls on the CPU that differ from an earlier call only in features, scale and bias.
 
-A training loop repeats the same call, and in a small batch the checks take longer than the
-products. So only the first call is checked in full. Its problem is the template for later calls.
+A training loop repeats the same call, and in a small batch the checks take longer than the matrix
+products. So only the first call is checked in full. Its problem, without features, is the template
+for later calls, which are computed as one block.
 """
 
 from __future__ import annotations
@@ -28,53 +29,54 @@ from ...kernels.problem import (
 )  # fmt: skip
 from ...spec import Loss
 
-MOST_TEMPLATES = 256
-MOST_ROWS = 2**12  # of a call whose template keeps vectors of rows
-DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
-NUMBERS = (float, int)
-# The least and the most multiply-adds, and the most features of a row, of products that take less
-# time in torch's threads, which are often awake, because other operations of a model use them
-SHARED_PRODUCTS, MOST_SHARED_WIDTH = (2**21, 2**24), 2**9
-_templates: dict[tuple[Any, ...], Problem | None] = {}  # None: calls that are checked each time
+MOST_TEMPLATES = 256  # with more, all are forgotten
+MOST_ROWS = 2**12  # of a call whose template holds vectors of rows: positives and upstream gradient
+NUMPY_DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
+NUMBER_TYPES = (float, int)
+# Matrix products that PyTorch computes faster than NumPy's BLAS, because the threads of PyTorch are
+# often awake: they also run the other operations of a model
+TORCH_MULTIPLY_ADDS = 2**21, 2**24  # the least and the most
+TORCH_WIDTH_LIMIT = 2**9  # features of a row, which are fewer
+_templates: dict[tuple[Any, ...], Problem | None] = {}  # None: such calls are checked each time
 
 
 def evaluate(
     kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any],
     wrt: frozenset[str], may_be_first: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
-    """Loss and gradients, by argument name, of a call like an earlier one.
+    """(loss, gradients by argument name) of a call of which there is a template.
 
-    None: the call has to be checked. `may_be_first=False` is for calls whose arguments nobody has
-    checked (`autograd.apply_again`): only a call like an earlier one is computed.
+    None: the caller has to check the call. `may_be_first`: whether to make a template if there is
+    none. False for calls whose arguments nobody has checked (`autograd.apply_repeated`).
     """
-    types = tuple(map(type, options.values()))  # a part of the key, because True == 1
+    types = tuple(map(type, options.values()))  # a part of the template's key, because True == 1
     if not PLAIN.issuperset(types):
         return None
-    key = (
+    template_key = (
         kind, wrt, scale is None, bias is None, types, *options.items(),
         *[(z.shape, z.dtype, z.is_cpu) for z in features],
     )  # fmt: skip
-    template = _templates.get(key)
+    template = _templates.get(template_key)
     if template is None:
-        if key in _templates or not may_be_first:
+        if template_key in _templates or not may_be_first:
             return None
         if len(_templates) >= MOST_TEMPLATES:
             _templates.clear()
         template = _make_template(kind, features, scale, bias, {**options, "wrt": wrt})
-        _templates[key] = template
+        _templates[template_key] = template
         if template is None:
             return None
     scale = template.scale if scale is None else _read_number(scale)
     low, high = SCALES[template.compute]
-    if type(scale) not in NUMBERS or not low <= scale <= high:
+    if type(scale) not in NUMBER_TYPES or not low <= scale <= high:
         return None
     if kind.sigmoid:
         bias = template.bias if bias is None else _read_number(bias)
-        if type(bias) not in NUMBERS or not math.isfinite(bias):
+        if type(bias) not in NUMBER_TYPES or not math.isfinite(bias):
             return None
     try:
         arrays = [z.numpy(force=True) for z in features]
-    except (TypeError, RuntimeError):  # the checks of this call say what is wrong
+    except (TypeError, RuntimeError):  # the full checks of the call will name the error
         return None
     return _solve(kind, template, arrays, scale, bias, wrt)
 
@@ -82,10 +84,13 @@ def evaluate(
 def _make_template(
     kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any]
 ) -> Problem | None:  # fmt: skip
-    """Check a call, and return its problem without features; None: check such calls each time."""
+    """Check a call, and return its problem without features.
+
+    None: such a call cannot be computed here, and is checked each time.
+    """
     numbers = [value for value in (scale, bias) if isinstance(value, Tensor)]
     on_cpu = all(tensor.is_cpu for tensor in (*features, *numbers))
-    if not on_cpu or not DTYPES.keys() >= {z.dtype for z in features}:
+    if not on_cpu or not NUMPY_DTYPES.keys() >= {z.dtype for z in features}:
         return None
     if scale is not None:
         options["scale"] = scale
@@ -107,30 +112,34 @@ def _make_template(
 
 @cache
 def _solve_in_one_block() -> Any:
-    """The function for one block. An import statement would take time in small batches."""
+    """The function `solve_in_one_block`, imported once: an import statement in each call of a small
+    batch would take a notable time."""
     from ...kernels.cpu.one_block.solve import solve_in_one_block
 
     return solve_in_one_block
 
 
 def _choose_product(shape: tuple[int, int, int]) -> Any:
-    """The function that computes products of this shape; None: NumPy's BLAS."""
-    (m, n, d), (least, most) = shape, SHARED_PRODUCTS
-    if not least <= m * n * d <= most or d >= MOST_SHARED_WIDTH:
+    """The function that computes the matrix products of a call; None: NumPy's BLAS.
+
+    `shape` is (queries, keys, features).
+    """
+    (m, n, d), (least, most) = shape, TORCH_MULTIPLY_ADDS
+    if not least <= m * n * d <= most or d >= TORCH_WIDTH_LIMIT:
         return None
     may_use_torch = torch.get_num_threads() > 1 and not os.environ.get("INFONCE_NUM_THREADS")
     return _torch_product if may_use_torch else None
 
 
 def _torch_product(left: Any, right: Any, out: Any = None) -> Any:
-    """np.matmul by torch."""
+    """np.matmul of NumPy arrays, computed by PyTorch."""
     out = np.empty((len(left), right.shape[1]), left.dtype) if out is None else out
     torch.mm(torch.from_numpy(left), torch.from_numpy(right), out=torch.from_numpy(out))
     return out
 
 
 def _read_number(value: Any) -> Any:
-    """The number of a tensor on the CPU; other values as they are."""
+    """The number in a CPU tensor of one element; other values as they are."""
     return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
 
@@ -151,7 +160,7 @@ def _solve(
     try:
         with np.errstate(**SILENT):
             solution = _solve_in_one_block()(problem, gradients, _choose_product(problem.shape))
-    except MemoryError:  # the call is checked then, and its error says what to use instead
+    except MemoryError:  # the checked call raises it again, with advice on what to use instead
         return None
     if solution is None or solution.loss is None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import functions
-from ..core.drop_in import DropIn, require, shard, world
+from ..core.drop_in import DropIn, locate_shard, require, world_group
 
 
 class MemoryEfficient(DropIn):
@@ -43,7 +43,7 @@ class MemoryEfficient(DropIn):
         """Keywords of one call."""
         value = self.tau_plus if tau_plus is None else tau_plus
         require("tau_plus", value, 0.0, "use false_negative_margin, which drops likely positives")
-        group = world() if self._shared and self.group is None else self.group
+        group = world_group() if self._shared and self.group is None else self.group
         shares = {} if group is None else {"group": group, "gradient_scale": "global"}
         return {"temperature": self.temperature, **shares, **self.options}
 
@@ -52,7 +52,7 @@ class MemoryEfficient(DropIn):
         if it is `stable` with ``sqrt(N temperature)`` times the gradient."""
         if group is None and not self.stable:
             return loss
-        _, total, processes = shard(group, rows)
+        _, total, processes = locate_shard(group, rows)
         value = loss.detach() if part else loss.detach() / processes
         times = math.sqrt(total * self.temperature) if self.stable else 1.0
         return value + times * (loss - loss.detach())

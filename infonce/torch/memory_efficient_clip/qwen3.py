@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.drop_in import first_row, require, shard
+from ..core.drop_in import first_row, locate_shard, require
 from ..functions import info_nce_loss
 from .pairs import MemoryEfficient
 
@@ -111,7 +111,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
             return self._scaled(loss, len(rows), group)
         losses = info_nce_loss(rows, keys, labels, **{**call_options, "reduction": "none"})
         losses = self._with_own(losses, query, documents, own)
-        _, total, _ = shard(group, len(rows))
+        _, total, _ = locate_shard(group, len(rows))
         return self._scaled(losses.sum() / total, len(rows), group, part=True)
 
     def _unit(self, features: Tensor | None) -> Any:

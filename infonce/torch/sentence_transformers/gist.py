@@ -9,7 +9,7 @@ import torch
 from sentence_transformers import losses
 from torch import Tensor
 
-from ..core.drop_in import first_row, mean_over_ranks, world
+from ..core.drop_in import first_row, mean_over_ranks, world_group
 from ..functions import info_nce_loss
 
 
@@ -125,7 +125,7 @@ def guided_loss(settings: Any, columns: Sequence[Tensor], guides: Sequence[Tenso
     anchors, positives = columns[:2]
     anchor_guide, positive_guide = batch.guides[:2]
     contrasts = [getattr(settings, f"contrast_{side}", True) for side in ("anchors", "positives")]
-    group = world(getattr(settings, "gather_across_devices", False))
+    group = world_group(getattr(settings, "gather_across_devices", False))
     candidates, candidate_guides = torch.cat(list(columns[1:])), torch.cat(batch.guides[1:])
     terms = [batch.rows(anchors, candidates, (anchor_guide, candidate_guides), group)]
     if contrasts[0]:  # anchors of other processes are no negatives

@@ -9,7 +9,7 @@ import torch
 from sentence_transformers import losses, util
 from torch import Tensor, nn
 
-from ..core.drop_in import first_row, mean_over_ranks, world
+from ..core.drop_in import first_row, mean_over_ranks, world_group
 from ..functions import clip_loss, gte_loss, info_nce_loss
 
 NORMALIZED = {util.cos_sim: True, util.dot_score: False}  # whether rows are divided by their norm
@@ -106,7 +106,7 @@ class _Batch:
         self.scale, self.normalize = settings.scale, normalized(settings.similarity_fct)
         self.options = {"scale": self.scale, "normalize": self.normalize}
         self.per_row = {**self.options, "reduction": "none"}
-        self.group = world(settings.gather_across_devices)
+        self.group = world_group(settings.gather_across_devices)
         if self.group is not None:
             self.options["group"] = self.group
             self.per_row |= {

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import functions
-from ..core.drop_in import DropIn, everywhere, gather_rows, group_ranks, require, shard
+from ..core.drop_in import (
+    DropIn,
+    connect_group,
+    gather_rows,
+    locate_shard,
+    require,
+    world_group_option,
+)
 
 __all__ = [
     "DistributedSigLIPLoss",
@@ -127,7 +134,7 @@ def fused_siglip_plus_loss(
     loss = functions.siglip_loss(
         img_features, txt_features, bias, scale=scale, positive_ids=ids, **options
     )
-    _, captions, _ = shard(options.get("group"), len(txt_features))
+    _, captions, _ = locate_shard(options.get("group"), len(txt_features))
     return loss / captions
 
 
@@ -218,7 +225,7 @@ def _shared(group: Any, world_size: int) -> dict[str, Any]:
     """The keyword that shares the batch with a process group, or with all processes."""
     if world_size > 1 and group is not None:
         return {"group": group}
-    return everywhere(world_size > 1)
+    return world_group_option(world_size > 1)
 
 
 class SigLIPPlusLoss(DropIn):
@@ -365,7 +372,7 @@ def _positive_pairs(rows: Tensor, columns: Tensor, group: Any) -> Tensor:
 
 def _gather_ids(ids: Tensor, group: Any) -> Tensor:
     """The ids of all processes, which may have different numbers of them."""
-    sizes = group_ranks(group).allgather(len(ids))
+    sizes = connect_group(group).allgather(len(ids))
     padded = ids.new_zeros(max(sizes))
     padded[: len(ids)] = ids
     sides = zip(gather_rows(padded, group), sizes, strict=True)

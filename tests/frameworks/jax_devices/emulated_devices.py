@@ -20,7 +20,7 @@ import infonce  # noqa: E402
 from infonce import spec  # noqa: E402
 from infonce.checks.teacher import ALL_LOSSES  # noqa: E402
 from infonce.jax import rounds  # noqa: E402
-from infonce.jax.callback import TEACHER, Axis, TracedCall, outputs  # noqa: E402
+from infonce.jax.callback import TEACHER_INPUTS, Axis, TracedCall, output_shapes  # noqa: E402
 
 R = int(sys.argv[1])
 M, D = 8, 16  # rows of a device, width
@@ -45,7 +45,7 @@ def evaluate(
     given = []
     for rank in range(R):
         absent = dict.fromkeys(
-            ("bias", "labels", "grad_out", "guide", *TEACHER, *spec.NAMES, *spec.ARRAYS)
+            ("bias", "labels", "grad_out", "guide", *TEACHER_INPUTS, *spec.NAMES, *spec.ARRAYS)
         )
         arrays = {"features": tuple(shard(side, rank) for side in z)}
         arrays |= jax.tree.map(lambda of_all, rank=rank: shard(of_all, rank), by_row)
@@ -57,7 +57,10 @@ def evaluate(
     gathered = {"keys": keys, "auxiliary_keys": by_row.get("teacher_key", guide_key)}
     plan = rounds.plan_callbacks(call, {**given[0], **gathered})
     inputs = [
-        {**jax.tree.map(cupy.asarray, {**of, **gathered, "rank": np.int32(i)}), "past": []}
+        {
+            **jax.tree.map(cupy.asarray, {**of, **gathered, "rank": np.int32(i)}),
+            "earlier_callbacks": [],
+        }
         for i, of in enumerate(given)
     ]
     for travel in plan.travels:
@@ -74,18 +77,18 @@ def evaluate(
         for i, (out, device) in enumerate(zip(outs, inputs, strict=True)):
             arrived = cupy.asarray(sent[:, i] if travel.to_owners else sent)
             results = out["error_and_results"]
-            device["past"] = [
-                *device["past"], {"error_and_results": results, "arrived": arrived}
+            device["earlier_callbacks"] = [
+                *device["earlier_callbacks"], {"error_and_results": results, "arrived": arrived}
             ]  # fmt: skip
-    shapes = {k: v for k, v in outputs(call, given[0]).items() if k not in kind.arguments}
+    shapes = {k: v for k, v in output_shapes(call, given[0]).items() if k not in kind.arguments}
     dq_shape = owns[0].shape if kind.symmetric else (M, D)
     shapes |= {"dq": of(dq_shape, plan.sum_dtype), "weight": None}
-    shapes |= {"key_sums": of(keys.shape, plan.sum_dtype)} if plan.key_sums else {}
+    shapes |= {"partial_dk": of(keys.shape, plan.sum_dtype)} if plan.has_partial_dk else {}
     outs = [filled(shapes) for _ in range(R)]
     for out, device in zip(outs, inputs, strict=True):
         rounds.run_callback(call, plan, out, device)
     dq = np.concatenate([out["dq"].get() for out in outs])
-    dk = sum(out["key_sums"].get() for out in outs) if plan.key_sums else None
+    dk = sum(out["partial_dk"].get() for out in outs) if plan.has_partial_dk else None
     loss, *grads = (sum(float(out[k].get()) for out in outs) for k in ("loss", *numbers))
     return loss, dq, dk, grads
 
@@ -103,7 +106,7 @@ for case in sys.argv[2:]:
     by_row: dict[str, Any] = {"labels": np.arange(M * R) % 5} if name == "sup_con" else {}
     second = rng.standard_normal((2, M * R, 3)).astype(DTYPE)
     by_row |= {"guide": tuple(second)} if guided else {}
-    by_row |= dict(zip(TEACHER, second, strict=False)) if kind.taught else {}
+    by_row |= dict(zip(TEACHER_INPUTS, second, strict=False)) if kind.taught else {}
     numbers = {"scale": 5.0} | ({"bias": -3.0} if kind.sigmoid else {})
     want = getattr(infonce, f"{name}_loss_and_grad")(*z, **numbers, **by_row)
     order = np.arange(M * R)

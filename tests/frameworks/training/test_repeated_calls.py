@@ -157,9 +157,9 @@ def test_the_second_call_makes_its_node_at_once(monkeypatch: pytest.MonkeyPatch)
 
     def apply(*inputs: Any) -> Any:
         nodes.append(inputs)
-        return autograd._Function.apply(*inputs)
+        return autograd._LossNode.apply(*inputs)
 
-    monkeypatch.setattr(autograd._Function, "apply_known", apply)
+    monkeypatch.setattr(autograd._LossNode, "apply_unchecked", apply)
     features = batch("clip", torch.float32, 0)
     scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
     losses = [infonce.torch.clip_loss(*features, scale=scale) for _ in range(3)]
