@@ -1,11 +1,15 @@
 """Drop-in replacements for Inf-CL's inf_cl: its functions `cal_flash_loss`, `cal_ring_loss` and
 `cal_inf_loss`.
 
-As theirs, the last two share rows with the other processes wherever torch.distributed is
-initialised; shards may differ in size. What differs: neither the batch nor the width has to be a
-multiple of anything, so `head_dim` is of no use; ring and inf are one method; the loss is that of
-all processes' rows, and gradients are right under DDP, which averages. Other keywords are those of
-`infonce.torch.info_nce_loss`.
+As in inf_cl, the last two functions share a batch over all processes if torch.distributed is
+initialised. What differs:
+
+- The number of rows and the width may be any, so `head_dim` has no effect. Processes may have
+  different numbers of rows.
+- `cal_ring_loss` and `cal_inf_loss` are the same: the loss of the rows of all processes. Under DDP,
+  which averages, its gradients are those of this loss.
+
+Other keywords are those of `infonce.torch.info_nce_loss`.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ DOC = """
     scale : float or 0-d tensor, optional
         1 if left out.
     head_dim : int
-        Of no use here.
+        Without effect.
     options
         Of `infonce.torch.info_nce_loss`.
 

@@ -1,10 +1,10 @@
 """Drop-in replacements for the InfoNCE CUDA report's extension: its module `InfoNCELoss`, its
 autograd function `InfoNCEFunction`, and the extension's `infonce_forward` and `infonce_backward`.
 
-The names are theirs: the loss is NT-Xent, on one array with two views of each sample. What differs:
-features stay on their device and keep their dtype, while theirs become float32 on a GPU, no matrix
-of logits is kept, nothing waits for the device, and the module's loss is 0-d. Other keywords of the
-module are those of `infonce.torch.nt_xent_loss`.
+In spite of the names, which are the report's, the loss is NT-Xent, on one array with two views of
+each sample. What differs: features stay on their device and keep their dtype, while the extension
+converts them to float32 on a GPU; no matrix of logits is kept; nothing waits for the device; the
+module's loss is 0-d. Other keywords of the module are those of `infonce.torch.nt_xent_loss`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def infonce_backward(features: Tensor, temperature: float, grad_output: Any) -> 
         Those of the forward pass.
     temperature : float
     grad_output : float or tensor of one number
-        On the features' device, and then the host does not read it, or on the host.
+        The upstream gradient. A tensor may be on the CPU, or on the device of the features; then
+        nothing waits for the device.
 
     Returns
     -------

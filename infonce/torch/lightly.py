@@ -24,7 +24,7 @@ __all__ = ["DCLLoss", "DCLWLoss", "NTXentLoss", "negative_mises_fisher_weights"]
 
 
 class _TwoViews(DropIn):
-    """A loss of two views of each sample, of this process or of all."""
+    """A loss of two views of each sample, over the rows of this process or of all processes."""
 
     def __init__(self, options: dict[str, Any], gather_distributed: bool, **settings: Any) -> None:
         if gather_distributed and not dist.is_available():
@@ -34,7 +34,7 @@ class _TwoViews(DropIn):
             )
         super().__init__(options, gather_distributed=gather_distributed, **settings)
 
-    def nt_xent(self, out0: Tensor, out1: Tensor, **options: Any) -> Any:
+    def nt_xent_loss(self, out0: Tensor, out1: Tensor, **options: Any) -> Any:
         return nt_xent_loss(
             torch.cat([out0, out1]),
             temperature=self.temperature,
@@ -90,35 +90,37 @@ class NTXentLoss(_TwoViews):
 
     def forward(self, out0: Tensor, out1: Tensor) -> Any:
         if not self.memory_bank.size[0]:
-            return self.nt_xent(out0, out1)
+            return self.nt_xent_loss(out0, out1)
         queries, keys = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
         bank = self.memory_bank.rows(keys)
         if out0.requires_grad:
             group = world_group(self.gather_distributed)
             self.memory_bank.push(keys if group is None else torch.cat(gather_rows(keys, group)))
-        # Rows of other samples are no negatives: they have the id of the queries
-        same = torch.zeros(len(queries) + len(bank), dtype=torch.long, device=queries.device)
-        same[len(queries) :] = 1
+        # Only rows of the bank are negatives. Queries and keys have the id 0, so the key of another
+        # query is no negative; rows of the bank have the id 1.
+        key_ids = torch.zeros(len(queries) + len(bank), dtype=torch.long, device=queries.device)
+        key_ids[len(queries) :] = 1
         return info_nce_loss(
             queries,
             torch.cat([keys, bank]),
             temperature=self.temperature,
-            ids=(same[: len(queries)], same),
+            ids=(key_ids[: len(queries)], key_ids),
             **self.options,
         )
 
 
 class MemoryBank(nn.Module):
-    """The rows of earlier batches, unit rows at random before there are any."""
+    """Keys of earlier batches, the oldest of which are replaced; at first, random unit rows."""
 
-    bank: Tensor
+    bank: Tensor  # [rows, width]
 
     def __init__(self, size: int | Sequence[int]) -> None:
         super().__init__()
+        # (rows,) until the first batch gives the width, then (rows, width)
         self.size = (size,) if isinstance(size, int) else tuple(size)
         if any(n < 0 for n in self.size):
             raise ValueError(f"memory_bank_size: expected at least 0, got {size}")
-        self.next = 0  # the row that is replaced next
+        self.next_row = 0  # the row that is replaced next
         self.register_buffer("bank", torch.empty(self.size), persistent=False)
         if len(self.size) > 1:
             self._fill()
@@ -127,7 +129,7 @@ class MemoryBank(nn.Module):
         self.bank = nn.functional.normalize(torch.randn(self.size).type_as(self.bank), dim=-1)
 
     def rows(self, like: Tensor) -> Tensor:
-        """The bank, as the features `like` are."""
+        """A copy of the bank, in the dtype and on the device of the features `like`."""
         if len(self.size) == 1:
             self.size = (*self.size, like.shape[1])
             self._fill()
@@ -135,10 +137,11 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def push(self, keys: Tensor) -> None:
-        """Replace the oldest rows. As in lightly, what does not fit before the end is left out."""
-        room = self.size[0] - self.next
-        self.bank[self.next : self.next + len(keys)] = keys[:room]
-        self.next = self.next + len(keys) if len(keys) < room else 0
+        """Replace the oldest rows by `keys`. As in lightly, keys that do not fit before the end of
+        the bank are dropped, and the next batch begins at row 0."""
+        room = self.size[0] - self.next_row
+        self.bank[self.next_row : self.next_row + len(keys)] = keys[:room]
+        self.next_row = self.next_row + len(keys) if len(keys) < room else 0
 
 
 class DCLLoss(_TwoViews):
@@ -181,14 +184,15 @@ class DCLLoss(_TwoViews):
         )  # fmt: skip
 
     def forward(self, out0: Tensor, out1: Tensor) -> Any:
-        loss = self.nt_xent(out0, out1, decoupled=True)
+        loss = self.nt_xent_loss(out0, out1, decoupled=True)
         if self.weight_fn is None:
             return loss
         out0, out1 = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
         weights = torch.stack([self.weight_fn(out0, out1), self.weight_fn(out1, out0)])
+        # `loss` has the positives with weight 1. Add (1 - w) times the positive to each row's loss.
         positives = (out0 * out1).sum(dim=1) / self.temperature
-        rest = ((1 - weights) * positives).mean(dim=0)
-        return loss + mean_over_ranks(rest, world_group(self.gather_distributed))
+        difference = ((1 - weights) * positives).mean(dim=0)
+        return loss + mean_over_ranks(difference, world_group(self.gather_distributed))
 
 
 class DCLWLoss(DCLLoss):

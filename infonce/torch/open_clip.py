@@ -1,10 +1,11 @@
 """Drop-in replacements for open_clip's losses: `ClipLoss`, `SigLipLoss`, `CoCaLoss` and
 `DistillClipLoss` of open_clip.loss, and `create_loss`.
 
-The constructors and the calls are the same. What differs: the loss is float32 (float64 for float64)
-while open_clip's has the features' dtype. Over ranks the loss is that of all ranks' rows whatever
-`local_loss` and `dist_impl`, and gradients are right under DDP. `use_horovod` is an error. Other
-keywords are those of the functions of `infonce.torch`.
+The constructors and the calls are the same. What differs: the loss is float32 (float64 for float64
+features), while open_clip's has the features' dtype. Over ranks the loss is always that of the rows
+of all ranks, without regard to `local_loss` and `dist_impl`, and DDP's average of its gradients is
+the gradient of this loss. ``use_horovod=True`` is an error. Other keywords are those of the
+functions of `infonce.torch`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss
 
 
 class _OpenClip(DropIn):
-    """What open_clip's losses have in common: over ranks, the group of torch.distributed."""
+    """Base of open_clip's losses, which share a batch over the ranks of a process group."""
 
     def __init__(self, options: dict[str, Any], rank: int, world_size: int, **others: Any) -> None:
         super().__init__(options, rank=rank, world_size=world_size, **others)
@@ -33,12 +34,15 @@ class _OpenClip(DropIn):
             )
 
     def _options(self, scale: Any) -> dict[str, Any]:
-        """Keywords of one call."""
+        """The keywords of one call of a function of `infonce.torch`."""
         group = self._group()
         return {**self.options, "scale": scale, **({"group": group} if group else {})}
 
     def _group(self) -> Any:
-        """The process group that shares the batch; None for one process."""
+        """The process group that shares the batch; None for one process.
+
+        ValueError if `rank` and `world_size` are not those of the group.
+        """
         if self.world_size == 1:
             return None
         from .core import process_group
@@ -305,23 +309,23 @@ def create_loss(args: Any) -> Any:
     """
     name = args.model.lower()
     ranks = {"rank": args.rank, "world_size": args.world_size}
-    gathers = {"local_loss": args.local_loss, "gather_with_grad": args.gather_with_grad, **ranks}
-    gathers["use_horovod"] = getattr(args, "horovod", False)
-    # Where open_clip compiles more than the model, it caches no labels
-    compiled = getattr(args, "torchcompile", False)
+    clip = {"local_loss": args.local_loss, "gather_with_grad": args.gather_with_grad, **ranks}
+    clip["use_horovod"] = getattr(args, "horovod", False)
+    # As in open_clip, labels are not cached if the loss is compiled
+    is_compiled = getattr(args, "torchcompile", False)
     compiles_loss = getattr(args, "torchcompile_strategy", "task") in ("task", "step")
-    caches = {"cache_labels": not (compiled and compiles_loss)}
+    cache = {"cache_labels": not (is_compiled and compiles_loss)}
     if args.distill:
-        return DistillClipLoss(**gathers, **caches)
+        return DistillClipLoss(**clip, **cache)
     if "coca" in name:
-        gathers["caption_loss_weight"] = args.coca_caption_loss_weight
-        gathers["clip_loss_weight"] = args.coca_contrastive_loss_weight
-        return CoCaLoss(**gathers, **caches)
+        clip["caption_loss_weight"] = args.coca_caption_loss_weight
+        clip["clip_loss_weight"] = args.coca_contrastive_loss_weight
+        return CoCaLoss(**clip, **cache)
     if "genlip" in name or "genlap" in name:
         raise ValueError(
             f"args.model: expected one with a contrastive loss, got {args.model!r}: use "
             "open_clip's own create_loss"
         )
     if args.siglip:
-        return SigLipLoss(**ranks, **caches, dist_impl=args.loss_dist_impl)
-    return ClipLoss(**gathers, **caches)
+        return SigLipLoss(**ranks, **cache, dist_impl=args.loss_dist_impl)
+    return ClipLoss(**clip, **cache)

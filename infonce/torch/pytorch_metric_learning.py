@@ -1,10 +1,10 @@
 """Drop-in replacements for pytorch_metric_learning's losses `NTXentLoss` and `SupConLoss`.
 
-They are subclasses: constructors, reducers, regularizers and records are those of the
-pytorch-metric-learning that is installed, and the losses of pairs and rows are computed here,
-without a matrix. What differs: they are float32 (float64 for float64), small probabilities are not
-clamped, `distance` is CosineSimilarity or DotProductSimilarity, and an `indices_tuple` (a miner's,
-CrossBatchMemory's) is an error.
+They are subclasses: constructors, reducers, regularizers and records are those of the installed
+pytorch-metric-learning. The losses of pairs and rows are computed here, without a matrix. What
+differs: losses are float32 (float64 for float64 features); small probabilities are not clamped;
+`distance` is CosineSimilarity or DotProductSimilarity; an `indices_tuple`, from a miner or
+CrossBatchMemory, is an error.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NTXentLoss(losses.NTXentLoss):
             normalize=_normalized(self.distance),
             reduction="none",
         )
-        return _losses(per_pair, (anchors, positives), "pos_pair")
+        return _reducer_input(per_pair, (anchors, positives), "pos_pair")
 
 
 class SupConLoss(losses.SupConLoss):
@@ -115,12 +115,13 @@ class SupConLoss(losses.SupConLoss):
         if pairs.one_set:
             per_row = sup_con_loss(embeddings, pairs.classes, **options)
         else:
-            per_row = info_nce_loss(embeddings, ref_emb, pairs.sets(), **options)
-        return _losses(per_row, torch.arange(len(per_row), device=per_row.device), "element")
+            per_row = info_nce_loss(embeddings, ref_emb, pairs.positive_sets(), **options)
+        return _reducer_input(per_row, torch.arange(len(per_row), device=per_row.device), "element")
 
 
 def _normalized(distance: Any) -> bool:
-    """Whether a distance divides rows by their norm."""
+    """Whether a distance divides rows by their norm. ValueError for other distances than the two
+    that are dot products."""
     if type(distance) not in (distances.CosineSimilarity, distances.DotProductSimilarity):
         raise ValueError(
             f"distance: expected CosineSimilarity or DotProductSimilarity, got "
@@ -132,13 +133,17 @@ def _normalized(distance: Any) -> bool:
     return bool(distance.normalize_embeddings)
 
 
-def _losses(losses: Tensor, indices: Any, of: str) -> dict[str, dict[str, Any]]:
-    """As reducers take them."""
-    return {"loss": {"losses": losses, "indices": indices, "reduction_type": of}}
+def _reducer_input(losses: Tensor, indices: Any, kind: str) -> dict[str, dict[str, Any]]:
+    """Losses in the form that reducers take. `kind`: "pos_pair", a loss for each pair of `indices`,
+    or "element", a loss for each row of `indices`."""
+    return {"loss": {"losses": losses, "indices": indices, "reduction_type": kind}}
 
 
 class _Pairs:
-    """The pairs of a class, without a matrix of them."""
+    """The pairs (anchor, positive) of one class, as indices, without an M x N matrix.
+
+    Anchors are the M embeddings, positives the N reference embeddings.
+    """
 
     def __init__(self, labels: Any, indices_tuple: Any, ref_labels: Any) -> None:
         if indices_tuple is not None:
@@ -149,9 +154,10 @@ class _Pairs:
         for name, value in (("labels", labels), ("ref_labels", ref_labels)):
             if value is None:
                 raise ValueError(f"{name}: expected a tensor, got None")
-        self.one_set = ref_labels is labels
+        self.one_set = ref_labels is labels  # embeddings are their own references
         rows = len(labels), len(ref_labels)
-        # Without a positive or without a negative, the loss is 0
+        # `classes` and `ref_classes` are labels numbered from 0, `sizes` the references of a class.
+        # `degenerate`: no row has a positive, or no row has a negative. Then the loss is 0.
         if self.one_set:
             classes, self.sizes = labels.unique(return_inverse=True, return_counts=True)[1:]
             self.classes = self.ref_classes = classes
@@ -165,28 +171,31 @@ class _Pairs:
 
     @cached_property
     def indices(self) -> tuple[Tensor, Tensor]:
-        """Anchor and positive of each pair."""
-        # The refs of a class are neighbours in `order`, from `first` on
+        """Indices of the anchor [pairs] and of the positive [pairs] of each pair."""
+        # The references of a class are neighbours in `order`, from `first` on
         order = self.ref_classes.argsort(stable=True)
         first = self.sizes.cumsum(0) - self.sizes
-        counts = self.sizes[self.classes]
+        counts = self.sizes[self.classes]  # pairs of each anchor
         anchors = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        positives = order[first[self.classes[anchors]] + _numbered(anchors, counts)]
-        if self.one_set:
+        positives = order[first[self.classes[anchors]] + _number_pairs(anchors, counts)]
+        if self.one_set:  # an embedding is no positive of itself
             others = anchors != positives
             anchors, positives = anchors[others], positives[others]
         return anchors, positives
 
-    def sets(self) -> Tensor:
-        """Positives of each row [M, P], -1 beyond its own."""
+    def positive_sets(self) -> Tensor:
+        """The positives of each anchor [M, P], filled up with -1."""
         anchors, positives = self.indices
         counts = anchors.bincount(minlength=len(self.classes))
         sets = torch.full((len(counts), int(counts.max())), -1, device=counts.device)
-        sets[anchors, _numbered(anchors, counts)] = positives
+        sets[anchors, _number_pairs(anchors, counts)] = positives
         return sets
 
 
-def _numbered(anchors: Tensor, counts: Tensor) -> Tensor:
-    """0, 1, ... for the pairs of each anchor, of which there are `counts`, one after another."""
+def _number_pairs(anchors: Tensor, counts: Tensor) -> Tensor:
+    """The number of each pair among the pairs of its anchor: 0, 1, ...
+
+    `anchors` is sorted, and `counts` has the number of pairs of each anchor.
+    """
     before = (counts.cumsum(0) - counts)[anchors]
     return torch.arange(len(anchors), device=counts.device) - before

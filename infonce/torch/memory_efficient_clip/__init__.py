@@ -1,11 +1,11 @@
 """Drop-in replacements for MemoryEfficientCLIP's losses (its package memeff): CLIP, LiT, the losses
 of Qwen3 Embedding, `MatryoshkaLoss`, and the Distributed, Matryoshka and Stable variants of these.
 
-Rows are normalised unless `normalized_inputs` says that they are, the temperature is 0.07 and
-gradients are multiplied by ``sqrt(N temperature)`` by default, as theirs. What differs: the maximum
-is online instead of fixed at 1 / temperature, float32 features are computed to float32's accuracy,
-and widths, batches and the dims of Matryoshka need not be multiples of anything. `tau_plus` is an
-error. Other keywords are those of the functions of `infonce.torch`.
+As in memeff, rows are normalised unless `normalized_inputs` is True, and by default the temperature
+is 0.07 and gradients are multiplied by ``sqrt(N temperature)``. What differs: the maximum of an
+exponential sum is computed online instead of fixed at 1 / temperature; float32 features are
+computed to float32's accuracy; widths, batches and the dims of Matryoshka may be any numbers. A
+`tau_plus` other than 0 is an error. Other keywords are those of the functions of `infonce.torch`.
 """
 
 from .matryoshka import (

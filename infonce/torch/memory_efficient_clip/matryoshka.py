@@ -56,14 +56,14 @@ class MatryoshkaLoss(nn.Module):
                 "no unit row"
             )
         self.base_loss = base_loss
-        self.dims, self.weights = _prefixes(dims, weights)
+        self.dims, self.weights = _read_prefixes(dims, weights)
 
     def forward(self, *features: Any, **options: Any) -> Any:
         return _over_prefixes(self.base_loss, self.dims, self.weights, features, options)
 
 
-def _prefixes(dims: Any, weights: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Widths of the prefixes, and their weights."""
+def _read_prefixes(dims: Any, weights: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Check `dims` and `weights`, and return the widths of the prefixes and their weights."""
     dims = tuple(map(int, dims))
     if not dims or list(dims) != sorted(set(dims)) or dims[0] < 1:
         raise ValueError(f"dims: expected increasing positive numbers, got {dims}")
@@ -78,7 +78,7 @@ def _prefixes(dims: Any, weights: Any) -> tuple[tuple[int, ...], tuple[float, ..
 def _over_prefixes(
     loss: Callable[..., Any], dims: Any, weights: Any, features: Any, options: dict[str, Any]
 ) -> Any:
-    """Weighted sum of the losses of prefixes."""
+    """Weighted sum of the losses of the prefixes of `features`."""
 
     def cut(value: Any, width: int) -> Any:
         return value[..., :width] if isinstance(value, Tensor) else value
@@ -92,7 +92,7 @@ def _over_prefixes(
 
 
 class _Matryoshka(MemoryEfficient):
-    """A loss of each prefix."""
+    """Base of the losses of prefixes: the other base class has the loss of one prefix."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _Matryoshka(MemoryEfficient):
         **options: Any,
     ) -> None:
         super().__init__(*settings, **options)
-        self.dims, self.weights = _prefixes(dims, weights)
+        self.dims, self.weights = _read_prefixes(dims, weights)
         self._settings += ("dims", "weights")
         self.normalized_inputs = False  # each prefix is divided by its own norm
 

@@ -1,4 +1,4 @@
-"""CLIP and LiT, and what all losses of MemoryEfficientCLIP have in common."""
+"""CLIP and LiT of MemoryEfficientCLIP, and `MemoryEfficient`, the base of all its losses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..core.drop_in import DropIn, locate_shard, require, world_group
 
 
 class MemoryEfficient(DropIn):
-    """What the losses have in common: the settings, and the processes that share a batch."""
+    """Base of all losses here: the settings, and the processes that share a batch."""
 
-    _shared = False  # over processes
+    _shared = False  # whether processes share a batch: in the Distributed classes
 
     def __init__(
         self,
@@ -40,26 +40,30 @@ class MemoryEfficient(DropIn):
         self.group = group
 
     def _call_options(self, tau_plus: Any) -> dict[str, Any]:
-        """Keywords of one call."""
+        """The keywords of one call of a function of `infonce.torch`."""
         value = self.tau_plus if tau_plus is None else tau_plus
         require("tau_plus", value, 0.0, "use false_negative_margin, which drops likely positives")
         group = world_group() if self._shared and self.group is None else self.group
         shares = {} if group is None else {"group": group, "gradient_scale": "global"}
         return {"temperature": self.temperature, **shares, **self.options}
 
-    def _scaled(self, loss: Tensor, rows: int, group: Any, part: bool = False) -> Tensor:
-        """The loss as theirs: over processes a part of it, whose sum is the loss of all rows, and
-        if it is `stable` with ``sqrt(N temperature)`` times the gradient."""
+    def _scaled(self, loss: Tensor, rows: int, group: Any, is_part: bool = False) -> Tensor:
+        """The loss with the value and the gradient that memeff's loss has.
+
+        Over processes the value is a part, whose sum over processes is the loss of all rows.
+        `is_part`: whether `loss` is such a part already. If `stable`, the gradient is multiplied by
+        ``sqrt(N temperature)``. `rows` is the number of this process's rows.
+        """
         if group is None and not self.stable:
             return loss
         _, total, processes = locate_shard(group, rows)
-        value = loss.detach() if part else loss.detach() / processes
-        times = math.sqrt(total * self.temperature) if self.stable else 1.0
-        return value + times * (loss - loss.detach())
+        value = loss.detach() if is_part else loss.detach() / processes
+        factor = math.sqrt(total * self.temperature) if self.stable else 1.0
+        return value + factor * (loss - loss.detach())
 
 
 class Pairs(MemoryEfficient):
-    """A loss of pairs of rows."""
+    """A loss of pairs of rows: CLIP or LiT, by the function `_loss` of `infonce.torch`."""
 
     _loss: Callable[..., Any]
 

@@ -28,7 +28,8 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
     ----------
     temperature : float, default 0.07
     margin : float, default 0.1
-        A negative whose cosine exceeds the positive's by more is left out; from 2 on none is.
+        A negative whose cosine exceeds the positive's by more than this is left out; from 2 on,
+        none is, because cosines differ by at most 2.
     use_qq_negatives, use_dd_negatives : bool, default False
         Whether the other queries are negatives of a query, and the other documents of its document.
         With the documents, rows are twice as wide.
@@ -92,19 +93,22 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         if self._locked:
             documents, own = documents.detach(), None if own is None else own.detach()
 
-        rows, groups = query, [documents]
+        # All sums of a row as one InfoNCE loss: the keys are the documents, then (if asked for) the
+        # queries and the documents again. With the last, rows (q, d) are twice as wide, and keys
+        # are (d, 0), (q, 0) and (0, d): their dot products are q d', q q' and d d'.
+        rows, key_sets = query, [documents]
         if self.use_qq_negatives:
-            groups.append(query)
-        if self.use_dd_negatives:  # a row is (q, d), a key (d, 0), (q, 0) or (0, d)
+            key_sets.append(query)
+        if self.use_dd_negatives:
             width = query.shape[1]
             rows = torch.cat([query, documents], dim=1)
-            groups = [nn.functional.pad(keys, (0, width)) for keys in groups]
-            groups.append(nn.functional.pad(documents, (width, 0)))
-        keys = torch.cat(groups)
+            key_sets = [nn.functional.pad(keys, (0, width)) for keys in key_sets]
+            key_sets.append(nn.functional.pad(documents, (width, 0)))
+        keys = torch.cat(key_sets)
         labels = torch.arange(len(rows), device=rows.device)
-        if len(groups) > 1:  # what belongs to a row itself is no negative of it
+        if len(key_sets) > 1:  # a row's own query and document are no negatives of the row
             ids = labels + first_row(group, len(rows))
-            call_options["ids"] = (ids, ids.repeat(len(groups)))
+            call_options["ids"] = (ids, ids.repeat(len(key_sets)))
         labels = labels + first_row(group, len(keys))
         if own is None:
             loss = info_nce_loss(rows, keys, labels, **call_options)
@@ -112,16 +116,19 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         losses = info_nce_loss(rows, keys, labels, **{**call_options, "reduction": "none"})
         losses = self._with_own(losses, query, documents, own)
         _, total, _ = locate_shard(group, len(rows))
-        return self._scaled(losses.sum() / total, len(rows), group, part=True)
+        return self._scaled(losses.sum() / total, len(rows), group, is_part=True)
 
     def _unit(self, features: Tensor | None) -> Any:
-        """Features of unit norm."""
+        """Features divided by their norms, unless they have unit norm already; None as it is."""
         if features is None or self.normalized_inputs:
             return features
         return nn.functional.normalize(features, dim=-1)
 
     def _with_own(self, losses: Tensor, query: Tensor, documents: Tensor, own: Tensor) -> Tensor:
-        """Losses of rows with each row's own negatives in the denominator."""
+        """Add each row's hard negatives `own` [N, K, D] to the denominator of its loss.
+
+        `losses` [N] are log Z_i - x(q_i, d_i) without them. Returns [N].
+        """
         query, documents, own = (z.to(losses.dtype) for z in (query, documents, own))
         positives = (query * documents).sum(dim=1, keepdim=True)
         negatives = (own @ query[:, :, None])[:, :, 0]

@@ -1,4 +1,5 @@
-"""`CachedMultipleNegativesRankingLoss`: sentence-transformers' gradient caching around the loss."""
+"""`CachedMultipleNegativesRankingLoss`: gradient caching of sentence-transformers around the loss
+of ranking.py."""
 
 from __future__ import annotations
 

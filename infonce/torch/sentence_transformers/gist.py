@@ -18,9 +18,9 @@ class GISTEmbedLoss(losses.GISTEmbedLoss):
     ``forward(sentence_features, labels)``.
 
     ``loss = 1/B sum_i ( log Z_i - x(a_i, p_i) )``, ``x = cos_sim / temperature``, where Z_i sums
-    exp(x) over (a_i, p_j), (a_i, n_j), (a_i, a_j) and (p_i, p_j), but for pairs whose cosine by the
-    guide is above that of (a_i, p_i) less `margin`. Anchors a, positives p and negatives n are
-    [B, D], the guide's are [B, E].
+    exp(x) over (a_i, p_j), (a_i, n_j), (a_i, a_j) and (p_i, p_j), without pairs whose cosine by the
+    guide exceeds the guide's cosine of (a_i, p_i) - `margin`. Anchors a, positives p and negatives
+    n are [B, D], the guide's embeddings of them [B, E].
 
     Parameters
     ----------
@@ -45,7 +45,8 @@ gather_across_devices
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Any) -> Any:
         features = list(sentence_features)
-        guide_features = [dict(column) for column in features]  # a model writes to its features
+        # Copies, because a model adds its outputs to the dictionary of its features
+        guide_features = [dict(column) for column in features]
         columns = [self.model(column)["sentence_embedding"] for column in features]
         with torch.no_grad():
             if self.must_retokenize:
@@ -54,9 +55,9 @@ gather_across_devices
         return guided_loss(self, columns, guides)
 
     def _retokenize(self, column: dict[str, Any]) -> dict[str, Any]:
-        """The texts of a column as the guide's tokens."""
+        """The texts of a column, decoded and tokenized again by the guide's tokenizer."""
         rows = column["input_ids"]
-        if "cu_seq_lens_q" in column:  # one row of all texts
+        if "cu_seq_lens_q" in column:  # all texts are in one row, cut at these positions
             rows = rows[0].tensor_split(column["cu_seq_lens_q"][1:-1].cpu())
         texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)
         tokenize = getattr(self.guide, "preprocess", self.guide.tokenize)
@@ -100,7 +101,9 @@ margin, contrast_anchors, contrast_positives, gather_across_devices
         self, reps: list[list[Tensor]], reps_guided: list[list[Tensor]], *,
         with_backward: bool = False,
     ) -> Any:  # fmt: skip
-        columns, guides = ([torch.cat(column) for column in of] for of in (reps, reps_guided))
+        columns, guides = (
+            [torch.cat(chunks) for chunks in embeddings] for embeddings in (reps, reps_guided)
+        )
         loss = guided_loss(self, columns, guides)
         if with_backward:
             loss.backward()
@@ -118,27 +121,35 @@ def require_absolute(settings: Any) -> None:
 
 
 def guided_loss(settings: Any, columns: Sequence[Tensor], guides: Sequence[Tensor]) -> Any:
-    """The loss of columns of embeddings, anchors first, with those of the guide."""
+    """The loss of embeddings, with the settings of a loss.
+
+    `columns` are (anchors [B, D], positives [B, D], negatives [B, D], ...), and `guides` the
+    guide's embeddings [B, E] of the same texts.
+    """
     if len(columns) < 2:
         raise ValueError(f"embeddings: expected anchors and positives, got {len(columns)} column")
     batch = _Batch(settings, [guide.detach().to(columns[0].device) for guide in guides])
     anchors, positives = columns[:2]
     anchor_guide, positive_guide = batch.guides[:2]
-    contrasts = [getattr(settings, f"contrast_{side}", True) for side in ("anchors", "positives")]
+    contrast_anchors, contrast_positives = (
+        getattr(settings, f"contrast_{side}", True) for side in ("anchors", "positives")
+    )
     group = world_group(getattr(settings, "gather_across_devices", False))
     candidates, candidate_guides = torch.cat(list(columns[1:])), torch.cat(batch.guides[1:])
-    terms = [batch.rows(anchors, candidates, (anchor_guide, candidate_guides), group)]
-    if contrasts[0]:  # anchors of other processes are no negatives
+    # Each term is [B]: a log-sum-exp less the positive's logit. Their log-sum-exp is the loss.
+    terms = [batch.row_losses(anchors, candidates, (anchor_guide, candidate_guides), group)]
+    if contrast_anchors:  # as in sentence-transformers, only with anchors of the same process
         guide = anchor_guide, torch.cat([positive_guide, anchor_guide])
-        terms.append(batch.among(anchors, positives, guide, None))
-    if contrasts[1]:
+        terms.append(batch.contrast_rows(anchors, positives, guide, None))
+    if contrast_positives:
         guide = positive_guide, torch.cat([anchor_guide, positive_guide])
-        terms.append(batch.among(positives, anchors, guide, group))
+        terms.append(batch.contrast_rows(positives, anchors, guide, group))
     return mean_over_ranks(torch.stack(terms).logsumexp(dim=0), group)
 
 
 class _Batch:
-    """Log-sum-exps of each row of a batch less the logit of its positive."""
+    """The guide's embeddings of a batch, and losses of its rows: for each row, the log-sum-exp of
+    logits less the logit of its positive."""
 
     def __init__(self, settings: Any, guides: list[Tensor]) -> None:
         self.guides = guides
@@ -147,24 +158,28 @@ class _Batch:
             "guide_margin": -float(getattr(settings, "margin", 0.0)),
         }  # fmt: skip
 
-    def rows(
+    def row_losses(
         self, rows: Tensor, keys: Tensor, guide: tuple[Tensor, Tensor], group: Any, **options: Any
     ) -> Any:
-        """Rows against keys, of which the first ones are their positives."""
+        """Losses [B] of rows against keys. Key i is the positive of row i."""
         labels = torch.arange(len(rows), device=rows.device)
-        if group is not None:  # keys are counted over all processes
+        if group is not None:  # labels are indices among the keys of all processes
             labels += first_row(group, len(keys))
             options |= {"group": group, "gradient_scale": "global"}  # for `mean_over_ranks`
         return info_nce_loss(rows, keys, labels, guide=guide, **self.options, **options)
 
-    def among(
+    def contrast_rows(
         self, rows: Tensor, positives: Tensor, guide: tuple[Tensor, Tensor], group: Any
     ) -> Any:
-        """Rows against rows of other samples. The guide compares these pairs with a row and its
-        positive, which is a key of a group of its own: positives are nobody's negatives."""
+        """Losses [B] of rows against the rows of other samples, as negatives only.
+
+        The keys are positives and rows. Positives are in group 1, all rows in group 0, so positives
+        are no negatives. They are keys because the guide's limit is that of row and positive.
+        """
         samples = torch.arange(len(rows), device=rows.device) + first_row(group, len(rows))
-        own = torch.zeros_like(samples)
-        return self.rows(
+        row_groups = torch.zeros_like(samples)
+        return self.row_losses(
             rows, torch.cat([positives, rows]), guide, group, decoupled=True,
-            ids=(samples, samples.repeat(2)), groups=(own, torch.cat([own + 1, own])),
+            ids=(samples, samples.repeat(2)),
+            groups=(row_groups, torch.cat([row_groups + 1, row_groups])),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`MultipleNegativesRankingLoss`, and the loss of the embeddings."""
+"""`MultipleNegativesRankingLoss`, and `ranking_loss`, the loss of the embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.drop_in import first_row, mean_over_ranks, world_group
 from ..functions import clip_loss, gte_loss, info_nce_loss
 
 NORMALIZED = {util.cos_sim: True, util.dot_score: False}  # whether rows are divided by their norm
-TO_DOC, TO_QUERY = "query_to_doc", "doc_to_query"
+TO_DOC, TO_QUERY = "query_to_doc", "doc_to_query"  # values of `directions`
 ALL = {TO_DOC, TO_QUERY, "query_to_query", "doc_to_doc"}
 
 
@@ -67,7 +67,8 @@ def normalized(similarity_fct: Any) -> bool:
 
 
 def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
-    """The loss of columns of embeddings, queries first, with the settings of a loss."""
+    """The loss of embeddings (queries, positives, negatives, ...), each [B, D], with the settings
+    of a loss: by one call if the directions are those of a loss of infonce, otherwise by terms."""
     if len(embeddings) < 2:
         raise ValueError(
             f"embeddings: expected queries and documents, got {len(embeddings)} column"
@@ -76,29 +77,32 @@ def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
     directions = set(getattr(settings, "directions", (TO_DOC,)))
     joint = getattr(settings, "partition_mode", "joint") == "joint"
     if directions == {TO_DOC} and not batch.apart:
-        return batch.rows(
+        return batch.row_losses(
             batch.queries, batch.documents, batch.options, hardness=batch.hardness
         )  # fmt: skip
     if batch.plain_pairs and not joint and directions == {TO_DOC, TO_QUERY}:
         return clip_loss(batch.queries, batch.positives, **batch.options)
     if batch.plain_pairs and joint and directions == ALL:
-        # GTE's Z_i has exp p_i once, where the directions have it twice:
-        # log(Z_i + exp p_i) - p_i = softplus(log Z_i - p_i). (torch's softplus ends at 20.)
+        # The four directions have exp p_i twice in the sum (p_i: logit of the positive), GTE's Z_i
+        # once: log(Z_i + exp p_i) - p_i = softplus(log Z_i - p_i). As -logsigmoid, because torch's
+        # softplus is the identity above 20.
         rows = gte_loss(batch.queries, batch.positives, **batch.per_row)
         return mean_over_ranks(-nn.functional.logsigmoid(-rows), batch.group)
+    # Each term is [B]: a direction's log-sum-exp less the positive's logit
     terms = [batch.to_documents()]
     if TO_QUERY in directions:
-        terms.append(batch.rows(batch.positives, batch.queries))
+        terms.append(batch.row_losses(batch.positives, batch.queries))
     if "query_to_query" in directions:
-        terms.append(batch.among(batch.queries, batch.queries))
+        terms.append(batch.contrast_rows(batch.queries, batch.queries))
     if "doc_to_doc" in directions:
-        terms.append(batch.among(batch.positives, batch.documents))
+        terms.append(batch.contrast_rows(batch.positives, batch.documents))
     per_row = torch.stack(terms)
     return mean_over_ranks(per_row.logsumexp(dim=0) if joint else per_row.mean(dim=0), batch.group)
 
 
 class _Batch:
-    """The embeddings of a batch, and log-sum-exps of each row less its positive logit."""
+    """The embeddings of a batch, and losses of its rows: for each row, the log-sum-exp of logits
+    less the logit of its positive."""
 
     def __init__(self, settings: Any, embeddings: Sequence[Tensor]) -> None:
         self.queries, self.positives, *self.negatives = embeddings
@@ -113,21 +117,21 @@ class _Batch:
                 "group": self.group,
                 "gradient_scale": "global",
             }  # for `mean_over_ranks`
-        # Hardness of the negatives of other queries, and of the query's own
+        # Hardness of the documents of other queries, and of the query's own negatives
         mode, strength = getattr(settings, "hardness_mode", None), 0.0
         if mode is not None:
             strength = settings.hardness_strength
         self.hardness = strength if mode != "hard_negatives" else 0.0
         self.own_hardness = strength if mode != "in_batch_negatives" else 0.0
-        # Whether a query's own negatives differ from others in that
+        # Whether a query's own negatives need a sum apart, because their hardness differs
         self.apart = bool(self.negatives) and self.hardness != self.own_hardness
         self.plain_pairs = not self.negatives and not self.hardness
 
     def to_documents(self) -> Any:
-        """Queries against all documents."""
+        """Losses [B] of queries against all documents."""
         if not self.apart:
-            return self.rows(self.queries, self.documents, hardness=self.hardness)
-        others = self.rows(
+            return self.row_losses(self.queries, self.documents, hardness=self.hardness)
+        others = self.row_losses(
             self.queries, self.documents, hardness=self.hardness, ids=self.ids()
         )  # fmt: skip
         positives = self.similarity(self.queries, self.positives)
@@ -137,30 +141,38 @@ class _Batch:
             terms.append(self.scale * (own - positives) + self.own_hardness * own.detach())
         return torch.stack(terms).logsumexp(dim=0)
 
-    def among(self, rows: Tensor, keys: Tensor) -> Any:
-        """Rows against keys of their own kind, without those of their own sample: `rows` are the
-        first of `keys`, and the positive is a query's with its document."""
-        others = self.rows(rows, keys, decoupled=True, ids=self.ids(len(keys) // len(rows)))
+    def contrast_rows(self, rows: Tensor, keys: Tensor) -> Any:
+        """Losses [B] of rows against keys of their own kind, queries or documents.
+
+        `rows` are the first of `keys`. Keys of the row's own sample are left out. The positive's
+        logit is that of query and document, so the logit of a row with itself is replaced by it.
+        """
+        others = self.row_losses(rows, keys, decoupled=True, ids=self.ids(len(keys) // len(rows)))
         positives = self.similarity(self.queries, self.positives)
         return others + self.scale * (self.similarity(rows, rows) - positives)
 
-    def rows(self, rows: Tensor, keys: Tensor, other_keywords: Any = None, **options: Any) -> Any:
-        """Rows against keys, of which the first ones are their positives; a loss for each row
-        unless there are `other_keywords`."""
-        labels = None
-        if len(keys) > len(rows) and self.group is not None:  # keys are counted over all processes
+    def row_losses(
+        self, rows: Tensor, keys: Tensor, other_keywords: Any = None, **options: Any
+    ) -> Any:
+        """Losses [B] of rows against keys. Key i is the positive of row i.
+
+        `other_keywords` take the place of those for a loss per row: then the mean is returned.
+        """
+        labels = None  # or indices among the keys of all processes
+        if len(keys) > len(rows) and self.group is not None:
             labels = torch.arange(len(rows), device=rows.device)
             labels += first_row(self.group, len(keys))
         return info_nce_loss(rows, keys, labels, **(other_keywords or self.per_row), **options)
 
     def ids(self, columns: int | None = None) -> tuple[Tensor, Tensor]:
-        """Samples of queries and of documents (of so many columns): a query's own are left out."""
+        """`ids` of queries and of `columns` columns of documents (None: all): a query and its own
+        documents have one id, so the latter are no negatives."""
         samples = torch.arange(len(self.queries), device=self.queries.device)
         samples += first_row(self.group, len(samples))
         return samples, samples.repeat(columns or 1 + len(self.negatives))
 
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
-        """Of each row of `a` with the same row of `b`."""
+        """The similarity [B] of each row of `a` with the same row of `b`."""
         if self.normalize:
             a, b = nn.functional.normalize(a, dim=-1), nn.functional.normalize(b, dim=-1)
         return (a * b).sum(dim=-1)

@@ -33,7 +33,7 @@ __all__ = [
     "fused_siglip_loss",
     "fused_siglip_plus_loss",
 ]
-LEAST_SCALE, LARGEST_SCALE = 0.01, 100.0
+LEAST_SCALE, LARGEST_SCALE = 0.01, 100.0  # limits of the learned scale, as in siglip-kernel
 
 
 def fused_siglip_loss(
@@ -139,6 +139,7 @@ def fused_siglip_plus_loss(
 
 
 def _require_weights(symmetric: bool, soft_label: bool, soft_weighting: bool = True) -> None:
+    """ValueError for settings that ask for other weights of positives than `positive_ids` has."""
     instead = "positives have the weights of positive_ids"
     require("symmetric", symmetric, True, instead)
     require("soft_label", soft_label, False, instead)
@@ -148,6 +149,7 @@ def _require_weights(symmetric: bool, soft_label: bool, soft_weighting: bool = T
 def _ids(
     image: Tensor, text: Tensor, img_gid: Tensor | None, txt_gid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """The `positive_ids` of images and texts: the group ids, or row numbers if these are None."""
     sides = (image, img_gid), (text, txt_gid)
     rows, columns = (
         torch.arange(len(z), device=z.device) if ids is None else ids for z, ids in sides
@@ -222,7 +224,8 @@ class DistributedSigLIPLoss(DropIn):
 
 
 def _shared(group: Any, world_size: int) -> dict[str, Any]:
-    """The keyword that shares the batch with a process group, or with all processes."""
+    """The keyword `group` that shares the batch with `group`, or with all processes if it is None;
+    empty if ``world_size`` is 1."""
     if world_size > 1 and group is not None:
         return {"group": group}
     return world_group_option(world_size > 1)
@@ -282,7 +285,7 @@ class SigLIPPlusLoss(DropIn):
             self.register_buffer("logit_bias", torch.tensor(0.0))
 
     def _shared(self) -> dict[str, Any]:
-        """The keyword that shares the batch."""
+        """The keyword `group`, which a subclass needs to share the batch over processes."""
         return {}
 
     def forward(
@@ -292,8 +295,7 @@ class SigLIPPlusLoss(DropIn):
         txt_gid: Tensor | None = None,
     ) -> dict[str, Any]:
         image, text = embeddings
-        limits = math.log(LEAST_SCALE), math.log(LARGEST_SCALE)
-        log_scale = self.logit_scale.clamp(*limits)
+        log_scale = self.logit_scale.clamp(math.log(LEAST_SCALE), math.log(LARGEST_SCALE))
         options = {**self._shared(), **self.options}
         ids = _ids(image, text, img_gid, txt_gid)
         loss = fused_siglip_plus_loss(
@@ -302,7 +304,7 @@ class SigLIPPlusLoss(DropIn):
         return {
             "total_loss": loss,
             "logit_scale": log_scale.exp().detach(),
-            "n_positives": _positive_pairs(*ids, options.get("group")),
+            "n_positives": _count_positive_pairs(*ids, options.get("group")),
         }
 
 
@@ -361,8 +363,8 @@ class DistributedSigLIPPlusLoss(SigLIPPlusLoss):
 
 
 @torch.no_grad()
-def _positive_pairs(rows: Tensor, columns: Tensor, group: Any) -> Tensor:
-    """The number of pairs of equal ids, of all processes."""
+def _count_positive_pairs(rows: Tensor, columns: Tensor, group: Any) -> Tensor:
+    """The number of pairs of a row id and an equal column id, over all processes of `group`."""
     if group is not None:
         rows, columns = (_gather_ids(ids, group) for ids in (rows, columns))
     ordered = columns.sort().values
