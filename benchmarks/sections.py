@@ -109,7 +109,7 @@ SECTIONS: dict[str, Section] = {
         (case("clip", 1024, 256, "float32"), case("clip", 4096, 512, "float32")),
         ("auto", "captured", "naive", "fused", "tiled", "products", "torch"),
     ),
-    # gradients that are gathered where they are handed out leave the workspace to panels
+    # float32 gradients accumulate in their own memory: the workspace is left to gradient blocks
     "million": Section(
         HALF, (case("clip", 2**20, 512, grad_dtype="float32"),), ("auto",), (7000.0,)
     ),

@@ -268,8 +268,8 @@ def test_cached_exponentials_fit(
 
     first, second, size = choose_block_sizes(2**40)
     assert first == second == config.BlockSizes(m, n, n, 0, cached_columns=n)
-    panel = item * m * config.gradient_stride(n, precision)
-    assert size > panel + 4 * d * (m + n)
+    gradient_block = item * m * config.gradient_stride(n, precision)
+    assert size > gradient_block + 4 * d * (m + n)
     assert choose_block_sizes(size) == (first, second, size)
     if overlaid and n >= 256:  # less room: whole all the same, then in part
         first, second, size = choose_block_sizes(size - 1)

@@ -29,9 +29,9 @@ OF_16_BITS = {"bf16": "bfloat16", "fp16": "float16"}
 OF_16_BIT_PRODUCTS = {*OF_16_BITS, "bf16x3"}
 # What calls on a device of compute capability 9.0 use, and what all others do
 KERNELS = ("default", "portable")
-# initcheck takes what a bulk tensor copy (TMA) has stored for memory that nobody has written: each
-# read of panels and of cuBLAS's results of 16-bit products on Hopper is an error to it. So it sees
-# the portable kernels alone, and of "tiled" only precisions without such products.
+# initcheck does not notice what a bulk tensor copy (TMA) writes: it reports each read of gradient
+# blocks, and of cuBLAS's results of 16-bit products on Hopper, as a read of uninitialised memory.
+# So it runs with the portable kernels, and with "tiled" only in precisions without such products.
 CHECKED = [
     (tool, kernels) for tool in TOOLS for kernels in KERNELS
     if (tool, kernels) != ("initcheck", "default")

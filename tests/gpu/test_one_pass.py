@@ -47,8 +47,8 @@ def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     def watched(self: Any, rows: slice, columns: slice, a: int, b: int) -> None:
         block(self, rows, columns, a, b)
-        panels = -(-(rows.stop - rows.start) // 128)
-        swept.append(np.flatnonzero(host(self.repeated_tiles[:panels])).tolist())
+        query_tiles = -(-(rows.stop - rows.start) // 128)
+        swept.append(np.flatnonzero(host(self.repeated_tiles[:query_tiles])).tolist())
 
     monkeypatch.setattr(online.OnlineRun, "block", watched)
     monkeypatch.setattr(recorded, "compile_kernels", lambda *_: None)  # it records too
@@ -79,7 +79,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 
 
 def for_tensor_cores(z: np.ndarray, dtype: str) -> Any:
-    """Features whose products are exact: what is left are the errors of sums and panels."""
+    """Features whose products are exact: errors are those of sums and gradient blocks."""
     return z.astype(BFLOAT16).astype(find_dtype(dtype))
 
 
@@ -100,7 +100,7 @@ def sizes(i: int, dtype: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("loss", ONE_SIDED)
 def test_one_pass(loss: str, dtype: str, precision: str, blocks_swept: list[list[int]]) -> None:
     """Rows of 1 to 16 K-slices, sizes around the tiles' edges, every temperature, several row
-    panels and column blocks, gradients that accumulate in the workspace or in place."""
+    blocks and column blocks, gradients that accumulate in the workspace or in place."""
     for i in smaller(range(1, 17), (1, 6)):
         m, n, d = sizes(i, dtype)
         temperature = TEMPERATURES[i % 4]
@@ -246,7 +246,7 @@ def test_one_pass_where_heights_are_no_good(
                       workspace=workspace, **options[i % 3])  # fmt: skip
             check(out, ref, args, "bf16", scale)
             assert i % 3 < 2 or bool((whole[:, :8] == 7).all() and (whole[:, -16:] == 7).all())
-            again = [panel for panels in blocks_swept for panel in panels]
+            again = [tile for tiles in blocks_swept for tile in tiles]
             assert again or scale < 200
             assert scale > 1 or kind == "30" or not again
             if workspace < 2**28 and kind == "rising" and scale == 200:  # not only at first
@@ -255,18 +255,18 @@ def test_one_pass_where_heights_are_no_good(
 
 @pytest.mark.parametrize("d", [40, 520])
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_one_pass_with_some_panels_swept_twice(
+def test_one_pass_with_some_query_tiles_swept_twice(
     d: int, workers: int, blocks_swept: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block of threads has many panels, and skips those that were good."""
+    """A thread block has many query tiles, and skips those whose first sweep was good."""
     monkeypatch.setattr(config.Sweep, "blocks", lambda self, *_: workers * self.cluster)
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
-    many = replace(device, multiprocessors=132)  # else a block has fewer panels
+    many = replace(device, multiprocessors=132)  # otherwise a thread block has fewer query tiles
     monkeypatch.setattr(backend, "device_properties", lambda index: many)
     n = 1500
     text, image = pairs("partly aligned", n, n, d, np.float64, 0)
-    for panel in (1, 4, 5, 11):
-        text[128 * panel + 3 : 128 * panel + 9] *= 60
+    for tile in (1, 4, 5, 11):
+        text[128 * tile + 3 : 128 * tile + 9] *= 60
     args = text.astype(BFLOAT16), image.astype(BFLOAT16)
     ref = judged("lit", args, scale=14.0)
     out = run("lit", args, "bf16", 14.0)

@@ -45,8 +45,8 @@ SWEEPS = [
 @pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_widths(loss: str, dtype: str, precision: str) -> None:
-    """Rows of one K-slice and of many; query panels of one block and of a cluster, whose tiles have
-    256 rows and columns."""
+    """Rows of one K-slice and of many; query tiles of one thread block and of a cluster,
+    whose tiles have 256 rows and columns."""
     widths = (63, 64, 65, 192, 256, 264, 509, 512, 513, 768, 1024, 1025, 1152, 2056)
     for i, d in fewer(enumerate(widths), 4):
         n = smaller(300, 140) if d < 500 else (127, 129, 255, 256, 257, 384, 385, 513)[i % 8]
@@ -118,7 +118,7 @@ def test_rows_that_are_not_finite_leave_others_alone(precision: str) -> None:
 def test_few_multiprocessors(
     loss: str, dtype: str, precision: str, d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many panels for each block of threads, as in a large batch."""
+    """Many query tiles for each thread block, as in a large batch."""
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     for multiprocessors, n in smaller(((2, 700), (6, 1500), (8, 1281)), ((2, 390), (4, 300))):
         few = replace(device, multiprocessors=multiprocessors)
@@ -136,7 +136,8 @@ def test_narrow_rows(
     dtype: str, precision: str, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NT-Xent whose dL/dx stays in registers: widths of one and two K-slices, sizes around the
-    panels' edges, few and many panels for each block of threads, blocks of keys added to, ids."""
+    edges of query tiles, few and many query tiles for each thread block, gradients of keys that
+    several blocks add to, ids."""
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     if device.capability != "90":
         pytest.skip("for Hopper")
@@ -249,7 +250,7 @@ def test_cached_exponentials(
     loss: str, kind: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cached exponentials: of all logits in one block, of all on either side of the
-    border of accumulators that overlay their destination, of the first columns. Query panels
+    border of accumulators that overlay their destination, of the first columns. Query tiles
     whose logits lie too far apart are computed again."""
     if launcher.device_properties(cupy.cuda.runtime.getDevice()).capability != "90":
         pytest.skip("for Hopper")
@@ -289,10 +290,10 @@ def test_cached_exponentials(
                 assert found.precision == precision
                 if found.cached is None:
                     break
-                panels = int(found.cached.uncached_tiles.sum())
+                uncached = int(found.cached.uncached_tiles.sum())
                 if kind == "random" and scale == 1:  # no logits lie far apart
-                    assert panels == 0
-                uncached_tiles += panels
+                    assert uncached == 0
+                uncached_tiles += uncached
                 dk = found.schedule.passes[-1].dk_accumulator
                 kept.add((found.cached.columns, dk.overlaid > 0))
                 workspace = min(workspace, found.schedule.workspace) * 9 // 10

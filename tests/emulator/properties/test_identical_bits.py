@@ -29,7 +29,7 @@ IDS = np.arange(140) // 2
 LITTLE = 60_000  # bytes of a workspace: several blocks
 
 # Device, method, loss, precision, queries, keys, width of rows, options. Tiles have 64 or 128 rows
-# and columns, query panels of wide rows 256
+# and columns, query tiles of wide rows 256 rows
 CALLS: list[tuple[str, str, str, str, int, int, int, dict[str, Any]]] = [
     ("Hopper", "naive", "clip", "fp64", 36, 36, 20, {}),
     ("Hopper", "naive", "nt_xent", "fp32", 36, 0, 20, {"ids": IDS[:36], "normalize": True}),
