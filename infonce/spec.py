@@ -60,13 +60,16 @@ class GradOptions(LossOptions, total=False):
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword of the losses: what its help and the adapters need to know of it."""
+    """A keyword of the losses: its default, its help, and which programs take it."""
 
     default: Any
-    type: str  # in the functions' docstrings, with `doc`
-    doc: str
-    flag: str = ""  # help of the same option of the command `infonce loss`; "": it has none
-    compiled: bool = False  # taken by jax.jit and torch.compile: a plain value, fixed in a program
+    type: str  # type and shape as words, for the docstrings of the functions
+    doc: str  # description, for the docstrings of the functions
+    # help of the command-line option. "": `_spec_options` of infonce/cli/loss.py adds no option,
+    # because that file has one of its own (--scale), or because the command does not take it
+    cli_help: str = ""
+    # whether programs of jax.jit and torch.compile take it, as a constant. They take arrays too
+    compiled: bool = False
 
 
 # fmt: off
@@ -85,7 +88,7 @@ OPTIONS: dict[str, Option] = {
         "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
         """Names of the samples: pairs of equal ids that are not positives are left out, so that
         duplicates are no negatives. Any integer dtype: 64-bit hashes are compared as they are.""",
-        flag="Pairs of equal ids are no negatives, .npy; pass it twice, for rows and for columns.",
+        cli_help="Pairs of equal ids are no negatives, .npy; one file or two: of rows, of columns.",
     ),
     "groups": Option(
         None,
@@ -94,7 +97,7 @@ OPTIONS: dict[str, Option] = {
         are not positives are left out. Blocks without a common group are not computed, if samples
         are sorted by their groups; on a GPU, if groups are in host memory. Not with
         `label_smoothing` and `ids` together.""",
-        flag="Pairs of different groups are no negatives, .npy; once, or for rows and for columns.",
+        cli_help="Pairs of different groups are no negatives, .npy; one file or two, as --ids.",
     ),
     "positive_ids": Option(
         None,
@@ -103,76 +106,76 @@ OPTIONS: dict[str, Option] = {
         positives, and M and N may differ. Without `positive_ids`, row i and column i are positives.
         If row i has k_i positives and column j has k'_j, the term of their pair counts
         ``(1 / k_i + 1 / k'_j) / 2`` times. Any integer dtype.""",
-        flag="Pairs of equal numbers are positives (siglip), .npy; once, or for rows and columns.",
+        cli_help="Pairs of equal numbers are positives (siglip), .npy; one file or two, as --ids.",
     ),
     "own": Option(None, "array [M, K, features], optional",
         """Negatives of one row each: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. A
         `guide` leaves out none of them. Copies of rows, up to 8 MiB (with `offload` up to 16), are
         outside of the workspace. Not with `label_smoothing`.""",
-        flag="Negatives of one row each, [rows, K, features], .npy (info_nce).",
+        cli_help="Negatives of one row each, [rows, K, features], .npy (info_nce).",
     ),
     "own_mask": Option(None, "bool array [M, K], optional",
         """Which of `own` count; others are not read, so they may hold anything.""",
-        flag="Which of --own count, bool [rows, K], .npy.",
+        cli_help="Which of --own count, bool [rows, K], .npy.",
     ),
     "in_batch": Option(True, "bool, default True",
         """False, with `own`: row i is compared only with its positives and its own negatives. On
         the CPU, blocks without a positive are not computed.""",
-        flag="Whether other rows' keys are negatives; with --own they need not be.",
+        cli_help="Whether other rows' keys are negatives; with --own they need not be.",
         compiled=True,
     ),
     "dims": Option(None, "increasing integers, optional",
         """Widths of prefixes of the features: the loss is the sum of those of the first d features,
         for each d, times `dim_weights`. With `normalize=True`, each prefix is divided by its own
         norm. Log-sum-exps, metrics and logits are those of the last.""",
-        flag="Widths of prefixes whose losses are summed, as in 64,128,256.",
+        cli_help="Widths of prefixes whose losses are summed, as in 64,128,256.",
     ),
     "dim_weights": Option(None, "numbers, optional",
         """Weight of each prefix of `dims`; 1 by default.""",
-        flag="Weights of the prefixes, as in 0.5,0.5,1.",
+        cli_help="Weights of the prefixes, as in 0.5,0.5,1.",
     ),
     "weights": Option(None, "float array [M], optional",
         """Weight of each row's loss (of each pair's, in both directions), at least 0. The mean
         divides by the sum of the weights, not by M.""",
-        flag="Weight of each row's loss, .npy.",
+        cli_help="Weight of each row's loss, .npy.",
     ),
     "margin": Option(0.0, "float, default 0",
         """Additive margin, subtracted from the dot products of positives.""",
-        flag="Subtracted from the dot products of positives.",
+        cli_help="Subtracted from the dot products of positives.",
         compiled=True,
     ),
     "decoupled": Option(False, "bool, default False",
         """Leave the positives out of the denominator: the loss of a row is n - p, with n the
         log-sum-exp of its negatives and p its positive logit. A row without negatives has loss
         -inf.""",
-        flag="Leave positives out of the denominator.",
+        cli_help="Leave positives out of the denominator.",
         compiled=True,
     ),
     "label_smoothing": Option(0.0, "float in [0, 1), default 0",
         """Share of the targets that is spread over all keys that take part, positives included.
         The rest of the targets, 1 - label_smoothing, is on the positives of a row.""",
-        flag="Share of the targets that is spread over all keys.",
+        cli_help="Share of the targets that is spread over all keys.",
         compiled=True,
     ),
     "hardness": Option(0.0, "float, default 0",
         """Weights negatives by their similarity: each counts ``exp(hardness <q, k>)`` times. This
         weight is not differentiated. Exponents of negatives have scale + hardness, not scale.""",
-        flag="Negatives count exp(hardness * dot product) times.",
+        cli_help="Negatives count exp(hardness * dot product) times.",
         compiled=True,
     ),
     "key_bias": Option(None, "float array [N], optional",
         """Bias of each key, added to its logits in the rows' softmax, positives included: pass
         -log Q_j for keys that were sampled with probability Q_j. The bias gets no gradient. Not
         with ``metrics=True``.""",
-        flag="Added to the logits of each key, .npy.",
+        cli_help="Added to the logits of each key, .npy.",
     ),
     "false_negative_margin": Option(math.inf, "float, default inf",
         """Leaves out likely positives: negatives whose dot product exceeds that of the row's
         positive (of several, the largest) by more than this. In CLIP each direction compares with
         its own positive. Gradients of another dtype than the products accumulate as a whole in the
         workspace: ValueError if they do not fit. Not with ``metrics=True``.""",
-        flag="Leave out negatives this much more similar than the positive.",
+        cli_help="Leave out negatives this much more similar than the positive.",
         compiled=True,
     ),
     "guide": Option(
@@ -188,14 +191,14 @@ OPTIONS: dict[str, Option] = {
     "guide_margin": Option(0.0, "float, default 0",
         """How far above that of the positive a negative's product by the `guide` may be; inf leaves
         out none.""",
-        flag="How far above the positive's a negative's product by the guide may be.",
+        cli_help="How far above the positive's a negative's product by the guide may be.",
         compiled=True,
     ),
     "normalize": Option(False, "bool, default False",
         """Divide rows by their L2 norm first, and differentiate through the norm. It may be any
         finite number. A row of zeros stays zero and gets a zero gradient. If it is not passed, rows
         far from unit norm in host memory cause one warning.""",
-        flag="Divide rows by their L2 norm first.",
+        cli_help="Divide rows by their L2 norm first.",
         compiled=True,
     ),
     "reduction": Option("mean", '{"mean", "sum", "none"}',
@@ -216,7 +219,7 @@ OPTIONS: dict[str, Option] = {
         - "auto": on the CPU each logit that fits is kept, and the others are computed again; on a
           GPU "fused" up to 2^18 logits, 2048 rows of a side and 2^28 multiply-adds, else "tiled".
         """,
-        flag="naive keeps all logits in memory, fused and tiled at most the workspace.",
+        cli_help="naive keeps all logits in memory, fused and tiled at most the workspace.",
         compiled=True,
     ),
     "precision": Option(
@@ -225,7 +228,7 @@ OPTIONS: dict[str, Option] = {
         """Precision of products and exponentials. "auto" follows the features: fp64 for float64,
         the accuracy of fp32 for float32, and exact products with float32 sums for 16 bits. The CPU
         has fp64 and fp32.""",
-        flag="Precision of the products; the CPU has fp64 and fp32.",
+        cli_help="Precision of the products; the CPU has fp64 and fp32.",
         compiled=True,
     ),
     "workspace": Option(None, "int or str, default 256 MiB",
@@ -246,7 +249,7 @@ OPTIONS: dict[str, Option] = {
     "check_finite": Option(False, "bool, default False",
         """Raise ValueError, naming argument and row, if a feature is NaN or infinite. Otherwise
         such a feature makes the loss NaN.""",
-        flag="Refuse NaN and infinity, naming the row.",
+        cli_help="Refuse NaN and infinity, naming the row.",
     ),
     "progress": Option(None, "callable (phase, done, total), optional",
         """Called in the calling thread as blocks complete, and in a first call on a GPU as kernels

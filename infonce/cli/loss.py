@@ -51,7 +51,7 @@ SAMPLE = 256  # rows whose norms are computed
 def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options of `infonce.spec` that have a help text for the command line."""
     for name, option in reversed(OPTIONS.items()):
-        if not option.flag:
+        if not option.cli_help:
             continue
         switch = flag(name)
         type_: Any = None
@@ -64,7 +64,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
         elif name in DIMS:
             type_ = List(int) if name == "dims" else List(float, distinct=False)
         decorate = click.option(
-            switch, type=type_, default=option.default, help=option.flag, multiple=name in NAMES
+            switch, type=type_, default=option.default, help=option.cli_help, multiple=name in NAMES
         )
         command = decorate(command)
     return command
