@@ -6,7 +6,7 @@
 
 from typing import TYPE_CHECKING
 
-from infonce._names import missing
+from infonce._names import make_getattr
 
 from .communicators.base import Communicator, RankError
 from .losses import (
@@ -50,4 +50,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = missing(__name__, __all__)
+    __getattr__ = make_getattr(__name__, __all__)

@@ -9,7 +9,7 @@
 from typing import TYPE_CHECKING
 
 from . import schedules
-from ._names import missing
+from ._names import make_getattr
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
@@ -64,8 +64,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .explanation import Explanation, explain
-else:  # type checkers know the names; with this they would believe any
-    __getattr__ = missing(
+else:  # hidden from type checkers, which would accept any name if there is a `__getattr__`
+    __getattr__ = make_getattr(
         __name__, __all__, ("distributed", "jax", "reference", "torch"),
         {"Explanation": "explanation", "explain": "explanation"},
     )  # fmt: skip

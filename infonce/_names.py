@@ -1,5 +1,6 @@
-"""`__getattr__` of the packages: submodules on first use, and near names in the AttributeError;
-and which extra brings a library that is missing."""
+"""Names of a package that are imported on first use, and errors for names and libraries that are
+missing. `infonce`, `infonce.torch`, `infonce.jax` and `infonce.distributed` share these functions.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +11,32 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def missing(
+def make_getattr(
     module: str, names: Sequence[str], submodules: Sequence[str] = (),
-    home: Mapping[str, str] | None = None,
+    lazy_names: Mapping[str, str] | None = None,
 ) -> Callable[[str], Any]:  # fmt: skip
-    """A module's ``__getattr__``: imports a submodule, or a name from the submodule that is its
-    `home`; for any other name AttributeError, with the names that are near and all losses. A
-    submodule whose library is missing is no attribute."""
+    """The function ``__getattr__`` of `module`, which Python calls for a name that it lacks.
+
+    It imports one of `submodules`, or a name of `lazy_names` (name -> submodule that defines it).
+    For other names it raises an AttributeError with the similar names among `names`, and all
+    losses. If the library of a submodule is not installed, that is an AttributeError too.
+    """
     known = [*names, *submodules]
 
-    def plain(name: str) -> str:
+    def simplified(name: str) -> str:
         return name.lower().replace("_", "")
 
     def find(name: str) -> Any:
-        if home is not None and name in home:
-            return getattr(importlib.import_module(f"{module}.{home[name]}"), name)
+        if lazy_names is not None and name in lazy_names:
+            return getattr(importlib.import_module(f"{module}.{lazy_names[name]}"), name)
         if name in submodules:
             try:
                 return importlib.import_module(f"{module}.{name}")
-            except ImportError as error:  # `hasattr` asks for an AttributeError
+            except ImportError as error:  # `hasattr` is False only after an AttributeError
                 raise AttributeError(f"{module}.{name} cannot be imported: {error}") from error
-        near = difflib.get_close_matches(plain(name), {plain(n) for n in known})
-        meant = [n for close in near for n in known if plain(n) == close]  # the nearest first
-        hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
+        matches = difflib.get_close_matches(simplified(name), {simplified(n) for n in known})
+        similar = [n for match in matches for n in known if simplified(n) == match]
+        hint = f" (did you mean {' or '.join(similar)}?)" if similar else ""
         losses = ", ".join(n for n in names if n.endswith("_loss"))
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}{hint}; its losses are {losses}"
@@ -43,11 +47,14 @@ def missing(
 
 @contextmanager
 def extra(library: str) -> Iterator[None]:
-    """Context for imports that need a library: if it is missing, the error says what to install."""
+    """Context for imports that need `library`, which is also the name of the extra.
+
+    If the library is not installed, the ModuleNotFoundError says how to install it.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != library:  # the library is installed, and lacks one of its own
+        if error.name != library:  # the library is installed, but a module that it needs is not
             raise
         raise ModuleNotFoundError(
             f"infonce.{library} needs {library}, which is not installed: "

@@ -1,6 +1,8 @@
-"""Arrays of other libraries as NumPy or CuPy arrays on the same memory, and results back to them.
+"""Conversion of the caller's arrays to NumPy or CuPy arrays on the same memory, and back.
 
-No library is imported that the caller has not imported, but CuPy for arrays on a GPU.
+`dispatch` converts features before the checks of a call, and results after its computation. Torch
+and JAX are never imported: if the caller has not imported them, no argument is an array of theirs.
+CuPy is imported for arrays on a GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ Array = Any
 NO_CONTEXT = contextlib.nullcontext()
 
 
-def _loaded(module: str, name: str, array: Array) -> bool:
+def _is_instance(array: Array, module: str, class_name: str) -> bool:
+    """Whether `array` is of a class of a library, which is not imported for this question."""
     library = sys.modules.get(module)
-    return library is not None and isinstance(array, getattr(library, name))
+    return library is not None and isinstance(array, getattr(library, class_name))
 
 
 def _cupy() -> Any:
@@ -39,7 +42,7 @@ def _cupy() -> Any:
 
 
 def gpu_missing() -> str | None:
-    """Why there is no GPU to compute on; None if there is one."""
+    """The reason, in one line, why CuPy finds no GPU; None if it finds one."""
     try:
         count = _cupy().cuda.runtime.getDeviceCount()
     except Exception as error:  # a driver that is missing, too old or broken fails in many ways
@@ -48,14 +51,19 @@ def gpu_missing() -> str | None:
 
 
 def on_gpu(array: Array) -> bool:
-    """Whether what `native` returned is a CuPy array. (Not by its CUDA array interface,
-    which takes time to build.)"""
+    """Whether `array`, a result of `native`, is a CuPy array.
+
+    Its attribute `__cuda_array_interface__` would tell too, but takes longer to build.
+    """
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
-def kinds(features: Sequence[Array]) -> list[tuple[Any, ...] | None]:
-    """Shape, dtype and GPU (None: the host) of each that `native` returned; None for no array."""
+def describe_arrays(features: Sequence[Array]) -> list[tuple[Any, ...] | None]:
+    """(shape, dtype, number of the GPU or None for the host) of each result of `native`.
+
+    The entry is None if the value is no array of NumPy or CuPy.
+    """
     return [
         (z.shape, z.dtype, None)
         if isinstance(z, np.ndarray)
@@ -67,15 +75,18 @@ def kinds(features: Sequence[Array]) -> list[tuple[Any, ...] | None]:
 
 
 def compute_context(array: Array) -> Any:
-    """Context for the computation on `array`: its device is the current one, or NumPy does not warn
-    of overflow."""
+    """Context for the computation on `array`, a result of `native`.
+
+    On a GPU, CuPy's current device becomes the device of the array. On the host, NumPy does not
+    warn of overflow.
+    """
     if not on_gpu(array):
         return np.errstate(**SILENT)
     return NO_CONTEXT if array.data.device_id == current_device() else array.device
 
 
 def current_device() -> int:
-    """CuPy's current GPU."""
+    """The number of CuPy's current GPU."""
     device: int = sys.modules["cupy"].cuda.runtime.getDevice()
     return device
 
@@ -85,20 +96,21 @@ def namespace(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else _cupy()
 
 
-# raised by libraries that cannot export an array; errors of a device have classes of their own
+# Errors by which a library says that it cannot export an array. Errors of a device are of
+# subclasses: `native` compares classes exactly, so that it raises them unchanged
 REFUSALS = (TypeError, ValueError, AttributeError, BufferError, RuntimeError, NotImplementedError)
 
 
 def native(array: Array, name: str = "array") -> Array:
-    """A NumPy or CuPy array on the memory of `array`; other values are returned unchanged.
+    """A NumPy or CuPy array on the memory of `array`; a value that is no array is unchanged.
 
-    Subclasses of NumPy's become plain arrays. TypeError, naming `name`, for masked arrays and for
-    arrays whose memory cannot be read.
+    Subclasses of NumPy's become plain arrays. TypeError, naming the argument `name`, for masked
+    arrays and for arrays whose memory cannot be read.
     """
     if type(array) is np.ndarray or on_gpu(array) or isinstance(array, np.generic):
         return array
     try:
-        return _viewed(array)
+        return _view(array)
     except REFUSALS as error:
         if type(error) not in REFUSALS:
             raise
@@ -109,22 +121,19 @@ def native(array: Array, name: str = "array") -> Array:
 
 
 def natives(arrays: Sequence[Array], names: Sequence[str]) -> list[Array]:
-    """Each array as a NumPy or CuPy array, on the same memory if it has one (`_viewed`).
-
-    `names` are those of the arguments, for errors.
-    """
+    """`native` of each array. `names` are the names of the arguments, for errors."""
     return list(map(native, arrays, names))
 
 
-def _viewed(array: Array) -> Array:
-    """Another library's array, or a subclass of NumPy's."""
+def _view(array: Array) -> Array:
+    """`native` of another library's array, of a subclass of NumPy's, or of no array."""
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(".filled(value) makes one without a mask")
         return np.asarray(array)
-    if _loaded("torch", "Tensor", array):
-        return _view_torch(array) if array.is_cuda else _from_torch(array)
-    if _loaded("jax", "Array", array):
+    if _is_instance(array, "torch", "Tensor"):
+        return _view_cuda_tensor(array) if array.is_cuda else _view_cpu_tensor(array)
+    if _is_instance(array, "jax", "Array"):
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise TypeError("infonce.jax has the losses for jit, grad and vmap")
         if {device.platform for device in array.devices()} == {"cpu"}:
@@ -133,39 +142,40 @@ def _viewed(array: Array) -> Array:
     if hasattr(array, "__cuda_array_interface__"):
         return _cupy().asarray(array)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        on_host = array.__dlpack_device__()[0] == 1
+        on_host = array.__dlpack_device__()[0] == 1  # kDLCPU of DLPack
         return np.from_dlpack(array) if on_host else _cupy().from_dlpack(array)
     return array
 
 
-def _from_torch(tensor: Any) -> Array:
+def _view_cpu_tensor(tensor: Any) -> Array:
     """A NumPy array on a tensor's memory."""
     torch = sys.modules["torch"]
     tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # NumPy's DLPack does not know it
+    if tensor.dtype == torch.bfloat16:  # which `Tensor.numpy` refuses
         import ml_dtypes
 
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
 
 
-def _view_torch(tensor: Any) -> Array:
-    """A CuPy array on a tensor's memory. (DLPack would do, and take five times as long.)"""
+def _view_cuda_tensor(tensor: Any) -> Array:
+    """A CuPy array on a tensor's memory, made without DLPack, which takes five times as long."""
     cupy = _cupy()
     dtype = _torch_dtypes().get(tensor.dtype)
     if dtype is None:
         return cupy.from_dlpack(tensor.detach())
-    item = dtype.itemsize
+    item_bytes = dtype.itemsize
     memory = cupy.cuda.UnownedMemory(
-        tensor.data_ptr(), tensor.numel() * item, tensor, tensor.get_device()
+        tensor.data_ptr(), tensor.numel() * item_bytes, tensor, tensor.get_device()
     )
-    strides = None if tensor.is_contiguous() else [step * item for step in tensor.stride()]
+    # torch counts strides in elements, CuPy in bytes
+    strides = None if tensor.is_contiguous() else [step * item_bytes for step in tensor.stride()]
     return cupy.ndarray(tensor.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
 @functools.cache
 def _torch_dtypes() -> dict[Any, np.dtype[Any]]:
-    """NumPy's dtype for each of torch's that features, labels and scalars have."""
+    """torch's dtype -> NumPy's dtype, for features, labels and scalars."""
     import ml_dtypes
 
     torch = sys.modules["torch"]
@@ -175,20 +185,20 @@ def _torch_dtypes() -> dict[Any, np.dtype[Any]]:
 
 
 def converter_to(like: Array) -> Callable[[Array], Array]:
-    """The function that makes of a NumPy or CuPy array one of the library of `like`."""
-    if _loaded("torch", "Tensor", like):
+    """The function that converts a NumPy or CuPy array to an array of the library of `like`."""
+    if _is_instance(like, "torch", "Tensor"):
         torch = sys.modules["torch"]
 
         def to_torch(array: Array) -> Any:
             if not isinstance(array, np.ndarray):
-                # -1: it was made on torch's own stream, there is nothing to wait for
+                # -1: no synchronisation, because the array was computed on torch's own stream
                 return torch.from_dlpack(array.__dlpack__(stream=-1))
-            if array.dtype.kind == "V":  # bfloat16: faster than its name
+            if array.dtype.kind == "V":  # bfloat16; to compare the dtype's name takes longer
                 return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
             return torch.from_numpy(array)
 
         return to_torch
-    if _loaded("jax", "Array", like):
+    if _is_instance(like, "jax", "Array"):
         jax = sys.modules["jax"]
 
         def to_jax(array: Array) -> Any:
@@ -200,13 +210,17 @@ def converter_to(like: Array) -> Callable[[Array], Array]:
     return lambda array: array
 
 
-_warned: set[str] = set()  # names of losses
+_warned: set[str] = set()  # names of the losses for which `warn_of_lost_gradients` has warned
 
 
 def warn_of_lost_gradients(
     loss: Loss, caller_arrays: Sequence[Array], bias: Any, options: Mapping[str, Any]
 ) -> None:
-    """Warn, once for each loss and at its caller's line, that autograd does not see the loss."""
+    """Warn if a torch tensor among the arguments requires a gradient, which it will not get.
+
+    Functions of `infonce` are invisible to autograd; functions of `infonce.torch` are not. A loss
+    warns once, at the line that calls it.
+    """
     torch = sys.modules.get("torch")
     if (
         torch is None
@@ -215,71 +229,85 @@ def warn_of_lost_gradients(
     ):
         return
     values = (*caller_arrays, bias, options.get("scale"), options.get("temperature"))
-    watched = [getattr(value, "requires_grad", False) is True for value in values]
-    if True not in watched or loss.name in _warned:
+    requires_grad = [getattr(value, "requires_grad", False) is True for value in values]
+    if True not in requires_grad or loss.name in _warned:
         return
-    names = itertools.compress((*loss.arguments, "bias", "scale", "temperature"), watched)
+    names = itertools.compress((*loss.arguments, "bias", "scale", "temperature"), requires_grad)
     warnings.warn(
         f"{loss.name}_loss: no gradient will reach {', '.join(names)}, which autograd watches: use "
         f"infonce.torch.{loss.name}_loss, or torch.no_grad() for the value without a gradient",
-        stacklevel=4,  # this, dispatch, and the loss itself
+        stacklevel=4,  # above this function, `dispatch.loss` and the loss: the caller
     )
     _warned.add(loss.name)
 
 
 def use_caller_stream(array: Array) -> Any:
-    """Context in which CuPy's current stream is the caller's: torch's own, or CuPy's."""
+    """Context in which CuPy computes on the caller's stream.
+
+    For a torch tensor on a GPU, this is torch's current stream of its device; otherwise it is
+    CuPy's current stream, which stays as it is.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:
         return NO_CONTEXT
     cupy = _cupy()
     device = array.get_device()
-    theirs = _current_stream(torch, device)
-    if theirs and torch.cuda.is_current_stream_capturing():
-        return _captured(torch, cupy, device, theirs)
+    stream_pointer = _torch_stream_pointer(torch, device)
+    # 0 is the default stream, which cannot be captured
+    if stream_pointer and torch.cuda.is_current_stream_capturing():
+        return _use_memory_of_torch(torch, cupy, device, stream_pointer)
     if device != current_device():
-        return _elsewhere(torch, cupy, device, theirs)
-    if theirs == cupy.cuda.get_current_stream().ptr:
+        return _use_device(torch, cupy, device, stream_pointer)
+    if stream_pointer == cupy.cuda.get_current_stream().ptr:
         return NO_CONTEXT
-    return _stream(torch, cupy, device, theirs)
+    return _as_cupy_stream(torch, cupy, device, stream_pointer)
 
 
-def _current_stream(torch: Any, device: int) -> int:
-    """torch's, as CUDA knows it. (What torch's compiler calls takes no time; a Stream does.)"""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    stream: int = torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device)
-    return stream
+def _torch_stream_pointer(torch: Any, device: int) -> int:
+    """The address (cudaStream_t) of torch's current stream on a device.
+
+    The private function, which torch's compiler calls, saves the time to make a `Stream`.
+    """
+    get_pointer = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    pointer: int
+    if get_pointer is None:
+        pointer = torch.cuda.current_stream(device).cuda_stream
+    else:
+        pointer = get_pointer(device)
+    return pointer
 
 
 @contextlib.contextmanager
-def _elsewhere(torch: Any, cupy: Any, device: int, theirs: int) -> Iterator[None]:
-    """On a device that is not the current one."""
-    with cupy.cuda.Device(device), _stream(torch, cupy, device, theirs):
+def _use_device(torch: Any, cupy: Any, device: int, stream_pointer: int) -> Iterator[None]:
+    """Context in which CuPy computes on `device`, not its current one, and on torch's stream."""
+    with cupy.cuda.Device(device), _as_cupy_stream(torch, cupy, device, stream_pointer):
         yield
 
 
 @contextlib.contextmanager
-def _captured(torch: Any, cupy: Any, device: int, theirs: int) -> Iterator[None]:
-    """In a CUDA graph that torch captures: torch gives the memory, and keeps it for the graph."""
+def _use_memory_of_torch(torch: Any, cupy: Any, device: int, stream_pointer: int) -> Iterator[None]:
+    """`_use_device`, while torch captures a CUDA graph. CuPy's memory comes from torch, because
+    torch keeps what is allocated during the capture as long as the graph."""
 
     def malloc(size: int) -> Any:
         tensor = torch.empty(size, dtype=torch.uint8, device=device)
         memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), size, tensor, device)
         return cupy.cuda.MemoryPointer(memory, 0)
 
-    with cupy.cuda.using_allocator(malloc), _elsewhere(torch, cupy, device, theirs):
+    with cupy.cuda.using_allocator(malloc), _use_device(torch, cupy, device, stream_pointer):
         yield
 
 
-_streams: dict[tuple[int, int], Any] = {}  # torch has a few, and keeps them
+# (device, address) -> CuPy's stream. Entries are never removed: torch's pool of streams is small
+_streams: dict[tuple[int, int], Any] = {}
 
 
-def _stream(torch: Any, cupy: Any, device: int, theirs: int) -> Any:
-    """torch's current stream as CuPy's."""
-    key = device, theirs
+def _as_cupy_stream(torch: Any, cupy: Any, device: int, stream_pointer: int) -> Any:
+    """torch's current stream of a device as CuPy's, a context that makes it the current one."""
+    key = device, stream_pointer
     if key not in _streams:
         if hasattr(cupy.cuda.Stream, "from_external"):
             _streams[key] = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
         else:
-            _streams[key] = cupy.cuda.ExternalStream(theirs, device)
+            _streams[key] = cupy.cuda.ExternalStream(stream_pointer, device)
     return _streams[key]

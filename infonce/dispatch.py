@@ -1,4 +1,9 @@
-"""From a call to its result: its checks, its backend, its result as the caller's arrays."""
+"""From a call of a loss to its result: checks, backend, and the result in the caller's arrays.
+
+The functions of `losses` come here. The checks (`checks.call`) make a `Request`, which has a
+`Problem`; a backend of `kernels` makes a `Solution` of it; and `make_result` makes the result.
+Adapters (torch, JAX, ranks) enter at `loss_and_grad` or call the later steps themselves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,10 @@ def loss(
     kind: Loss, caller_arrays: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any],
     teacher: Any = None,
 ) -> Array:  # fmt: skip
-    """The loss of the caller's arrays, without gradients."""
+    """The loss of the caller's arrays, without gradients: 0-d, or [M] with `reduction="none"`.
+
+    `bias` is of SigLIP, `teacher` of distillation; `options` are the keywords that were passed.
+    """
     if prefixes.has_prefixes(kind, options):
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, False)
         if result is not None:
@@ -50,7 +58,11 @@ def loss_and_grad(
     grad_buffers: dict[str, Any] | None = None,
     teacher: Any = None,
 ) -> LossAndGrad:
-    """The loss and the gradients in `wrt`. An adapter may pass `grad_buffers` for the gradients."""
+    """The loss, and the gradients of the arguments in `options["wrt"]` (default: of all).
+
+    `grad_buffers` (argument -> array) are arrays of an adapter, into which feature gradients go;
+    they are not checked, unlike `options["out"]`, which is the caller's.
+    """
     if prefixes.has_prefixes(kind, options):
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, True)
         if result is not None:
@@ -76,16 +88,16 @@ def _in_one_pass(
     kind: Loss, caller_arrays: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any],
     with_grad: bool,
 ) -> Any:  # fmt: skip
-    """The result of a call with `dims`, computed in one pass.
+    """The result of a call with `dims` whose prefixes share their matrix products, on the CPU.
 
-    None if the call needs a pass for each prefix.
+    None if the call does not allow that: then each prefix is a call of its own.
     """
     features = arrays.natives(caller_arrays, kind.arguments)
     if not all(isinstance(z, np.ndarray) for z in features):
         return None
     widths_and_weights, others = prefixes.check_and_read(kind, features, options)
     widest = widths_and_weights[-1][0]
-    # one pass: two prefixes or more, the last of all features, of two arrays that get gradients
+    # required: several prefixes, the widest with all features, and two arrays with gradients
     if len(widths_and_weights) == 1 or widest < features[0].shape[1]:
         return None
     if kind.symmetric or kind.locked:
@@ -107,24 +119,30 @@ def _in_one_pass(
         return make_loss(request, solution, caller_arrays[0])
 
 
-def make_loss(request: Request, solution: Solution, caller: Array) -> Array:
-    """The loss, as an array of the library of `caller`."""
-    return arrays.converter_to(caller)(_reduced(request, solution))
+def make_loss(request: Request, solution: Solution, caller_array: Array) -> Array:
+    """The loss, as an array of the library of `caller_array`."""
+    return arrays.converter_to(caller_array)(_reduced(request, solution))
 
 
-def make_result(kind: Loss, request: Request, solution: Solution, caller: Array) -> LossAndGrad:
-    """The result of a call, in arrays of the library of `caller`."""
-    convert = arrays.converter_to(caller)
+def make_result(
+    kind: Loss, request: Request, solution: Solution, caller_array: Array
+) -> LossAndGrad:
+    """The result of a call, in arrays of the library of `caller_array`.
+
+    The backend has written the feature gradients to `request.feature_grads`. A gradient in an array
+    of `out` is returned as that array itself.
+    """
+    convert = arrays.converter_to(caller_array)
     wrt, given_out, feature_grads = request.wrt, request.given_out, request.feature_grads
-    if request.joined is not None:
-        for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
+    if request.joined is not None:  # gte: gradients of all queries, then of all keys
+        for name, half in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
             if name in feature_grads:
-                feature_grads[name][...] = part
+                feature_grads[name][...] = half
     grads: dict[str, Any] = {}
     for name in kind.arguments:
-        caller_out, gradient = given_out.get(name), feature_grads.get(name)
+        out_of_caller, gradient = given_out.get(name), feature_grads.get(name)
         grads[name] = (
-            caller_out if caller_out is not None or gradient is None else convert(gradient)
+            out_of_caller if out_of_caller is not None or gradient is None else convert(gradient)
         )
     grads["scale"] = (
         convert(_scalar_array(request, solution.scale_grad)) if "scale" in wrt else None
@@ -145,16 +163,21 @@ def make_result(kind: Loss, request: Request, solution: Solution, caller: Array)
 def _lse(
     request: Request, solution: Solution, convert: Callable[[Array], Array]
 ) -> Callable[[], Any] | None:
-    """A function that returns the log-sum-exps. It converts them on demand, because a conversion
-    takes a noticeable part of a small call."""
-    rows, columns = solution.row_lse, solution.column_lse
-    if rows is not None and rows.dtype != request.dtype:
-        rows = rows.astype(request.dtype)
-    if columns is not None and columns.dtype != request.dtype:
-        columns = columns.astype(request.dtype)
-    if rows is None:
+    """A function that returns the log-sum-exps, or None: SigLIP has none.
+
+    `LossAndGrad.lse` calls it when it is first read, because a conversion to the caller's library
+    takes a noticeable part of a small call.
+    """
+    row_lse, column_lse = solution.row_lse, solution.column_lse
+    if row_lse is not None and row_lse.dtype != request.dtype:
+        row_lse = row_lse.astype(request.dtype)
+    if column_lse is not None and column_lse.dtype != request.dtype:
+        column_lse = column_lse.astype(request.dtype)
+    if row_lse is None:
         return None
-    return lambda: convert(rows) if columns is None else (convert(rows), convert(columns))
+    if column_lse is None:
+        return lambda: convert(row_lse)
+    return lambda: (convert(row_lse), convert(column_lse))
 
 
 def _solve(request: Request) -> Solution:
@@ -164,7 +187,7 @@ def _solve(request: Request) -> Solution:
 def solve(
     problem: Problem, gradients: Gradients | None, offload: bool = False, on_gpu: bool = False
 ) -> Solution:
-    """The solution of a checked problem."""
+    """The solution of a checked problem. `gradients` are the destinations of feature gradients."""
     try:
         solution: Solution = _backend(offload, on_gpu).solve(problem, gradients)
     except MemoryError as error:
@@ -173,7 +196,7 @@ def solve(
 
 
 def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
-    """MemoryError with the message of `error`, and what to use instead."""
+    """Raise a MemoryError with the message of `error`, and the method or workspace to use."""
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
     message = f"{str(error).rstrip('.')}; use {advice}"
@@ -183,11 +206,11 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
 
 @cache
 def _backend(offload: bool, on_gpu: bool) -> Any:
-    """The module that solves a problem: with features in host memory (`offload`), with features on
-    a GPU, or on the CPU.
+    """The module whose function `solve` solves a problem.
 
-    The import is here, so that `import infonce` does not wait for Numba. The cache is here, because
-    an import statement takes time that small batches notice.
+    `offload`: a GPU computes with features in host memory. `on_gpu`: features are on a GPU. The
+    imports are inside the function, so that `import infonce` does not wait for Numba. The result is
+    cached, because an import statement takes time that small batches notice.
     """
     if offload:
         from .kernels.offload import copies
@@ -203,45 +226,46 @@ def _backend(offload: bool, on_gpu: bool) -> Any:
 
 
 def _reduced(request: Request, solution: Solution) -> Array:
-    """The losses of rows [M] with `reduction="none"`, otherwise their mean or sum.
-
-    If GPU kernels have reduced the losses, the result is `solution.loss`.
-    """
-    if solution.loss is not None:
+    """The losses of rows [M] with `reduction="none"`, otherwise their mean or sum, 0-d."""
+    if solution.loss is not None:  # GPU kernels have reduced the losses
         return _scalar_array(request, solution.loss)
     row_shares = request.problem.row_shares
     losses = weigh_losses(request.static.xp, solution.losses, row_shares)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
-    # row shares of a mean add up to 1, so the sum of the weighed losses is their mean
-    mean = request.reduction == "mean" and row_shares is None
-    return _scalar_array(request, losses.mean() if mean else losses.sum())
+    # row shares already contain the division of a mean: they add up to 1
+    divide = request.reduction == "mean" and row_shares is None
+    return _scalar_array(request, losses.mean() if divide else losses.sum())
 
 
 def _scalar_array(request: Request, value: Array) -> Array:
-    """`value` as an array without dimensions, in the dtype of the loss."""
-    assert value is not None  # np.asarray(None, float) would be NaN
+    """A single number as a 0-d array in the dtype of the loss."""
+    assert value is not None  # np.asarray(None, float) would silently be NaN
     if request.on_gpu and value.dtype == request.dtype:
         return value
     return request.static.xp.asarray(value, dtype=request.dtype)
 
 
 def _metrics(request: Request, solution: Solution, convert: Callable[[Array], Array]) -> Metrics:
+    """The metrics of a call with `metrics=True`, in arrays of the caller's library."""
     stats, problem, xp = solution.statistics, request.problem, request.static.xp
     assert stats is not None
-    symmetric = stats.column_rank is stats.row_rank
+    queries_are_keys = stats.column_rank is stats.row_rank
     assert solution.direction_losses is not None
+    # over ranks, means over the whole batch are already known
     row_loss, column_loss = solution.mean_losses or (
         None if losses is None else losses.mean() for losses in solution.direction_losses
     )
-    to_logits = LN_2
-    if problem.hardness:  # exponents have another scale
-        to_logits = LN_2 * problem.scale / problem.exponent_scale
+    # statistics are exponents in base 2; `hardness` gives the exponents of negatives another scale
+    exponent_to_logit = LN_2
+    if problem.hardness:
+        exponent_to_logit = LN_2 * problem.scale / problem.exponent_scale
+    has_column_rank = not queries_are_keys and stats.column_rank is not None
     return Metrics(
         row_loss=convert(xp.asarray(row_loss)),
         column_loss=None if column_loss is None else convert(xp.asarray(column_loss)),
         row_rank=convert(stats.row_rank),
-        column_rank=None if symmetric or stats.column_rank is None else convert(stats.column_rank),
+        column_rank=convert(stats.column_rank) if has_column_rank else None,
         positive=convert(LN_2 * stats.positive_logits),
-        hardest_negative=convert(to_logits * stats.rows.max),
+        hardest_negative=convert(exponent_to_logit * stats.rows.max),
     )

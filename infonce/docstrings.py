@@ -1,4 +1,8 @@
-"""Docstrings of the losses: an example, and the keywords that all losses take."""
+"""Docstrings and signatures of the losses, completed when their modules are imported.
+
+`documented` adds an example, the keywords of `spec.OPTIONS`, results and errors to a function of
+`losses`. `adapted` makes the docstring of a function of torch or JAX from that of the loss.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from .checks.keywords import Keywords, signature
 from .checks.teacher import ALL_LOSSES
 from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
+# the section "Raises"
 ERRORS = """
 TypeError, ValueError
     Before any work, naming the argument, what came and what was expected. Masked arrays are
@@ -26,17 +31,19 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @functools.cache
 def _paragraph(name: str) -> str:
-    """What the help says of an option."""
+    """The paragraph of an option in the section "Other Parameters"."""
     option = OPTIONS[name]
     return f"{name} : {option.type}\n{textwrap.indent(inspect.cleandoc(option.doc), '    ')}"
 
 
 def _find_loss(function: str) -> Loss:
+    """The loss of a function, by the function's name."""
     name = function.removesuffix("_and_grad").removesuffix("_loss")
     return ALL_LOSSES[name]
 
 
 def _example(function: str, with_grad: bool) -> str:
+    """A call of a function, and the fields of its result."""
     loss = _find_loss(function)
     arguments = [*loss.arguments, *(["labels"] if loss.classes else [])]
     arguments += ["teacher_query", "teacher_key"] if loss.taught else []
@@ -48,7 +55,10 @@ def _example(function: str, with_grad: bool) -> str:
 
 
 def documented(function: _F) -> _F:
-    """Append the common keywords to the docstring, and spell them out in the signature."""
+    """Complete the docstring of a loss, and list its keywords in its signature.
+
+    The docstring in the source has a first line, the equation, parameters and references.
+    """
     with_grad = function.__name__.endswith("_and_grad")
     options = get_type_hints(GradOptions if with_grad else LossOptions)
     loss = _find_loss(function.__name__)
@@ -70,7 +80,6 @@ def documented(function: _F) -> _F:
         body = body.strip("\n")
         doc += f"\n\n{title}\n{'-' * len(title)}\n{body}"
     function.__doc__ = doc + "\n"
-
     function.__signature__ = signature(  # type: ignore[attr-defined]
         function, {name: ("", OPTIONS[name].default) for name in options}
     )
@@ -80,15 +89,16 @@ def documented(function: _F) -> _F:
 def adapted(
     like: Callable[..., Any], call: str, list_keywords: Callable[[Loss], Keywords] | None = None
 ) -> Callable[[_F], _F]:
-    """Document a function of an adapter like the loss `like`, with its equation and source.
+    """Document a function of an adapter like the loss `like`: its first line, equation and source.
 
-    `call` is an example and a description of the adapter's call. In it, ``{loss}`` and
-    ``{arguments}`` are replaced by the loss and its arguments, ``{name}`` by the name of the
-    adapter's function, and ``{options}`` by the options of compiled programs. The signature of the
-    function lists `list_keywords` the loss.
+    `call` is an example, an empty line, and a description of the adapter's call. Placeholders in it
+    are replaced: ``{loss}`` by the name of `like`, ``{arguments}`` by its feature arguments,
+    ``{call_arguments}`` by these and the labels that it requires, ``{name}`` by the name of the
+    adapter's function, ``{options}`` by the options of compiled programs. The signature gets the
+    keywords that `list_keywords` returns for the loss; None leaves it unchanged.
     """
     text, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
-    first, _, equation = text.split("\n\n", 2)
+    first, _, equation = text.split("\n\n", 2)  # between them is the example of `like`
     source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
     loss = LOSSES[like.__name__.removesuffix("_loss")]
     call_arguments = ", ".join([*loss.arguments, *(["labels"] if loss.classes else [])])

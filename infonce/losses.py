@@ -1,7 +1,8 @@
-"""The losses: one documented pair of functions each.
+"""The public functions: for each loss X a pair, `X_loss` and `X_loss_and_grad`.
 
-`X_loss` returns the loss, `X_loss_and_grad` the loss, its gradients and the log-sum-exps. Both take
-the same keywords, which `infonce.spec` lists and the help of every function prints.
+`X_loss` returns the loss, `X_loss_and_grad` the loss, its gradients and the log-sum-exps. Their
+keywords are in `spec.OPTIONS`; `docstrings.documented` adds them to help and signatures. All
+functions call `dispatch`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def info_nce_loss(
     query : array [M, D]
     key : array [N, D]
     labels : integer array [M] or [M, P], optional
-        y_i, in [0, N). Default: query i belongs to key i, which needs N >= M. Or a set of
-        positives, each key once: then x_{i, y_i} is their mean. A negative label stands for none; a
-        row without a positive is left out of the mean, its loss and gradient are 0.
+        y_i, in [0, N). Default: y_i = i, which needs N >= M. [M, P]: up to P positives of a row,
+        each key once; then x_{i, y_i} is the mean of their logits. A negative label stands for
+        none; a row without a positive is left out of the mean, its loss and gradient are 0.
 
     References
     ----------
@@ -60,8 +61,8 @@ def info_nce_loss_and_grad(
     query : array [M, D]
     key : array [N, D]
     labels : integer array [M] or [M, P], optional
-        The positive key of each query, in [0, N), or a set of them, negative ones standing for
-        none; default i. Of a set, Y has 1 / its size.
+        The positive key of each query, in [0, N), or several; a negative label stands for none.
+        Default: key i. Y_ij = 1 / the number of positives of row i.
 
     References
     ----------
@@ -209,7 +210,7 @@ def siglip_loss(
     text : array [N, D]
         With `positive_ids`, of any number of rows.
     bias : float or 0-d array, default -10
-        (and `scale` is 10 by default).
+        Added to every logit. `scale` is 10 by default.
 
     References
     ----------
@@ -234,7 +235,7 @@ def siglip_loss_and_grad(
     text : array [N, D]
         With `positive_ids`, of any number of rows.
     bias : float or 0-d array, default -10
-        (and `scale` is 10 by default).
+        Added to every logit. `scale` is 10 by default.
 
     References
     ----------
@@ -251,8 +252,8 @@ def sup_con_loss(features: Array, labels: Array, **options: Unpack[LossOptions])
 
     ``loss = mean_i ( log sum_{j != i} exp(x_ij) - mean_{p in P(i)} x_ip )``.
 
-    A row that is alone in its class is left out of the mean: its loss is 0. It is a negative of the
-    others. The paper normalises rows: pass unit rows or ``normalize=True``.
+    A row that is alone in its class is left out of the mean: its loss is 0. It remains a negative
+    of the other rows. The paper normalises rows: pass unit rows or ``normalize=True``.
 
     Parameters
     ----------
@@ -274,8 +275,8 @@ def sup_con_loss_and_grad(
     """Supervised contrastive loss, with gradients for the features and the scale.
 
     With S the softmax over j != i, ``Y_ij = 1 / |P(i)|`` for j in P(i), and ``G = (S - Y) / N``,
-    over the N rows that have a positive, ``dfeatures = scale (G + G') features``. What Y
-    contributes are sums over classes. See `sup_con_loss`.
+    with N the number of rows that have a positive, ``dfeatures = scale (G + G') features``. The
+    terms of Y are sums over classes, so no matrix of positives is stored. See `sup_con_loss`.
 
     Parameters
     ----------
@@ -354,8 +355,8 @@ def distill_loss(
     teacher_temperature, teacher_scale : float or array of one number, optional
         One of them, or none: then the teacher has the student's.
     two_sided : bool, default True
-        Half of that loss, and half of the same loss of keys, for which queries compete, as in CLIP:
-        then M = N. False: the loss of queries.
+        True: half of this loss, plus half of the same loss with queries and keys exchanged, as in
+        CLIP; it needs M = N. False: this loss.
 
     References
     ----------
@@ -374,7 +375,7 @@ def distill_loss_and_grad(
 ) -> LossAndGrad:  # fmt: skip
     """Distillation loss, with gradients for queries, keys and the scale.
 
-    ``dx = (p - p^T) / M`` (`two_sided`: half of it, and half of the same of columns),
+    ``dx = (p - p^T) / M`` (`two_sided`: half of it, plus half of the same for columns),
     ``dquery = scale dx key``, ``dkey = scale dx' query``,
     ``dscale = sum_ij dx_ij <query_i, key_j>``. See `distill_loss`.
 

@@ -1,4 +1,4 @@
-"""What the losses return."""
+"""The results of the losses: a loss with gradients, and metrics. `dispatch` makes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Array = Any  # of the library of the caller's arrays
+
+
+# The types of `LossAndGrad.grads`: `spec.Loss.grads` names the type of each loss. Arrays have the
+# shapes of the arguments; None: the gradient is not wanted (`wrt`)
 
 
 class QueryKeyGrads(NamedTuple):
@@ -17,7 +21,7 @@ class QueryKeyGrads(NamedTuple):
 
 
 class QueryKeyOwnGrads(NamedTuple):
-    """Gradients of `info_nce` with `own`."""
+    """Gradients of `info_nce` with `own` negatives."""
 
     query: Array | None
     key: Array | None
@@ -41,7 +45,7 @@ class ImageTextGrads(NamedTuple):
 
 
 class TextImageGrads(NamedTuple):
-    """Gradients of `lit`: the image tower is locked, so `image` is always None."""
+    """Gradients of `lit`. The image encoder is frozen, so `image` is always None."""
 
     text: Array | None
     image: None
@@ -67,14 +71,15 @@ class Metrics:
     Attributes
     ----------
     row_loss, column_loss : 0-d float64 arrays
-        Mean loss of each direction, unweighted; column_loss is None if only rows count.
+        Mean loss of queries, and of keys, without `weights`; column_loss is None if keys have no
+        softmax (all losses except `clip`).
     row_rank : integer array [M]
-        Retrieval rank of each query's positive: how many keys, without excluded pairs, score above
-        it; 0 is best.
+        Retrieval rank of each query's positive: the number of keys with a higher logit, without
+        excluded pairs; 0 is best.
     column_rank : integer array [N] or None
-        The same for each key against the queries (`clip`); None if only rows count.
+        Retrieval rank of each key's positive among the queries (`clip`); otherwise None.
     positive : float64 array [M]
-        Logit of each query's positive.
+        Logit of each query's positive, scale times dot product.
     hardest_negative : float64 array [M]
         Largest logit among each query's negatives; -inf if there are none.
     """
@@ -87,7 +92,7 @@ class Metrics:
     hardest_negative: Array
 
     def top(self, k: int) -> tuple[float, float | None]:
-        """Fraction of rows, and of columns, whose positive is among the best `k`."""
+        """Fraction (0 to 1) of rows, and of columns or None, whose positive is among the best `k`."""
 
         def fraction(rank: Array) -> float:
             return float((rank < k).sum()) / len(rank)
@@ -104,9 +109,9 @@ class LossAndGrad:
     loss : 0-d array, or [M] with ``reduction="none"``
         float64 for float64 features, else float32.
     grads : NamedTuple
-        One field for each array argument, under the name of the argument; `scale`: dL/dscale, also
-        if a temperature was passed (dL/dtemperature is -scale^2 dL/dscale); `bias` for `siglip`.
-        None for names that are not in `wrt`.
+        One field for each feature argument, with its name; `scale`: dL/dscale, also if a
+        temperature was passed (dL/dtemperature is -scale^2 dL/dscale); `bias` for `siglip`. None
+        for names that are not in `wrt`.
     lse : array [M], pair of arrays ([M], [N]) for `clip`, None for `siglip`
         Log-sum-exp of every row (and column): the logarithm of its softmax's denominator.
     metrics : Metrics or None
@@ -127,7 +132,7 @@ class LossAndGrad:
 
     @property
     def lse(self) -> Any:
-        if callable(self._lse):  # converted when it is first read
+        if callable(self._lse):  # a function that converts them: see `dispatch._lse`
             self._lse = self._lse()
         return self._lse
 

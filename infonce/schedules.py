@@ -1,4 +1,4 @@
-"""Temperatures over training: plain functions of numbers, for any framework.
+"""Temperatures over training: functions from a step to a number, for any framework.
 
 >>> temperature = infonce.schedules.cosine(400, low=0.1, high=1.0)
 >>> loss = infonce.nt_xent_loss(features, temperature=temperature(epoch))
@@ -8,6 +8,8 @@ A learned temperature is a parameter t with ``scale = exp(t)``, as in CLIP:
 >>> t = infonce.schedules.log_scale(0.07)
 >>> out = infonce.clip_loss_and_grad(image, text, scale=math.exp(t))
 >>> t = infonce.schedules.clamp(t - rate * out.grads.scale * math.exp(t))
+
+Here `rate` is the learning rate, and ``dL/dt = dL/dscale * scale``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 
 def _positive(name: str, value: Any) -> float:
+    """A positive finite number as a float; otherwise an error that names the argument `name`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}"[:120])
     number = float(value)
@@ -63,14 +66,14 @@ def cosine(period: float, low: float = 0.1, high: float = 1.0) -> Callable[[floa
         raise ValueError(f"low: expected at most high = {high}, got {low}")
 
     def temperature(step: float) -> float:
-        turn = step % period / period
-        return low + (high - low) * ((1 + math.cos(2 * math.pi * turn)) / 2)
+        fraction = step % period / period
+        return low + (high - low) * ((1 + math.cos(2 * math.pi * fraction)) / 2)
 
     return temperature
 
 
 def log_scale(temperature: float = 0.07) -> float:
-    """Where a learned temperature starts: the parameter ``t = log(1 / temperature)``.
+    """The initial parameter of a learned temperature: ``t = log(1 / temperature)``.
 
     The loss takes ``scale = exp(t)``, and dL/dt = dL/dscale * scale.
 
@@ -82,9 +85,9 @@ def log_scale(temperature: float = 0.07) -> float:
 
 
 def clamp(parameter: Any, largest: float = 100.0) -> Any:
-    """The parameter of `log_scale` after a training step, kept within [0, log(largest)].
+    """Clamp the parameter of `log_scale` to [0, log(largest)], after each training step.
 
-    So the logits are never scaled by more than `largest` (100 in CLIP), nor by less than 1.
+    So the scale is at least 1 and at most `largest` (100 in CLIP).
 
     Parameters
     ----------
@@ -100,9 +103,9 @@ def clamp(parameter: Any, largest: float = 100.0) -> Any:
     largest = _positive("largest", largest)
     if largest < 1:
         raise ValueError(f"largest: expected at least 1, got {largest}")
-    most = math.log(largest)
+    upper = math.log(largest)
     if hasattr(parameter, "clip"):
-        return parameter.clip(0.0, most)
+        return parameter.clip(0.0, upper)
     if isinstance(parameter, bool) or not isinstance(parameter, Real):
         raise TypeError(f"parameter: expected a number or an array, got {type(parameter).__name__}")
-    return min(max(float(parameter), 0.0), most)  # in this order NaN stays NaN, as in arrays
+    return min(max(float(parameter), 0.0), upper)  # in this order NaN stays NaN, as in arrays

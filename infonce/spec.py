@@ -1,4 +1,8 @@
-"""The data by which losses differ, and the keywords that they take."""
+"""Tables of the losses: the keywords with defaults and help, and the data by which losses differ.
+
+The functions, their signatures and help (`docstrings`), the checks, the command line, PyTorch, JAX
+and the losses over ranks follow from these tables.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ Precision = Literal["auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"]
 
 
 class LossOptions(TypedDict, total=False):
-    """Keywords that every loss takes."""
+    """Keywords of the functions without gradients; `Loss.refused` names those that a loss lacks."""
 
     temperature: Any
     scale: Any
@@ -280,44 +284,41 @@ OPTIONS: dict[str, Option] = {
 }
 # fmt: on
 DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
+# Options that are constants of a program of jax.jit or torch.compile
 COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
-# Integers of samples: one array, or a pair (of rows, of columns)
+# Options that are integers of samples: one array, or a pair (of queries [M], of keys [N])
 NAMES = ("ids", "groups", "positive_ids")
-VECTORS = ("weights", "key_bias")  # vectors of rows or keys, which get no gradient
-ARRAYS = (*VECTORS, "own_mask")  # all arrays that get no gradient, except integers of samples
-# PyTorch and JAX compute gradients with the loss, before the upstream gradient is known. Until
-# then, gradients of these dtypes are kept in wider ones. A gradient that is 0 in float16 would stay
-# 0, even if the upstream gradient has the factor of a GradScaler
+VECTORS = ("weights", "key_bias")  # options that are vectors [M] or [N] of floats without gradient
+# Options that are arrays without gradient, except integers of samples and the features of a guide
+ARRAYS = (*VECTORS, "own_mask")
+# Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
+# gradient is known. They compute gradients together with the loss. A gradient that underflows to 0
+# in float16 would stay 0, even if the upstream gradient has the factor of a GradScaler
 DTYPES_UNTIL_UPSTREAM = {"float16": "float32"}
+# Keywords that only the functions with gradients have
 GRAD_ONLY = frozenset(GradOptions.__annotations__) - frozenset(LossOptions.__annotations__)
-FLAGS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
-CHOICES: dict[str, tuple[str, ...]] = {
+BOOLEAN_OPTIONS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
+CHOICES: dict[str, tuple[str, ...]] = {  # option -> its possible values
     "reduction": get_args(Reduction),
     "method": get_args(Method),
     "precision": get_args(Precision),
 }
 
 
-# Options of the softmax: `kernels.problem.Problem` has fields of the same names
-SOFTMAX = (
-    "margin",
-    "decoupled",
-    "label_smoothing",
-    "hardness",
-    "key_bias",
-    "false_negative_margin",
-    "guide",
-    "guide_margin",
-)
-SIGMOID = ("positive_ids",)  # options of a pairwise sigmoid
-OWN = ("own", "own_mask", "in_batch")
-DIMS = ("dims", "dim_weights")
-# Options that label_smoothing excludes: its targets are spread over the keys of the denominator,
-# each of which counts once
-UNSMOOTHED = ("decoupled", "hardness", "false_negative_margin", "guide")
-# Combinations that raise an error: a call has all options of a tuple
+# Options of the softmax, most of them fields of the same name in `kernels.problem.Problem`; the
+# guide becomes the fields `guide_query` and `guide_key`
+SOFTMAX_OPTIONS = (
+    "margin", "decoupled", "label_smoothing", "hardness", "key_bias", "false_negative_margin",
+    "guide", "guide_margin",
+)  # fmt: skip
+SIGMOID_OPTIONS = ("positive_ids",)  # options of a pairwise sigmoid, which is SigLIP
+OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
+PREFIX_OPTIONS = ("dims", "dim_weights")
+# Label smoothing spreads targets over all keys of the denominator, each of which has to count once
+NOT_WITH_LABEL_SMOOTHING = ("decoupled", "hardness", "false_negative_margin", "guide")
+# Combinations that raise an error: all options of one of these tuples in one call
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
-    *(("label_smoothing", other) for other in UNSMOOTHED),
+    *(("label_smoothing", other) for other in NOT_WITH_LABEL_SMOOTHING),
     ("groups", "label_smoothing", "ids"),
     ("own", "label_smoothing"),
 )
@@ -325,60 +326,69 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The data by which losses differ."""
+    """The data of a loss. In functions that are called `loss`, it is the parameter `kind`."""
 
-    name: str
-    arguments: tuple[str, ...]  # rows of the logit matrix, its columns, own negatives of rows
-    grads: type
+    name: str  # of its functions, without "_loss"
+    # feature arguments: queries, keys, own negatives; one array if the queries are the keys
+    arguments: tuple[str, ...]
+    grads: type  # of the field `LossAndGrad.grads`
+    # factors of the softmax over the keys of each query, and over the queries of each key (0: none)
     row_direction_weight: float = 1.0
     column_direction_weight: float = 0.0
-    symmetric: bool = False
-    square: bool = False  # as many keys as queries
+    symmetric: bool = False  # queries are the keys, and a row is not compared with itself
+    square: bool = False  # as many keys as queries are required
     locked: tuple[str, ...] = ()  # arguments that never get a gradient
-    sigmoid: bool = False
-    scale: float | None = None  # default
-    bias: float | None = None
-    refused: tuple[str, ...] = ()  # options that mean nothing for it
+    sigmoid: bool = False  # a sigmoid of each pair, and no softmax
+    scale: float | None = None  # default; None: the caller has to pass scale or temperature
+    bias: float | None = None  # default of the argument `bias`; None: the loss has no bias
+    refused: tuple[str, ...] = ()  # options that mean nothing for the loss, and raise a ValueError
     classes: bool = False  # labels are classes: the positives of a row are all others of its class
-    joint: bool = False  # rows i of both arguments have one softmax, over all rows of both
+    joint: bool = False  # query i and key i share one softmax, over all queries and keys
     taught: bool = False  # targets are the probabilities of a teacher, and no positives
 
     @cached_property
     def key_argument(self) -> int:
-        """The place of the keys among the arguments."""
+        """The index of the keys in `arguments`: 1, or 0 for a loss of one array."""
         return min(1, len(self.arguments) - 1)
 
     @cached_property
     def has_own(self) -> bool:
+        """Whether the call has own negatives: `checks.keywords.with_own` adds them."""
         return len(self.arguments) > 2
 
 
-INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads, refused=SIGMOID)
+INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads, refused=SIGMOID_OPTIONS)
 INFO_NCE_OWN = replace(INFO_NCE, arguments=("query", "key", "own"), grads=result.QueryKeyOwnGrads)
 NT_XENT = Loss(
-    "nt_xent", ("features",), result.FeaturesGrads, symmetric=True, refused=(*SIGMOID, *OWN)
+    "nt_xent",
+    ("features",),
+    result.FeaturesGrads,
+    symmetric=True,
+    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
 )
 CLIP = Loss(
     "clip", ("image", "text"), result.ImageTextGrads, row_direction_weight=0.5,
-    column_direction_weight=0.5, square=True, refused=(*SIGMOID, *OWN),
+    column_direction_weight=0.5, square=True, refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
 )  # fmt: skip
 LIT = Loss(
     "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",),
-    refused=(*SIGMOID, *OWN),
+    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
 )  # fmt: skip
 SIGLIP = Loss(
     "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
-    bias=-10.0, refused=(*SOFTMAX, *OWN, "metrics"),
+    bias=-10.0, refused=(*SOFTMAX_OPTIONS, *OWN_OPTIONS, "metrics"),
 )  # fmt: skip
 SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
-        *NAMES, *OWN, *DIMS, "margin", "hardness", "false_negative_margin", "guide", "guide_margin",
-        "metrics",
+        *NAMES, *OWN_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness", "false_negative_margin",
+        "guide", "guide_margin", "metrics",
     ),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
-    refused=(*SIGMOID, "key_bias", *OWN, *DIMS, "metrics", "return_logits"),
+    refused=(
+        *SIGMOID_OPTIONS, "key_bias", *OWN_OPTIONS, *PREFIX_OPTIONS, "metrics", "return_logits",
+    ),
 )  # fmt: skip
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

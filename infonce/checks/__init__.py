@@ -1,1 +1,1 @@
-"""The checks of a call, before any work: of the whole call, and of each argument."""
+"""The checks of a call, before any work: `call` for the whole call, other files for arguments."""

@@ -1,6 +1,8 @@
-"""The checks of a call as a whole: before any work, its arguments become a `Problem`.
+"""The checks of a whole call: before any work, its arguments become a `Problem`.
 
-The checks of single arguments are in `validation`.
+`dispatch` calls `check`. Checks that read no element of an array (`_check_static`) are cached, and
+skipped in later calls of the same shapes and options. Checks of single arguments are in
+`validation`, `rows`, `softmax`, `outputs` and `norms`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import kinds, namespace, native
+from ..arrays import describe_arrays, namespace, native
 from ..kernels.problem import (
     WORKSPACE,
     Array,
@@ -23,25 +25,27 @@ from ..kernels.problem import (
     uses_moments,
 )
 from ..kernels.targets import count_positives, weigh_positives
-from ..spec import ARRAYS, CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, NAMES, Loss
+from ..spec import ARRAYS, BOOLEAN_OPTIONS, CHOICES, DEFAULTS, GRAD_ONLY, NAMES, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
 from .validation import Batch
 
-ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
-SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
+# The keywords of functions with gradients (True), and without
+ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}
+SCALARS = frozenset({"scale", "bias"})  # arguments in `wrt` that are no features
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 @dataclass(eq=False)
 class Request:
-    """A checked call: the problem, and what to return of its solution."""
+    """A checked call: its problem, and which results of the solution `dispatch` returns."""
 
     problem: Problem
-    gradients: Gradients | None
-    feature_grads: dict[str, Array]  # argument name -> gradient, of the arguments in `wrt`
-    given_out: dict[str, Array]  # argument name -> array of `out`, as the caller passed it
-    wrt: frozenset[str]
+    gradients: Gradients | None  # destinations for the backend; None: no feature gradients
+    # name -> array for the gradient of a feature argument in `wrt`, as NumPy or CuPy array
+    feature_grads: dict[str, Array]
+    given_out: dict[str, Array]  # name -> array of `out`, in the caller's library
+    wrt: frozenset[str]  # arguments whose gradients are returned
     reduction: str
     dtype: np.dtype[Any]  # of the loss
     metrics: bool
@@ -49,14 +53,15 @@ class Request:
     offload: bool  # whether a GPU computes with features in host memory
     on_gpu: bool  # whether the features are on a GPU
     static: _StaticChecks  # the same object for calls with the same key in `_cache`
-    joined: Array = None  # of a joint loss: the gradients of all rows, to copy to both arguments
+    # gte: the gradients [2B, D] of queries, then keys, to copy to `feature_grads`; None: no copy
+    joined: Array = None
 
 
 @dataclass(eq=False)
 class _StaticChecks:
     """The results of the checks that depend only on shapes, dtypes, devices and plain options.
 
-    They are kept in `_cache`: a training loop makes the same call again and again.
+    They are kept in `_cache`, because a training loop repeats the same call.
     """
 
     xp: Any  # numpy or cupy
@@ -64,31 +69,33 @@ class _StaticChecks:
     scale: float | None  # None: the scale is an array, which is checked in every call
     bias: float | None  # None: the bias is an array, or the loss has no bias
     normalize: bool
-    wide_products: bool  # float64 features on the host, not normalized: products may overflow
+    products_may_overflow: bool  # so every call checks norms: float64 on the host, not normalized
     compute: str  # the precision of products, resolved: "fp64", "fp32", "bf16", ...
     check_finite: bool
     wrt: frozenset[str]
-    gradient_types: dict[str, tuple[Any, Any]]  # argument -> shape and dtype of its gradient
-    grad_dtype: np.dtype[Any] | None
-    want_query: bool
-    want_key: bool
+    gradient_types: dict[str, tuple[Any, Any]]  # feature argument in `wrt` -> shape, dtype
+    grad_dtype: np.dtype[Any] | None  # None: the dtype of the features
+    want_query: bool  # the gradient of the first argument is wanted
+    want_key: bool  # of the keys, if they are an argument of their own
     reduction: str
     common_share: float  # factor of every row's loss in the reduced loss, if rows have no weights
     dtype: np.dtype[Any]  # of the loss
     metrics: bool
     return_logits: bool
     offload: bool
-    has_vectors: bool  # whether a call has labels, own negatives or an option in `PER_CALL`
+    has_vectors: bool  # a call has labels, own negatives or an option in `PER_CALL`
     template: Problem  # the problem of such calls, without features, scale, bias and vectors
-    shares_vectors: bool  # whether all vectors are in the template, because they are in no argument
+    # `positives` and `upstream` are in the template, because they follow from no argument
+    template_has_vectors: bool
 
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
-# Options whose values are checked in every call. (`NUMBERS` are, if they are arrays.)
+# Options whose values are checked in every call; also options in `NUMBERS`, if they are arrays
 PER_CALL = frozenset({"out", "grad_out", "progress", "guide", *NAMES, *ARRAYS})
 NUMBERS = frozenset({"scale", "temperature"})
-MOST_TEMPLATE_LOGITS = 2**20  # templates of larger batches would keep too much memory in vectors
-_cache: dict[tuple[Any, ...], _StaticChecks] = {}
+MOST_TEMPLATE_LOGITS = 2**20  # M x N up to which the cache may hold vectors of M numbers
+MOST_CACHED = 256  # calls in `_cache`; one more empties it
+_cache: dict[tuple[Any, ...], _StaticChecks] = {}  # key of a call (`_cache_key`) -> its checks
 
 
 def check(
@@ -101,21 +108,23 @@ def check(
     batch: Batch | None = None,
     grad_buffers: dict[str, Any] | None = None,
 ) -> Request:
-    """Check one call of a loss on NumPy or CuPy arrays.
+    """Check one call of a loss on `arrays`, its features as NumPy or CuPy arrays.
 
-    `batch` is the batch of all ranks; None: the arrays are the whole batch. `grad_buffers` are
-    arrays for feature gradients that an adapter has allocated: unlike `out` they are not checked.
+    `batch` is the batch of all ranks; None: the arrays are the whole batch. `grad_buffers` (name ->
+    array) are an adapter's arrays for feature gradients: unlike `out` they are not checked.
     """
     labelled = labels is not None
-    array_kinds = kinds(arrays)
+    descriptions = describe_arrays(arrays)
     cache_key = None
-    if None not in array_kinds:
-        cache_key = _cache_key(loss, array_kinds, labelled, bias, options, with_grad, batch)
+    if None not in descriptions:
+        cache_key = _cache_key(loss, descriptions, labelled, bias, options, with_grad, batch)
     static = None if cache_key is None else _cache.get(cache_key)
     if static is None:
-        static = _check_static(loss, arrays, array_kinds, labelled, bias, options, with_grad, batch)
+        static = _check_static(
+            loss, arrays, descriptions, labelled, bias, options, with_grad, batch
+        )
         if cache_key is not None:
-            if len(_cache) >= 256:
+            if len(_cache) >= MOST_CACHED:
                 _cache.clear()
             _cache[cache_key] = static
         if static.xp is np and "normalize" not in options:  # arrays on a GPU are not read
@@ -130,10 +139,10 @@ def check(
     bias = validation.number("bias", bias) if bias_is_array else static.bias
     if static.check_finite:
         norms.require_finite(static.xp, loss.arguments, arrays)
-    if static.wide_products and isinstance(scale, float):
+    if static.products_may_overflow and isinstance(scale, float):
         norms.require_finite_logits(loss, arrays, scale)
     query, key = arrays[0], arrays[loss.key_argument]
-    if loss.joint:
+    if loss.joint:  # one softmax over all rows: queries and keys are the same 2B rows
         query = key = static.xp.concatenate([query, key])
     problem = fast_replace(static.template, query=query, key=key, scale=scale, bias=bias)
     if static.has_vectors:
@@ -147,7 +156,7 @@ def _add_vectors(
     problem: Problem, loss: Loss, static: _StaticChecks, arrays: Sequence[Array],
     labels: Array | None, options: Mapping[str, Any], batch: Batch | None,
 ) -> None:  # fmt: skip
-    """Check what every call gives anew beside features, scale and bias, and add it."""
+    """Check the labels and the options in `PER_CALL`, and add them to `problem`."""
     get, xp, reduction = options.get, static.xp, static.reduction
     m, n = len(arrays[0]), len(arrays[loss.key_argument])
     problem.progress = get("progress")
@@ -162,7 +171,7 @@ def _add_vectors(
         problem.classes, problem.positives, has_positive = rows.classes(
             xp, labels, m, decoupled, static.batch.first, is_whole_batch
         )
-        if decoupled:  # the sums leave out positives, the rows of the same class
+        if decoupled:  # sums leave out the positives: classes serve as ids, which exclude pairs
             problem.query_ids = problem.key_ids = problem.classes.rows
     elif labels is not None:
         problem.positives, problem.label_nans, has_positive = rows.positives(
@@ -172,7 +181,7 @@ def _add_vectors(
         weights = rows.weights(xp, weights, m, batch is None)
     problem.weights = rows.row_weights(xp, weights, has_positive)
     shares: Any = static.common_share
-    if problem.weights is not None and batch is None:  # over ranks, no sum of weights is known yet
+    if problem.weights is not None and batch is None:  # over ranks: see `distributed.run.weigh`
         problem.row_shares = shares = rows.row_shares(xp, problem.weights, reduction)
         if reduction != "none":
             problem.common_share = 1.0
@@ -185,8 +194,8 @@ def _add_vectors(
         problem.query_positive_ids, problem.key_positive_ids = rows.sample_integers(
             xp, loss, "positive_ids", positive_ids, m, n
         )
-        problem.positives = xp.full(m, -1, np.int64)
-        if batch is None:  # over ranks, the positives are not counted yet
+        problem.positives = xp.full(m, -1, np.int64)  # none: kernels find them by their ids
+        if batch is None:  # over ranks, they are counted later, from all keys
             weigh_positives(xp, problem, *count_positives(xp, problem))
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, n)
@@ -203,7 +212,12 @@ def _set_groups(
     problem: Problem, loss: Loss, static: _StaticChecks, arrays: Sequence[Array],
     options: Mapping[str, Any], default_positives: bool,
 ) -> None:  # fmt: skip
-    """The groups of queries and keys. With `in_batch=False` no row has a key's group."""
+    """Set the groups of queries and keys in `problem`.
+
+    With `in_batch=False`, all queries are in one group and all keys in another: no key is a
+    negative. `default_positives`: the positives follow from the numbers of the rows, so the host
+    knows which blocks have positives, and a GPU may leave out other blocks by their groups.
+    """
     xp, sizes = static.xp, (len(arrays[0]), len(arrays[loss.key_argument]))
     groups = options.get("groups")
     if options.get("in_batch") is False:
@@ -220,9 +234,9 @@ def _request(
     loss: Loss, static: _StaticChecks, problem: Problem, arrays: Sequence[Array], out: Any,
     with_grad: bool, grad_buffers: dict[str, Any] | None,
 ) -> Request:  # fmt: skip
-    """The problem, with the arrays for its gradients."""
+    """The request of a checked problem, with the arrays for its gradients."""
     xp, query = static.xp, problem.query
-    outs: dict[str, Array] = {}
+    outs: dict[str, Array] = {}  # name -> array for the gradient
     given_out: dict[str, Array] = {}
     if grad_buffers is not None:
         outs, given_out = {name: native(z) for name, z in grad_buffers.items()}, grad_buffers
@@ -233,7 +247,8 @@ def _request(
     gradients = joined = None
     want_query, want_key = static.want_query, static.want_key
     if loss.joint and static.gradient_types:
-        # gradients through the norms may leave the range of float32
+        # float64, if products or gradients are float64. Without `normalize`, float32 holds the
+        # gradients of float32 products; with it, a division by small norms may leave its range
         wide = static.compute == "fp64"
         if static.normalize:
             dtypes = {z.dtype for z in outs.values()}
@@ -248,7 +263,7 @@ def _request(
         key_gradient = outs.get(loss.arguments[loss.key_argument]) if want_key else None
         gradients = Gradients(query_gradient, key_gradient, None, want_query, want_key)
         gradients.own = outs.get("own")
-    if loss.joint and not static.offload:
+    if loss.joint and not static.offload:  # these copies count as part of the workspace
         copies = [z for z in (query, joined, problem.guide_query) if z is not None]
         problem.joint_copy_bytes = sum([z.nbytes for z in copies])
     return Request(
@@ -258,12 +273,12 @@ def _request(
 
 
 def _cache_key(
-    loss: Loss, array_kinds: Sequence[Any], labelled: bool, bias: Any, options: Mapping[str, Any],
+    loss: Loss, descriptions: Sequence[Any], labelled: bool, bias: Any, options: Mapping[str, Any],
     with_grad: bool, batch: Batch | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The key of a call in `_cache`; None if an option that the key must have may be an array."""
-    plain = options
-    types = tuple(map(type, options.values()))  # part of the key, because True == 1
+    """The key of a call in `_cache`; None if a plain option has a value of another type."""
+    plain = options  # options whose values are part of the key
+    types = tuple(map(type, options.values()))  # part of the key too, because True == 1
     if not PLAIN.issuperset(types):
         plain = {
             name: value
@@ -280,73 +295,72 @@ def _cache_key(
         bias = None
     names = (*options,)
     return (
-        loss, with_grad, labelled, batch, bias, bias_type, names, types, *array_kinds,
+        loss, with_grad, labelled, batch, bias, bias_type, names, types, *descriptions,
         *plain.items(),
     )  # fmt: skip
 
 
 def _check_static(
-    loss: Loss, arrays: Sequence[Array], array_kinds: Sequence[Any], labelled: bool, bias: Any,
+    loss: Loss, arrays: Sequence[Array], descriptions: Sequence[Any], labelled: bool, bias: Any,
     options: Mapping[str, Any], with_grad: bool, batch: Batch | None,
 ) -> _StaticChecks:  # fmt: skip
-    """The checks that read no element of an array."""
-    o = _options(loss, options, with_grad)
-    validation.features(loss.arguments, arrays, array_kinds, 1 if batch is None else 0)
+    """The checks that read no element of an array, only shapes, dtypes, devices and options."""
+    values = _options(loss, options, with_grad)
+    validation.features(loss.arguments, arrays, descriptions, 1 if batch is None else 0)
     query, key = arrays[0], arrays[loss.key_argument]
-    on_host = array_kinds[0][2] is None
-    on_cpu = on_host and not o["offload"]
+    on_host = descriptions[0][2] is None
+    on_cpu = on_host and not values["offload"]
     is_whole_batch = batch is None
     batch = batch or Batch(len(query), len(key))
-    square = loss.square and o["positive_ids"] is None
+    square = loss.square and values["positive_ids"] is None
     validation.shapes(loss, query, key, labelled, batch, square)
     if loss.sigmoid:
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
     dtypes = {z.dtype.name for z in arrays}
-    if o["offload"]:
-        validation.offload(loss, o["method"], query)
-    compute = validation.precision(o["precision"], dtypes, on_cpu)
-    scale = validation.scale(loss, o["temperature"], o["scale"], compute)
-    if o["return_logits"] and o["method"] != "naive":
-        raise ValueError(
-            f'return_logits: expected method="naive", the one that keeps them, got '
-            f'method="{o["method"]}"'
-        )
-    softmax_options = softmax.options(loss, o)
-    wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
+    if values["offload"]:
+        validation.offload(loss, values["method"], query)
+    compute = validation.precision(values["precision"], dtypes, on_cpu)
+    scale = validation.scale(loss, values["temperature"], values["scale"], compute)
+    if values["return_logits"] and values["method"] != "naive":
+        got = f'got method="{values["method"]}"'
+        raise ValueError(f'return_logits: expected method="naive", the one that keeps them, {got}')
+    softmax_options = softmax.options(loss, values)
+    wrt = validation.wrt(loss, values["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[loss.key_argument] in wrt
     scalar_grads = not wrt.isdisjoint(SCALARS)
     logits = batch.rows * batch.columns
-    grad_dtype = validation.grad_dtype(o["grad_dtype"])
-    workspace = validation.workspace(o["workspace"])
-    common_share = 1.0 / batch.rows if o["reduction"] == "mean" else 1.0
+    grad_dtype = validation.grad_dtype(values["grad_dtype"])
+    workspace = validation.workspace(values["workspace"])
+    common_share = 1.0 / batch.rows if values["reduction"] == "mean" else 1.0
+    wide_on_host = on_host and "float64" in dtypes and compute == "fp64"
     template = Problem(
         query, key, None, common_share,
-        common_share=None if o["reduction"] == "none" else common_share,
+        common_share=None if values["reduction"] == "none" else common_share,
         row_direction_weight=loss.row_direction_weight,
         column_direction_weight=loss.column_direction_weight,
-        symmetric=loss.symmetric, joint=loss.joint, normalize=bool(o["normalize"]),
-        compute=compute, method=o["method"], workspace=workspace or WORKSPACE,
-        workspace_given=workspace is not None, retrieval_ranks=bool(o["metrics"]),
+        symmetric=loss.symmetric, joint=loss.joint, normalize=bool(values["normalize"]),
+        compute=compute, method=values["method"], workspace=workspace or WORKSPACE,
+        workspace_given=workspace is not None, retrieval_ranks=bool(values["metrics"]),
         scalar_grads=scalar_grads,
         moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
         **dict(softmax_options),
     )  # fmt: skip
     has_vectors = labelled or loss.classes or loss.has_own or not PER_CALL.isdisjoint(options)
-    shares_vectors = on_cpu and is_whole_batch and not (has_vectors or loss.joint)
-    shares_vectors = shares_vectors and logits <= MOST_TEMPLATE_LOGITS
-    if shares_vectors:
+    template_has_vectors = on_cpu and is_whole_batch and not (has_vectors or loss.joint)
+    template_has_vectors = template_has_vectors and logits <= MOST_TEMPLATE_LOGITS
+    if template_has_vectors:
         template = materialize_vectors(template, np)
     return _StaticChecks(
         xp=namespace(query),
         batch=batch,
-        scale=scale if all(o[name].__class__ in PLAIN for name in NUMBERS) else None,
+        scale=scale if all(values[name].__class__ in PLAIN for name in NUMBERS) else None,
         bias=bias if loss.sigmoid and plain_bias else None,
-        normalize=bool(o["normalize"]),
-        wide_products=on_host and "float64" in dtypes and compute == "fp64" and not o["normalize"],
+        normalize=bool(values["normalize"]),
+        products_may_overflow=wide_on_host and not values["normalize"],
         compute=compute,
-        check_finite=bool(o["check_finite"]),
+        check_finite=bool(values["check_finite"]),
         wrt=wrt,
         gradient_types={
             name: (z.shape, grad_dtype or validation.native_order(z.dtype))
@@ -356,28 +370,29 @@ def _check_static(
         grad_dtype=grad_dtype,
         want_query=want_query,
         want_key=want_key,
-        reduction=o["reduction"],
+        reduction=values["reduction"],
         common_share=common_share,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
-        metrics=bool(o["metrics"]),
-        return_logits=bool(o["return_logits"]),
-        offload=bool(o["offload"]),
+        metrics=bool(values["metrics"]),
+        return_logits=bool(values["return_logits"]),
+        offload=bool(values["offload"]),
         has_vectors=has_vectors,
         template=fast_replace(template, query=None, key=None),
-        shares_vectors=shares_vectors,
+        template_has_vectors=template_has_vectors,
     )
 
 
 def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[str, Any]:
+    """The value of every option: the caller's or the default. Unknown names raise a TypeError."""
     allowed = ALLOWED[with_grad]
     for name in options:
         if name not in allowed:
             function = f"{loss.name}_loss{'_and_grad' if with_grad else ''}()"
             hint = f"it is one of {loss.name}_loss_and_grad()" if name in GRAD_ONLY else ""
             raise unexpected(function, name, [n for n in DEFAULTS if n in allowed], hint)
-    o = {**DEFAULTS, **options}
+    values = {**DEFAULTS, **options}
     for name, choices in CHOICES.items():
-        validation.choice(name, o[name], choices)
-    for name in FLAGS:
-        validation.flag(name, o[name])
-    return o
+        validation.choice(name, values[name], choices)
+    for name in BOOLEAN_OPTIONS:
+        validation.flag(name, values[name])
+    return values

@@ -1,4 +1,6 @@
-"""The keywords of the losses of `infonce.torch` and `infonce.jax`: types, defaults, a wrong one."""
+"""The keywords of the functions of `infonce.torch` and `infonce.jax`, their signatures, and the
+error for an unknown keyword. The tables follow from `spec.OPTIONS`.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from typing import Any
 from ..spec import (
     ARRAYS,
     COMPILED,
-    DIMS,
     INFO_NCE,
     INFO_NCE_OWN,
     NAMES,
     OPTIONS,
+    PREFIX_OPTIONS,
     GradOptions,
     Loss,
     LossOptions,
 )
 
-Keywords = dict[str, tuple[str, Any]]  # name -> type as it is written, default
+Keywords = dict[str, tuple[str, Any]]  # name -> type as text, default
 
-# Arrays of PyTorch and JAX in the place of `Any`
+# Types of keywords that are `Any` in `spec.LossOptions`; for JAX, ArrayLike stands for Tensor
 TENSORS = {
     "temperature": "float | Tensor | None",
     "scale": "float | Tensor | None",
@@ -32,7 +34,8 @@ TENSORS = {
     "own": "Tensor | None",
     "own_mask": "Tensor | None",
 }
-# Keywords of a loss over a process group: those of infonce.distributed, with `group` for `comm`
+# Further keywords for a loss over a process group of torch.distributed: the keywords of
+# infonce.distributed, with `group` instead of `comm`
 GROUP: Keywords = {
     "group": ("ProcessGroup | None", None),
     "transport": ('Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]', "auto"),
@@ -40,21 +43,21 @@ GROUP: Keywords = {
     "timeout": ("float | None", 300.0),
     "gradient_scale": ('Literal["global", "ddp"]', "ddp"),
 }
-# Keywords of losses that pair views: the labels are the rows of the other views
+# Further keyword of losses of two views in one array: labels[i] is the row of row i's other view
 VIEWS: Keywords = {"labels": ("Tensor | None", None)}
-# Keywords of a loss over the devices of JAX
+# Further keyword for a loss over the devices of JAX
 AXIS: Keywords = {"axis_name": ("Any", None)}
-MAX_SCALE = 100.0
+MAX_SCALE = 100.0  # default of a module's `max_scale`, to which it clamps a learned scale
 
 
 def torch_function(loss: Loss) -> Keywords:
     """The keywords of the function of `infonce.torch` that computes this loss."""
     names = [*LossOptions.__annotations__, "metrics"]
-    return _table(names, TENSORS, loss) | (VIEWS if _has_views(loss) else {}) | GROUP
+    return _table(names, TENSORS, loss) | (VIEWS if _pairs_views(loss) else {}) | GROUP
 
 
 def torch_module(loss: Loss) -> Keywords:
-    """The keywords of a module of `infonce.torch` at construction."""
+    """The keywords of the constructor of the module of `infonce.torch` for this loss."""
     learnable: Keywords = {"learnable": ("bool", False), "max_scale": ("float", MAX_SCALE)}
     bias: Keywords = {"bias": (TENSORS["scale"], None)} if loss.sigmoid else {}
     return learnable | bias | torch_function(loss)
@@ -62,21 +65,33 @@ def torch_module(loss: Loss) -> Keywords:
 
 def jax_function(loss: Loss) -> Keywords:
     """The keywords of the function of `infonce.jax` that computes this loss."""
-    names = ["temperature", "scale", *NAMES, "own", *DIMS, *ARRAYS, "guide", *COMPILED, "metrics"]
-    views: Keywords = {"labels": ("ArrayLike | None", None)} if _has_views(loss) else {}
-    types = {name: written.replace("Tensor", "ArrayLike") for name, written in TENSORS.items()}
+    names = [
+        "temperature",
+        "scale",
+        *NAMES,
+        "own",
+        *PREFIX_OPTIONS,
+        *ARRAYS,
+        "guide",
+        *COMPILED,
+        "metrics",
+    ]
+    views: Keywords = {"labels": ("ArrayLike | None", None)} if _pairs_views(loss) else {}
+    types = {name: text.replace("Tensor", "ArrayLike") for name, text in TENSORS.items()}
     types |= dict.fromkeys(("temperature", "scale"), "ArrayLike | None")
     return _table(names, types, loss) | views | AXIS
 
 
-def _has_views(loss: Loss) -> bool:
+def _pairs_views(loss: Loss) -> bool:
+    """Whether the positive of a row is the other view of its sample (nt_xent)."""
     return loss.symmetric and not (loss.classes or loss.joint)
 
 
 def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:
-    written = {name: type_.__forward_arg__ for name, type_ in GradOptions.__annotations__.items()}
+    """The keywords `names`, except those that the loss refuses; `types` replace types of `spec`."""
+    in_spec = {name: type_.__forward_arg__ for name, type_ in GradOptions.__annotations__.items()}
     return {
-        name: (types.get(name, written[name]), OPTIONS[name].default)
+        name: (types.get(name, in_spec[name]), OPTIONS[name].default)
         for name in names
         if name not in loss.refused
     }
@@ -84,22 +99,22 @@ def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:
 
 def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signature:
     """The signature of a function, with these keywords instead of its ``**options``."""
-    written = inspect.signature(function)
+    in_source = inspect.signature(function)
     parameters = [
-        p for p in written.parameters.values()
+        p for p in in_source.parameters.values()
         if p.kind is not p.VAR_KEYWORD and p.name not in keywords
     ]  # fmt: skip
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, (_, default) in keywords.items()
     ]
-    return written.replace(parameters=parameters)
+    return in_source.replace(parameters=parameters)
 
 
 def unexpected(function: str, name: str, known: Collection[str], hint: str = "") -> TypeError:
-    """The error for a keyword that a function does not have.
+    """The error for the keyword `name`, which a function does not have; `known` are those it has.
 
-    Its hint is `hint`, or the most similar keyword of the function.
+    It ends with `hint`, or by default with the most similar keyword.
     """
     if not hint:
         near = difflib.get_close_matches(name, known, 1)
@@ -110,7 +125,11 @@ def unexpected(function: str, name: str, known: Collection[str], hint: str = "")
 def with_own(
     kind: Loss, arrays: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Loss, Sequence[Any], Mapping[str, Any]]:
-    """The loss, its arrays and its options. If `own` is given, it becomes an array of the loss."""
+    """The loss, its feature arrays and its options.
+
+    If the option `own` is given to info_nce, it moves from the options to the feature arrays,
+    because it has a gradient, and the loss becomes `INFO_NCE_OWN`.
+    """
     own = options.get("own")
     if own is None or kind is not INFO_NCE:
         return kind, arrays, options

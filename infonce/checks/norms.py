@@ -1,7 +1,7 @@
-"""Checks that read features.
+"""The checks that read the elements of features; other checks read only shapes and dtypes.
 
-They find NaN and infinity, and float64 rows in host memory whose products may overflow. They warn
-if rows are far from unit norm.
+They find NaN and infinity, find float64 rows in host memory whose products may overflow, and warn
+if rows are far from unit norm. `call.check` calls them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from ..kernels.norms import has_moderate_squares, log2_norms
 from ..kernels.problem import Array
 from ..spec import Loss
 
-SAMPLE = 16  # norms of at least so many rows of each array are read, and of at most twice as many
-MOST = 2.0  # norms between 1 / MOST and MOST cause no warning
-LIBRARIES = ("infonce", "torch", "jax", "numba")  # between a loss and its caller
+# Rows of an array whose norms are read for the warning: from this number to twice this number
+SAMPLE_ROWS = 16
+LARGEST_USUAL_NORM = 2.0  # norms from 1/2 to 2 cause no warning
+# Packages whose frames may lie between the code of the user and a check
+LIBRARIES = ("infonce", "torch", "jax", "numba")
 
-LARGEST_LOGIT = 2.0**1010  # sums of numbers of this size stay within float64
+LARGEST_LOGIT = 2.0**1010  # float64 ends at 2^1024: sums of less than 2^14 such numbers fit
 
 
 def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
-    """Rows that hold NaN or infinity, in order."""
-    for start in range(0, len(z), 4096):
-        finite = xp.isfinite(z[start : start + 4096].astype(np.float64))
+    """The indices of rows that hold NaN or infinity, in ascending order."""
+    chunk = 4096  # rows that are converted to float64 at a time, to save memory
+    for start in range(0, len(z), chunk):
+        finite = xp.isfinite(z[start : start + chunk].astype(np.float64))
         bad = ~finite.reshape(len(finite), -1).all(axis=1)
         yield from (start + xp.flatnonzero(bad)).tolist()
 
@@ -41,16 +44,20 @@ def require_finite(xp: Any, names: Sequence[str], arrays: Sequence[Array]) -> No
 
 
 def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> None:
-    """ValueError if products of finite float64 features may overflow."""
+    """ValueError if logits of finite float64 features may exceed `LARGEST_LOGIT`.
+
+    The bound of a logit is the scale times the largest norms of both sides.
+    """
     flat = [z.reshape(-1, z.shape[-1]) for z in arrays]
     if all(z.itemsize == 8 and has_moderate_squares(z) for z in flat):
         return
-    norms = [log2_norms(z).max(initial=-np.inf) for z in flat]  # NaN if a feature is NaN
-    largest = 2.0 * max(norms) if loss.joint else norms[0] + max(norms[1:] or norms)
-    if largest + math.log2(scale) > math.log2(LARGEST_LOGIT):
+    # base-2 logarithm of the largest norm of each argument; NaN, which passes, if a feature is NaN
+    norms = [log2_norms(z).max(initial=-np.inf) for z in flat]
+    largest_dot = 2.0 * max(norms) if loss.joint else norms[0] + max(norms[1:] or norms)
+    if largest_dot + math.log2(scale) > math.log2(LARGEST_LOGIT):
         name = loss.arguments[int(np.argmax(norms))]
         sizes = " and ".join(
-            f"{_power(n)} in {z}" for n, z in zip(norms, loss.arguments, strict=True)
+            f"{_decimal(n)} in {z}" for n, z in zip(norms, loss.arguments, strict=True)
         )
         raise ValueError(
             f"{name}: expected rows whose logits, scale times products, are at most "
@@ -59,12 +66,12 @@ def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> No
         )
 
 
-def _power(log2: float) -> str:
-    """2^log2, however large, as a decimal number."""
+def _decimal(log2: float) -> str:
+    """The number 2^log2, which may exceed float64, as a power of ten."""
     return f"1e{log2 * math.log10(2.0):.0f}"
 
 
-_warned = False
+_warned = False  # whether this process has warned of norms
 
 
 def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
@@ -76,9 +83,9 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
     if _warned:
         return
     for name, z in list(zip(loss.arguments, arrays, strict=True))[:2]:
-        norms = log2_norms(z[:: max(1, len(z) // SAMPLE)])
+        norms = log2_norms(z[:: max(1, len(z) // SAMPLE_ROWS)])  # base-2 logarithms
         norms = norms[np.isfinite(norms)]
-        if len(norms) and max(norms.max(), -norms.min()) > math.log2(MOST):
+        if len(norms) and max(norms.max(), -norms.min()) > math.log2(LARGEST_USUAL_NORM):
             _warned = True
             low, high = (f"{2.0 ** float(norm):.3g}" for norm in (norms.min(), norms.max()))
             warnings.warn(
@@ -90,8 +97,10 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
 
 
 def _find_caller_level() -> int:
-    """The `stacklevel` of the first frame outside of the libraries, for a warning of the function
-    that calls this one."""
+    """The `stacklevel` of the nearest frame outside of `LIBRARIES`, which is the user's code.
+
+    It counts from the function that calls this one, which is the function that warns.
+    """
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,7 @@
-"""The arrays for gradients: the arrays of `out`, after their checks, and new arrays."""
+"""The arrays for feature gradients: arrays of the argument `out`, checked, and new arrays.
+
+`call._request` and `prefixes.loss_and_grad` call these functions.
+"""
 
 from __future__ import annotations
 
@@ -12,46 +15,54 @@ from ..kernels.problem import Array
 from ..spec import Loss
 from .validation import FLOATS, is_array, is_float, what
 
-ALIGNMENT = 256  # bytes, of arrays that libraries make on a GPU
+ALIGNMENT = 256  # bytes: the alignment of the memory that libraries allocate on a GPU
 
-Likes = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype by name
+GradientTypes = Mapping[str, tuple[tuple[int, ...], Any]]  # argument -> shape, dtype
 
 
 def joined(
-    xp: Any, loss: Loss, new: Likes, outs: dict[str, Array], shape: tuple[int, int], dtype: Any
-) -> tuple[Array, Array | None, dict[str, Array]]:
-    """Memory for the gradients of a joint loss. Returns three values:
+    xp: Any, loss: Loss, wanted: GradientTypes, outs: dict[str, Array], shape: tuple[int, int],
+    dtype: Any,
+) -> tuple[Array, Array | None, dict[str, Array]]:  # fmt: skip
+    """Memory for the gradients of a joint loss, whose two arguments are computed as one array.
 
-    - `rows`: the gradients of all queries, followed by the gradients of all keys;
+    `shape` is [2B, D] and `dtype` the dtype of that array, except on a GPU, if all gradients have
+    one dtype. Returns three values:
+
+    - `rows`: an array for the gradients of all queries, followed by the gradients of all keys;
     - `rows` if its halves must be copied to the gradients; None if its halves are the gradients;
     - the gradients: `outs`, if there are any; otherwise the halves, if they have the wanted dtypes
       and the alignment of other libraries' arrays; otherwise new arrays.
     """
     if outs:
-        new = {name: (z.shape, z.dtype) for name, z in outs.items()}
-    dtypes = {wanted for _, wanted in new.values()}
-    if xp is not np and len(dtypes) == 1:  # on a CPU, gradients are summed in their destination
-        dtype = dtypes.pop()
+        wanted = {name: (z.shape, z.dtype) for name, z in outs.items()}
+    wanted_dtypes = {wanted_dtype for _, wanted_dtype in wanted.values()}
+    # a GPU sums in a workspace; the CPU sums in `rows` itself, which needs the precision of `dtype`
+    if xp is not np and len(wanted_dtypes) == 1:
+        dtype = wanted_dtypes.pop()
     rows = xp.empty(shape, dtype)
     half = shape[0] // 2
     first, second = rows[:half], rows[half:]
-    has_wanted_dtypes = all(wanted == dtype for _, wanted in new.values())
+    has_wanted_dtypes = all(wanted_dtype == dtype for _, wanted_dtype in wanted.values())
     if not outs and has_wanted_dtypes and first.nbytes % ALIGNMENT == 0:
         halves = dict(zip(loss.arguments, (first, second), strict=True))
-        return rows, None, {name: halves[name] for name in new}
-    return rows, rows, outs or {name: xp.ndarray(*like) for name, like in new.items()}
+        return rows, None, {name: halves[name] for name in wanted}
+    return rows, rows, outs or {name: xp.ndarray(*type_) for name, type_ in wanted.items()}
 
 
 def gradient_arrays(
-    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, new: Likes, grad_dtype: Any
+    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, wanted: GradientTypes, grad_dtype: Any
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The arrays for feature gradients. Returns two dictionaries by name:
+    """The arrays for the `wanted` feature gradients. Returns two dictionaries by name:
 
     - the arrays of all wanted gradients: arrays of `out`, and new arrays for the others;
     - the arrays of `out`, as the caller passed them.
+
+    `arrays` are the features of the call. Arrays of `out` have their shapes, their device and the
+    dtype `grad_dtype` (None: any), and share no memory with them or with each other.
     """
     if out is None:
-        return {name: xp.ndarray(*like) for name, like in new.items()}, {}
+        return {name: xp.ndarray(*type_) for name, type_ in wanted.items()}, {}
     out_by_name: dict[str, Any]
     if isinstance(out, Mapping):
         out_by_name = dict(out)
@@ -67,13 +78,14 @@ def gradient_arrays(
     inputs = dict(zip(loss.arguments, arrays, strict=True))
     buffers = {}
     for name, array in out_by_name.items():
-        if name not in new:
-            raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
+        if name not in wanted:
+            raise ValueError(f"out: expected names among {', '.join(wanted)}, got {name!r}")
         shown = f"out[{name!r}]"
         buffers[name] = native(array, shown)
         _check(shown, buffers[name], inputs[name], grad_dtype)
-    grad_buffers = {
-        name: buffers[name] if name in buffers else xp.ndarray(*like) for name, like in new.items()
+    gradients = {
+        name: buffers[name] if name in buffers else xp.ndarray(*type_)
+        for name, type_ in wanted.items()
     }
     others = list(arrays)
     for array in buffers.values():
@@ -82,10 +94,11 @@ def gradient_arrays(
                 "out: expected arrays that share no memory with the features or each other"
             )
         others.append(array)
-    return grad_buffers, out_by_name
+    return gradients, out_by_name
 
 
 def _check(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
+    """Require an array that can hold the gradient of `features`; `name` is its name in errors."""
     shape, on_host = features.shape, isinstance(features, np.ndarray)
     if not is_array(array) or isinstance(array, np.ndarray) != on_host:
         raise TypeError(
@@ -105,8 +118,12 @@ def _check(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
 
 
 def _overlaps(array: Array) -> bool:
-    """Whether two elements may share memory, because the strides do not nest."""
-    extent = array.itemsize
+    """Whether two elements may share memory.
+
+    They cannot if each stride, from the smallest to the largest, is at least the extent of the
+    axes before it. Other layouts count as overlapping, even those few that do not overlap.
+    """
+    extent = array.itemsize  # bytes from the first to the end of the last element, axes so far
     for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if n > 1 and stride < extent:
             return True

@@ -1,7 +1,7 @@
-"""`dims=`: the weighted sum of the losses of several prefixes of the features.
+"""The option `dims`: the weighted sum of the losses of several prefixes of the features.
 
-Each prefix is a call of its own. A call that can compute all prefixes in one pass does not come
-here: `dispatch._in_one_pass` passes it to `infonce.kernels.prefixes`.
+`check_and_read` checks the options. In `loss` and `loss_and_grad`, each prefix is a call of its
+own. They compute what `dispatch._in_one_pass`, which `dispatch` tries first, cannot compute.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ..result import LossAndGrad
 from ..spec import Loss
 from . import outputs, validation
 
-# (features of a prefix, options without `dims`) -> the result of the prefix
+# A call of the loss: (features of a prefix, options without `dims`) -> the result of the prefix
 Evaluate = Callable[[Sequence[Array], Mapping[str, Any]], Any]
 
 
 def has_prefixes(loss: Loss, options: Mapping[str, Any]) -> bool:
-    """Whether the call has `dims`, and the loss takes them. Otherwise a later check refuses."""
+    """Whether the call has `dims`, and the loss takes them. If not, a later check refuses them."""
     return options.get("dims") is not None and "dims" not in loss.refused
 
 
 def read_prefixes(
     loss: Loss, features: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
-    """The (width, weight) of each prefix, and the options without `dims` and `dim_weights`."""
+    """The (width, weight) of each prefix, in ascending order, and the options without them."""
     others = dict(options)
     dims, weights = others.pop("dims"), others.pop("dim_weights", None)
     widths = read_widths(dims, min(z.shape[-1] for z in features))
     if weights is None:
         return [(d, 1.0) for d in widths], others
-    weights = [validation.number("dim_weights", w) for w in _listed(weights)]
+    weights = [validation.number("dim_weights", w) for w in _as_list(weights)]
     if len(weights) != len(widths):
         raise ValueError(f"dim_weights: expected {len(widths)} numbers like dims, got {weights}")
     if not all(isinstance(w, float) and math.isfinite(w) for w in weights):
@@ -46,7 +46,7 @@ def read_prefixes(
 
 
 def read_widths(dims: Any, width: int) -> list[int]:
-    """The checked widths of the prefixes of rows of `width` features."""
+    """The checked widths `dims` of the prefixes of rows with `width` features."""
     expected = f"dims: expected increasing integers in [1, {width}]"
     try:
         listed = list(dims)
@@ -55,13 +55,13 @@ def read_widths(dims: Any, width: int) -> list[int]:
     if not all(map(validation.is_integer, listed)):
         raise TypeError(f"{expected}, got {validation.what(dims)}")
     widths = [int(d) for d in listed]
-    ends = [0, *widths, width + 1]
-    if not widths or any(a >= b for a, b in pairwise(ends)):
+    in_range = [0, *widths, width + 1]  # increases if the widths increase, from 1 to `width`
+    if not widths or any(a >= b for a, b in pairwise(in_range)):
         raise ValueError(f"{expected}, got {widths}")
     return widths
 
 
-def _listed(weights: Any) -> list[Any]:
+def _as_list(weights: Any) -> list[Any]:
     try:
         return list(weights)
     except TypeError:
@@ -71,66 +71,70 @@ def _listed(weights: Any) -> list[Any]:
 def loss(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> Any:
-    """The loss, without gradients."""
+    """The sum of the losses of all prefixes, without gradients: one call of `evaluate` each."""
     with arrays.use_caller_stream(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
-        parts, others = check_and_read(kind, features, options)
-        losses = [evaluate([z[..., :d] for z in features], others) for d, _ in parts]
-        return arrays.converter_to(caller_arrays[0])(_weighted(losses, parts))
+        widths_and_weights, others = check_and_read(kind, features, options)
+        losses = [evaluate([z[..., :d] for z in features], others) for d, _ in widths_and_weights]
+        return arrays.converter_to(caller_arrays[0])(_weighted_sum(losses, widths_and_weights))
 
 
 def loss_and_grad(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> LossAndGrad:
-    """Loss and gradients. Log-sum-exps, metrics and logits belong to the widest prefix."""
+    """The same sum with its gradients; log-sum-exps, metrics and logits are the widest prefix's."""
     with arrays.use_caller_stream(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
-        parts, others = check_and_read(kind, features, options)
+        widths_and_weights, others = check_and_read(kind, features, options)
+        # the arrays for the gradients, with the full width
         wrt = validation.wrt(kind, others.get("wrt"))
         grad_dtype = validation.grad_dtype(others.pop("grad_dtype", None))
-        named = dict(zip(kind.arguments, features, strict=True))
-        new = {
+        gradient_types = {
             name: (z.shape, grad_dtype or validation.native_order(z.dtype))
-            for name, z in named.items()
+            for name, z in zip(kind.arguments, features, strict=True)
             if name in wrt
         }
         xp = arrays.namespace(features[0])
-        grads, caller_outs = outputs.gradient_arrays(
-            xp, kind, features, others.pop("out", None), new, grad_dtype
+        grads, given_out = outputs.gradient_arrays(
+            xp, kind, features, others.pop("out", None), gradient_types, grad_dtype
         )
         grad_out = others.pop("grad_out", 1.0)
         if not isinstance(grad_out, (int, float)):
             grad_out = xp.asarray(arrays.native(grad_out, "grad_out"))
-        wide = [np.float32 for z in grads.values() if z.dtype.itemsize < 4]
-        sums = {name: xp.empty(z.shape, wide[0]) if wide else z for name, z in grads.items()}
+        # the gradients of all prefixes are added up: in float32, if any destination has 16 bits
+        sums_in_float32 = any(z.dtype.itemsize < 4 for z in grads.values())
+        sums = grads
+        if sums_in_float32:
+            sums = {name: xp.empty(z.shape, np.float32) for name, z in grads.items()}
         losses: list[Array] = []
         scalars: dict[str, Any] = {}
-        # The widest prefix comes first. The other prefixes add to its gradients, and reuse its
-        # temporary memory
-        for d, weight in reversed(parts):
-            inner = {**others, "grad_out": grad_out * weight}
-            if wide:
-                inner["grad_dtype"] = wide[0]
-            if not losses and sums:
-                inner["out"] = {name: z[..., :d] for name, z in sums.items()}
+        # The widest prefix comes first: its gradients are written to the sums. Other prefixes add
+        # to them, and reuse its temporary memory
+        for d, weight in reversed(widths_and_weights):
+            is_widest = not losses
+            prefix_options = {**others, "grad_out": grad_out * weight}
+            if sums_in_float32:
+                prefix_options["grad_dtype"] = np.float32
+            if is_widest and sums:
+                prefix_options["out"] = {name: z[..., :d] for name, z in sums.items()}
                 for z in sums.values():
-                    z[..., d:] = 0
-            result = evaluate([z[..., :d] for z in features], inner)
-            if not losses:
+                    z[..., d:] = 0  # features beyond the widest prefix have no gradient
+            result = evaluate([z[..., :d] for z in features], prefix_options)
+            if is_widest:
                 widest = result
             losses.append(result.loss)
             for name, gradient in result.grads._asdict().items():
                 if name not in sums and gradient is not None:
                     scalars[name] = scalars.get(name, 0.0) + gradient
-                elif result is not widest and gradient is not None:
+                elif not is_widest and gradient is not None:
                     sums[name][..., :d] += gradient
         for name, z in grads.items():
             if z is not sums[name]:
                 z[...] = sums[name]
         convert = arrays.converter_to(caller_arrays[0])
-        by_name = {name: caller_outs.get(name, convert(z)) for name, z in grads.items()}
+        by_name = {name: given_out.get(name, convert(z)) for name, z in grads.items()}
         by_name |= {name: convert(xp.asarray(number)) for name, number in scalars.items()}
-        loss = convert(_weighted(losses[::-1], parts))
+        loss = convert(_weighted_sum(losses[::-1], widths_and_weights))
         all_grads = widest.grads._replace(**by_name)
         return LossAndGrad(loss, all_grads, widest.lse, widest.metrics, widest.logits)
 
@@ -139,13 +143,15 @@ def check_and_read(
     kind: Loss, features: Sequence[Array], options: Mapping[str, Any]
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
     """Check the features, then `read_prefixes`."""
-    kinds = arrays.kinds(features)
-    validation.features(kind.arguments, features, kinds, 0)
+    validation.features(kind.arguments, features, arrays.describe_arrays(features), 0)
     return read_prefixes(kind, features, options)
 
 
-def _weighted(losses: Sequence[Array], parts: Sequence[tuple[int, float]]) -> Array:
-    """The sum of losses times weights, in the dtype of the losses."""
+def _weighted_sum(
+    losses: Sequence[Array], widths_and_weights: Sequence[tuple[int, float]]
+) -> Array:
+    """The sum of losses times weights, in the dtype of the losses, in the order of the prefixes."""
     dtype = losses[0].dtype
-    total = sum(w * loss.astype(np.float64) for loss, (_, w) in zip(losses, parts, strict=True))
+    terms = zip(losses, widths_and_weights, strict=True)
+    total = sum(weight * loss.astype(np.float64) for loss, (_, weight) in terms)
     return arrays.namespace(losses[0]).asarray(total, dtype)

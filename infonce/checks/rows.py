@@ -1,4 +1,8 @@
-"""The checks of labels, ids, guides and weights, which return the arrays that kernels take."""
+"""The checks of arrays with a value for each row: labels, classes, ids, guides, weights, masks.
+
+They return the arrays that kernels take; `call._add_vectors` puts these into the problem. In this
+file, m is the number of queries and n the number of keys; `xp` is numpy or cupy.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,35 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import kinds, native
+from ..arrays import describe_arrays, native
 from ..kernels.linear import Classes, partners
 from ..kernels.problem import Array
 from ..spec import Loss
 from .norms import require_finite
-from .validation import features, integers, listed, numbers, what
+from .validation import as_array, features, integers, numbers, what
 
 
 def positives(
     xp: Any, labels: Array, m: int, n: int, none_or_sets: bool
 ) -> tuple[Array, Array | None, Array | None]:
-    """Check labels that are indices of keys. Returns three values:
+    """Check labels that are indices of keys, in [0, n). Returns three values:
 
-    - positives: [M] int64, the key of each row, or -1 for none. With `none_or_sets` also [M, P]:
+    - positives: [m] int64, the key of each row, or -1 for none. With `none_or_sets` also [m, P]:
       the keys of each row in ascending order, after -1 for each missing key.
     - label_nans: on a GPU, `Problem.label_nans`; on the host None.
-    - has_positive: [M], whether a row has a positive. None on a GPU without `none_or_sets`.
+    - has_positive: [m], whether a row has a positive. None on a GPU without `none_or_sets`.
+
+    `none_or_sets`: a row may have no positive (a negative label), or several ([m, P]). On the host,
+    a label out of range is an error. On a GPU, where to read it would wait for the GPU, the row
+    gets the loss NaN.
     """
     labels = integers(xp, "labels", labels, m, none_or_sets)
-    # On a GPU, a row whose label is out of range gets a NaN loss: to read it would wait for the GPU
     if xp is not np:
-        if is_uint64(labels):
-            labels = xp.minimum(labels, np.uint64(n))  # labels beyond int64 are out of range
+        if is_uint64(labels):  # labels beyond int64 become n, which is out of range too
+            labels = xp.minimum(labels, np.uint64(n))
         labels = xp.ascontiguousarray(labels, dtype=np.int64)
         labels, label_nans, has_positive = _label_kernel(xp)(labels, n, none_or_sets)
-        if labels.ndim > 1:
+        if labels.ndim > 1:  # reduce what the kernel returns for each label to each row
             labels, repeated = _sorted_sets(labels)
             label_nans, has_positive = label_nans.sum(axis=1), has_positive.max(axis=1)
             if repeated is not None:
@@ -64,10 +71,10 @@ def positives(
 
 
 def _sorted_sets(labels: Array) -> tuple[Array, Array | None]:
-    """Sort sets of positives, [M] or [M, P]. Returns two values:
+    """Sort each row's set of positives, [m] or [m, P]. Returns two values:
 
-    - the sets in ascending order; sets of one key as [M].
-    - [M, P - 1], whether a key is the same as the next one; None for sets of one key.
+    - the sets in ascending order; sets of one key as [m].
+    - [m, P - 1], whether a key is the same as the next one; None for sets of one key.
     """
     if labels.size == len(labels):
         return labels.reshape(-1), None
@@ -78,38 +85,39 @@ def _sorted_sets(labels: Array) -> tuple[Array, Array | None]:
 def classes(
     xp: Any, labels: Any, n: int, decoupled: bool, first: int, whole_batch: bool
 ) -> tuple[Classes, Array, Array]:
-    """Check labels that are classes. Returns three values:
+    """Check labels that are classes, one for each of n rows. Returns three values:
 
     - the classes; a row with a negative label is a class by itself.
-    - positives, and whether rows have one, by `linear.partners`; None over ranks, because the rows
-      are not the `whole_batch`.
+    - positives [n] and has_positive [n], by `linear.partners`; None over ranks, because the rows
+      are not the `whole_batch`. There, `first` is the number of the first row in the batch.
     """
     labels = integers(xp, "labels", labels, n)
     unsigned, labels = is_uint64(labels), comparable(xp, labels)
     if whole_batch and xp is not np:
         classes, positives, has_positive = _gpu_labels().classes(labels, decoupled, unsigned)
         return classes, positives, has_positive
-    own = xp.arange(first, first + n)
-    ids = labels if unsigned else xp.where(labels < 0, -1 - own, labels)
+    row_numbers = xp.arange(first, first + n)
+    # -1 - row: a negative number that no other row has
+    ids = labels if unsigned else xp.where(labels < 0, -1 - row_numbers, labels)
     classes = Classes(ids, ids)
     if not whole_batch:
         return classes, None, None
-    return classes, *partners(xp, classes.members(xp, own), own, decoupled)
+    return classes, *partners(xp, classes.members(xp, row_numbers), row_numbers, decoupled)
 
 
 @cache
 def _gpu_labels() -> Any:
-    """The module that takes labels and weights on a GPU."""
+    """The module of the kernels for classes and row shares on a GPU, imported when needed."""
     from ..kernels.gpu import labels
 
     return labels
 
 
 def own_mask(xp: Any, mask: Any, own: Array) -> Array | None:
-    """[M, K] bool, contiguous: which own negatives count; None: all."""
+    """Check the mask of own negatives: [m, K] bool, which of them count; None: all."""
     if mask is None:
         return None
-    mask = listed("own_mask", mask, "bool")
+    mask = as_array("own_mask", mask, "bool")
     if mask.dtype != bool:
         raise TypeError(f"own_mask: expected dtype bool, got {mask.dtype}")
     if mask.shape != own.shape[:2]:
@@ -126,18 +134,19 @@ def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> A
 
 
 def row_shares(xp: Any, weights: Array, reduction: str) -> Array:
-    """The factor of each row's loss in the reduced loss. A mean divides weights by their sum."""
+    """[m] factor of each row's loss in the reduced loss. A mean divides weights by their sum."""
     if reduction != "mean":
         return weights
     if xp is not np:
         return _gpu_labels().row_shares(weights)
-    return weights / xp.maximum(weights.sum(), math.ulp(0.0))
+    least = math.ulp(0.0)  # the smallest positive number: if all weights are 0, all shares are 0
+    return weights / xp.maximum(weights.sum(), least)
 
 
 def weights(xp: Any, value: Any, m: int, whole_batch: bool) -> Array:
-    """Check weights: [M] float64, at least 0 and, if the rows are the `whole_batch`, not all 0.
+    """Check weights: [m] float64, at least 0 and, if the rows are the `whole_batch`, not all 0.
 
-    Values on a GPU are not read.
+    Values on a GPU are not read, so that there both conditions are not checked.
     """
     value = numbers(xp, "weights", value, m)
     if isinstance(value, np.ndarray):
@@ -153,11 +162,11 @@ def weights(xp: Any, value: Any, m: int, whole_batch: bool) -> Array:
 
 @cache
 def _label_kernel(cupy: Any) -> Any:
-    """A kernel with three outputs for each label:
+    """A kernel with three outputs for each label. `none`: a negative label stands for no positive.
 
-    - positive: the label; 0 if it is out of range; -1 if it is negative and rows may have `none`.
-    - label_nan: 0; NaN if the label is out of range.
-    - present: 1; 0 if `positive` is -1.
+    - positive: the label; 0 if it is out of range, -1 if it stands for no positive.
+    - label_nan: NaN if the label is out of range, otherwise 0.
+    - present: 0 if the label stands for no positive, otherwise 1.
     """
     return cupy.ElementwiseKernel(
         "int64 label, int64 n, bool none", "int64 positive, float64 label_nan, float64 present",
@@ -172,7 +181,7 @@ def _label_kernel(cupy: Any) -> Any:
 
 
 def is_pair(value: Any) -> bool:
-    """Whether the value is a pair: integers of rows, integers of columns."""
+    """Whether the value is a pair (integers of queries, integers of keys), and not one list."""
     two_items = isinstance(value, (tuple, list)) and len(value) == 2
     return two_items and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in value)
 
@@ -182,8 +191,9 @@ def sample_integers(
 ) -> tuple[Array, Array]:
     """Check integers of samples (`spec.NAMES`): one array, or a pair (of queries, of keys).
 
-    Returns [M] int64 numbers of queries and [N] int64 numbers of keys. Two numbers are equal if and
-    only if the caller's integers are equal. A joint loss gets the integers of its samples twice.
+    Returns [m] int64 numbers of queries and [n] int64 numbers of keys. Two numbers are equal if and
+    only if the caller's integers are equal. For a joint loss, whose rows are all queries and then
+    all keys, both results are the integers of the samples twice.
     """
     if not is_pair(value):
         if m != n:
@@ -198,16 +208,17 @@ def sample_integers(
         raise ValueError(f"{name}: expected one array for {loss.name}, got a pair")
     pair = integers(xp, f"{name}[0]", value[0], m), integers(xp, f"{name}[1]", value[1], n)
     rows, columns = (comparable(xp, side) for side in pair)
-    # negative int64 and uint64 of 2^63 or more would look equal: no integer is both
+    # Of an int64 and a uint64 array, a negative integer and one of 2^63 or more may have the same
+    # bits. Such integers equal none of the other array: -1 and -2 keep them apart
     if is_uint64(pair[0]) != is_uint64(pair[1]):
         rows, columns = xp.where(rows < 0, -1, rows), xp.where(columns < 0, -2, columns)
     return rows, columns
 
 
 def on_host(name: str, value: Any) -> bool:
-    """Whether all integers of samples are in host memory."""
-    sides = value if is_pair(value) else [value]
-    return all(isinstance(listed(name, side, "integers"), np.ndarray) for side in sides)
+    """Whether all integers of samples, one array or a pair, are in host memory."""
+    parts = value if is_pair(value) else [value]
+    return all(isinstance(as_array(name, part, "integers"), np.ndarray) for part in parts)
 
 
 def guide(
@@ -215,8 +226,8 @@ def guide(
 ) -> tuple[Array, Array]:
     """Check the guide: features with as many rows as `arrays`, the features of the loss.
 
-    Returns the guide's features of queries and of keys. A joint loss has both arguments in one
-    array.
+    Returns the guide's features of queries and of keys: the same array, if the queries are the
+    keys. For a joint loss, this array has the features of all queries, and then of all keys.
     """
     sides, names = [value], ["guide"]
     if len(arrays) > 1:
@@ -227,7 +238,7 @@ def guide(
         sides = list(value)
     guides = [native(side, name) for side, name in zip(sides, names, strict=True)]
     on_one_device = [arrays[0], *guides]
-    features([loss.arguments[0], *names], on_one_device, kinds(on_one_device), 0)
+    features([loss.arguments[0], *names], on_one_device, describe_arrays(on_one_device), 0)
     for name, z, rows in zip(names, guides, arrays, strict=True):
         if z.shape != (len(rows), guides[0].shape[1]):
             expected = f"({len(rows)}, {guides[0].shape[1]})"
@@ -245,18 +256,24 @@ def is_uint64(values: Array) -> bool:
 
 
 def comparable(xp: Any, values: Array) -> Array:
-    """[n] int64 numbers that are equal if and only if the integers are. uint64 keeps its bits."""
+    """Integers as int64 numbers that are equal if and only if the integers are.
+
+    uint64 keeps its bits, so integers of 2^63 or more become negative.
+    """
     if is_uint64(values):
         return xp.ascontiguousarray(values, dtype=np.uint64).view(np.int64)
     return xp.ascontiguousarray(values, dtype=np.int64)
 
 
 def compared_as(value: Any) -> str:
-    """The type by which ranks compare labels or `spec.NAMES`. It must be the same on all ranks."""
+    """The integer type (`comparable`) of labels or integers of samples, as text.
+
+    It must be the same on all ranks: `distributed.agreement` compares the texts.
+    """
     if value is None:
         return "not given"
     dtypes = {
-        "uint64" if is_uint64(listed("ids", side, "integers")) else "int64": None
+        "uint64" if is_uint64(as_array("ids", side, "integers")) else "int64": None
         for side in (value if is_pair(value) else [value])
     }
     return f"given as {', '.join(dtypes)}"

@@ -1,4 +1,7 @@
-"""The checks of the options of the softmax: their ranges, and what means something together."""
+"""The checks of the options of the softmax: their ranges, and which options exclude each other.
+
+`call._check_static` calls `options`; `call.check` calls `require_metrics`.
+"""
 
 from __future__ import annotations
 
@@ -8,65 +11,71 @@ from typing import Any
 import numpy as np
 
 from ..kernels.problem import SCALES, Problem
-from ..spec import DEFAULTS, EXCLUSIVE, FLAGS, SOFTMAX, Loss
+from ..spec import BOOLEAN_OPTIONS, DEFAULTS, EXCLUSIVE, SOFTMAX_OPTIONS, Loss
 from .validation import number, what
 
-LARGEST = math.nextafter(math.inf, 0)
-RANGES = {
+LARGEST = math.nextafter(math.inf, 0)  # finite number
+RANGES = {  # option -> least and largest value, and their description in an error
     "margin": (-LARGEST, LARGEST, "a finite number"),
     "label_smoothing": (0.0, math.nextafter(1, 0), "a number in [0, 1)"),
     "hardness": (0.0, SCALES["fp64"][1], f"a number in [0, {SCALES['fp64'][1]!r}]"),
     "false_negative_margin": (-LARGEST, math.inf, "a number or inf"),
     "guide_margin": (-LARGEST, math.inf, "a number or inf"),
 }
-ARRAYS = ("key_bias", "guide")  # options whose values are checked in every call
+# Options that are arrays, whose values `call._add_vectors` checks in every call
+ARRAY_OPTIONS = ("key_bias", "guide")
 
 
-def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The plain options of the softmax that differ from their defaults, as (name, value).
+def options(loss: Loss, values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The numbers and flags of the softmax that differ from their defaults, as (name, value).
 
-    ValueError for an option that this loss does not have, and for options that exclude each other.
+    `values` has the value of every option of a call; options of the softmax are replaced by their
+    checked values. ValueError for an option that this loss does not have, and for options that
+    exclude each other.
     """
-    for name in SOFTMAX:
-        o[name] = _checked(name, o[name])
+    for name in SOFTMAX_OPTIONS:
+        values[name] = _checked(name, values[name])
 
     def is_given(name: str) -> bool:
-        if name == "own" and loss.has_own:
+        if name == "own" and loss.has_own:  # no longer in `values`: it is a feature array
             return True
         default = DEFAULTS[name]
-        return o[name] is not None if default is None else bool(o[name] != default)
+        return values[name] is not None if default is None else bool(values[name] != default)
 
     for name in loss.refused:
         if is_given(name):
             raise ValueError(
                 f"{name}: expected {DEFAULTS[name]!r} for {loss.name}, which has none, "
-                f"got {what(o[name])}"
+                f"got {what(values[name])}"
             )
     for name, *others in EXCLUSIVE:
         if is_given(name) and all(map(is_given, others)):
-            came = "an array" if name == "own" else what(o[name])  # `own` is among the features
+            came = "an array" if name == "own" else what(values[name])
             raise ValueError(
                 f"{name}: expected {DEFAULTS[name]!r} with {' and '.join(others)}, got {came}"
             )
-    if is_given("guide_margin") and o["guide"] is None:
-        raise ValueError(f"guide_margin: expected 0.0 without guide, got {what(o['guide_margin'])}")
-    if is_given("dim_weights"):
-        raise ValueError(f"dim_weights: expected None without dims, got {what(o['dim_weights'])}")
+    if is_given("guide_margin") and values["guide"] is None:
+        came = what(values["guide_margin"])
+        raise ValueError(f"guide_margin: expected 0.0 without guide, got {came}")
+    if is_given("dim_weights"):  # with `dims`, `prefixes` has removed both before this check
+        came = what(values["dim_weights"])
+        raise ValueError(f"dim_weights: expected None without dims, got {came}")
     for name in ("own_mask", "in_batch"):
         default = DEFAULTS[name]
         if is_given(name) and not loss.has_own:
-            raise ValueError(f"{name}: expected {default!r} without own, got {what(o[name])}")
-    return tuple((name, o[name]) for name in SOFTMAX if name not in ARRAYS and is_given(name))
+            raise ValueError(f"{name}: expected {default!r} without own, got {what(values[name])}")
+    plain_options = [name for name in SOFTMAX_OPTIONS if name not in ARRAY_OPTIONS]
+    return tuple((name, values[name]) for name in plain_options if is_given(name))
 
 
 def require_metrics(problem: Problem) -> None:
-    """ValueError if metrics are undefined: a row has no positive or several, or an option changes
-    the logits."""
+    """ValueError if metrics are undefined: a row has several positives or none, or an option
+    changes the logits. Positives on a GPU are not read, so rows without one pass there."""
     positives = problem.positives
-    sets = positives is not None and positives.ndim > 1
-    if isinstance(positives, np.ndarray) and problem.weights is not None:  # on a GPU nothing waits
-        sets = sets or bool((positives < 0).any())
-    if sets:
+    not_one_each = positives is not None and positives.ndim > 1
+    if isinstance(positives, np.ndarray) and problem.weights is not None:
+        not_one_each = not_one_each or bool((positives < 0).any())
+    if not_one_each:
         raise ValueError("metrics: expected one positive a row, got labels with none or several")
     changes = {
         "key_bias": problem.key_bias is not None, "guide": problem.guided,
@@ -78,10 +87,10 @@ def require_metrics(problem: Problem) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value of an option: a number within its range, or a flag. Arrays are unchanged."""
-    if name in FLAGS:
+    """The value of an option: a number within its range, or a bool. Arrays are unchanged."""
+    if name in BOOLEAN_OPTIONS:
         return bool(value)
-    if name in ARRAYS:
+    if name in ARRAY_OPTIONS:
         return value
     value = number(name, value, infinite=RANGES[name][1] == math.inf)
     if not isinstance(value, float):

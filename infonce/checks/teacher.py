@@ -1,50 +1,57 @@
-"""The checks of a teacher: its features and its scale."""
+"""Distillation: its data as a loss, and the checks of a teacher's features and scale."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..arrays import kinds, native
+from ..arrays import describe_arrays, native
 from ..kernels.distill.problem import make_taught_problem
 from ..kernels.problem import Array
 from ..result import QueryKeyGrads
-from ..spec import DIMS, LOSSES, NAMES, OWN, SOFTMAX, Loss
+from ..spec import LOSSES, NAMES, OWN_OPTIONS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
 from . import norms, validation
 from .call import Request
 
-# Distillation, whose functions have arguments of their own: with the columns' softmax, and without
-REFUSED = (*NAMES, *SOFTMAX, *OWN, *DIMS, "metrics", "return_logits")
+# Distillation is not in `spec.LOSSES`, because its functions have arguments that no other loss has
+REFUSED = (*NAMES, *SOFTMAX_OPTIONS, *OWN_OPTIONS, *PREFIX_OPTIONS, "metrics", "return_logits")
+# with a softmax over keys and one over queries (`two_sided`)
 DISTILL = Loss(
     "distill", ("query", "key"), QueryKeyGrads, row_direction_weight=0.5,
     column_direction_weight=0.5, square=True, refused=REFUSED, taught=True,
 )  # fmt: skip
+# with the softmax over keys only
 DISTILL_ROWS = Loss("distill", ("query", "key"), QueryKeyGrads, refused=REFUSED, taught=True)
 
-ALL_LOSSES = {**LOSSES, DISTILL.name: DISTILL}  # by name
+ALL_LOSSES = {**LOSSES, DISTILL.name: DISTILL}  # name -> loss, distillation included
 
 
 class Teacher(NamedTuple):
-    """The arguments of a teacher, as the caller passes them."""
+    """The arguments that only distillation has, as the caller passes them."""
 
-    query: Any
+    query: Any  # features of the teacher
     key: Any
-    temperature: Any = None
+    temperature: Any = None  # of the teacher; neither temperature nor scale: the student's
     scale: Any = None
-    two_sided: Any = True
+    two_sided: Any = True  # also a softmax over queries
 
     @property
     def loss(self) -> Loss:
+        """The distillation with one softmax or two."""
         return DISTILL if self.two_sided else DISTILL_ROWS
 
 
 def add_teacher(loss: Loss, request: Request, features: Sequence[Array], teacher: Teacher) -> None:
-    """Make the problem of a checked call one with this teacher."""
+    """Check the teacher, and replace the problem of a checked call by a problem with this teacher.
+
+    `features` are the student's. The teacher's features have as many rows, and any width.
+    """
     validation.flag("two_sided", teacher.two_sided)
     names = "teacher_query", "teacher_key"
     teachers = [native(z, name) for name, z in zip(names, teacher, strict=False)]
-    both = [features[0], *teachers]
-    validation.features([loss.arguments[0], *names], both, kinds(both), 0)
+    on_one_device = [features[0], *teachers]
+    descriptions = describe_arrays(on_one_device)
+    validation.features([loss.arguments[0], *names], on_one_device, descriptions, 0)
     for name, z, rows in zip(names, teachers, features, strict=True):
         if z.shape != (len(rows), teachers[0].shape[1]):
             expected = f"({len(rows)}, {teachers[0].shape[1]})"

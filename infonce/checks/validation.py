@@ -1,8 +1,8 @@
-"""The checks of single arguments. A check returns the value that a call works with, or raises.
+"""The checks of single arguments. A check has the name of its argument, or of the argument's type.
 
-A message names the argument, what was expected and what came. No check reads an array on a GPU,
-except `norms.require_finite` (`check_finite=True`), which waits for the device. Kernels check the
-values of arrays on a GPU.
+It returns the value that a call works with, or raises an error that names the argument, what was
+expected and what came. No check reads an array on a GPU, except `norms.require_finite`
+(`check_finite=True`), which waits for the device: kernels check the values of arrays on a GPU.
 """
 
 from __future__ import annotations
@@ -22,36 +22,42 @@ from ..arrays import gpu_missing, native, on_gpu
 from ..kernels.problem import SCALES, Array
 from ..spec import Loss
 
+# names of dtypes that features may have
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+# units of sizes -> bytes
 BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS = {"B": 1, **BINARY, **DECIMAL}
 
 
-@lru_cache(64)  # a dtype's name takes time that small batches notice
+@lru_cache(64)  # to build a dtype's name takes time that small batches notice
 def is_float(dtype: Any) -> bool:
     """Whether features may have the dtype."""
     return dtype.name in FLOATS
 
 
 def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy or CuPy."""
     return isinstance(value, np.ndarray) or on_gpu(value)
 
 
 class Batch(NamedTuple):
-    """Size of the whole batch, of which a call over ranks has this rank's rows, or none."""
+    """The size of the whole batch, and where this rank's rows, if it has any, lie in the batch."""
 
-    rows: int  # queries
-    columns: int  # keys
+    rows: int  # queries of all ranks
+    columns: int  # keys of all ranks
     first: int = 0  # index of this rank's first query
 
 
-SHORT = reprlib.Repr()
+SHORT = reprlib.Repr()  # for values in error messages
 SHORT.maxstring = SHORT.maxother = 80
 
 
 def what(value: Any) -> str:
-    """A value as an error message names it, in one line."""
+    """What came: the words for a wrong value in an error message, in one line.
+
+    An array is described by type, shape and dtype, any other value by type and `repr`.
+    """
     type_name, shape = type(value).__name__, getattr(value, "shape", None)
     if isinstance(shape, tuple):
         dtype = getattr(value, "dtype", None)  # a data frame has one for each column
@@ -65,12 +71,14 @@ def what(value: Any) -> str:
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """ValueError unless the value is one of the strings `choices`."""
     if not isinstance(value, str) or value not in choices:
         expected = ", ".join(f'"{c}"' for c in choices)
         raise ValueError(f"{name}: expected one of {expected}, got {what(value)}")
 
 
 def flag(name: str, value: Any) -> None:
+    """TypeError unless the value is True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected True or False, got {what(value)}")
 
@@ -94,6 +102,7 @@ def parse_bytes(text: str) -> int:
 
 
 def workspace(value: Any) -> int | None:
+    """A number of bytes, from a number or text; None if the caller gave none."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -112,6 +121,7 @@ def workspace(value: Any) -> int | None:
 
 
 def wrt(loss: Loss, value: Any) -> frozenset[str]:
+    """The names of the arguments whose gradients are wanted; None: all that the loss has."""
     possible = [name for name in loss.arguments if name not in loss.locked] + ["scale"]
     if loss.sigmoid:
         possible.append("bias")
@@ -129,18 +139,20 @@ def wrt(loss: Loss, value: Any) -> frozenset[str]:
 
 
 def features(
-    names: Sequence[str], arrays: Sequence[Array], kinds: Sequence[tuple[Any, ...] | None],
+    names: Sequence[str], arrays: Sequence[Array], descriptions: Sequence[tuple[Any, ...] | None],
     least: int,
 ) -> None:  # fmt: skip
-    """Require arrays of features with at least `least` rows, all on one device. `kinds` are the
-    results of `arrays.kinds`."""
-    for name, z, kind in zip(names, arrays, kinds, strict=True):
-        if kind is None:
+    """Require arrays of features with at least `least` rows, all on one device.
+
+    `descriptions` are the results of `arrays.describe_arrays`; `own` has the shape [M, K, D].
+    """
+    for name, z, description in zip(names, arrays, descriptions, strict=True):
+        if description is None:
             hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
             if hasattr(z, "to_numpy"):
                 hint = ": .to_numpy() makes one"
             raise TypeError(f"{name}: expected an array, got {what(z)}{hint}")
-        shape, dtype, _ = kind
+        shape, dtype, _ = description
         if not is_float(dtype):
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {dtype}")
         if name == "own":
@@ -153,19 +165,22 @@ def features(
             raise ValueError(
                 f"{name}: expected at least one row and one feature, got shape {shape}"
             )
-    places = ["the host" if kind[2] is None else f"GPU {kind[2]}" for kind in kinds if kind]
-    for name, place in zip(names, places, strict=True):
-        if place != places[0]:
+    gpus = [description[2] for description in descriptions if description]
+    devices = ["the host" if gpu is None else f"GPU {gpu}" for gpu in gpus]
+    for name, device in zip(names, devices, strict=True):
+        if device != devices[0]:
             raise ValueError(
-                f"{name}: expected an array on {places[0]} like {names[0]}, got one on {place}"
+                f"{name}: expected an array on {devices[0]} like {names[0]}, got one on {device}"
             )
 
 
 def shapes(
     loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch, square: bool
 ) -> None:
-    """Refuse feature arrays whose widths or numbers of rows do not match. `square`: there have to
-    be as many keys as queries."""
+    """Refuse feature arrays whose widths or numbers of rows do not match.
+
+    `labelled`: the call has labels. `square`: there have to be as many keys as queries.
+    """
     first, last = loss.arguments[0], loss.arguments[loss.key_argument]
     if query.shape[1] != key.shape[1]:
         raise ValueError(
@@ -178,8 +193,9 @@ def shapes(
             f"{first}: expected an even number of rows, two views of each sample, "
             f"got shape {query.shape}"
         )
-    free = loss.square or loss.symmetric or loss.taught or labelled
-    if not free and batch.columns < batch.rows:
+    # without labels, key i is the positive of query i: InfoNCE and LiT need a key for each query
+    key_for_each_query = not (loss.square or loss.symmetric or loss.taught or labelled)
+    if key_for_each_query and batch.columns < batch.rows:
         came = f"shape {key.shape}" if len(key) == batch.columns else f"{batch.columns} in all"
         raise ValueError(
             f"{last}: expected at least {batch.rows} rows, the positive of query i being key i "
@@ -188,7 +204,7 @@ def shapes(
 
 
 def offload(loss: Loss, method: str, query: Array) -> None:
-    """Require host arrays, a method that keeps no logits, and a GPU, as `offload` does."""
+    """Require what `offload=True` needs: host arrays, a method that keeps no logits, a GPU."""
     if not isinstance(query, np.ndarray):
         raise ValueError(
             f"offload: expected features in host memory, got {loss.arguments[0]} on GPU "
@@ -206,10 +222,10 @@ def offload(loss: Loss, method: str, query: Array) -> None:
 def number(name: str, value: Any, infinite: bool = False) -> Any:
     """A finite float, or inf if `infinite` allows it.
 
-    An array of one number becomes the number. On a GPU it becomes a 0-d array, unread, because to
-    read it would wait for the device.
+    An array of one number on the host becomes the number. On a GPU it becomes a 0-d array and is
+    not read, because to read it would wait for the device.
     """
-    # `native` reads sys.modules, which torch.compile may fail to trace: not for plain numbers
+    # plain numbers skip `native`: it reads sys.modules, which torch.compile may fail to trace
     if type(value) not in (int, float):
         value = native(value, name)
         if on_gpu(value) and value.size == 1:
@@ -217,7 +233,7 @@ def number(name: str, value: Any, infinite: bool = False) -> Any:
                 raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
             return value.reshape(())
         is_single = isinstance(value, (np.ndarray, np.generic)) and value.size == 1
-        if is_single and value.dtype.kind not in "OMm":  # objects and times
+        if is_single and value.dtype.kind not in "OMm":  # neither objects nor times
             value = value.item()
     if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or an array of one number, got {what(value)}")
@@ -227,7 +243,7 @@ def number(name: str, value: Any, infinite: bool = False) -> Any:
 
 
 def real(name: str, value: Any) -> float:
-    """A real number of any kind as a float."""
+    """A real number of any type as a float."""
     try:
         return float(value)
     except OverflowError:
@@ -235,8 +251,11 @@ def real(name: str, value: Any) -> float:
         raise ValueError(f"{name}: expected a number that fits float64, got {came}") from None
 
 
-def listed(name: str, value: Any, expected: str) -> Array:
-    """The value as an array: lists and other values become NumPy arrays."""
+def as_array(name: str, value: Any, expected: str) -> Array:
+    """The value as an array: lists and other values become NumPy arrays.
+
+    `expected` names the elements in the error for a value that cannot be an array.
+    """
     value = native(value, name)
     if is_array(value):
         return value
@@ -247,9 +266,9 @@ def listed(name: str, value: Any, expected: str) -> Array:
 
 
 def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
-    """The scale, within the range of scales of the precision `compute` of products.
+    """The scale, from one of the two arguments, within the range of the precision `compute`.
 
-    An array on a GPU is not read: if it is out of range, the loss is NaN.
+    An array on a GPU becomes a 0-d array and is not read: if it is out of range, the loss is NaN.
     """
     if temperature is not None and scale is not None:
         raise ValueError("temperature, scale: expected one of them, got both")
@@ -259,7 +278,7 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
         return loss.scale
     name, argument = ("scale", scale) if temperature is None else ("temperature", temperature)
     value = number(name, argument)
-    if not isinstance(value, float):
+    if not isinstance(value, float):  # an array on a GPU
         return value if temperature is None else 1.0 / value.astype(np.float64)
     if value <= 0:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
@@ -276,11 +295,14 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
 
 
 def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
-    """The precision of products: `precision`, or for "auto" the one that the dtypes allow."""
+    """The precision of products: the argument, or for "auto" the one that fits the dtypes.
+
+    `on_host`: the CPU computes. `dtypes` are the names of the dtypes of all features.
+    """
     if precision == "auto":
         if "float64" in dtypes:
             return "fp64"
-        # products of two such numbers are exact in float32
+        # the product of two 16-bit numbers of one format is exact in float32
         exact = {"bfloat16": "bf16", "float16": "fp16"}
         return "fp32" if on_host or len(dtypes) > 1 else exact.get(min(dtypes), "fp32")
     if on_host and precision not in ("fp64", "fp32"):
@@ -291,8 +313,8 @@ def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
 
 
 def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Array:
-    """[n] integers of any dtype; [n, P] too if the caller takes `sets`."""
-    value = listed(name, value, "integers")
+    """[n] integers of any dtype; with `sets` also [n, P], P integers of each row."""
+    value = as_array(name, value, "integers")
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
     if value.shape[:1] != (n,) or value.ndim > (2 if sets else 1) or 0 in value.shape[1:]:
@@ -302,9 +324,9 @@ def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Arra
 
 
 def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
-    """[n] float64, finite. On a GPU values are not read."""
+    """[n] finite numbers as float64, contiguous. Values on a GPU are not read."""
     expected = "numbers"
-    value = listed(name, value, expected)
+    value = as_array(name, value, expected)
     if not is_float(value.dtype) and value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected {expected}, got dtype {value.dtype}")
     if value.shape != (n,):
@@ -317,16 +339,16 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
 
 
 def upstream(xp: Any, grad_out: Any, reduction: str, m: int, shares: Any) -> Any:
-    """The upstream gradient of each row's loss: `shares` times `grad_out`.
+    """The upstream gradient of each row's loss, dL/dloss_i: `shares` times `grad_out`.
 
-    `shares`, the factors of rows' losses in the reduced loss, are a number or [M]. The result is a
-    number if both factors are numbers, else [M].
+    `shares`, the factors of rows' losses in the reduced loss, are a number or [m]. The result is a
+    number if both factors are numbers, otherwise [m] float64.
     """
     if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
         factor = real("grad_out", grad_out)
         return shares if factor == 1 else factor * shares
     expected = "a number or a float array"
-    value = listed("grad_out", grad_out, expected)
+    value = as_array("grad_out", grad_out, expected)
     if not is_float(value.dtype) and value.dtype.kind not in "iu":
         raise TypeError(f"grad_out: expected {expected}, got {what(grad_out)}")
     shapes = [(), (m,)] if reduction == "none" else [()]
@@ -342,11 +364,12 @@ def upstream(xp: Any, grad_out: Any, reduction: str, m: int, shares: Any) -> Any
 
 
 def grad_dtype(value: Any) -> np.dtype[Any] | None:
+    """The dtype of feature gradients; None: that of the features."""
     if value is None:
         return None
     try:
         dtype: np.dtype[Any] = np.dtype(value)
-    except Exception:  # SyntaxError, among others
+    except Exception:  # np.dtype raises many types, even SyntaxError
         raise TypeError(f"grad_dtype: expected a dtype, got {what(value)}") from None
     if not is_float(dtype):
         raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {dtype}")
@@ -354,4 +377,5 @@ def grad_dtype(value: Any) -> np.dtype[Any] | None:
 
 
 def native_order(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in the byte order of this machine."""
     return dtype if dtype.isnative else dtype.newbyteorder("=")

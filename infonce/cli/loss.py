@@ -19,7 +19,7 @@ from ..checks import norms, validation
 from ..checks.teacher import ALL_LOSSES
 from ..reference import normalize
 from ..result import LossAndGrad
-from ..spec import ARRAYS, CHOICES, DIMS, NAMES, OPTIONS, SOFTMAX, Loss
+from ..spec import ARRAYS, CHOICES, NAMES, OPTIONS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
 from . import loss_report, machine
 from .common import (
     TEACHER,
@@ -61,7 +61,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type_ = click.Choice(CHOICES[name])
         elif name in (*NAMES, "own", *ARRAYS):
             type_ = PATH
-        elif name in DIMS:
+        elif name in PREFIX_OPTIONS:
             type_ = List(int) if name == "dims" else List(float, distinct=False)
         decorate = click.option(
             switch, type=type_, default=option.default, help=option.cli_help, multiple=name in NAMES
@@ -313,11 +313,11 @@ def _record(
             record = {name: values[0] for name, values in record.items()}
     if kind.sigmoid:
         record["bias"] = options.get("bias", kind.bias)
-    names = [name for name in SOFTMAX if name not in ("guide", *ARRAYS, *kind.refused)]
+    names = [name for name in SOFTMAX_OPTIONS if name not in ("guide", *ARRAYS, *kind.refused)]
     record |= {name: options[name] for name in ("normalize", *names)}
     record |= {name: str(path) for name, path in paths.items()}
     record |= {"in_batch": options["in_batch"]} if "own" in paths else {}
-    record |= {name: options[name] for name in DIMS if options[name] is not None}
+    record |= {name: options[name] for name in PREFIX_OPTIONS if options[name] is not None}
     return record | {name: [*map(str, files)] for name, files in sides.items() if files}
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..checks.teacher import ALL_LOSSES
 from ..result import LossAndGrad
-from ..spec import DEFAULTS, DIMS
+from ..spec import DEFAULTS, PREFIX_OPTIONS
 from .common import flag, human, stdout
 
 SIDES = ("rows", "columns")
@@ -60,7 +60,7 @@ def _words(name: str, value: Any) -> str:
     if value is True:
         return flag(name)
     values = value if isinstance(value, list) else [value]
-    if name in ("temperature", *DIMS):
+    if name in ("temperature", *PREFIX_OPTIONS):
         return f"{flag(name)} {','.join(f'{v:.6g}' for v in values)}"
     return " ".join(
         f"{flag(name)} {v:.6g}" if isinstance(v, float) else f"{flag(name)} {v}" for v in values

@@ -17,7 +17,7 @@ all devices of the axis; `sharded` makes such a loss of global arrays.
 
 from typing import TYPE_CHECKING
 
-from .._names import extra, missing
+from .._names import extra, make_getattr
 
 with extra("jax"):
     from .functions import (
@@ -45,4 +45,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = missing(__name__, __all__)
+    __getattr__ = make_getattr(__name__, __all__)

@@ -14,7 +14,7 @@ import numpy as np
 from infonce.distributed.schedule import require_method
 
 from .. import docstrings, losses, spec
-from ..arrays import kinds, native
+from ..arrays import describe_arrays, native
 from ..checks import keywords, prefixes, validation
 from ..checks.call import check
 from ..checks.rows import is_pair
@@ -78,7 +78,9 @@ def _apply(
     vectors = {name: options.pop(name, None) for name in spec.ARRAYS}
     names = {name: options.pop(name, None) for name in spec.NAMES}
     numbers = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
-    numbers |= {name: options.pop(name, None) for name in spec.DIMS}  # refused, if there are any
+    numbers |= {
+        name: options.pop(name, None) for name in spec.PREFIX_OPTIONS
+    }  # refused, if there are any
     require_known(kind, features, options)
     call_axis = None
     if axis_name is not None:
@@ -159,7 +161,7 @@ def check_traced(
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     batch = None
     if call_axis is not None:
-        validation.features(kind.arguments, stand_ins, kinds(stand_ins), 1)
+        validation.features(kind.arguments, stand_ins, describe_arrays(stand_ins), 1)
         columns = len(stand_ins[-1]) * (1 + kind.joint)
         batch = Batch(len(stand_ins[0]) * call_axis.size, columns * call_axis.size)
     labels, bias = _known_values(labels), _known_values(bias)

@@ -97,7 +97,7 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
         if kind is spec.NT_XENT and arguments.get("labels") is None:
             rows = len(arguments["features"])
             arguments["labels"] = (jnp.arange(rows) + rows // 2) % rows
-        for name in spec.DIMS:
+        for name in spec.PREFIX_OPTIONS:
             if arguments.get(name) is not None:
                 # hashable, as a key of the cache of `_compile`
                 arguments[name] = tuple(np.asarray(arguments[name]).tolist())

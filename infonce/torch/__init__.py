@@ -14,7 +14,7 @@ Drop-in replacements for other projects' losses, with the same names and calls: 
 
 from typing import TYPE_CHECKING
 
-from .._names import extra, missing
+from .._names import extra, make_getattr
 
 with extra("torch"):
     from .caching import grad_cache
@@ -58,4 +58,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = missing(__name__, __all__)
+    __getattr__ = make_getattr(__name__, __all__)

@@ -38,7 +38,7 @@ def test_bad_calls_are_those_of_arrays(
         *spec.NAMES,
         *spec.ARRAYS,
         *spec.COMPILED,
-        *spec.DIMS,
+        *spec.PREFIX_OPTIONS,
     }
     if spec.DEFAULTS.keys() & options.keys() - taken:
         error, words = TypeError, ["unexpected keyword argument"]

@@ -305,7 +305,7 @@ def test_neutral_values_have_the_bits_of_none(name: str, method: str) -> None:
     given = {key: v for key, v in problem.options().items() if key != "weights"}
     function = getattr(infonce, f"{name}_loss_and_grad")
     plain = function(*problem.features, method=method, **given)
-    neutral = {key: spec.DEFAULTS[key] for key in (*spec.SOFTMAX, "weights")}
+    neutral = {key: spec.DEFAULTS[key] for key in (*spec.SOFTMAX_OPTIONS, "weights")}
     if name == "info_nce":
         neutral["labels"] = np.arange(6)[:, None]
     got = function(*problem.features, method=method, **given | neutral)

@@ -162,7 +162,7 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
     ("clip", (Q, K), {"method": np.array(["tiled", "auto"])}, ValueError, ["method", "ndarray"]),
     ("clip", (Q, K), {"precision": 3}, ValueError, ["precision", '"fp32"', "int 3"]),
     *(("clip", (Q, K), {flag: odd}, TypeError, [f"{flag}: expected True or False, got", came])
-      for flag in spec.FLAGS
+      for flag in spec.BOOLEAN_OPTIONS
       for odd, came in (("False", "'False'"), (None, "None"), (1, "int 1"),
                         (np.array([True, False]), "(2,) and dtype bool"))),
     ("clip", (Q, K), {"method": "fast"}, ValueError, ["method", '"tiled"', "'fast'"]),

@@ -98,11 +98,11 @@ def _make_template(
         natives = arrays.natives(features, kind.arguments)
         request = check(kind, natives, None, bias, options, with_grad=True)
     static = request.static
-    if static.wide_products or static.check_finite or static.reduction == "none":
+    if static.products_may_overflow or static.check_finite or static.reduction == "none":
         return None
     from ...kernels.cpu.schedule import fits_one_block
 
-    if not static.shares_vectors or not fits_one_block(request.problem):
+    if not static.template_has_vectors or not fits_one_block(request.problem):
         return None
     if request.problem.shape[0] > MOST_ROWS:
         return static.template

@@ -94,7 +94,7 @@ class Call:
 
     @cached_property
     def softmax(self) -> dict[str, Any]:
-        return {name: self.options[name] for name in spec.SOFTMAX if name in self.options}
+        return {name: self.options[name] for name in spec.SOFTMAX_OPTIONS if name in self.options}
 
     @cached_property
     def dots(self) -> Any:

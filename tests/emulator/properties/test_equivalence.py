@@ -73,7 +73,7 @@ def features(
 @st.composite
 def softmax_options(draw: st.DrawFn, loss: spec.Loss, columns: int, rng: Any) -> dict[str, Any]:
     """Some of the options that this loss takes."""
-    drawn = draw(st.sets(st.sampled_from(spec.SOFTMAX), max_size=3))
+    drawn = draw(st.sets(st.sampled_from(spec.SOFTMAX_OPTIONS), max_size=3))
     values: dict[str, Any] = {
         "margin": rng.uniform(-0.3, 0.3), "decoupled": True, "hardness": rng.uniform(0, 5),
         "label_smoothing": rng.uniform(0, 0.9), "key_bias": 2 * rng.standard_normal(columns),
