@@ -1,10 +1,12 @@
-// Distillation as a sweep (sweep/sweep.cuh): the gradient block and the sums that tiled/distill.cu computes, from the
-// same factors, at the speed of the tensor cores.
+// Distillation as a sweep (sweep/sweep.cuh, TEACHER_SLICES): the gradient block P and the sums of losses that
+// tiled/distill.cu computes, from the same factors, at the speed of the tensor cores. The log-sum-exps of student and
+// teacher are known (sweep_lse.cu). block/distill.cuh has the equations, and the terms of a pair.
 #include "block/distill.cuh"
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/strip.cuh"
 
-// The numbers of a model's columns, in the order of `in_slices`.
+// The numbers of one model, student or teacher, for the columns of a tile, in shared memory. v_j, v_j times the weight
+// of the column's loss, and the reference exponents are in the order of `find_slice_position`.
 struct ModelColumns {
   Columns columns;
   alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], weight[COLUMNS ? TILE_COLUMNS : 4],
@@ -14,16 +16,16 @@ struct ModelColumns {
                                           const Lane& lane) {
     columns.publish(b, t, lane);
     if (!COLUMNS) return;
-    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
-    const int to = in_slices(lane.thread);
-    const bool inside = at < b.k.rows;
-    v[to] = inside ? f.v[at] : 0;
-    weight[to] = inside ? f.v[at] * column_weight[at] : 0;
-    reference[to] = inside ? f.column_reference[at] : 0;
+    const i64 column = (i64)t * TILE_COLUMNS + lane.thread;
+    const int position = find_slice_position(lane.thread);
+    const bool inside = column < b.k.rows;
+    v[position] = inside ? f.v[column] : 0;
+    weight[position] = inside ? f.v[column] * column_weight[column] : 0;
+    reference[position] = inside ? f.column_reference[column] : 0;
   }
 };
 
-// The numbers of one model for this thread's two rows.
+// The numbers of one model for this thread's two rows, in registers.
 struct ModelRows {
   Rows rows;
   RowFactors factors[2];
@@ -41,7 +43,8 @@ struct ModelRows {
   }
 };
 
-// The numbers of one model for this thread's four columns of a slice. The compiler loads only those that are used.
+// The numbers of one model for this thread's four columns of slice `s`, in registers. The compiler loads only those
+// that are used.
 struct ModelSlice {
   ColumnFactors factors[4];
   __device__ __forceinline__ ModelSlice(const ModelColumns& columns, int s, const Lane& lane) : factors{} {
@@ -63,23 +66,24 @@ struct Distillation {
   };
   struct WarpgroupShared {
     GradientStrip::Shared strips;
-    float2 column_sums[COLUMNS ? 4 : 1][TILE_COLUMNS];  // of each warp's 16 rows
+    float2 column_sums[COLUMNS ? 4 : 1][TILE_COLUMNS];  // (target, excess) of each column over the strip of each warp
   };
 
-  const Block &b, &teacher;
+  const Block &b, &teacher;  // the logits of the student and of the teacher
   const Lane& lane;
   ConsumerShared& consumer;
   WarpgroupShared& group;
   const Factors &factors, &teacher_factors;
-  const float *row_weight, *column_weight;
-  float2 *row_sums, *column_sums;
-  GradientStrip out;
-  float c, teacher_c;
-  bool one_exponential;
+  const float *row_weight, *column_weight;  // [rows], [columns]: weights of the losses
+  float2 *row_sums, *column_sums;           // see the kernel
+  GradientStrip out;                        // writes to the gradient block
+  float c, teacher_c;                       // scale log2 e
+  bool one_exponential;                     // whether one exponential serves row and column, for both models
 
-  Work work;
+  Work work;  // the query tile
   ModelRows student_rows, teacher_rows;
-  double target[2], excess[2];  // of the query tile so far; this thread's columns
+  // Sums of this thread's two rows over its columns of the query tile so far (DistillSums in block/distill.cuh)
+  double target[2], excess[2];
 
   __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
@@ -94,19 +98,20 @@ struct Distillation {
     consumer.teacher.publish(teacher, teacher_factors, column_weight, t, lane);
   }
 
+  // x has the products of the student, y the products of the teacher.
   __device__ __forceinline__ void tile(float (&x)[64], float (&y)[64], int t) {
     apply_factors(x, student_rows.rows, consumer.student.columns, lane);
     apply_factors(y, teacher_rows.rows, consumer.teacher.columns, lane);
-    if (t * TILE_COLUMNS + TILE_COLUMNS > student_rows.rows.end) {
-      leave_out(x, outside_product(c), t);
-      leave_out(y, outside_product(teacher_c), t);
+    if (t * TILE_COLUMNS + TILE_COLUMNS > student_rows.rows.unpadded_columns) {
+      fill_padding(x, outside_product(c), t);
+      fill_padding(y, outside_product(teacher_c), t);
     }
     if (one_exponential) differentiate<true>(x, y, t);
     else differentiate<false>(x, y, t);
   }
 
-  // Products outside of the matrix become `instead`.
-  __device__ __forceinline__ void leave_out(float (&x)[64], float instead, int t) const {
+  // Products of padding, outside of the matrix, become `instead`.
+  __device__ __forceinline__ void fill_padding(float (&x)[64], float instead, int t) const {
 #pragma unroll
     for (int i = 0; i < 64; ++i)
       if (lane.get_row(work.query_tile, i / 2 % 2) >= b.q.rows ||
@@ -114,20 +119,22 @@ struct Distillation {
         x[i] = instead;
   }
 
-  // x <- P, from the products x of the student and y of the teacher; the sums of rows and columns.
+  // x <- P, from the products x of the student and y of the teacher; P is stored. Adds up rows in `target` and
+  // `excess`, and columns over the warp's strip in shared memory. ONE: one exponential serves row and column.
   template <bool ONE>
   __device__ __forceinline__ void differentiate(float (&x)[64], const float (&y)[64], int t) {
-    const int row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
+    const int strip_row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;  // the first row of the warp's strip
     DistillSums tile_row_sums[2] = {};
 #pragma unroll
-    for (int s = 0; s < SLICES; s += 2) {
-      DistillSums tile_column_sums[8] = {};
+    for (int s = 0; s < TILE_SLICES; s += 2) {  // two slices: 32 columns, one for each lane (write_column_sums)
+      DistillSums tile_column_sums[8] = {};     // of this thread's eight columns, over its two rows
 #pragma unroll
       for (int slice = s; slice < s + 2; ++slice) {
         const ModelSlice student_columns(consumer.student, slice, lane);
         const ModelSlice teacher_columns(consumer.teacher, slice, lane);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
+          // Row h, and the number of the column among this thread's four of the slice
           const int i = 8 * slice + k, h = k / 2 % 2, number = k / 4 * 2 + k % 2;
           const RowFactors &student_row = student_rows.factors[h], &teacher_row = teacher_rows.factors[h];
           const ColumnFactors& student_column = student_columns.factors[number];
@@ -146,7 +153,7 @@ struct Distillation {
 #endif
           x[i] = p;
         }
-        if (GRADIENT) out.store(x, slice, row, t * TILE_COLUMNS, b, lane);
+        if (GRADIENT) out.store(x, slice, strip_row, t * TILE_COLUMNS, b, lane);
       }
       if (COLUMNS) write_column_sums(tile_column_sums, s / 2);
     }
@@ -157,7 +164,8 @@ struct Distillation {
     }
   }
 
-  // Of 32 columns: those of lane 4 g + t are 8 (k / 2) + 2 t + k % 2 for k = 0 .. 7, and it writes that of k = g.
+  // Adds up 32 columns over the warp's strip, and writes the sums to shared memory. Lane 4 g + t has columns
+  // 8 (k / 2) + 2 t + k % 2 for k = 0 .. 7, and writes the column of k = g.
   __device__ __forceinline__ void write_column_sums(const DistillSums (&sums)[8], int group_of_32) {
     float targets[8], excesses[8];
 #pragma unroll
@@ -168,6 +176,7 @@ struct Distillation {
     group.column_sums[lane.warp][column] = make_float2(target, excess);
   }
 
+  // Adds up the tile's columns over the four strips, one column for each thread of the consumer's only warpgroup.
   __device__ __forceinline__ void end_tile(int t) {
     const i64 column = (i64)t * TILE_COLUMNS + lane.thread;
     if (!COLUMNS || column >= b.k.rows) return;
@@ -177,10 +186,11 @@ struct Distillation {
       const float2 strip = group.column_sums[w][lane.thread];
       sums = make_float2(sums.x + strip.x, sums.y + strip.y);
     }
-    sums.x *= consumer.teacher.v[in_slices(lane.thread)];
+    sums.x *= consumer.teacher.v[find_slice_position(lane.thread)];
     column_sums[work.query_tile * b.k.rows + column] = sums;
   }
 
+  // Adds up the rows over the four threads of each row, and leaves the sums in memory.
   __device__ __forceinline__ void end_query_tile(const Work& w) {
     if (GRADIENT) out.end(lane);
 #pragma unroll
@@ -196,7 +206,9 @@ struct Distillation {
   __device__ __forceinline__ void end() {}
 };
 
-// `row_sums` [ROW_SLOTS segments, rows], `column_sums` [query tiles, columns].
+// q, k and teacher_q, teacher_k are the tensor maps of the features; `block` and `teacher` have the scales and norm
+// factors. `row_sums` [ROW_SLOTS segments, rows] and `column_sums` [query tiles, columns] get (target, excess) of
+// block/distill.cuh; excess is 0 without MOMENTS.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 sweep_distill(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
               const __grid_constant__ TensorMap teacher_q, const __grid_constant__ TensorMap teacher_k,

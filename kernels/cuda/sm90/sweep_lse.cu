@@ -1,31 +1,26 @@
-// Log-sum-exp pass as a sweep (sweep/sweep.cuh). It computes the sums of tiled/lse.cu at the speed of the tensor
-// cores.
-// Rows. A row keeps a running pair (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference exponent
-// r. Each segment leaves one such pair for each row and consumer.
-// Columns. The columns of a tile are summed over the 64 rows of a warpgroup, in strips of 16 rows for each warp. The
-// sums are merged into a pair in memory, which the thread block keeps for each column and strip of 64 rows. So a
-// thread block has two pairs for each column, for any number of rows. Each lane keeps a bitmask of the tiles whose
-// pairs the block has written, for the kernel that merges them.
+// Log-sum-exp pass as a sweep (sweep/sweep.cuh). It computes the sums of tiled/lse.cu at the speed of the tensor cores.
+// Afterwards, merge_partial_sums (vectors/sums.cuh) merges the sums of all segments and thread blocks.
 //
-// One exponential e_ij = 2^(c x_ij - r) of a logit serves both directions: it is added to the sum of the row and to
-// the sum of the column, because all 16 rows of a strip share r. r need not be a maximum. As long as each sum is
+// Rows. A row keeps a running pair (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference exponent r.
+// Each segment leaves one pair for each row and consumer.
+// Columns. Each warp sums the columns of a tile over its strip of 16 rows, and the sums of a warpgroup's four strips
+// are added to a pair in memory. A thread block has one pair for each column and each of its ROW_GROUPS groups of 64
+// rows, for all its query tiles. Each lane keeps a bitmask of the tiles whose pairs the block has written, for the
+// kernel that merges them.
+// Reference exponents. One exponential e_ij = 2^(c x_ij - r) serves both directions: it is added to the sum of the row
+// and to the sum of the column, because all 16 rows of a strip share r. r need not be a maximum. As long as each sum is
 // within float32's range, a term that is lost would not change the sum, and c x - r is as exact as c x. So r is a
 // multiple of 32, 0 at first, and the same for almost all strips and tiles. While r stays the same, new terms are
 // added without a new factor.
-// The sum of a row may be too large, or the sum of a row or column so small that terms may have been lost
-// (sum_with_shared_reference). Then the tile is summed again with a reference exponent for each row
-// (sum_with_own_references), and the largest of these becomes the strip's. Columns
-// whose sums are still too small are summed once more with their own reference exponents. This happens rarely, and the
-// result is right in each case.
+// If the sum of a row is too large, or the sum of a row or column so small that terms may have been lost, r does not
+// serve (sum_with_shared_reference). Then the tile is summed again with a reference exponent for each row
+// (sum_with_own_references), and the largest of these becomes the strip's r. Columns whose sums are still too small are
+// summed once more with their own reference exponents. This happens rarely, and the result is right in each case.
 //
 // MOMENTS: each sum of 2^(c x - r) has a sum of 2^(c x - r) x, in another array.
-//
 // Options (block/options.cuh): a pair may be in the sum of its row and not in the sum of its column, or the other way
 // round. A reference exponent has to serve only the pairs in a sum. A sum without pairs is 0, and every reference
 // exponent serves it. An option may replace x in the exponent. Moments keep x.
-//
-// MAXIMA: the reference exponent of a row is its maximum in every tile, because the caller wants maxima.
-//
 // CACHE: the exponentials are written to the memory of the gradient block, and the reference exponents of all strips
 // and tiles to an array. The gradient pass then needs no products for these logits (cached_gradient.cu). Cached
 // exponentials are rounded to bfloat16. If gradient blocks have two parts, exponentials are float32: the words of the
@@ -36,18 +31,14 @@
 #include "sm90/sweep/strip.cuh"
 
 #ifndef MAXIMA
-#define MAXIMA 0
+#define MAXIMA 0  // 1: the reference exponent of a row is its maximum in every tile, because the caller wants maxima
 #endif
-
 #ifndef CACHE
-#define CACHE 0
+#define CACHE 0  // 1: exponentials are cached, see above
 #endif
+constexpr int MAX_WRITTEN_TILES = 1024;  // bits of a thread block's `written_tiles`, 32 in each of 32 words
 
-#ifndef MAX_WRITTEN_TILES
-#define MAX_WRITTEN_TILES 1024  // bits of `written_tiles`: 32 a lane
-#endif
-
-// In a cached tile, the reference exponents of rows are at most this far from the reference exponent of their strip.
+// In a cached tile, the reference exponents of rows are at most this far below the reference exponent of their strip.
 // Terms of a row that underflow are then negligible relative to the row's largest term.
 constexpr float MAX_CACHED_DISTANCE = 64;
 
@@ -65,36 +56,35 @@ struct Lse {
   };
   struct WarpgroupShared {
 #if CACHE
-    alignas(1024) GradientStrip::Shared pieces;
+    alignas(1024) GradientStrip::Shared pieces;  // of cached exponentials
 #endif
-    StripSums<COLUMNS ? 4 : 1> strips;
+    StripSums<COLUMNS ? 4 : 1> strips;  // column sums of the four warps' strips
   };
 
   const Block& b;
   const Lane& lane;
   ConsumerShared& consumer;
   WarpgroupShared& group;
-  double* positive;
-  Partials row_partials;  // [slots, row_stride]
+  double* positive;       // [rows]: base-2 logits of positives
+  Partials row_partials;  // [ROW_SLOTS segments, row_stride]
   i64 row_stride;
-  Partials column_partials;  // of this warpgroup, from this thread's column of tile 0 on
-  u32* written_tiles;    // [blocks, 32]
-  float c;
+  Partials column_partials;  // of this warpgroup's 64 rows, from this thread's column of tile 0 on
+  u32* written_tiles;        // [thread blocks, 32]: `tiles_with_sums` of the block's first warp
+  float c;                   // scale log2 e
   const CachedExponentials& cached;
-  const GradientStrip* out;  // CACHE
-  u32 visited_tiles;  // bit i of lane l: tile 32 l + i has column pairs; all bits, if there are too many tiles
+  const GradientStrip* out;  // writes cached exponentials; null without CACHE
+  u32 tiles_with_sums;  // bit i of lane l: tile 32 l + i has column sums in memory; all bits, if tiles are too many
 
-  Work work;
+  Work work;  // the query tile
   Rows rows;
-  Partial row_sum[2];  // sums of this thread's two rows so far; four threads share a row's sum
+  Partial row_sum[2];  // sums of this thread's two rows so far, over its columns; four threads share a row
   float reference;     // reference exponent of the strip
-  bool steady;         // whether the sums of all rows have the reference exponent of the strip
+  bool steady;         // whether the sums of all rows of the strip have the reference exponent of the strip
   Partial column_sum;  // sum of this thread's column over all query tiles so far
   Partial strip_sum;   // sum of this thread's column over this warp's strip of the tile (KEEPS_OWN_STRIP)
 
-  __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
-    return lane.get_row(work.query_tile, h);
-  }
+  // This thread's row h, in the block.
+  __device__ __forceinline__ i64 row(int h) const { return lane.get_row(work.query_tile, h); }
 
   __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
@@ -108,64 +98,63 @@ struct Lse {
     consumer.columns.publish(b, t, lane);
     rows.load_marks(b, work.query_tile, t, lane);
     if (!COLUMNS) return;
-    // While the last products run, in time for end_tile
+    // `end_tile` needs the column's sum so far. It is loaded here, while the products run
     column_sum = Partial::empty();
-    if (has_pairs(t) && inside(t)) column_sum = column_partials.get(t * TILE_COLUMNS);
+    if (has_column_sums(t) && inside(t)) column_sum = column_partials.get(t * TILE_COLUMNS);
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 pair, float value) {
-      const double logit = b.scale.get() * LOG2_E * (double)value;
-      positive[pair] = logit;
-      // In a triangle the pair is met once, and its other row is this column
-      if (b.triangle) positive[b.positives[pair] - b.first_column] = logit;
+    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 index, float product) {
+      const double logit = b.scale.get() * LOG2_E * (double)product;
+      positive[index] = logit;
+      // A triangle visits a pair once. The pair is also the positive of the row whose number is this column
+      if (b.triangle) positive[b.positives[index] - b.first_column] = logit;
     });
-    bool good = true;
+    bool fits_cache = true;
     if (MAXIMA || !sum_with_shared_reference(x, t)) {
-      if (CACHE) out->wait_for_writes(lane);
-      good = sum_with_own_references(x, t);
+      if (CACHE) out->wait_for_writes(lane);  // of exponentials with the shared reference, which are overwritten
+      fits_cache = sum_with_own_references(x, t);
     }
     if (!CACHE) return;
     if (lane.lane == 0 && first_row() < b.q.rows) {
-      if (good) cached.references[first_row() / 16 * cached.stride + t] = reference;
+      if (fits_cache) cached.references[first_row() / 16 * cached.stride + t] = reference;
       else cached.uncached_tiles[first_row() / ONLINE_TILE_ROWS] = 1;
     }
   }
 
-  __device__ __forceinline__ int first_row() const {  // of this warp's strip
-    return work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
-  }
+  // The first row of this warp's strip, in the block.
+  __device__ __forceinline__ int first_row() const { return work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g; }
 
-  // This thread's column of a tile: of the warp's 32, the one whose sums `join_columns` leaves to it.
+  // This thread's column of a tile: the warp adds up 32 columns, of which `join_columns` leaves one to each lane.
   __device__ __forceinline__ static int column(const Lane& lane) {
     return lane.warp * 32 + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2;
   }
-  __device__ __forceinline__ bool inside(int t) const {
-    return t * TILE_COLUMNS + column(lane) < (int)b.k.rows;
+  // Whether this thread's column of tile t is inside the block.
+  __device__ __forceinline__ bool inside(int t) const { return t * TILE_COLUMNS + column(lane) < (int)b.k.rows; }
+  // Whether the columns of tile t have sums in memory, from an earlier query tile.
+  __device__ __forceinline__ bool has_column_sums(int t) const {
+    return __shfl_sync(ALL_LANES, tiles_with_sums, t / 32) >> t % 32 & 1;
   }
-  __device__ __forceinline__ bool has_pairs(int t) const {
-    return __shfl_sync(ALL_LANES, visited_tiles, t / 32) >> t % 32 & 1;
-  }
-  // Key tiles first .. last have them.
-  __device__ __forceinline__ void mark(int first, int last) {
-    first *= TILES;
-    last *= TILES;
-    const auto below = [](int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; };
-    visited_tiles |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
+  // From now on, the columns of key tiles first .. end - 1 have sums in memory.
+  __device__ __forceinline__ void record_column_sums(int first, int end) {
+    first *= TILES_PER_KEY_TILE;
+    end *= TILES_PER_KEY_TILE;
+    const auto below = [](int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; };  // bits 0 .. n - 1
+    tiles_with_sums |= below(end - 32 * lane.lane) & ~below(first - 32 * lane.lane);
   }
 
-  // Sums against the strip's reference exponent. Returns false, and changes nothing, if this exponent does not serve.
+  // Adds tile t with the strip's reference exponent. If it does not serve, returns false and leaves the rows' sums.
   __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64], int t) {
     const float shift[2] = {reference, reference};
-    Partial tile_sums[2] = {{reference}, {reference}};
-    bool good = sums<false>(x, t, shift, nullptr, reference, tile_sums);
+    Partial tile_sums[2] = {{reference}, {reference}};  // of the two rows
+    bool good = sum_tile<false>(x, t, shift, nullptr, reference, tile_sums);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (tile_sums[h].sum > MAX_TILE_SUM) good = false;
       if (MOMENTS && fabsf(tile_sums[h].moment) > MAX_TILE_MOMENT) good = false;
     }
     if (__any_sync(ALL_LANES, !good)) return false;
-    if (steady) {
+    if (steady) {  // the usual case: sums of equal reference exponents
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         row_sum[h].sum += tile_sums[h].sum;
@@ -175,7 +164,9 @@ struct Lse {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (Options::SPARSE && tile_sums[h].sum == 0 && largest(x, h, rows, consumer.columns, lane) == LOW) {
+      // A row without pairs in the tile keeps its sum, and the reference exponent serves it
+      if (Options::SPARSE && tile_sums[h].sum == 0 &&
+          find_largest_exponent(x, h, rows, consumer.columns, lane) == LOW) {
         tile_sums[h] = row_sum[h];
         continue;
       }
@@ -190,50 +181,54 @@ struct Lse {
     return true;
   }
 
-  // Sums against a reference exponent of each row. The highest of these becomes the reference exponent of the strip.
-  // Returns whether it is near enough to those of all rows for all exponentials of the tile.
+  // Adds tile t with a reference exponent for each row. The largest of these becomes the strip's. Returns whether the
+  // exponentials can be cached: the strip's reference exponent is at most MAX_CACHED_DISTANCE above those of all rows.
   __device__ __forceinline__ bool sum_with_own_references(const float (&x)[64], int t) {
-    float own[2], shift[2], weight[2];
+    float own[2], shift[2];  // reference exponents of this thread's two rows; if a row has no pairs: LOW and 0
+    float weight[2];  // 2^(own - top): exponentials of the row, times this, have the reference exponent of the strip
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float high = largest(x, h, rows, consumer.columns, lane);
+      float high = find_largest_exponent(x, h, rows, consumer.columns, lane);
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 2));
       own[h] = MAXIMA ? c * high : choose_reference(high, c);
       shift[h] = own[h] == LOW ? 0 : own[h];  // 2^(-inf - 0) adds nothing
     }
-    float top = fmaxf(own[0], own[1]);
+    float top = fmaxf(own[0], own[1]);  // the largest of the strip
 #pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2)
-      top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, lanes));
+    for (int lanes = 4; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, lanes));
 #pragma unroll
     for (int h = 0; h < 2; ++h) weight[h] = own[h] == LOW ? 0 : exp2_(own[h] - top);
     Partial tile_sums[2] = {{own[0]}, {own[1]}};
-    bool good = sums<true>(x, t, shift, weight, top, tile_sums);
+    bool fits_cache = sum_tile<true>(x, t, shift, weight, top, tile_sums);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       row_sum[h].add(tile_sums[h]);
-      good = good && (own[h] == LOW || own[h] >= top - MAX_CACHED_DISTANCE);
+      fits_cache = fits_cache && (own[h] == LOW || own[h] >= top - MAX_CACHED_DISTANCE);
     }
     steady = false;
     if (fabsf(top) < (float)INFINITY_) reference = top;
-    return __all_sync(ALL_LANES, good && reference == top);
+    return __all_sync(ALL_LANES, fits_cache && reference == top);
   }
 
-  // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN. CACHE
-  // stores the exponentials, in pieces, so that each is on its way while the next is computed.
+  // Sums tile t: rows to `tile_sums`, and columns over the strip to shared memory, for `end_tile`. Returns false if
+  // the sum of a column is outside its bounds. `shift` has the reference exponents of this thread's two rows.
+  //   - Without OWN, both are `top`, and `weight` is not read.
+  //   - With OWN, exponentials times `weight` have the reference exponent `top`, for the sums of columns and for the
+  //     cache. Columns whose sums are too small get reference exponents of their own.
+  // CACHE: the exponentials are stored in pieces, so that one piece is on its way while the next is computed.
   template <bool OWN>
-  __device__ __forceinline__ bool sums(const float (&x)[64], int t, const float (&shift)[2],
+  __device__ __forceinline__ bool sum_tile(const float (&x)[64], int t, const float (&shift)[2],
                                        const float* weight, float top, Partial (&tile_sums)[2]) {
-    bool good = true, small[SLICES / 2];
+    bool good = true, small[TILE_SLICES / 2];  // small[s]: see TileColumns::require_empty
     const TileColumns tile_columns{x, rows, consumer.columns, lane, c};
 #if CACHE
     u32 words[PIECE / 4 * PARTS];
 #endif
     SliceColumns columns(consumer.columns, 0, lane);
 #pragma unroll
-    for (int s = 0; s < SLICES / 2; ++s) {  // 32 columns
-      float eight[8], moments[8];
+    for (int s = 0; s < TILE_SLICES / 2; ++s) {  // group s of 32 columns, two slices
+      float thread_sums[8], moments[8];  // of this thread's eight columns of the group, over its two rows
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const int i = 16 * s + k / 2 * 4 + k % 2;
@@ -244,8 +239,8 @@ struct Lse {
         Options::add_to_row(tile_sums[0].sum, e0, x[i], pair0);
         Options::add_to_row(tile_sums[1].sum, e1, x[i + 2], pair1);
         if (COLUMNS)
-          eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1])
-                         : Options::column_sum(e0, x[i], pair0, e1, x[i + 2], pair1);
+          thread_sums[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1])
+                               : Options::column_sum(e0, x[i], pair0, e1, x[i + 2], pair1);
         if (MOMENTS) {
           const float row0 = Options::in_row(x[i], pair0) ? e0 : 0, row1 = Options::in_row(x[i + 2], pair1) ? e1 : 0;
           const float column0 = Options::in_column(x[i], pair0) ? e0 : 0;
@@ -257,7 +252,7 @@ struct Lse {
         }
 #if CACHE
         const float cached0 = OWN ? e0 * weight[0] : e0, cached1 = OWN ? e1 * weight[1] : e1;
-        u32 *word = words + i % (PIECE / 2) / 2 * PARTS, *below = word + PARTS;  // 8 rows below
+        u32 *word = words + i % (PIECE / 2) / 2 * PARTS, *below = word + PARTS;  // of the row, and of that 8 rows below
         if (PARTS == 2) {
           word[k % 2] = __float_as_uint(cached0);
           below[k % 2] = __float_as_uint(cached1);
@@ -274,62 +269,66 @@ struct Lse {
       if (32 * (s + 1) % PIECE == 0)
         out->store_piece(words, first_row(), t * TILE_COLUMNS + 32 * (s + 1) - PIECE, lane);
 #endif
-      // Ahead of the writes of sums, which reads of shared memory cannot pass
-      if (s + 1 < SLICES / 2) columns = SliceColumns(consumer.columns, 2 * s + 2, lane);
+      // The next slice's numbers are loaded before the sums are written: reads of shared memory do not pass writes
+      if (s + 1 < TILE_SLICES / 2) columns = SliceColumns(consumer.columns, 2 * s + 2, lane);
       if (!COLUMNS) continue;
-      Partial slice_sums = {top, join_columns(eight, lane.lane, Plus()), 0};
-      if (MOMENTS) slice_sums.moment = join_columns(moments, lane.lane, Plus());
+      // The sum of this lane's column of the group over the strip
+      Partial strip_column = {top, join_columns(thread_sums, lane.lane, Plus()), 0};
+      if (MOMENTS) strip_column.moment = join_columns(moments, lane.lane, Plus());
       if constexpr (Options::SPLITS) {
-        // A column may have pairs above the reference exponents of their rows
-        if (OWN) slice_sums = tile_columns.own_sums(s);
-        if (slice_sums.sum > MAX_TILE_SUM || (MOMENTS && fabsf(slice_sums.moment) > MAX_TILE_MOMENT)) good = false;
-        small[s] = slice_sums.sum < MIN_EXACT_SUM;
+        // A pair that its row leaves out may be far above the row's reference exponent: columns always get their own
+        if (OWN) strip_column = tile_columns.sum_with_own_references(s);
+        if (strip_column.sum > MAX_TILE_SUM || (MOMENTS && fabsf(strip_column.moment) > MAX_TILE_MOMENT)) good = false;
+        small[s] = strip_column.sum < MIN_EXACT_SUM;
       } else {
         // A column beyond the matrix has no terms to lose
         const bool beyond = CACHE && t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) >= (int)b.k.rows;
-        if (slice_sums.sum < MIN_EXACT_SUM && !beyond) good = false;
-        if (OWN && __any_sync(ALL_LANES, slice_sums.sum < MIN_EXACT_SUM)) slice_sums = tile_columns.own_sums(s);
+        if (strip_column.sum < MIN_EXACT_SUM && !beyond) good = false;
+        if (OWN && __any_sync(ALL_LANES, strip_column.sum < MIN_EXACT_SUM))
+          strip_column = tile_columns.sum_with_own_references(s);
       }
-      if (KEEPS_OWN_STRIP && s == lane.warp) strip_sum = slice_sums;
-      else group.strips.get_partials(s, s ^ lane.warp).set(lane.lane, slice_sums);
+      if (KEEPS_OWN_STRIP && s == lane.warp) strip_sum = strip_column;
+      else group.strips.get_partials(s, s ^ lane.warp).set(lane.lane, strip_column);
     }
     if constexpr (Options::SPLITS && COLUMNS && !OWN) tile_columns.require_empty(small, good);
     return good;
   }
 
+  // Adds the column sums of the warpgroup's four strips to the column's pair in memory.
   __device__ __forceinline__ void end_tile(int t) {
     if (!COLUMNS) {
-      __syncwarp();  // else the compiler takes part of this tile into the next, short of registers
+      __syncwarp();  // else the compiler moves part of this tile's work into the next tile, and has too few registers
       return;
     }
-    // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
-    if (inside(t) && !(b.triangle && t / TILES == work.query_tile)) {
-      Partial strip[4];
-      bool same = true;
+    // A tile on the diagonal of a triangle holds both (i, j) and (j, i), so its rows' sums suffice
+    if (inside(t) && !(b.triangle && t / TILES_PER_KEY_TILE == work.query_tile)) {
+      Partial strips[4];  // sums of this thread's column over the strips of the four warps
+      bool same = true;  // all sums have the reference exponent of the sum so far
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        const bool own = KEEPS_OWN_STRIP && w == 0;
-        strip[w] = own ? strip_sum : group.strips.get_partials(lane.warp, w).get(lane.lane);
-        const bool nothing = Options::SPLITS && strip[w].sum == 0;
-        same = same && (nothing || strip[w].reference == column_sum.reference);
+        const bool in_register = KEEPS_OWN_STRIP && w == 0;
+        strips[w] = in_register ? strip_sum : group.strips.get_partials(lane.warp, w).get(lane.lane);
+        const bool no_pairs = Options::SPLITS && strips[w].sum == 0;
+        same = same && (no_pairs || strips[w].reference == column_sum.reference);
       }
       if (same) {
-        column_sum.sum += (strip[0].sum + strip[1].sum) + (strip[2].sum + strip[3].sum);
+        column_sum.sum += (strips[0].sum + strips[1].sum) + (strips[2].sum + strips[3].sum);
         if (MOMENTS)
-          column_sum.moment += (strip[0].moment + strip[1].moment) + (strip[2].moment + strip[3].moment);
+          column_sum.moment += (strips[0].moment + strips[1].moment) + (strips[2].moment + strips[3].moment);
       } else
 #pragma unroll
         for (int w = 0; w < 4; ++w)
-          if (!(Options::SPLITS && strip[w].sum == 0)) column_sum.add(strip[w]);
+          if (!(Options::SPLITS && strips[w].sum == 0)) column_sum.add(strips[w]);
       column_partials.set(t * TILE_COLUMNS, column_sum);
     }
   }
 
+  // Leaves the rows' sums of the segment in `row_partials`.
   __device__ __forceinline__ void end_query_tile(const Work& w) {
     if (CACHE) out->end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      Partial all = row_sum[h];
+      Partial all = row_sum[h];  // over the four threads of the row
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2) {
         Partial other = {LOW, __shfl_xor_sync(ALL_LANES, all.sum, lanes), 0};
@@ -347,32 +346,34 @@ struct Lse {
         row_partials.set((ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h), all);
     }
     if (!COLUMNS) return;
-    // Of a triangle's tiles on the diagonal, rows' sums are all
+    // In a triangle, the tile on the diagonal leaves no column sums (`end_tile`)
     const int tiles = (int)b.column_tiles, first = w.first + (b.triangle && w.first == w.query_tile);
-    mark(first, min(w.last, tiles));
-    mark(max(first - tiles, 0), w.last - tiles);
+    record_column_sums(first, min(w.end, tiles));
+    record_column_sums(max(first - tiles, 0), w.end - tiles);  // key tiles beyond the last one (Work)
   }
 
-  // Before the sweep's first barrier, if there are too many tiles to be remembered: all have pairs.
+  // Before `sweep`, if there are too many tiles for the bitmask: all columns get empty sums, and all bits are set.
   __device__ __forceinline__ void begin() {
-    visited_tiles = ~0u;
+    tiles_with_sums = ~0u;
     if (lane.warpgroup < WARPGROUPS)
       for (int t = 0; inside(t); ++t) column_partials.set(t * TILE_COLUMNS, Partial::empty());
   }
 
   // After the last query tile.
   __device__ __forceinline__ void end() {
-    if (lane.warpgroup == 0 && lane.warp == 0) written_tiles[blockIdx.x * 32 + lane.lane] = visited_tiles;
+    if (lane.warpgroup == 0 && lane.warp == 0) written_tiles[blockIdx.x * 32 + lane.lane] = tiles_with_sums;
   }
 };
 
-// positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
-// [STRIPS blocks, column_stride], of which a block's `written_tiles` [32] tell where they are: bit i of number
-// l for tile 32 l + i, or all. CACHE: `cached`, and the exponentials in `gradient_block`. MOMENTS: row_moments and
-// column_moments, like the pairs; of raw products.
+//   - positive [rows]: base-2 logits of positives
+//   - row_pairs [ROW_SLOTS segments, row_stride]: pairs (r, sum)
+//   - column_pairs [ROW_GROUPS thread blocks, column_stride]: pairs (r, sum), undefined in tiles without a bit
+//   - written_tiles [thread blocks, 32]: bit i of word l says whether the block has written the pairs of tile 32 l + i
+//   - row_moments, column_moments (MOMENTS): sums of 2^(c x - r) x in the layout of the pairs, x a product and no logit
+//   - cached, gradient_block, gradient_map (CACHE): exponentials are written to `gradient_block`
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
-__cluster_dims__(BLOCKS, 1, 1)
+__cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
           const __grid_constant__ Block block, i64 segments, double* positive, float2* row_pairs,
@@ -387,12 +388,12 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
   const GradientStrip strip(gradient_map, gradient_block, group.pieces, lane);
   out = &strip;
 #endif
-  const i64 first = (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + Lse::column(lane);
+  const i64 own_pairs = (ROW_GROUPS * (i64)blockIdx.x + lane.row_group()) * column_stride + Lse::column(lane);
   Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive,
           Partials{row_pairs, row_moments}, row_stride,
-          Partials{column_pairs, column_moments}.from(first), written_tiles,
+          Partials{column_pairs, column_moments}.from(own_pairs), written_tiles,
           (float)logit_factor(block.scale.get() * LOG2_E), cached, out};
-  if (COLUMNS && block.column_tiles * TILES > MAX_WRITTEN_TILES) lse.begin();
+  if (COLUMNS && block.column_tiles * TILES_PER_KEY_TILE > MAX_WRITTEN_TILES) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
   if (COLUMNS && lane.warpgroup < WARPGROUPS) lse.end();
 }

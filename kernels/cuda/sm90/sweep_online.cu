@@ -1,12 +1,13 @@
-// One-sided losses in one pass, as a sweep (sweep/sweep.cuh): the gradient block e_ij = 2^(c x_ij - r_i), and
-// the sum of each of its rows. dQ takes nothing but E K, in float32, and one factor u_i for each row, which
-// follows from the log-sum-exps that are known at the end. Then dK takes E' (u Q).
+// Losses with one softmax in one pass, as a sweep (sweep/sweep.cuh): the gradient block e_ij = 2^(c x_ij - r_i), and
+// the sum of each of its rows. Row i of dL/dx is e_i times a factor u_i, which follows from the row's log-sum-exp and
+// so is known only at the end. cuBLAS multiplies E by keys at once, and each row of dQ gets its factor at the end. If
+// dK is wanted, a block has all keys, and cuBLAS multiplies E' by (u Q) when the block has been swept.
 //
-// The caller chooses the reference exponents r_i (reference_exponents.cuh), so this kernel finds no maximum. If a
-// sum is outside its bounds, r_i does not serve. From that tile on, the kernel searches the tiles of the query tile
-// for the largest product of each row. The caller sets new reference exponents from these products, and launches the
-// kernel again for such query tiles (`visited_tiles`). The largest product of all may lie in an earlier tile, in
-// which the sum was still within its bounds. That tile is within the bounds of the new r_i, too.
+// The caller chooses the reference exponents r_i (reference_exponents.cuh), so this kernel finds no maximum. If a sum
+// is outside its bounds after a tile, r_i does not serve. Then the kernel searches the tile for the largest product of
+// each row. `check_references` (vectors/online.cuh) sets new reference exponents from these products, and the caller
+// launches the kernel again for such query tiles (`visited_tiles`). The largest product of all may lie in an earlier
+// tile, in which the sum was still within its bounds. That tile is within the bounds of the new r_i, too.
 //
 // MOMENTS: also sums of e_ij x_ij.
 #include "sm90/reference_exponents.cuh"
@@ -27,24 +28,26 @@ struct Online {
   const Block& b;
   const Lane& lane;
   ConsumerShared& consumer;
-  const float* references;
-  const double* before;  // rows' sums over the blocks before
-  double* positive;
-  float2* row_pairs;  // [slots, row_stride]
+  const float* references;  // [rows]: r_i
+  const double* before;     // [rows]: rows' sums over earlier blocks of columns, against r_i
+  double* positive;         // these four: see the kernel
+  float2* row_pairs;
   i64 row_stride;
-  float* row_moments;  // like the pairs (MOMENTS)
-  GradientStrip out;
-  double scale;
-  float c;
+  float* row_moments;
+  GradientStrip out;  // writes to the gradient block
+  double scale;       // scale log2 e
+  float c;            // the same, rounded
 
-  Work work;
+  Work work;  // the query tile
   Rows rows;
-  float reference[2], least;
-  float sum[2], high[2], moment[2];  // so far; this thread's, of four that share a row
+  float reference[2];  // r_i of this thread's two rows
+  float least;         // lower bound of both sums
+  // Of this thread's two rows, over its columns of the query tile so far; four threads share a row. `high` is the
+  // largest exponent, in the unit of products; LOW until it is searched
+  float sum[2], high[2], moment[2];
 
-  __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
-    return lane.get_row(work.query_tile, h);
-  }
+  // This thread's row h, in the block.
+  __device__ __forceinline__ i64 row(int h) const { return lane.get_row(work.query_tile, h); }
 
   __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
@@ -57,7 +60,7 @@ struct Online {
       sum[h] = inside ? 0 : 1;  // padding is within the bounds
       high[h] = LOW;
       moment[h] = 0;
-      // With terms from before, a row may have none in this block
+      // A row with terms of earlier blocks may have none in this block: then its sum has no lower bound
       if (inside && before[row(h)] == 0) least = MIN_REFERENCED_SUM;
     }
   }
@@ -68,13 +71,13 @@ struct Online {
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 pair, float value) {
-      positive[pair] = scale * (double)value;
+    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 index, float product) {
+      positive[index] = scale * (double)product;
     });
-    const int first_row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
+    const int strip_row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
     float e[64], tile_sum[2] = {0, 0};
 #pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
+    for (int s = 0; s < TILE_SLICES; ++s) {
       const SliceColumns columns(consumer.columns, s, lane);
 #pragma unroll
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
@@ -83,21 +86,23 @@ struct Online {
         tile_sum[h] += e[i];
         if (MOMENTS) moment[h] = fmaf(e[i], x[i], moment[h]);
 #if FACTORS
-        e[i] *= consumer.columns.factor[get_column(i, lane)];  // the row's is taken at the end
+        e[i] *= consumer.columns.factor[get_column(i, lane)];  // the row's norm factor is applied to dQ
 #endif
       }
-      out.store(e, s, first_row, t * TILE_COLUMNS, b, lane);
+      out.store(e, s, strip_row, t * TILE_COLUMNS, b, lane);
     }
     sum[0] += tile_sum[0];
     sum[1] += tile_sum[1];
     const bool good = fmaxf(sum[0], sum[1]) <= MAX_REFERENCED_SUM && fminf(sum[0], sum[1]) >= least;
     if (__all_sync(ALL_LANES, good)) return;
+    // A sum of the strip is out of bounds: search the tile
 #pragma unroll
-    for (int h = 0; h < 2; ++h) high[h] = fmaxf(high[h], largest(x, h, rows, consumer.columns, lane));
+    for (int h = 0; h < 2; ++h) high[h] = fmaxf(high[h], find_largest_exponent(x, h, rows, consumer.columns, lane));
   }
 
   __device__ __forceinline__ void end_tile(int) {}
 
+  // Adds the sums of the four threads of each row, and leaves them in memory.
   __device__ __forceinline__ void end_query_tile(const Work& w) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -117,13 +122,14 @@ struct Online {
   }
 };
 
+//   - references [rows]: r_i. before [rows]: rows' sums over earlier blocks; 0 in the first block
 //   - positive [rows]: base-2 logits of positives
-//   - row_pairs [ROW_SLOTS segments, row_stride]: (largest product, if it was searched; sum)
-//   - row_moments (MOMENTS): moments, in the layout of row_pairs
-//   - visited_tiles: see `sweep`
+//   - row_pairs [ROW_SLOTS segments, row_stride]: (largest product, or LOW if it was not searched; sum)
+//   - row_moments (MOMENTS): sums of e_ij x_ij, in the layout of row_pairs
+//   - visited_tiles: null in the first launch; then the query tiles that are computed again (`is_visited`)
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
-__cluster_dims__(BLOCKS, 1, 1)
+__cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
              const __grid_constant__ Block block, i64 segments, const float* references,

@@ -1,22 +1,23 @@
-// Pairwise sigmoid as a sweep (sweep/sweep.cuh): what tiled/sigmoid.cu computes, at the speed of the tensor
-// cores.
+// Pairwise sigmoid as a sweep (sweep/sweep.cuh): the losses and the gradient block P of tiled/sigmoid.cu, which has the
+// equations, at the speed of the tensor cores. There is one pass; cuBLAS multiplies P by features afterwards.
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/strip.cuh"
 
+// A pair of base-2 logit z has the loss log(1 + e) and the gradient a e / (1 + e), with e = 2^z. In most tiles, all
+// logits are far below 0, and e is small. If all are below MAX_SERIES_LOGIT, series in e up to e^5 replace the division
+// and the logarithm. If all are below MAX_SHORT_SERIES_LOGIT and P has 16 bits, series up to e^2 suffice: the loss
+// has a relative error of 3e-7.
+constexpr float MAX_SERIES_LOGIT = -5.0f;
+constexpr float MAX_SHORT_SERIES_LOGIT = -10.0f;
+constexpr bool USES_SHORT_SERIES = PARTS == 1;
 
-// Most tiles have no logit near 0. Where all base-2 logits z of a tile are below CALM, series in e = 2^z up
-// to e^5 replace the division. Where all are below CALMER and P has 16 bits, series up to e^2 suffice: their
-// error is 3e-7.
-constexpr float CALM = -5.0f;
-constexpr float CALMER = -10.0f;
-constexpr bool HAS_CALMER = PARTS == 1;
+// How the losses of a tile are computed. DIVISION: logits have any size. WITH_POSITIVES (POSITIVE_IDS): the same, and
+// some pairs are positives.
+enum { DIVISION, SERIES, SHORT_SERIES, WITH_POSITIVES };
 
-// WITH_POSITIVES: by POSITIVE_IDS, and with logits of any size.
-enum { ANY, CALM_TILE, CALMER_TILE, WITH_POSITIVES };
-
-// Numbers of a row, or of its part in a tile.
+// Sums of a row, over the columns of one thread: of the losses, of P, and of P x (MOMENTS).
 struct RowSums {
-  float loss, gradient, moment;  // sums of the losses, of P, and of P x (MOMENTS)
+  float loss, gradient, moment;
 };
 
 struct SigmoidLoss {
@@ -31,20 +32,20 @@ struct SigmoidLoss {
   const Block& b;
   const Lane& lane;
   ConsumerShared& consumer;
-  const float* row_factor;
-  double* positive;
-  float2* row_sums;    // (loss, sum of P)
-  float* row_moments;  // sums of P x (MOMENTS)
+  const float* row_factor;  // [rows]: a_i
+  double* positive;         // these four: see the kernel
+  float2* row_sums;
+  float* row_moments;
   i64 row_stride;
-  GradientStrip out;
+  GradientStrip out;  // writes to the gradient block
   double scale;
-  float c, bias;  // in base 2
+  float c, bias;  // base-2 logits are z = c x + bias
 
-  Work work;
+  Work work;  // the query tile
   Rows rows;
-  float a[2];
-  RowSums sums[2];  // of the query tile so far; this thread's columns
-  RowSums tile_sums[2];
+  float a[2];            // a_i of this thread's two rows
+  RowSums sums[2];       // of the two rows, over the query tile so far
+  RowSums tile_sums[2];  // of the two rows, over the current tile; its moments are added to `sums` at once
 
   __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
@@ -60,15 +61,15 @@ struct SigmoidLoss {
   __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 pair, float value) {
-      positive[pair] = scale * (double)value;
+    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 index, float product) {
+      positive[index] = scale * (double)product;
     });
 #pragma unroll
     for (int h = 0; h < 2; ++h) tile_sums[h] = RowSums{};
-    float most = x[0];
+    float largest_logit = x[0];
 #pragma unroll
-    for (int i = 1; i < 64; ++i) most = fmaxf(most, x[i]);
-    most = fmaf(c, most, bias);
+    for (int i = 1; i < 64; ++i) largest_logit = fmaxf(largest_logit, x[i]);
+    largest_logit = fmaf(c, largest_logit, bias);
 #if POSITIVE_IDS
     if (__any_sync(ALL_LANES, may_have_equal_ids(t))) {
       const Positives positives(*this);
@@ -76,23 +77,24 @@ struct SigmoidLoss {
 #pragma unroll
       for (int i = 0; i < 64; ++i) any |= positives.have(i);
       if (__any_sync(ALL_LANES, any)) {
-        slices<WITH_POSITIVES>(x, t);
+        differentiate<WITH_POSITIVES>(x, t);
         return;
       }
     }
 #endif
-    if (HAS_CALMER && __all_sync(ALL_LANES, most < CALMER)) slices<CALMER_TILE>(x, t);
-    else if (__all_sync(ALL_LANES, most < CALM)) slices<CALM_TILE>(x, t);
-    else slices<ANY>(x, t);
+    if (USES_SHORT_SERIES && __all_sync(ALL_LANES, largest_logit < MAX_SHORT_SERIES_LOGIT))
+      differentiate<SHORT_SERIES>(x, t);
+    else if (__all_sync(ALL_LANES, largest_logit < MAX_SERIES_LOGIT)) differentiate<SERIES>(x, t);
+    else differentiate<DIVISION>(x, t);
   }
 
 #if POSITIVE_IDS
-  // The positive pairs of a thread's rows with a tile, and their weights. Numbers of rows are loaded for those tiles that
-  // may have such pairs: in registers, they would crowd out the accumulators of all other tiles.
+  // Which pairs of this thread in a tile are positives, by equal positive ids, and their weights. The numbers of rows
+  // are loaded only for tiles that may have such pairs: the accumulators leave too few registers to keep these numbers.
   struct Positives {
     const SigmoidLoss& loss;
-    i64 ids[2];
-    float weights[2];
+    i64 ids[2];        // query_positive_ids of this thread's two rows
+    float weights[2];  // query_pair_weights of the two rows
 
     __device__ __forceinline__ Positives(const SigmoidLoss& sigmoid) : loss(sigmoid) {
 #pragma unroll
@@ -101,15 +103,17 @@ struct SigmoidLoss {
         ids[h] = sigmoid.b.query_positive_ids[row], weights[h] = sigmoid.b.query_pair_weights[row];
       }
     }
-    // Whether the ids of the pair of x[i] are equal.
+    // Whether the positive ids of the pair of x[i] are equal.
     __device__ __forceinline__ bool have(int i) const {
       return ids[i / 2 % 2] == loss.consumer.columns.key_positive_ids[get_column(i, loss.lane)];
     }
+    // The weight of the pair of x[i], if it is a positive.
     __device__ __forceinline__ float weight(int i) const {
-      return weights[i / 2 % 2] + loss.consumer.columns.key_pair_weights[in_slices(get_column(i, loss.lane))];
+      return weights[i / 2 % 2] + loss.consumer.columns.key_pair_weights[find_slice_position(get_column(i, loss.lane))];
     }
   };
-  // Whether a tile may have pairs of equal ids: without `positive_tiles`, each tile may.
+  // Whether tile t may have pairs of equal positive ids, by its bit in `positive_tiles`. Without `positive_tiles`, each
+  // tile may.
   __device__ __forceinline__ bool may_have_equal_ids(int t) const {
     if (!b.positive_tiles) return true;
     const i64 query_tile = (u64)(b.first_row + lane.get_row(work.query_tile, 0)) / POSITIVE_TILE;
@@ -118,27 +122,29 @@ struct SigmoidLoss {
   }
 #endif
 
-  template <int RANGE>
-  __device__ __forceinline__ void slices(float (&x)[64], int t) {
-    const int row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
+  // x <- P; adds up losses, P and P x of this thread's rows, and stores P slice by slice.
+  template <int FORMULA>
+  __device__ __forceinline__ void differentiate(float (&x)[64], int t) {
+    const int strip_row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;  // the first row of the warp's strip
 #if POSITIVE_IDS
-    const Positives positives(*this);  // not loaded in other ranges
+    const Positives positives(*this);  // the compiler loads its numbers only with WITH_POSITIVES
 #endif
 #pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
+    for (int s = 0; s < TILE_SLICES; ++s) {
 #pragma unroll
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
         const float z = fmaf(c, x[i], bias);
         float product = 0;
-        // P takes the place of x: without a copy, the accumulators of wgmma do not stay where they are
+        // P takes the place of x, which the moment needs. Without the copy, the compiler moves wgmma's accumulators
         if (MOMENTS) product = copied(x[i]);
-        if (RANGE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
+        if (FORMULA == SHORT_SERIES) {
           const float e = exp2_(z), ea = e * a[h];
           tile_sums[h].loss = fmaf(fmaf(e, -0.5f, 1.0f), e, tile_sums[h].loss);
           x[i] = fmaf(-e, ea, ea);
-        } else if (RANGE == CALM_TILE) {
+        } else if (FORMULA == SERIES) {
           const float e = exp2_(z);
+          // log1p * e = log(1 + e), and (1 + g * e) * e = e / (1 + e)
           float log1p = fmaf(e, 0.2f, -0.25f), g = e - 1;
           log1p = fmaf(log1p, e, 1.0f / 3);
           log1p = fmaf(log1p, e, -0.5f);
@@ -148,7 +154,7 @@ struct SigmoidLoss {
           tile_sums[h].loss = fmaf(log1p, e, tile_sums[h].loss);
           x[i] = fmaf(g, e, 1.0f) * e * a[h];
 #if POSITIVE_IDS
-        } else if (RANGE == WITH_POSITIVES) {
+        } else if (FORMULA == WITH_POSITIVES) {
           const bool positive = (x[i] != EXCLUDED) & positives.have(i);
           const float weight = positive ? positives.weight(i) : 1, y = positive ? -z : z;
           const float e = exp2_(-fabsf(y));
@@ -170,7 +176,7 @@ struct SigmoidLoss {
         x[i] *= rows.factor[h] * consumer.columns.factor[get_column(i, lane)];
 #endif
       }
-      if (GRADIENT) out.store(x, s, row, t * TILE_COLUMNS, b, lane);
+      if (GRADIENT) out.store(x, s, strip_row, t * TILE_COLUMNS, b, lane);
     }
   }
 
@@ -182,6 +188,7 @@ struct SigmoidLoss {
     }
   }
 
+  // Adds up the rows over the four threads of each row, and leaves the sums in memory.
   __device__ __forceinline__ void end_query_tile(const Work& w) {
     if (GRADIENT) out.end(lane);
 #pragma unroll
@@ -198,10 +205,14 @@ struct SigmoidLoss {
   }
 };
 
-// positive [rows]: logits without the bias; row_sums and row_moments [slots, row_stride].
+//   - row_factor [rows]: a_i, divided by the gradient divisor
+//   - positive [rows]: logits of positives without the bias
+//   - row_sums [ROW_SLOTS segments, row_stride]: (sum of losses, sum of P) over the negatives, or with POSITIVE_IDS over
+//     negatives and positives by ids
+//   - row_moments (MOMENTS): sums of P x, in the layout of row_sums
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
-__cluster_dims__(BLOCKS, 1, 1)
+__cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
               const __grid_constant__ Block block, i64 segments,

@@ -1,32 +1,35 @@
-// dL/dx of a sweep's tiles (sweep/sweep.cuh). With the reference exponents r of rows and columns, and the factors a, u
-// and v of struct Factors:
-//     dL/dx_ij = a_i 2^(c x_ij - r_i) + v_j 2^(c x_ij - r_j), or, if one exponential serves both sides,
-//     dL/dx_ij = 2^(c x_ij - r_i) (a_i + u_i v_j).
-// FACTORS is something else: with it, dL/dx_ij is also multiplied by the norm factors of row i and column j.
+// The gradient P = dL/dx of a sweep's tiles, divided by the gradient divisor. The epilogues of sweep_gradient.cu and
+// sweep_narrow.cu store P, or multiply P by keys. With the reference exponents R of rows and C of columns (their
+// log-sum-exps in base 2, rounded), and the factors a, u and v of struct Factors (tiled/gradient.cu has the equations):
+//     P_ij = a_i 2^(c x_ij - R_i) + v_j 2^(c x_ij - C_j), or
+//     P_ij = 2^(c x_ij - R_i) (a_i + u_i v_j)     if one exponential serves both sides (`one_exponential`).
+// Without COLUMNS, only the term with a_i is left. The option FACTORS has nothing to do with a, u and v: with it,
+// P_ij is also multiplied by the norm factors of row i and column j.
 #pragma once
 #include "sm90/sweep/logits.cuh"
 
-// Numbers of options take the place of columns' reference exponents in shared memory. The reference exponents
-// are then read from global memory, if one exponential does not serve both sides.
+// Whether shared memory has the reference exponents of a tile's columns. With options that SPLIT or SHIFT, their
+// numbers take this place, and reference exponents are read from global memory, if one exponential does not serve both
+// sides.
 constexpr bool KEEPS_REFERENCES = COLUMNS && !Options::SPLITS && !Options::SHIFTS;
 
 struct LogitGradient {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;
   struct ConsumerShared {
     Columns columns;
-    // The columns of a thread's slice are adjacent
+    // Factors v_j and reference exponents C_j of the tile's columns, in the order of `find_slice_position`
     alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], reference[KEEPS_REFERENCES ? TILE_COLUMNS : 4];
   };
   const Block& b;
   const Lane& lane;
   ConsumerShared& consumer;
   const Factors& factors;
-  float c;
+  float c;  // scale log2 e
   bool one_exponential;
 
-  Work work;
+  Work work;  // the query tile
   Rows rows;
-  float reference[2], a[2], u[2];
+  float reference[2], a[2], u[2];  // R_i, a_i and u_i of this thread's two rows
 
   __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
@@ -45,42 +48,45 @@ struct LogitGradient {
     consumer.columns.publish(b, t, lane);
     rows.load_marks(b, work.query_tile, t, lane);
     if (!COLUMNS) return;
-    const int to = in_slices(lane.thread);
-    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
-    const bool inside = at < b.k.rows;
-    if (lane.half == 0) consumer.v[to] = inside ? factors.v[at] : 0;
-    if (KEEPS_REFERENCES && lane.half == HALVES - 1 && !one_exponential)
-      consumer.reference[to] = inside ? factors.column_reference[at] : 0;
+    const int position = find_slice_position(lane.thread);
+    const i64 column = (i64)t * TILE_COLUMNS + lane.thread;
+    const bool inside = column < b.k.rows;
+    // If the consumer has two warpgroups, one writes v and the other the reference exponents
+    if (lane.half == 0) consumer.v[position] = inside ? factors.v[column] : 0;
+    if (KEEPS_REFERENCES && lane.half == CONSUMER_WARPGROUPS - 1 && !one_exponential)
+      consumer.reference[position] = inside ? factors.column_reference[column] : 0;
   }
 
-  // This thread's four columns of a slice.
+  // The numbers of this thread's four columns of slice s, of `numbers` in shared memory.
   __device__ __forceinline__ float4 load_slice(const float* numbers, int s) const {
     if (!COLUMNS || s < 0) return make_float4(0, 0, 0, 0);
     return *(const float4*)(numbers + 16 * s + 4 * lane.t);
   }
 
-  // The reference exponents of these columns, in tile t.
-  __device__ __forceinline__ float4 references(int t, int s) const {
+  // The reference exponents C_j of this thread's four columns of slice s in tile t.
+  __device__ __forceinline__ float4 load_references(int t, int s) const {
     if (KEEPS_REFERENCES) return load_slice(consumer.reference, s);
     const i64 first = (i64)t * TILE_COLUMNS + 16 * s + 2 * lane.t;
-    const auto get_reference = [&](i64 at) { return COLUMNS && at < b.k.rows ? factors.column_reference[at] : 0; };
+    const auto get_reference = [&](i64 column) {
+      return COLUMNS && column < b.k.rows ? factors.column_reference[column] : 0;
+    };
     return make_float4(get_reference(first), get_reference(first + 1), get_reference(first + 8),
                        get_reference(first + 9));
   }
 
-  // x <- P in slice s, from v and the reference exponents of this thread's four columns. ONE: one exponential serves
-  // row and column, and `slice_references` is not read.
+  // x <- P in slice s, after `prepare`, from the factors v_j and the reference exponents C_j of this thread's four
+  // columns. ONE: one exponential serves row and column, and `slice_references` is not read.
   template <bool ONE>
-  __device__ __forceinline__ void values(float (&x)[64], int s, const float4& slice_v, const SliceColumns& columns,
-                                         const float4& slice_references) {
+  __device__ __forceinline__ void differentiate(float (&x)[64], int s, const float4& slice_v,
+                                                const SliceColumns& columns, const float4& slice_references) {
 #pragma unroll
     for (int j = 2 * s; j < 2 * s + 2; ++j) {
       const float2 v = j % 2 ? make_float2(slice_v.z, slice_v.w) : make_float2(slice_v.x, slice_v.y);
-      const float2 own = j % 2 ? make_float2(slice_references.z, slice_references.w)
-                               : make_float2(slice_references.x, slice_references.y);
-      float2 f = make_float2(1, 1);
+      const float2 column_reference = j % 2 ? make_float2(slice_references.z, slice_references.w)
+                                            : make_float2(slice_references.x, slice_references.y);
+      float2 column_factor = make_float2(1, 1);  // norm factors
 #if FACTORS
-      f = *(const float2*)&consumer.columns.factor[8 * j + 2 * lane.t];
+      column_factor = *(const float2*)&consumer.columns.factor[8 * j + 2 * lane.t];
 #endif
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -98,21 +104,23 @@ struct LogitGradient {
           x0 = e0 * fmaf(u[h], v0, a0);
           x1 = e1 * fmaf(u[h], v1, a1);
         } else {
-          x0 = fmaf(e0, a0, exp2_(finite(fmaf(y0, c, -own.x))) * v0);
-          x1 = fmaf(e1, a1, exp2_(finite(fmaf(y1, c, -own.y))) * v1);
+          x0 = fmaf(e0, a0, exp2_(finite(fmaf(y0, c, -column_reference.x))) * v0);
+          x1 = fmaf(e1, a1, exp2_(finite(fmaf(y1, c, -column_reference.y))) * v1);
         }
         if (FACTORS) {
-          x0 *= factor(h) * f.x;
-          x1 *= factor(h) * f.y;
+          x0 *= row_factor(h) * column_factor.x;
+          x1 *= row_factor(h) * column_factor.y;
         }
       }
     }
   }
-  // The exponential of a pair that a softmax does not have is multiplied by 0, so it has to be finite. NaN stays.
+  // With options that SPLIT, the exponential of a pair that a softmax does not have is multiplied by 0, so the
+  // exponential has to be finite. NaN stays.
   __device__ __forceinline__ static float finite(float exponent) {
     return Options::SPLITS ? min_or_nan(exponent, 126.0f) : exponent;
   }
-  __device__ __forceinline__ float factor(int h) const {
+  // The norm factor of this thread's row h.
+  __device__ __forceinline__ float row_factor(int h) const {
 #if FACTORS
     return rows.factor[h];
 #else

@@ -1,143 +1,168 @@
-// The layout of a sweep (sweep/sweep.cuh): sizes, barriers, shared memory, and which thread has which rows.
+// The layout of a sweep (sweep/sweep.cuh): sizes, barriers, shared memory, and which thread has which rows and columns.
 #pragma once
 #include "block/options.cuh"
 #include "sm90/reference_exponents.cuh"
 
-// IN_REGISTERS, WIDE: see sweep.cuh
+// --- sizes: the -D options are computed by kernels/gpu/config/sweep.py ----------------------------------------------
+
 #ifndef IN_REGISTERS
-#define IN_REGISTERS 0
+#define IN_REGISTERS 0  // 1: dL/dx of narrow rows stays in registers (sweep_narrow.cu)
 #endif
 #ifndef K_SLICES
-#define K_SLICES 8  // K-slices of a row: ceil(width / K_SLICE), for each part
+#define K_SLICES 8  // K-slices of a row: ceil(bytes of a part / K_SLICE), times PARTS
 #endif
 #ifndef STAGES
-#define STAGES 5  // of the ring in shared memory
+#define STAGES 5  // stages of the ring in shared memory; each holds one K-slice of a key tile
 #endif
 #ifndef WIDE
-#define WIDE 0
+#define WIDE 0  // 1: wide rows, of more than 1024 bytes (sweep/streamed.cuh)
 #endif
 #ifndef TEACHER_SLICES
-#define TEACHER_SLICES 0  // K-slices of a row of the teacher, if a tile has a second product, of its features
+#define TEACHER_SLICES 0  // K-slices of a teacher's row (sweep_distill.cu); 0: a tile has one product
 #endif
-// Whether each column of a tile has numbers in shared memory, in every epilogue.
-#define HAS_COLUMN_NUMBERS (FACTORS || !__is_empty(Options::ColumnNumbers<1>))
 #ifndef SHARED
-#define SHARED 232448  // bytes that a launch gives
+#define SHARED 232448  // bytes of shared memory that a launch gives to a thread block
 #endif
-constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS || TEACHER_SLICES ? 64 : 128;
-constexpr int BLOCKS = WIDE ? 2 : 1;  // thread blocks of a cluster, which share a query tile
-constexpr int TILES = WIDE ? 2 : 1;   // tiles of TILE_COLUMNS keys that are multiplied at once: a key tile
-#define STREAMED (WIDE || PRECISION == FP16X3)         // rows of Q come with the keys
-constexpr int STRIPS = QUERY_TILE_ROWS / 64 / BLOCKS;  // strips of 64 rows that a thread block has of its query tile
-constexpr int HALVES = STREAMED ? 1 : STRIPS;          // warpgroups of a consumer, which have 64 rows each
-constexpr int WARPGROUPS = 2 * HALVES;                 // warpgroups of both consumers
-constexpr int OWN_ROWS = QUERY_TILE_ROWS / BLOCKS;     // rows of the query tile that a thread block has
-constexpr int SLICES = 8;  // slices of a tile, which have 16 columns each: epilogues compute slice by slice
-constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;
+// Whether epilogues read factors or numbers of options, for each column of a tile, from shared memory.
+#define HAS_COLUMN_NUMBERS (FACTORS || !__is_empty(Options::ColumnNumbers<1>))
+// Whether K-slices of queries are loaded together with K-slices of keys, because queries do not stay in shared memory.
+#define STREAMED (WIDE || PRECISION == FP16X3)
 
-// Named barriers. Numbers 1 .. WARPGROUPS belong to a warpgroup each.
+constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS || TEACHER_SLICES ? 64 : 128;
+constexpr int CLUSTER_BLOCKS = WIDE ? 2 : 1;  // thread blocks of a cluster, which share a query tile
+// A key tile has one or two tiles. A tile has TILE_COLUMNS (128) keys, and an epilogue computes one tile at a time.
+constexpr int TILES_PER_KEY_TILE = WIDE ? 2 : 1;
+constexpr int OWN_ROWS = QUERY_TILE_ROWS / CLUSTER_BLOCKS;  // rows of the query tile that a thread block has
+constexpr int ROW_GROUPS = OWN_ROWS / 64;  // groups of 64 rows in these, since a warpgroup multiplies 64 rows
+// Warpgroups of a consumer. A consumer has all rows of the query tile, 64 in each warpgroup. If STREAMED, a consumer is
+// one warpgroup, and has half of the thread block's rows.
+constexpr int CONSUMER_WARPGROUPS = STREAMED ? 1 : ROW_GROUPS;
+constexpr int WARPGROUPS = 2 * CONSUMER_WARPGROUPS;  // of both consumers
+constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;  // the last warpgroup has the producer
+constexpr int TILE_SLICES = 8;  // slices of 16 columns, one after the other, in which an epilogue computes a tile
+
+constexpr int K_SLICE_TILE_BYTES = TILE_COLUMNS * K_SLICE;  // a K-slice of 128 keys
+constexpr int STAGE_ROWS_BYTES = STREAMED ? OWN_ROWS * K_SLICE : 0;  // a K-slice of queries, before the keys
+constexpr int STAGE_BYTES = STAGE_ROWS_BYTES + TILES_PER_KEY_TILE * K_SLICE_TILE_BYTES;
+constexpr int ROW_SLOTS = STREAMED ? 1 : 2;  // partial sums that a segment leaves for each row, one from each consumer
+constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
+constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part of a row
+// Stages that a key tile passes through: one for each of its K-slices. If WIDE, the large parts of keys come twice,
+// because a stage holds one part of the queries (find_row_slice).
+constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES + TEACHER_SLICES;
+enum : int { RESIDENT_SLICES = K_SLICES + TEACHER_SLICES };  // K-slices of a query tile that stays in shared memory
+// Warps that read a stage: the warps of one consumer, or (STREAMED) of both consumers in all blocks of the cluster
+constexpr int READERS = 4 * CLUSTER_BLOCKS * (STREAMED ? WARPGROUPS : CONSUMER_WARPGROUPS);
+// WIDE: query tiles that meet the same keys at about the same time, so that the keys come from the L2 cache
+constexpr int QUERY_TILES_AT_ONCE = 8;
+
+// --- named barriers ---------------------------------------------------------------------------------------------
+//
+// Numbers 1 .. WARPGROUPS: one for each warpgroup (Lane::sync_warpgroup).
 //
 // PING_PONG + c: consumer c waits here for its turn at the tensor cores. The other consumer arrives,
 // without waiting, when it has issued its products. If warpgroups are not in step, each half of the
 // query tile has two such barriers, PING_PONG + 2 half + c.
 //
 // NEW_QUERY_TILE: all consumer warpgroups have ended the last query tile. Tiles alternate between consumers over
-// all query tiles, so in a new query tile a consumer may get a key tile that the other one had before. It then
-// reads the column pairs that the other one wrote: both keep them at one place in `column_pairs`, one
-// for each strip of 64 rows (sweep_lse.cu). NEW_QUERY_TILE also separates two uses of GRADIENT_WRITTEN.
+// all query tiles, so in a new query tile a consumer may get a key tile that the other consumer had before. It then
+// reads the column sums that the other consumer wrote: both consumers keep the sums of 64 rows in the same place in
+// `column_pairs` (sweep_lse.cu). NEW_QUERY_TILE also separates two uses of GRADIENT_WRITTEN.
 //
 // GRADIENT_WRITTEN: consumer 0 has written its gradients of the query tile, to which consumer 1 adds its own
 // (sweep_narrow.cu).
 constexpr int PING_PONG = 1 + WARPGROUPS;
-constexpr int NEW_QUERY_TILE = PING_PONG + 2 * HALVES;
+constexpr int NEW_QUERY_TILE = PING_PONG + 2 * CONSUMER_WARPGROUPS;
 constexpr int GRADIENT_WRITTEN = NEW_QUERY_TILE + 1;
 
-constexpr int K_SLICE_TILE_BYTES = TILE_COLUMNS * K_SLICE;
-constexpr int STAGE_ROWS_BYTES = STREAMED ? OWN_ROWS * K_SLICE : 0;  // rows of Q, before the keys
-constexpr int STAGE_BYTES = STAGE_ROWS_BYTES + TILES * K_SLICE_TILE_BYTES;
-constexpr int ROW_SLOTS = STREAMED ? 1 : 2;  // sums that a segment leaves for each row, one a consumer
-constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
-constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part
-// Stages that a key tile passes through. Small parts meet large ones in K-slices of their own (WIDE).
-constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES + TEACHER_SLICES;
-enum : int { RESIDENT_SLICES = K_SLICES + TEACHER_SLICES };  // of a query tile that stays in shared memory
-// Warps that read a stage: those of one consumer, or (STREAMED) of all, in all blocks of the cluster
-constexpr int READERS = 4 * BLOCKS * (STREAMED ? WARPGROUPS : HALVES);
-// WIDE: query tiles that meet the same keys at about the same time, so that the keys come from the L2 cache
-constexpr int QUERY_TILES_AT_ONCE = 8;
+// --- the order of the work ------------------------------------------------------------------------------------------
 
-// A query tile, and the key tiles that it meets in one segment: first .. last. In a triangle they go
-// on from the last key tile to key tile 0.
+// A query tile, and its segment of the keys: key tiles first .. end - 1. In a triangle, numbers go on beyond the last
+// key tile: number `tiles` + t is key tile t.
 struct Work {
-  int query_tile, segment, first, last;
+  int query_tile, segment, first, end;
 };
 
-// Item `item` of the work of a sweep: a query tile and a segment. A cluster of thread blocks takes every n-th item, of n
-// clusters (sweep in sweep.cuh).
-//   - In a triangle, a query tile meets the tiles from the diagonal on and half way round, so that each pair of query
-//     tiles meets once and all query tiles have the same work.
-//   - If `skips_query_tiles` (the caller has a list of visited tiles), the segments of a query tile go to different thread blocks.
-//   - If rows of Q do not stay in shared memory (WIDE), a few query tiles and a few segments are in work at a time, so
-//     that their rows and keys stay in the L2 cache.
+// Item `item` of the work of a sweep: a query tile and a segment. Each of n clusters of thread blocks takes every n-th
+// item (`produce` and `consume` in sweep.cuh). Items are in this order:
+//   - If WIDE, all segments of QUERY_TILES_AT_ONCE query tiles, then of the next ones. So few query tiles and few
+//     segments are in work at a time, and their features, which do not stay in shared memory, stay in the L2 cache.
+//   - If `skips_query_tiles` (the caller has a list of visited tiles), all segments of a query tile, then of the next
+//     one. So the segments of the few visited query tiles go to different thread blocks.
+//   - Otherwise, the first segment of all query tiles, then the second.
+// In a triangle, a query tile meets the key tiles from the diagonal on and half way round. So each pair of query tiles
+// meets once, and all query tiles have the same work.
 __device__ __forceinline__ Work get_work(const Block& b, int segments, int item,
                                          bool skips_query_tiles) {
   const int query_tiles = (int)b.row_tiles, tiles = (int)b.column_tiles;
   Work w;
-  int first = 0, together = query_tiles;
+  int first_query_tile = 0, tiles_at_once = query_tiles;
   if (WIDE && !skips_query_tiles) {
-    first = item / (QUERY_TILES_AT_ONCE * segments) * QUERY_TILES_AT_ONCE;
-    together = min(QUERY_TILES_AT_ONCE, query_tiles - first);
-    item -= first * segments;
+    first_query_tile = item / (QUERY_TILES_AT_ONCE * segments) * QUERY_TILES_AT_ONCE;
+    tiles_at_once = min(QUERY_TILES_AT_ONCE, query_tiles - first_query_tile);
+    item -= first_query_tile * segments;
   }
-  w.query_tile = skips_query_tiles ? item / segments : first + item % together;
-  w.segment = skips_query_tiles ? item % segments : item / together;
-  int start = 0, count = tiles;
+  w.query_tile = skips_query_tiles ? item / segments : first_query_tile + item % tiles_at_once;
+  w.segment = skips_query_tiles ? item % segments : item / tiles_at_once;
+  int first_key_tile = 0, count = tiles;  // the key tiles of all segments
   if (b.triangle) {
-    start = w.query_tile;
+    first_key_tile = w.query_tile;
     count = tiles / 2 + (tiles % 2 || w.query_tile < tiles / 2);
   }
-  w.first = start + (int)((i64)count * w.segment / segments);
-  w.last = start + (int)((i64)count * (w.segment + 1) / segments);
+  w.first = first_key_tile + (int)((i64)count * w.segment / segments);
+  w.end = first_key_tile + (int)((i64)count * (w.segment + 1) / segments);
   return w;
 }
 
 // Whether a sweep visits a query tile. `visited_tiles` has a number for each ONLINE_TILE_ROWS rows, 0 for no visit.
 __device__ __forceinline__ bool is_visited(const int* visited_tiles, const Block& b, int query_tile) {
-  constexpr int EACH = (QUERY_TILE_ROWS + ONLINE_TILE_ROWS - 1) / ONLINE_TILE_ROWS;
+  constexpr int COUNT = (QUERY_TILE_ROWS + ONLINE_TILE_ROWS - 1) / ONLINE_TILE_ROWS;  // numbers of a query tile
   bool any = false;
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const i64 at = (i64)query_tile * EACH + i;
+  for (int i = 0; i < COUNT; ++i) {
+    const i64 at = (i64)query_tile * COUNT + i;
     any |= at * ONLINE_TILE_ROWS < b.q.rows && visited_tiles[at];
   }
   return any;
 }
 
+// --- shared memory and threads --------------------------------------------------------------------------------------
+
 template <class Epilogue>
-struct SweepShared {  // TMA boxes begin at multiples of 1024 bytes, as all sizes before them are
+struct SweepShared {  // TMA boxes begin at multiples of 1024 bytes, because all sizes before them are such multiples
 #if !STREAMED
-  alignas(16) char q[RESIDENT_SLICES][OWN_ROWS * K_SLICE];
+  alignas(16) char q[RESIDENT_SLICES][OWN_ROWS * K_SLICE];  // the query tile
 #endif
-  alignas(16) char k[STAGES][STAGE_BYTES];
+  alignas(16) char k[STAGES][STAGE_BYTES];               // the ring of stages
   typename Epilogue::WarpgroupShared group[WARPGROUPS];  // what a warpgroup writes of a tile
-  typename Epilogue::ConsumerShared consumer[2];         // the columns of a consumer's tile
-  // mbarriers: TMA has written a stage; consumers have read it. The same for the query tile's rows of Q
+  typename Epilogue::ConsumerShared consumer[2];         // numbers of the columns of a consumer's tile
+  // mbarriers of each stage. full: TMA has written the stage. empty: all READERS have read it
   alignas(8) u64 full[STAGES], empty[STAGES];
-  u64 queries_full, queries_empty;
+  u64 queries_full, queries_empty;  // the same for the query tile `q`
 };
 
 // A number that is the same in all lanes of the warp. After the shuffle, the compiler does not compute it
 // again at every use.
 __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// Which part of the work is this thread's: its warpgroup and consumer, and its rows and columns in the
-// accumulator fragments.
+// The place of this thread: its warpgroup and consumer, and its rows and columns in a tile.
+//
+// A thread has 64 of the 64 x 128 products x of its warpgroup's rows and a tile, in the layout of wgmma:
+//   - A warp has 16 rows, a strip. A thread has two rows of the strip: g (h = 0) and g + 8 (h = 1).
+//   - x[i] is in row h = i / 2 % 2, and in column 8 (i / 4) + 2 t + i % 2 of the tile (get_column in sweep/logits.cuh).
+// So four threads share a row, and eight threads of a warp share a column.
 struct Lane {
-  int warpgroup, consumer, half, thread, warp, lane, g, t;
+  int warpgroup;  // of the thread block; the producer's is number WARPGROUPS
+  int consumer;   // 0 or 1
+  int half;       // the warpgroup's number in its consumer, and its half of the query tile; 0 if it is the only one
+  int thread;     // in the warpgroup
+  int warp;       // in the warpgroup
+  int lane;       // in the warp: 4 g + t
+  int g, t;
   __device__ Lane() {
     warpgroup = warp_uniform(threadIdx.x / 128);
-    consumer = warpgroup / HALVES;
-    half = warpgroup % HALVES;
+    consumer = warpgroup / CONSUMER_WARPGROUPS;
+    half = warpgroup % CONSUMER_WARPGROUPS;
     thread = threadIdx.x % 128;
     lane = threadIdx.x % 32;
     // Reading threadIdx takes long: the compiler must not read it again
@@ -146,21 +171,25 @@ struct Lane {
     g = lane / 4;
     t = lane % 4;
   }
-  // Which 64 of the block's rows are this warpgroup's.
-  __device__ int strip() const { return STREAMED ? consumer : half; }
-  // Which of a segment's ROW_SLOTS sums is this consumer's.
+  // The number of this warpgroup's 64 rows among the ROW_GROUPS of the thread block.
+  __device__ int row_group() const { return STREAMED ? consumer : half; }
+  // The number of this consumer's sum among the ROW_SLOTS sums of a row and a segment.
   __device__ int slot() const { return STREAMED ? 0 : consumer; }
-  // The first of this thread's two rows in the query tile; the other is eight below.
+  // The first of this thread's two rows in the query tile; the other row is eight below.
   __device__ int row() const {
-    return (BLOCKS > 1 ? (int)cluster_rank() * OWN_ROWS : 0) + strip() * 64 + warp * 16 + g;
+    return (CLUSTER_BLOCKS > 1 ? (int)cluster_rank() * OWN_ROWS : 0) + row_group() * 64 + warp * 16 + g;
   }
-  // This thread's first row (h = 0) or second row (h = 1) of a query tile, as a row of the block.
+  // This thread's first row (h = 0) or second row (h = 1) of a query tile, as a row of the block of logits.
   __device__ i64 get_row(int query_tile, int h) const { return (i64)query_tile * QUERY_TILE_ROWS + row() + 8 * h; }
   __device__ void sync_warpgroup() const { named_barrier_sync(1 + warpgroup, 128); }
-  // All warpgroups of the consumer meet at the named barrier of the first of them. That warpgroup may use the same
+  // All warpgroups of the consumer meet, at the named barrier of the first of them. That warpgroup may use the same
   // barrier for sync_warpgroup: between any two uses, the whole consumer meets at PING_PONG.
-  __device__ void sync_consumer() const { named_barrier_sync(1 + consumer * HALVES, 128 * HALVES); }
+  __device__ void sync_consumer() const {
+    named_barrier_sync(1 + consumer * CONSUMER_WARPGROUPS, 128 * CONSUMER_WARPGROUPS);
+  }
 };
+
+// --- the order of K-slices ------------------------------------------------------------------------------------------
 
 // The stage of the next K-slice in the ring of stages, and the phase of the stage's barriers: the parity of the
 // number of times that the ring has wrapped around.
@@ -169,6 +198,7 @@ struct PipelineState {
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
+  // Goes past the K-slices of one key tile, which the other consumer multiplies.
   __device__ __forceinline__ void skip_tile() {
     stage += RESIDENT_SLICES % STAGES;
     phase ^= RESIDENT_SLICES / STAGES & 1;
@@ -176,15 +206,16 @@ struct PipelineState {
   }
 };
 
-// The K-slice of the keys that a tile loads as number i. K-slices of small parts come first, and so are summed
-// first: the small parts of all features, or (FP16X3) of the same 64 features.
+// The K-slice of the keys' rows that comes as number i of a key tile. A row has K-slices 0 .. FEATURE_SLICES - 1 of
+// large parts, and then those of small parts. Small parts come first, so that small products are summed first: the
+// small parts of all features, or (FP16X3) of the same 64 features.
 __device__ __forceinline__ int find_key_slice(int i) {
   if (PRECISION == FP16X3) return (PARTS - 1 - i % PARTS) * FEATURE_SLICES + i / PARTS;
   if (WIDE && i >= K_SLICES) return i - K_SLICES;  // large parts once more
   return (i + K_SLICES - FEATURE_SLICES) % K_SLICES;
 }
-// The K-slice of the rows of Q that is loaded with it (STREAMED). WIDE: small parts of keys meet large parts of rows;
-// then large parts of keys meet small parts of rows, and at last large parts of rows.
+// STREAMED: the K-slice of the queries' rows that comes with find_key_slice(i). With WIDE and two parts, small parts of
+// keys meet large parts of queries. Then large parts of keys meet small parts, and at last large parts, of queries.
 __device__ __forceinline__ int find_row_slice(int i) {
   if (WIDE && PARTS == 2) return i < K_SLICES ? i : i - K_SLICES;
   return find_key_slice(i);

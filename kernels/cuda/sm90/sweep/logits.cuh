@@ -1,24 +1,26 @@
-// The logits of a sweep's tile that are in the sums: all but positives, padding, the diagonal if queries are keys,
-// and pairs that options leave out. tiled/tile.cuh does the same for tiled kernels.
+// From the products of a sweep's tile to the logits that are in the sums: all but positives, padding, the diagonal if
+// queries are keys, and pairs that options leave out (`prepare`). tiled/tile.cuh does the same for tiled kernels.
+// Called by the epilogues, with `x`: this thread's 64 products of the tile (Lane in layout.cuh says which).
 #pragma once
 #include "sm90/sweep/sweep.cuh"
 
-// The numbers of a thread's two rows of a query tile.
+// The numbers of a thread's two rows of a query tile, in registers. h = 0 is the first row, h = 1 the second.
 struct Rows : Options::RowNumbers<2> {
   int positive[2];  // column of the positive in the block, or -1; with SETS, `prepare` looks up all positives
-  int diagonal;     // if queries are keys, the column of the query tile's first row; else a number far away
-  int end;          // number of columns of the block; 0 if rows of the query tile are outside of the block
+  int diagonal;     // if queries are keys, the column of the query tile's first row; otherwise a number far away
+  int unpadded_columns;  // columns of the block without padding; 0 if the query tile has padding, rows beyond the block
 #if FACTORS
-  float factor[2];
+  float factor[2];  // norm factors
 #endif
 #if GUIDE
-  u32 row_marks[2], column_marks[2];  // words of the current tile
+  u32 row_marks[2], column_marks[2];  // the words of a guide's marks for this thread's columns of the current tile
 #endif
   __device__ __forceinline__ void load(const Block& b, int query_tile, const Lane& lane) {
-    const i64 own_column = b.first_row + (i64)query_tile * QUERY_TILE_ROWS - b.first_column;
+    const i64 first_own_column = b.first_row + (i64)query_tile * QUERY_TILE_ROWS - b.first_column;
     const int far = 1 << 30;  // beyond all columns of a block
-    diagonal = warp_uniform(b.symmetric && own_column > -far && own_column < far ? (int)own_column : far);
-    end = warp_uniform((i64)(query_tile + 1) * QUERY_TILE_ROWS <= b.q.rows ? (int)b.k.rows : 0);
+    diagonal = warp_uniform(
+        b.symmetric && first_own_column > -far && first_own_column < far ? (int)first_own_column : far);
+    unpadded_columns = warp_uniform((i64)(query_tile + 1) * QUERY_TILE_ROWS <= b.q.rows ? (int)b.k.rows : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.get_row(query_tile, h);
@@ -30,7 +32,7 @@ struct Rows : Options::RowNumbers<2> {
       Options::copy_rows(*this, b, [&](auto& to, auto from) { to[h] = inside ? from[row] : 0; });
     }
   }
-  // Loads the marks of a guide for a tile.
+  // Loads the marks of a guide for a tile, if there is a guide.
   __device__ __forceinline__ void load_marks(const Block& b, int query_tile, int tile, const Lane& lane) {
 #if GUIDE
 #pragma unroll
@@ -51,26 +53,27 @@ struct Rows : Options::RowNumbers<2> {
     return {};
 #endif
   }
-  // The column of a key in the block, or -1.
+  // The column of a key of the whole matrix in the block, or -1 if the block does not have the key.
   __device__ __forceinline__ static int column(const Block& b, i64 key) {
     const i64 at = key - b.first_column;
     return at >= 0 && at < b.k.rows ? (int)at : -1;
   }
 };
 
-// Position of a column's number in shared memory. The order makes the numbers of a thread's slice contiguous.
-__device__ __forceinline__ int in_slices(int column) {
-  const int i = column % 16;  // 8 j + 2 t + e -> 4 t + 2 j + e
+// Where the number of a tile's column is in shared memory. In this order, the numbers of a thread's four columns of a
+// slice are contiguous: of the 16 columns of a slice, column 8 j + 2 t + e is at position 4 t + 2 j + e.
+__device__ __forceinline__ int find_slice_position(int column) {
+  const int i = column % 16;
   return column - i + i % 8 / 2 * 4 + i / 8 * 2 + i % 2;
 }
 
-// The numbers of the columns of a consumer's tile, in shared memory. Those of 8 bytes, which masks have, are in
-// the order of the columns. Those of 4 bytes are in the order of `in_slices`.
+// The numbers of the columns of a consumer's tile, in shared memory. Numbers of 8 bytes, such as ids, and norm factors
+// are in the order of the columns. Other numbers of 4 bytes are in the order of `find_slice_position`.
 struct Columns : Options::ColumnNumbers<TILE_COLUMNS> {
 #if FACTORS
-  alignas(8) float factor[TILE_COLUMNS];
+  alignas(8) float factor[TILE_COLUMNS];  // norm factors
 #endif
-  // By one of the consumer's warpgroups.
+  // One of the consumer's warpgroups writes the numbers, one column for each thread. A barrier has to follow.
   __device__ __forceinline__ void publish(const Block& b, i64 tile, const Lane& lane) {
     if (lane.half != 0) return;
     const i64 column = tile * TILE_COLUMNS + lane.thread;
@@ -79,17 +82,17 @@ struct Columns : Options::ColumnNumbers<TILE_COLUMNS> {
     factor[lane.thread] = inside ? b.k.factor[column] : 0;
 #endif
     Options::copy_columns(*this, b, [&](auto& to, auto from) {
-      to[sizeof(to[0]) == 8 ? lane.thread : in_slices(lane.thread)] = inside ? from[column] : 0;
+      to[sizeof(to[0]) == 8 ? lane.thread : find_slice_position(lane.thread)] = inside ? from[column] : 0;
     });
   }
 };
 
-// The column of x[i] in the tile.
+// The column of this thread's x[i] in the tile. Its row is number h = i / 2 % 2 of the thread's two.
 __device__ __forceinline__ int get_column(int i, const Lane& lane) {
   return i / 4 * 8 + 2 * lane.t + i % 2;
 }
 
-// The numbers of this thread's four columns of a slice.
+// The numbers of this thread's four columns of slice `s`, in registers.
 struct SliceColumns : Options::ColumnNumbers<4> {
   __device__ __forceinline__ SliceColumns(const Columns& columns, int s, const Lane& lane) {
     Options::copy_columns(*this, columns, [&](auto& to, auto& from) {
@@ -100,18 +103,18 @@ struct SliceColumns : Options::ColumnNumbers<4> {
   }
 };
 
-// The pair of x[i], of which `columns` are the slice.
+// The pair of x[i], whose column is in the slice of `columns`.
 __device__ __forceinline__ auto get_pair(int i, const Rows& rows, const SliceColumns& columns) {
   return Pair<Rows, SliceColumns>{rows.marks(i), rows, columns, i / 2 % 2, i / 4 % 2 * 2 + i % 2};
 }
 
-// The largest of this thread's exponents in the first or the second of its rows; LOW if the row's softmax has
-// none of them.
-__device__ __forceinline__ float largest(const float (&x)[64], int h, const Rows& rows, const Columns& columns,
-                                         const Lane& lane) {
+// The largest exponent of this thread's pairs in its row h, in the unit of products; LOW if the row's softmax has none
+// of these pairs. The caller takes the largest over the four threads of a row.
+__device__ __forceinline__ float find_largest_exponent(const float (&x)[64], int h, const Rows& rows,
+                                                       const Columns& columns, const Lane& lane) {
   float high = LOW;
 #pragma unroll
-  for (int s = 0; s < SLICES; ++s) {
+  for (int s = 0; s < TILE_SLICES; ++s) {
     const SliceColumns slice(columns, s, lane);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -124,32 +127,33 @@ __device__ __forceinline__ float largest(const float (&x)[64], int h, const Rows
   return or_low(high);
 }
 
-// Each sum becomes the sum over the four lanes that share a row.
+// Each of `sums` becomes the sum over the four lanes that share a row.
 template <class... T>
 __device__ __forceinline__ void add_over_lanes(T&... sums) {
 #pragma unroll
   for (int lanes = 1; lanes < 4; lanes *= 2) ((sums += __shfl_xor_sync(ALL_LANES, sums, lanes)), ...);
 }
 
-// The products of positives in columns `at` of the tile, of this thread's two rows, become EXCLUDED. They
-// are handed to `take(h, x)`, where h is 0 or 1 for its first or second row.
+// The positive of this thread's row h is in column `positive_column[h]` of the tile, or outside of the tile. In the
+// thread that has its product, the product is handed to `take(h, product)`, and becomes EXCLUDED.
 template <class Take>
-__device__ __forceinline__ void set_aside_positives(float (&x)[64], const int (&at)[2], const Lane& lane, Take take) {
-  const bool in_tile[2] = {(u32)at[0] < TILE_COLUMNS, (u32)at[1] < TILE_COLUMNS};
+__device__ __forceinline__ void set_aside_positives(float (&x)[64], const int (&positive_column)[2], const Lane& lane,
+                                                    Take take) {
+  const bool in_tile[2] = {(u32)positive_column[0] < TILE_COLUMNS, (u32)positive_column[1] < TILE_COLUMNS};
   if (!__any_sync(ALL_LANES, in_tile[0] || in_tile[1])) return;
-  float value[2] = {0, 0};
+  float product[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < 64; ++i)
-    if (get_column(i, lane) == at[i / 2 % 2]) {
-      value[i / 2 % 2] = x[i];
+    if (get_column(i, lane) == positive_column[i / 2 % 2]) {
+      product[i / 2 % 2] = x[i];
       x[i] = EXCLUDED;
     }
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    if (in_tile[h] && at[h] % 8 / 2 == lane.t) take(h, value[h]);
+    if (in_tile[h] && positive_column[h] % 8 / 2 == lane.t) take(h, product[h]);
 }
 
-// Raw products of a tile become products of unit rows.
+// normalize=True: products of features become products of unit rows, by the norm factors of row and column.
 __device__ __forceinline__ void apply_factors(float (&x)[64], const Rows& rows, const Columns& columns,
                                               const Lane& lane) {
 #if FACTORS
@@ -159,26 +163,29 @@ __device__ __forceinline__ void apply_factors(float (&x)[64], const Rows& rows, 
 #endif
 }
 
-// Raw products of a tile become products of unit rows. `take` gets the number of each positive in b.positives, and
-// the positive's product. Then the products of positives become EXCLUDED, and so do all pairs that are in neither
-// softmax: padding, i = j if queries are keys, and pairs that options mask.
+// Called first by all epilogues except those of guides and of distillation. In this order:
+//   1. Norm factors are applied (`apply_factors`).
+//   2. `take(index, product)` gets each positive of the tile, with its index in b.positives.
+//   3. The products of pairs in neither softmax become EXCLUDED: positives, pairs that options mask, padding, and
+//      i = j if queries are keys. Pairs that options leave out of one softmax only (SPLITS) stay.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
                                         const Block& b, int query_tile, int tile, const Lane& lane,
                                         Take take) {
   apply_factors(x, rows, columns, lane);
-  const int first = tile * TILE_COLUMNS;
-  const i64 each = b.positives_of_row();
-  for (i64 number = 0; number < each; ++number) {
-    int at[2];
+  const int first_column = tile * TILE_COLUMNS;
+  const i64 set_size = b.positives_of_row();  // 1 without SETS
+  for (i64 number = 0; number < set_size; ++number) {
+    int positive_column[2];  // in the tile
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.get_row(query_tile, h);
-      at[h] = rows.positive[h] - first;
-      if (SETS && row < b.q.rows) at[h] = Rows::column(b, b.positives[row * each + number]) - first;
+      positive_column[h] = rows.positive[h] - first_column;
+      if (SETS && row < b.q.rows)
+        positive_column[h] = Rows::column(b, b.positives[row * set_size + number]) - first_column;
     }
-    set_aside_positives(x, at, lane, [&](int h, float value) {
-      take(lane.get_row(query_tile, h) * each + number, value);
+    set_aside_positives(x, positive_column, lane, [&](int h, float product) {
+      take(lane.get_row(query_tile, h) * set_size + number, product);
     });
   }
   if (Options::MASKS)
@@ -186,15 +193,15 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
     for (int i = 0; i < 64; ++i) {
       Options::mask(x[i], Pair<Rows, Columns>{rows.marks(i), rows, columns, i / 2 % 2, get_column(i, lane)});
     }
-  const int diagonal = rows.diagonal - first;
+  const int diagonal = rows.diagonal - first_column;  // of the query tile's first row, in the tile
   const bool has_diagonal = diagonal > -QUERY_TILE_ROWS && diagonal < TILE_COLUMNS;
-  if (!has_diagonal && first + TILE_COLUMNS <= rows.end) return;
-  // Columns from `end` on are outside. If queries are keys, `own_column` is the column of the row itself
+  if (!has_diagonal && first_column + TILE_COLUMNS <= rows.unpadded_columns) return;  // as most tiles
+  // For each row: columns from `end` on are padding. If queries are keys, `own_column` is the column of the row itself
   int end[2], own_column[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const bool inside = lane.get_row(query_tile, h) < b.q.rows;
-    end[h] = inside ? (int)min(b.k.rows - first, (i64)TILE_COLUMNS) : 0;
+    end[h] = inside ? (int)min(b.k.rows - first_column, (i64)TILE_COLUMNS) : 0;
     own_column[h] = has_diagonal ? diagonal + lane.row() + 8 * h : -1;
   }
 #pragma unroll

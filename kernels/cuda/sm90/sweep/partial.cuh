@@ -1,36 +1,39 @@
-// Partial sums of a row or a column, against a reference exponent: how they are added, and kept in memory.
+// Partial sums of rows and columns in the log-sum-exp pass (sweep_lse.cu): how they are added, and kept in memory.
 #pragma once
 #include "common.cuh"
 
-// (r, sum 2^(c x - r)), and the sum of 2^(c x - r) x (MOMENTS). An empty sum has r = -inf.
+// A partial sum of a row or column, with a reference exponent r of its own: (r, sum 2^(c x - r)), and with MOMENTS the
+// sum of 2^(c x - r) x. An empty sum has r = -inf.
 struct Partial {
   float reference, sum, moment;
 
   __device__ __forceinline__ static Partial empty() { return {LOW, 0, 0}; }
 
-  // Multiply by 2^by for by <= 0, in two steps: 2^by itself may be too small for a float.
-  __device__ __forceinline__ void lower(float by) {
-    const float half = exp2_(0.5f * by);
-    sum = sum * half * half;
-    if (MOMENTS) moment = moment * half * half;
+  // Multiplies the sums by 2^exponent, for exponent <= 0. In two steps: 2^exponent may be too small for a float.
+  __device__ __forceinline__ void scale_down(float exponent) {
+    const float root = exp2_(0.5f * exponent);
+    sum = sum * root * root;
+    if (MOMENTS) moment = moment * root * root;
   }
+  // Adds another sum of the same row or column. The result has the larger reference exponent.
   __device__ __forceinline__ void add(Partial other) {
     if (reference != other.reference) {
-      const float most = fmaxf(reference, other.reference);
-      lower(reference - most);
-      other.lower(other.reference - most);
-      reference = most;
+      const float larger = fmaxf(reference, other.reference);
+      scale_down(reference - larger);
+      other.scale_down(other.reference - larger);
+      reference = larger;
     }
     sum += other.sum;
     if (MOMENTS) moment += other.moment;
   }
 };
 
-// The memory of partial sums: pairs (r, sum), and with MOMENTS also moments.
+// The memory of partial sums, in global or shared memory. An index belongs to a row or a column.
 struct Partials {
-  float2* pairs;
-  float* moments;
+  float2* pairs;   // (r, sum)
+  float* moments;  // MOMENTS; otherwise null
 
+  // The partial sums from index `first` on.
   __device__ __forceinline__ Partials from(i64 first) const {
     return {pairs + first, MOMENTS ? moments + first : nullptr};
   }
@@ -44,11 +47,15 @@ struct Partials {
   }
 };
 
-// Each warp sums all columns of a tile over its strip, and later adds up the four strips' sums of its own 32 columns.
-// With moments, shared memory has no room for a warp's sums of its own columns, which stay in registers.
+// Columns are summed in two steps. Each warp sums all 128 columns of a tile over its strip of 16 rows. Then each warp
+// adds up the sums of 32 columns over the strips of all four warps of the warpgroup.
+//
+// Whether a warp keeps the first step's sums of its own 32 columns in registers: with moments, shared memory has no
+// room for them.
 constexpr bool KEEPS_OWN_STRIP = MOMENTS;
 
-// The sums of the columns of a tile over the strips of four warps. Each of WARPS warps adds up the sums of 32 columns.
+// The sums between the two steps, in shared memory. Each of WARPS warps adds up 32 columns (WARPS is 4, or 1 if columns
+// are not summed).
 template <int WARPS>
 struct StripSums {
   static constexpr int STRIPS = KEEPS_OWN_STRIP ? 3 : 4;
@@ -57,12 +64,13 @@ struct StripSums {
   float moments[WARPS][STRIPS][32];
 #endif
 
-  // The sums over the strip of warp `warp ^ other`, of the columns that warp `warp` adds up.
-  __device__ __forceinline__ Partials get_partials(int warp, int other) {
+  // The sums of the 32 columns that warp `adder` adds up, over the strip of warp `adder ^ distance`. So distance 0 is
+  // the adder's own strip, which has no memory if KEEPS_OWN_STRIP.
+  __device__ __forceinline__ Partials get_partials(int adder, int distance) {
 #if MOMENTS
-    return {pairs[warp][other - 1], moments[warp][other - 1]};
+    return {pairs[adder][distance - 1], moments[adder][distance - 1]};
 #else
-    return {pairs[warp][other], nullptr};
+    return {pairs[adder][distance], nullptr};
 #endif
   }
 };

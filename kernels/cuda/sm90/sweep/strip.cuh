@@ -1,28 +1,30 @@
-// Gradient blocks, dL/dx, as sweeps write them: a strip of rows at a time.
+// How sweeps write a gradient block, dL/dx, or cached exponentials in its place: by epilogues, a piece at a time.
 #pragma once
 #include "sm90/sweep/sweep.cuh"
 
-// A warp's strip of a tile of the gradient block, 16 rows. The warp writes a piece of the strip, 128 bytes of each
-// row, to shared memory, and a TMA store copies the piece to the gradient block. Shared memory limits the speed of
-// stores. Of all ways to store a strip, this one reads and writes shared memory least often.
+// A strip is the 16 rows of a warp in a tile. The warp writes a piece of the strip, 128 bytes of each row, to shared
+// memory, and a TMA store copies the piece to the gradient block. Shared memory limits the speed of stores. Of all
+// ways to store a strip, this one reads and writes shared memory least often.
 constexpr int PIECE = 64;  // columns of a piece
 
 struct GradientStrip {
   struct Shared {
-    alignas(16) Element piece[4][16 * PIECE];  // one a warp; TMA boxes, as in SweepShared
+    alignas(16) Element piece[4][16 * PIECE];  // one piece for each warp; TMA boxes, as in SweepShared
   };
-  const TensorMap& map;
+  const TensorMap& map;                 // of the gradient block, in boxes of 16 rows and PIECE columns
   const GradientBlock& gradient_block;
-  Element* piece;
-  int own_offset;  // of this lane's eight elements in `piece`
+  Element* piece;  // of this warp
+  int own_offset;  // in `piece`, in elements: the eight elements whose address this lane passes to `stmatrix_x4`
 
   __device__ __forceinline__ GradientStrip(const TensorMap& map, const GradientBlock& gradient_block,
                                                 Shared& shared, const Lane& lane)
       : map(map), gradient_block(gradient_block), piece(shared.piece[lane.warp]) {
-    const int row = lane.lane % 16;  // a box with 128-byte swizzle, as shared_descriptor has it
+    // In a box with 128-byte swizzle, 16 bytes of a row are at index `chunk ^ row % 8`
+    const int row = lane.lane % 16;
     own_offset = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;
   }
-  // Slice s of the strip from row `row` and column `column` of the gradient block on.
+  // Writes slice s of a tile to the piece. The tile's strip begins at row `row` and column `column` of the gradient
+  // block. The last slice of a piece also starts the piece's TMA store, one for each part. With two parts, x changes.
   __device__ __forceinline__ void store(float (&x)[64], int s, int row, int column, const Block&,
                                         const Lane& lane) const {
     const int first = 16 * s % PIECE;
@@ -39,7 +41,8 @@ struct GradientStrip {
       send(row, column + part * (int)gradient_block.part, lane);
     }
   }
-  // Store a piece whose words the caller has packed: for each pair of columns, one word for each part.
+  // Stores a piece that begins at row `row` and column `column` of the gradient block. The caller has packed the piece
+  // in words, in the order of x: one word for each part of two neighbouring columns.
   __device__ __forceinline__ void store_piece(const u32 (&words)[PIECE / 4 * PARTS], int row, int column,
                                               const Lane& lane) const {
 #pragma unroll
@@ -52,30 +55,32 @@ struct GradientStrip {
       send(row, column + part * (int)gradient_block.part, lane);
     }
   }
-  // Wait until the warp's TMA stores have written their memory. Else later stores to the same memory could come
-  // before them.
+  // Waits until the warp's TMA stores have written the gradient block. Without the wait, later stores to the same
+  // place could be overwritten by these.
   __device__ __forceinline__ void wait_for_writes(const Lane& lane) const {
     if (lane.lane == 0) tma_stores_written();
     __syncwarp();
   }
-  // Wait until the TMA store has read the piece, before the warp writes to the piece again.
+  // Waits until the TMA store has read the piece, before the warp writes to the piece again.
   __device__ __forceinline__ void wait_for_reads(const Lane& lane) const {
     if (lane.lane == 0) tma_stores_wait();
     __syncwarp();
   }
-  // Round slice s into the piece. x becomes what rounding leaves, which is the next part.
+  // Rounds slice s to a part, and writes it to the piece. x becomes the remainder, which is the next part.
   __device__ __forceinline__ void write(float (&x)[64], int s) const {
-    u32 w[4];  // rows above and below of the first eight columns, then of the others
+    u32 words[4];  // the first eight columns in the thread's first row and second row, then the other eight columns
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = round_pair(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
-    stmatrix_x4(piece + (own_offset ^ 16 * s % PIECE), w[0], w[1], w[2], w[3]);
+    for (int i = 0; i < 4; ++i) words[i] = round_pair(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
+    stmatrix_x4(piece + (own_offset ^ 16 * s % PIECE), words[0], words[1], words[2], words[3]);
   }
+  // Starts the TMA store of the piece to row `row` and column `column` of the gradient block.
   __device__ __forceinline__ void send(int row, int column, const Lane& lane) const {
     fence_before_tma_store();
     __syncwarp();  // all lanes' writes, and their fences, come before the TMA store's reads
     if (lane.lane == 0) tma_store(map, piece, column, row);
   }
+  // After the last store of a query tile: TMA has read the piece before the thread block ends.
   __device__ __forceinline__ void end(const Lane& lane) const {
-    if (lane.lane == 0) tma_stores_wait();  // TMA's reads come before the block ends, and its memory with it
+    if (lane.lane == 0) tma_stores_wait();
   }
 };
