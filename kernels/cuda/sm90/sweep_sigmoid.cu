@@ -207,8 +207,8 @@ struct SigmoidLoss {
 
 //   - row_factor [rows]: a_i, divided by the gradient divisor
 //   - positive [rows]: logits of positives without the bias
-//   - row_sums [ROW_SLOTS segments, row_stride]: (sum of losses, sum of P) over the negatives, or with POSITIVE_IDS over
-//     negatives and positives by ids
+//   - row_sums [ROW_SLOTS segments, row_stride]: (sum of losses, sum of P) over negatives, and with POSITIVE_IDS over
+//     positives by ids, too
 //   - row_moments (MOMENTS): sums of P x, in the layout of row_sums
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
