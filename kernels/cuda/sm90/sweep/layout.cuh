@@ -3,7 +3,7 @@
 #include "block/options.cuh"
 #include "sm90/reference_exponents.cuh"
 
-// --- sizes: the -D options are computed by kernels/gpu/config/sweep.py ----------------------------------------------
+// --- rows, columns and threads: kernels/gpu/config/sweep.py computes the -D options ---------------------------------
 
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0  // 1: dL/dx of narrow rows stays in registers (sweep_narrow.cu)
@@ -32,37 +32,23 @@ constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS || TEACHER_SLICES ? 64
 constexpr int CLUSTER_BLOCKS = WIDE ? 2 : 1;  // thread blocks of a cluster, which share a query tile
 // A key tile has one or two tiles. A tile has TILE_COLUMNS (128) keys, and an epilogue computes one tile at a time.
 constexpr int TILES_PER_KEY_TILE = WIDE ? 2 : 1;
-constexpr int OWN_ROWS = QUERY_TILE_ROWS / CLUSTER_BLOCKS;  // rows of the query tile that a thread block has
-constexpr int ROW_GROUPS = OWN_ROWS / 64;  // groups of 64 rows in these, since a warpgroup multiplies 64 rows
+// Groups of 64 rows of the query tile that a thread block has, since a warpgroup multiplies 64 rows
+constexpr int ROW_GROUPS = QUERY_TILE_ROWS / 64 / CLUSTER_BLOCKS;
 // Warpgroups of a consumer. A consumer has all rows of the query tile, 64 in each warpgroup. If STREAMED, a consumer is
 // one warpgroup, and has half of the thread block's rows.
 constexpr int CONSUMER_WARPGROUPS = STREAMED ? 1 : ROW_GROUPS;
-constexpr int WARPGROUPS = 2 * CONSUMER_WARPGROUPS;  // of both consumers
-constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;  // the last warpgroup has the producer
+constexpr int WARPGROUPS = 2 * CONSUMER_WARPGROUPS;         // of both consumers
+constexpr int OWN_ROWS = QUERY_TILE_ROWS / CLUSTER_BLOCKS;  // rows of the query tile that a thread block has
 constexpr int TILE_SLICES = 8;  // slices of 16 columns, one after the other, in which an epilogue computes a tile
-
-constexpr int K_SLICE_TILE_BYTES = TILE_COLUMNS * K_SLICE;  // a K-slice of 128 keys
-constexpr int STAGE_ROWS_BYTES = STREAMED ? OWN_ROWS * K_SLICE : 0;  // a K-slice of queries, before the keys
-constexpr int STAGE_BYTES = STAGE_ROWS_BYTES + TILES_PER_KEY_TILE * K_SLICE_TILE_BYTES;
-constexpr int ROW_SLOTS = STREAMED ? 1 : 2;  // partial sums that a segment leaves for each row, one from each consumer
-constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
-constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part of a row
-// Stages that a key tile passes through: one for each of its K-slices. If WIDE, the large parts of keys come twice,
-// because a stage holds one part of the queries (find_row_slice).
-constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES + TEACHER_SLICES;
-enum : int { RESIDENT_SLICES = K_SLICES + TEACHER_SLICES };  // K-slices of a query tile that stays in shared memory
-// Warps that read a stage: the warps of one consumer, or (STREAMED) of both consumers in all blocks of the cluster
-constexpr int READERS = 4 * CLUSTER_BLOCKS * (STREAMED ? WARPGROUPS : CONSUMER_WARPGROUPS);
-// WIDE: query tiles that meet the same keys at about the same time, so that the keys come from the L2 cache
-constexpr int QUERY_TILES_AT_ONCE = 8;
+constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;  // the last warpgroup has the producer
 
 // --- named barriers ---------------------------------------------------------------------------------------------
 //
 // Numbers 1 .. WARPGROUPS: one for each warpgroup (Lane::sync_warpgroup).
 //
 // PING_PONG + c: consumer c waits here for its turn at the tensor cores. The other consumer arrives,
-// without waiting, when it has issued its products. If warpgroups are not in step, each half of the
-// query tile has two such barriers, PING_PONG + 2 half + c.
+// without waiting, when it has issued its products. If the warpgroups of a consumer are not in step (IN_STEP in
+// sweep.cuh), each half of the query tile has two such barriers, PING_PONG + 2 half + c.
 //
 // NEW_QUERY_TILE: all consumer warpgroups have ended the last query tile. Tiles alternate between consumers over
 // all query tiles, so in a new query tile a consumer may get a key tile that the other consumer had before. It then
@@ -75,10 +61,28 @@ constexpr int PING_PONG = 1 + WARPGROUPS;
 constexpr int NEW_QUERY_TILE = PING_PONG + 2 * CONSUMER_WARPGROUPS;
 constexpr int GRADIENT_WRITTEN = NEW_QUERY_TILE + 1;
 
+// --- bytes and K-slices ----------------------------------------------------------------------------------------------
+
+constexpr int K_SLICE_TILE_BYTES = TILE_COLUMNS * K_SLICE;  // a K-slice of 128 keys
+constexpr int STAGE_ROWS_BYTES = STREAMED ? OWN_ROWS * K_SLICE : 0;  // a K-slice of queries, before the keys
+constexpr int STAGE_BYTES = STAGE_ROWS_BYTES + TILES_PER_KEY_TILE * K_SLICE_TILE_BYTES;
+// Partial sums of a row in a segment: one from each consumer that has the row
+constexpr int ROW_SLOTS = STREAMED ? 1 : 2;
+constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
+constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part of a row
+// Stages that a key tile passes through: one for each of its K-slices. If WIDE, the large parts of keys come twice,
+// because a stage holds one part of the queries (find_row_slice).
+constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES + TEACHER_SLICES;
+enum : int { RESIDENT_SLICES = K_SLICES + TEACHER_SLICES };  // K-slices of a query tile that stays in shared memory
+// Warps that read a stage: the warps of one consumer, or (STREAMED) of both consumers in all blocks of the cluster
+constexpr int READERS = 4 * CLUSTER_BLOCKS * (STREAMED ? WARPGROUPS : CONSUMER_WARPGROUPS);
+// WIDE: query tiles that meet the same keys at about the same time, so that the keys come from the L2 cache
+constexpr int QUERY_TILES_AT_ONCE = 8;
+
 // --- the order of the work ------------------------------------------------------------------------------------------
 
-// A query tile, and its segment of the keys: key tiles first .. end - 1. In a triangle, numbers go on beyond the last
-// key tile: number `tiles` + t is key tile t.
+// A query tile, and its segment of the keys: key tiles first .. end - 1. In a triangle, key tiles wrap around: number
+// b.column_tiles + t is key tile t.
 struct Work {
   int query_tile, segment, first, end;
 };
@@ -91,7 +95,7 @@ struct Work {
 //     one. So the segments of the few visited query tiles go to different thread blocks.
 //   - Otherwise, the first segment of all query tiles, then the second.
 // In a triangle, a query tile meets the key tiles from the diagonal on and half way round. So each pair of query tiles
-// meets once, and all query tiles have the same work.
+// meets once, and the work of query tiles differs by one key tile at most.
 __device__ __forceinline__ Work get_work(const Block& b, int segments, int item,
                                          bool skips_query_tiles) {
   const int query_tiles = (int)b.row_tiles, tiles = (int)b.column_tiles;
