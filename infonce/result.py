@@ -92,7 +92,7 @@ class Metrics:
     hardest_negative: Array
 
     def top(self, k: int) -> tuple[float, float | None]:
-        """Fraction (0 to 1) of rows, and of columns or None, whose positive is among the best `k`."""
+        """Shares (0 to 1) of rows, and of columns or None, whose positive is among the best `k`."""
 
         def fraction(rank: Array) -> float:
             return float((rank < k).sum()) / len(rank)

@@ -1,8 +1,8 @@
-"""The specification: every loss and its gradient in float64 NumPy, one file a loss.
+"""The specification: every loss and its gradients in float64 NumPy, one file for each loss.
 
-Each function states its equation, derives its gradients and then computes exactly that, keeping
-the whole M x N matrix. Nothing here is fast, nothing is validated, and nothing is shared with the
-code that is judged against it.
+Each function states its equation, derives its gradients and computes exactly these, with the whole
+M x N matrix of logits. Arguments are not checked. The code shares nothing with the kernels, because
+the tests compare the kernels with it.
 
 All functions return a :class:`Reference`: the loss of each row, their weighted sum, the gradients
 of that sum and the log-sum-exps.

@@ -1,4 +1,4 @@
-"""CLIP: each image picks its text and each text its image."""
+"""CLIP: a softmax over the texts of each image, and one over the images of each text."""
 
 from typing import Unpack
 
@@ -54,8 +54,8 @@ def clip(
         normalises them too.
     **options
         `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias`, `false_negative_margin`
-        and `guide_margin`, as `common.softmax_loss` defines them, in both directions; but
-        `key_bias` is that of the texts, and only images against texts have it.
+        and `guide_margin`, as `common.softmax_loss` defines them, in both directions. `key_bias` is
+        the bias of the texts, and only the softmax over texts has it.
 
     Returns
     -------
@@ -76,14 +76,15 @@ def clip(
         dimage = scale * dX text        dtext = scale * dX' image       [N, D]
         dscale = sum_ij dX_ij * <image_i, text_j>
 
-    With `normalize`, both go on through `normalize_backward`. How the loss keeps its accuracy
-    near 0: see `common.softmax_loss`, used once on X and once on its transpose.
+    With `normalize`, both feature gradients go through `normalize_backward`. How the loss keeps its
+    accuracy near 0: see `common.softmax_loss`, used once on X and once on its transpose.
 
     References
     ----------
     Radford et al. Learning transferable visual models from natural language supervision. ICML
     2021. arXiv:2103.00020, figure 3.
     """
+    # u, v: features of images and texts; w: weights of rows; r, c: log-sum-exps of both directions
     u, v = common.as_features(image), common.as_features(text)
     if normalize:
         u, u_norm = common.normalize(u)

@@ -1,4 +1,7 @@
-"""What the reference losses have in common: the result, row norms and the softmax of a row."""
+"""Functions that the reference losses share: result, norms, excluded pairs, softmax of a row.
+
+The softmax losses call `softmax_loss`, which defines their options. A mask is a bool array [M, N].
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-Ids = ArrayLike | tuple[ArrayLike, ArrayLike]
+Ids = ArrayLike | tuple[ArrayLike, ArrayLike]  # [N], or of queries [M] and of keys [N]
 Guide = tuple[ArrayLike, ArrayLike]  # of queries [M, E] and of keys [N, E]
 Gradients = dict[str, Array | float | None]
 
@@ -18,7 +21,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def silent(function: _Function) -> _Function:
-    """What is out of range comes out as infinity or NaN, and not as a warning."""
+    """Decorator: a value out of range becomes infinity or NaN, without a warning of NumPy."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -29,7 +32,7 @@ def silent(function: _Function) -> _Function:
 
 
 class Softmax(TypedDict, total=False):
-    """Options of the softmax losses: see `softmax_loss`, which defines them."""
+    """Options that all softmax losses have; `softmax_loss` defines them."""
 
     margin: float
     decoupled: bool
@@ -40,7 +43,7 @@ class Softmax(TypedDict, total=False):
 
 
 class BiasedSoftmax(Softmax, total=False):
-    """The same for losses whose keys may have a bias."""
+    """Options of softmax losses whose keys may have a bias."""
 
     key_bias: ArrayLike | None
 
@@ -80,8 +83,11 @@ def as_features(x: ArrayLike) -> Array:
 
 
 def row_weights(weights: ArrayLike | None, positive: Mask) -> Array:
-    """Upstream gradient of each row's loss [M]: that of the mean over rows that have a positive,
-    unless given. Without any such row all are 0."""
+    """Upstream gradient of each row's loss [M]: `weights`, if given.
+
+    Otherwise 1 / the number of rows that have a positive, and 0 for rows that have none: the
+    upstream gradient of the mean.
+    """
     if weights is not None:
         return np.asarray(weights, np.float64)
     has_positive = np.any(positive, axis=1).astype(np.float64)
@@ -115,9 +121,9 @@ def normalize(z: Array) -> tuple[Array, Array]:
 def normalize_backward(g: Array, u: Array, norm: Array) -> Array:
     """Gradient with respect to z from the gradient `g` with respect to ``u = z / |z|``.
 
-    Moving z by dz moves ``|z|`` by <u, dz>, hence ``du = (dz - u <u, dz>) / |z|``. That map is
-    symmetric, so the gradient goes back through the same one: ``dz = (g - u <g, u>) / |z|``.
-    Only the part of `g` across the row is left, since a row's length does not matter to u.
+    A change dz of z changes ``|z|`` by <u, dz>, hence u by ``du = (dz - u <u, dz>) / |z|``. This
+    linear map is symmetric, so it also maps gradients: ``dz = (g - u <g, u>) / |z|``. The part of
+    `g` along the row vanishes, because u does not depend on the length of the row.
 
     Parameters
     ----------
@@ -133,13 +139,13 @@ def normalize_backward(g: Array, u: Array, norm: Array) -> Array:
 
 
 def duplicates(ids: Ids | None, positive: Mask) -> Mask:
-    """Pairs to leave out [M, N]: equal id, but not the positive.
+    """Mask [M, N] of the pairs of equal ids that are not positives: they are left out.
 
     Parameters
     ----------
     ids : array_like [N], or tuple (query ids [M], key ids [N]), or None
-        One array when queries and keys share it. Anything that compares with ``==``; it is not
-        converted, so 64-bit integers stay exact. None excludes nothing.
+        One array if queries and keys share it. Values of any type that ``==`` compares; they are
+        not converted, so 64-bit integers stay exact. None: no pair is left out.
     positive : ndarray of bool [M, N]
     """
     if ids is None:
@@ -150,12 +156,12 @@ def duplicates(ids: Ids | None, positive: Mask) -> Mask:
 
 
 def other_groups(groups: Ids | None, positive: Mask) -> Mask:
-    """Pairs to leave out [M, N]: of different groups, but not the positive.
+    """Mask [M, N] of the pairs of different groups that are not positives: they are left out.
 
     Parameters
     ----------
     groups : array_like [N], or tuple (query groups [M], key groups [N]), or None
-        As the ids of `duplicates`.
+        Like `ids` of `duplicates`.
     positive : ndarray of bool [M, N]
     """
     if groups is None:
@@ -166,7 +172,8 @@ def other_groups(groups: Ids | None, positive: Mask) -> Mask:
 
 
 def guide_products(guide: Guide | None, normalize_rows: bool) -> Array | None:
-    """Products [M, N] of the features of a guide, divided by their L2 norms if asked for."""
+    """Dot products [M, N] of a guide's features; with `normalize_rows`, of unit rows. None: no
+    guide."""
     if guide is None:
         return None
     query, key = map(as_features, guide)
@@ -177,10 +184,12 @@ def guide_products(guide: Guide | None, normalize_rows: bool) -> Array | None:
 
 
 def sum_exp(x: Array, axis: int) -> tuple[Array, Array]:
-    """The largest element along `axis`, ``peak``, and ``sum exp(x - peak)``; both are 0 if every
-    element is -inf or there is none."""
+    """``peak``, the largest element along `axis`, and ``sum exp(x - peak)``.
+
+    Both are 0 if every element is -inf, or if there is none.
+    """
     peak = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
-    # -inf - -inf would be NaN; any finite shift leaves a sum of zeros.
+    # -inf - -inf would be NaN. With a finite peak, exp(-inf - peak) = 0, and so is the sum
     peak = np.where(np.isneginf(peak), 0.0, peak)
     return np.squeeze(peak, axis=axis), np.sum(np.exp(x - peak), axis=axis)
 
@@ -208,7 +217,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def scale_slope(dot: Array, positive: Mask, margin: float = 0.0, **_: Any) -> Array:
-    """dx_ij / dscale of the logits of `softmax_loss`, from its options."""
+    """dx_ij / dscale of the logits of `softmax_loss`; it takes all options, and uses `margin`."""
     return dot - margin * positive
 
 
@@ -227,7 +236,7 @@ def softmax_loss(
     guide_dot: Array | None = None,
     guide_margin: float = 0.0,
 ) -> tuple[Array, Array, Array]:
-    """Cross-entropy of each row against its positives, and its slope.
+    """Cross-entropy of each row against its positives, and its slope: dloss_i / dx_ij.
 
     With P(i) the positives of row i, and sums over the pairs that are not excluded::
 
@@ -277,61 +286,67 @@ def softmax_loss(
 
     Notes
     -----
-    Once the positive wins by a wide margin, r_i and x_iy agree in all their digits and their
-    difference holds none of the loss; so do p_iy and 1. At temperature 0.005 the logits of an
-    aligned pair are 200, which are rounded by 3e-14, while the loss may be 1e-40. Let n_i be the
-    log-sum-exp of the negatives, m_i that of the positives, and a_ij = exp(x_ij - m_i) a positive's
-    share of them. Then, exactly::
+    If the positive y is far above the negatives, r_i and x_iy agree in all their digits, so their
+    difference has no digit of the loss; likewise p_iy and 1. At temperature 0.005 the logit of an
+    aligned pair is 200, which is rounded by 3e-14, while the loss may be 1e-40. Let n_i be the
+    log-sum-exp of the negatives, m_i that of the positives, and a_ij = exp(x_ij - m_i) the share of
+    a positive. Then, exactly::
 
         loss_i = log(exp(m_i) + exp(n_i)) - mean of x_ij over P(i)
                = softplus(n_i - m_i) + (m_i - mean of x_ij over P(i))
         dloss_i / dx_ij = a_ij (1 - sigmoid(n_i - m_i)) - 1 / |P(i)|                   j in P(i)
                         = (a_ij - 1 / |P(i)|) - a_ij sigmoid(n_i - m_i)
 
-    where nothing cancels: of a single positive y, m_i = x_iy and a_iy = 1, both brackets are 0, and
-    the rounding of the logits is a relative error of the result, however small that is. Of several,
-    the second term of the loss is at least log |P(i)|. A row without negatives has n_i = -inf.
+    Here nothing cancels. With a single positive y, m_i = x_iy and a_iy = 1, both brackets are 0,
+    and the rounding of the logits causes a relative error of the result, however small the result
+    is. With several positives, the second term of the loss is at least log |P(i)|. A row without
+    negatives has n_i = -inf.
 
-    The positives are no part of a decoupled softmax, whose negatives have probability 1 in sum:
-    there n_i - m_i stands in place of its softplus and 1 in place of its sigmoid.
+    With `decoupled`, the probabilities of the negatives add up to 1, so n_i - m_i replaces its
+    softplus, and 1 replaces its sigmoid.
 
-    Logits above 2^53 have no digits for what a log-sum-exp is above the largest of them. So n_i and
-    m_i are kept as their peak and a sum, and peaks are subtracted first: ``p_ij`` never exceeds 1.
+    A log-sum-exp exceeds its largest logit by less than the rounding of logits above 2^53. So n_i
+    and m_i are kept as a peak and a sum (`sum_exp`), and peaks are subtracted first: ``p_ij`` never
+    exceeds 1.
     """
+    # pairs that limits leave out, by the dot products of the features and of the guide
     has_positive: Mask = np.any(positive, axis=1)
-    compared = [(dot, false_negative_margin)]
+    products_and_margins = [(dot, false_negative_margin)]
     if guide_dot is not None:
-        dot = dot + 0.0 * guide_dot
-        compared = [(dot, false_negative_margin), (guide_dot, guide_margin)]
-    for products, above in compared:
-        limit = np.max(products, axis=1, initial=-np.inf, where=positive) + above
-        likely = ~positive & has_positive[:, None] & (products > limit[:, None])
-        excluded = excluded | likely
+        dot = dot + 0.0 * guide_dot  # NaN of the guide reaches the logits
+        products_and_margins = [(dot, false_negative_margin), (guide_dot, guide_margin)]
+    for products, limit_margin in products_and_margins:
+        limit = np.max(products, axis=1, initial=-np.inf, where=positive) + limit_margin
+        likely_positive = ~positive & has_positive[:, None] & (products > limit[:, None])
+        excluded = excluded | likely_positive
+
+    # logits, and those of negatives, of positives and of all terms of r_i; -inf: not in the sum
     bias = 0.0 if key_bias is None else np.asarray(key_bias, np.float64)
     logits = scale * (dot - margin * positive) + bias
-    weighted = np.where(positive, logits, logits + hardness * dot)  # as the sum of r_i has them
+    weighted = np.where(positive, logits, logits + hardness * dot)
     negatives = np.where(positive | excluded, -np.inf, weighted)
     positives = np.where(positive, logits, -np.inf)
     softmax_logits = negatives if decoupled else np.where(excluded, -np.inf, weighted)
 
+    # losses
     peak, total = sum_exp(softmax_logits, axis=1)
     negative_peak, negative_total = sum_exp(negatives, axis=1)
     positive_peak, positive_total = sum_exp(positives, axis=1)
-    # n - m
+    # n_i - m_i
     gap = (negative_peak - positive_peak) + (np.log(negative_total) - np.log(positive_total))
     count = np.maximum(1, np.count_nonzero(positive, axis=1))
     below_peak = np.sum(np.where(positive, positive_peak[:, None] - logits, 0.0), axis=1) / count
     losses = (gap if decoupled else softplus(gap)) + (np.log(positive_total) + below_peak)
 
-    share = np.exp(positives - positive_peak[:, None]) / positive_total[:, None]
+    # slopes
+    share = np.exp(positives - positive_peak[:, None]) / positive_total[:, None]  # a_ij
     negative_probability = np.ones_like(gap) if decoupled else sigmoid(gap)
     at_positives = (share - 1 / count[:, None]) - share * negative_probability[:, None]
-    with_sum = np.where(total == 0, 1.0, total)  # 0: no key takes part
+    divisor = np.where(total == 0, 1.0, total)  # a total of 0: no key takes part
     slope = np.where(
-        positive, at_positives, np.exp(softmax_logits - peak[:, None]) / with_sum[:, None]
+        positive, at_positives, np.exp(softmax_logits - peak[:, None]) / divisor[:, None]
     )
-    if label_smoothing:
-        # Probability moves from the positives to all K keys.
+    if label_smoothing:  # targets move from the positives to all K_i keys
         keys = np.maximum(1, np.count_nonzero(~excluded, axis=1))
         moved = positive / count[:, None] - ~excluded / keys[:, None]
         losses = losses + label_smoothing * np.sum(moved * np.where(excluded, 0.0, logits), axis=1)

@@ -1,4 +1,4 @@
-"""Distillation: each query's probabilities of keys are to be those of a teacher."""
+"""Distillation: the targets of each query are the probabilities of keys by a teacher."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,8 +28,8 @@ def distill(
         p_ij = exp(x_ij - r_i)               r_i = log sum_j exp(x_ij)
         loss_i = - sum_j p^T_ij log p_ij = r_i - sum_j p^T_ij x_ij
 
-    with p^T the softmax of t over j. `two_sided`: half of that, and half of the same over columns,
-    where queries compete for each key; then M = N.
+    with p^T the softmax of t over j. `two_sided`: half of this loss, plus half of the same loss
+    with queries and keys exchanged; it needs M = N.
 
     Parameters
     ----------
@@ -37,8 +37,9 @@ def distill(
     key : array_like [N, D]
     teacher_query : array_like [M, E]
     teacher_key : array_like [N, E]
-        Constants.
+        Features by the teacher; constants without gradient.
     scale : float
+        1 / temperature.
     teacher_scale : float, optional
         `scale` by default.
     two_sided : bool
@@ -55,7 +56,7 @@ def distill(
 
     Notes
     -----
-    ``dloss_i / dx_ij = p_ij - p^T_ij``, and from there as in InfoNCE.
+    ``dX_ij = dloss / dx_ij = weights_i (p_ij - p^T_ij)``; gradients follow as in `info_nce`.
 
     References
     ----------
@@ -72,24 +73,24 @@ def distill(
     w = np.full(len(q), 1 / len(q)) if weights is None else np.asarray(weights, np.float64)
     dot = q @ k.T
     x, t = scale * dot, (scale if teacher_scale is None else teacher_scale) * (tq @ tk.T)
-    losses, r, slope = _rows(x, t)
-    dx, lse = w[:, None] * slope, r
-    result: tuple[Array, Array] | Array = lse
+    losses, r, slope = _softmax_loss(x, t)
+    dx = w[:, None] * slope
+    lse: tuple[Array, Array] | Array = r
     if two_sided:
-        column_losses, c, column_slope = _rows(x.T, t.T)
+        column_losses, c, column_slope = _softmax_loss(x.T, t.T)
         losses = (losses + column_losses) / 2
         dx = (dx + (w[:, None] * column_slope).T) / 2
-        result = (r, c)
+        lse = (r, c)
     dq, dk = scale * (dx @ k), scale * (dx.T @ q)
     if normalize:
         dq = common.normalize_backward(dq, q, q_norm)
         dk = common.normalize_backward(dk, k, k_norm)
     grads: Gradients = {"query": dq, "key": dk, "scale": float(np.sum(dx * dot))}
-    return Reference(losses, float(w @ losses), grads, result)
+    return Reference(losses, float(w @ losses), grads, lse)
 
 
-def _rows(x: Array, t: Array) -> tuple[Array, Array, Array]:
-    """Losses, log-sum-exps and slopes of rows."""
+def _softmax_loss(x: Array, t: Array) -> tuple[Array, Array, Array]:
+    """Losses [M], log-sum-exps [M] and slopes dloss_i / dx_ij [M, N] from both models' logits."""
     r, teacher_r = common.log_sum_exp(x, axis=1), common.log_sum_exp(t, axis=1)
     target = np.exp(t - teacher_r[:, None])
     losses = np.sum(target * (r[:, None] - x), axis=1)

@@ -1,4 +1,4 @@
-"""GTE: each query picks its key, and both are compared with all queries and keys."""
+"""GTE: one softmax for each pair of a query and a key, over all queries and keys."""
 
 from typing import Any, Unpack
 
@@ -42,7 +42,7 @@ def gte(
     ids : array_like [B], optional
         Pairs i and j of equal id are excluded as each other's negatives, in all four comparisons.
     groups : array_like [B], optional
-        Pairs i and j of different groups are excluded, as those of equal ids.
+        Pairs i and j of different groups are excluded as each other's negatives.
     normalize : bool
         Divide the rows of both by their L2 norms first.
     weights : array_like [B], optional
@@ -62,15 +62,15 @@ def gte(
 
     Notes
     -----
-    Let z be the 2B queries and keys one below the other, and X = scale * z z' their logits, as in
-    NT-Xent. Z_i is the sum over rows i and i + B of X, without the diagonal and with the positive
-    once. So the loss is one softmax cross-entropy over both rows side by side, 4B logits, whose
-    slope is G, row by row::
+    Let z [2B, D] be all queries, followed by all keys, and X = scale * z z' their logits, as in
+    NT-Xent. Z_i is the sum of exp over rows i and i + B of X, without the diagonal, and with the
+    positive once. So the loss of pair i is the softmax cross-entropy of these two rows side by
+    side, 4B logits. With G [2B, 2B] the derivatives of the loss with respect to X::
 
         dz = scale * (G + G') z        [2B, D]
         dscale = sum_ij G_ij * <z_i, z_j>
 
-    With `normalize`, dz goes on through `normalize_backward`. How the loss keeps its accuracy near
+    With `normalize`, dz goes through `normalize_backward`. How the loss keeps its accuracy near
     0: see `common.softmax_loss`.
 
     References
@@ -91,10 +91,11 @@ def gte(
     pair_groups = np.asarray(row[:pairs] * 0 if groups is None else groups)[row % pairs]
 
     def side_by_side(x: Any) -> Any:
-        """Rows i and i + B, [B, 4B]."""
+        """Rows i and i + B of a matrix [2B, 2B] in one row: [B, 4B]."""
         return np.concatenate([x[:pairs], x[pairs:]], axis=1)
 
-    # Key i is the positive of query i, in row i. Row i + B has the same pair, which counts once.
+    # Key i is the positive of query i, in row i. Row i + B has the same pair, which is left out
+    # there, because its ids are equal: the pair counts once
     is_positive = row == row[:, None] + pairs
     positive = side_by_side(is_positive)
     left_out = (pair_ids[:, None] == pair_ids) | (pair_groups[:, None] != pair_groups)
@@ -102,8 +103,9 @@ def gte(
     w = common.row_weights(weights, positive)
 
     dot = z @ z.T
-    both = None if guide is None else np.concatenate([np.asarray(g) for g in guide])
-    guide_dot = common.guide_products(None if both is None else (both, both), normalize)
+    guide_rows = None if guide is None else np.concatenate([np.asarray(g) for g in guide])
+    guide_pair = None if guide_rows is None else (guide_rows, guide_rows)
+    guide_dot = common.guide_products(guide_pair, normalize)
     losses, lse, slope = common.softmax_loss(
         side_by_side(dot),
         positive,
@@ -113,7 +115,7 @@ def gte(
         **options,
     )
 
-    slope *= w[:, None]
+    slope *= w[:, None]  # [B, 4B]; G again has rows i and i + B one below the other
     g = np.concatenate([slope[:, :rows], slope[:, rows:]])
     dz = scale * ((g + g.T) @ z)
     if normalize:

@@ -1,4 +1,4 @@
-"""InfoNCE: each query picks its key out of all keys."""
+"""InfoNCE: a softmax over the keys of each query."""
 
 from typing import Unpack
 
@@ -34,18 +34,19 @@ def info_nce(
         loss_i = log sum_j exp(x_ij) - x_iy        y = labels_i
         loss = sum_i weights_i * loss_i
 
-    where the sum over j leaves out the excluded pairs. Of several positives, x_iy is their mean.
+    where the sum over j leaves out the excluded pairs. With several positives, x_iy is the mean of
+    their logits.
 
     Parameters
     ----------
     query : array_like [M, D]
     key : array_like [N, D]
-        Keys that are nobody's positive are extra negatives, such as a MoCo queue.
+        Keys that are no query's positive are extra negatives, such as a MoCo queue.
     scale : float
         1 / temperature.
     labels : array_like of int [M] or [M, P], optional
-        Indices of each query's positive keys, a set: what is given twice counts once. Negative ones
-        stand for none. By default i for query i, and N >= M.
+        Indices of each query's positive keys: a set, so an index that is given twice counts once. A
+        negative index stands for none. Default: i for query i, which needs N >= M.
     ids : array_like [N], or tuple (query ids [M], key ids [N]), optional
         Query i and key j of equal id are excluded, unless j is a positive of i. One array
         serves both sides when M = N.
@@ -54,19 +55,19 @@ def info_nce(
     normalize : bool
         Divide the rows of `query` and `key` by their L2 norms first.
     weights : array_like [M], optional
-        Upstream gradient of each row's loss; by default that of the mean over rows that have a
-        positive.
+        Upstream gradient of each row's loss; by default 1 / the number of rows that have a
+        positive, as in a mean.
     guide : tuple of array_like (query guide [M, E], key guide [N, E]), optional
         Features of another model, the guide: its products exclude likely positives by
-        `guide_margin`, as `common.softmax_loss` defines it, and none of `own`. They get no
+        `guide_margin`, as `common.softmax_loss` defines it, but no own negatives. They get no
         gradient; `normalize` normalises them too.
     own : array_like [M, K, D], optional
-        Keys that are negatives only of row i: x_ik = scale * <q_i, own_ik> is one more term of its
-        sum. They have no `key_bias`.
+        Own negatives, K for each row: exp(scale * <q_i, own_ik>) is one more term of the sum of
+        row i. They have no `key_bias`.
     own_mask : array_like of bool [M, K], optional
         Which of `own` count; all by default.
     in_batch : bool
-        False: of `key`, row i is compared only with its positives.
+        False: row i is compared only with its positives and its own negatives.
     **options
         `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias`, `false_negative_margin`
         and `guide_margin`, as `common.softmax_loss` defines them.
@@ -79,7 +80,7 @@ def info_nce(
 
     Notes
     -----
-    The gradient with respect to the logits is that of a softmax cross-entropy, row by row::
+    The gradient with respect to the logits is the gradient of a softmax cross-entropy::
 
         dX_ij = dloss / dx_ij = weights_i * (p_ij - [j = y])    p_ij = exp(x_ij - lse_i)
                               = weights_i * (p_ij - 1 / |P|)    at a set P of positives
@@ -91,9 +92,9 @@ def info_nce(
         dk_j = sum_i dX_ij * scale * q_i        dK = scale * dX' Q      [N, D]
         dscale = sum_ij dX_ij * <q_i, k_j>
 
-    The products are summed, not the logits divided by the scale: an excluded pair is 0 * product
-    and never 0 * inf. With `normalize`, dQ and dK are of the unit rows and go on through
-    `normalize_backward`. How the loss keeps its accuracy near 0: see `common.softmax_loss`.
+    For dscale, dot products are summed, not logits / scale: an excluded pair contributes
+    0 * product, never 0 * inf. With `normalize`, dQ and dK are gradients of the unit rows, and go
+    through `normalize_backward`. How the loss keeps its accuracy near 0: see `common.softmax_loss`.
 
     References
     ----------
@@ -118,7 +119,8 @@ def info_nce(
     dot = q @ k.T
     guide_dot = common.guide_products(guide, normalize)
     if own is not None:
-        # One more column for each own negative: of row i, K of its own
+        # K more columns: column N + k of row i is its own negative k. A row of ones replaces own
+        # negatives that do not count, whose contents may be NaN
         o = common.as_features(own)
         count = o.shape[1]
         own_included = (
@@ -145,8 +147,8 @@ def info_nce(
         dq = dq + scale * np.einsum("ik,ikd->id", dx[:, columns:], o)
         do = scale * dx[:, columns:, None] * q[:, None, :]
         if normalize:
-            through = common.normalize_backward(do.reshape(unit.shape), unit, o_norm)
-            do = through.reshape(do.shape)
+            flat_do = common.normalize_backward(do.reshape(unit.shape), unit, o_norm)
+            do = flat_do.reshape(do.shape)
     if normalize:
         dq = common.normalize_backward(dq, q, q_norm)
         dk = common.normalize_backward(dk, k, k_norm)

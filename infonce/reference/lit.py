@@ -1,4 +1,4 @@
-"""LiT: each text picks its image; the images are locked."""
+"""LiT: a softmax over the images of each text; the images get no gradient."""
 
 from typing import Unpack
 
@@ -22,7 +22,7 @@ def lit(
     guide: Guide | None = None,
     **options: Unpack[BiasedSoftmax],
 ) -> Reference:
-    """Contrastive loss of texts against locked images, with its gradients.
+    """Contrastive loss of texts against images of a frozen encoder, with its gradients.
 
     ::
 
@@ -30,8 +30,8 @@ def lit(
         loss_i = log sum_j exp(x_ij) - x_ii
         loss = sum_i weights_i * loss_i
 
-    where the sum over j leaves out the excluded pairs. The images come from a tower that is not
-    trained, so they have no gradient.
+    where the sum over j leaves out the excluded pairs. The image encoder is not trained, so the
+    images get no gradient.
 
     Parameters
     ----------
@@ -68,17 +68,16 @@ def lit(
         dtext = scale * dX image        [N, D]
         dscale = sum_ij dX_ij * <text_i, image_j>
 
-    and dX is 0 at excluded pairs. With `normalize`, dtext goes on through `normalize_backward`.
-    One row needs nothing of another, so p need not be kept: dtext_i is the scale times the
-    p-weighted mean of the images, less image_i. How the loss keeps its accuracy near 0: see
-    `common.softmax_loss`.
+    and dX is 0 at excluded pairs. With `normalize`, dtext goes through `normalize_backward`. How
+    the loss keeps its accuracy near 0: see `common.softmax_loss`.
 
     References
     ----------
     Zhai, Wang, Mustafa, Steiner, Keysers, Kolesnikov, Beyer. LiT: zero-shot transfer with
-    locked-image text tuning. CVPR 2022. arXiv:2111.07991. The paper trains the text tower with
-    both directions of CLIP's loss; this is the one whose rows are the texts.
+    locked-image text tuning. CVPR 2022. arXiv:2111.07991. The paper trains the text encoder with
+    both directions of CLIP's loss; this loss is the direction whose rows are the texts.
     """
+    # t, v: features of texts and images; w: weights of rows
     t, v = common.as_features(text), common.as_features(image)
     if normalize:
         t, t_norm = common.normalize(t)

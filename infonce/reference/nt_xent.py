@@ -1,4 +1,4 @@
-"""NT-Xent: two views of each sample, every other row a negative."""
+"""NT-Xent: rows are two views of each sample; a softmax over all other rows of each row."""
 
 from typing import Unpack
 
@@ -60,7 +60,7 @@ def nt_xent(
 
     Notes
     -----
-    The gradient with respect to the logits, taking x_ij and x_ji as different variables, is::
+    The gradient with respect to the logits, with x_ij and x_ji as different variables, is::
 
         G_ij = weights_i * (p_ij - [j = p(i)])    p_ij = exp(x_ij - lse_i), p_ii = 0
 
@@ -71,7 +71,7 @@ def nt_xent(
         dscale = sum_ij G_ij * <z_i, z_j>
 
     The diagonal, where z_i would meet itself, is excluded and has slope 0. With `normalize`, dZ
-    goes on through `normalize_backward`. How the loss keeps its accuracy near 0: see
+    goes through `normalize_backward`. How the loss keeps its accuracy near 0: see
     `common.softmax_loss`.
 
     References

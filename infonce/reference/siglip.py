@@ -1,4 +1,4 @@
-"""SigLIP: every pair by itself, is it a match or not."""
+"""SigLIP: a sigmoid of each pair, which is a match or not; there is no softmax."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,12 +26,13 @@ def siglip(
 
         x_ij = scale * <image_i, text_j>
         t_ij = +1 if (i, j) is positive, else -1
-        loss_i = sum_j v_ij -log sigmoid(t_ij * (x_ij + bias))
+        loss_i = -sum_j v_ij log sigmoid(t_ij * (x_ij + bias))
         loss = sum_i weights_i * loss_i
 
-    where the sum over j leaves out the excluded pairs. Positive are i = j, and v_ij = 1, unless
-    `positive_ids` are given. Then pairs of equal positive ids are positive. If row i has k_i
-    positives and column j has k'_j, v_ij = (1 / k_i + 1 / k'_j) / 2 for them, and 1 for others.
+    where the sum over j leaves out the excluded pairs. Pairs i = j are positive, and v_ij = 1. With
+    `positive_ids`, pairs of equal positive ids are positive instead. Then a positive pair has
+    v_ij = (1 / k_i + 1 / k'_j) / 2, with k_i positives in row i and k'_j in column j; other pairs
+    have v_ij = 1.
 
     Parameters
     ----------
@@ -63,7 +64,7 @@ def siglip(
     ``-log sigmoid(a) = softplus(-a)``, whose derivative in a is ``-sigmoid(-a)``. With
     ``a = t_ij * (x_ij + bias)``, of slope t_ij in x_ij::
 
-        dX_ij = -weights_i * t_ij * sigmoid(-t_ij * (x_ij + bias))
+        dX_ij = -weights_i * v_ij * t_ij * sigmoid(-t_ij * (x_ij + bias))
 
     and 0 at excluded pairs. From there, as the logits are bilinear in the features and linear in
     the scale, and the bias is added to each::
@@ -72,15 +73,16 @@ def siglip(
         dscale = sum_ij dX_ij * <image_i, text_j>
         dbias = sum_ij dX_ij
 
-    With `normalize`, both feature gradients go on through `normalize_backward`. Every term is
-    positive and accurate where it is near 0 (softplus is a log1p there, and 1 - sigmoid(a) is
-    written sigmoid(-a)), so their sum is too.
+    With `normalize`, both feature gradients go through `normalize_backward`. Every term of the loss
+    is positive, and accurate if it is near 0 (softplus is a log1p there, and 1 - sigmoid(a) is
+    computed as sigmoid(-a)), so the sum is accurate too.
 
     References
     ----------
     Zhai, Mustafa, Kolesnikov, Beyer. Sigmoid loss for language image pre-training. ICCV 2023.
     arXiv:2303.15343, algorithm 1.
     """
+    # u, v: features of images and texts; w: weights of rows; a_ij = t_ij (x_ij + bias)
     u, v = common.as_features(image), common.as_features(text)
     if normalize:
         u, u_norm = common.normalize(u)
@@ -90,8 +92,9 @@ def siglip(
     pair_weights = np.ones(1)
     if positive_ids is not None:
         positive = common.duplicates(positive_ids, np.zeros((len(u), len(v)), np.bool_))
-        by_row, by_column = (np.maximum(1, positive.sum(axis=axis)) for axis in (1, 0))
-        pair_weights = np.where(positive, (1 / by_row[:, None] + 1 / by_column) / 2, 1.0)
+        row_counts, column_counts = (np.maximum(1, positive.sum(axis=axis)) for axis in (1, 0))
+        mean_of_shares = (1 / row_counts[:, None] + 1 / column_counts) / 2
+        pair_weights = np.where(positive, mean_of_shares, 1.0)
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
     t = np.where(positive, 1.0, -1.0)
 

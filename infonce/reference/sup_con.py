@@ -28,7 +28,7 @@ def sup_con(
         loss_i = r_i - mean of x_ij over P(i)
         loss = sum_i weights_i * loss_i
 
-    A row that is alone in its class has no loss; it is a negative of all others.
+    A row that is alone in its class has the loss 0; it remains a negative of the other rows.
 
     Parameters
     ----------
@@ -40,8 +40,8 @@ def sup_con(
     normalize : bool
         Divide the rows by their L2 norms first. The paper does.
     weights : array_like [N], optional
-        Upstream gradient of each row's loss; by default that of the mean over rows that have a
-        positive.
+        Upstream gradient of each row's loss; by default 1 / the number of rows that have a
+        positive, as in a mean.
     **options
         `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
         `false_negative_margin`, as `common.softmax_loss` defines them.
@@ -60,7 +60,7 @@ def sup_con(
         dZ = scale * (G + G') Z                             [N, D]
         dscale = sum_ij G_ij * <z_i, z_j>
 
-    With `normalize`, dZ goes on through `normalize_backward`. With two rows in each class this is
+    With `normalize`, dZ goes through `normalize_backward`. With two rows in each class this is
     NT-Xent. How the loss keeps its accuracy near 0: see `common.softmax_loss`.
 
     References
