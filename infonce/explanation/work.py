@@ -13,7 +13,7 @@ from ..kernels.gpu.schedule import (
     Schedule,
     ScheduledPass,
     divide_keys,
-    products,
+    divide_terms,
 )
 from .devices import DeviceModel
 
@@ -94,7 +94,7 @@ def _kernel_and_products(
             read += (m + n) * (operands.width * operands.parts + teacher_width)
             launches += 1 + (scheduled.purpose is Purpose.ONE_PASS)
             if scheduled.dq_accumulator is not None and not scheduled.in_registers:
-                cublas_products.add(m, n, 0, False, scheduled.dq_accumulator.copies)
+                cublas_products.add(m, n, 0, False, scheduled.dq_accumulator.dq_copies)
             same = schedule.call.symmetric and rows == columns
             if scheduled.dk_accumulator is not None and not scheduled.in_registers and not same:
                 cublas_products.add(m, n, scheduled.dk_accumulator.first_row - columns.start, True)
@@ -123,7 +123,7 @@ class _Products:
     def __init__(self, operands: Operands) -> None:
         self.operands, self.number, self.flops, self.bytes = operands, 0, 0.0, 0.0
 
-    def add(self, m: int, n: int, border: int, is_key_side: bool, copies: int = 1) -> None:
+    def add(self, m: int, n: int, border: int, is_key_side: bool, dq_copies: int = 1) -> None:
         """Add the products of a block of m x n logits that compute dK, or dQ.
 
         `border`: the first row of dK in the workspace, counted from the first key of the block.
@@ -134,7 +134,7 @@ class _Products:
             rows, terms = m, keys.stop - keys.start
             if is_key_side:
                 rows, terms = terms, rows
-            for product in products(precision, terms, copies, False):
+            for product in divide_terms(precision, terms, dq_copies, False):
                 self.number += 1
                 self.flops += 2.0 * rows * width * product.terms * product.batch
                 moved = item * (rows + width) * product.terms + 2 * real * rows * width

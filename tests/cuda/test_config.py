@@ -387,6 +387,6 @@ def test_a_batch_that_fits_is_one_block() -> None:
 def test_accumulators_fit_the_workspace(
     m: int, n: int, d: int, precision: str, workspace: int
 ) -> None:
-    copies = config.sums_at_once((m, n, d), precision, 132, workspace)
+    copies = config.choose_dq_copies((m, n, d), precision, 132, workspace)
     assert copies == 1 or copies * m * d * 4 <= workspace // 8
     assert 1 <= copies <= max(1, -(-n // config.MAX_SUM_TERMS.get(precision, n + 1)))

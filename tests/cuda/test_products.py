@@ -229,7 +229,7 @@ def test_blocks_of_all_keys_add_to_their_gradients(
 def test_sums_are_batched_here() -> None:
     """What the test above is about: several accumulators for each row of dQ."""
     for shape in ((300, 5000, 150), (100, 2000, 40), (256, 65536, 128)):
-        assert config.sums_at_once(shape, "fp16x3", 132, 2**28) > 1
+        assert config.choose_dq_copies(shape, "fp16x3", 132, 2**28) > 1
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -44,7 +44,8 @@ class Needs:
     staged_key: bool
     columns: bool  # columns have sums
     gradient: bool  # dL/dx of a block is written to memory
-    dq_accumulators: int  # for each row of a block; 0: dQ accumulates in its destination
+    # accumulators of each row of dQ, whose sum is dQ; 0: dQ accumulates in its destination
+    dq_copies: int
     dk_in_workspace: bool  # dK (if queries are keys, dQ of all rows) accumulates in the workspace
     sweep: Sweep | None = None  # replaces tiles
     rows: bool = True  # rows have sums
@@ -62,7 +63,7 @@ class Needs:
     @property
     def statistics_needs(self) -> Needs:
         """The needs of the log-sum-exp pass."""
-        return replace(self, gradient=False, dq_accumulators=0, dk_in_workspace=False, rows=True)
+        return replace(self, gradient=False, dq_copies=0, dk_in_workspace=False, rows=True)
 
     @property
     def gradient_needs(self) -> Needs:
@@ -115,7 +116,7 @@ class Needs:
 
     def block_bytes(self, rows: int, columns: int, d: int, block_n: int, dk_rows: int = 0) -> int:
         """Bytes of all parts of the workspace."""
-        dq_rows = self.dq_accumulators * rows
+        dq_rows = self.dq_copies * rows
         return sum(self.parts(rows, columns, d, block_n, dq_rows, dk_rows).values())
 
     def pass_bytes(self, block_sizes: BlockSizes, d: int, block_n: int) -> int:
@@ -166,27 +167,28 @@ def gradient_stride(columns: int, precision: str) -> int:
 
 
 @lru_cache(1024)
-def sums_at_once(
+def choose_dq_copies(
     shape: tuple[int, int, int], precision: str, multiprocessors: int, workspace: int
 ) -> int:
-    """The number of partial sums of dQ that are computed at once, in separate accumulators.
+    """The number of accumulators of each row of dQ: so many of its partial sums run at once.
 
-    A partial sum has `MAX_SUM_TERMS` terms. If queries are few, one partial sum does not occupy all
-    multiprocessors.
+    A partial sum has `MAX_SUM_TERMS` terms (keys). If queries are few, the tiles of one partial sum
+    do not occupy all multiprocessors. More copies do, but must be added up in the end. All copies
+    take at most 1/8 of the workspace. 1, if the precision does not limit the terms of a sum.
     """
     m, n, d = shape
     sums = -(-n // MAX_SUM_TERMS[precision]) if precision in MAX_SUM_TERMS else 1
     tiles = -(-m // BLOCK_M) * -(-d // BLOCK_M)  # of one partial sum
     if sums <= 1 or not 0 < tiles < multiprocessors:
         return 1
-    room = workspace // 8 // (m * d * ACCUMULATOR_BYTES[precision])
+    max_copies = min(sums, workspace // 8 // (m * d * ACCUMULATOR_BYTES[precision]))
 
-    def cost(at_once: int) -> float:
+    def cost(dq_copies: int) -> float:
         """The time of all sums, relative to the time of one tile of a partial sum."""
-        waves = -(-at_once * tiles // multiprocessors)
-        return -(-sums // at_once) * (waves + LAUNCH_COST) + ADDING_COST * at_once * tiles
+        waves = -(-dq_copies * tiles // multiprocessors)
+        return -(-sums // dq_copies) * (waves + LAUNCH_COST) + ADDING_COST * dq_copies * tiles
 
-    return min(range(1, max(1, min(sums, room)) + 1), key=cost)
+    return min(range(1, max(1, max_copies) + 1), key=cost)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from .call import BlockPass, Call, Loss, Matrix, Purpose
 from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule
 from .fused import OneLaunch, one_launch
-from .matrix_products import divide_keys, products
+from .matrix_products import divide_keys, divide_terms
 from .method import choose_method, has_plan, is_computed_by_kernels_only
 from .operands import OperandRows, Operands, Reading
 from .passes import (
@@ -35,10 +35,10 @@ __all__ = [
     "ScheduledPass",
     "choose_method",
     "divide_keys",
+    "divide_terms",
     "has_plan",
     "is_computed_by_kernels_only",
     "one_launch",
-    "products",
     "schedule",
     "tiled_schedule",
 ]

@@ -259,7 +259,7 @@ def divide_workspace(
     room = config.workspace_of_passes(call.workspace, reserved)
     dq, dk, dq_copies = call.query_gradient, call.key_gradient, 1
     if dq is not None and not symmetric:
-        dq_copies = config.sums_at_once(shape, operands.precision, device.multiprocessors, room)
+        dq_copies = config.choose_dq_copies(shape, operands.precision, device.multiprocessors, room)
     dq_in_place = dq is None or (
         dq_copies == 1 and not call.adds_query and accumulates_in_place(dq, operands)
     )
@@ -275,7 +275,7 @@ def divide_workspace(
         staged_copy_bytes=operands.staged_copy_bytes,
         columns=call.two_sided or symmetric,
         rows=call.loss is Loss.PAIRS or call.taught or (one_pass and needs_dq_only),
-        dq_accumulators=0 if dq_in_place else dq_copies,
+        dq_copies=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient and not (dq_in_place if symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),
         guide=None if guide is None else guide.needs,

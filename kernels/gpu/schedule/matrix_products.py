@@ -1,4 +1,8 @@
-"""cuBLAS products that compute dQ and dK from gradient blocks: their rows, terms and parts."""
+"""cuBLAS products of a gradient block P with features: dQ += P K and dK += P' Q.
+
+A product is divided twice: `divide_keys` divides the keys of the block, and `divide_terms` the
+terms of a sum. tiled/gradient.py launches the products; passes.py has the accumulators.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,13 @@ from typing import NamedTuple
 from .. import config
 
 # cuBLAS has fast kernels if sizes along contiguous memory are multiples of 16 bytes. This includes
-# the keys of a row of the gradient block. From LARGE_PRODUCT multiply-adds on, a separate product
-# for the keys after the last such multiple saves time
+# the keys of a row of the gradient block. In a block of at least LARGE_PRODUCT multiply-adds for
+# dQ, a separate product for the keys after the last such multiple saves time
 WHOLE_BYTES = 16
 LARGE_PRODUCT = 2**30
-# Pairs (part of the gradient block, part of the features) that are multiplied, small terms first:
-# 0 is the large part, 1 the small part. The product of both small parts is below float32's rounding
+# By number of parts (OPERAND_PARTS): the pairs (part of the gradient block, part of the features)
+# that are multiplied, small terms first. Part 0 is the large part of a number, part 1 its rounding
+# error. The product of both small parts is below float32's rounding
 PART_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # small parts of gradient blocks are multiplied by this: SMALL_PART_FACTOR of common.cuh
 SMALL_PART_FACTOR = {"fp16x3": 2048.0}
@@ -25,24 +30,30 @@ SMALL_PART_FACTOR = {"fp16x3": 2048.0}
 SUM_BIAS_FACTOR = 1.4
 
 
-class Product(NamedTuple):
-    """A batch of products of a gradient block and features, each with its own accumulator."""
+class ProductBatch(NamedTuple):
+    """A call of cuBLAS: one or more products of parts of a gradient block and of features.
 
-    gradient_part: int  # of the gradient block: 0 high, 1 low
-    feature_part: int  # of the features
+    The products of a batch have successive terms, and add to successive copies of the accumulator.
+    """
+
+    gradient_part: int  # part of the gradient block: 0 large, 1 small
+    feature_part: int  # part of the features
     start: int  # first term of the first product
-    terms: int  # of each product
+    terms: int  # terms of each sum
     batch: int  # number of products
-    copy: int  # the first product's accumulator, among the copies of an accumulator
-    factor: float  # of all products
+    dq_copy: int  # the copy of the accumulator to which the first product adds
+    factor: float  # multiplies all products
     is_first: bool  # the products overwrite the accumulators
 
 
 def divide_keys(rows: int, keys: int, width: int, precision: str, border: int = 0) -> list[slice]:
-    """The keys of a block in up to three ranges, each of which gets its own products.
+    """The keys of a block in up to three ranges, each of which gets its own products:
 
-    The ranges are the keys before `border`, which have another accumulator; a multiple of
-    `WHOLE_BYTES`; and the rest, for large products.
+    1. The keys before `border`, whose accumulator of dK overlays the destination. (0: none.)
+    2. As many of the other keys as fill multiples of `WHOLE_BYTES`.
+    3. The rest, for large products only. Otherwise range 2 has all keys from `border` on.
+
+    `width`: features of a row (`Operands.gradient_width`).
     """
     rest = 0
     border = min(max(border, 0), keys)
@@ -51,43 +62,50 @@ def divide_keys(rows: int, keys: int, width: int, precision: str, border: int = 
     return [slice(i, j) for i, j in pairwise((0, border, keys - rest, keys)) if i < j]
 
 
-def products(precision: str, k: int, copies: int, is_first: bool) -> Iterator[Product]:
-    """The products of a gradient block and features over `k` terms, for each pair of parts.
+def divide_terms(
+    precision: str, terms: int, dq_copies: int, is_first: bool
+) -> Iterator[ProductBatch]:
+    """Divide sums of `terms` terms into products, in the order in which they are added.
 
-    Sums have at most as many terms as keep float32's accuracy. `copies` sums are computed at once,
-    in separate accumulators (`config.sums_at_once`).
+    The terms are keys for dQ and queries for dK. There are products for each pair of parts. A sum
+    has at most MAX_SUM_TERMS terms, for float32's accuracy. `dq_copies` products run at once, each
+    into its own copy of the accumulator (`config.choose_dq_copies`; 1 for dK). `is_first`: nothing
+    has been added to the accumulator yet.
     """
-    item, max_terms = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, k)
+    item, max_terms = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, terms)
     for gradient_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
-        both_high = gradient_part == feature_part == 0
+        both_large = gradient_part == feature_part == 0
         factor = 1 / SMALL_PART_FACTOR.get(precision, 1.0) if gradient_part else 1.0
-        sum_terms = max_terms if both_high or copies > 1 else k
-        for start, terms, batch in _sums(k, sum_terms, copies):
-            if both_high and precision in config.MAX_SUM_TERMS:
-                factor = 1 + SUM_BIAS_FACTOR * config.truncation_bias(precision, terms * item)
-            overwrites = is_first and start < copies * sum_terms
-            yield Product(gradient_part, feature_part, start, terms, batch,
-                          start // sum_terms % copies, factor, overwrites)  # fmt: skip
+        # the truncation of sums with a small part is negligible, so they need no division
+        sum_terms = max_terms if both_large or dq_copies > 1 else terms
+        for start, batch_terms, batch in _batches(terms, sum_terms, dq_copies):
+            if both_large and precision in config.MAX_SUM_TERMS:
+                factor = 1 + SUM_BIAS_FACTOR * config.truncation_bias(precision, batch_terms * item)
+            overwrites = is_first and start < dq_copies * sum_terms
+            yield ProductBatch(gradient_part, feature_part, start, batch_terms, batch,
+                               start // sum_terms % dq_copies, factor, overwrites)  # fmt: skip
         is_first = False
 
 
-def _sums(k: int, sum_terms: int, batch: int) -> Iterator[tuple[int, int, int]]:
-    """Batches of up to `batch` sums of at most `sum_terms` of the k terms each.
+def _batches(terms: int, sum_terms: int, max_batch: int) -> Iterator[tuple[int, int, int]]:
+    """Batches (first term, terms of a sum, number of sums) that cover `terms` terms.
 
-    Each batch is (first term, terms of a sum, sums).
+    Sums have `sum_terms` terms; the last one may have fewer, and is a batch by itself. A batch has
+    up to `max_batch` sums.
     """
-    whole_sums = k // sum_terms
-    for i in range(0, whole_sums, batch):
-        yield i * sum_terms, sum_terms, min(batch, whole_sums - i)
-    if k % sum_terms:
-        yield whole_sums * sum_terms, k % sum_terms, 1
+    whole_sums = terms // sum_terms
+    for i in range(0, whole_sums, max_batch):
+        yield i * sum_terms, sum_terms, min(max_batch, whole_sums - i)
+    if terms % sum_terms:
+        yield whole_sums * sum_terms, terms % sum_terms, 1
 
 
-def count_first_block_sums(precision: str, first: int, columns: int) -> int:
-    """The number of sums into which the products of the first block divide its `first` keys.
+def count_first_block_sums(precision: str, keys: int, max_columns: int) -> int:
+    """The number of sums into which the first block of a row of blocks divides its `keys`.
 
-    The first block begins all copies of an accumulator, so there are at most as many copies. Keys
-    after a multiple of `WHOLE_BYTES` have separate products, and do not count.
+    The products of the first block overwrite the copies of the accumulator of dQ, so there must not
+    be more copies than sums. Keys after the last multiple of `WHOLE_BYTES` have separate products,
+    which overwrite nothing, and do not count. `max_columns`: the columns of the largest block.
     """
-    first -= first % (WHOLE_BYTES // config.element_bytes(precision))
-    return max(1, -(-first // config.MAX_SUM_TERMS.get(precision, columns)))
+    keys -= keys % (WHOLE_BYTES // config.element_bytes(precision))
+    return max(1, -(-keys // config.MAX_SUM_TERMS.get(precision, max_columns)))

@@ -63,7 +63,7 @@ class AccumulatorRows:
     rows: int = 0  # rows in the workspace
     first_row: int = 0  # the first row in the workspace; rows before it overlay the destination
     overlaid: int = 0  # rows that overlay the destination
-    copies: int = 1  # accumulators of each row, whose sum is the gradient
+    dq_copies: int = 1  # accumulators of each row of dQ, whose sum is dQ; 1 for dK
     # overlaid rows that are converted at a time, in the memory of the gradient block
     rows_converted_at_once: int = 0
 
@@ -285,7 +285,7 @@ class PassScheduler:
             if want_key and not call.symmetric:
                 dk = self.dk_accumulator(grid, division.dk_in_place)
         memory = self.memory(
-            grid, dq.copies * dq.rows if dq else 0, dk.rows if dk and dk is not dq else 0,
+            grid, dq.dq_copies * dq.rows if dq else 0, dk.rows if dk and dk is not dq else 0,
             gradient=has_gradient_block and not cached, rows=purpose is not Purpose.GRADIENT,
             columns=purpose is Purpose.DISTILLATION and self.two_sided,
             weighted_query=purpose is Purpose.ONE_PASS and want_key,
@@ -328,7 +328,7 @@ class PassScheduler:
         rows, columns = grid.largest
         first_block = grid.columns[0].stop - grid.columns[0].start
         sums = count_first_block_sums(self.operands.precision, first_block, columns)
-        return AccumulatorRows(False, rows, copies=min(self.division.dq_copies, sums))
+        return AccumulatorRows(False, rows, dq_copies=min(self.division.dq_copies, sums))
 
     def dk_accumulator(self, grid: Grid, in_place: bool) -> AccumulatorRows:
         """The accumulator of dK: all keys of a grid.

@@ -90,9 +90,9 @@ class GradientRun(PassRun):
         overlay, width, real = None, self.buffers.operands.gradient_width, self.buffers.real
         if rows.overlaid:
             overlay = Accumulator(cupy.ndarray((rows.overlaid, width), real, out.data), width, 0)
-        shape = rows.copies, rows.rows, width
+        shape = rows.dq_copies, rows.rows, width
         memory = cupy.ndarray(shape, real, self.memory[name].data)
-        return Accumulator(memory, width, rows.first_row, overlay, rows.copies)
+        return Accumulator(memory, width, rows.first_row, overlay, rows.dq_copies)
 
     def gradient_arguments(self) -> Fields:
         """The arguments of a sweep that describe the gradient block."""
@@ -177,11 +177,12 @@ class GradientRun(PassRun):
         operand_type = CUDA_TYPE[precision]
         sum_type = CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
         term_stride = 1 if op == OP_N else block.stride  # elements of P from term to term
-        for product in schedule.products(precision, k, accumulator.copies, is_first):
+        for product in schedule.divide_terms(precision, k, accumulator.dq_copies, is_first):
             batch = (
                 product.terms * features.stride, product.terms * term_stride,
                 accumulator.copy_stride, product.batch,
             )  # fmt: skip
+            copy_offset = product.dq_copy * accumulator.copy_stride * real.itemsize
             first_feature = product.feature_part * features.part
             first_feature += (first_feature_row + product.start) * features.stride
             first_element = product.gradient_part * block.part
@@ -191,7 +192,7 @@ class GradientRun(PassRun):
                 features.data + first_feature * item, operand_type, features.stride,
                 block.data + first_element * item, operand_type,
                 block.stride, _host_number(0.0 if product.is_first else 1.0, real)[1],
-                accumulator.pointer(row) + product.copy * accumulator.copy_stride * real.itemsize,
+                accumulator.pointer(row) + copy_offset,
                 sum_type, accumulator.stride,
                 COMPUTE[precision], -1, *(batch if product.batch > 1 else ()),
             )  # fmt: skip
@@ -247,11 +248,11 @@ class GradientRun(PassRun):
             if not buffers.paired:
                 order, begin, end = buffers.list_queries_by_key(problem)
             partners = {"partner": order, "begin": begin, "end": end}
-        if accumulator.copies > 1:
-            numbers = accumulator.copy_stride
+        if accumulator.dq_copies > 1:
+            sums, size = accumulator.array, accumulator.copy_stride
             self.launcher.vectors(
-                "add_copies", numbers, sums=accumulator.array, n=numbers, copies=accumulator.copies
-            )
+                "add_copies", size, sums=sums, n=size, copies=accumulator.dq_copies
+            )  # fmt: skip
         defines = {"FACTORS": int(problem.normalize)}
         if problem.set_size > 1:
             defines["SETS"] = 1

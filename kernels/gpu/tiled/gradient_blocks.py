@@ -156,21 +156,21 @@ class Factors:
 class Accumulator:
     """Sums of gradients of the rows from `first` on, before `GradientRun.finish` completes them.
 
-    The sums were divided by the gradient divisor. A row is the sum of its `copies` in as many
-    arrays [rows, stride], one after another. Rows before `first`, if any, are in `overlay`, which
-    lies in the memory of the gradient.
+    The sums were divided by the gradient divisor. Rows of dQ may have several copies, arrays
+    [rows, stride] one after another: a row is the sum of its `dq_copies` copies. Rows before
+    `first`, if any, are in `overlay`, which lies in the memory of the gradient.
     """
 
     array: Array
     stride: int
     first: int
     overlay: Accumulator | None = None
-    copies: int = 1
+    dq_copies: int = 1  # 1 for dK
 
     @property
     def copy_stride(self) -> int:
-        """Elements from copy to copy."""
-        return int(self.array.size) // self.copies
+        """Elements from a copy to the next copy."""
+        return int(self.array.size) // self.dq_copies
 
     def pointer(self, row: int) -> int:
         if self.overlay is not None and row < self.first:
