@@ -53,8 +53,8 @@ COLUMNS = ("CLIP", "OpenCLIP", "Inf-CL", "Inf-CL, offload")
 def row(batch: int, measured: dict[int, float]) -> dict[str, Any]:
     """One batch, in 1024 rows: the paper's figures and ours, GB on a GPU."""
     rows = 1024 * batch // GPUS
-    shards = 4 * rows * DIM * cost.ITEM  # features of two sides, and their gradients
-    above = cost.memory(rows, DIM)
+    shards = 4 * rows * DIM * cost.FEATURE_BYTES  # features of two sides, and their gradients
+    above = cost.predict_memory(rows, DIM)
 
     def in_gb(size: float | None) -> float | None:
         return None if size is None else round(size / GB, 2)
@@ -65,7 +65,7 @@ def row(batch: int, measured: dict[int, float]) -> dict[str, Any]:
         "infonce (GB)": in_gb(above + shards),
         "of it above features and gradients (GB)": in_gb(above),
         "the same measured (GB)": in_gb(measured.get(rows)),
-        "infonce, offload (GB)": in_gb(cost.memory(rows, DIM, offload=True)),
+        "infonce, offload (GB)": in_gb(cost.predict_memory(rows, DIM, offload=True)),
     }
 
 
@@ -73,8 +73,8 @@ def loss_bytes(batch: float, gpus: int, dim: int, offload: bool) -> float:
     """Memory of the loss on a GPU by the model: what a call takes; features and gradients, too,
     if they are there."""
     rows = int(1024 * batch) // gpus
-    shards = 0 if offload else 4 * rows * dim * cost.ITEM
-    return float(cost.memory(rows, dim, offload=offload) + shards)
+    shards = 0 if offload else 4 * rows * dim * cost.FEATURE_BYTES
+    return float(cost.predict_memory(rows, dim, offload=offload) + shards)
 
 
 def greatest_batch(size: float, gpus: int, dim: int) -> int:

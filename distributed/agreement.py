@@ -2,12 +2,13 @@
 
 Each rank sends one message about its call to all ranks. A message has two parts, each as bytes:
 
-- The report (`RankReport`) follows from shapes, dtypes, devices and options. Similar calls have the
-  same report, so reports are cached.
+- The report (`RankReport`) follows from shapes, dtypes, devices and options. Calls with the same
+  shapes and options have the same report, so reports are cached.
 - The scalars (scale, bias, `grad_out`) may change from call to call.
 
 If every rank sends the same report as for its last call, the schedule of the last call is used
-again. An error on one rank is raised on all ranks.
+again. An error on one rank is raised on all ranks. call.py calls `agree_on_schedule`; schedule.py
+decides the schedule.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from infonce.spec import ARRAYS, NAMES, Loss
 
 from .communicators.base import Communicator, RankError
 from .exchanges.partition import Partition
-from .schedule import RankReport, RankSchedule, decide, exchange_room, require_options
+from .schedule import RankReport, RankSchedule, decide, find_exchange_room, require_options
 from .transports import choice as transports
 
 BUILTIN_ERRORS = {
@@ -41,12 +42,14 @@ BUILTIN_ERRORS = {
 Options = Mapping[str, Any]
 RankMessage = tuple[bytes, bytes]  # pickled report, pickled scalars
 # All options in `COMPILED` must be the same on all ranks. The checks of a call replace the values
-# of these four options ("auto" becomes a method, for example). All others are fields of `Problem`.
+# of these four options ("auto" becomes a method, for example), so `_list_shared_values` lists these
+# options one by one. All others are fields of `Problem`
 RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch"
 SHARED_OPTIONS = [name for name in spec.COMPILED if name not in RESOLVED_OPTIONS]
 # keywords of distributed/losses.py that must be the same on all ranks, and `dims`
 SHARED_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
-# scale -> argument that may set it; ranks send temperatures only for the messages of errors
+# scale -> temperature that may be given in its place; ranks compare scales, and send temperatures
+# only for the messages of errors
 TEMPERATURES = {"scale": "temperature", "teacher_scale": "teacher_temperature"}
 MAX_CACHED_REPORTS = 64
 UNBOUNDED_WORKSPACE = 2**62  # bytes, more than the memory of any machine
@@ -61,7 +64,7 @@ class AgreedError(Exception):
         self.error = error
 
 
-Failure = tuple[str, str] | None  # type and message
+Failure = tuple[str, str] | None  # type and message of an error; None: no error
 
 
 def run_on_all_ranks(
@@ -69,8 +72,8 @@ def run_on_all_ranks(
 ) -> tuple[Any, list[Any]]:
     """Run `function` on each rank, and return its result and the messages of all ranks.
 
-    `function` returns (result for this rank, message for all ranks). An error on any rank is raised
-    on all ranks, as `AgreedError`.
+    All ranks call this together. `function` returns (result for this rank, message for all ranks).
+    An error on any rank is raised on all ranks, as `AgreedError`.
     """
     result = error = message = None
     try:
@@ -112,7 +115,7 @@ def require_equal_values(values_by_rank: Sequence[Sequence[bytes]]) -> None:
             if name not in TEMPERATURES.values() and got.get(name) != expected.get(name):
                 temperature = TEMPERATURES.get(name)
                 if temperature in expected and temperature in got:
-                    name = temperature
+                    name = temperature  # the argument that the caller knows
                 error = (
                     f"{name}: expected the same on all ranks, got {expected.get(name)!r} on rank 0 "
                     f"and {got.get(name)!r} on rank {rank}"
@@ -145,15 +148,15 @@ class RankCall:
     def check(
         self, features: list[Array], queries: Partition, keys: Partition, rank: int
     ) -> Request:
-        """Check the call, given the shards of the batch."""
+        """Check the call as `rank`, given the shards of all ranks; return the checked call."""
         options = self.options
         require_options(options, self.rank_options)
         if not queries.total or not keys.total:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
             )
-        rows = queries.total // (2 if self.kind.joint else 1)
-        batch = Batch(rows, keys.total, queries.starts[rank])
+        loss_count = queries.total // (2 if self.kind.joint else 1)
+        batch = Batch(loss_count, keys.total, queries.starts[rank])
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
         if self.teacher is not None:
             add_teacher(self.kind, request, features, self.teacher)
@@ -188,8 +191,9 @@ def agree_on_schedule(
 
     def check_call(queries: Partition, keys: Partition) -> tuple[Request, RankMessage]:
         request = call.check(features, queries, keys, ranks.rank)
-        return request, checked_message(call, request, features, argument_rows)
+        return request, make_checked_message(call, request, features, argument_rows)
 
+    # step 1
     last_schedule, own_error, own_message = ranks.last_schedule, read_error, None
     if (
         own_error is None
@@ -201,14 +205,18 @@ def agree_on_schedule(
         except Exception as refusal:
             own_error = refusal
     if own_message is None:
-        own_message = unchecked_message(None if read_error else argument_rows, own_error)
+        own_message = make_unchecked_message(None if read_error else argument_rows, own_error)
     messages = ranks.allgather(own_message)
+
+    # step 2
     packed_reports = [report for report, _ in messages]
     if last_schedule is not None and packed_reports == last_schedule.packed_reports:
         # The reports of a schedule are those of checked calls. So the check of this rank's call
         # has succeeded, and `request` is bound.
         require_equal_values([(scalars,) for _, scalars in messages])
         return request, last_schedule
+
+    # step 3
     reports = unpack_reports(messages)
     read_failures = [report.failure if report.argument_rows is None else None for report in reports]
     raise_first_failure(read_failures, own_error)
@@ -223,6 +231,8 @@ def agree_on_schedule(
     else:
         request, messages = run_on_all_ranks(ranks, lambda: check_call(queries, keys))
         reports = unpack_reports(messages)
+
+    # step 4
     require_equal_values(
         [
             (report.shared_values, scalars)
@@ -239,7 +249,7 @@ def agree_on_schedule(
     return request, ranks.last_schedule
 
 
-def unchecked_message(argument_rows: list[int] | None, error: Exception | None) -> RankMessage:
+def make_unchecked_message(argument_rows: list[int] | None, error: Exception | None) -> RankMessage:
     """The message of a rank whose call is not checked yet, or is refused with `error`."""
     return pickle.dumps(RankReport(argument_rows, as_failure(error))), b""
 
@@ -249,20 +259,21 @@ def unpack_reports(messages: Sequence[RankMessage]) -> list[RankReport]:
     return [pickle.loads(report) for report, _ in messages]
 
 
-def checked_message(
+def make_checked_message(
     call: RankCall, request: Request, features: list[Array], argument_rows: list[int]
 ) -> RankMessage:
     """The message of a rank whose call is checked."""
     options, problem = call.options, request.problem
+    labels, classes = call.labels, call.kind.classes
     array_types = {  # types of labels, ids and guides, which must be comparable over all ranks
-        "labels": (compared_as(call.labels) if call.kind.classes else _presence(call.labels)),
+        "labels": compared_as(labels) if classes else _describe_presence(labels),
         **{name: compared_as(options.get(name)) for name in NAMES},
-        "guide": _feature_type(problem.guide_key),
+        "guide": _describe_features(problem.guide_key),
     }
     if isinstance(problem, TaughtProblem):
         array_types |= {
             "two_sided": problem.two_sided,
-            "teacher_key": _feature_type(problem.teacher_key),
+            "teacher_key": _describe_features(problem.teacher_key),
         }
     weights, has_weights = options.get("weights"), problem.weights is not None
     may_be_positive = (
@@ -270,45 +281,44 @@ def checked_message(
     )
     keywords = {name: call.rank_options.get(name) for name in SHARED_KEYWORDS}
     keywords["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
-    key = (
+    cache_key = (
         request.static, *keywords.values(), *array_types.values(),
         os.environ.get(transports.CUDA_AWARE), has_weights, may_be_positive,
     )  # fmt: skip
-    packed_report = _packed_reports.get(key)
+    packed_report = _packed_reports.get(cache_key)
     if packed_report is None:
         gpu, availability = None, transports.HOST_AVAILABILITY
         if request.on_gpu:
             from .transports.gpu import device_name
 
             gpu, availability = device_name(), transports.gpu_availability()
-        shared_values = _shared_values(call, request, features, array_types) | keywords
+        shared_values = _list_shared_values(call, request, features, array_types) | keywords
         packed_report = pickle.dumps(RankReport(
-            argument_rows, None, pickle.dumps(shared_values),
-            availability, gpu, exchange_room(request), has_weights,
-            may_be_positive,
+            argument_rows, None, pickle.dumps(shared_values), availability, gpu,
+            find_exchange_room(request), has_weights, may_be_positive,
         ))  # fmt: skip
         if len(_packed_reports) >= MAX_CACHED_REPORTS:
             _packed_reports.clear()
-        _packed_reports[key] = packed_report
-    return packed_report, pickle.dumps(_scalars(call, problem))
+        _packed_reports[cache_key] = packed_report
+    return packed_report, pickle.dumps(_list_scalars(call, problem))
 
 
-def _presence(value: Any) -> str:
+def _describe_presence(value: Any) -> str:
     return "not given" if value is None else "given"
 
 
-def _feature_type(features: Array | None) -> str:
+def _describe_features(features: Array | None) -> str:
     if features is None:
         return "not given"
     return f"{features.dtype.name} of width {features.shape[1]}"
 
 
-def _shared_values(
+def _list_shared_values(
     call: RankCall, request: Request, features: list[Array], array_types: dict[str, str]
 ) -> dict[str, Any]:
     """The values that must be the same on all ranks, in the order in which they are compared.
 
-    A value that `_scalars` supplies is None here, so that it keeps its position in the order.
+    A value that `_list_scalars` supplies is None here, so that it keeps its position in the order.
     """
     kind, problem = call.kind, request.problem
     first = kind.arguments[0]
@@ -322,7 +332,7 @@ def _shared_values(
         "scale": None,
         "bias": None,
         **array_types,
-        **{name: _presence(call.options.get(name)) for name in ARRAYS},
+        **{name: _describe_presence(call.options.get(name)) for name in ARRAYS},
         "in_batch": call.options.get("in_batch", True),
         "method": "naive" if problem.method == "naive" else "tiled",
         **{name: getattr(problem, name) for name in SHARED_OPTIONS},
@@ -335,8 +345,11 @@ def _shared_values(
     }
 
 
-def _scalars(call: RankCall, problem: Problem) -> dict[str, Any]:
-    """The values that must be the same on all ranks, and may change from call to call."""
+def _list_scalars(call: RankCall, problem: Problem) -> dict[str, Any]:
+    """The values that must be the same on all ranks, and may change from call to call.
+
+    The value of an array on a GPU is not read, so ranks do not compare it.
+    """
     values = {"scale": problem.scale, "bias": problem.bias}
     temperatures = {"temperature": call.options.get("temperature")}
     if isinstance(problem, TaughtProblem) and call.teacher is not None:

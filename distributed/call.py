@@ -1,4 +1,7 @@
-"""One call of a loss over ranks: agreement of the ranks, run, and errors."""
+"""One call of a loss over ranks: agreement of the ranks, run, and errors.
+
+losses.py calls `evaluate`. agreement.py, transports/choice.py and run.py do the steps.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ def evaluate(
     kind: Loss, caller_arrays: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
     rank_options: Mapping[str, Any], with_grad: bool, teacher: Teacher | None = None,
 ) -> Any:  # fmt: skip
-    """The result of one call on this rank, for the caller's arrays.
+    """The result of one call on this rank, for the caller's arrays of this rank's rows.
 
-    `rank_options` are the keywords that only the functions of distributed/losses.py have.
+    `rank_options` are the keywords that only the functions of distributed/losses.py have
+    (`losses.RANK_OPTIONS`). A call on one rank is a call of `infonce`.
     """
     if prefixes.has_prefixes(kind, options):
         dims = options["dims"], options.get("dim_weights")
@@ -37,8 +41,8 @@ def evaluate(
 
         over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
         return over_prefixes(kind, caller_arrays, options, evaluate_prefix)
-    ranks = _connected(rank_options)
-    # functions of one process take no labels for losses that pair views
+    ranks = _connect_ranks(rank_options)
+    # `nt_xent` of one process takes no labels, so `nt_xent` with labels takes the path of ranks
     pairs_views = kind.symmetric and not kind.classes
     if ranks.size == 1 and not (pairs_views and labels is not None):
         require_options(options, rank_options)
@@ -52,7 +56,7 @@ def evaluate(
             try:
                 features = arrays.natives(caller_arrays, kind.arguments)
             except Exception as error:
-                read_error = error
+                read_error = error  # `agree_on_schedule` raises it on all ranks
             with arrays.compute_context(features[0] if features else None):
                 call = RankCall(kind, labels, bias, options, rank_options, with_grad, teacher)
                 request, schedule = agree_on_schedule(call, features, read_error, ranks)
@@ -87,7 +91,8 @@ def evaluate(
     return result
 
 
-def _connected(rank_options: Mapping[str, Any]) -> Communicator:
+def _connect_ranks(rank_options: Mapping[str, Any]) -> Communicator:
+    """The communicator of the argument `comm`, with the timeout of this call."""
     timeout = rank_options["timeout"]
     if timeout is not None and (
         isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0

@@ -1,7 +1,7 @@
 """`mpirun -n 2 python -m infonce.distributed.demo`: one batch over ranks.
 
-Trains the digits demo with the batch spread over the ranks, and compares loss and gradients with
-one process that has all rows.
+Trains the digits demo with the batch spread over the ranks. In every tenth step, compares loss and
+gradients with one process that has all rows.
 """
 
 from __future__ import annotations
@@ -23,26 +23,30 @@ from infonce.cli import common
 from infonce.cli.demo import HELD_OUT, LEARNING_RATE, Halves
 
 Array = Any
-BATCH = 479
+BATCH = 479  # pairs; a prime number, so the shards of ranks differ in size
 
 
 def exchange_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of a program over ranks: where its arrays are, and how they travel."""
+    """A decorator: the command's options that say where arrays are, and how they travel.
+
+    benchmarks/ranks/step.py has the same options.
+    """
     for option in (
         click.option("--timeout", type=click.FloatRange(0, min_open=True), default=TIMEOUT,
                      show_default=True, help="Seconds to wait for other ranks."),
-        click.option("--workspace", type=common.Bytes(), default=None),
+        click.option("--workspace", type=common.Bytes(), default=None,
+                     help="Most bytes of temporary memory, such as 256MiB."),
         click.option("--exchange", type=click.Choice(EXCHANGES), default="auto", show_default=True),
         click.option("--transport", default="auto", show_default=True),
         click.option("--offload", is_flag=True, help="With --gpu: features stay in host memory."),
-        click.option("--gpu", is_flag=True, help="CuPy arrays, a GPU a rank."),
+        click.option("--gpu", is_flag=True, help="CuPy arrays, with one GPU for each rank."),
     ):  # fmt: skip
         command = option(command)
     return command
 
 
 def make_ranks(gpu: bool, options: dict[str, Any]) -> Communicator:
-    """All ranks, this one with its GPU."""
+    """The communicator of all ranks. With `gpu`, makes this rank's GPU the current one."""
     try:
         ranks = connect()
     except ImportError as error:
@@ -65,11 +69,16 @@ def main(gpu: bool, dim: int, steps: int, **options: Any) -> None:
     """Train on digits, with one batch over ranks."""
     ranks = make_ranks(gpu, options)
     with common.one_line_errors():
-        digits(ranks, gpu and not options["offload"], dim, steps, options)
+        train_on_digits(ranks, gpu and not options["offload"], dim, steps, options)
 
 
-def digits(ranks: Communicator, gpu: bool, dim: int, steps: int, options: dict[str, Any]) -> None:
-    """Two encoders, the same on every rank; each rank sees its share of every batch."""
+def train_on_digits(
+    ranks: Communicator, on_gpu: bool, dim: int, steps: int, options: dict[str, Any]
+) -> None:
+    """Train two encoders, the same on every rank, and print the result on rank 0.
+
+    Each rank encodes its share of every batch, and computes the loss of the whole batch.
+    """
     rng = np.random.default_rng(0)
     halves = Halves(common.optional("sklearn.datasets", "demo").load_digits(), rng, dim)
     loss = {"temperature": 0.1, "normalize": True}
@@ -79,25 +88,27 @@ def digits(ranks: Communicator, gpu: bool, dim: int, steps: int, options: dict[s
         for step in range(steps):
             chosen = rng.permutation(len(halves.left))[:BATCH]
             share = np.array_split(chosen, ranks.size)[ranks.rank]
-            # float64: so that the comparison says something
+            # float64: differences from one process above 1e-9 are then no rounding errors
             features = [z.astype(float) for z in halves.forward(share)]
             arrays = features
-            if gpu:
+            if on_gpu:
                 import cupy
 
                 arrays = list(map(cupy.asarray, features))
             out = distributed.clip_loss_and_grad(*arrays, **loss, **options)
-            grads = [g.get() if gpu else g for g in (out.grads.image, out.grads.text)]
+            grads = [g.get() if on_gpu else g for g in (out.grads.image, out.grads.text)]
             if step % 10 == 0:
-                differences = compare(ranks, features, grads, out, loss)
+                differences = compare_with_one_process(ranks, features, grads, out, loss)
                 worst = [max(a, b) for a, b in zip(worst, differences, strict=True)]
             losses.append(float(out.loss))
-            mine = halves.backward([dz.astype(np.float32) for dz in grads])
-            # this rank's share of the parameters' gradients: their sum is the whole batch's, added
-            # in the order of the ranks, the same everywhere
-            everyone = ranks.allgather([g.astype(float) for g in mine])
-            summed = [sum(parts).astype(np.float32) for parts in zip(*everyone, strict=True)]
-            halves.adam.update(summed, LEARNING_RATE)
+            # Gradients of the parameters: the sum over ranks is the gradient of the whole batch.
+            # Ranks are added in their order, so all ranks get the same bits
+            own_parts = halves.backward([dz.astype(np.float32) for dz in grads])
+            parts_by_rank = ranks.allgather([g.astype(float) for g in own_parts])
+            gradients = [
+                sum(parts).astype(np.float32) for parts in zip(*parts_by_rank, strict=True)
+            ]
+            halves.adam.update(gradients, LEARNING_RATE)
             if progress is not None:
                 progress("training", step + 1, steps)
     after = halves.evaluate(10.0)
@@ -116,10 +127,10 @@ def digits(ranks: Communicator, gpu: bool, dim: int, steps: int, options: dict[s
         raise click.ClickException("that is more than rounding")
 
 
-def compare(
+def compare_with_one_process(
     ranks: Communicator, features: list[Array], grads: list[Array], out: Any, loss: dict[str, Any]
 ) -> list[float]:
-    """Relative differences from one process: loss, feature gradients, d scale."""
+    """The relative differences from one process with all rows: loss, feature gradients, d scale."""
     all_features, all_grads = (
         [np.concatenate(shards) for shards in zip(*ranks.allgather(values), strict=True)]
         for values in (features, grads)

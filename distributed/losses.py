@@ -1,4 +1,4 @@
-"""The losses over ranks: those of one process that has the rows of all ranks.
+"""The losses over ranks, equal to the losses of one process that has the rows of all ranks.
 
 Each function takes this rank's rows and returns this rank's gradients of the loss of the whole
 batch. All ranks of `comm` call the same function with the same options.
@@ -27,7 +27,8 @@ RANK_OPTIONS: dict[str, Any] = {
     "timeout": TIMEOUT,
     "gradient_scale": "global",
 }
-TEACHER_OPTIONS = "teacher_temperature", "teacher_scale", "two_sided"
+TEACHER_OPTIONS = "teacher_temperature", "teacher_scale", "two_sided"  # of `distill_loss`
+# Three texts that docstrings get: after the first sentence, after the parameters, at the end
 BATCH = """\
 The batch is spread over the ranks of `comm`. Each rank passes its own rows. The loss is that of the
 rows of all ranks, and gradients are for the rows of this rank."""
@@ -45,7 +46,7 @@ transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
 exchange : {"auto", "ring", "gather", "hierarchical"}
     How keys travel between ranks. "ring": a shard moves from rank to rank while blocks are
     computed. "gather": each rank receives all keys at once, which is faster if ranks have few rows.
-    "hierarchical": a gather inside nodes and a ring between them; ValueError unless all nodes have
+    "hierarchical": a gather inside nodes and a ring between nodes; ValueError unless all nodes have
     the same number of ranks, numbered node by node (INFONCE_LOCAL_SIZE=n makes nodes of n ranks).
     "gather" and "hierarchical": ValueError if their buffers do not fit half of the workspace
     (without a workspace, 1/32 of a GPU's memory). "auto": on GPUs the fastest of those that fit, by
@@ -68,52 +69,58 @@ RankError
 
 
 def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Callable[..., Any]:
-    """The function of `infonce` over ranks: the same signature and documentation, plus `comm`."""
+    """The function of `infonce` over ranks.
+
+    Its signature and docstring are those of `function`, with the `RANK_OPTIONS`.
+    """
+    # the signature
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = [p for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD]
-    views = kind.symmetric and not (kind.classes or kind.joint)  # whose labels are an option here
-    if views:
+    # `nt_xent`, which has labels only over ranks
+    pairs_views = kind.symmetric and not (kind.classes or kind.joint)
+    if pairs_views:
         labels = inspect.Parameter("labels", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
         positional.append(labels)
     keywords += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, default in RANK_OPTIONS.items()
     ]
-    own = signature.replace(parameters=positional)
+    positional_signature = signature.replace(parameters=positional)
     names = [p.name for p in positional]
     defaults = {p.name: p.default for p in positional if p.default is not p.empty}
-    least = len(names) - len(defaults)
+    least = len(names) - len(defaults)  # the number of arguments without defaults
 
     @functools.wraps(function)
     def over_ranks(*args: Any, **options: Any) -> Any:
         named = {name: options.pop(name) for name in names if name in options}
         if named or not least <= len(args) <= len(names):
-            arguments = own.bind(*args, **named).arguments
-        else:  # as `bind` would, whose time small batches notice
+            arguments = positional_signature.bind(*args, **named).arguments
+        else:  # the result of `bind`, which takes time that small batches notice
             arguments = dict(zip(names, args, strict=False))
         arguments = defaults | arguments
-        callers = [arguments[name] for name in kind.arguments]
+        caller_arrays = [arguments[name] for name in kind.arguments]
         rank_options = {name: options.pop(name, default) for name, default in RANK_OPTIONS.items()}
         labels, bias = arguments.get("labels"), arguments.get("bias")
         if not kind.taught:
-            loss, features, others = with_own(kind, callers, options)
-            return evaluate(loss, features, labels, bias, others, rank_options, with_grad)
+            loss, features, loss_options = with_own(kind, caller_arrays, options)
+            return evaluate(loss, features, labels, bias, loss_options, rank_options, with_grad)
         teacher_options = {name: options.pop(name) for name in TEACHER_OPTIONS if name in options}
         teacher = Teacher(
             arguments["teacher_query"], arguments["teacher_key"],
             **{name.removeprefix("teacher_"): value for name, value in teacher_options.items()},
         )  # fmt: skip
         return evaluate(
-            teacher.loss, callers, None, None, options, rank_options, with_grad, teacher
+            teacher.loss, caller_arrays, None, None, options, rank_options, with_grad, teacher
         )
 
     over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*positional, *keywords]
     )
+    # the docstring
     doc = inspect.cleandoc(function.__doc__ or "")
-    if views:
+    if pairs_views:
         doc = doc.replace(
             "\nReferences",
             "labels : integer array [rows], optional\n    Which row of all ranks is the other view "
@@ -121,13 +128,13 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
             "2B rows.\n\nReferences",
             1,
         )
-    head, mark, tail = doc.partition("\nReturns\n-------")
-    body, raises, errors = tail.partition("\nRaises\n------")
-    first, _, rest = head.rstrip("\n").partition("\n\n")
-    rest = rest.replace("= infonce.", "= infonce.distributed.", 1)
+    before_returns, returns_heading, after = doc.partition("\nReturns\n-------")
+    returns, raises_heading, errors = after.partition("\nRaises\n------")
+    first_sentence, _, rest = before_returns.rstrip("\n").partition("\n\n")
+    rest = rest.replace("= infonce.", "= infonce.distributed.", 1)  # in the example
     over_ranks.__doc__ = (
-        f"{first}\n\n{BATCH}\n\n{rest}"
-        + DOC + mark + body + raises + errors.rstrip("\n") + RAISES
+        f"{first_sentence}\n\n{BATCH}\n\n{rest}"
+        + DOC + returns_heading + returns + raises_heading + errors.rstrip("\n") + RAISES
     )  # fmt: skip
     return over_ranks
 

@@ -1,16 +1,15 @@
 """The passes over ranks: queries stay, keys come, and sums over queries go to their keys.
 
 Rank r holds shards Q_r and K_r. With the backend of a single process it computes blocks (Q_r, K),
-where K are its own keys or keys of other ranks. Row statistics and dQ_r stay on their rank. Sums
-over queries, which are the column statistics and dK, go to the owner of the keys. The exchange
-(exchanges/) brings keys and sums, and adds the sums of a shard in a fixed order: the same bits in
-every run.
+where K are its own keys or keys of other ranks. Row sums and dQ_r stay on their rank. Sums over
+queries, which are the column sums and dK, go to the owner of the keys. The exchange (exchanges/)
+brings keys and sums, and adds the sums of a shard in a fixed order: the same bits in every run.
 
 If queries are keys (NT-Xent), each pair of shards meets on one of its two ranks. This rank computes
 the sums of both shards, and sends the sums of the keys to their owner.
 
-Memory, beyond shards and gradients, is one and a half times the workspace, of which the exchange
-takes a third (by default: up to a 32nd of a GPU's memory), and dQ in float32 if gradients have
+Memory, beyond shards and gradients: the workspace; buffers of the exchange, up to half as much (on
+a GPU, if the caller gives no workspace, up to 1/32 of its memory); dQ in float32 if gradients have
 16 bits. Linear terms take up to 4 D numbers for each segment of this rank's rows.
 """
 
@@ -42,7 +41,7 @@ from .exchanges.arrays import gradient_arrays, key_array_names, key_arrays, with
 from .exchanges.base import Combine, Exchange, Keep, Keys, Round, RowType, Visit
 from .exchanges.partition import Partition
 
-# `solve.run_block_pass` on a backend
+# `solve.run_block_pass` on a backend: block, triangle, epilogue, gradients, not_finite, to_clear
 RunBlockPass = Callable[
     [Problem, bool, Epilogue | BlockQuestion, Gradients | None, NotFinite | None, Sums | None], None
 ]
@@ -52,16 +51,17 @@ class PassesOverRanks:
     """The backend of one problem over ranks: see `infonce.kernels.solve.Backend`.
 
     `problem` has this rank's rows and keys as contiguous arrays; its positives are indices of the
-    keys of all ranks. `start` is the index of this rank's first key. Makes `gradients.dots` if the
-    gradient of the scale follows from dots.
+    keys of all ranks. `first_key` is the index of this rank's first key, and `partition` has the
+    shards of keys. `labelled`: the caller gave labels. `sum_dtype` is the dtype of dQ and dK while
+    they accumulate. Makes `gradients.dots` if the gradient of the scale follows from dots.
     """
 
     def __init__(
-        self, problem: Problem, gradients: Gradients | None, start: int, keys: Partition,
+        self, problem: Problem, gradients: Gradients | None, first_key: int, partition: Partition,
         exchange: Exchange, run_block_pass: RunBlockPass, labelled: bool, vectors: Vectors,
         sum_dtype: np.dtype[Any],
     ) -> None:  # fmt: skip
-        self.start, self.keys, self.sum_dtype = start, keys, sum_dtype
+        self.first_key, self.key_count, self.sum_dtype = first_key, partition.total, sum_dtype
         self.exchange, self.run_block_pass = exchange, run_block_pass
         self.same_pairs = problem.compares_with_limits  # see `Round.same_pairs`
         self.vectors, self.xp = vectors, vectors.xp
@@ -70,17 +70,17 @@ class PassesOverRanks:
         self.positives_are_local = pairs and not labelled
         m = len(problem.query)
         if gradients is not None and problem.scale_grad_from_dots:
-            gradients.dots = vectors.zero_vector(m if gradients.want_query else keys.total)
-        self.all_nans = vectors.zero_vector(m + 1)
-        self.not_finite = NotFinite(self.all_nans[:m], self.all_nans[m:])
-        self.known_positives: dict[bool, Array] = {}  # by `no_local`: see `_positives`
+            gradients.dots = vectors.zero_vector(m if gradients.want_query else partition.total)
+        self.nan_flags = vectors.zero_vector(m + 1)  # [m] of rows, and one of all keys
+        self.not_finite = NotFinite(self.nan_flags[:m], self.nan_flags[m:])
+        self.known_positives: dict[bool, Array] = {}  # see `_block_positives`
 
     def round(
         self, results: Sequence[Array], own: list[Array], visit: Visit,
         types: Sequence[RowType] = (), combine: Combine | None = None, keep: Keep | None = None,
         half: bool = False,
     ) -> None:  # fmt: skip
-        """Run a `Round`."""
+        """Visit the keys of all ranks: see `Round`, whose fields the arguments are."""
         self.exchange.run(Round(own, visit, types, combine, keep, half, self.same_pairs, results))
 
     # -- the methods of a backend
@@ -96,19 +96,19 @@ class PassesOverRanks:
         return [slice(0, problem.shape[1])]
 
     def row_nans(self, problem: Problem) -> Array:
-        """Found by the pass of the losses, which has seen all keys."""
+        """[M] NaN flags, which the pass of the losses has collected from all keys."""
         return self.not_finite.rows + self.not_finite.any_key
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         xp, positives = self.xp, problem.positives
         if self.positives_are_local:
-            return per_key[positives - self.start]
+            return per_key[positives - self.first_key]
         out = xp.zeros(positives.shape, per_key.dtype)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             if len(keys):
-                local = self._local(positives, keys)
-                out[:] = xp.where(local < 0, out, arrays[0][xp.maximum(local, 0)])
+                index = self._index_among(keys, positives)
+                out[:] = xp.where(index < 0, out, arrays[0][xp.maximum(index, 0)])
 
         self.round([out], [xp.ascontiguousarray(per_key)], visit)
         return out
@@ -125,8 +125,8 @@ class PassesOverRanks:
 
         own = key_arrays(problem)
         if self.positives_are_local:
-            own_rows = slice(self.start, self.start + len(problem.key))
-            visit(Keys(True, own_rows, True, 0, 1), own, [])
+            own_keys = slice(self.first_key, self.first_key + len(problem.key))
+            visit(Keys(True, own_keys, True, 0, 1), own, [])
         else:
             self.round([out], own, visit)
         return out
@@ -134,8 +134,7 @@ class PassesOverRanks:
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
-        """See `infonce.kernels.linear.Summing`; segments are ids that mean the same on all
-        ranks."""
+        """See `infonce.kernels.linear.Summing`. An id of a segment is the same on all ranks."""
         zeros = self.vectors.zero_vector
         rows, column_sums = (SegmentSums(zeros(n), zeros(n), zeros(n)) for n in problem.shape[:2])
 
@@ -164,13 +163,14 @@ class PassesOverRanks:
         return rows, column_sums if columns else None
 
     def members(self, segments: Segments) -> tuple[Array, Array]:
-        """`Segments.members` over all ranks, by the keys' indices."""
+        """For each row, the number of keys of all ranks in its segment, and the sum of the indices
+        of these keys in the batch: see `Segments.members`."""
         xp, m = self.xp, len(segments.rows)
         number, indices = xp.zeros(m, xp.int64), xp.zeros(m, xp.int64)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             if m and len(keys):
-                index = (keys.rows.start + xp.arange(len(keys))) % self.keys.total
+                index = (keys.rows.start + xp.arange(len(keys))) % self.key_count
                 members = replace(segments, columns=arrays[0]).members(xp, index)
                 self._add([number, indices], members)
 
@@ -181,9 +181,9 @@ class PassesOverRanks:
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         if isinstance(epilogue, Statistics):
-            self._statistics(problem, epilogue)
+            self._log_sum_exps(problem, epilogue)
             if epilogue.row_rank is not None:
-                self._ranks(problem, epilogue.retrieval_ranks)
+                self._retrieval_ranks(problem, epilogue.retrieval_ranks)
         elif gradients is None:
             assert isinstance(epilogue, Sigmoid)
 
@@ -197,80 +197,79 @@ class PassesOverRanks:
 
     # -- the passes
 
-    def _statistics(self, problem: Problem, stats: Statistics) -> None:
-        """Sums of rows stay on this rank, and sums of columns go to the owners of the keys."""
+    def _log_sum_exps(self, problem: Problem, stats: Statistics) -> None:
+        """The log-sum-exp pass. Sums of columns go to the owners of the keys."""
         xp = self.xp
+        # Not with metrics, for which rows meet all keys: then `columns` is None
         half = problem.symmetric and stats.columns is stats.rows
-        own_sums = list_arrays(stats.row_sums)
-        sum_count = len(own_sums)
+        row_sums = list_arrays(stats.row_sums)
+        sum_count = len(row_sums)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             columns = []
             if sums:
                 columns = make_sums(sums, stats.row_sums)
             elif half and keys.are_own:
-                columns = [stats.rows]  # one triangle of this block
-            part = stats.for_block(columns)
+                columns = [stats.rows]  # the local block: its triangle adds columns to rows
+            block_epilogue = stats.for_block(columns)
             to_clear = columns[0] if sums else None  # `_block` clears these sums
             for others in columns[1:]:
                 others.clear()
-            has_block = self._block(problem, keys, arrays, part, None, to_clear)
-            if to_clear is not None and not has_block:
+            has_logits = self._block(problem, keys, arrays, block_epilogue, None, to_clear)
+            if to_clear is not None and not has_logits:
                 to_clear.clear()
             if half and columns and sums:
-                # a row that is not finite makes all losses of a symmetric loss NaN: the owner of
-                # the keys learns of this rank's rows only from the column sums
-                columns[0].sum += self.all_nans.sum()
+                # a NaN or infinity makes all losses of a symmetric loss NaN: the owner of the keys
+                # learns of one in this rank's rows from the column sums
+                columns[0].sum += self.nan_flags.sum()
                 sums[-1][:] = xp.nan
                 sums[-1][: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
 
-        def combine(sums: list[Array], *others: list[Array]) -> None:
-            for arrived in others:
+        def combine(sums: list[Array], *further_sums: list[Array]) -> None:
+            for arrived in further_sums:
                 pairs = (make_sums(each, stats.row_sums) for each in (sums, arrived))
-                for mine, theirs in zip(*pairs, strict=True):
-                    self.vectors.merge(mine, theirs)
-                for logits, others_logits in zip(
-                    sums[sum_count:], arrived[sum_count:], strict=True
-                ):
-                    logits[:] = xp.where(xp.isnan(logits), others_logits, logits)
+                for total, further in zip(*pairs, strict=True):
+                    self.vectors.merge(total, further)
+                # the logits of positives, if `half`: one rank has the logit, the others have NaN
+                for logits, others in zip(sums[sum_count:], arrived[sum_count:], strict=True):
+                    logits[:] = xp.where(xp.isnan(logits), others, logits)
 
         def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
-            to = list_arrays([total.part(own_rows) for total in stats.column_sums])
-            if half:
-                combine([*to, stats.positive_logits[own_rows]], sums, *others)
+            own_sums = list_arrays([total.part(own_rows) for total in stats.column_sums])
+            if half:  # the sums of rows have begun: add to them
+                combine([*own_sums, stats.positive_logits[own_rows]], sums, *others)
                 return
             combine(sums, *others)
-            for own, arrived in zip(to, sums, strict=True):
+            for own, arrived in zip(own_sums, sums, strict=True):
                 self.vectors.assign(own, arrived)
 
-        vector_count = sum_count if problem.two_sided or half else 0
-        if half:
-            vector_count += 1  # the logits of positives
+        # vectors of numbers of keys that travel: column sums and, if `half`, positives' logits
+        vector_count = sum_count + half if problem.two_sided or half else 0
         types: list[RowType] = [((), np.float64)] * vector_count
-        results = [*own_sums, stats.positive_logits, self.all_nans]
+        results = [*row_sums, stats.positive_logits, self.nan_flags]
         self.round(results, key_arrays(problem), visit, types, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, row_values: Array) -> Array:
         """A vector over these keys: the key that is the positive of this rank's row i has the value
         of row i, and a key that is no row's positive has NaN."""
         xp, n = self.xp, len(keys)
-        local = self._local(problem.positives, keys)
-        out = xp.full(n + 1, xp.nan)
-        out[xp.where(local < 0, n, local)] = row_values
+        index = self._index_among(keys, problem.positives)
+        out = xp.full(n + 1, xp.nan)  # element n takes the values of rows with other positives
+        out[xp.where(index < 0, n, index)] = row_values
         return out[:n]
 
-    def _ranks(self, problem: Problem, ranks: RetrievalRanks) -> None:
+    def _retrieval_ranks(self, problem: Problem, ranks: RetrievalRanks) -> None:
         """Retrieval ranks, in a round of their own, in which the logits of positives travel. The
         counts of columns go to the owners of the keys."""
         by_columns = ranks.column_rank is not None
         own = [*key_arrays(problem), *([ranks.column_positive_logits] if by_columns else [])]
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            part = ranks
+            epilogue = ranks
             if by_columns:
-                sums[0][:] = 0
-                part = fast_replace(ranks, column_positive_logits=arrays[-1], column_rank=sums[0])
-            self._block(problem, keys, arrays, part, None)
+                sums[0][:], logits = 0, arrays[-1]
+                epilogue = fast_replace(ranks, column_positive_logits=logits, column_rank=sums[0])
+            self._block(problem, keys, arrays, epilogue, None)
 
         def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
             self._add(sums, *others)
@@ -282,7 +281,7 @@ class PassesOverRanks:
     def _gradients(
         self, problem: Problem, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
     ) -> None:
-        """dQ stays on this rank, and dK goes to the owners of the keys."""
+        """The gradient pass. dK goes to the owners of the keys."""
         xp, vectors, d = self.xp, self.vectors, problem.shape[2]
         own = key_arrays(problem)
         key_array_count = len(own)
@@ -298,19 +297,19 @@ class PassesOverRanks:
         dots = None if all_dots is None else xp.empty(len(all_dots))  # of one block
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            part = epilogue
-            if isinstance(part, SoftmaxGradient) and len(arrays) > key_array_count:
-                part = with_arrays(problem, part, arrays[key_array_count:])
-            key = sums[0] if sums else None
+            block_epilogue = epilogue
+            if isinstance(epilogue, SoftmaxGradient) and len(arrays) > key_array_count:
+                block_epilogue = with_arrays(problem, epilogue, arrays[key_array_count:])
+            dk = sums[0] if sums else None
             block_gradients = fast_replace(
-                gradients, query=dq, key=key, want_key=key is not None, dots=dots,
-                add_query=dq is not None and not self._triangle(problem, keys, part),
+                gradients, query=dq, key=dk, want_key=dk is not None, dots=dots,
+                add_query=dq is not None and not self._is_triangle(problem, keys, block_epilogue),
             )  # fmt: skip
             if dots is not None and not gradients.want_query:
                 block_gradients.dots = dots[: len(keys)]
-            if not self._block(problem, keys, arrays, part, block_gradients):
-                if key is not None:
-                    vectors.assign(key, 0.0)
+            if not self._block(problem, keys, arrays, block_epilogue, block_gradients):
+                if dk is not None:
+                    vectors.assign(dk, 0.0)
             elif (block_dots := block_gradients.dots) is not None:
                 total = all_dots[: len(block_dots)]
                 vectors.add(total, block_dots)
@@ -320,7 +319,7 @@ class PassesOverRanks:
         def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
             if not half:
                 vectors.assign(gradients.key[own_rows], sums[0], *(other[0] for other in others))
-            elif dq is not None:
+            elif dq is not None:  # queries are the keys, so dK of other ranks is a part of dQ
                 self._add([dq[own_rows]], sums, *others)
 
         types: list[RowType] = [((d,), self.sum_dtype)] if gradients.want_key or half else []
@@ -337,26 +336,27 @@ class PassesOverRanks:
         self, problem: Problem, keys: Keys, arrays: list[Array], epilogue: Epilogue | BlockQuestion,
         gradients: Gradients | None, to_clear: Sums | None = None,
     ) -> bool:  # fmt: skip
-        """Compute the block of these keys, and return True; return False if the block is empty."""
-        own = keys.are_whole_shards and keys.are_own
-        symmetric = problem.symmetric and own
-        no_local = self.positives_are_local and not keys.are_own
+        """Compute the block of these keys, whose `key_arrays` come first in `arrays`. Returns
+        whether the block has logits."""
+        is_local_block = keys.are_whole_shards and keys.are_own
+        symmetric = problem.symmetric and is_local_block
+        no_local_positives = self.positives_are_local and not keys.are_own
         key_fields = dict(zip(key_array_names(problem), arrays, strict=False))
         if symmetric:
             key_fields["key"] = problem.query
         block = fast_replace(
             problem,
             **key_fields,
-            positives=self._positives(problem, keys, no_local),
-            key_shard=not own,
-            no_local_positives=no_local,
+            positives=self._block_positives(problem, keys, no_local_positives),
+            key_shard=not is_local_block,
+            no_local_positives=no_local_positives,
             symmetric=symmetric,
             column_direction_weight=problem.block_column_weight,
             progress=self._progress(problem, keys),
         )
         if 0 in block.shape[:2]:
             return False
-        triangle = self._triangle(problem, keys, epilogue)
+        triangle = self._is_triangle(problem, keys, epilogue)
         not_finite = self.not_finite if isinstance(epilogue, (Statistics, Sigmoid)) else None
         self.run_block_pass(block, triangle, epilogue, gradients, not_finite, to_clear)
         if triangle and isinstance(epilogue, Statistics):
@@ -367,31 +367,32 @@ class PassesOverRanks:
             not_finite.queries_checked = True
         return True
 
-    def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion) -> bool:
-        """Whether a block of a symmetric problem visits each pair of rows once. The pass of such a
-        block does not add to dQ but overwrites it, so it has to be the first one."""
+    def _is_triangle(
+        self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion
+    ) -> bool:
+        """Whether the block is the local block of a symmetric problem, and computes each pair of
+        rows once. Such a block overwrites dQ instead of adding to it, so it has to come first."""
         if not (problem.symmetric and keys.are_whole_shards and keys.are_own):
             return False
         if isinstance(epilogue, Statistics):
             return epilogue.columns is not None
         return problem.compares_with_limits and isinstance(epilogue, SoftmaxGradient)
 
-    def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
-        """Indices of the positives among these keys; -1 if the positive is not one of them."""
-        # the same in each pass: all -1, or the positives among the own keys
-        is_fixed = self.positives_are_local and (no_local or keys.are_whole_shards)
-        if is_fixed and no_local in self.known_positives:
-            return self.known_positives[no_local]
-        local = self._local(problem.positives, keys)
-        if is_fixed:
-            self.known_positives[no_local] = local
-        return local
+    def _block_positives(self, problem: Problem, keys: Keys, no_local_positives: bool) -> Array:
+        """[M] or [M, P]: the `positives` of the block of these keys."""
+        # kept for later blocks if all are -1, or if they are the positives of the local block
+        is_fixed = self.positives_are_local and (no_local_positives or keys.are_whole_shards)
+        known = self.known_positives if is_fixed else {}
+        if no_local_positives not in known:
+            known[no_local_positives] = self._index_among(keys, problem.positives)
+        return known[no_local_positives]
 
-    def _local(self, positives: Array, keys: Keys) -> Array:
-        """`positives` as indices in these keys; -1 for a positive that is not one of these keys."""
-        return self.vectors.local_positives(positives, keys.rows, self.keys.total)
+    def _index_among(self, keys: Keys, positives: Array) -> Array:
+        """The index of each positive among these keys; -1 for a positive that is another key."""
+        return self.vectors.local_positives(positives, keys.rows, self.key_count)
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
+        """`progress` for the blocks of one visit, as a part of the blocks of the round."""
         report = problem.progress
         if report is None:
             return None

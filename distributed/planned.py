@@ -1,4 +1,7 @@
-"""A gather on GPUs as one plan: all launches and exchanges of a call over ranks."""
+"""A gather on GPUs as one plan: all launches and exchanges of a call over ranks.
+
+run.py asks for a plan first. If the call has none, run.py runs the same passes itself.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def solve_by_plan(
     """The solution by a plan, with loss and scalar gradients summed over ranks.
 
     `_build` runs the usual passes over ranks. `plan.run_by_plan` records and replays their launches
-    and exchanges, as for a call on one GPU.
+    and exchanges, as for a call on one GPU. `dtype` is the dtype of the loss.
 
     None for a call that has no plan. Ranks with a plan and ranks without one send the same
     exchanges, so each rank decides by itself.
@@ -35,42 +38,47 @@ def solve_by_plan(
         schedule.exchange != "gather"
         or ranks.size == 1
         or transport.queued(Queue()) is None  # it cannot put exchanges into a queue of launches
-        or 0 in (len(problem.query), *schedule.keys.rows)
+        or 0 in (len(problem.query), *schedule.keys.rows)  # an empty shard
         or problem.progress is not None
         or not problem.plain
-        or problem.positives is not None
+        or problem.positives is not None  # the caller gave labels
         or problem.symmetric
         or problem.retrieval_ranks
         or not problem.key.flags.c_contiguous
     ):
         return None
-    start = schedule.queries.starts[ranks.rank]
+    first_query = schedule.queries.starts[ranks.rank]
     # Exchanges that are measured stay out of CUDA graphs, so measured calls have plans of their own
     key_rows = tuple(schedule.keys.rows)
-    settings = ranks, transport, start, key_rows, divisors, dtype, transport.measured
+    settings = ranks, transport, first_query, key_rows, divisors, dtype, transport.measured
     outputs = plan.run_by_plan(
         _build, problem, gradients, settings, graphs=True, plans=transport.plans
     )  # fmt: skip
     return recorded.solution_from_outputs(outputs)
 
 
+# (ranks, transport, index of this rank's first query, keys of each rank, divisors of sums over
+# ranks, dtype of the loss, whether exchanges are measured)
+Settings = tuple[Communicator, Transport, int, tuple[int, ...], Divisors, Any, bool]
+
+
 def _build(
-    problem: Problem, gradients: Gradients | None,
-    settings: tuple[Communicator, Transport, int, tuple[int, ...], Divisors, Any, bool],
-    queue: Queue,
-) -> dict[str, Array | None]:  # fmt: skip
-    ranks, transport, start, rows, divisors, dtype, _ = settings
-    through = transport.queued(queue)
-    assert through is not None
+    problem: Problem, gradients: Gradients | None, settings: Settings, queue: Queue
+) -> dict[str, Array | None]:
+    """Put all launches and exchanges of a call into `queue`; return its results by name."""
+    ranks, transport, first_query, key_rows, divisors, dtype, _ = settings
+    exchanger = transport.queued(queue)
+    assert exchanger is not None
     vectors = QueuedVectors(problem, queue)
-    own = vectors.shard_positives(start, len(problem.query))
-    problem = fast_replace(problem, positives=own)
+    positives = vectors.shard_positives(first_query, len(problem.query))
+    problem = fast_replace(problem, positives=positives)
 
     def run_block_pass(*block: Any) -> None:
-        recorded.block(*block, *[None] * (7 - len(block)), queue)
+        """See `passes.RunBlockPass`. No pass takes a workspace of the size of a later pass."""
+        recorded.block(*block, ahead=None, queue=queue)
 
-    keys = Partition(list(rows))
-    gather = Gather(vectors.xp, ranks.rank, through, keys, key_arrays(problem))
+    keys = Partition(list(key_rows))
+    gather = Gather(vectors.xp, ranks.rank, exchanger, keys, key_arrays(problem))
     passes = PassesOverRanks(
         problem, gradients, keys.starts[ranks.rank], keys, gather, run_block_pass, False,
         vectors, choose_sum_dtype(problem),
@@ -79,5 +87,5 @@ def _build(
     return {
         "losses": result.losses if problem.common_share is None else None,
         "row_lse": result.row_lse, "column_lse": result.column_lse,
-        **totals(through, vectors, result.loss, result, divisors, dtype),
+        **totals(exchanger, vectors, result.loss, result, divisors, dtype),
     }  # fmt: skip

@@ -1,4 +1,7 @@
-"""The run of a call over ranks by its schedule: the passes, and sums over the ranks."""
+"""The run of a call over ranks by its schedule: the passes, and sums over the ranks.
+
+call.py has agreed on the schedule before, and makes a result of the solution after.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +37,28 @@ def solve(
 ) -> Solution:  # fmt: skip
     """Loss of the batch, and gradients for this rank's rows.
 
-    `ddp`: gradients are multiplied by the number of ranks, because DDP averages over ranks.
+    `labelled`: the caller has given labels. `ddp`: gradients of features are multiplied by the
+    number of ranks, because DDP averages over ranks.
     """
     if request.on_gpu:
-        request.problem = _on_gpu()[0].readable_by_kernels(request.problem)
+        arguments, planned = _import_gpu_modules()
+        request.problem = arguments.readable_by_kernels(request.problem)
     problem, gradients = request.problem, request.gradients
-    rows = schedule.queries.total // (2 if schedule.joint else 1)
-    loss_divisor, gradient_factor = float(rows), float(ranks.size if ddp else 1)
-    if schedule.weighted and problem.classes is None:  # of classes, weights follow from all labels
-        loss_divisor = weigh(request, problem, rows, ranks, transport)
+
+    # upstream gradients of rows, and the divisor of the loss
+    loss_count = schedule.queries.total // (2 if schedule.joint else 1)  # losses over all ranks
+    loss_divisor, gradient_factor = float(loss_count), float(ranks.size if ddp else 1)
+    if schedule.weighted and problem.classes is None:  # with classes: after `find_classes`
+        loss_divisor = apply_weights(request, problem, loss_count, ranks, transport)
     if ddp:
         problem.upstream = problem.upstream * gradient_factor
+
+    # on GPUs: one plan for the whole call, if it has one
     if request.on_gpu:
         unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem
-        planned = _on_gpu()[1]
         by_plan: Solution | None = planned.solve_by_plan(
             schedule, unweighted, gradients, ranks, transport,
-            _divisors(request, loss_divisor, gradient_factor), request.dtype,
+            _sum_divisors(request, loss_divisor, gradient_factor), request.dtype,
         )  # fmt: skip
         if by_plan is not None:
             return by_plan
@@ -58,12 +66,14 @@ def solve(
         # Kernels, which compute plain problems, need none.
         if unweighted.plain:
             problem = unweighted
-    runner, first = choose_block_runner(request), schedule.queries.starts[ranks.rank]
+
+    # positives, and classes over all ranks
+    runner, first_query = choose_block_runner(request), schedule.queries.starts[ranks.rank]
     vectors, xp = runner.vectors, runner.vectors.xp
     for name in key_array_names(problem):
         setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
     if not (labelled or problem.has_positive_ids):
-        problem.positives = shard_positives(xp, problem, first)
+        problem.positives = shard_positives(xp, problem, first_query)
     exchange = make_exchange(schedule, xp, ranks.rank, key_arrays(problem), transport)
     passes = PassesOverRanks(
         problem, gradients, schedule.keys.starts[ranks.rank], schedule.keys, exchange,
@@ -72,15 +82,17 @@ def solve(
     if problem.has_positive_ids:
         weigh_positives(xp, problem, *count_positives_over_ranks(passes, problem))
     elif problem.classes is not None:
-        find_classes(passes, problem, first)
-        loss_divisor = weigh(request, problem, rows, ranks, transport)
+        find_classes(passes, problem, first_query)
+        loss_divisor = apply_weights(request, problem, loss_count, ranks, transport)
     elif problem.symmetric and labelled:
-        unpaired = find_unpaired_rows(passes, problem, first)
+        unpaired = find_unpaired_rows(passes, problem, first_query)
         run_on_all_ranks(ranks, lambda: require_pairs(problem, *unpaired))
+
+    # the passes; then sums over the ranks
     result = solver_by_passes(problem)(problem, passes, gradients)
     if result.loss is None and request.reduction != "none":
         result.loss = weigh_losses(xp, result.losses, problem.row_shares).sum()
-    divisors = _divisors(request, loss_divisor, gradient_factor)
+    divisors = _sum_divisors(request, loss_divisor, gradient_factor)
     sums = totals(transport, vectors, result.loss, result, divisors, request.dtype)
     if request.metrics and result.direction_losses is not None:
         rows_loss, columns_loss = result.direction_losses
@@ -96,38 +108,45 @@ def solve(
     return result
 
 
-def weigh(
-    request: Request, problem: Problem, rows: int, ranks: Communicator, transport: Transport
+def apply_weights(
+    request: Request, problem: Problem, loss_count: int, ranks: Communicator, transport: Transport
 ) -> float:
-    """Give rows their weights. Return the sum of weights over ranks, by which a mean is divided."""
+    """Multiply upstream gradients by the weights of rows; return the sum of weights over ranks.
+
+    A mean is divided by this sum. A rank whose rows have no weights has the weight 1 for each loss.
+    `loss_count` is the number of losses over all ranks, by which `upstream` is divided already.
+    """
     own_weight = float(len(problem.query) // (2 if problem.joint else 1))
     if problem.weights is not None:
         own_weight = transport.read(problem.weights.sum())
         problem.row_shares = problem.weights
         problem.upstream = problem.upstream * problem.weights
     # the sum is 0 if no row has a positive; the loss is then 0, whatever its divisor
-    total = _sum(ranks.allgather(own_weight)) or 1.0
+    total_weight = _exact_sum(ranks.allgather(own_weight)) or 1.0
     if request.reduction == "mean":
-        problem.upstream = problem.upstream * (rows / total)
-    return total
+        problem.upstream = problem.upstream * (loss_count / total_weight)
+    return total_weight
 
 
-def _divisors(request: Request, total_weight: float, gradient_factor: float) -> Divisors:
-    """The divisors of sums over ranks.
+def _sum_divisors(request: Request, total_weight: float, gradient_factor: float) -> Divisors:
+    """The divisors of the loss, and of the gradients of scale and bias, summed over ranks.
 
     Every rank gets the whole gradient of scale and bias, so their factor for DDP is divided out.
     """
     return total_weight if request.reduction == "mean" else 1.0, gradient_factor
 
 
-def _sum(values: Sequence[float]) -> float:
+def _exact_sum(values: Sequence[float]) -> float:
     """The sum, rounded once; NaN or infinity if a value is."""
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 @cache
-def _on_gpu() -> tuple[Any, Any]:
-    """The modules for arrays on GPUs: an import statement takes time that small batches notice."""
+def _import_gpu_modules() -> tuple[Any, Any]:
+    """(kernels/gpu/device/arguments.py, planned.py), which need CuPy.
+
+    They are imported once: an import statement takes time that small batches notice.
+    """
     from infonce.kernels.gpu.device import arguments
 
     from . import planned
@@ -138,23 +157,27 @@ def _on_gpu() -> tuple[Any, Any]:
 # -- positives
 
 
-def shard_positives(xp: Any, problem: Problem, first: int) -> Array:
-    """The positives of the rows of a shard without labels. `first`: its first row in the batch."""
-    m, own = len(problem.query), xp.arange(len(problem.query))
-    return first + ((own + m // 2) % max(m, 1) if problem.symmetric else own)
+def shard_positives(xp: Any, problem: Problem, first_query: int) -> Array:
+    """[M] the positives of a shard without labels, as indices of the keys of all ranks.
+
+    Row i of all ranks belongs to key i of all ranks; of 2B views, to the view B rows further on.
+    `first_query` is the index of the shard's first row in the batch.
+    """
+    m, row = len(problem.query), xp.arange(len(problem.query))
+    return first_query + ((row + m // 2) % max(m, 1) if problem.symmetric else row)
 
 
-def find_classes(passes: PassesOverRanks, problem: Problem, first: int) -> None:
+def find_classes(passes: PassesOverRanks, problem: Problem, first_query: int) -> None:
     """Set the positive of each row, a row of any rank, and the weight 0 of rows without one."""
-    own = passes.xp.arange(len(problem.query)) + first
+    own_indices = passes.xp.arange(len(problem.query)) + first_query
     members = passes.members(problem.classes)
-    problem.positives, has_positive = partners(passes.xp, members, own, problem.decoupled)
+    problem.positives, has_positive = partners(passes.xp, members, own_indices, problem.decoupled)
     problem.weights = row_weights(passes.xp, problem.weights, has_positive)
 
 
 def count_positives_over_ranks(passes: PassesOverRanks, problem: Problem) -> tuple[Array, Array]:
-    """The numbers of positives of this rank's queries among the keys of all ranks, and of this
-    rank's keys among the queries of all ranks."""
+    """The number of positives of each row [M] among the keys of all ranks, and of each of this
+    rank's keys [N] among the queries of all ranks. Positives have equal `positive_ids`."""
     xp = passes.xp
     query_counts, key_counts = (xp.zeros(n, xp.int64) for n in problem.shape[:2])
 
@@ -176,31 +199,35 @@ def count_positives_over_ranks(passes: PassesOverRanks, problem: Problem) -> tup
 
 
 def find_unpaired_rows(
-    passes: PassesOverRanks, problem: Problem, first: int
+    passes: PassesOverRanks, problem: Problem, first_query: int
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Find views that are not a pair: the row that a label names must have this row as its label.
+    """Find views of `nt_xent` that are not a pair: two rows must be each other's label.
 
     Returns two arrays [M]: whether a row is unpaired, and the label of the row that its label
     names.
     """
-    xp, own = passes.xp, passes.xp.arange(len(problem.positives)) + first
-    back = passes.take_at_positives(problem, problem.positives)
-    wrong = (back != own) | (problem.positives == own) | (problem.positives < 0)
+    xp, own_indices = passes.xp, passes.xp.arange(len(problem.positives)) + first_query
+    labels_of_partners = passes.take_at_positives(problem, problem.positives)
+    unpaired = labels_of_partners != own_indices
+    unpaired |= (problem.positives == own_indices) | (problem.positives < 0)
     if problem.label_nans is not None:
-        wrong |= xp.isnan(problem.label_nans)
-    return wrong, back
+        unpaired |= xp.isnan(problem.label_nans)
+    return unpaired, labels_of_partners
 
 
-def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, None]:
-    """ValueError if a row is in `wrong`: see `find_unpaired_rows`.
+def require_pairs(
+    problem: Problem, unpaired: Array, labels_of_partners: Array
+) -> tuple[None, None]:
+    """ValueError if a row is unpaired. The arguments are the results of `find_unpaired_rows`.
 
     Returns (None, None): no result and no message for `agreement.run_on_all_ranks`.
     """
-    if bool(wrong.any()):
-        i = int(wrong.argmax())
+    if bool(unpaired.any()):
+        i = int(unpaired.argmax())
         raise ValueError(
             f"labels: expected two rows that are each other's label, got "
-            f"{int(problem.positives[i])} at position {i}, whose own is {int(back[i])}"
+            f"{int(problem.positives[i])} at position {i}, whose own is "
+            f"{int(labels_of_partners[i])}"
         )
     return None, None
 
@@ -210,19 +237,19 @@ def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, No
 
 @dataclass(frozen=True)
 class BlockRunner:
-    """How blocks are computed: the function, the mathematics on vectors, and a check.
-
-    `require_room` raises ValueError if the workspace has no room for a block with its gradients.
-    """
+    """How blocks are computed on the device of a call."""
 
     run_block_pass: RunBlockPass
-    vectors: Vectors
+    vectors: Vectors  # the mathematics on vectors of this rank's rows or keys
+    # (block, gradients): ValueError if the workspace has no room for the block
     require_room: Callable[[Problem, Gradients | None], Any]
 
 
 def choose_block_runner(request: Request) -> BlockRunner:
-    """How blocks are computed on the device that computes the call."""
-    ahead = None  # gradients of the later pass of the same block, of which the first pass knows
+    """The block runner of a call: for offloaded features, for a GPU, or for the CPU."""
+    # The gradients that the gradient pass will compute. The log-sum-exp pass takes their sizes into
+    # account, so that both passes have a workspace, or tiles, of the same sizes
+    ahead = None
     if request.gradients is not None:
         ahead = Gradients(want_key=False, add_query=True)
     if request.offload:
@@ -240,20 +267,22 @@ def choose_block_runner(request: Request) -> BlockRunner:
         )
     from infonce.kernels.cpu.backend import CPU
 
-    # Both passes leave out the same pairs if their tiles are the same. (Other losses have the same
-    # bits with gradients and without.)
-    same_tiles = ahead if request.problem.compares_with_limits else None
+    # If logits are compared with limits, both passes have tiles of the same sizes, and so leave out
+    # the same pairs. Other losses need none: they have the same bits with gradients and without
+    tiles_ahead = ahead if request.problem.compares_with_limits else None
 
-    def backend(problem: Problem, gradients: Gradients | None) -> Backend:
-        return CPU(problem, gradients, same_tiles)
+    def make_backend(problem: Problem, gradients: Gradients | None) -> Backend:
+        return CPU(problem, gradients, tiles_ahead)
 
-    return BlockRunner(_on(backend), Vectors(np), backend)
+    return BlockRunner(_run_block_pass_on(make_backend), Vectors(np), make_backend)
 
 
-def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> RunBlockPass:
-    """`solve.run_block_pass` on the backend that `backend` makes for each block."""
+def _run_block_pass_on(
+    make_backend: Callable[[Problem, Gradients | None], Backend],
+) -> RunBlockPass:
+    """`solve.run_block_pass` on a new backend for each block."""
     return lambda problem, triangle, epilogue, gradients, *sums: run_block_pass(
-        backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
+        make_backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
     )
 
 
@@ -265,43 +294,43 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
     problem, gradients, runner = request.problem, request.gradients, choose_block_runner(request)
     m, _, d = problem.shape
     empty = runner.vectors.xp.empty
-    for count, own in _find_blocks(request, schedule, rank):
-        if not m or not count:
+    for key_count, is_local in _find_blocks(request, schedule, rank):
+        if not m or not key_count:
             continue
-        symmetric = problem.symmetric and own
-        key = problem.key if own else empty((count, d), problem.key.dtype)
-        block = fast_replace(problem, key=key, symmetric=symmetric, key_shard=not own)
+        symmetric = problem.symmetric and is_local
+        key = problem.key if is_local else empty((key_count, d), problem.key.dtype)
+        block = fast_replace(problem, key=key, symmetric=symmetric, key_shard=not is_local)
         runner.require_room(block, None)
         if gradients is not None:
             runner.require_room(block, fast_replace(
                 gradients, query=empty((m, d), schedule.sum_dtype), add_query=True,
-                key=empty((count, d), schedule.sum_dtype),
-                want_key=gradients.want_key or (problem.symmetric and not own),
+                key=empty((key_count, d), schedule.sum_dtype),
+                want_key=gradients.want_key or (problem.symmetric and not is_local),
             ))  # fmt: skip
     return None, None
 
 
 def _find_blocks(request: Request, schedule: RankSchedule, rank: int) -> list[tuple[int, bool]]:
-    """The blocks of a round on this rank, the largest first.
+    """The different blocks of a round on this rank, the largest first.
 
-    Each block is (number of its keys, whether the keys are the rank's own shard).
+    Each block is (number of its keys, whether it is the local block).
     """
     blocks = set()
 
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
         blocks.add((len(keys), keys.are_own and keys.are_whole_shards))
 
-    make_exchange(schedule, None, rank, [], _Nothing()).run(
+    make_exchange(schedule, None, rank, [], _NoTransfers()).run(
         Round([], visit, half=schedule.symmetric, same_pairs=request.problem.compares_with_limits)
     )
     return sorted(blocks, reverse=True)
 
 
-class _Nothing:
+class _NoTransfers:
     """An `Exchanger` that sends nothing, and its `Pending`."""
 
-    def exchange(self, shifts: Shifts) -> _Nothing:
+    def exchange(self, shifts: Shifts) -> _NoTransfers:
         return self
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """No transfer is under way."""

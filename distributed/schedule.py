@@ -1,4 +1,7 @@
-"""The schedule of a call over ranks: all decisions, from the reports of all ranks."""
+"""The schedule of a call over ranks: all decisions, from the reports of all ranks.
+
+agreement.py gathers the reports and calls `decide`. run.py runs the schedule.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,15 @@ class RankReport:
     argument_rows: list[int] | None  # rows of each feature array; None: the arrays are unreadable
     failure: tuple[str, str] | None = None  # type and message of the error of its checks
     # the fields below have values only if the checks have passed
-    shared_values: bytes = b""  # pickled `agreement._shared_values`, equal on all ranks
+    shared_values: bytes = b""  # pickled result of `agreement._list_shared_values`
     # for each transport None, or the reason why this rank cannot use the transport
     transports: dict[str, str | None] = field(default_factory=dict)
     gpu: str | None = None  # name of the rank's GPU
-    exchange_room: int = 0  # bytes that buffers of an exchange may take
+    exchange_room: int = 0  # bytes that buffers of an exchange may take: `find_exchange_room`
     has_weights: bool = False  # whether rows have weights
-    may_be_positive: bool = True  # whether a weight may be positive
+    # whether a weight of this rank's rows may be positive; false only if all weights are zeros on
+    # the host
+    may_be_positive: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,21 +56,22 @@ class RankSchedule:
     """The decisions of a call over ranks, the same on all ranks."""
 
     joint: bool  # `Loss.joint`: queries and keys are the rows of both arguments
-    argument_rows: list[Any]  # for each rank, the rows of its feature arrays
+    argument_rows: list[Any]  # for each rank, the number of rows of each of its feature arrays
     queries: Partition  # of all queries into shards of ranks
-    keys: Partition
+    keys: Partition  # of all keys into shards of ranks
     exchange: str  # "ring", "gather" or "hierarchical"
-    local_size: int | None  # see the function `local_size`
-    pieces: int  # number of parts in which a shard goes round a ring
+    local_size: int | None  # number of ranks of each node, or None: see `find_local_size`
+    piece_count: int  # number of pieces in which a shard goes round a ring
     symmetric: bool  # queries are keys
     transport: str  # its name in `transports.CHOICES`
-    sum_dtype: np.dtype[Any]  # of sums that travel between ranks
-    weighted: bool  # whether rows have weights
+    sum_dtype: np.dtype[Any]  # of gradients that travel between ranks: see `choose_sum_dtype`
+    weighted: bool  # whether rows of any rank have weights
     may_lack_room: bool  # the workspace may be too small for a block of a rank
     packed_reports: list[bytes] = field(repr=False)  # pickled `RankReport` of all ranks
 
     def has_shards(self, joint: bool, rank: int, argument_rows: list[int]) -> bool:
-        """Whether a rank whose arrays have `argument_rows` rows has the shard of this schedule."""
+        """Whether a call of `rank` has as many rows as in this schedule: `argument_rows` in its
+        arrays, and the same `Loss.joint`."""
         return self.joint == joint and bool(self.argument_rows[rank] == argument_rows)
 
 
@@ -93,7 +99,7 @@ def decide(
         min(report.exchange_room for report in reports),
     )  # fmt: skip
     sum_dtype = choose_sum_dtype(problem)
-    # for each key, a ring has two buffers for its features and three for sums of its gradient
+    # bytes of a key in the buffers of a ring: two for its features, three for sums of its gradient
     ring_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
     ring_bytes += 2 * auxiliary_bytes(problem)
     return RankSchedule(
@@ -102,8 +108,8 @@ def decide(
         queries=queries,
         keys=keys,
         exchange=exchange,
-        local_size=local_size(nodes),
-        pieces=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_bytes))),
+        local_size=find_local_size(nodes),
+        piece_count=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
         sum_dtype=sum_dtype,
@@ -114,7 +120,7 @@ def decide(
 
 
 def choose_sum_dtype(problem: Problem) -> np.dtype[Any]:
-    """The dtype of sums that travel between ranks."""
+    """The dtype of dQ and dK while they accumulate and travel (vectors of sums are float64)."""
     return np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
 
 
@@ -175,14 +181,14 @@ def group_ranks_by_node(ranks: Communicator) -> list[list[int]]:
     return nodes or [list(range(ranks.size))]
 
 
-def local_size(nodes: list[list[int]]) -> int | None:
-    """The number of ranks on each node.
+def find_local_size(nodes: list[list[int]]) -> int | None:
+    """The number of ranks on each node, from the ranks of each node.
 
     None if nodes have different numbers of ranks, or if the ranks of a node are not consecutive.
     """
     size = len(nodes[0])
-    in_order = [list(range(size * h, size * (h + 1))) for h in range(len(nodes))]
-    return size if nodes == in_order else None
+    consecutive = [list(range(size * h, size * (h + 1))) for h in range(len(nodes))]
+    return size if nodes == consecutive else None
 
 
 def choose_exchange(
@@ -191,17 +197,19 @@ def choose_exchange(
 ) -> str:  # fmt: skip
     """The exchange of a call: the `asked` exchange, or for "auto" the fastest exchange that fits.
 
-    `room` is the number of bytes for buffers on each rank. ValueError if the `asked` exchange does
-    not fit into `room`, or if it needs the same number of ranks on each node.
+    `room` is the number of bytes for buffers on each rank. `nodes` are the ranks of each node.
+    ValueError if the `asked` exchange does not fit into `room`, or if it needs the same number of
+    ranks on each node. A ring always fits: its shards go round in pieces.
     """
     if asked == "ring":
         return asked
     d, item = problem.shape[2], problem.key.dtype.itemsize
-    with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
-    sums = d * choose_sum_dtype(problem).itemsize if with_sums else 0
-    key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(sums, COLUMN_SUM_BYTES)
+    dk_travels = gradients is not None and (gradients.want_key or problem.symmetric)
+    dk_bytes = d * choose_sum_dtype(problem).itemsize if dk_travels else 0
+    # bytes of one key in buffers of keys, and in buffers of sums
+    key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(dk_bytes, COLUMN_SUM_BYTES)
     least_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
-    size = local_size(nodes)
+    size = find_local_size(nodes)
     if size is not None:
         least_bytes["hierarchical"] = cost.hierarchical_bytes(keys.rows, size, *key_and_sum_bytes)
     elif asked == "hierarchical":
@@ -220,7 +228,7 @@ def choose_exchange(
     fitting = [name for name, needed in least_bytes.items() if needed <= room]
     if not on_gpu:
         return "gather" if "gather" in fitting else "ring"
-    machine = cost.Machine(gpus=size or max(map(len, nodes)))
+    machine = cost.Machine(node_gpus=size or max(map(len, nodes)))
     return cost.fastest(keys.largest, d, len(keys.rows), machine, tuple(fitting))
 
 
@@ -233,17 +241,17 @@ def make_exchange(
         return Hierarchical(xp, rank, transport, schedule.keys, schedule.local_size, key_arrays)
     if schedule.exchange == "gather":
         return Gather(xp, rank, transport, schedule.keys, key_arrays)
-    return Ring(xp, rank, transport, schedule.keys, schedule.pieces, schedule.symmetric)
+    return Ring(xp, rank, transport, schedule.keys, schedule.piece_count, schedule.symmetric)
 
 
 # -- memory
 
 
-def exchange_room(request: Request) -> int:
+def find_exchange_room(request: Request) -> int:
     """Bytes that buffers of an exchange may take on this rank.
 
-    The buffers may take half of the workspace. If the caller gives no workspace, they may take
-    `DeviceProperties.default_memory_limit`, if that is more.
+    The buffers may take as much as half of the workspace. If the caller gives no workspace, they
+    may take 1/32 of a GPU's memory (`DeviceProperties.default_memory_limit`), if that is more.
     """
     problem = request.problem
     half_workspace = int(problem.workspace // 2)
@@ -256,7 +264,10 @@ def exchange_room(request: Request) -> int:
 
 
 def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool:
-    """Whether the workspace may be too small for a block of a rank. All ranks get one answer."""
+    """Whether the workspace may be too small for a block of a rank. All ranks get one answer.
+
+    Then all ranks call `run.require_room` before arrays are sent. Most calls skip this exchange.
+    """
     if problem.method == "naive":
         return True  # the workspace does not bound the logits of this method
     # linear terms, and copies of a joint loss, take up to half of the workspace
@@ -268,9 +279,12 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
 
 @cache
 def enough_room(m: int, n: int, d: int) -> int:
-    """An upper bound, in bytes, of the smallest workspace for a block.
+    """A generous upper bound, in bytes, of the smallest workspace that a block can have.
 
-    The block has up to m rows and n keys, and its features have width d.
+    The block has up to m rows and n keys, and its features have width d. With the least workspace,
+    a backend divides it into squares of `side` logits. The bound has 64 bytes for each logit of a
+    square and for each feature of a side's rows, and 256 KiB for each row. Tests compare the bound
+    with the workspaces that the backends need.
     """
     side: int = max(128, 2 * least_block_side(m, n))
     return side * (64 * (side + d) + 2**18)

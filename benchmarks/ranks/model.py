@@ -13,17 +13,17 @@ from typing import Any
 import click
 import numpy as np
 from infonce.distributed.cost import (
-    DK,
-    ITEM,
+    DK_BYTES,
+    FEATURE_BYTES,
     NVLINK,
     Machine,
     fastest,
     gather_bytes,
     hidden_from,
     hierarchical_bytes,
-    memory,
     predict_gather,
     predict_hierarchical,
+    predict_memory,
     predict_ring,
 )
 from rich.table import Table
@@ -38,7 +38,7 @@ from infonce.cli import common
               help="TFLOP/s of blocks.")  # fmt: skip
 @click.option("--output", type=click.Path(path_type=Path), help="Draw a picture.")
 def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
-    """Predict time and efficiency of the exchanges on 1 to 1024 GPUs, 8 a host."""
+    """Predict time and efficiency of the exchanges on 1 to 1024 GPUs, 8 a node."""
     if rate <= 0:
         raise click.UsageError("--rate: expected a positive number")
     machine = Machine(rate=rate * 1e12)
@@ -49,21 +49,23 @@ def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
                     "hierarchical (ms)", "efficiency", "memory of a ring"):  # fmt: skip
         table.add_column(heading, justify="right")
     for n in counts:
-        exchanges = [predict_gather, predict_ring, *[predict_hierarchical] * (n > machine.gpus)]
+        exchanges = [predict_gather, predict_ring]
+        exchanges += [predict_hierarchical] * (n > machine.node_gpus)
         steps = [of(rows, dim, n, machine) for of in exchanges]
         times = [text for s in steps for text in (f"{1e3 * s.seconds:.2f}", f"{s.efficiency:.1%}")]
         times += [""] * (6 - len(times))
         table.add_row(str(n), str(n * rows), *times,
-                      common.human(memory(rows, dim)) if n > 2 else "")  # fmt: skip
+                      common.human(predict_memory(rows, dim)) if n > 2 else "")  # fmt: skip
     console = common.stdout()
     console.print(table)
     console.print(_exchanges(dim, machine, counts[1:]))
     for name, link in (("NVLink as measured", machine.inside), ("NVLink, 300 GB/s", NVLINK),
                        ("network, 400 Gb/s a GPU", machine.across)):  # fmt: skip
         console.print(f"hidden from {hidden_from(dim, link, machine):.0f} rows a GPU: {name}")
+    rows_of_node = hidden_from(dim, machine.across, machine)
     console.print(
         "hierarchical, over the network: from "
-        f"{hidden_from(dim, machine.across, machine) / machine.gpus:.0f} rows a GPU (latency aside)"
+        f"{rows_of_node / machine.node_gpus:.0f} rows a GPU (latency aside)"
     )
     if output is not None:
         common.check_destination(output)
@@ -76,22 +78,22 @@ def _exchanges(dim: int, machine: Machine, counts: list[int]) -> Table:
     """The rows a GPU up to which an exchange is the fastest; how many have room."""
     table = Table(title=f"fastest up to so many rows a GPU, width {dim}; beyond: the ring",
                   title_justify="left")  # fmt: skip
-    hosts = f"{machine.gpus} a host, 400 Gb/s"
-    for heading in ("GPUs", "gather: NVLink", f"gather: {hosts}", "hierarchical: the same",
+    nodes = f"{machine.node_gpus} a node, 400 Gb/s"
+    for heading in ("GPUs", "gather: NVLink", f"gather: {nodes}", "hierarchical: the same",
                     "gather in 4 GiB", "hierarchical in 4 GiB"):  # fmt: skip
         table.add_column(heading, justify="right")
     for n in counts:
-        one_host = replace(machine, gpus=n)
+        one_host = replace(machine, node_gpus=n)
         rows = [fastest_up_to("gather", dim, n, of) for of in (one_host, machine)]
         rows.append(fastest_up_to("hierarchical", dim, n, machine))
         words = [{np.inf: "any", 0.0: "never"}.get(b, f"{b:.0f}") for b in rows]
-        fits = [rows_in(2**32, dim, n), rows_in(2**32, dim, n, min(n, machine.gpus))]
+        fits = [rows_in(2**32, dim, n), rows_in(2**32, dim, n, min(n, machine.node_gpus))]
         table.add_row(str(n), *words, *(f"{b:.0f}" for b in fits))
     return table
 
 
 def _figure(dim: int, machine: Machine, counts: list[int]) -> Any:
-    """Efficiency over rows a GPU, for some numbers of GPUs, of the ring and over hosts."""
+    """Efficiency over rows a GPU, for some numbers of GPUs, of the ring and over nodes."""
     figure = common.optional("matplotlib.figure", "plot").Figure((9, 4), layout="constrained")
     rows = 2.0 ** np.arange(8, 18.01, 0.25)
     exchanges = {"ring": predict_ring, "hierarchical": predict_hierarchical}
@@ -117,8 +119,8 @@ def fastest_up_to(name: str, dim: int, ranks: int, machine: Machine | None = Non
 
 def rows_in(room: float, dim: int, ranks: int, gpus: int | None = None) -> float:
     """Rows on each GPU whose gathered keys and sums fit `room` bytes: of all ranks, or with `gpus`
-    on a host by the hierarchical exchange."""
-    row, shards = (dim * ITEM + 24, dim * DK), [1] * ranks
+    on a node by the hierarchical exchange."""
+    row, shards = (dim * FEATURE_BYTES + 24, dim * DK_BYTES), [1] * ranks
     if gpus is None:
         return room / gather_bytes(shards, *row)
     return room / hierarchical_bytes(shards, gpus, *row)

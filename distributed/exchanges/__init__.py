@@ -1,1 +1,1 @@
-"""Exchanges, by which ranks get each other's keys, and the choice between them."""
+"""Exchanges, by which ranks get each other's keys: ring, gather, hierarchical."""

@@ -1,4 +1,8 @@
-"""The arrays of keys that travel between ranks in a pass, with one row for each key."""
+"""The arrays of keys that travel between ranks in a pass, with one row for each key.
+
+passes.py sends `key_arrays` in both passes and `gradient_arrays` after them in the gradient pass. A
+rank that receives the arrays makes its block with `key_array_names` and `with_arrays`.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,9 @@ def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> lis
     """This rank's arrays of keys that travel only in the gradient pass, after `key_arrays`."""
     travelling = []
     if epilogue.column_reference is not None:
+        # a bound of dL/dx in a column (`SoftmaxGradient.column_positive_gradient`): dL/dx at its
+        # positive. Linear terms change dL/dx at the positive, so they need the factor as well
         bound = epilogue.positive_gradient
-        # linear terms change dL/dx at a positive, so it no longer bounds dL/dx of the column
         if epilogue.linear:
             bound = xp.maximum(abs(bound), abs(epilogue.column_factor))
         travelling = [epilogue.column_reference, epilogue.column_factor, bound]
@@ -38,6 +43,7 @@ def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> lis
             travelling += [epilogue.teacher.column_reference, epilogue.teacher.column_factor]
     for term in epilogue.linear:
         travelling.append(term.segments.columns)
+        # if queries are the keys, a key's factor is the factor of its row
         factor = term.row_factor if problem.symmetric else term.column_factor
         travelling += [] if factor is None else [factor]
     return travelling
@@ -46,7 +52,7 @@ def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> lis
 def with_arrays(
     problem: Problem, epilogue: SoftmaxGradient, arrays: list[Array]
 ) -> SoftmaxGradient:
-    """The epilogue of a block. `arrays` are the `gradient_arrays` of the keys of the block."""
+    """The epilogue of a block: `epilogue` with the `gradient_arrays` of the keys of the block."""
     rest = iter(arrays)
     changes: dict[str, Any] = {}
     if epilogue.column_reference is not None:
@@ -66,8 +72,9 @@ def with_arrays(
 def numbers_per_key(problem: Problem) -> int:
     """The largest number of 8-byte numbers that travel in a pass with the features of a key.
 
-    They are factors, ids, groups, positive ids, weights of pairs, biases, limits, the features from
-    a guide or a teacher, and the segment and the factor of each linear term.
+    They are three numbers of the column (reference, factor, bound); ids, groups, positive ids,
+    weights of pairs, biases and limits; the segment and the factor of each linear term; and the
+    features from a guide or a teacher. `schedule.choose_exchange` reserves room for them.
     """
     has_ids = problem.key_ids is not None
     linear_terms = 0

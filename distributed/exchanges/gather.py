@@ -1,15 +1,15 @@
 """The gather: each rank receives the keys of all others at once, and returns sums to their owners.
 
-Rank r has its own keys and one buffer with the keys of the w shards before it: of ranks r - w, ...,
-r - 1 (mod n), in this order. w is n - 1, or n // 2 if each pair of shards meets on one rank.
-The rank computes its own block while the keys of other ranks arrive, and then one block with the
-keys of all other ranks. The sums of these keys go to the ranks that own the keys. Each rank
-receives up to n - 1 partial sums of its own keys and adds them pairwise. The order of the additions
-depends only on the number of ranks.
+Rank r of n ranks has its own keys and one buffer with the keys of the w shards before its own: of
+ranks r - w, ..., r - 1 (mod n), in this order. w is n - 1, or n // 2 if each pair of shards meets
+on one rank. The rank computes its local block while the keys of other ranks arrive, and then one
+block with the keys of all other ranks. The sums of these keys go to the ranks that own the keys.
+Each rank receives up to n - 1 partial sums of its own keys and adds them pairwise. The order of the
+additions depends only on the number of ranks.
 
-Keys are gathered once in a call. A later round has all keys from its beginning, so it computes the
-own block last: the sums of a shard travel while the next shards, and then the own block, are
-computed.
+Keys are gathered once in a call. A later round has all keys from its beginning. So the later round
+visits the other shards first, in several visits if their sums are large (dK), and computes the
+local block last: the sums of one visit travel while the next block is computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from infonce.kernels.problem import Array
 
 from ..communicators.base import Pending
-from ..cost import chunk_count
+from ..cost import visit_count
 from ..transports.base import Exchanger
 from .base import Combine, Keys, Round, RowType, no_keys
 from .partition import Partition
@@ -32,10 +32,10 @@ from .partition import Partition
 
 @dataclass(frozen=True)
 class Gather:
-    """How the shards of one call are gathered: an `Exchange`."""
+    """The exchange "gather" of a call: see `Exchange`."""
 
     xp: Any  # numpy or cupy
-    rank: int
+    rank: int  # in hierarchical.py, which gathers inside nodes: the local rank
     transport: Exchanger
     partition: Partition  # of the keys
     keys: list[Array]  # arrays of this rank's keys that several rounds visit
@@ -44,7 +44,7 @@ class Gather:
 
     def run(self, round: Round) -> None:
         """See `Exchange`."""
-        n, r = len(self.partition.rows), self.rank
+        n, r = len(self.partition.rows), self.rank  # as at the top of this file
         rows, starts = self.partition.rows, self.partition.starts
         own, visit, types, half = round.own, round.visit, round.types, round.half
         reach, summed_reach = round.reach(n), round.summed_reach(n)
@@ -58,33 +58,36 @@ class Gather:
             end = len(array)
             return array[end - rows_within[far] : end - rows_within[near - 1]]
 
+        # sums of other ranks' keys over this rank's queries
         other_sums = [
             self.xp.empty((rows_within[summed_reach], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
-        own_sum_count = 0 if half else 1  # the first partial sum is this rank's
+        # [ranks, rows] sums of this rank's keys: the first from this rank itself, unless `half`
+        own_sum_count = 0 if half else 1
         partial_sums = [
             self.xp.empty((own_sum_count + summed_reach, rows[r], *tail), dtype)
             for tail, dtype in types
         ]  # fmt: skip
-        # The keys that arrive are one chunk, also if they have sums: a sigmoid loss has the same
-        # bits with gradients and without
-        own_first = pending is not None or round.same_pairs
-        chunks = list(self._chunks(reach, summed_reach, () if own_first else types))
+        # The order of the visits. Keys that arrive are one visit, also if they have sums: so a
+        # sigmoid loss has the same bits with gradients and without
+        local_first = pending is not None or round.same_pairs
+        other_visits = list(self._list_visits(reach, summed_reach, () if local_first else types))
         if half and round.same_pairs and 2 * reach == n:
-            # one of two ranks visits the farthest shard, which is a chunk of its own
-            chunks = [(reach, reach), *self._chunks(reach - 1, reach - 1, ())]
-        order = [None, *chunks] if own_first else [*chunks, None]  # None: the own block
+            # one of two ranks visits the farthest shard, which is a visit of its own
+            other_visits = [(reach, reach), *self._list_visits(reach - 1, reach - 1, ())]
+        # None: the local block
+        visits = [None, *other_visits] if local_first else [*other_visits, None]
         going_home: list[Pending] = []
-        for step, chunk in enumerate(order):
-            if chunk is None:
+        for step, distances in enumerate(visits):
+            if distances is None:
                 span = slice(starts[r], starts[r + 1])
                 own_sums = [part[0] for part in partial_sums] if own_sum_count else []
-                visit(Keys(True, span, True, step, len(order)), own, own_sums)
+                visit(Keys(True, span, True, step, len(visits)), own, own_sums)
                 continue
             if pending is not None:
                 pending.wait()
                 pending = None
-            far, near = chunk
+            far, near = distances
             first = starts[(r - far) % n]
             span = slice(first, first + rows_within[far] - rows_within[near - 1])
             sums: list[Array] = []
@@ -94,8 +97,8 @@ class Gather:
             if round.is_left_to_other(r, far, n):
                 visit(*no_keys(arrays), sums)
             else:
-                visit(Keys(False, span, True, step, len(order)), arrays, sums)
-            if sums:
+                visit(Keys(False, span, True, step, len(visits)), arrays, sums)
+            if sums:  # send each shard's sums to its owner; receive partial sums of the own keys
                 home = {
                     n - d: ([select_rows(array, d, d) for array in other_sums],
                             [part[own_sum_count + d - 1] for part in partial_sums])
@@ -111,14 +114,16 @@ class Gather:
     def _gather(
         self, own: list[Array], rows_within: list[int]
     ) -> tuple[Pending | None, list[Array]]:
-        """Gather the arrays `own` of all shards in reach.
+        """Gather the arrays `own` of all shards in reach. `rows_within` is as in `run`.
 
-        Returns (transfer, gathered arrays). The transfer is None unless features are arriving.
+        Returns (transfer, gathered arrays). The transfer is None if the arrays are complete:
+        earlier rounds have gathered the features, and vectors are waited for here.
         """
         reach = len(rows_within) - 1
         gathered, arriving = [], []
         for array in own:
             index = next((i for i, key in enumerate(self.keys) if key is array), None)
+            # -1: no shard of this array has been gathered
             far, buffer = (-1, None) if index is None else self.gathered.get(index, (-1, None))
             # distances are compared, because they are the same on all ranks; numbers of rows differ
             if far < reach:
@@ -141,35 +146,37 @@ class Gather:
         pending.wait()
         return None, gathered
 
-    def _chunks(
-        self, reach: int, summed_reach: int, divisible: Sequence[RowType]
+    def _list_visits(
+        self, reach: int, summed_reach: int, sum_types: Sequence[RowType]
     ) -> Iterator[tuple[int, int]]:
-        """The visits of others' keys, as distances (farthest, nearest) of their shards.
+        """The visits of other ranks' keys, as distances (farthest, nearest) of their shards.
 
-        Shards without sums are one visit. Shards with sums are several visits if the sums are
-        large. All ranks have the same visits.
+        Shards without sums are one visit. Shards with sums are several visits if the sums, of
+        `sum_types`, are large; one visit if `sum_types` is empty. All ranks have the same visits.
         """
         if reach > summed_reach:
             yield reach, summed_reach + 1
         if not summed_reach:
             return
-        size = sum(prod(tail) * np.dtype(dtype).itemsize for tail, dtype in divisible)
-        count = chunk_count(self.partition.total * size, summed_reach)
+        row_bytes = sum(prod(tail) * np.dtype(dtype).itemsize for tail, dtype in sum_types)
+        count = visit_count(self.partition.total * row_bytes, summed_reach)
         ends = [summed_reach * i // count for i in range(count, -1, -1)]
         for far, nearer in pairwise(ends):
             yield far, nearer + 1
 
 
 def add_pairwise(partial_sums: list[Array], combine: Combine, most: int = 1) -> list[list[Array]]:
-    """Add stacked partial sums pairwise, until at most `most` sums are left.
+    """Add partial sums pairwise, until at most `most` sums are left. Returns these sums.
 
-    Each operation adds one half of the partial sums to the other half.
+    Each array of `partial_sums` is [sums, rows, ...]. Each operation adds the second half of the
+    sums that are left to the first half, in place.
     """
-    n = len(partial_sums[0])
-    while n > most:
-        pairs = n // 2
+    left = len(partial_sums[0])
+    while left > most:
+        pairs = left // 2
         combine(
-            [part[:pairs] for part in partial_sums], [part[n - pairs : n] for part in partial_sums]
+            [part[:pairs] for part in partial_sums],
+            [part[left - pairs : left] for part in partial_sums],
         )
-        n -= pairs
-    return [[part[i] for part in partial_sums] for i in range(n)]
+        left -= pairs
+    return [[part[i] for part in partial_sums] for i in range(left)]

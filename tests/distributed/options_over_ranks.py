@@ -271,7 +271,7 @@ def own_negatives(place: str = "host") -> None:
 def limits(place: str) -> None:
     """Rows that differ by rounding, so that digits beyond float32 decide which pairs take part. The
     slopes of a row add up to 0 if those in its sum are those in its gradient."""
-    cost.CHUNK = 1  # sums would go home in parts
+    cost.LEAST_VISIT_BYTES = 1  # sums would go home in parts
     rng = np.random.default_rng(2)
     z = (rng.standard_normal(64) / 8 + 6e-8 * rng.standard_normal((2, 150, 64))).astype(np.float32)
     rows = shards(150, 4)[RANK]

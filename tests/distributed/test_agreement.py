@@ -74,7 +74,7 @@ def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     report, scalars = ranks.message(**{name: np.array(value) for name, value in first.items()})
     last_schedule, other = ranks.last_schedule, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
     with monkeypatch.context() as patch:
-        for function in ("unpack_reports", "_shared_values"):
+        for function in ("unpack_reports", "_list_shared_values"):
             patch.setattr(agreement, function, None)
         again = ranks.message(**{name: np.array(value) for name, value in other.items()})
     assert len(ranks.said) == 2  # the message, and sums
@@ -89,13 +89,13 @@ def test_a_schedule_has_all_decisions_and_can_be_printed() -> None:
     printed = repr(ranks.last_schedule)
     for decision in (
         "queries=Partition(rows=[6, 6])", "keys=Partition(rows=[6, 6])", "exchange='gather'",
-        "transport='mpi'", "pieces=1", "dtype('float64')", "may_lack_room=False",
+        "transport='mpi'", "piece_count=1", "dtype('float64')", "may_lack_room=False",
     ):  # fmt: skip
         assert decision in printed
     assert "report" not in printed
     ranks.message("clip", rows=15, scale=3.0, exchange="ring", workspace=4000)
     schedule = ranks.last_schedule
-    assert (schedule.exchange, schedule.pieces, schedule.keys.rows) == ("ring", 2, [15, 15])
+    assert (schedule.exchange, schedule.piece_count, schedule.keys.rows) == ("ring", 2, [15, 15])
     assert schedule.may_lack_room
 
 
@@ -221,7 +221,7 @@ def test_errors_are_those_of_the_rank_that_has_them() -> None:
     last_schedule = ranks.last_schedule
     failure = ValueError("text: expected what it is not")
     ranks.other = lambda value: (
-        agreement.unchecked_message([6, 6], failure) if len(value) == 2 else value
+        agreement.make_unchecked_message([6, 6], failure) if len(value) == 2 else value
     )
     with pytest.raises(ValueError, match=r"^rank 1: text: expected what it is not$"):
         ranks.message(scale=3.0)

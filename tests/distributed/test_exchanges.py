@@ -235,4 +235,4 @@ def test_auto_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen("auto", make_ranks(*"aabb"), on_gpu=True) == "hierarchical"
     assert chosen("auto", make_ranks(*"aabbb"), on_gpu=True) == "gather"
     assert chosen("auto", make_ranks(*"aabb"), workspace=100, on_gpu=True) == "ring"
-    assert [(of[2], of[3].gpus) for of in asked] == [(4, 2), (5, 3), (4, 2)]
+    assert [(of[2], of[3].node_gpus) for of in asked] == [(4, 2), (5, 3), (4, 2)]

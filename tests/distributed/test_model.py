@@ -59,7 +59,7 @@ def test_hidden_from_is_where_transfers_vanish() -> None:
     machine = replace(cost.Machine(), start=0.0)
     rows = cost.hidden_from(512, machine.inside, machine)
     more, fewer = (cost.predict_ring(f * rows, 512, 8, machine) for f in (1.01, 0.9))
-    home = machine.inside.latency + 1.01 * rows * 512 * cost.DK / machine.inside.bandwidth
+    home = machine.inside.latency + 1.01 * rows * 512 * cost.DK_BYTES / machine.inside.bandwidth
     assert more.exposed == pytest.approx(home, rel=1e-9)
     assert fewer.exposed > home
 
@@ -103,7 +103,7 @@ def test_exchanges_that_are_fastest(model: Any) -> None:
 
 
 def test_gather_of_one_host_uses_its_links() -> None:
-    one_host = replace(cost.Machine(), gpus=64)
+    one_host = replace(cost.Machine(), node_gpus=64)
     inside, across = (cost.predict_gather(512, 512, 64, m) for m in (one_host, cost.Machine()))
     assert inside.seconds < across.seconds
     assert inside.computing == across.computing
@@ -124,10 +124,10 @@ def test_bytes_of_a_hierarchical_exchange() -> None:
 
 
 def test_sums_in_parts() -> None:
-    assert cost.chunk_count(cost.CHUNK - 1, 7) == 1
-    assert cost.chunk_count(3 * cost.CHUNK, 7) == 3
-    assert cost.chunk_count(99 * cost.CHUNK, 7) == cost.MOST_CHUNKS
-    assert cost.chunk_count(99 * cost.CHUNK, 2) == 2
+    assert cost.visit_count(cost.LEAST_VISIT_BYTES - 1, 7) == 1
+    assert cost.visit_count(3 * cost.LEAST_VISIT_BYTES, 7) == 3
+    assert cost.visit_count(99 * cost.LEAST_VISIT_BYTES, 7) == cost.MOST_VISITS
+    assert cost.visit_count(99 * cost.LEAST_VISIT_BYTES, 2) == 2
 
 
 def test_command(tmp_path: Path, model: Any) -> None:
@@ -144,13 +144,13 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="rows, dim, ranks"):
         cost.predict_ring(0, 512, 8)
     with pytest.raises(ValueError, match="rows, dim, workspace"):
-        cost.memory(0, 512)
+        cost.predict_memory(0, 512)
 
 
 def test_memory_grows_with_the_rows() -> None:
     rows, dim = 2**17, 512
-    shard = rows * dim * cost.DK  # dQ
-    beyond = cost.memory(rows, dim) - shard - cost.VECTORS * rows
+    shard = rows * dim * cost.DK_BYTES  # dQ
+    beyond = cost.predict_memory(rows, dim) - shard - cost.VECTOR_BYTES * rows
     assert 1.2 * WORKSPACE < beyond <= 1.5 * WORKSPACE
-    assert cost.memory(rows, dim, offload=True) == WORKSPACE + cost.VECTORS * rows
-    assert cost.memory(1000, dim) < WORKSPACE / 10  # which is a ceiling
+    assert cost.predict_memory(rows, dim, offload=True) == WORKSPACE + cost.VECTOR_BYTES * rows
+    assert cost.predict_memory(1000, dim) < WORKSPACE / 10  # which is a ceiling

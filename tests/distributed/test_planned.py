@@ -140,7 +140,7 @@ def test_steps_do_not_grow_with_the_ranks() -> None:
 def test_work_that_hides_an_exchange(
     ranks: int, little: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The own block, launched before what little comes from one other rank, and after what else
+    """The local block, launched before what little comes from one other rank, and after what else
     comes; both follow the same mark."""
     monkeypatch.setattr(transports, "LITTLE", 256 * 64 * 4 - (not little))  # bytes of dK
     found = steps("clip", [256] * ranks, 1)
@@ -181,7 +181,7 @@ def test_accumulators_are_cleared_as_memory() -> None:
 
 
 def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infonce.distributed.cost.CHUNK", 2**20)
+    monkeypatch.setattr("infonce.distributed.cost.LEAST_VISIT_BYTES", 2**20)
     assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3 + 1
 
 

@@ -42,14 +42,14 @@ def memory() -> None:
     rows, d, workspace, rng = 6000, 64, 2**21, np.random.default_rng(RANK)
     sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
     out = [np.empty_like(z) for z in sides]
-    ring, most = peak(workspace=workspace), cost.memory(rows, d, workspace)
-    whole = rows * d * (2 * cost.ITEM + 3 * cost.DK)
+    ring, most = peak(workspace=workspace), cost.predict_memory(rows, d, workspace)
+    whole = rows * d * (2 * cost.FEATURE_BYTES + 3 * cost.DK_BYTES)
     assert 0.5 * most < ring < most < whole + workspace, (ring, most, whole)
 
-    buffers = cost.gather_bytes([rows] * SIZE, d * cost.ITEM + 24, d * cost.DK)
+    buffers = cost.gather_bytes([rows] * SIZE, d * cost.FEATURE_BYTES + 24, d * cost.DK_BYTES)
     gather = peak(exchange="gather", workspace=2 * buffers)
     # the workspace, buffers, dQ and a block's share of it, vectors
-    most = 3 * buffers + 2 * rows * d * cost.DK + cost.VECTORS * rows * SIZE
+    most = 3 * buffers + 2 * rows * d * cost.DK_BYTES + cost.VECTOR_BYTES * rows * SIZE
     assert buffers < gather < most, (gather, buffers, most)
 
 

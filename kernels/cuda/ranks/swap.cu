@@ -1,4 +1,4 @@
-// Two GPUs of a host exchange small arrays. Each GPU launches this kernel once, and the kernel waits for the kernel of
+// Two GPUs of a node exchange small arrays. Each GPU launches this kernel once, and the kernel waits for the kernel of
 // the other GPU. Each GPU maps the memory of the other (distributed/transports/peers.py).
 #include "common.cuh"
 
