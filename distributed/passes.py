@@ -8,9 +8,9 @@ brings keys and sums, and adds the sums of a shard in a fixed order: the same bi
 If queries are keys (NT-Xent), each pair of shards meets on one of its two ranks. This rank computes
 the sums of both shards, and sends the sums of the keys to their owner.
 
-Memory, beyond shards and gradients: the workspace; buffers of the exchange, up to half as much (on
-a GPU, if the caller gives no workspace, up to 1/32 of its memory); dQ in float32 if gradients have
-16 bits. Linear terms take up to 4 D numbers for each segment of this rank's rows.
+Memory, beyond shards and gradients: the workspace; buffers of the exchange
+(`schedule.find_exchange_room`); dQ in float32 if gradients have 16 bits; for linear terms, up to
+4 D numbers for each segment of this rank's rows.
 """
 
 from __future__ import annotations
@@ -392,7 +392,6 @@ class PassesOverRanks:
         return self.vectors.local_positives(positives, keys.rows, self.key_count)
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
-        """`progress` for the blocks of one visit, as a part of the blocks of the round."""
         report = problem.progress
         if report is None:
             return None
