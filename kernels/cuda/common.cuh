@@ -1,9 +1,14 @@
-// Types and small functions that every kernel uses.
+// Types and small functions that every kernel uses. (naive/naive.cu has other symbols: its x are logits.)
+//
+// Symbols of all kernels: x_ij = q_i . k_j is the product of query i and key j, c = scale log2(e), and c x_ij is the
+// logit in base 2, without a bias. dL/dx is the derivative with respect to the product, so it contains the scale.
 #pragma once
 #include "direction_losses.cuh"
 #include "ptx.cuh"
 
-// Precisions of products and exponentials: -DPRECISION=BF16 and so on.
+// Precisions of matrix products: -DPRECISION=BF16 and so on. The order of the numbers counts: from TF32 on, tensor
+// cores multiply; from BF16X3 on, operands have 16-bit elements. BF16X3, FP16X3: an operand is the sum of two parts,
+// and three products of parts make one product (the fourth, of two small parts, is below rounding).
 #define FP64 0
 #define FP32 1
 #define TF32 2
@@ -15,11 +20,12 @@
 #define PRECISION FP32
 #endif
 
-// An element of an operand is a sum of PARTS 16-bit numbers. A row holds the large parts of all features,
-// then their small parts.
+// The parts of an operand's element: 16-bit numbers whose sum is the element. A row holds the large parts of all
+// features, then the small parts of all features.
 #define PARTS (PRECISION == BF16X3 || PRECISION == FP16X3 ? 2 : 1)
 #define IS_FLOAT16 (PRECISION == FP16 || PRECISION == FP16X3)  // parts are float16
 
+// Real: the type of products, of their exponentials, and of sums within a tile
 #if PRECISION == FP64
 typedef double Real;
 typedef double2 Real2;
@@ -31,24 +37,25 @@ typedef float2 Real2;
 // Macros: without <limits>, NVRTC has no constant expression for these.
 #define INFINITY_ __longlong_as_double(0x7ff0000000000000LL)
 #define NAN_ __longlong_as_double(0x7ff8000000000000LL)
-#define LOW ((Real)-INFINITY_)  // less than all logits
+#define LOW ((Real)-INFINITY_)  // the maximum of no products
 #ifndef MOMENTS
-#define MOMENTS 0  // sums of 2^x come with sums of 2^x x, from which the gradient of the scale follows
+#define MOMENTS 0  // 1: each sum of 2^(c x) has a first moment, the sum of 2^(c x) x, for the gradient of the scale
 #endif
 #ifndef SETS
-#define SETS 0  // rows have several positives
+#define SETS 0  // 1: a row has several positives, `set_size` of them
 #endif
-// The product of an excluded pair. It adds nothing to a sum, because 2^(c EXCLUDED) is 0. With moments,
-// EXCLUDED is finite, so that 0 times it is 0, too.
+// Replaces the product of an excluded pair. The pair adds nothing to a sum, because 2^(c EXCLUDED) is 0. With
+// MOMENTS, EXCLUDED is finite, so that the pair's first moment, 0 times EXCLUDED, is 0 and not NaN.
 #if MOMENTS
 constexpr Real EXCLUDED = sizeof(Real) == 8 ? -0x1.fffffffffffffp1023 : -0x1.fffffep127f;
 #else
 #define EXCLUDED LOW
 #endif
 constexpr u32 ALL_LANES = 0xffffffffu;
-// Small parts of float16 gradient blocks are multiplied by this factor, so that they do not underflow.
+// Small parts of float16 gradient blocks are multiplied by this factor, so that they do not underflow. The matrix
+// products that read small parts divide by it (kernels/gpu/schedule/matrix_products.py).
 constexpr int SMALL_PART_FACTOR = 2048;
-constexpr int TILE_COLUMNS = 128;  // keys of a sweep's tile
+constexpr int TILE_COLUMNS = 128;  // keys of one tile of a sweep, on Hopper
 
 __device__ __forceinline__ Real2 real2(Real x, Real y) {
   Real2 r;
@@ -57,18 +64,18 @@ __device__ __forceinline__ Real2 real2(Real x, Real y) {
   return r;
 }
 
-// A factor of products: a number by value or in device memory, times two corrections.
+// A scale or bias. `bare` is the caller's number. `get` also corrects the products that a kernel multiplies by it.
 struct Scalar {
-  double value;
-  const double* pointer;
-  double factor;
-  const double* feature_divisors;  // product of the two sides' feature divisors (rows.cu); null: 1
+  double value;           // the number, if `pointer` is null
+  const double* pointer;  // the number in device memory, or null
+  double factor;          // 1 + the relative amount by which tensor cores truncate a product; 1 for a bias
+  const double* feature_divisors;  // product of the feature divisors of both sides (rows.cu); null: 1
   __device__ double bare() const { return pointer ? *pointer : value; }
   __device__ double get() const { return bare() * factor * (feature_divisors ? *feature_divisors : 1); }
 };
 
-// The scale of the logits. The host has not checked a scale in device memory. A scale out of range
-// (problem.SCALES) becomes NaN, which makes the loss NaN.
+// The scale of the logits. A scale in device memory has not been checked: out of range (kernels/problem.py: SCALES),
+// it becomes NaN, which makes the loss NaN. `get` is repeated, because Scalar::get calls Scalar::bare.
 struct Scale : Scalar {
   __device__ double bare() const {
     const double s = Scalar::bare(), least = sizeof(Real) == 8 ? 0x1p-511 : 0x1p-63,
@@ -78,30 +85,30 @@ struct Scale : Scalar {
   __device__ double get() const { return bare() * factor * (feature_divisors ? *feature_divisors : 1); }
 };
 
-// A maximum of products; LOW if all of them are excluded.
+// The maximum `largest` of products; LOW if all of these products are excluded.
 __device__ __forceinline__ Real or_low(Real largest) {
   return MOMENTS && largest == EXCLUDED ? LOW : largest;
 }
 
-// The factor that makes products logits, but not less than a lower bound for which 2^(factor EXCLUDED) is
-// 0. Products of float16 are below 2^60, so a smaller factor makes all logits negligible relative to 1. NaN stays
-// NaN.
+// `factor`, by which products become logits. With MOMENTS, it is at least `least`, so that 2^(factor EXCLUDED) is 0.
+// Products of float16 are below 2^60, so with a factor below `least`, all logits are negligible relative to 1 anyway.
+// NaN stays NaN.
 __device__ __forceinline__ double logit_factor(double factor) {
   const double least = sizeof(Real) == 8 ? 0x1p-1000 : 0x1p-100;
   return MOMENTS && factor < least ? least : factor;
 }
 
-// Element types of the caller's arrays.
+// Element types of the caller's arrays: Matrix::dtype, and -DDTYPE of fused/fused.cu.
 #define DTYPE_FLOAT64 0
 #define DTYPE_FLOAT32 1
 #define DTYPE_BFLOAT16 2
 #define DTYPE_FLOAT16 3
 
-// A matrix [rows, d] of the caller, with any strides.
+// A matrix [rows, d] of features or gradients in the caller's memory, with any strides.
 struct Matrix {
-  char* data;
+  char* data;                     // null: the caller wants no such matrix
   i64 row_stride, column_stride;  // in elements
-  i64 dtype;
+  i64 dtype;                      // DTYPE_FLOAT64 ...
   __device__ double get(i64 row, i64 column) const {
     const i64 at = row * row_stride + column * column_stride;
     if (dtype == DTYPE_FLOAT64) return ((const double*)data)[at];
@@ -109,7 +116,7 @@ struct Matrix {
     if (dtype == DTYPE_BFLOAT16) return from_bf16(((const unsigned short*)data)[at]);
     return from_fp16(((const unsigned short*)data)[at]);
   }
-  // The same in single precision: float64 input is rounded.
+  // The element as a float: float64 is rounded.
   __device__ float get_float(i64 row, i64 column) const {
     const i64 at = row * row_stride + column * column_stride;
     if (dtype == DTYPE_FLOAT32) return ((const float*)data)[at];
@@ -126,8 +133,9 @@ struct Matrix {
   }
 };
 
-// The exponent of a row's largest size: rows of float64 are divided by 2^exponent, exactly, before they are
-// squared. Squares of other dtypes neither over- nor underflow in float64.
+// The exponent e of a row whose largest absolute value is `largest`: 2^(e - 1) <= largest < 2^e; 0 if `largest` is 0
+// or not finite. Kernels divide rows of float64 by 2^e, exactly, before they square the elements. Squares of other
+// dtypes neither over- nor underflow in float64.
 __device__ __forceinline__ int find_exponent(double largest) {
   int e = 0;
   if (largest > 0 && largest < INFINITY_) frexp(largest, &e);
@@ -136,10 +144,11 @@ __device__ __forceinline__ int find_exponent(double largest) {
 
 // --- elementary functions ------------------------------------------------------------------------------
 
-__device__ __forceinline__ Real max_(Real a, Real b) { return fmax(a, b); }  // ignores one NaN
+__device__ __forceinline__ Real max_(Real a, Real b) { return fmax(a, b); }  // of a NaN and a number: the number
 
-// 1 / (1 + e), which is sigmoid(|x|) for e = exp(-|x|), and log(1 + e), to relative accuracy, by one division:
-// log(1 + e) = 2 atanh(s) = s p(s^2) with s = e / (2 + e) in [0, 1/3].
+// For e = exp(-|x|): sigmoid(|x|) = 1 / (1 + e), and log(1 + e), both to relative accuracy, by one division.
+// log(1 + e) = 2 atanh(s) with s = e / (2 + e) in [0, 1/3], and 2 atanh(s) = s (2 + z p(z)) with z = s^2. p is a
+// polynomial with coefficients near those of the series, 2/3, 2/5, 2/7, ...
 __device__ __forceinline__ void sigmoid_parts(float e, float& sigmoid_of_abs, float& log1p) {
   const float one = 1.0f + e, two = 2.0f + e, both = __fdividef(1.0f, one * two);
   const float s = e * (one * both), z = s * s;
@@ -168,7 +177,8 @@ __device__ __forceinline__ double warp_max(double x) {
   for (int lanes = 16; lanes > 0; lanes /= 2) x = fmax(x, __shfl_xor_sync(ALL_LANES, x, lanes));
   return x;
 }
-// Over a block of THREADS. `memory` is shared and has one number for each warp.
+// Joins x over the THREADS threads of a thread block, all of which call this and get the result. `memory` is shared
+// memory with one number for each warp.
 template <int THREADS, class F>
 __device__ __forceinline__ double block_reduce(double x, double* memory, F join) {
 #pragma unroll
@@ -178,7 +188,7 @@ __device__ __forceinline__ double block_reduce(double x, double* memory, F join)
   x = memory[0];
 #pragma unroll
   for (int w = 1; w < THREADS / 32; ++w) x = join(x, memory[w]);
-  __syncthreads();  // these reads come before the next call's writes
+  __syncthreads();  // all reads of memory[] come before the next call's writes
   return x;
 }
 
@@ -190,9 +200,9 @@ struct Larger {
   __device__ __forceinline__ float operator()(float x, float y) const { return fmaxf(x, y); }
 };
 
-// Each lane has eight values. They are joined over the eight lanes l, l + 4, .. l + 28, which share
-// columns in the tensor cores' accumulator layout. Each step halves the values that a lane has. Lane
-// 4 g + t ends with the result for value g.
+// Column results from the accumulators of tensor cores. Lanes t, t + 4, ... t + 28 share columns, so value v[g] of
+// these eight lanes is joined. Lane 4 g + t returns the result of v[g]. Each of three steps halves the number of
+// values that a lane has: a lane keeps one half, and gives the other half to the lane 16, 8 or 4 away.
 template <class T, class Join>
 __device__ __forceinline__ T join_columns(const T (&v)[8], int lane, Join join) {
   const bool b4 = lane & 16, b3 = lane & 8, b2 = lane & 4;

@@ -1,4 +1,4 @@
-// Completes gradients of features: adds positives and linear terms to the sums over gradient blocks, and
+// The last step of a gradient: dQ or dK from the sums over gradient blocks. Adds positives and linear terms, and
 // differentiates through the normalisation. A warp, or half of a warp, computes a row.
 //
 // rows.cuh defines the factor f, the exponent e and s = 2^-e z of a row z, whose normalised row is u = f s. With
@@ -10,8 +10,8 @@
 //
 // A row of zeros has zero gradient.
 //
-// FACTORS: rows are normalised, so they have factors and exponents. Without FACTORS, a thread needs fewer
-// registers, and more rows are in flight.
+// FACTORS: rows are normalised, so they have factors and exponents. Without FACTORS, z = s = u and g = dU, and a thread
+// needs fewer registers, so that more rows are in flight.
 #include "rows.cuh"
 
 #ifndef FACTORS
@@ -21,21 +21,23 @@
 #define LINEAR 0  // 1: the loss has terms that are linear in the logits (kernels/linear.py)
 #endif
 
-// Stores 16 bytes, at once if the address is aligned, else in four stores.
+// Stores 16 bytes, at once if the address is a multiple of 16, else in four stores.
 __device__ __forceinline__ void set_16_bytes(char* to, uint4 x) {
   u32* words = (u32*)to;
   if ((u64)to % 16 == 0) *(uint4*)to = x;
   else words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
 }
 
+// Writes the numbers x as eight features of row `row` of z, from feature `column` on. The row has `n` features from
+// there on; if n < 8, the last 8 - n numbers are not written.
 template <class T>
 __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Matrix& z, i64 row,
                                           i64 column, i64 n) {
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   char* to = z.data + at * size;
-  const bool takes_words = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 4 == 0;
-  if (takes_words && size == 2) {
+  const bool writes_words = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 4 == 0;
+  if (writes_words && size == 2) {
     u32 w[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -43,7 +45,7 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
       w[i] = z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
     }
     set_16_bytes(to, make_uint4(w[0], w[1], w[2], w[3]));
-  } else if (takes_words && size == 4) {
+  } else if (writes_words && size == 4) {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i += 4)
       set_16_bytes(to + i * 4, make_uint4(__float_as_uint((float)x[i]), __float_as_uint((float)x[i + 1]),
@@ -56,22 +58,27 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
   }
 }
 
-// The positives of rows. A positive is a pair of a row and its partner; gradient blocks do not contain its dL/dx.
+// The positives of the rows that are completed. A positive is a pair of such a row and its partner, a row of the other
+// side. Gradient blocks do not contain the pair's dL/dx.
+//   - Rows are queries, or query i and key i are partners (`begin` is null): partner[i, s] is the key of positive s.
+//   - Rows are keys (`begin` is not null): the pairs of key j are partner[begin[j] .. end[j]), and each is an index in
+//     `gradient`. Without SETS this index is the query; with SETS it is query * set_size + s.
 struct Positives {
   const double* gradient;  // [queries, set_size] dL/dx at the positives
-  const i64* partner;      // [queries, set_size] keys of each query, -1 for none; null: key i of query i
-  const i64 *begin, *end;  // if not null, rows are keys, and key j has the pairs partner[begin[j] .. end[j])
-  i64 set_size;
-  i64 others;              // number of rows of the other side: a row of a higher number has no partner
-  Matrix z;                // the partners' features
-  const Real* factor;
+  const i64* partner;      // -1 for no partner; null: row i has the partner i
+  const i64 *begin, *end;  // [keys], or null
+  i64 set_size;            // positives of a query; 1 without SETS
+  i64 others;              // number of rows of the other side; row i >= others has no partner i
+  Matrix z;                // features of the partners
+  const Real* factor;      // of the partners, like `exponent`
   const int* exponent;
 
-  // Adds the positives' part of the gradient of row `row` to `g`, from feature `column` on.
+  // Adds dL/dx times the partner's row, for each positive of row `row`, to the eight numbers g of the row's gradient,
+  // from feature `column` on. The row has n features from there on.
   template <class T>
   __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
-    const i64 each = SETS ? set_size : 1;
+    const i64 each = SETS ? set_size : 1;  // positives of a query
     const i64 last = begin ? end[row] : (row + 1) * each;
     for (i64 s = begin ? begin[row] : row * each; s < last; ++s) {
       i64 other = partner ? partner[s] : s;
@@ -90,14 +97,16 @@ struct Positives {
 };
 
 #if LINEAR
-// A linear term, t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i], is subtracted from dL/du_i.
+// A linear term t_i, which is subtracted from dL/du_i (kernels/linear.py):
+//     t_i = factor[i] (sums[segment_i] - itself u_i) + weighted[segment_i]
 struct LinearGradient {
-  const i64* segment;            // segment of each row, -1 if the row has no such term; null: all 0
-  const double* factor;          // factor of each row; null: all 0
-  const Real *sums, *weighted;  // [segments, d], or null: 0
-  double itself;
+  const i64* segment;           // segment of each row, -1 if the row has no linear term; null: 0 for all rows
+  const double* factor;         // factor of each row; null: 0 for all rows
+  const Real *sums, *weighted;  // [segments, d] sums of other rows, bare and with weights; null: 0
+  double itself;  // 2 if queries are keys, because `sums` and `weighted` contain u_i, which must not count; else 0
 
-  // Subtracts own_factor t_i from `g`. `g` and `u` have the same eight features of the gradient and of u_i.
+  // Subtracts own_factor t_i from g. g and u are eight numbers of the row's gradient and of u_i, from feature `column`
+  // on. `own_factor` is f_i, which g contains.
   template <class T>
   __device__ __forceinline__ void subtract(T (&g)[LANE_FEATURES], const T (&u)[LANE_FEATURES], i64 row,
                                            i64 column, i64 d, double own_factor) const {
@@ -119,25 +128,27 @@ struct LinearGradient {
 };
 
 struct LinearGradients {
-  LinearGradient first, second;  // without factors and weighted sums, the second changes nothing
+  LinearGradient first, second;  // of label smoothing, of classes; if there is one term, `second` is all null
 };
 #else
 struct LinearGradients {};
 #endif
 
-// Eight features of a row, and of the row's gradient.
+// Eight features of a row, from `column` on, and the same features of its gradient with positives and linear terms,
+// before the normalisation is differentiated. T is the type of the computation.
 template <class T>
 struct Finished {
   T g[LANE_FEATURES];  // the gradient g of the opening comment
-  T x[LANE_FEATURES];  // the row s, whose norm is near 1
+  T x[LANE_FEATURES];  // the row s of the opening comment; not set if `with_row` is false
 
+  // `sum` is the row of the accumulator, which is multiplied by |root| root: root is the `signed_root` of its divisor.
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
                                       const LinearGradients& linear, const Matrix& z, i64 row, i64 column,
                                       i64 d, double factor, int exponent, bool with_row = true) {
     const i64 n = d - column;
     get_reals(g, sum + column, n);
 #pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;  // see `signed_root`
+    for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;
     positives.add(g, row, column, n, factor);
     if (!with_row) return;
     get_group(x, z, row, column, n);
@@ -145,7 +156,7 @@ struct Finished {
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i) x[i] = (T)ldexp((double)x[i], -exponent);
 #if LINEAR
-    T u[LANE_FEATURES];
+    T u[LANE_FEATURES];  // the normalised row
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) u[i] = FACTORS ? (T)(factor * x[i]) : x[i];
     const double own_factor = FACTORS ? factor : 1;
@@ -153,6 +164,7 @@ struct Finished {
     linear.second.subtract(g, u, row, column, d, own_factor);
 #endif
   }
+  // This lane's part of <g, s>.
   __device__ __forceinline__ double dot() const {
     T sum = 0;
 #pragma unroll
@@ -161,19 +173,22 @@ struct Finished {
   }
 };
 
-// The square root of a divisor's absolute value, with the divisor's sign. Sums are multiplied by the root and by
-// the absolute root, because the divisor itself may be too small for a float.
+// The square root of a divisor's absolute value, with the sign of the divisor. A sum is multiplied by |root| and by
+// root, not by the divisor, because the divisor may be too small for a float.
 __device__ __forceinline__ double signed_root(double divisor) {
   return copysign(sqrt(fabs(divisor)), divisor);
 }
 
-// Completes the gradients of n rows, from row `first` on.
-//   - `acc` [n, acc_stride] has the sums over gradient blocks. Gradient blocks were divided by gradient_divisor[0],
-//     or, if `divisor_step` is 1, by gradient_divisor[row]; this kernel multiplies the sums by that divisor.
-//   - The features of the other side were divided by *feature_divisor (null: by 1), which is multiplied back, too.
+// Completes the gradients of n rows of one side, from row `first` on.
+//   - `acc` [n, acc_stride] has the sums over gradient blocks; its first row is row `first`. Gradient blocks were
+//     divided by gradient_divisor[0] (`divisor_step` 0), or by gradient_divisor[row] (`divisor_step` 1). This kernel
+//     multiplies the sums by that divisor.
+//   - The features of the other side were divided by *feature_divisor (null: by 1). This kernel multiplies by it.
+//   - `z`, `factor` and `exponent` belong to the side that is completed, and `positives` has the other side.
 //   - The gradients are written to `out`, or added to `out` if `add` is 1. If the data of `out` is null, they are
 //     not written.
-//   - <g, s> of each row is written to `dots`, unless `dots` is null.
+//   - <g, s> of each row is written to `dots` (null: not wanted). Without moments, the gradient of the scale is the sum
+//     of these numbers divided by the scale.
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || FACTORS && LINEAR ? 2 : FACTORS ? 3 : 4)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
@@ -190,7 +205,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const LinearGradients linear = {};
 #endif
   const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
-  const i64 offset = lanes_row(lanes);
+  const i64 offset = lanes_row(lanes);  // from row `first` on
   if (offset >= n) return;
   const Real* sum = acc + offset * acc_stride;
   const i64 row = first + offset;
@@ -200,7 +215,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const double divisor_root =
       signed_root(gradient_divisor[divisor_step * row]) * sqrt(feature_divisor ? *feature_divisor : 1.0);
   double dot = 0;
-#if !FACTORS  // one pass over the row, in the products' precision
+#if !FACTORS  // reads the row once, and computes in the precision of the products
   const Real root = (Real)divisor_root;
 #pragma unroll 1
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
@@ -217,7 +232,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   }
   if (dots) dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
-#else
+#else  // reads the row twice, because all results need <g, s>; computes in float64
   const int e = exponent[row];
   const double f = factor[row], root = divisor_root;
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
@@ -225,7 +240,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
-  const double along = f * f * dot;
+  const double along = f * f * dot;  // f^2 <g, s>: how much of s is subtracted
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
     Finished<double> finished(sum, root, positives, linear, z, row, k, d, f, e);
     double before[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -238,7 +253,8 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
 #endif
 }
 
-// out = sums + other (null pointers: 0). `sums` and `other` are contiguous, n rows of d features.
+// out = sums + other (null pointers: 0), converted to the type of `out`. `sums` and `other` are contiguous [n, d]:
+// parts of a rank's gradients, which are complete but for this sum.
 extern "C" __global__ void assign(const Real* sums, const Real* other, i64 n, i64 d,
                                   const __grid_constant__ Matrix out) {
   const int lanes = count_lanes(d);

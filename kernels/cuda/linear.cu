@@ -1,25 +1,34 @@
-// Terms of a loss that are linear in the logits: see kernels/linear.py. A segment is a set of rows whose features
-// are summed. A sum has a fixed order, without atomics, so that its bits are the same in every run.
+// Terms of a loss that are linear in the logits, such as label smoothing (formulas: kernels/linear.py). A segment is a
+// set of rows whose features are summed: all rows, or the rows of a class. kernels/gpu/linear.py launches
+// segment_pieces and join_pieces for the sums, then segment_products for the loss. finish.cu, or subtract_linear, adds
+// the gradients.
+//
+// A sum has a fixed order, without atomics, so that its bits are the same in every run.
 #include "rows.cuh"
 
-// The segments of rows, and an order of the rows.
+// The segments of n rows, and an order of the rows in which each segment is contiguous.
 struct Segments {
   const i64* segment;  // segment of each row, -1 for none; null: all rows are in segment 0
-  const i64* order;    // rows, in an order in which each segment is contiguous; null: 0, 1, ...
+  const i64* order;    // the row at each position of the order; null: row 0, row 1, ...
 
   __device__ __forceinline__ i64 row(i64 at) const { return order ? order[at] : at; }
   __device__ __forceinline__ i64 get_segment(i64 row) const { return segment ? segment[row] : 0; }
 };
 
-// --- sums of segments: first over pieces of PIECE_ROWS rows, then over the pieces of a segment -----------
+// --- sums of segments ------------------------------------------------------------------------------------
+//
+// A place is PIECE_ROWS neighbouring rows of the order, and place p has the positions from p PIECE_ROWS on. A segment
+// may lie in one place or in several. Its rows in one place are a piece. First the pieces are summed, then the sums of
+// the pieces of each segment that has several.
 
-constexpr int PIECE_ROWS = 64, ROWS_AT_ONCE = 4;
+constexpr int PIECE_ROWS = 64;
+constexpr int ROWS_AT_ONCE = 4;  // rows that a thread loads before it adds the first of them
 
-// Adds up weight[i] u_i (null: 1) for each segment of a place, which has PIECE_ROWS rows in their order. A thread
-// adds eight features.
-//   - The sum of a segment that lies within the place goes to out[segment] ([segments, d]).
-//   - The sum of a segment that begins before the place goes to pieces[place, 0] ([places, 2, d]).
-//   - The sum of another segment that continues after the place goes to pieces[place, 1].
+// For each segment with rows in a place, sums weight[i] u_i (weight null: 1) over these rows. A thread has one place
+// and eight features.
+//   - The sum of a segment that lies within the place goes to out[segment] ([segments, d]): it is complete.
+//   - The piece of a segment that begins before the place goes to pieces[place, 0] ([places, 2, d]).
+//   - The piece of another segment that continues after the place goes to pieces[place, 1].
 extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64 n, i64 d,
                                           const __grid_constant__ Segments segments,
                                           const double* weight, Real* out, double* pieces) {
@@ -28,12 +37,13 @@ extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64
   const i64 column = thread % across * LANE_FEATURES, features = d - column;
   const i64 begin = place * PIECE_ROWS, end = min(begin + PIECE_ROWS, n);
   if (begin >= n) return;
-  i64 current = segments.get_segment(segments.row(begin));
+  i64 current = segments.get_segment(segments.row(begin));  // the segment of `sum`
   bool began_before = begin > 0 && segments.get_segment(segments.row(begin - 1)) == current;
   double sum[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+  // Writes `sum`. `goes_on`: the segment continues after the place.
   const auto put = [&](bool goes_on) {
     if (current < 0) return;
-    const bool piece = began_before || goes_on;
+    const bool piece = began_before || goes_on;  // else the whole segment lies in this place
     double* to = pieces + (place * 2 + !began_before) * d + column;
 #pragma unroll
     for (int k = 0; k < LANE_FEATURES; ++k)
@@ -69,10 +79,11 @@ extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64
   put(end < n && segments.get_segment(segments.row(end)) == current);
 }
 
-constexpr int JOIN_FEATURES = 64, JOIN_PARTS = 4;  // a block has one thread for each feature and part of the pieces
+// A thread block has JOIN_FEATURES features of a segment; JOIN_PARTS threads share the pieces of a feature
+constexpr int JOIN_FEATURES = 64, JOIN_PARTS = 4;
 
-// Adds up the pieces of each segment that lies in several places. A block adds JOIN_FEATURES features of the
-// segment that continues after its place, if the segment begins in this place.
+// Adds up the pieces of each segment that lies in several places, to out[segment]. A thread block has a place. If a
+// segment begins in this place and continues after it, the thread block adds up JOIN_FEATURES features of that segment.
 extern "C" __global__ void __launch_bounds__(JOIN_FEATURES * JOIN_PARTS)
 join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const double* pieces, Real* out) {
   __shared__ double sums[JOIN_PARTS][JOIN_FEATURES];
@@ -80,10 +91,11 @@ join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const doubl
   const i64 next = (place + 1) * PIECE_ROWS;
   if (next >= n) return;
   const i64 segment = segments.get_segment(segments.row(next));
+  // Whether a position of the order belongs to the segment that continues after the place
   const auto here = [&](i64 at) { return segments.get_segment(segments.row(at)) == segment; };
   const i64 begin = place * PIECE_ROWS;
   if (segment < 0 || !here(next - 1) || (begin > 0 && here(begin) && here(begin - 1))) return;
-  // `last` becomes the last place of the segment, by bisection
+  // Bisection: `last` becomes the last place that the segment lies in. `beyond` is a place after the segment
   i64 last = place + 1, beyond = (n + PIECE_ROWS - 1) / PIECE_ROWS;
   while (beyond - last > 1) {
     const i64 middle = (last + beyond) / 2;
@@ -106,8 +118,8 @@ join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const doubl
 
 // --- products, and gradients of rows ----------------------------------------------------------------------
 
-// out[i] = u_i . (sums[segment_i] - itself u_i), or 0 if row i has no segment. A warp, or half of a warp, computes a
-// row.
+// out[i] = u_i . (sums[segment_i] - itself u_i), or 0 if row i has no segment (-1). `itself` is 1 if `sums` contain
+// u_i, which must not count, else 0. A warp, or half of a warp, computes a row.
 extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i64 n, i64 d,
                                             const i64* segment, const Real* sums, double itself,
                                             double* out) {
@@ -133,8 +145,8 @@ extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i
   if (lane == 0) out[row] = dot;
 }
 
-// out[i] = u_r . v_j, the product of query r = i / each and its positive, key j = positives[i]; 0 if j is negative.
-// A warp computes a product.
+// out[i] = u_r . v_j, the product of query r = i / each with its positive, key j = positives[i]; 0 if j is -1. A query
+// has `each` positives, and n is their number over all queries. A warp computes a product.
 extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
                                              const __grid_constant__ Rows key, i64 n, i64 d, i64 each,
                                              const i64* positives, double* out) {
@@ -151,8 +163,9 @@ extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
   if (threadIdx.x % 32 == 0) out[i] = dot;
 }
 
-// Subtracts linear terms from complete gradients g_i of rows z_i; finish.cu does the same before it rounds. A warp
-// computes a row. With t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i] (null: 0):
+// Subtracts a linear term from complete gradients g_i of rows z_i, if another kernel than finish.cu completed them.
+// A warp computes a row. With t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i] (null: 0), as in
+// struct LinearGradient of finish.cu:
 //
 //     g_i    -= t_i, or, if rows are normalised, (t_i - u_i <t_i, u_i>) / |z_i|
 //     dots_i -= <t_i, u_i>, if `dots` is not null
@@ -170,7 +183,7 @@ extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i6
     const double class_term = factor ? factor[row] * (sums[row_segment * d + k] - itself * u(k)) : 0;
     return class_term + (weighted ? weighted[row_segment * d + k] : 0);
   };
-  double dot = 0;
+  double dot = 0;  // <t_i, u_i>
   if (rows.factor || dots) {
     for (i64 k = threadIdx.x % 32; k < d; k += 32) dot += term(k) * u(k);
     dot = warp_sum(dot);

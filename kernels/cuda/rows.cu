@@ -1,9 +1,10 @@
-// Rows of features before the products: norms, largest absolute values, staged copies. A warp, or half of a warp,
-// computes a row.
+// Rows of features before the matrix products. In the order of a call: row_norms, if rows are normalised;
+// find_largest and find_feature_divisors, for float16 operands of other features; stage, if operands are copies;
+// not_finite. A warp, or half of a warp, computes a row. finish.cu is the counterpart after the products.
 #include "rows.cuh"
 
-// Computes the factor and the exponent of each row: features * 2^-exponent * factor has norm 1 (rows.cuh). A row of
-// zeros has factor 0, and a row whose norm is not finite has factor NaN.
+// Computes the factor and the exponent of each of n rows of d features: z_i 2^-exponent[i] factor[i] has norm 1
+// (rows.cuh). A row of zeros has factor 0, and a row whose norm is not finite has factor NaN.
 extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i64 d, Real* factor,
                                      int* exponent) {
   const i64 row = lanes_row(32);
@@ -21,14 +22,17 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
   }
   square_sum = warp_sum(square_sum);
   if (threadIdx.x % 32) return;
+  // usable: the norm is neither 0 nor infinite nor NaN. norm = mantissa 2^norm_exponent, mantissa in [1/2, 1)
   const bool usable = square_sum > 0 && square_sum < INFINITY_;
   const double mantissa = usable ? frexp(sqrt(square_sum), &norm_exponent) : 1;
   factor[row] = square_sum == 0 ? 0 : usable ? (Real)(1 / mantissa) : (Real)NAN_;
   exponent[row] = usable ? norm_exponent + feature_exponent : 0;
 }
 
-// NaN flags of m queries and n keys. out[row] is NaN if a feature of query `row` is not finite, else label_nans[row]
-// (null: 0). *any_key_not_finite becomes NaN if a feature of a key is not finite. Several warps may write this NaN.
+// Finds features that are not finite, because the losses that depend on them must be NaN. A NaN flag is a number that
+// is added to a loss: NaN or 0. out[row] is NaN if a feature of query `row` is not finite, else label_nans[row] (null:
+// 0). *any_key_not_finite, which is 0 before, becomes NaN if a feature of a key is not finite. Several warps may write
+// this NaN. There are n keys, then m queries; m is 0 if queries are keys.
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
                                       const double* label_nans, double* out,
@@ -38,25 +42,25 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   const i64 row = lanes_row(lanes) - (is_query ? n : 0);
   const bool inside = !is_query || row < m;
   const Matrix& z = is_query ? queries : keys;
-  float sum = 0;  // of products with 0, which are NaN for features that are not finite
+  float sum = 0;  // of features times 0: 0, or NaN if a feature is not finite. NaN != 0 is true
   for (i64 k = lane * LANE_FEATURES; inside && k < d; k += lanes * LANE_FEATURES) {
     Real x[LANE_FEATURES];
     get_group(x, z, row, k, d - k);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) sum += (float)(x[i] * 0);
   }
-  const u32 nonzero_lanes = __ballot_sync(ALL_LANES, sum != 0);
-  const bool is_not_finite = lanes == 32 ? nonzero_lanes : nonzero_lanes >> (threadIdx.x & 16) & 0xffff;
+  const u32 nan_lanes = __ballot_sync(ALL_LANES, sum != 0);
+  const bool is_not_finite = lanes == 32 ? nan_lanes : nan_lanes >> (threadIdx.x & 16) & 0xffff;
   if (lane || !inside) return;
   if (is_query) out[row] = is_not_finite ? NAN_ : label_nans ? label_nans[row] : 0;
   else if (is_not_finite) *any_key_not_finite = NAN_;
 }
 
-// Finds the largest finite absolute value of all features. *largest_bits, which the caller sets to 0, gets its bits.
-// There are few warps, which read many rows each, because each warp reads *largest_bits once.
+// Finds the largest finite absolute value of all features, for the feature divisor. *largest_bits, which the caller
+// sets to 0, gets the bits of this float. There are few warps, and each reads many rows and then *largest_bits once.
 extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n, i64 d, u32* largest_bits) {
   const int lanes = count_lanes(d);
-  u32 largest = 0;  // bits of positive floats, as integers, are in the order of the floats
+  u32 largest = 0;  // bits of a float; as integers, bits of positive floats have the order of the floats
   for (i64 row = lanes_row(lanes); row < n; row += gridDim.x * (i64)ROWS_THREADS / lanes)
     for (i64 k = threadIdx.x % lanes * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
       float x[LANE_FEATURES];
@@ -72,10 +76,10 @@ extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n,
   if (threadIdx.x % 32 == 0 && largest > *(volatile u32*)largest_bits) atomicMax(largest_bits, largest);
 }
 
-// Chooses the divisors of float16 features of queries ([0]) and of keys ([1]), and their product ([2]), by which a
-// product of quotients is multiplied. A divisor is the power of two with which the largest quotient lies in
-// [2^14, 2^15); the largest float16 number is 65504. `largest_query` and `largest_key` come from find_largest. If one
-// is 0, its divisor is 1.
+// Chooses the feature divisors, by which `stage` divides features so that they neither overflow nor underflow as
+// float16: [0] of queries, [1] of keys, and [2] the product of both, by which products of divided features are
+// multiplied. A divisor is the power of two that brings the largest feature to [2^14, 2^15); the largest float16 number
+// is 65504. `largest_query` and `largest_key` come from find_largest; 0 gives the divisor 1. One thread.
 constexpr int FP16_EXPONENT = 14;
 extern "C" __global__ void find_feature_divisors(const u32* largest_query, const u32* largest_key,
                                                  double* feature_divisors) {
@@ -87,15 +91,16 @@ extern "C" __global__ void find_feature_divisors(const u32* largest_query, const
   feature_divisors[2] = feature_divisors[0] * feature_divisors[1];
 }
 
-// Copies rows to the form of operands: `stride` elements a row, which are parts of `part` elements if an element is
-// the sum of several parts. Elements after feature d are zeros. A row is divided by 2^exponent[row], or by
-// *feature_divisor (null pointers: by 1). If `weight` is not null, a row of 16-bit elements is also multiplied by
-// weight[row] / *gradient_divisor.
+// Copies n rows of d features to `out`, in the form of operands: `stride` elements a row. With two PARTS, a row is the
+// large parts of all features, `part` elements, and then the small parts. Elements after feature d are zeros.
+//   - A row is divided by 2^exponent[row], if rows are normalised (else `exponent` is null).
+//   - 16-bit elements are also divided by *feature_divisor (null: 1), and, if `weight` is not null, multiplied by
+//     weight[row] / *gradient_divisor (for dK in one pass: sm90/sweep_online.cu).
 extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
                                  const int* exponent, const double* feature_divisor,
                                  const double* weight, const double* gradient_divisor, char* out,
                                  i64 stride, i64 part) {
-  const i64 elements = PARTS > 1 ? part : stride;
+  const i64 elements = PARTS > 1 ? part : stride;  // of one part, with padding
   const int lanes = count_lanes(elements), lane = threadIdx.x % lanes;
   const i64 row = lanes_row(lanes);
   if (row >= n) return;
@@ -114,7 +119,7 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
       u32 w[LANE_FEATURES / 2];
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES / 2; ++i) {
-        // Two features fill a word. x keeps what their parts leave for the next part
+        // Two features fill a word. What this part rounds off stays in x, for the next part
         float &first = x[2 * i], &second = x[2 * i + 1];
         w[i] = IS_FLOAT16 ? to_fp16x2(first, second) : to_bf16x2(first, second);
         const unsigned short first_bits = (unsigned short)w[i], second_bits = (unsigned short)(w[i] >> 16);

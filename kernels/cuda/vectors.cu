@@ -1,12 +1,14 @@
-// Kernels on vectors of length M or N, between the kernels on tiles. They are compiled together.
+// Kernels on vectors, which have one number for each of M rows or N columns. They run before, between and after the
+// kernels on tiles, and are compiled together. kernels/gpu/vectors.py launches most of them.
 //
-//     vectors/sums.cuh      merge_partial_sums, add_partial_sums, add_copies, begin, finalize, totals
-//     vectors/linear.cuh    join_rows, finalize_linear
-//     vectors/online.cuh    check_references, add_repeated, end_online
-//     vectors/factors.cuh   ranges, factors, divide_factors, to_products
-//     vectors/sigmoid.cuh   begin_sigmoid, mark_not_finite, sigmoid_positives
-//     vectors/queries.cuh   count_queries, place_queries, list_queries, sort_queries
-//     vectors/shards.cuh    shard_positives, local_positives, merge_sums, sum_over_ranks, add
+//     vectors/sums.cuh      sums of rows and columns, and the losses from them: begin, merge_partial_sums,
+//                           add_partial_sums, add_copies, limits, add_bias, raise_scale, finalize, totals
+//     vectors/linear.cuh    label smoothing, class means, joint losses: join_rows, finalize_linear
+//     vectors/online.cuh    losses in one pass: check_references, add_repeated, end_online
+//     vectors/factors.cuh   factors of gradient blocks: ranges, check_spread, factors, divide_factors, to_products
+//     vectors/sigmoid.cuh   the pairwise sigmoid: begin_sigmoid, sigmoid_positives, mark_not_finite
+//     vectors/queries.cuh   queries by key: count_queries, place_queries, list_queries, sort_queries
+//     vectors/shards.cuh    ranks: shard_positives, local_positives, merge_sums, sum_over_ranks, add
 #include "vectors/factors.cuh"
 #include "vectors/linear.cuh"
 #include "vectors/online.cuh"

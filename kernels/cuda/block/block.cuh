@@ -1,35 +1,37 @@
-// The block of the logit matrix that one launch computes: structures that Python fills (kernels/gpu/tiled).
+// Structures that Python fills (kernels/gpu/tiled) for kernels that compute a block of the logit matrix: tiled/ and, on
+// Hopper, sm90/. block/options.cuh comes next.
 #pragma once
 #include "common.cuh"
 
 #ifndef COLUMNS
-#define COLUMNS 1  // columns have a softmax, too
+#define COLUMNS 1  // 1: columns have a softmax, too
 #endif
 #ifndef GRADIENT
-#define GRADIENT 1  // kernels that add up losses also write the gradient block
+#define GRADIENT 1  // 1: kernels that add up losses (sigmoid, distillation) also write the gradient block
 #endif
 constexpr int K_SLICE = 128;  // bytes of a row that a stage of a pipeline holds
-// One side of the products: rows of `width` bytes, 16-byte aligned.
+
+// The queries or the keys of a block, as an operand of the products: rows of PlainBlock::width bytes, 16-byte aligned.
 struct Operand {
   const char* data;
   i64 stride;          // bytes from row to row
-  i64 part;            // bytes from part to part of a row (bf16x3, fp16x3)
+  i64 part;            // bytes from the large part to the small part of a row (BF16X3, FP16X3)
   i64 rows;
-  const Real* factor;  // [rows] or null: x_ij is multiplied by both sides' factors
+  const Real* factor;  // [rows] factors that normalise the rows (rows.cuh), or null. x_ij is multiplied by both factors
 };
 
 // The block of the logit matrix that one launch computes, and the data of its loss. block/options.cuh adds options.
 struct PlainBlock {
   Operand q, k;
-  i64 width;                   // bytes of features in a row
+  i64 width;                   // bytes of the features in a row, of one part
   i64 first_row, first_column;  // of the block, in the whole matrix
-  i64 row_tiles, column_tiles;
+  i64 row_tiles, column_tiles;  // number of tiles in a column of tiles, and in a row of tiles
   const i64* positives;  // [rows of the block, set_size] keys of each row's positives, in the whole matrix
   i64 set_size;          // 1 without SETS
-  const i64* query_ids;  // [rows] or null
-  const i64* key_ids;    // [columns]
+  const i64* query_ids;  // [rows] (IDS), or null
+  const i64* key_ids;    // [columns] (IDS), or null
   i64 symmetric;         // queries are keys: i = j is excluded
-  i64 triangle;          // only tiles on and above the diagonal
+  i64 triangle;          // only tiles on and above the diagonal are computed
   Scale scale;
 
   __device__ __forceinline__ i64 positives_of_row() const { return SETS ? set_size : 1; }
@@ -45,7 +47,8 @@ typedef unsigned short Element;
 #endif
 
 #if PRECISION >= BF16X3
-// Two elements of a part of P, the first in the lower half. x0 and x1 become the remainders for the next part.
+// Rounds two elements of P to 16 bits; x0 is in the lower half of the word. With two PARTS, the word belongs to the
+// large part, and x0 and x1 become the remainders, from which a second call makes the small part.
 __device__ __forceinline__ u32 round_pair(float& x0, float& x1) {
 #if IS_FLOAT16
   const u32 w = to_fp16x2(x0, x1);
@@ -64,13 +67,15 @@ __device__ __forceinline__ u32 round_pair(float& x0, float& x1) {
 }
 #endif
 
+// The gradient block P = dL/dx / gradient_divisor in memory. A row has the large parts of all columns, then the small
+// parts.
 struct GradientBlock {
   Element* data;  // [rows, stride]
-  i64 stride;     // elements, a multiple of 8
-  i64 part;       // elements of a row that belong to one part (bf16x3, fp16x3)
+  i64 stride;     // elements from row to row, a multiple of 8
+  i64 part;       // elements of one part of a row (BF16X3, FP16X3)
 };
 
-// Factors of gradient blocks, as in the equations of tiled/gradient.cu.
+// Factors of gradient blocks. tiled/gradient.cu has their equations; vectors/factors.cuh computes them.
 struct Factors {
   const Real *row_reference, *a, *u;   // [rows]
   const Real *column_reference, *v;    // [columns]

@@ -1,11 +1,14 @@
-// Rows of a guide's features before the marks of pairs (tiled/guide.cu): limits of rows, and which features are not
-// finite.
+// Rows of a guide's features: limits of rows, and features that are not finite. After this, tiled/guide.cu or
+// sm90/sweep_guide.cu marks the pairs above these limits.
 #include "rows.cuh"
 
-// A warp a query, then a warp a key. limits[i] is the limit of row i (targets.limits), from its products with its
-// positives, [m, each]. row_nans[i] is NaN if a feature of query i is not finite, else label_nans[i] (null: 0).
-// `any_key_not_finite` becomes NaN if a feature of a key is not finite; if `two_sided`, also by a query, because the
-// softmax of each column has all queries. If queries are the keys, n is 0 and row_nans is null.
+// Writes three results. A warp computes one of m queries, or one of n keys. If queries are the keys, n is 0 and
+// row_nans is null.
+//   - limits[i]: the limit of row i, which is the largest product of query i with its positives (positives [m, each],
+//     -1 for none), plus `margin`; infinite without a positive.
+//   - row_nans[i]: NaN if a feature of query i is not finite, else label_nans[i] (null: 0).
+//   - *any_key_not_finite becomes NaN if a feature of a key is not finite. With `two_sided`, or if queries are the
+//     keys, also if a feature of a query is not finite, because the softmax of each column has all queries.
 extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, const __grid_constant__ Rows key, i64 m,
                                         i64 n, i64 d, const i64* positives, i64 each, double margin,
                                         i64 two_sided, const double* label_nans, double* limits, double* row_nans,
@@ -16,14 +19,15 @@ extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, cons
   const i64 row = lanes_row(32) - (is_key ? m : 0);
   if (is_key && row >= n) return;
   const Rows& side = is_key ? key : query;
-  double x[LANE_FEATURES], y[LANE_FEATURES], not_finite = 0;  // products with 0 are NaN for features that are not
+  // zero_sum is of features times 0: 0, or NaN if a feature is not finite. NaN != 0 is true
+  double x[LANE_FEATURES], y[LANE_FEATURES], zero_sum = 0;
   for (i64 k = first; k < d; k += STEP) {
     get_group(x, side.z, row, k, d - k);
 #pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) not_finite += x[i] * 0;
+    for (int i = 0; i < LANE_FEATURES; ++i) zero_sum += x[i] * 0;
   }
-  const bool spoiled = __any_sync(ALL_LANES, not_finite != 0);
-  double top = -INFINITY_;
+  const bool is_not_finite = __any_sync(ALL_LANES, zero_sum != 0);
+  double top = -INFINITY_;  // largest product with a positive; NaN if one is NaN
   bool has_positive = false;
   for (i64 pair = row * each; !is_key && pair < (row + 1) * each; ++pair) {
     const i64 j = positives[pair];
@@ -41,13 +45,14 @@ extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, cons
     has_positive = true;
   }
   if (threadIdx.x % 32) return;
-  if (spoiled && (is_key || two_sided || !row_nans)) *any_key_not_finite = NAN_;
+  if (is_not_finite && (is_key || two_sided || !row_nans)) *any_key_not_finite = NAN_;
   if (is_key) return;
   limits[row] = has_positive ? top + margin : INFINITY_;
-  if (row_nans) row_nans[row] = spoiled ? NAN_ : label_nans ? label_nans[row] : 0;
+  if (row_nans) row_nans[row] = is_not_finite ? NAN_ : label_nans ? label_nans[row] : 0;
 }
 
-// Upstream gradients of losses that depend on a feature of the guide that is not finite become NaN.
+// out = upstream gradients of n rows, NaN for losses that depend on a feature of the guide that is not finite: so their
+// losses and gradients become NaN, although the guide's features are in no product of the loss.
 extern "C" __global__ void spoil_upstream(i64 n, const double* upstream, const double* row_nans,
                                           const double* any_key_not_finite, double* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;

@@ -1,5 +1,7 @@
-// Options of a loss that leave out pairs or change their exponents. Each is a struct here. The tiled kernels
-// (tiled/tile.cuh) and the sweeps (sm90/sweep/logits.cuh) use the same structs.
+// Options of a loss that change single pairs: they leave a pair out of a softmax, or change its exponent. Each option
+// is a struct here, derived from `Option`. The portable kernels (tiled/tile.cuh) and the sweeps (sm90/sweep/logits.cuh)
+// use the same structs. `Options`, at the end, is all of them together. Options that change only the loss of a row from
+// its sums are in RowOptions (vectors/sums.cuh).
 //
 // A new option is one more struct, its name in `Options`, and its vectors in `Block`.
 #pragma once
@@ -21,29 +23,29 @@
 #define LIMITS 0  // 1: negatives above the limit of their row are left out; 2: each column has a limit, too
 #endif
 #ifndef GUIDE
-#define GUIDE 0  // 1: pairs that a guide marks in their row are left out; 2: each pair has a mark in its column, too
+#define GUIDE 0  // 1: pairs that a guide marks for their row are left out; 2: each pair has a mark for its column, too
 #endif
 #ifndef BIAS
-#define BIAS 0  // 1: keys have biases; 2: queries have biases, too, as keys of their columns
+#define BIAS 0  // 1: keys have biases; 2: queries have biases, too, because queries are keys
 #endif
 
-// A block with the vectors of its options (ids are in PlainBlock). Limits and biases are numbers in the unit of
-// products.
+// A block with the vectors of its options (ids are in PlainBlock). Limits and biases are in the unit of products: times
+// c they are base-2 logits.
 struct Block : PlainBlock {
 #if GROUPS
   const i64 *query_groups, *key_groups;  // [rows], [columns]
 #endif
 #if POSITIVE_IDS
   const i64 *query_positive_ids, *key_positive_ids;      // [rows], [columns]
-  const Real *query_pair_weights, *key_pair_weights;  // [rows], [columns]: a positive pair has their sum
-  const char* positive_tiles;  // of the whole matrix: find_positive_tiles in block/positive_tiles.cu; or null
-  i64 positive_tiles_bytes;    // of a query tile
+  const Real *query_pair_weights, *key_pair_weights;  // [rows], [columns]: a positive pair's weight is their sum
+  const char* positive_tiles;  // a bit for each tile of the matrix (block/positive_tiles.cu), or null
+  i64 positive_tiles_bytes;    // bytes of a query tile in `positive_tiles`
 #endif
 #if LIMITS
   const Real *row_limits, *column_limits;  // [rows], [columns] or null
 #endif
 #if GUIDE
-  const u32 *row_marks, *column_marks;  // `mark_word`s of the block's pairs; those of columns may be null
+  const u32 *row_marks, *column_marks;  // words of marks (`mark_word`) of the block; column_marks may be null
 #endif
 #if BIAS
   const Real *row_bias, *column_bias;  // [rows] or null, [columns]
@@ -52,20 +54,21 @@ struct Block : PlainBlock {
 
 enum : int { POSITIVE_TILE = 128 };  // rows, and columns, of the tiles of `positive_tiles`
 
-// Marks of a guide, which tiled/guide.cu and sm90/sweep_guide.cu write. The mark of a pair is a bit: 1 if the guide's
-// product of the pair is above the limit. Columns are in groups of MARKED_COLUMNS. Each row has four words of 32
-// marks for each group. The mark of column c of the group is bit `mark_bit(c)` of word c / 2 % 4. In this order, the columns of a
-// tensor core's products that one thread holds are in one word.
+// Marks of a guide, which tiled/guide.cu and sm90/sweep_guide.cu write. The mark of a pair is a bit: 1 if the product
+// of the guide's features is above the limit, so that the pair is left out. Columns are in groups of MARKED_COLUMNS.
+// Each row has four words of 32 marks for each group. The mark of column c of the group is bit `mark_bit(c)` of word c
+// / 2 % 4. In this order, all columns of a row that one thread has in its accumulators are in one word.
 enum : int { MARKED_COLUMNS = 128 };
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
 // The index of the word with the mark of a pair, among the words of a block of `rows` rows.
 __device__ __forceinline__ i64 mark_word(i64 rows, i64 row, i64 column) {
   return (column / MARKED_COLUMNS * rows + row) * 4 + column / 2 % 4;
 }
-// Stands for the word of a column if columns have no softmax: then only the mark of the row decides.
+// Takes the place of a word of column_marks if columns have no softmax: then only the mark of the row decides whether a
+// pair is in neither softmax.
 enum : u32 { ALL_MARKED = ~0u };
 
-// Whether a guide leaves a pair out of the softmax of its row, and of its column.
+// Whether a guide leaves a pair out of the softmax of its row, and of its column: bit `bit` of two words of marks.
 struct Marks {
 #if GUIDE
   bool left_out_of_row, left_out_of_column;
@@ -74,7 +77,8 @@ struct Marks {
 #endif
 };
 
-// A pair: the numbers that options need of several rows and columns, and the index of the pair's row and column.
+// A pair of a row and a column: `rows` and `columns` have the numbers that options need, of several rows and columns,
+// and `row` and `column` are the indices of this pair in them.
 template <class Rows, class Columns>
 struct Pair : Marks {  // without a guide, Marks has no members and takes no memory
   const Rows& rows;
@@ -83,19 +87,20 @@ struct Pair : Marks {  // without a guide, Marks has no members and takes no mem
 };
 
 // The base of all options, which changes nothing. An option replaces some of its members. Functions get the product x
-// of a pair.
+// of a pair p. If an option is not compiled (its -D option is 0), its struct is empty and changes nothing.
 template <class Self>  // gives each option a base of its own: two bases of one type would take memory
 struct Option {
   enum : bool {  // constants that need no memory
-    MASKS = false,    // each pair is in both softmaxes or in neither: `excluded` says which pairs are in neither
-    SPLITS = false,   // a pair may be in one softmax and not in the other: `in_row` and `in_column`
+    MASKS = false,    // each pair is in the softmax of its row and of its column, or in neither: `excluded`
+    SPLITS = false,   // a pair may be in one of the two softmaxes and not in the other: `in_row` and `in_column`
     SHIFTS = false,   // `exponent` may differ from x
-    SPARSE = false,   // a row often has no pair in a tile
-    COMPARES = false  // the product decides: x_ij and x_ji have to be the same number
+    SPARSE = false,   // a row of a tile often has no pair in a softmax
+    COMPARES = false  // the value of the product decides, so x_ij and x_ji have to be the same number
   };
 
-  // Numbers of N rows, and of N columns, by the names that their vectors have in `Block`. Arrays of columns
-  // are aligned to 16 bytes. Their elements have 8 bytes if the option MASKS, and otherwise 4 (or are Real).
+  // The numbers that the option needs of N rows and of N columns, by the names that their vectors have in `Block`.
+  // Arrays of columns are aligned to 16 bytes. Their elements have 8 bytes if the option MASKS, and otherwise 4 (or are
+  // Real).
   template <int N>
   struct RowNumbers {};
   template <int N>
@@ -106,18 +111,18 @@ struct Option {
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_columns(To&, const From&, Copy) {}
 
-  // Whether neither softmax has the pair: neither that of the row nor that of the column.
+  // Whether the pair is in no softmax, neither of its row nor of its column.
   template <class Pair>
   __device__ __forceinline__ static bool excluded(Real, const Pair&) { return false; }
   // Whether the pair is a positive, which no option excludes.
   template <class Pair>
   __device__ __forceinline__ static bool is_positive(const Pair&) { return false; }
-  // SPLITS: whether the softmax of the row, or of the column, has the pair.
+  // SPLITS: whether the pair is in the softmax of its row, or of its column.
   template <class Pair>
   __device__ __forceinline__ static bool in_row(Real, const Pair&) { return true; }
   template <class Pair>
   __device__ __forceinline__ static bool in_column(Real, const Pair&) { return true; }
-  // SPLITS: adds e to `sum` if the softmax of the row, or of the column, has the pair.
+  // SPLITS: adds the exponential e to `sum` if the pair is in the softmax of its row, or of its column.
   template <class Pair>
   __device__ __forceinline__ static void add_to_row(float&, float, float, const Pair&) {}
   template <class Pair>
@@ -127,6 +132,7 @@ struct Option {
   __device__ __forceinline__ static Real exponent(Real x, const Pair&) { return x; }
 };
 
+// Pairs of equal ids are left out: ids.
 struct EqualIds : Option<EqualIds> {
 #if IDS
   enum : bool { MASKS = true };
@@ -149,6 +155,7 @@ struct EqualIds : Option<EqualIds> {
 #endif
 };
 
+// Pairs of different groups are left out: groups.
 struct OtherGroups : Option<OtherGroups> {
 #if GROUPS
   enum : bool { MASKS = true, SPARSE = true };
@@ -171,7 +178,8 @@ struct OtherGroups : Option<OtherGroups> {
 #endif
 };
 
-// Positives of a sigmoid that are pairs of equal ids. The epilogues of sigmoids ask `is_positive`, and weigh positives.
+// Pairs of equal positive ids are positives of a sigmoid: positive_ids. The epilogues of sigmoids ask `is_positive`,
+// and multiply the losses of positives by their weights.
 struct PositiveIds : Option<PositiveIds> {
 #if POSITIVE_IDS
   template <int N>
@@ -201,7 +209,8 @@ struct PositiveIds : Option<PositiveIds> {
 #endif
 };
 
-// Negatives above a limit are left out: false_negative_margin.
+// Negatives above a limit are left out: false_negative_margin. A pair is left out of the softmax of its row if it is
+// above the limit of the row, and out of the softmax of its column if it is above the limit of the column.
 struct Limits : Option<Limits> {
 #if LIMITS
   enum : bool { MASKS = LIMITS == 1, SPLITS = LIMITS == 2, SPARSE = true, COMPARES = true };
@@ -270,7 +279,8 @@ struct GuideMarks : Option<GuideMarks> {
 #endif
 };
 
-// Biases of keys are added to logits: key_bias.
+// Biases of keys are added to logits: key_bias. A bias in the softmax of a column is the same for all pairs of the
+// column, so it cancels, and one exponential serves both directions still.
 struct Biases : Option<Biases> {
 #if BIAS
   enum : bool { SHIFTS = true };
@@ -323,14 +333,15 @@ struct All {
     (Each::copy_columns(to, from, copy), ...);
   }
 
-  // Portable kernels: x becomes EXCLUDED if any option excludes the pair from both softmaxes. If an option SPLITS,
-  // these kernels also ask `in_row` and `in_column`.
+  // For the portable kernels: x becomes EXCLUDED if any option excludes the pair from both softmaxes. If an option
+  // SPLITS, these kernels also ask `in_row` and `in_column`.
   template <class Pair>
   __device__ __forceinline__ static void exclude(Real& x, const Pair& p) {
     if (is_positive(p)) return;
     ((x = Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
-  // Sweeps: the same, for options that have MASKS only. Sweeps ask `in_row` and `in_column` for all other options.
+  // For the sweeps: x becomes EXCLUDED if an option that MASKS excludes the pair. For options that SPLIT, sweeps ask
+  // only `in_row` and `in_column`.
   template <class Pair>
   __device__ __forceinline__ static void mask(Real& x, const Pair& p) {
     if (is_positive(p)) return;
@@ -342,13 +353,15 @@ struct All {
   __device__ __forceinline__ static bool in_row(Real x, const Pair& p) { return (Each::in_row(x, p) & ...); }
   template <class Pair>
   __device__ __forceinline__ static bool in_column(Real x, const Pair& p) { return (Each::in_column(x, p) & ...); }
-  // If only one option SPLITS, its `add_to_row` and `add_to_column` are used.
+  // If several options SPLIT, `in_row` and `in_column` decide. If one does, its own `add_to_row` and `add_to_column`
+  // are faster.
   enum : bool { SEVERAL_SPLIT = (0 + ... + Each::SPLITS) > 1 };
   template <class Pair>
   __device__ __forceinline__ static void add_to_row(float& sum, float e, float x, const Pair& p) {
     if (SEVERAL_SPLIT ? in_row(x, p) : !SPLITS) sum += e;
     if (!SEVERAL_SPLIT) (Each::add_to_row(sum, e, x, p), ...);
   }
+  // The sum of the exponentials of two pairs of one column, without those that are not in its softmax.
   template <class Pair>
   __device__ __forceinline__ static float column_sum(float e0, float x0, const Pair& p0, float e1, float x1,
                                                      const Pair& p1) {

@@ -1,10 +1,12 @@
-// Tiles of the logit matrix that have a positive, if positives are pairs of equal ids (POSITIVE_IDS in
-// block/options.cuh). A sweep compares the ids of the pairs of these tiles, and of no others.
+// Finds the tiles of the logit matrix that have a positive, if positives are pairs of equal positive ids (PositiveIds
+// in block/options.cuh). A sweep compares the ids of the pairs of these tiles, and of no others.
 #include "block/options.cuh"
 
+// TILE: rows and columns of a tile. SLOTS: slots of the hash table, eight for each id. NONE: an empty slot
 constexpr int TILE = POSITIVE_TILE, TILES_OF_BYTE = 8, THREADS = 256, SLOTS = 1024, NONE = -1;
 
-// The different ids of up to TILE queries, as a hash table.
+// The different ids of up to TILE queries, as a hash table. If the first slot of an id is taken, the next free slot is
+// used.
 struct Ids {
   i64 ids[TILE];
   int slots[SLOTS];  // indices into `ids`, or NONE
@@ -27,8 +29,8 @@ struct Ids {
   }
 };
 
-// Bit t % 8 of tiles[q, t / 8], [query tiles, row_bytes], is 1 if a query of query tile q and a key of key tile t have
-// equal ids. A block of threads has one query tile, and each of its warps the key tiles of one byte.
+// Writes tiles [query tiles, row_bytes]: bit t % 8 of tiles[q, t / 8] is 1 if a query of query tile q and a key of key
+// tile t have equal ids. A thread block has one query tile, and each of its warps has the eight key tiles of one byte.
 extern "C" __global__ void __launch_bounds__(THREADS)
 find_positive_tiles(const i64* query_ids, i64 m, const i64* key_ids, i64 n, i64 row_bytes, char* tiles) {
   __shared__ Ids queries;

@@ -1,4 +1,4 @@
-// Structures and functions for all phases of fused.cu: the problem, teams of threads, and barriers over the grid.
+// Structures and functions for all phases of fused.cu: the arguments, teams of threads, and barriers over the grid.
 #pragma once
 #include "common.cuh"
 
@@ -6,16 +6,19 @@ constexpr int FUSED_THREADS = 256;
 constexpr int FUSED_WARPS = FUSED_THREADS / 32;
 constexpr int VECTOR_WIDTH = 16 / (int)sizeof(Real);  // numbers in 16 bytes
 constexpr int FUSED_TILE = 64;  // rows and columns of a tile
-constexpr int CHUNK = 128 / (int)sizeof(Real);  // elements of a row in one step of a product
-constexpr int MAX_FEATURE_PARTS = 16;  // the features are divided into this many parts at most
-constexpr int CHUNK_STRIDE = CHUNK + VECTOR_WIDTH;  // eight rows lie in different banks
-constexpr int SHARE = FUSED_TILE * CHUNK / FUSED_THREADS;  // elements of a chunk that one thread fetches
+constexpr int CHUNK = 128 / (int)sizeof(Real);  // depth of one step of a product, in elements: 128 bytes of a row
+constexpr int MAX_FEATURE_PARTS = 16;  // phase 1 divides the features into at most this many parts
+constexpr int CHUNK_STRIDE = CHUNK + VECTOR_WIDTH;  // with this padding, eight rows lie in different banks
+constexpr int SHARE = FUSED_TILE * CHUNK / FUSED_THREADS;  // elements of each operand that a thread copies in a step
 
 // Each combination of these options has its own kernel (-DSYMMETRIC=1 and so on). A kernel with branches would
 // also fetch the instructions that it skips, and that takes a notable part of so short a launch.
-//     SYMMETRIC, TWO_SIDED, SIGMOID, NORMALIZE   as in Problem
-//     IDS                                        whether pairs of equal ids are excluded
-//     DTYPE                                      of the features
+//     SYMMETRIC   queries are the keys (NT-Xent)
+//     TWO_SIDED   columns have a softmax of their own (CLIP)
+//     SIGMOID     the loss is a pairwise sigmoid (SigLIP)
+//     NORMALIZE   rows are normalised
+//     IDS         pairs of equal ids are excluded
+//     DTYPE       type of the features (common.cuh)
 #if DTYPE == DTYPE_FLOAT64
 typedef double Element;
 #elif DTYPE == DTYPE_FLOAT32
@@ -24,6 +27,7 @@ typedef float Element;
 typedef unsigned short Element;
 #endif
 
+// A feature as a number of the products' type.
 __device__ __forceinline__ Real number(Element x) {
 #if DTYPE == DTYPE_BFLOAT16
   return from_bf16(x);
@@ -37,6 +41,7 @@ __device__ __forceinline__ const Element* address(const Matrix& z, i64 row, i64 
   return (const Element*)z.data + row * z.row_stride + column * z.column_stride;
 }
 
+// All arguments of the launch: M queries, N keys, D features (m, n, d).
 struct Fused {
   Matrix q, k, dq, dk;  // data of dq or dk is null if the gradient is not wanted
   i64 m, n, d;
@@ -48,27 +53,29 @@ struct Fused {
   double upstream;            // upstream gradient of all rows; unused if there are `upstreams`
   const double* upstreams;    // [M] upstream gradient of each row, or null
   const i64* positives;       // [M], or null: the other view of a sample if SYMMETRIC, else key i for query i
-  const double* label_nans;        // [M] or null, added to losses
+  const double* label_nans;   // [M] or null, added to losses: NaN for labels out of range, else 0
   const i64 *query_ids, *key_ids;
   i64 gradient;                                  // whether gradients are wanted
   i64 parts;                                     // number of parts of the features in phase 1
   Real* x;                                       // [max(parts, 2), M, N]: logits, then P
   double *row_inverse, *column_inverse;          // 1 / |z|
-  double *row_nans, *column_nans;                  // 0 or NaN
-  double *row_gap, *column_gap;
-  double *row_dot, *column_dot, *row_sum;
-  Real *losses, *row_lse, *column_lse;           // out
-  Real *loss, *scale_grad, *bias_grad;           // out
-  Real *row_reference, *row_factor, *column_reference, *column_factor;
-  u32* barrier;  // [2], zeros before and after
+  double *row_nans, *column_nans;                // NaN if a feature of the row is not finite, else 0
+  double *row_gap, *column_gap;                  // Direction::gap, base 2
+  double *row_dot, *column_dot, *row_sum;        // sum_j P_ij x_ij, sum_i P_ij x_ij, sum_j P_ij
+  Real *losses, *row_lse, *column_lse;           // out, natural units
+  Real *loss, *scale_grad, *bias_grad;           // out, scalars
+  Real *row_reference, *row_factor, *column_reference, *column_factor;  // of dL/dx: `finalize` in losses.cuh
+  u32* barrier;  // [2] arrivals at barriers over the grid, and thread blocks that have left; 0 before and after
 };
 
+// 16 bytes of shared memory, read at once.
 union Vector {
   uint4 bits;
   Real z[VECTOR_WIDTH];
 };
 
-// A barrier over the grid: all writes before the barrier come before all reads after it, in all blocks.
+// A barrier over the grid: all writes before the barrier come before all reads after it, in all thread blocks.
+// `arrived` counts the arrivals at all barriers so far, and `target` becomes the count at the end of this one.
 __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
   target += gridDim.x;
   __syncthreads();  // all writes of this block come before its first thread's add_release
@@ -80,6 +87,7 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
   __syncthreads();  // no thread continues before the first thread has seen all blocks arrive
 }
 
+// Whether query i and key j are an excluded pair, or (SYMMETRIC) the same row.
 __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
   return (SYMMETRIC && i == j) || (IDS && f.query_ids[i] == f.key_ids[j]);
 }
@@ -93,12 +101,13 @@ __device__ __forceinline__ double get_upstream(const Fused& f, i64 i) {
   return f.upstreams ? f.upstreams[i] : f.upstream;
 }
 
-// The threads that work on one row at a time: one warp, or several warps of a block if there are few rows.
+// A team is the threads that work on one row at a time: one warp, or several warps of a thread block if there are few
+// rows. It works on rows `row`, `row + step`, `row + 2 step`, ...
 struct Team {
   i64 row, step;     // this team's first row, and the distance to its next row
-  int lane, lanes;   // index of this thread in the team, and the number of the team's threads
-  int index;         // of the team in its block
-  double* memory;    // [FUSED_WARPS], shared
+  int lane, lanes;   // index of this thread in the team, and the number of threads of the team
+  int index;         // of the team in its thread block
+  double* memory;    // [FUSED_WARPS], shared; one number for each warp
 
   __device__ Team(i64 rows, double* memory) : memory(memory) {
     lanes = FUSED_THREADS;
@@ -116,9 +125,10 @@ struct Team {
   __device__ double sum(double x) const {
     return reduce(x, [](double a, double b) { return a + b; });
   }
-  __device__ double max(double x) const {
+  __device__ double max(double x) const {  // NaN if a number is NaN
     return reduce(x, [](double a, double b) { return a > b || b != b ? a : b; });
   }
+  // Joins x over the threads of the team, which all call this and get the result.
   template <class F>
   __device__ double reduce(double x, F join) const {
 #pragma unroll
@@ -129,7 +139,7 @@ struct Team {
     sync();  // every warp's write to memory[] comes before the reads below
     x = memory[first];
     for (int w = 1; w < lanes / 32; ++w) x = join(x, memory[first + w]);
-    sync();  // these reads come before the next call's writes
+    sync();  // all reads of memory[] come before the next call's writes
     return x;
   }
 };

@@ -1,11 +1,15 @@
-// Phases 2 and 3 of fused.cu: log-sum-exps, then losses and dL/dx, a row at a time.
+// Phases 2 and 3 of fused.cu: log-sum-exps of rows and columns, then losses and dL/dx of each row. fused/logits.cuh
+// comes before, and the gradients of features, in fused.cu, come after.
 #pragma once
 #include "fused/fused.cuh"
 
 // --- phase 2 -----------------------------------------------------------------------------------------------
 
-// The gap, log-sum-exp, reference and factor of a row or a column, from (max, sum) of its negatives and its
-// positive (null: none). `max` and `positive` are dot products, and c times them are logits in base 2.
+// Computes the gap, log-sum-exp (natural units), reference and factor of a row or a column. Its negatives have the
+// largest product `max`, and `sum` is the sum of 2^(c (x - max)). `positive` is the product of its positive (null:
+// none). `weight` is the upstream gradient times the weight of the direction and the scale. With reference and factor,
+// dL/dx of a negative is factor 2^(c (x - reference)): reference is the log-sum-exp in the unit of products, rounded,
+// and factor is `weight`, corrected for this rounding.
 __device__ __noinline__ void finalize(double c, double max, double sum, const Real* positive,
                                       double weight, double* gap, Real* lse, Real* reference,
                                       Real* factor) {
@@ -20,6 +24,7 @@ __device__ __noinline__ void finalize(double c, double max, double sum, const Re
   *factor = is_nothing(d.lse2) ? 0 : (Real)(weight * exp2(c * (double)h - d.lse2));
 }
 
+// Phase 2 for rows: two reads of a row, for its maximum and for its sum.
 __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
   const double c2 = scale * LOG2_E;
   const Real c = (Real)c2;
@@ -45,7 +50,8 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
   }
 }
 
-// A block computes 32 columns at a time, and its warps take the rows in turns.
+// Phase 2 for columns. A thread block computes 32 columns at a time. Lane l has column l, and warp w has every eighth
+// row. Key j is the positive of query j.
 __device__ void column_log_sum_exp(const Fused& f, double scale) {
   __shared__ Real tops[FUSED_WARPS][32];
   __shared__ double sums[FUSED_WARPS][32];
@@ -70,8 +76,8 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       for (i64 i = warp; i < f.m; i += FUSED_WARPS)
         if (j != get_positive(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
-    // The writes of sums[] come before their reads, and the reads of tops[] before the next writes. (The reads
-    // of sums[] come before the next writes by the first barrier.)
+    // The writes of sums[] come before their reads, and the reads of tops[] come before the writes of the next 32
+    // columns. (The reads of sums[] come before the next writes of sums[] by the first barrier of the loop.)
     __syncthreads();
     if (warp == 0 && j < f.n) {
       sum = 0;
@@ -85,11 +91,12 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
 
 // --- dL/dx --------------------------------------------------------------------------------------------------
 
+// Numbers of `slope` that all pairs share: c = scale log2(e), scale, bias, in the type of products.
 struct Slope {
   Real c, scale, bias;
 };
 
-// dL/dx_ij of a negative, times `scale`.
+// P_ij = dL/dx_ij of a negative with the product x. Factors contain the upstream gradient and the scale.
 __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64 j, Real x) {
   if (SIGMOID) {
     const Real z = s.scale * x + s.bias, e = exp2_(-fabs(z) * (Real)LOG2_E);
@@ -107,22 +114,24 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
 struct GapResult {
   double loss, negative_probability;
 };
-// Loss and negative probability of a row with this gap (direction_losses.cuh). The function is not inlined, so
-// that this short launch fetches its instructions once.
+// Loss and negative probability of a row or column with this gap (direction_losses.cuh). The function is not inlined,
+// so that this short launch fetches its instructions once.
 __device__ __noinline__ GapResult gap_result(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
+// Phase 3: the loss of each row, P in the second matrix of f.x, and the sums of P_ij x_ij and of P_ij over each row.
 __device__ void compute_row_losses(const Fused& f, const Slope& s, double scale, double bias,
                                double* memory) {
   const Team team(f.m, memory);
   for (i64 i = team.row; i < f.m; i += team.step) {
     const Real* x = f.x + i * f.n;
     const i64 y = get_positive(f, i);
-    double row_nan = 0;
+    double row_nan = 0;  // NaN if a feature of the row or of any key is not finite
     for (i64 j = team.lane; j < f.n; j += team.lanes) row_nan += f.column_nans[j];
     row_nan = team.sum(row_nan) + f.row_nans[i];
     if (f.label_nans) row_nan += f.label_nans[i];
 
-    double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
+    // `here`: dL/dx at the positive. `dot`, `total`: sums of P_ij x_ij and of P_ij
+    double loss = 0, dot = 0, total = 0, here;
     if (SIGMOID) {
       const GapResult at = gap_result(-LOG2_E * (scale * (double)x[y] + bias));
       here = -get_upstream(f, i) * scale * at.negative_probability;
@@ -148,7 +157,7 @@ __device__ void compute_row_losses(const Fused& f, const Slope& s, double scale,
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + row_nan);
     if (!f.gradient) continue;
-    Real* out = f.x + (f.m + i) * f.n;
+    Real* out = f.x + (f.m + i) * f.n;  // row i of P
     for (i64 j = team.lane; j < f.n; j += team.lanes) {
       const Real p = j == y ? (Real)here : excluded(f, i, j) ? 0 : slope(f, s, i, j, x[j]);
       out[j] = p;
@@ -165,7 +174,7 @@ __device__ void compute_row_losses(const Fused& f, const Slope& s, double scale,
   }
 }
 
-// sum_i P_ij x_ij for the columns' normalisation.
+// column_dot[j] = sum_i P_ij x_ij, which is <dU_j, u_j> of key j: the gradient of normalised keys needs it.
 __device__ void column_dots(const Fused& f, double* memory) {
   const Team team(f.n, memory);
   for (i64 j = team.row; j < f.n; j += team.step) {

@@ -1,18 +1,22 @@
-// method="naive": the whole logit matrix, kernel by kernel as a textbook would have it.
+// method="naive": the whole logit matrix, one kernel for each formula, as in a textbook. kernels/gpu/naive.py launches
+// the kernels in this order; a loss takes those that it needs:
 //
 //     unit_rows          U: the features Z converted to Real and, if `normalize`, divided by their norms
 //     similarity         X = scale U V'; logits of excluded pairs are -inf
 //     row_losses         for each row: loss, log-sum-exp, retrieval rank
-//     column_losses      the same for each column (clip)
-//     sigmoid_losses     the loss of each pair by itself (siglip)
+//     column_losses      for each column (CLIP): loss, log-sum-exp, retrieval rank
+//     sigmoid_losses     for each row (SigLIP): the losses of its pairs, each a sigmoid
 //     logit_gradient     G = dL/dX
 //     feature_gradient   dU = scale G V, dV = scale G' U, or scale (G + G') U if the queries are the keys
-//     to_features        dZ from dU, through the normalisation
+//     to_features        dZ from dU: the normalisation is differentiated
 //
-// One thread block computes one row, and neighbouring threads read neighbouring elements. The order of each sum
-// is fixed. Positives are kept out of the sums: with n the log-sum-exp of the negatives and p the positive's
-// logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). Only logits are subtracted from each other.
-// Logits are in natural units. The functions of direction_losses.cuh take logits in base 2: log2(e) x.
+// M queries and N keys of D features: X and G are [m, n], U is [m, d], V is [n, d]. One thread block computes one row,
+// and neighbouring threads read neighbouring elements. The order of each sum is fixed. Positives are kept out of the
+// sums: with n the log-sum-exp of the negatives and p the logit of the positive, loss = softplus(n - p), and dloss/dp =
+// -sigmoid(n - p). Only logits are subtracted from each other.
+//
+// Unlike in all other kernels, x is a logit, with the scale, in natural units. The functions of direction_losses.cuh
+// take logits in base 2: log2(e) x.
 //
 // This is the first of three steps. Here the whole logit matrix is in memory, and products are plain
 // multiply-adds. The second step, tiled/product.cuh, keeps a tile of logits in registers and uses the tensor
@@ -24,7 +28,7 @@ constexpr int NAIVE_TILE = 32;  // rows and columns of a product's tile
 
 // The positives, and the pairs that are excluded.
 struct Pairs {
-  const i64* positives;               // [M] the key that is row i's positive; -1: none, and upstream is 0
+  const i64* positives;               // [M] the key that is the positive of row i; -1 for none, and upstream[i] is 0
   const i64 *query_ids, *key_ids;     // [M], [N] or null: equal ids are excluded
   i64 symmetric;                      // the queries are the keys: i = j is excluded
   __device__ bool excluded(i64 i, i64 j) const {
@@ -33,11 +37,12 @@ struct Pairs {
   }
 };
 
-// Functions of natural logits.
+// Functions of logits in natural units.
 __device__ __forceinline__ double softplus(double x) { return softplus2(LOG2_E * x); }
 __device__ __forceinline__ double logistic(double x) { return sigmoid2(LOG2_E * x); }
 __device__ __forceinline__ Real exp_(Real x) { return exp2_(x * (Real)LOG2_E); }
 
+// The sum, or the maximum, of x over the thread block, in each thread.
 __device__ __forceinline__ double block_sum(double x) {
   __shared__ double memory[NAIVE_THREADS / 32];
   return block_reduce<NAIVE_THREADS>(x, memory, [](double a, double b) { return a + b; });
@@ -49,7 +54,8 @@ __device__ __forceinline__ double block_max(double x) {
 
 // --- features ---------------------------------------------------------------------------------------------
 
-// One block a row. bad[row] is NaN if a feature of the row is not finite, else 0.
+// One thread block computes one row u of U. inverse[row] is u / z: 1 / |z| (0 for a row of zeros), or 1 without
+// `normalize`. bad[row] is NaN if a feature of the row is not finite, else 0.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, double* inverse,
           double* bad) {
@@ -60,24 +66,24 @@ unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, doubl
     for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) largest = fmax(largest, fabs(z.get(row, k)));
     exponent = find_exponent(block_max(largest));
   }
-  double squares = 0, nothing = 0;
+  double square_sum = 0, zero_sum = 0;  // zero_sum: of features times 0, which is NaN if a feature is not finite
   for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) {
     const double x = ldexp(z.get(row, k), -exponent);
-    squares += x * x;
-    nothing += x * 0.0;
+    square_sum += x * x;
+    zero_sum += x * 0.0;
   }
-  squares = block_sum(squares);
-  nothing = block_sum(nothing);
+  square_sum = block_sum(square_sum);
+  zero_sum = block_sum(zero_sum);
   double factor = 1;
-  if (normalize) factor = squares == 0 ? 0 : ldexp(1 / sqrt(squares), -exponent);  // zeros have no direction
+  if (normalize) factor = square_sum == 0 ? 0 : ldexp(1 / sqrt(square_sum), -exponent);  // zeros have no direction
   if (threadIdx.x == 0) {
     inverse[row] = factor;
-    bad[row] = nothing;
+    bad[row] = zero_sum;
   }
   for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) u[row * d + k] = (Real)(z.get(row, k) * factor);
 }
 
-// One block a row: dz = (g - u <g, u>) / |z|.
+// One thread block computes one row: dz = (g - u <g, u>) / |z| with g = dL/du, or dz = g without `normalize`.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 to_features(const Real* g, const Real* u, i64 d, i64 normalize, const double* inverse,
             const __grid_constant__ Matrix out) {
@@ -94,9 +100,12 @@ to_features(const Real* g, const Real* u, i64 d, i64 normalize, const double* in
 
 // --- products ---------------------------------------------------------------------------------------------
 
-// sum[h] += sum_k a(i0 + y + 8 h, k) b(j0 + x, k): a thread's four elements of a tile of 32 x 32. The operands are
-// copied to shared memory, 32 x 32 elements at a time. A_ALONG: elements of `a` that are neighbours in memory have
-// neighbouring k; otherwise they have neighbouring i. B_ALONG: the same for b and j.
+// The product of a tile of 32 x 32 elements, from row i0 and column j0 on, by a thread block. Thread (x, y) computes
+// four:
+//     sum[h] += sum_k a(i0 + y + 8 h, k) b(j0 + x, k)
+// The functions a and b read the operands, which are copied to shared memory, 32 x 32 elements at a time. A_ALONG tells
+// how neighbouring threads read `a`: true for neighbouring k, false for neighbouring i, whichever are neighbours in
+// memory. B_ALONG tells the same of b, with j.
 template <bool A_ALONG, bool B_ALONG, class A, class B>
 __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64 j0, i64 columns,
                                          i64 depth, A a, B b) {
@@ -104,7 +113,7 @@ __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64
   __shared__ Real as[NAIVE_TILE][NAIVE_TILE + 1], bs[NAIVE_TILE][NAIVE_TILE + 1];
   const int x = threadIdx.x % NAIVE_TILE, y = threadIdx.x / NAIVE_TILE;
   for (i64 k0 = 0; k0 < depth; k0 += NAIVE_TILE) {
-    __syncthreads();  // the reads of the last tiles come before the writes of these
+    __syncthreads();  // the reads of the operands of the step before come before the writes of this step
 #pragma unroll
     for (int h = 0; h < NAIVE_TILE; h += NAIVE_THREADS / NAIVE_TILE) {
       const int ai = A_ALONG ? y + h : x, ak = A_ALONG ? x : y + h;
@@ -112,18 +121,18 @@ __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64
       as[ai][ak] = i0 + ai < rows && k0 + ak < depth ? a(i0 + ai, k0 + ak) : 0;
       bs[bj][bk] = j0 + bj < columns && k0 + bk < depth ? b(j0 + bj, k0 + bk) : 0;
     }
-    __syncthreads();  // the writes of these tiles come before their reads
+    __syncthreads();  // the writes of the operands come before their reads
     Real part[4] = {};
 #pragma unroll
     for (int k = 0; k < NAIVE_TILE; ++k)
 #pragma unroll
       for (int h = 0; h < 4; ++h) part[h] += as[y + 8 * h][k] * bs[x][k];
 #pragma unroll
-    for (int h = 0; h < 4; ++h) sum[h] += part[h];  // sums of sums: fewer digits are lost
+    for (int h = 0; h < 4; ++h) sum[h] += part[h];  // in float64: fewer digits are lost than in one long sum of Real
   }
 }
 
-// One block a tile of X.
+// One thread block computes a tile of X.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_constant__ Scale scale,
            const __grid_constant__ Pairs pairs, Real* x) {
@@ -141,7 +150,7 @@ similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_const
   }
 }
 
-// One block a tile of out [rows, d], which is
+// One thread block computes a tile of out [rows, d], which is the scale times
 //     QUERY_GRADIENT    sum_j G_ij v_j
 //     KEY_GRADIENT      sum_i G_ij u_i
 //     BOTH_GRADIENTS    sum_j (G_ij + G_ji) u_j, if the queries are the keys
@@ -151,7 +160,7 @@ feature_gradient(const Real* g, const Real* z, i64 m, i64 n, i64 d, i64 which,
                  const __grid_constant__ Scale scale, Real* out) {
   const i64 rows = which == KEY_GRADIENT ? n : m, across = (d + NAIVE_TILE - 1) / NAIVE_TILE;
   const i64 i0 = blockIdx.x / across * NAIVE_TILE, j0 = blockIdx.x % across * NAIVE_TILE;
-  const auto features = [=](i64 j, i64 k) { return z[k * d + j]; };
+  const auto features = [=](i64 j, i64 k) { return z[k * d + j]; };  // feature j of row k of the other side
   double sum[4] = {};
   if (which != KEY_GRADIENT)
     multiply<true, false>(sum, i0, rows, j0, d, n, [=](i64 i, i64 k) { return g[i * n + k]; },
@@ -171,12 +180,13 @@ feature_gradient(const Real* g, const Real* z, i64 m, i64 n, i64 d, i64 which,
 
 // Numbers of each row, or of each column, that follow from its logits.
 struct Side {
-  double *gap, *lse, *loss, *top;  // base-2 gap; log-sum-exp of all; loss; largest negative
-  i64* rank;                       // how many negatives lie above the positive
+  double *gap, *lse;   // gap n - p in base 2; log-sum-exp of all logits, natural units
+  double *loss, *top;  // natural units; `top` is the largest logit of the negatives, written for rows only
+  i64* rank;           // how many negatives have a larger logit than the positive
 };
 
-// Write the loss, the log-sum-exp and the gap of a row or column to element i of `side`. Of its negatives, `top`
-// is the largest logit, and `sum` the sum of e^(x - top).
+// Writes the loss, the log-sum-exp and the gap of a row or column to element i of `side`. `top` is the largest logit of
+// its negatives, and `sum` the sum of their e^(x - top).
 __device__ __forceinline__ void put(const Side& side, i64 i, double top, double sum, double positive,
                                     bool has_positive = true) {
   const Sum negatives = {LOG2_E * top, sum};
@@ -187,7 +197,7 @@ __device__ __forceinline__ void put(const Side& side, i64 i, double top, double 
   side.loss[i] = d.loss;
 }
 
-// One block a row.
+// One thread block computes row i, whose positive is key y. Also writes positive[i], the logit of the positive.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
            const __grid_constant__ Side side, double* positive) {
@@ -212,20 +222,21 @@ row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
   side.rank[i] = (i64)above;
 }
 
-// One block computes 32 columns, and each warp reads 32 neighbouring elements of a row at a time. Key j is the
-// positive of query j.
+// One thread block computes 32 columns: lane l has column l, and warp w has every eighth row, so that a warp reads 32
+// neighbouring elements at a time. Key j is the positive of query j.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
   __shared__ double memory[NAIVE_THREADS / 32][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const i64 j = blockIdx.x * 32 + lane;
   const bool inside = j < n;
+  // Joins the values of a column over all warps; each warp gets the result
   const auto over_warps = [&](double value, auto join) {
     memory[warp][lane] = value;
     __syncthreads();  // every warp's write to memory[] comes before the reads below
     value = memory[0][lane];
     for (int w = 1; w < NAIVE_THREADS / 32; ++w) value = join(value, memory[w][lane]);
-    __syncthreads();  // these reads come before the next call's writes
+    __syncthreads();  // all reads of memory[] come before the next call's writes
     return value;
   };
   const auto add = [](double a, double b) { return a + b; };
@@ -246,7 +257,8 @@ column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
   side.rank[j] = (i64)above;
 }
 
-// One block a row: the loss is softplus(x + b) for a negative, and softplus(-x - b) for the positive.
+// One thread block computes row i: the loss of a pair is softplus(x + b) for a negative, and softplus(-x - b) for the
+// positive, with the bias b.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
                const __grid_constant__ Scalar bias, double* loss) {
@@ -254,13 +266,14 @@ sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
   double sum = 0;
   for (i64 j = threadIdx.x; j < n; j += NAIVE_THREADS) {
     const double z = (double)x[i * n + j] + bias.get();
-    sum += softplus(j == y ? -z : z);  // of an excluded pair, 0
+    sum += softplus(j == y ? -z : z);  // an excluded pair has x = -inf, and adds 0
   }
   sum = block_sum(sum);
   if (threadIdx.x == 0) loss[i] = sum;
 }
 
-// One block a row. dots[i] = sum_j G_ij x_ij, sums[i] = sum_j G_ij.
+// One thread block computes row i of G = dL/dX, dots[i] = sum_j G_ij x_ij for the gradient of the scale, and
+// sums[i] = sum_j G_ij for the gradient of the bias. `column_lse` is null if columns have no softmax.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
                const double* upstream, double row_direction_weight, double column_direction_weight,

@@ -1,10 +1,12 @@
-// Two GPUs of a node exchange small arrays. Each GPU launches this kernel once, and the kernel waits for the kernel of
-// the other GPU. Each GPU maps the memory of the other (distributed/transports/peers.py).
+// Two ranks of a node exchange small arrays between their GPUs. Each GPU launches this kernel, which writes the arrays
+// into the mailbox of the other GPU, and waits until the kernel of the other GPU has written into its own mailbox. Each
+// GPU maps the mailbox of the other (distributed/transports/mailboxes.py). Large arrays go by copy engines
+// (distributed/transports/peers.py).
 #include "common.cuh"
 
 constexpr int SWAP_THREADS = 256;
 
-// Up to four arrays, and their bytes; null: none.
+// Up to four arrays and their sizes in bytes. Unused arrays are null, with 0 bytes.
 struct Arrays {
   char *first, *second, *third, *fourth;
   i64 first_bytes, second_bytes, third_bytes, fourth_bytes;
@@ -15,19 +17,22 @@ struct Arrays {
   }
 };
 
-// One side of a channel: two buffers, which swaps use in turn, and for each thread block the number of a swap.
+// A mailbox in the memory of one GPU: two buffers of `room` bytes each, which swaps use alternately, and for each
+// thread block the number of a swap.
 struct Side {
   char* buffers;
-  u32* arrived;  // the number of the last swap whose part for this thread block is in the buffers
+  u32* arrived;  // [thread blocks] the number of the last swap whose part for this thread block is in a buffer
 };
 
-// Copies in units of T. Another GPU may have written the source, so loads bypass the L1 cache.
+// Copies `size` bytes in units of T, by all threads of a thread block. Another GPU may have written the source, so
+// loads bypass the L1 cache.
 template <class T>
 __device__ __forceinline__ void copy_units(char* to, const char* from, i64 size) {
   for (i64 i = threadIdx.x * sizeof(T); i < size; i += SWAP_THREADS * sizeof(T))
     *(T*)(to + i) = __ldcg((const T*)(from + i));
 }
 
+// Copies `size` bytes in the largest units that addresses and size allow.
 __device__ __forceinline__ void copy(char* to, const char* from, i64 size) {
   const u64 all = (u64)to | (u64)from | (u64)size;
   if (all % 16 == 0) copy_units<uint4>(to, from, size);
@@ -35,7 +40,8 @@ __device__ __forceinline__ void copy(char* to, const char* from, i64 size) {
   else copy_units<char>(to, from, size);
 }
 
-// Copies this block's part of the arrays to or from a buffer, in which each array begins at a multiple of 16 bytes.
+// Copies this thread block's part of each array to `buffer` (`send`), or from it. In the buffer, each array begins at a
+// multiple of 16 bytes.
 __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool send) {
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
@@ -48,22 +54,24 @@ __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool s
   }
 }
 
-// `counters` has the number of the last swap for each thread block. Two buffers suffice: a rank that begins swap i has
-// received the other rank's part of swap i - 1, so the other rank has read this rank's part of swap i - 2, whose
-// buffer swap i overwrites.
+// `sent` is written to `other`, the mailbox of the other GPU, and `received` is read from `own`. `counters` has, for
+// each thread block, the number of the last swap; both GPUs launch the same number of thread blocks.
+//
+// Two buffers suffice: a rank that begins swap i has received the other rank's part of swap i - 1, so the other rank
+// has read this rank's part of swap i - 2, whose buffer swap i overwrites.
 extern "C" __global__ void __launch_bounds__(SWAP_THREADS)
 swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays received,
      const __grid_constant__ Side other, const __grid_constant__ Side own, u32* counters, i64 room) {
   const u32 number = counters[blockIdx.x] + 1;
-  const i64 turn = number % 2 * room;
+  const i64 turn = number % 2 * room;  // offset of the buffer of this swap
   share(sent, other.buffers + turn, true);
   __threadfence_system();
-  __syncthreads();  // all threads have written, and read the counter
+  __syncthreads();  // all threads have written their part, and read the counter
   if (threadIdx.x == 0) {
     store_release_system(other.arrived + blockIdx.x, number);
     while ((int)(load_acquire_system(own.arrived + blockIdx.x) - number) < 0) __nanosleep(20);
     counters[blockIdx.x] = number;
   }
-  __syncthreads();
+  __syncthreads();  // the other rank's part is in the buffer before this thread block reads it
   share(received, own.buffers + turn, false);
 }

@@ -1,37 +1,39 @@
-// Distillation: the gradient block and the sums of the losses, once the log-sum-exps of a student and of a teacher are
-// known.
+// Distillation, portable: the gradient block and the sums of the losses, once the log-sum-exps of student and teacher
+// are known (each from its own log-sum-exp pass). On Hopper, sm90/sweep_distill.cu computes the same.
 //
-// With p the student's probability in the softmax of the row and q the teacher's, p' and q' those in the softmax of
-// the column:
+// In the softmax of row i, p is the probability of the student and q the probability of the teacher; in the softmax of
+// column j they are p' and q'. a and b are the weights of the losses of rows and columns:
 //
 //     P_ij = a_i (p_ij - q_ij) + b_j (p'_ij - q'_ij)
 //     loss of row i = -sum_j q_ij log p_ij
 //
-// A tile yields the sums of block/distill.cuh for each of its rows, and with COLUMNS for each of its columns. Another
-// kernel adds these sums in a fixed order. A tile has two products, one after the other: that of the student's
-// features, and that of the teacher's.
+// A tile yields the sums of block/distill.cuh for each of its rows, and with COLUMNS for each of its columns. The
+// kernel add_partial_sums (vectors/sums.cuh) adds these sums in a fixed order. A tile has two products, one after the
+// other: first of the student's features, then of the teacher's.
 #define TEACHER 1
 #include "tiled/tile.cuh"
 #include "block/distill.cuh"
 
-// Numbers of a tile for one model.
+// Numbers of a tile's rows and columns for one model, student or teacher.
 struct ModelShared {
   TileShared tile;
   FactorsShared factors;
 };
 
+// Starts to copy these numbers, for tile t.
 __device__ __forceinline__ void prepare(ModelShared& s, const Factors& f, const Block& b, const Tile& t) {
   prepare(s.tile, b, t);
   prepare(s.factors, f, b, t);
 }
 
-// The factors of the losses, and the sums that a tile leaves.
+// The weights of the losses of a tile's rows and columns, and the sums of its strips. Real2 is (target, excess).
 struct LossShared {
   Real row_weight[BLOCK_M], column_weight[BLOCK_N];  // a and b
   Real2 row_sums[WARPS_N][BLOCK_M], column_sums[WARPS_M][BLOCK_N];
 };
 
-// The factors of a row and of a column of the tile for one model, with the weights of their losses.
+// The factors of a row and of a column of the tile for one model. `weight` is the weight of the loss of the row or
+// column.
 __device__ __forceinline__ RowFactors row_factors(const FactorsShared& f, int row, Real weight) {
   return {f.row_reference[row], f.a[row], COLUMNS ? f.u[row] : 0, f.a[row] * weight};
 }
@@ -40,7 +42,9 @@ __device__ __forceinline__ ColumnFactors column_factors(const FactorsShared& f, 
   return {f.column_reference[column], f.v[column], f.v[column] * weight};
 }
 
-// x <- P, from the products x of the student and t of the teacher; the sums of the strip's rows and columns.
+// Turns the products x of the student into P, with the products t of the teacher, and writes the sums of the strip's
+// rows and columns to s. `c` and `teacher_c` make base-2 logits of products. ONE: one exponential serves rows and
+// columns.
 template <bool ONE>
 __device__ __forceinline__ void distill_strip(Products& x, const Products& t, LossShared& s,
                                               const FactorsShared& student, const FactorsShared& teacher, Real c,
@@ -78,7 +82,8 @@ __device__ __forceinline__ void distill_strip(Products& x, const Products& t, Lo
   }
 }
 
-// Products outside of the matrix become `instead`.
+// Replaces the products of a tile outside of the matrix by `instead`. The matrix has `rows` rows and `columns` columns
+// from the first of the tile on.
 __device__ __forceinline__ void leave_out(Products& x, Real instead, i64 rows, i64 columns, const Position& p) {
 #pragma unroll
   for (int i = 0; i < 8; ++i)
@@ -87,7 +92,7 @@ __device__ __forceinline__ void leave_out(Products& x, Real instead, i64 rows, i
       if (p.row(i) >= rows || p.column(j) >= columns) x[i][j] = instead;
 }
 
-// The sums of a row or column over `strips`, to `out`.
+// Writes to out[i] the sum over `strips` of row or column i, for the first `existing` of N.
 template <int STRIPS, int N>
 __device__ __forceinline__ void store_sums(const Real2 (&strips)[STRIPS][N], Real2* out, i64 existing) {
   for (int i = threadIdx.x; i < N && i < existing; i += TILED_THREADS) {
@@ -98,7 +103,8 @@ __device__ __forceinline__ void store_sums(const Real2 (&strips)[STRIPS][N], Rea
   }
 }
 
-// `row_sums` [column tiles, rows], `column_sums` [row tiles, columns].
+// Writes the gradient block, if GRADIENT, and the sums of each tile: row_sums [column tiles, rows] and column_sums
+// [row tiles, columns]. `factors` are those of a loss with weight 1, and row_weight and column_weight are a and b.
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 distill(const __grid_constant__ Block block, const __grid_constant__ Block teacher,
         const __grid_constant__ Factors factors, const __grid_constant__ Factors teacher_factors,
@@ -109,6 +115,7 @@ distill(const __grid_constant__ Block block, const __grid_constant__ Block teach
   __shared__ LossShared loss_shared;
   const Position p;
   const Real c = (Real)(block.scale.get() * LOG2_E), teacher_c = (Real)(teacher.scale.get() * LOG2_E);
+  // Whether one exponential serves rows and columns, for both models
   const bool one_exponential = !COLUMNS || (*factors.one_exponential && *teacher_factors.one_exponential);
   const i64 rows = block.q.rows, columns = block.k.rows;
   Pipeline pipeline(block, stages, &teacher);
@@ -118,7 +125,7 @@ distill(const __grid_constant__ Block block, const __grid_constant__ Block teach
     prepare(teacher_shared, teacher_factors, teacher, tile);
     fetch(loss_shared.row_weight, row_weight + tile.row, rows_here);
     if (COLUMNS) fetch(loss_shared.column_weight, column_weight + tile.column, columns_here);
-    Products x, t;
+    Products x, t;  // of the student, of the teacher
     tile_product(x, pipeline, p);
     tile_product(t, pipeline, p, true);
     apply_factors(x, student_shared.tile, p);
@@ -135,7 +142,7 @@ distill(const __grid_constant__ Block block, const __grid_constant__ Block teach
     if (COLUMNS)
       store_sums(loss_shared.column_sums, column_sums + tile.row / BLOCK_M * columns + tile.column, columns_here);
     if (!GRADIENT) continue;
-    apply_factors(x, student_shared.tile, p);
+    apply_factors(x, student_shared.tile, p);  // now of P
     store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

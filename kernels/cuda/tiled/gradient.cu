@@ -1,12 +1,13 @@
-// Gradient pass: the gradient block P = dL/dx, from which matrix products compute dQ and dK.
+// Gradient pass, portable: the gradient block P = dL/dx, from which cuBLAS computes dQ += P K and dK += P' Q.
 //
-// With c = scale log2 e, x = q . k, R and C the log-sum-exps in base 2 of rows and columns:
+// With c = scale log2 e, x = q . k, R and C the log-sum-exps in base 2 of rows and columns, and a_i (b_j) the upstream
+// gradient of row i (column j) times the weight of its direction and the scale:
 //
 //     P_ij = a_i 2^(c x_ij - R_i) + b_j 2^(c x_ij - C_j)        negatives
 //     P_ij = 0                                                  positives
 //
-// divided by the gradient divisor (vectors/factors.cuh). R_i and c are rounded to the products' precision. The
-// factors a, b, u and v correct this rounding:
+// All of P is divided by the gradient divisor. The kernel gets R, C and c rounded to the type of products, and factors
+// a, u and v in the place of a and b (vectors/factors.cuh). They contain the gradient divisor and correct the rounding:
 //
 //     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `one_exponential`: R and C are close
 //     P_ij = e a_i + 2^(c x_ij - C_j) v_j                     for any R and C
@@ -18,7 +19,7 @@
 // normalised features.
 #include "tiled/tile.cuh"
 
-// Turn the products x into P.
+// Turns the products x of a tile into P, before the factors f that normalise rows.
 __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& f, const TileShared& s, Real c,
                                               bool one_exponential, const Position& p) {
   Real v[LANE_N];
@@ -47,7 +48,7 @@ __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& 
 #pragma unroll
       for (int j = 0; j < LANE_N; ++j) {
         const auto pair = s.pair(r, p.column(j));
-        const Real y = Options::exponent(x[i][j], pair);
+        const Real y = Options::exponent(x[i][j], pair);  // x, unless an option replaces it
         const Real row_term = exp2_(fma(c, y, -reference)) * a;
         const Real column_term = exp2_(fma(c, y, -f.column_reference[p.column(j)])) * v[j];
         x[i][j] = (Options::in_row(x[i][j], pair) ? row_term : 0) +
@@ -74,12 +75,12 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
     exclude(x, shared, block, tile, p);
-    // Without this barrier, the compiler loads all numbers of the tile's rows and columns before the code below, and
-    // runs out of registers
+    // No synchronisation is needed here, but without this barrier the compiler loads all numbers of the tile's rows and
+    // columns before the code below, and runs out of registers
     if (Options::SPARSE) __syncwarp();
     differentiate(x, f, shared, c, one_exponential, p);
     set_aside_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
-    apply_factors(x, shared, p);
+    apply_factors(x, shared, p);  // now of P: P_ij f_i f_j
     store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

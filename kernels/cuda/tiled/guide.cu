@@ -1,5 +1,6 @@
-// Marks the pairs that a guide leaves out: a pair is marked if its product of the guide's features is above the limit
-// of its row, or of its column.
+// Marks the pairs of a block that a guide leaves out. A pair has a mark for its row (row_marks) if the product of its
+// guide's features is above the limit of its row (block/guide_rows.cu), and a mark for its column (column_marks) if the
+// product is above the limit of its column. On Hopper, sm90/sweep_guide.cu does this.
 //
 // The queries and keys of this launch are the guide's features, and LIMITS is 1, or 2 if columns have a softmax. The
 // kernels of the loss read the marks as an option of pairs (GuideMarks in block/options.cuh). Each pass marks its pairs
@@ -7,7 +8,7 @@
 #include "tiled/tile.cuh"
 
 #if WARP_N == 64
-typedef unsigned short MarksOfLane;  // of a row: one bit for each of LANE_N columns
+typedef unsigned short MarksOfLane;  // the marks of a lane in one row: a bit for each of LANE_N columns
 #else
 typedef unsigned char MarksOfLane;
 #endif
@@ -25,10 +26,10 @@ guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
     Products x;
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
-    const i64 first = tile.column + p.warp_n * WARP_N;  // column of this warp
+    const i64 first = tile.column + p.warp_n * WARP_N;  // first column of this warp
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      u32 in_row = 0, in_column = 0;  // bit j: of x[i][j]
+      u32 in_row = 0, in_column = 0;  // marks for the row and for the columns; bit j belongs to x[i][j]
 #pragma unroll
       for (int j = 0; j < LANE_N; ++j) {
         const auto pair = shared.pair(p.row(i), p.column(j));
@@ -39,7 +40,7 @@ guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
       }
       const i64 row = tile.row + p.row(i);
       if (row >= block.q.rows) continue;
-      // A word has 32 / LANE_N pieces of LANE_N bits, one for each warp of the tile's columns
+      // A word (mark_word) has 32 / LANE_N pieces of LANE_N bits. Each warp in a row of warps writes one piece
       const i64 word = mark_word(block.q.rows, row, first + 2 * p.t);
       const i64 piece = word * (32 / LANE_N) + first % MARKED_COLUMNS / WARP_N;
       ((MarksOfLane*)row_marks)[piece] = (MarksOfLane)in_row;

@@ -1,27 +1,28 @@
-// Log-sum-exp pass: what a tile of logits adds to the sums of its rows and columns.
+// Log-sum-exp pass, portable: the partial sums of each tile of logits. On Hopper, sm90/sweep_lse.cu computes them.
 //
-// With c = scale log2 e and x = q . k, a tile yields for each of its rows, and with COLUMNS for each
-// of its columns, pairs (m, sum 2^(c (x - m))) over the negatives; positives' logits are recorded and
-// stay out of the sums. With MOMENTS, the sum of 2^(c (x - m)) x goes with each pair. Pairs of different tiles
-// are merged by another kernel in a fixed order: no atomics, the same bits from run to run. Options (block/options.cuh)
-// may leave out pairs, or put another exponent in the place of x. Moments keep x.
+// With c = scale log2 e and x = q . k, a tile yields for each of its rows, and with COLUMNS for each of its columns, a
+// pair (m, sum of 2^(c (x - m))) over the negatives, where m is a product of about the size of the largest. With
+// MOMENTS, the first moment, the sum of 2^(c (x - m)) x, goes with each pair. The logits of positives are recorded, and
+// stay out of the sums. Another kernel, merge_partial_sums (vectors/sums.cuh), merges the pairs of all tiles in a fixed
+// order, without atomics, so that the bits are the same in every run. Options (block/options.cuh) may leave pairs out,
+// or replace x in the exponent. Moments keep x.
 //
-// One exponential a logit serves both directions: all rows and columns of a warp's strip, 64 x WARP_N
-// logits, share m, the strip's maximum. A row or a column far below m can lose all its digits. The sum of such a row or
-// column is below MIN_EXACT_SUM, and the strip is summed again with maxima of each row and column. This happens
-// rarely, and the result is right in each case.
+// One exponential of a logit serves both directions, because all rows and columns of a strip, the 64 x WARP_N logits of
+// a warp, share one m, the maximum of the strip. A row or a column whose logits are all far below m can lose all its
+// digits. The sum of such a row or column is below MIN_EXACT_SUM, and then the strip is summed again, with a maximum
+// for each row and column. This happens rarely, and the result is right in each case.
 #include "tiled/tile.cuh"
 
-// Underflow takes less than 64 * 2^-126 from a sum, which is negligible relative to a sum of 2^-80. No sum of terms
-// up to 1 is as large as the other bound, which is for features that are not finite.
+// Bounds of a sum that is exact up to rounding. Underflow takes less than 64 * 2^-126 from a sum, which is negligible
+// relative to 2^-80. Terms are at most 1, so only features that are not finite lead to a sum above 2^80.
 constexpr Real MIN_EXACT_SUM = (Real)0x1p-80, MAX_EXACT_SUM = (Real)0x1p80;
 
-// (m, sum 2^(c (x - m))), and the sum of 2^(c (x - m)) x (MOMENTS). An empty sum has m = -inf.
+// (m, sum of 2^(c (x - m))), and with MOMENTS the sum of 2^(c (x - m)) x; `top` is m, -inf for a sum of nothing.
 struct Partial {
   Real top, sum, moment;
 };
 
-// A NaN sum stays.
+// The partial sums over two sets of logits together. A sum that is NaN stays NaN.
 __device__ __forceinline__ Partial merge(const Partial& a, const Partial& b, Real c) {
   const Real top = max_(a.top, b.top);
   if (top == LOW) return {LOW, a.sum + b.sum, 0};
@@ -29,7 +30,7 @@ __device__ __forceinline__ Partial merge(const Partial& a, const Partial& b, Rea
   return {top, a.sum * a_weight + b.sum * b_weight, MOMENTS ? a.moment * a_weight + b.moment * b_weight : 0};
 }
 
-// Partial sums of n rows or columns: pairs (m, sum), and with MOMENTS also moments.
+// Partial sums of several rows or columns in memory: pairs (m, sum), and with MOMENTS also moments.
 struct Partials {
   Real2* pairs;
   Real* moments;
@@ -43,7 +44,7 @@ struct Partials {
   }
 };
 
-// Of the strips of a tile.
+// The partial sums of all strips of a tile: of a row in each of WARPS_N strips, of a column in each of WARPS_M strips.
 struct StripSums {
   Real2 row_pairs[WARPS_N][BLOCK_M], column_pairs[WARPS_M][BLOCK_N];
 #if MOMENTS
@@ -62,7 +63,7 @@ __device__ __forceinline__ bool is_exact(Real sum) {
   return sum >= MIN_EXACT_SUM && sum <= MAX_EXACT_SUM;
 }
 
-// Sums of a strip around its maximum. False if one of them is not exact.
+// The partial sums of a strip with its maximum as m. Returns false, in all lanes, if a sum of the strip is not exact.
 __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& out,
                                           const TileShared& s, const Position& p) {
   Real top = LOW;
@@ -71,7 +72,8 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) top = max_(top, Options::exponent(x[i][j], s.pair(p.row(i), p.column(j))));
   top = or_low(column_max(row_max(top)));
-  // c (x - top) = (c x - reference) + rest: one instruction a logit, and no rounding lost
+  // c (x - top) = (c x - reference) + (reference - c top), with reference = c top rounded. So the exponent of a logit
+  // takes one fma, and `rest`, 2^(reference - c top), corrects the rounding in the complete sums
   const Real reference = c * top, rest = exp2_(-fma(c, top, -reference));
 
   bool exact = true;
@@ -108,10 +110,11 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
   return __all_sync(ALL_LANES, exact);
 }
 
-// The same with a maximum for each row and column.
+// The partial sums of a strip with a maximum of each row, and of each column, as m.
 __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real c, StripSums& out,
                                                         const TileShared& s, const Position& p) {
-  __syncwarp();  // the writes of sum_strip come before those below
+  __syncwarp();  // the writes of sum_strip to `out` come before the writes below
+  // The product in the exponent of the row's, or the column's, term; EXCLUDED if that softmax has no such pair
   const auto row_product = [&](int i, int j) {
     const auto pair = s.pair(p.row(i), p.column(j));
     return Options::in_row(x[i][j], pair) ? Options::exponent(x[i][j], pair) : EXCLUDED;
@@ -126,7 +129,7 @@ __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real 
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) top = max_(top, row_product(i, j));
     top = or_low(row_max(top));
-    const Real shift = top == LOW ? 0 : top;  // 2^(-inf - 0) adds nothing
+    const Real shift = top == LOW ? 0 : top;  // without pairs, terms are 2^(-inf - 0) = 0, and -inf - -inf would be NaN
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const Real e = exp2_(c * (row_product(i, j) - shift));
@@ -157,8 +160,10 @@ __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real 
   }
 }
 
-// To `rows` [column tiles, row_stride] and `columns` [row tiles, column_stride]. In a triangle both are
-// the same arrays: row r of row tile a fills slots b >= a as a row and a' < a as a column.
+// Merges the partial sums of a tile's strips, and writes them to `rows` [column tiles, row_stride] and `columns`
+// [row tiles, column_stride]. A column tile is a slot of a row, and a row tile is a slot of a column. In a triangle,
+// `rows` and `columns` are the same arrays: row r of row tile a fills the slots from a on as a row, in tiles (a, b),
+// and the slots before a as a column, in tiles (b, a).
 __device__ __forceinline__ void store_sums(StripSums& sums, const Block& b, const Tile& t, Real c,
                                            const Partials& rows, i64 row_stride,
                                            const Partials& columns, i64 column_stride) {
@@ -169,7 +174,7 @@ __device__ __forceinline__ void store_sums(StripSums& sums, const Block& b, cons
     for (int w = 1; w < WARPS_N; ++w) all = merge(all, sums.rows(w).get(r), c);
     rows.set(t.column / BLOCK_N * row_stride + t.row + r, all);
   }
-  // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
+  // A tile on the diagonal of a triangle has both (i, j) and (j, i), so its rows are complete without its columns
   if (!COLUMNS || (b.triangle && t.row == t.column)) return;
   for (int j = threadIdx.x; j < BLOCK_N; j += TILED_THREADS) {
     if (t.column + j >= b.k.rows) break;
@@ -180,6 +185,8 @@ __device__ __forceinline__ void store_sums(StripSums& sums, const Block& b, cons
   }
 }
 
+// Writes the partial sums of all tiles of the block (store_sums), and to `positive` [rows, set_size] the base-2 logits
+// of the positives in the block.
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64 row_stride,
     Real2* column_pairs, i64 column_stride, Real* row_moments, Real* column_moments) {

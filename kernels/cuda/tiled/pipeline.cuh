@@ -1,13 +1,15 @@
-// Which tiles a thread block computes, and the pipeline that brings their rows to shared memory.
+// Portable kernels, first part: which tiles a thread block computes, and the pipeline that brings their rows to shared
+// memory. tiled/product.cuh multiplies them, and tiled/tile.cuh has the functions of epilogues.
 //
-// A launch has as many thread blocks as run at once, and each takes every gridDim.x-th tile. Both
-// operands lie row by row in memory, the features of a row one after another, so both are cut into
-// K-slices of 128 bytes a row. STAGES of them are in shared memory, and copies run STAGES - 1 K-slices
-// ahead of the products. After the last K-slice of a tile come those of the next tile: they arrive
-// during the epilogue.
+// A launch has as many thread blocks as run at once, and each takes every gridDim.x-th tile. In both operands the
+// features of a row are contiguous, so both are cut into K-slices of 128 bytes of each row. Shared memory has STAGES
+// stages of one K-slice each, and copies run STAGES - 1 K-slices ahead of the products. After the last K-slice of a
+// tile come the K-slices of the next tile, so they arrive during the epilogue.
 #pragma once
 #include "block/options.cuh"
 
+// Shape of a tile, chosen by kernels/gpu/config/tile.py: BLOCK_M queries x BLOCK_N keys. A warp has WARP_M x WARP_N of
+// them
 constexpr int BLOCK_M = 128;
 #ifndef BLOCK_N
 #define BLOCK_N 128
@@ -16,31 +18,34 @@ constexpr int BLOCK_M = 128;
 #define WARP_N 32
 #endif
 #ifndef STAGES
-#define STAGES 3
+#define STAGES 3  // K-slices in shared memory
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
+#define MIN_BLOCKS 1  // thread blocks that share a multiprocessor, which limits the registers of a thread
 #endif
 #ifndef TEACHER
 #define TEACHER 0  // 1: a tile has two products, one of a student's features and one of a teacher's
 #endif
 constexpr int WARP_M = 64;
-constexpr int WARPS_M = BLOCK_M / WARP_M;
-constexpr int WARPS_N = BLOCK_N / WARP_N;
+constexpr int WARPS_M = BLOCK_M / WARP_M;  // warps in a column of warps of a tile
+constexpr int WARPS_N = BLOCK_N / WARP_N;  // warps in a row of warps of a tile
 constexpr int TILED_THREADS = WARPS_M * WARPS_N * 32;
 constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * K_SLICE;
-constexpr int PASSES = PARTS == 2 ? 3 : 1;  // over parts 1 0, 0 1, 0 0
+// Visits of the K-slices of a row. With two PARTS, (query part, key part) are (small, large), (large, small), (large,
+// large)
+constexpr int PASSES = PARTS == 2 ? 3 : 1;
 
 // --- tiles -----------------------------------------------------------------------------------------------
 
 struct Tile {
-  int index;        // in the order of visits
+  int index;        // number of the tile in the order of visits, over all thread blocks
   i64 row, column;  // the first row and column of the tile, in the block
-  bool exists;
+  bool exists;      // false after the last tile
 };
 
-// The first tile of this thread block from `index` on. Tiles that are computed at the same time have the
-// same few rows and columns, which the thread blocks then read from the L2 cache.
+// The first tile of this thread block from number `index` on. Numbers go down 16 row tiles and then to the next column,
+// so tiles that are computed at the same time have the same few rows and columns, which thread blocks then read from
+// the L2 cache. In a triangle, tiles below the diagonal are skipped.
 __device__ __forceinline__ Tile find_tile(const Block& b, int index) {
   constexpr int ROW_TILES = 16;
   const int rows = (int)b.row_tiles, columns = (int)b.column_tiles;
@@ -63,18 +68,19 @@ __device__ __forceinline__ Tile next_tile(const Block& b, const Tile& t) {
 
 // --- K-slices --------------------------------------------------------------------------------------------
 
-// The offset in a stage, in bytes, of 16 bytes of a row: those with the number `chunk` (0 .. 7). Chunks of one number
-// in eight consecutive rows lie in different banks.
+// The offset in a stage, in bytes, of chunk `chunk` (0 .. 7) of a row: 16 of the 128 bytes. The order of the chunks
+// differs from row to row (swizzle), so that chunks of one number in eight consecutive rows lie in different banks.
 __device__ __forceinline__ int find_chunk(int row, int chunk) {
   return row * K_SLICE + ((chunk ^ (row & 7)) << 4);
 }
 
-// A thread's share of one operand's copies: 16 bytes of every ROW_STEP-th row of a tile.
+// The part of one operand that a thread copies: the same chunk of every ROW_STEP-th row of a tile.
 struct Share {
-  static constexpr int ROW_STEP = TILED_THREADS / 8;  // a multiple of 8: all its rows have one pattern
-  const char* from;  // in the first of these rows
-  int rows;          // of the tile, from that row on
+  static constexpr int ROW_STEP = TILED_THREADS / 8;  // a multiple of 8, so that all rows of a thread have one swizzle
+  const char* from;  // this thread's chunk of K-slice 0, in the first of its rows
+  int rows;          // existing rows of the tile from that row on; 0 or less: none
 
+  // Begins a tile whose first row is row `first` of z.
   __device__ __forceinline__ void begin(const Operand& z, i64 first, bool exists) {
     const int row = threadIdx.x / 8;
     const i64 left = exists ? z.rows - first - row : 0;
@@ -82,8 +88,9 @@ struct Share {
     rows = left < BLOCK_M ? (int)left : BLOCK_M;
   }
 
-  // Start to copy 16 bytes at `offset` of each of this thread's rows, of ROWS rows of a tile, to the stage `to`. Zeros
-  // stand for rows outside of the matrix, and for bytes after the end of a row (`in_row` is false).
+  // Starts to copy this thread's chunks of a tile of ROWS rows, `offset` bytes after K-slice 0, to `to`, the operand's
+  // part of a stage. Zeros stand for rows outside of the matrix, and for a chunk after the end of a row (`in_row` is
+  // false).
   template <int ROWS>
   __device__ __forceinline__ void start(char* to, i64 stride, i64 offset, bool in_row) const {
     const int existing = in_row ? rows : 0;
@@ -97,17 +104,19 @@ struct Share {
   }
 };
 
+// The K-slices of this thread block's tiles, tile after tile. All threads of the block call `start_queries` and
+// `start_keys` once, and `next` once, for each K-slice.
 struct Pipeline {
   const Block& block;
   char* const stages;    // STAGES * STAGE_BYTES of shared memory
   const int row_slices;  // K-slices of a row, for one part
-  const Block* const teacher;  // the same rows and columns with the features of the teacher
+  const Block* const teacher;  // with TEACHER: the same rows and columns with the features of the teacher; else null
   const int teacher_slices;    // K-slices of a row of the teacher
-  bool copies_teacher = false;  // after a tile's K-slices of the student come those of the teacher
+  bool copies_teacher = false;  // the K-slices of the teacher's features are being copied, after those of the student
   Tile ahead;            // the tile whose K-slices are being copied
-  Share q, k;
+  Share q, k;            // this thread's part of the queries and of the keys of that tile
   int slice = 0;                      // the K-slice of `ahead` to be copied next
-  int filled = 0, read = STAGES - 1;  // the stage to be filled next, and the stage that is read
+  int filled = 0, read = STAGES - 1;  // the stage to be filled next, and the stage that is being multiplied
 
   __device__ __forceinline__ Pipeline(const Block& b, char* memory, const Block* second = nullptr)
       : block(b), stages(memory), row_slices((int)((b.width + K_SLICE - 1) / K_SLICE)), teacher(second),
@@ -123,18 +132,20 @@ struct Pipeline {
   __device__ __forceinline__ int count_row_slices(bool is_teacher) const {
     return TEACHER && is_teacher ? teacher_slices : row_slices;
   }
-  // K-slices of a tile, over all pairs of parts.
+  // Number of K-slices of a tile, over all pairs of parts.
   __device__ __forceinline__ int slices(bool is_teacher) const { return PASSES * count_row_slices(is_teacher); }
-  // The features whose K-slices are being copied.
+  // The block, of student or teacher, whose K-slices are being copied.
   __device__ __forceinline__ const Block& copied() const { return TEACHER && copies_teacher ? *teacher : block; }
 
+  // Begins to copy tile t.
   __device__ __forceinline__ void begin(const Tile& t) {
     ahead = t;
     q.begin(copied().q, t.row, t.exists);
     k.begin(copied().k, t.column, t.exists);
   }
 
-  // Start the copies of the next K-slice: of queries, then of keys.
+  // Start the copies of the next K-slice: first of queries, then of keys. `start_keys` also goes on to the K-slice
+  // after it.
   __device__ __forceinline__ void start_queries() { start<0, BLOCK_M>(q, copied().q); }
   __device__ __forceinline__ void start_keys() {
     start<1, BLOCK_N>(k, copied().k);
@@ -146,6 +157,7 @@ struct Pipeline {
     begin(copies_teacher ? ahead : next_tile(block, ahead));
   }
 
+  // SIDE: 0 for queries, 1 for keys, whose rows come after the queries in a stage.
   template <int SIDE, int ROWS>
   __device__ __forceinline__ void start(const Share& share, const Operand& z) {
     const int slices_per_row = count_row_slices(copies_teacher), pass = PASSES > 1 ? slice / slices_per_row : 0;
@@ -156,8 +168,8 @@ struct Pipeline {
     share.start<ROWS>(to, z.stride, part + offset, in_row);
   }
 
-  // Wait until all threads have copied the next K-slice, and return its stage. The barrier also separates all reads of
-  // the K-slice before from the copies that refill the stage of that K-slice.
+  // Waits until all threads have copied the next K-slice, and returns its stage. The barrier also separates all reads
+  // of the K-slice before from the copies that refill the stage of that K-slice.
   __device__ __forceinline__ const char* next() {
     cp_async_wait<STAGES - 2>();
     __syncthreads();

@@ -1,21 +1,21 @@
-// The product of one tile, x = Q_tile K_tile', in registers: the main loop of every tiled kernel.
+// Portable kernels, second part: the products of one tile, x = Q_tile K_tile', in registers. This is the main loop of
+// every kernel in tiled/.
 //
-// A block of warps computes BLOCK_M x BLOCK_N products, and a warp 64 x WARP_N of them. Lane l = 4 g + t
-// holds 8 x LANE_N: rows 8 i + g and columns 8 (j / 2) + 2 t + j % 2. That is the accumulator layout of
-// the tensor cores' m16n8 products, and the plain FMA path of the other precisions keeps to it, so what
-// follows a product is written once.
+// A thread block computes BLOCK_M x BLOCK_N products, and a warp 64 x WARP_N of them. Lane l = 4 g + t of a warp holds
+// 8 x LANE_N: x[i][j] is at row 8 i + g and column 8 (j / 2) + 2 t + j % 2 of the warp's products. That is the
+// accumulator layout of the tensor cores' m16n8 products. The plain multiply-adds of float32 and float64 use the same
+// layout, so that one epilogue serves all precisions.
 //
-// Tensor cores take their operands from registers. A warp reads 32 bytes of each of its rows (a step)
-// while it multiplies those of the step before. Shared memory delivers 128 bytes a clock, and 64 x 64
-// products a warp need two thirds of what 64 x 32 need.
+// Tensor cores take their operands from registers. A warp loads 32 bytes of each of its rows from shared memory, a
+// step, while it multiplies the step before. Shared memory delivers 128 bytes a clock. For the same number of products,
+// warps of 64 x 64 products load two thirds of the bytes that warps of 64 x 32 load.
 //
-// With LEVELS 2, sums are taken in two levels, one or two K-slices at a time and then these: tensor
-// cores cut off bits when they add, and a long sum in float32 loses digits that a scale of 200
-// multiplies. It costs as many registers again: WARP_N is 32 then.
+// With LEVELS 2, sums are taken in two levels: first over one or two K-slices (PROMOTE), then over these sums.
+// Otherwise, tensor cores, which cut off bits when they add, and long sums in float32 would lose digits that a scale of
+// 200 makes visible. The second level needs as many registers as the first, so WARP_N is 32.
 //
-// bf16x3, fp16x3: an operand is a sum of two parts, adjacent 16-bit matrices. The product is a
-// sum over three times as many K-slices, one pass for each pair of parts that is not lost in rounding,
-// small terms first.
+// BF16X3, FP16X3: an operand is a sum of two parts, adjacent 16-bit matrices. The product is a sum over three times as
+// many K-slices: one visit of the K-slices for each pair of parts that is not lost in rounding, small terms first.
 //
 // This is the second of three steps. It adds to naive/naive.cu: logits stay in registers, products use the
 // tensor cores, and loads overlap with them. The last step, sm90/sweep/sweep.cuh, adds wgmma, TMA, and
@@ -24,15 +24,15 @@
 #include "tiled/pipeline.cuh"
 
 #ifndef LEVELS
-#define LEVELS 2
+#define LEVELS 2  // 2: sums in two levels; 1: one sum over all K-slices
 #endif
 #define TENSOR_CORES (PRECISION >= TF32)
-constexpr int LANE_N = WARP_N / 4;  // columns of a lane's products
-constexpr int PROMOTE = PRECISION == FP32 ? 1 : 2;  // K-slices summed before they are added to the rest
+constexpr int LANE_N = WARP_N / 4;  // columns in which a lane has products
+constexpr int PROMOTE = PRECISION == FP32 ? 1 : 2;  // K-slices of a sum of the first level
 
-typedef Real Products[8][LANE_N];  // of a lane
+typedef Real Products[8][LANE_N];  // the products of a lane
 
-struct Position {  // the rows and columns of this thread's products in the tile
+struct Position {  // the row of product x[i][j] of this thread in the tile, row(i), and its column, column(j)
   int lane, g, t, warp_m, warp_n;
   __device__ Position() {
     lane = threadIdx.x % 32;
@@ -56,9 +56,9 @@ __device__ __forceinline__ void clear(Products& x) {
 
 #if TENSOR_CORES
 
-constexpr int STEPS = K_SLICE / 32;  // of a K-slice
+constexpr int STEPS = K_SLICE / 32;  // steps of 32 bytes in a K-slice
 
-// d += a b' for 16 rows of a and 8 of b, 32 bytes of each
+// d += a b' for 16 rows of a and 8 rows of b, 32 bytes of each row, by one warp
 __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
                                          const u32 (&a)[4], u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
@@ -72,12 +72,12 @@ __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float&
 #endif
 }
 
-// One step of a warp's rows, 16 rows in four registers.
+// One step of a warp's queries (a) and keys (b) in registers: four registers of each lane have 16 rows.
 struct Fragments {
   u32 a[WARP_M / 16][4], b[WARP_N / 16][4];
 
   __device__ __forceinline__ void load(const char* stage, int step, const Position& p) {
-    // chunks 2 step and 2 step + 1: `step` flips bits of the first step's address
+    // Step s is chunks 2 s and 2 s + 1. Its address is the address of step 0 with s << 5 flipped: see find_chunk
     const int q_row = p.warp_m * WARP_M + p.lane % 16, q_chunk = p.lane / 16;
     const int k_row = p.warp_n * WARP_N + p.lane / 16 * 8 + p.lane % 8, k_chunk = p.lane / 8 % 2;
     const char* q = stage + (find_chunk(q_row, q_chunk) ^ step << 5);
@@ -88,7 +88,7 @@ struct Fragments {
     for (int m = 0; m < WARP_M / 16; ++m) ldmatrix_x4(a[m], q + m * 16 * K_SLICE);
   }
 
-  // Round the operands to the precision of the products.
+  // TF32: rounds the operands. Tensor cores would cut off the low bits of float32.
   __device__ __forceinline__ void round() {
 #if PRECISION == TF32
 #pragma unroll
@@ -101,7 +101,7 @@ struct Fragments {
 #endif
   }
 
-  // x += products FIRST to LAST of this step. The first four already use all fragments.
+  // x += products FIRST .. LAST - 1 of the PRODUCTS products of 16 x 8 in this step. The first four use all fragments.
   static constexpr int PRODUCTS = WARP_M / 16 * (WARP_N / 8);
   template <int FIRST, int LAST>
   __device__ __forceinline__ void multiply_add(Products& x) {
@@ -114,8 +114,9 @@ struct Fragments {
   }
 };
 
-#else  // plain multiply-adds, 16 bytes of each row at a time
+#else  // plain multiply-adds
 
+// d += the products of one K-slice, 16 bytes of each row at a time.
 __device__ __forceinline__ void multiply_k_slice(Products& d, const char* stage,
                                                  const Position& p) {
   constexpr int VECTOR_WIDTH = 16 / sizeof(Real);
@@ -143,13 +144,14 @@ __device__ __forceinline__ void multiply_k_slice(Products& d, const char* stage,
 
 #endif
 
-// x = products of the pipeline's next tile, or with TEACHER of the next model. When this returns, all copies that
-// threads have started so far have arrived.
+// x = the products of the pipeline's next tile. With TEACHER, a tile has two calls: first with the student's features
+// (`is_teacher` false), then with the teacher's. When this returns, all copies that threads have started so far have
+// arrived, including the vectors of `prepare` (tiled/tile.cuh).
 __device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, const Position& p,
                                              bool is_teacher = false) {
   clear(x);
 #if LEVELS == 2
-  Products sum;  // of the last K-slices
+  Products sum;  // of up to PROMOTE K-slices
   clear(sum);
 #else
   Products& sum = x;
@@ -168,7 +170,7 @@ __device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, co
     for (int step = 0; step < STEPS; ++step) {
       Fragments &now = fragments[step % 2], &next = fragments[(step + 1) % 2];
       now.round();
-      now.multiply_add<0, 4>(sum);  // waits for `now`, and so not later for `next` as well
+      now.multiply_add<0, 4>(sum);  // waits for the loads of `now`, before the loads of `next` start
       if (step + 1 < STEPS) {
         next.load(stage, step + 1, p);
       } else if (!last) {

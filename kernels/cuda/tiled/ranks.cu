@@ -1,7 +1,8 @@
-// How many logits of a row (and with COLUMNS of a column) exceed a threshold, its positive's.
+// Retrieval ranks (`metrics`): how many negatives of a row, and with COLUMNS of a column, have a larger product than
+// its positive. A launch adds the counts of its block to row_rank and column_rank.
 //
-// A threshold is the product of the positive as the log-sum-exp pass has computed it. Counts are
-// integers: atomic additions give the same result in any order.
+// The threshold of a row is the product of its positive, with the bits that the log-sum-exp pass has computed, so that
+// equal products compare as equal. Counts are integers, so atomic additions give the same result in any order.
 #include "tiled/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)

@@ -1,31 +1,30 @@
-// Pairwise sigmoid: loss and gradient block in one pass; there is no log-sum-exp to wait for.
+// Pairwise sigmoid (SigLIP), portable: loss and gradient block in one pass, because there is no log-sum-exp to wait
+// for. On Hopper, sm90/sweep_sigmoid.cu computes the same.
 //
-// With z_ij = scale q_i . k_j + bias and t_ij = 1 at positives, -1 elsewhere:
+// With z_ij = scale q_i . k_j + bias, t_ij = 1 at positives and -1 elsewhere, and a_i the upstream gradient times the
+// scale, divided by the gradient divisor:
 //
 //     loss_i  = sum_j softplus(-t_ij z_ij)
 //     P_ij    = -t_ij a_i sigmoid(-t_ij z_ij)
 //
-// On Hopper, sm90/sweep_sigmoid.cu computes the same.
-//
 // A tile yields (loss, sum of P) for each of its rows, and with MOMENTS the sum of P x, over the negatives. The kernel
-// add_partial_sums (vectors/sums.cuh) adds these sums in a fixed order. With GRADIENT, P is written for the matrix products that make dQ and dK
-// of it. Positives' logits are recorded. Their losses and gradients are computed in float64 for each row, and added
-// in full precision when sums and products are complete.
+// add_partial_sums (vectors/sums.cuh) adds these sums in a fixed order. With GRADIENT, P is written for the matrix
+// products that compute dQ and dK. The logits of positives are recorded. The kernel sigmoid_positives
+// (vectors/sigmoid.cuh) adds their losses in float64, and finish.cu their gradients.
 //
 // With POSITIVE_IDS, rows have any number of positives, and a positive pair has a weight v_ij: its loss is
-// v_ij softplus(-z_ij) and P_ij = -v_ij a_i sigmoid(-z_ij). These positives are in the sums and in P.
+// v_ij softplus(-z_ij), and P_ij is -v_ij a_i sigmoid(-z_ij). These positives are in the sums and in P.
 #include "tiled/tile.cuh"
 
-
 struct SigmoidShared {
-  Real a[BLOCK_M];
-  Real2 row_sums[WARPS_N][BLOCK_M];  // (loss, sum of P) of a row, for each column of warps
+  Real a[BLOCK_M];  // row_factor of the tile's rows
+  Real2 row_sums[WARPS_N][BLOCK_M];  // (loss, sum of P) of a row in each strip, which is the columns of one warp
 #if MOMENTS
-  Real moments[WARPS_N][BLOCK_M];
+  Real moments[WARPS_N][BLOCK_M];    // sum of P x
 #endif
 };
 
-// x <- P; the sums of the strip's rows.
+// Turns the products x into P, and writes the sums of the strip's rows to s.
 __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, const TileShared& shared, Real scale,
                                               Real bias, const Position& p) {
 #pragma unroll
@@ -35,7 +34,7 @@ __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, con
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const Real product = x[i][j];
-      Real z = fma(scale, product, bias);
+      Real z = fma(scale, product, bias);  // -t_ij z_ij of the opening comment: the loss is softplus(z)
 #if POSITIVE_IDS
       const int row = p.row(i), column = p.column(j);
       const bool positive = product != EXCLUDED && Options::is_positive(shared.pair(row, column));
@@ -66,6 +65,8 @@ __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, con
   }
 }
 
+// Writes row_sums and row_moments [column tiles, row_stride], the logits of positives without the bias, and the
+// gradient block.
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias,
         const Real* row_factor, double* positive, Real2* row_sums, i64 row_stride,
@@ -104,7 +105,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
 #endif
     }
     if (!GRADIENT) continue;
-    apply_factors(x, shared, p);
+    apply_factors(x, shared, p);  // now of P
     store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

@@ -1,21 +1,22 @@
-// Functions for the epilogues of a tile of logits: vectors of its rows and columns, excluded pairs, positives, sums
-// over lanes, and the writing of a gradient block.
+// Portable kernels, third part: functions for epilogues, which turn the products of a tile into sums or a gradient
+// block. Vectors of the tile's rows and columns, excluded pairs, positives, sums over lanes, and the writing of
+// gradient blocks.
 #pragma once
 #include "tiled/product.cuh"
 
-// Vectors of the tile in shared memory, which also has the stages of the pipeline.
+// Numbers of the tile's rows and columns in shared memory, which `prepare` copies.
 struct TileShared {
-  i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix
-  Real row_factor[BLOCK_M], column_factor[BLOCK_N];
+  i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix; unused with SETS
+  Real row_factor[BLOCK_M], column_factor[BLOCK_N];  // FACTORS: factors that normalise rows (rows.cuh)
   Options::RowNumbers<BLOCK_M> rows;
   Options::ColumnNumbers<BLOCK_N> columns;
 #if GUIDE
-  u32 row_marks[4 * BLOCK_M];  // words of the tile's rows, of one group of MARKED_COLUMNS
-  int first_marked;            // the tile's first column in this group
+  u32 row_marks[4 * BLOCK_M];  // four words of each row: the marks of the group of columns that the tile lies in
+  int first_marked;            // the tile's first column, from the first column of this group on
   u32 column_marks[GUIDE == 2 ? 4 * BLOCK_M : 1];
 #endif
 
-  // The pair of a row and a column of the tile.
+  // The pair of a row and a column of the tile, as options take it.
   __device__ __forceinline__ auto pair(int row, int column) const {
     return Pair<Options::RowNumbers<BLOCK_M>, Options::ColumnNumbers<BLOCK_N>>{marks(row, column), rows,
                                                                                columns, row, column};
@@ -30,17 +31,19 @@ struct TileShared {
   }
 };
 
-// Start to copy a vector of N rows or columns, of which the first `existing` exist; zeros stand for the others.
+// Starts to copy the numbers of a tile's N rows or columns, of which the first `existing` exist; zeros stand for the
+// others.
 template <int N, class T>
 __device__ __forceinline__ void fetch(T (&to)[N], const T* from, i64 existing) {
   for (int i = threadIdx.x; i < N; i += TILED_THREADS)
     cp_async_number(&to[i], i < existing ? from + i : from, i < existing);
 }
 
-// Start to copy the vectors that the epilogue needs. They arrive while the tile is multiplied.
+// Starts to copy the numbers that the epilogue of tile t needs. They arrive while the tile is multiplied: tile_product
+// waits for them.
 __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Tile& t) {
   __syncthreads();  // all epilogues have read the numbers of the last tile before these copies
-  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
+  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;  // of the block, from this tile on
   if (!SETS) fetch(s.positive, b.positives + t.row, rows);
   if (FACTORS) {
     fetch(s.row_factor, b.q.factor + t.row, rows);
@@ -56,31 +59,33 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
 #endif
 }
 
-// x_ij *= f_i f_j: products of features become products of normalised rows.
+// FACTORS: x_ij *= f_i f_j, so that products of rows s become products of normalised rows (rows.cuh).
 __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, const Position& p) {
   if (!FACTORS) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j)
+      // COMPARES: f_i f_j first, so that x_ij and x_ji are the same number
       if (Options::COMPARES) x[i][j] *= s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
-      // two multiplications: the compiler would keep each product of two factors in a register
+      // Otherwise one factor after the other: the compiler would keep all f_i f_j in registers
       else x[i][j] = x[i][j] * s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
 }
 
-// For each positive in the tile: call `take` with its index in b.positives and its product, and replace the product
-// by `instead`.
+// For each positive in the tile: calls `take` with the index of the positive in b.positives and its product, and
+// replaces the product by `instead`. Positives are kept out of sums and gradient blocks.
 template <typename Take>
 __device__ __forceinline__ void set_aside_positives(Products& x, const TileShared& s, const Block& b,
                                                     const Tile& t, const Position& p, Real instead,
                                                     Take take) {
   const i64 first = b.first_column + t.column, each = b.positives_of_row();
-  for (i64 number = 0; number < each; ++number) {
-    const auto pair = [&](int row) { return (t.row + row) * each + number; };
-    const auto column = [&](int row) {  // in the tile
+  for (i64 number = 0; number < each; ++number) {  // positive `number` of each row
+    const auto pair = [&](int row) { return (t.row + row) * each + number; };  // its index in b.positives
+    const auto column = [&](int row) {  // its column in the tile; outside of 0 .. BLOCK_N - 1 if it is in another tile
       if (!SETS) return s.positive[row] - first;
       return t.row + row < b.q.rows ? b.positives[pair(row)] - first : -1;
     };
+    // Most tiles have no positive, and this test is all that they cost
     bool any = false;
 #pragma unroll
     for (int r = 0; r < WARP_M; r += 32)
@@ -104,8 +109,8 @@ __device__ __forceinline__ void set_aside_positives(Products& x, const TileShare
   }
 }
 
-// Replace the products of pairs in no softmax by EXCLUDED, which enters no maximum and no sum: padding, i = j if
-// queries are keys, and pairs that options exclude.
+// Replaces the products of pairs that are in no softmax by EXCLUDED, which changes no maximum and no sum: padding after
+// the last row or column, i = j if queries are keys, and pairs that options exclude.
 __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const Block& b,
                                         const Tile& t, const Position& p) {
   const int rows = (int)min((i64)BLOCK_M, b.q.rows - t.row);
@@ -113,7 +118,8 @@ __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const 
   const i64 diagonal = b.first_row + t.row - b.first_column - t.column;  // column - row on the diagonal
   const bool has_diagonal = b.symmetric && diagonal > -BLOCK_M && diagonal < BLOCK_N;
   if (!Options::MASKS && !Options::SPLITS && !has_diagonal && rows == BLOCK_M && columns == BLOCK_N) return;
-  const int excluded_distance = has_diagonal ? (int)diagonal : BLOCK_N;  // column - row is never BLOCK_N
+  // column - row of excluded pairs; BLOCK_N, which no pair has, if the tile has no diagonal
+  const int excluded_distance = has_diagonal ? (int)diagonal : BLOCK_N;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
@@ -124,7 +130,7 @@ __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const 
     }
 }
 
-// --- over lanes that share a row (4 of them) or a column (8) --------------------------------------------
+// --- over the 4 lanes that share a row, or the 8 lanes that share a column; each gets the result -------------
 
 __device__ __forceinline__ Real row_sum(Real x) {
   x += __shfl_xor_sync(ALL_LANES, x, 1);
@@ -147,7 +153,7 @@ __device__ __forceinline__ Real column_sum(Real x) {
 
 // --- gradient blocks --------------------------------------------------------------------------------------
 
-// The factors of the tile's rows and columns (tiled/gradient.cu).
+// The factors of gradient blocks (struct Factors) for the tile's rows and columns.
 struct FactorsShared {
   Real row_reference[BLOCK_M], a[BLOCK_M], u[BLOCK_M];
   Real column_reference[BLOCK_N], v[BLOCK_N];
@@ -165,9 +171,9 @@ __device__ __forceinline__ void prepare(FactorsShared& s, const Factors& f, cons
 }
 
 #if PRECISION >= BF16X3
-// Write this lane's elements of a row, 8 bytes at a time, so that the four lanes of a row fill sectors of 32 bytes.
-// Two neighbouring lanes have a word each of two groups of 8 columns. They exchange words: an even lane writes two
-// words of the first group, and an odd lane two words of the second group.
+// Writes this lane's elements of a row of a gradient block, 8 bytes at a time, so that the four lanes of a row fill
+// sectors of 32 bytes. A word has two 16-bit elements. Of two groups of 8 columns, two neighbouring lanes have a word
+// each. They exchange words: an even lane writes two words of the first group, and an odd lane two words of the second.
 __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[LANE_N / 2], i64 columns,
                                             const Position& p) {
   const bool odd = p.t & 1;
@@ -181,11 +187,11 @@ __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[LANE_N 
 }
 #endif
 
-// Write the tile to the gradient block. Rounding changes `x`.
+// Writes P, the tile x, to the gradient block, rounded to the type of operands. With two PARTS, x is changed.
 __device__ __forceinline__ void store_gradient_block(Products& x, const GradientBlock& out,
                                                      const Block& b, const Tile& t,
                                                      const Position& p) {
-  // padding up to the stride, or to the next part, may be written
+  // Columns that may be written: of the matrix, and padding up to the next part or row
   const i64 columns = (PARTS > 1 ? out.part : out.stride) - t.column;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {

@@ -1,36 +1,44 @@
-// Factors of gradient blocks: numbers of each row and each column, from which a block of dL/dx is computed.
+// Factors of gradient blocks: numbers of each row and each column, from which the gradient pass computes blocks of
+// dL/dx (equations: tiled/gradient.cu). After the log-sum-exps are known, `ranges` and perhaps check_spread choose the
+// numbers of struct Ranges, and then `factors`, or divide_factors for a sigmoid, writes the factors.
 #pragma once
 #include "common.cuh"
 
-// Numbers that follow from the ranges of factors and log-sum-exps.
+// Numbers that all rows and columns share. They follow from the ranges of factors and log-sum-exps.
 struct Ranges {
   double gradient_divisor;  // gradient blocks hold P = (dL/dx) / gradient_divisor, to fit their element type
-  double middle;            // of the log-sum-exps
-  i64 one_exponential;  // 1 if one exponential serves both directions
+  double middle;            // halfway between the largest log-sum-exp of rows and the least of columns, base 2
+  i64 one_exponential;      // 1 if one exponential serves both directions
 };
 
+// The results of the log-sum-exp pass, from which factors follow. References are log-sum-exps, base 2. A factor is the
+// upstream gradient of a row, or of a column, times the weight of its direction and the scale.
 struct FactorSources {
-  const double *row_reference, *row_factor;                      // [M]
-  const double* positive_gradient;                               // [M, set_size]
-  const double *column_reference, *column_factor;                // [N] or null
-  const double* column_positive_gradient;                        // [N] or null: at the columns' own positives
+  const double *row_reference, *row_factor;        // [M]; references are null for a sigmoid
+  const double* positive_gradient;                 // [M, set_size] dL/dx at the positives, or null
+  const double *column_reference, *column_factor;  // [N], or null if columns have no softmax
+  const double* column_positive_gradient;          // [N] dL/dx at the positives of the columns, or null
 };
 
 constexpr int RANGE_THREADS = 1024;
-constexpr double SPREAD = 40;  // base 2, of log-sum-exps that share exponentials
-// A positive bounds the gradients of its row, so the row's factor is not needed for the bound. But the divisor is at
-// least this share of the factor, because factors are divided by it, and larger quotients overflow float32.
+constexpr double SPREAD = 40;  // largest difference, base 2, of log-sum-exps that one exponential serves
+// The gradient divisor is at least this share of each row's factor. Factors are divided by the gradient divisor, and
+// with a smaller one the quotients would overflow float32.
 constexpr double MIN_DIVISOR_SHARE = 0x1p-60;
 
-// One thread block reads M + N numbers once. An element of dL/dx is at most the sum of its row's and its
-// column's gradients. The gradient at the positive bounds each of the two. In two cases the factors bound them
-// instead: with `by_factor` (several positives, or linear terms), and without log-sum-exps (sigmoid).
+// Finds the numbers of struct Ranges, by one thread block. The gradient divisor is `bound`, the largest possible size
+// of dL/dx, divided by `largest_element`, the size that the largest element of a gradient block should have.
+//
+// dL/dx_ij is the sum of a term of row i and a term of column j, so 2 times the largest term is a bound. The terms of a
+// row are at most as large as dL/dx at its positive. In two cases the row's factor is the bound of its terms instead:
+// with `by_factor` (several positives, or linear terms), and without `positive_gradient` (a sigmoid).
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 by_factor,
        double largest_element, Ranges* out) {
   __shared__ double parts[4][RANGE_THREADS];
+  // The largest and the least log-sum-exp of rows, the least of columns, the bound of dL/dx
   double high = -INFINITY_, low = INFINITY_, least = INFINITY_, bound = 0;
-#pragma unroll 4  // as in `totals`
+#pragma unroll 4  // one multiprocessor needs many loads in flight
   for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) {
     if (f.row_reference) {
       high = fmax(high, f.row_reference[i]);
@@ -40,7 +48,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
     bound = fmax(bound, fabs(f.row_factor[i]) * share);
     if (f.positive_gradient) bound = fmax(bound, 2 * fabs(f.positive_gradient[i]));
   }
-  if (f.positive_gradient)  // the other positives of sets
+  if (f.positive_gradient)  // the loop above has read the first m of m * set_size
     for (i64 pair = m + threadIdx.x; pair < m * set_size; pair += RANGE_THREADS)
       bound = fmax(bound, 2 * fabs(f.positive_gradient[pair]));
   if (f.column_reference)
@@ -75,14 +83,20 @@ struct FactorTargets {
   Real *column_reference, *v;   // [N]
 };
 
-// The reference exponent h that kernels subtract from the logits c x, for a log-sum-exp. Kernels round c to
-// the products' precision, so h is the log-sum-exp times the same rounding. Returns h without that rounding.
+// The reference exponent h that kernels subtract from logits c x, for the log-sum-exp `lse`. Kernels round c to the
+// type of products, which changes all logits by one factor, (Real)c / c. So h is `lse` times this factor, rounded; 0 if
+// it is not finite. Returns h divided by the factor: the log-sum-exp that h stands for exactly.
 __device__ __forceinline__ double reference(double lse, double c, Real& h) {
   const double rounded = (double)(Real)c, exact = lse * (rounded / c);
   h = isfinite(exact) ? (Real)exact : 0;
   return (double)h * (c / rounded);
 }
 
+// Writes the factors of m rows and n columns, after `ranges`. With `rest`, the log-sum-exp that the rounded reference
+// exponent stands for:
+//   - a and v are factors divided by the gradient divisor, times 2^(rest - log-sum-exp), which corrects the rounding.
+//   - If one exponential e = 2^(c x - row reference) serves both directions, u v e is the term of the column: u is
+//     2^(rest - middle), and v has `middle` in the place of `rest`.
 extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 m, i64 n,
                                    const __grid_constant__ Scale scale, const Ranges* ranges,
                                    const __grid_constant__ FactorTargets out) {
@@ -103,25 +117,28 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
   }
 }
 
-// out = x / gradient_divisor, rounded: the factors of a sigmoid's gradient blocks.
+// out = x / gradient_divisor, rounded: the row factors of a sigmoid's gradient blocks.
 extern "C" __global__ void divide_factors(const double* x, i64 n, const Ranges* ranges, Real* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < n) out[i] = (Real)(x[i] / ranges->gradient_divisor);
 }
 
-// The products whose logits are `values` times *value_scale, as kernels compute these products, bit for bit.
+// Converts n numbers to the unit of products, in which kernels compare or add them (thresholds, limits, biases):
+// out[i] is the product x whose logit, x times `scale`, is values[i] times `value_scale`. If a kernel has computed
+// values[i] from a product, out[i] has the bits of this product.
 extern "C" __global__ void to_products(const double* values, const __grid_constant__ Scale value_scale, i64 n,
                                        const __grid_constant__ Scale scale, Real* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < n) out[i] = (Real)(values[i] * (value_scale.bare() * LOG2_E) / (scale.get() * LOG2_E));
 }
 
-// One exponential cannot serve rows and columns if pairs are left out and the log-sum-exps lie too far apart:
-// the exponential of a pair that its row leaves out may exceed the row's log-sum-exp. One thread block.
+// Resets one_exponential, after `ranges`, for options that leave a pair out of the softmax of its row only (limits,
+// guide): the logit of this pair may exceed the row's log-sum-exp, by as much as the largest log-sum-exp of a column
+// exceeds the least of a row. If that is SPREAD or more, one exponential cannot serve both. One thread block.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 check_spread(const double* row_reference, const double* column_reference, i64 m, i64 n, Ranges* out) {
   __shared__ double column_memory[RANGE_THREADS / 32], row_memory[RANGE_THREADS / 32];
-  double high = -INFINITY_, low = INFINITY_;
+  double high = -INFINITY_, low = INFINITY_;  // largest log-sum-exp of columns, least of rows
   for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) high = fmax(high, column_reference[j]);
   for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) low = fmin(low, row_reference[i]);
   const auto larger = [](double a, double b) { return fmax(a, b); };

@@ -1,10 +1,11 @@
-// Losses that need more than the sums of one row: one softmax of two rows, and terms of the loss that are linear
-// in the logits. kernels/between_passes.py has the formulas.
+// Two kinds of losses that need more than the sums of one row: a softmax that two rows share (GTE), before `finalize`
+// of vectors/sums.cuh; and terms that are linear in the logits (label smoothing, class means), after `finalize`.
+// kernels/between_passes.py has the formulas.
 #pragma once
 #include "vectors/sums.cuh"
 
-// A joint loss: rows i and i + n of 2n have one softmax, so both get the sum of both, and the upstream gradient of its
-// loss.
+// A joint loss: rows i and i + n of 2n rows share one softmax. So both rows get the merged sum of both, and the
+// upstream gradient of their common loss. `upstream` is [n], `sums`, `joined` and `joined_upstream` are [2n].
 extern "C" __global__ void join_rows(const __grid_constant__ Sums sums, const double* upstream, i64 n,
                                      const __grid_constant__ Sums joined, double* joined_upstream) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -15,18 +16,19 @@ extern "C" __global__ void join_rows(const __grid_constant__ Sums sums, const do
 }
 
 struct LinearFinalizeArguments {
-  FinalizeArguments f;  // of `finalize`, which came before
+  FinalizeArguments f;  // of `finalize`, whose results this kernel changes
   double label_smoothing;
-  i64 joint;
-  i64 row_keys, column_keys;                     // keys of a row, and queries of a column
-  const double *row_products, *column_products;  // of rows with the sum of them; null without smoothing
-  const i64* others;                             // other rows in the class of a row, 0: not in `class_products`
-  const double* class_products;                  // of rows with the sum of these; null without classes
-  // factors of linear terms, or null
-  double *row_linear, *column_linear, *class_linear;
+  i64 joint;                                     // 1: rows i and i + m / 2 share one softmax
+  i64 row_keys, column_keys;                     // number of keys of a row, and of queries of a column
+  const double *row_products, *column_products;  // query i times the sum of its keys; key i times the sum of its
+                                                 // queries; null without label smoothing
+  const i64* others;                             // other rows in the class of row i; 0 if the class has no sum
+  const double* class_products;                  // row i times the sum of these other rows; null without classes
+  double *row_linear, *column_linear, *class_linear;  // out: factors of linear terms (struct LinearGradient); or null
 };
 
-// Adds what label smoothing and the means of classes change, a row a thread.
+// Adds the terms of label smoothing and of class means to the results of `finalize`. A thread computes row i, and
+// column i if the loss has two directions.
 extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinalizeArguments g) {
   const FinalizeArguments& f = g.f;
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x, each = f.set_size;
@@ -38,10 +40,11 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
   for (i64 s = 0; s < each; ++s)
     if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive[i * each + s]), ++count;
   if (count) mean /= count;
-  // What is added; `at_positives` to the sum of -dL/dx there, with the linear terms
+  // Changes of the losses of row and column, of the gradient by log(scale), and of the sum of -dL/dx at the positives
   double loss = 0, column_term = 0, log_scale_grad = 0, at_positives = 0;
   const i64 others = g.class_products ? g.others[i] : 0;
-  if (others) {  // the positives are in the sum: the loss is at least the logarithm of their number
+  // SupCon: the positives are in the sum of the row, and the loss is the log-sum-exp minus their mean logit
+  if (others) {
     const Sum sum = f.rows.get(i);
     mean = scale * g.class_products[i] / others;
     loss = LN_2 * (sum.max + log2(sum.sum)) - mean;
@@ -52,8 +55,8 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
     const bool any = count || others;
     const double margins = scale * f.options.margin * count;
     i64 n = g.row_keys;
-    double total = scale * g.row_products[i] - margins;
-    if (g.joint) {  // both rows have the positive
+    double total = scale * g.row_products[i] - margins;  // sum of the logits of all n keys
+    if (g.joint) {  // the keys of both rows, of which the positive is in both sums and counts once
       total += scale * g.row_products[keys[0]] - margins - mean;
       n = 2 * n - 1;
     }
@@ -61,7 +64,7 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
     loss += row_term, log_scale_grad += row_term;
     g.row_linear[i] = e * a / n;
     at_positives = count ? e * a * ((double)count / n - 1) : 0;
-    double at_positive = e * a / (count ? count : 1);
+    double at_positive = e * a / (count ? count : 1);  // change of dL/dx at one positive
     if (g.joint) at_positive += e * a / n;  // the linear term counts this pair twice
     else if (f.symmetric && count) at_positive += e * f.row_factor[keys[0]];
     if (f.two_sided) {

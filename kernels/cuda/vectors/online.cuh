@@ -1,16 +1,18 @@
-// Sums of rows in one pass, with reference exponents that were chosen before (sm90/reference_exponents.cuh).
+// Losses in one pass (sm90/sweep_online.cu): row sums against reference exponents that were chosen before the logits
+// were known (sm90/reference_exponents.cuh). After the sweep of a block of keys come check_references, the sweep again
+// for query tiles whose reference exponents did not serve, and add_repeated. end_online comes after the last block.
 #pragma once
 #include "sm90/reference_exponents.cuh"
 #include "vectors/sums.cuh"
 
-constexpr int ONLINE_ROW_THREADS = 4;  // threads that share a row
+constexpr int ONLINE_ROW_THREADS = 4;  // threads that share the slots of a row
 constexpr int ONLINE_THREADS = ONLINE_ROW_THREADS * ONLINE_TILE_ROWS;
 
-// The sums over the slots of a row, one slot for each segment and consumer of the sweep.
+// Sums over the slots of a row. A slot has the sums that one segment and consumer of the sweep leave for the row.
 struct SlotSums {
-  double sum, moment;
-  Real high;  // the largest product, if the sweep looked for it
-  Real most;  // the largest sum of a slot
+  double sum, moment;  // of 2^(c x - reference), and of 2^(c x - reference) x
+  Real high;           // the largest product; -inf if the sweep did not look for it
+  Real most;           // the largest sum of one slot
 
   __device__ __forceinline__ void add(const SlotSums& f) {
     sum += f.sum;
@@ -20,8 +22,8 @@ struct SlotSums {
   }
 };
 
-// All threads of a block add up the slots of a query tile's rows, in a fixed order. Each of the first
-// ONLINE_TILE_ROWS threads returns the sums of one row.
+// Adds up the slots of the rows of query tile blockIdx.x, in a fixed order. All threads of the block call this. Each of
+// the first ONLINE_TILE_ROWS threads returns the sums of one row. `pairs` [slots, n] are (largest product, sum).
 __device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* moments, i64 slots, i64 n) {
   __shared__ SlotSums parts[ONLINE_ROW_THREADS][ONLINE_TILE_ROWS];
   const int row = threadIdx.x % ONLINE_TILE_ROWS, part = threadIdx.x / ONLINE_TILE_ROWS;
@@ -42,18 +44,20 @@ __device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* mo
   return all;
 }
 
-// A thread block checks the reference exponents of a query tile. If the sums of all rows are within the bounds, it
-// adds the slots to the sums (and to the moments, unless they are null). Otherwise it sets repeated_tiles[block] to 1,
-// and the sweep computes the query tile again. Rows outside the bounds get new reference exponents. Their sums so
-// far, and their gradients so far in `acc` [n, acc_stride] (null: none), are scaled to the new reference exponents.
+// Checks the reference exponents of a query tile, by one thread block. If the sums of all its rows are within the
+// bounds, the slots are added to sum[i] and moment[i] (`moment` null: not wanted), and repeated_tiles[query tile] is 0.
+// Otherwise it is 1, the slots are discarded, and the sweep computes the query tile again. Rows outside the bounds get
+// new reference exponents. The sums and gradients of such rows over earlier blocks, in `sum`, `moment` and
+// `acc` [n, acc_stride] (null: no gradient), are scaled to the new reference exponents.
 extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
               const __grid_constant__ Scale scale, Real* reference, double* sum, double* moment,
               Real* acc, i64 acc_stride, i64 d, int* repeated_tiles) {
-  __shared__ Real factor[ONLINE_TILE_ROWS];
+  __shared__ Real factor[ONLINE_TILE_ROWS];  // 2^(old reference - new reference) of each row
   const i64 first = blockIdx.x * (i64)ONLINE_TILE_ROWS, i = first + threadIdx.x;
   const SlotSums f = add_slots(pairs, moments, slots, n);
   const bool has_row = threadIdx.x < ONLINE_TILE_ROWS && i < n;
+  // Too large, because a slot has the sums of SHARERS threads; or too small, if the sweep found a logit to refer to
   bool outside = false;
   if (has_row)
     outside = f.most > SHARERS * MAX_REFERENCED_SUM ||
@@ -84,7 +88,8 @@ check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
         acc[(first + row) * acc_stride + k] *= factor[row];
 }
 
-// Add up the slots of query tiles that the sweep has computed again.
+// Adds the slots of query tiles that the sweep has computed again to `sum` and `moment`. Their reference exponents are
+// not checked again: they come from the largest products, so they serve.
 extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 add_repeated(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* sum, double* moment,
              const int* repeated_tiles) {
@@ -96,12 +101,13 @@ add_repeated(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* 
   if (moment) moment[i] += f.moment;
 }
 
-// The rows have met all columns. For each row, the kernel writes
-//   - the maximum, which is the reference exponent of the sum
-//   - the moment, of logits instead of products
-//   - the gradient divisor of the row, a 2^(max - log-sum-exp) = a negative_probability / sum, times the row's
-//     factor if rows are normalised
-//   - dL/dx at the positive
+// Ends the pass: the sums of n rows have all columns. For each row i, the kernel writes
+//   - rows.max: the reference exponent of the sum, which takes the place of a maximum
+//   - rows.moment: the first moment, of base-2 logits instead of products
+//   - gradient_divisor: the number by which `finish` multiplies the row of dQ, a 2^(max - log-sum-exp). It is computed
+//     as a negative_probability / sum, with a the upstream gradient times the weight of rows and the scale. If rows are
+//     normalised, the number contains the row's factor.
+//   - positive_gradient: dL/dx at the positive
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive, const i64* positives,
                                       const double* upstream, const Real* factor, i64 n,

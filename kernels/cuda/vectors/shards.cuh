@@ -1,15 +1,17 @@
-// Vectors and sums of a rank's rows and keys, where a batch is spread over ranks.
+// Vectors and sums of one rank, if the rows of a batch are spread over ranks. kernels/gpu/shard.py launches them.
 #pragma once
 #include "vectors/sums.cuh"
 
-// positives[i] = start + i
+// positives[i] = start + i: the positives of a shard whose row i belongs to key i, as indices in the whole batch.
 extern "C" __global__ void shard_positives(i64 start, i64 m, i64* positives) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) positives[i] = start + i;
 }
 
-// Indices of the positives among keys start .. stop - 1; -1 for positives elsewhere. After the last of
-// `total` keys comes the first.
+// From indices of the whole batch to indices of a shard, which has the keys start .. stop - 1: local[i] is
+// positives[i] - start, or -1 if the positive is not in the shard. `stop` may exceed the number `total` of all keys:
+// after the last key comes key 0. Each row has a positive (>= 0), because only plans with `shard_positives` launch this
+// kernel.
 extern "C" __global__ void local_positives(const i64* positives, i64 n, i64 start, i64 stop, i64 total,
                                            i64* local) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -18,7 +20,7 @@ extern "C" __global__ void local_positives(const i64* positives, i64 n, i64 star
   local[i] = at >= 0 && at < stop - start ? at : -1;
 }
 
-// Merge `other` into `sums`.
+// Merges `other`, the sums of the same n rows over other keys, into `sums`.
 extern "C" __global__ void merge_sums(const __grid_constant__ Sums sums,
                                       const __grid_constant__ Sums other, i64 n) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -26,7 +28,7 @@ extern "C" __global__ void merge_sums(const __grid_constant__ Sums sums,
   sums.set(i, merge(sums.get(i), other.get(i), [](double x) { return exp2(x); }));
 }
 
-// *out: the sum of numbers[stride r] of `ranks` ranks r in their order, divided.
+// *out = sum of numbers[stride r] over the ranks r, in their order, divided by `divisor`. One thread.
 extern "C" __global__ void sum_over_ranks(const double* numbers, i64 ranks, i64 stride, double divisor,
                                           i64 is_float, void* out) {
   if (threadIdx.x) return;
@@ -36,7 +38,7 @@ extern "C" __global__ void sum_over_ranks(const double* numbers, i64 ranks, i64 
   else *(double*)out = total / divisor;
 }
 
-// sums += other: n numbers of one type.
+// sums += other: n numbers, float (`is_float` 1) or double (0).
 extern "C" __global__ void add(void* sums, const void* other, i64 n, i64 is_float) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;

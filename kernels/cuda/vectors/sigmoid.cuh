@@ -1,8 +1,10 @@
-// The pairwise sigmoid before and after its pass, on vectors of length M.
+// The pairwise sigmoid (SigLIP): what happens to vectors of M rows before and after its pass, which is tiled/sigmoid.cu
+// or sm90/sweep_sigmoid.cu.
 #pragma once
 #include "vectors/sums.cuh"
 
-// The sigmoid pass's beginning: upstream times the scale, sums of nothing, no positives yet.
+// Before the pass: row_factor[i] is the upstream gradient times the scale, sums are 0, and logits of positives are NaN,
+// until the pass finds them.
 extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
                                          const __grid_constant__ Scale scale, double* row_factor,
                                          double* losses, double* bias_grad,
@@ -19,16 +21,19 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
   positive[i] = NAN_;
 }
 
-// Losses of rows that depend on a feature that is not finite become NaN (the kernel `finalize` does so itself).
+// After the pass: the loss of a row becomes NaN if a feature of the row, or of any key, is not finite. (For losses with
+// a softmax, the kernel `finalize` does this.)
 extern "C" __global__ void mark_not_finite(i64 m, double* losses, const double* row_nans,
                                            const double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) losses[i] += *any_key_not_finite + (row_nans ? row_nans[i] : 0);
 }
 
-// From positives' logits without the bias: out = -a sigmoid(-z). To the sums over the negatives, a positive adds
-// softplus(-z), out, and out times the product of the features. A row whose positive is not among these keys adds
-// nothing.
+// After the pass: adds the positives of n rows to the sums over the negatives. logits[i] is the logit of the positive
+// without the bias, and z = logits[i] + bias.
+//     out[i] = -a[i] sigmoid(-z), which is dL/dx at the positive, with a = row_factor
+//     losses[i] += softplus(-z), bias_grad[i] += out[i], log_scale_grad[i] += out[i] x, with the product x
+// If the positive is not among these keys (positives[i] is -1), out[i] is 0, and nothing is added.
 extern "C" __global__ void sigmoid_positives(const double* logits, const double* a,
                                              const i64* positives, i64 n,
                                              const __grid_constant__ Scalar bias,

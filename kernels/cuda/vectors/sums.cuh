@@ -1,22 +1,24 @@
-// Sums of rows and columns: how the sums of tiles are merged, and the loss of a row from its complete sums.
+// Sums of rows and columns, in the order of a call: `begin` sets them to sums of nothing, merge_partial_sums adds the
+// partial sums of each block, `finalize` computes losses and the factors of the gradient pass from complete sums, and
+// `totals` adds up the losses. Logits are in base 2 here, x2 = c x.
 #pragma once
 #include "common.cuh"
 
-// --- sums of tiles -----------------------------------------------------------------------------------------
+// --- partial sums ------------------------------------------------------------------------------------------
 
 constexpr int MERGE_THREADS = 128;
-constexpr int MERGE_ROW_THREADS = 4;  // threads that share a row
-constexpr int MAX_SWEEP_BLOCKS = 512;
-constexpr int TILE_BITS = 32 * 32;  // of a thread block of a sweep: 32 words
+constexpr int MERGE_ROW_THREADS = 4;  // threads that share the slots of a row
+constexpr int MAX_SWEEP_BLOCKS = 512;  // thread blocks of a sweep
+constexpr int TILE_BITS = 32 * 32;  // bits, one for each tile, that a thread block of a sweep leaves: 32 words
 
-// With exponentials in the products' precision.
+// The sums over two sets of logits together, with exponentials in the precision of products.
 __device__ __forceinline__ Sum merge(Sum a, Sum b) {
   return merge(a, b, [](double x) { return (double)exp2_((Real)x); });
 }
 
-// Lists in `writers` the thread blocks of a sweep that have written sums of a tile's columns, in ascending order, and
-// returns their number. A block has one bit for each of TILE_BITS tiles; a sweep of more tiles has set all bits
-// (sweep_lse.cu). All lanes of a warp call it.
+// Lists in `writers` the thread blocks of a sweep that have written sums of the columns of tile `tile`, in ascending
+// order, and returns their number. written_tiles [blocks, 32] has one bit for each of TILE_BITS tiles; a sweep of more
+// tiles has set all bits (sm90/sweep_lse.cu). All lanes of a warp call this.
 __device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks, i64 tile, int lane,
                                             int* writers) {
   int count = 0;
@@ -24,14 +26,15 @@ __device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks
   for (int first = 0; first < blocks; first += 32) {
     const int block = first + lane;
     const bool here = block < blocks && written_tiles[block * 32 + tile % TILE_BITS / 32] >> tile % 32 & 1;
-    const u32 all = __ballot_sync(ALL_LANES, here);
+    const u32 all = __ballot_sync(ALL_LANES, here);  // bit l: block first + l has written
     if (here) writers[count + __popc(all & ((1u << lane) - 1))] = block;
     count += __popc(all);
   }
   return count;
 }
 
-// Rows' sums over a part of their columns: float64, base 2. Moments may be null.
+// The sums of rows over the columns so far, or of columns over the rows so far, as struct Sum has them: the largest
+// base-2 logit, the sum of 2^(x2 - max), and the first moment (null: not wanted).
 struct Sums {
   double *max, *sum, *moment;
 
@@ -42,14 +45,15 @@ struct Sums {
   }
 };
 
-// Adds partial sums of rows, or of columns, to their sums, always in one order.
+// Adds the partial sums of one block of logits to the sums of n rows (or n columns), always in one order.
 //   - A slot is one partial sum of a row: (max, sum), and a moment unless `moments` is null. `partial_sums` and
-//     `moments` have `slots` slots for each row.
-//   - The maxima are raw products; c = scale log2(e) makes base-2 logits of them. A sweep's maxima are such
-//     logits already, so the caller passes scale = ln 2. `logit_scale` makes logits of the products in moments.
+//     `moments` are [slots, stride], with one slot for each row.
+//   - `scale` makes logits of the maxima. The maxima of tiled/lse.cu are products. The maxima of a sweep are base-2
+//     logits already, so the caller passes scale = ln 2, and c = scale log2(e) is 1. `logit_scale` makes logits of the
+//     products in moments.
 //   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
-//   - If `written_tiles` is not null, the sums belong to columns of a sweep (sweep_lse.cu). Each thread block of the
-//     sweep has two slots for the columns of the tiles that it has visited, and `written_tiles` has these tiles.
+//   - If `written_tiles` is not null, the sums belong to columns of a sweep (sm90/sweep_lse.cu). Each thread block of
+//     the sweep has two slots, which are valid for the columns of the tiles in its bits of `written_tiles`.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, const __grid_constant__ Sums sums,
@@ -87,13 +91,14 @@ merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
   sums.set(i, total);
 }
 
-// Adds up the slots of row i, each with two partial sums (x, y), and a moment unless `moment_sums` is null:
+// For losses without a log-sum-exp: adds the slots of row i, each with two partial sums (x, y), and a moment unless
+// `moment_sums` is null, to sums of the row:
 //     first_sums[i] += sum of x
 //     second_sums[i] += gradient_divisor * (sum of y)
-//     moment_sums[i] += gradient_divisor * correction * (sum of moments).
-// For a sigmoid, x is of losses and y of dL/dx, whose total is the gradient of the bias. For distillation, x and y are
-// the two sums of block/distill.cuh, without a divisor.
-// `correction` is the factor of `scale` that makes the kernel's products products of features.
+//     moment_sums[i] += gradient_divisor * (scale.get() / scale.bare()) * (sum of moments)
+// For a sigmoid, x are losses and y are elements of the gradient block, dL/dx / gradient_divisor. The total of dL/dx is
+// the gradient of the bias times the scale. For distillation, x and y are the two sums of block/distill.cuh, and
+// *gradient_divisor is 1. scale.get() / scale.bare() corrects the kernel's products (struct Scalar).
 extern "C" __global__ void add_partial_sums(const Real2* partial_sums, const Real* moments, i64 slots,
                                             i64 stride, i64 n, const double* gradient_divisor,
                                             const __grid_constant__ Scale scale, double* first_sums,
@@ -113,7 +118,8 @@ extern "C" __global__ void add_partial_sums(const Real2* partial_sums, const Rea
   if (moment_sums) moment_sums[i] += *gradient_divisor * (scale.get() / scale.bare()) * moment;
 }
 
-// The sum of `copies` vectors of n numbers, one after another, to the first.
+// Adds up `copies` vectors of n numbers, which follow one another in `sums`, into the first vector: accumulators of dQ,
+// if its long sums over keys are computed as several shorter sums (kernels/gpu/schedule/matrix_products.py).
 extern "C" __global__ void add_copies(Real* sums, i64 n, i64 copies) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -125,12 +131,13 @@ extern "C" __global__ void add_copies(Real* sums, i64 n, i64 copies) {
 
 // --- before and after the log-sum-exps -------------------------------------------------------------------
 
-// Vectors that follow from the loss (problem.materialize_vectors): positives by the loss's rule, and one upstream
-// gradient for all rows. A pointer is null if the caller of the loss gives this vector.
+// Vectors that the caller of a loss has not given, and that kernels write (TiledVectors.materialize_vectors): the
+// positives by the rule of the loss, and one upstream gradient for all rows. A pointer is null if the caller has given
+// this vector.
 struct DefaultVectors {
-  i64* positives;
-  double *upstream, value;
-  i64 symmetric;
+  i64* positives;           // [m]
+  double *upstream, value;  // [m], and the number for all its elements
+  i64 symmetric;            // the positive of row i is 1: the other view, row i + m / 2 modulo m; 0: key i
 
   __device__ __forceinline__ void write(i64 i, i64 m) const {
     if (positives) positives[i] = symmetric ? (i + m / 2) % m : i;
@@ -138,8 +145,8 @@ struct DefaultVectors {
   }
 };
 
-// Initial values of a log-sum-exp pass: sums are (-inf, 0, 0), and logits of positives [m, set_size] are NaN.
-// `columns` and `any_key_not_finite` may be null.
+// Before a log-sum-exp pass: sums of m rows and n columns become (-inf, 0, 0), and logits of positives [m, set_size]
+// become NaN, until the pass finds them. Pointers of `columns`, and `any_key_not_finite`, may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  const __grid_constant__ Sums columns, double* positive,
                                  i64 set_size, i64 m, i64 n,
@@ -155,34 +162,39 @@ extern "C" __global__ void begin(const __grid_constant__ Sums rows,
   if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
 }
 
-// The scale of exponents, for `hardness`.
+// *out = scale + by: the scale of exponents with `hardness`, where by is the hardness.
 extern "C" __global__ void raise_scale(const __grid_constant__ Scale scale, double by, double* out) {
   if (threadIdx.x == 0) *out = scale.bare() + by;
 }
 
-// Options of the softmax that change only numbers of a row: see spec.OPTIONS.
+// Options of the softmax that the passes know nothing of, because they change only the loss of a row from its sums
+// (infonce/spec.py: OPTIONS). With `hardness`, the passes multiply all products by a larger scale, the scale of
+// exponents. Otherwise exponent_scale is the scale.
 struct RowOptions {
-  Scale scale, exponent_scale;  // the passes take all logits in the scale of exponents
-  double margin;
-  i64 decoupled;
-  const double* key_bias;  // of all keys; or null
+  Scale scale, exponent_scale;
+  double margin;           // is subtracted from the positive's product
+  i64 decoupled;           // 1: the softmax leaves out the positive
+  const double* key_bias;  // [keys] natural units, or null
 
+  // A logit in the scale of exponents, times this, is the logit
   __device__ __forceinline__ double to_logits() const { return scale.bare() / exponent_scale.bare(); }
-  // The base-2 logit of a positive, from its logit in the scale of exponents.
+  // The base-2 logit of a positive with its margin, without its bias, from its base-2 logit in the scale of exponents.
   __device__ __forceinline__ double logit(double exponent) const {
     return exponent * to_logits() - scale.bare() * margin * LOG2_E;
   }
-  // The bias of a row's logits with this key, base 2. Logits of columns have none.
+  // The bias of this key, base 2; 0 for key -1. It is added to logits of rows; in the softmax of a column it cancels.
   __device__ __forceinline__ double bias(i64 key) const {
     return key_bias && key >= 0 ? LOG2_E * key_bias[key] : 0;
   }
-  // `negatives` are sums of exponents.
+  // The direction of a row with this positive `logit`. `negatives` are sums over logits in the scale of exponents.
+  // `mean`: see `finalize_direction`.
   __device__ __forceinline__ Direction finalize(Sum negatives, double logit, double mean) const {
     negatives.moment *= to_logits();
     return finalize_direction(negatives, logit, decoupled, mean);
   }
-  // The positive is key `partner` (-1: none), whose logit has a bias. The bias does not depend on the scale, so it has
-  // no part in the derivative by log(scale).
+  // The same for one positive, key `partner` (-1: none), whose base-2 logit in the scale of exponents is `positive`,
+  // without its `bias`. The bias does not depend on the scale, so it is not in `mean`, from which the derivative by
+  // log(scale) follows.
   __device__ __forceinline__ Direction finalize_one(Sum negatives, double positive, i64 partner,
                                               double bias = 0) const {
     if (partner < 0) return without_positive(negatives);
@@ -190,8 +202,9 @@ struct RowOptions {
   }
 };
 
-// targets.limits: the dot product above which a row leaves out negatives. `dots` [m, each] are the dot products of a
-// row's positives.
+// The limit of each row, for `false_negative_margin`: the product above which negatives are left out. It is the largest
+// product of the row with its positives, plus the margin, or infinite without a positive. `dots` [m, each] are the
+// products with the positives, which are -1 for none. (targets.limits in Python.)
 extern "C" __global__ void limits(const double* dots, const i64* positives, i64 each, i64 m,
                                   double margin, double* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -203,49 +216,54 @@ extern "C" __global__ void limits(const double* dots, const i64* positives, i64 
   out[i] = any ? top + margin : INFINITY_;
 }
 
-// out = x + by * bias: logits in base 2, and biases.
+// out[i] = x[i] + by * bias[i]: adds biases in natural units (by = log2 e) to log-sum-exps in base 2.
 extern "C" __global__ void add_bias(const double* x, const double* bias, double by, i64 n, double* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < n) out[i] = x[i] + by * bias[i];
 }
 
-// Log-sum-exps as reference exponents: of nothing, any number.
+// The reference exponent for a log-sum-exp in base 2. Without logits it is -inf, and any finite number serves.
 __device__ __forceinline__ double get_reference(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
 
 struct FinalizeArguments {
-  Sums rows, columns;
-  double* positive;
-  const i64* positives;
-  i64 set_size;                      // of `positive`, `positives` and `positive_gradient`
-  const double* upstream;
-  const double* row_nans;                 // NaN for a row that is not finite, else 0; or null
-  const double* any_key_not_finite;  // NaN or 0
+  Sums rows, columns;                // complete; `columns` counts only if two_sided
+  double* positive;                  // [m, set_size] base-2 logits of positives, in the scale of exponents
+  const i64* positives;              // [m, set_size] keys, -1 for none
+  i64 set_size;                      // positives of a row, at most
+  const double* upstream;            // [m] upstream gradients of the losses
+  const double* row_nans;            // [m] NaN for a row that is not finite, else 0; or null
+  const double* any_key_not_finite;  // NaN if a key is not finite, else 0
   double row_direction_weight, column_direction_weight;
   RowOptions options;
+  // symmetric: queries are keys. triangle: the pass has visited one triangle. lse_is_float: type of row_lse, column_lse
   i64 m, symmetric, triangle, two_sided, lse_is_float;
-  // results
+  // Results, [m] each; positive_gradient [m, set_size]. losses: with both directions, weighted. row_loss, column_loss:
+  // of one direction. References: log-sum-exps, base 2. log_scale_grad, positive_logit: null if not wanted
   double *losses, *row_loss, *row_reference, *column_loss, *column_reference, *row_factor,
-      *column_factor, *positive_gradient, *log_scale_grad, *positive_logit;  // the last two may be null
-  void *row_lse, *column_lse;
+      *column_factor, *positive_gradient, *log_scale_grad, *positive_logit;
+  void *row_lse, *column_lse;        // log-sum-exps, natural units
 };
 
+// Writes to[i]: the base-2 log-sum-exp lse2 in natural units, in the type of the result.
 __device__ __forceinline__ void put_lse(const FinalizeArguments& f, void* to, i64 i, double lse2) {
   if (f.lse_is_float) ((float*)to)[i] = (float)(LN_2 * lse2);
   else ((double*)to)[i] = LN_2 * lse2;
 }
 
-// Finalized.log_scale_grad of a row. With moments: `moment_gradient`, the derivative of its loss, times the
-// upstream gradient. Without moments, only the margin's part: the margin times `at_positives`, the sum of
-// -dL/dx at the positives, times the scale. The rest is <dQ_i, q_i>.
+// log_scale_grad of row i, dL/dlog(scale). With moments it is the upstream gradient times `moment_gradient`, the
+// derivative of the row's loss. Without moments, the sum of P_ij x_ij is <dQ_i, q_i>, which `finish` computes, and only
+// the margin's part is left for here: the margin times `at_positives`, the sum of -dL/dx at the row's positives.
 __device__ __forceinline__ double log_scale_gradient(const FinalizeArguments& f, i64 i, double moment_gradient,
                                                double at_positives) {
   return f.rows.moment ? f.upstream[i] * moment_gradient : f.options.margin * at_positives;
 }
 
+// Writes the results of row i. `a` is the row factor, `loss` has both directions, and `log_scale_grad` and
+// `at_positives` are the arguments of log_scale_gradient.
 __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const Direction& row, double a,
                                         double loss, double log_scale_grad, double at_positives) {
   f.losses[i] = loss + *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
-  // NaN without help if a feature is not finite
+  // log_scale_grad needs no NaN flag: it is NaN if a feature is not finite
   if (f.log_scale_grad) f.log_scale_grad[i] = log_scale_gradient(f, i, log_scale_grad, at_positives);
   f.row_loss[i] = row.loss;
   f.row_reference[i] = get_reference(row.lse2);
@@ -253,14 +271,16 @@ __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const
   f.row_factor[i] = a;
 }
 
-// A row with several positives, or none. They stand for one whose logit is their log-sum-exp: see
-// kernels/targets.py, which has the formulas.
+// `finalize` for row i if rows have several positives. All positives of a row count as one positive, whose logit is
+// their log-sum-exp (formulas: kernels/targets.py). There are no columns.
 __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
-  const i64 each = f.set_size, *keys = f.positives + i * each;
+  const i64 each = f.set_size, *keys = f.positives + i * each;  // positives of this row, -1 for none
   const double* exponents = f.positive + i * each;
   double* gradient = f.positive_gradient + i * each;
+  // The base-2 logit of positive s, with margin and bias
   const auto biased = [&](i64 s) { return f.options.logit(exponents[s]) + f.options.bias(keys[s]); };
-  // Sums of 2^below, of `below`, and without biases of `below` and of 2^below below
+  // With `below` = logit - top, at most 0, and `scaled_part` = `below` without the bias, which depends on the scale:
+  // total = sum of 2^below, sum = sum of `below`, unbiased = sum of scaled_part, weighted = sum of 2^below scaled_part
   double top = -INFINITY_, total = 0, sum = 0, unbiased = 0, weighted = 0;
   i64 count = 0;
   for (i64 s = 0; s < each; ++s)
@@ -272,21 +292,22 @@ __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   }
   Direction row = without_positive(f.rows.get(i));
   if (count) {
-    const double positive_mean = weighted / total;
+    const double positive_mean = weighted / total;  // mean of scaled_part under the softmax over the positives
     row = f.options.finalize(f.rows.get(i), top + log2(total), top + positive_mean);
     row.loss += LN_2 * (log2(total) - sum / count);
     row.log_scale_grad += LN_2 * (positive_mean - unbiased / count);
   }
   const double a = f.upstream[i] * (f.row_direction_weight * f.options.scale.bare());
   for (i64 s = 0; s < each; ++s) {
-    const double fraction = exp2(biased(s) - top) / total;
+    const double fraction = exp2(biased(s) - top) / total;  // probability in the softmax over the positives
     gradient[s] = keys[s] < 0 ? 0 : -a * (fraction * row.negative_probability + (1.0 / count - fraction));
   }
   put_row(f, i, row, a, f.row_direction_weight * row.loss, f.row_direction_weight * row.log_scale_grad,
           a * row.negative_probability);  // fractions add up to 1
 }
 
-// solve.Vectors.finalize, a row a thread.
+// From complete sums to losses, and the factors of the gradient pass (solve.Vectors.finalize in Python). A thread
+// computes row i, and column i if the loss has two directions; key i is then the positive of query i.
 extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= f.m) return;
@@ -297,12 +318,13 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
   const double scale = f.options.scale.bare(), upstream = f.upstream[i];
   const i64 partner = f.positives[i];
   double positive = f.positive[i];
-  // A triangle met the pair once, from its lower row
+  // A triangle has found the logit of the pair (i, partner) once, for the row of lower number
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
   const Direction row = f.options.finalize_one(f.rows.get(i), positive, partner, f.options.bias(partner));
   const double a = upstream * (f.row_direction_weight * scale);
   double loss = f.row_direction_weight * row.loss, log_scale_grad = f.row_direction_weight * row.log_scale_grad;
+  // -dL/dx at the positive: the part of this row (and its column), and the part of the row of the partner
   double at_positive = a * row.negative_probability, partner_gradient = 0;
   if (f.symmetric && partner >= 0)
     partner_gradient = f.upstream[partner] * (f.row_direction_weight * scale) *
@@ -325,13 +347,13 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
 
 constexpr int TOTALS_THREADS = 1024;
 
-// x times its weight. A weight of 0 leaves out an infinite x; a NaN stays.
+// x times its weight. With weight 0, an infinite x gives 0, and a NaN stays NaN.
 __device__ __forceinline__ double weighted(double x, double weight) {
   return weight == 0 && !isnan(x) ? 0 : weight * x;
 }
 
-// The sum of x (null: 0), each times its weight (null: 1). All threads of the only thread block add; the first thread
-// gets the sum.
+// The sum of x[i] (x null: 0), each times weights[i] (null: 1). All threads of the only thread block call this and get
+// the sum.
 __device__ __forceinline__ double add_up(const double* x, i64 n, const double* weights = nullptr) {
   __shared__ double memory[TOTALS_THREADS / 32];
   double sum = 0;
@@ -341,11 +363,14 @@ __device__ __forceinline__ double add_up(const double* x, i64 n, const double* w
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 
-// Arrays that are null count as 0, and row_shares as 1.
+// The scalars of a result, by one thread block, at the end of a call. A null array counts as 0, and null row_shares as
+// 1.
 //
-//     out[0] = common_share * sum of losses[i] * row_shares[i]
-//     out[1] = (sum of log_scale_grad + sum of dots / pair_counts) / scale
-//     out[2] = sum of bias_grad / scale
+//     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
+//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_counts) / scale
+//     gradient of the bias:  out[2] = sum of bias_grad / scale
+//
+// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_counts` times: 2 if queries are keys, else 1.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double common_share, const double* row_shares, const double* log_scale_grad,
        const double* dots, i64 count, double pair_counts, const double* bias_grad,
