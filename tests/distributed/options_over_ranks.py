@@ -8,7 +8,7 @@ import numpy as np
 from host_device import room
 from infonce.distributed import cost
 from infonce.kernels import problem as problems
-from ranks import COMM, RANK, SIZE, close, compute_on, follow, shards
+from ranks import COMM, RANK, SIZE, close, compute_on_device, follow, shards
 from reference_problems import FEATURES, Problem, call_of, drawn_problem
 
 import infonce
@@ -49,7 +49,7 @@ def offloaded(place: str) -> dict[str, Any]:
     """Options of calls whose place is "offload to host" or "offload to gpu"."""
     if not place.startswith("offload to "):
         return {}
-    compute_on(place.removeprefix("offload to "))
+    compute_on_device(place.removeprefix("offload to "))
     return {"offload": True}
 
 

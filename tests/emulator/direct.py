@@ -1,6 +1,7 @@
-"""Kernels launched by themselves: sums of exponentials, a gradient block, swaps between two ranks.
+"""Single kernels, launched without the library's passes: sums of exponentials, a gradient block,
+swaps between two ranks. test_kernels.py and synchronisation/calls.py call them.
 
-python tests/emulator/direct.py MAILBOXES RANK SEED SOURCES     one of two ranks: see `swapped`
+`swap_arrays` starts `python tests/emulator/direct.py MAILBOXES RANK SEED SOURCES` for each rank.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import numpy as np
 from infonce.kernels.gpu import config
 from infonce.kernels.gpu.device import compiler, signatures
 
+# An H200 with 4 multiprocessors: shared memory of a block and of a multiprocessor, memory, in bytes
 H200 = config.DeviceProperties("90", 4, 232448, 233472, 150 << 30)
 SCALE, LOG2_E = 8.0, 1 / np.log(2)
-SCALAR = {"value": SCALE, "pointer": 0, "factor": 1.0, "feature_divisors": 0}
-NO_GRADIENT_BLOCK = {"data": 0, "stride": 0, "part": 0}
-Edit = Callable[[str], str]  # of a flattened source
+SCALAR = {"value": SCALE, "pointer": 0, "factor": 1.0, "feature_divisors": 0}  # struct Scale
+NO_GRADIENT_BLOCK = {"data": 0, "stride": 0, "part": 0}  # struct GradientBlock
+Edit = Callable[[str], str]  # changes a flattened source, to put a fault in
 
 
 class Features:
-    """Queries [m, d] and keys [n, d] of length 1, in bfloat16, and the logits in float64."""
+    """Unit rows in bfloat16 in the emulator's memory, queries [m, d] and keys [n, d]; their logits
+    in float64; and the positive of each query."""
 
     def __init__(self, m: int, n: int, d: int) -> None:
         rng = np.random.default_rng(m * 7919 + n)
@@ -38,14 +41,17 @@ class Features:
             z /= np.linalg.norm(z, axis=1, keepdims=True)
         q, k = (z.astype(ml_dtypes.bfloat16) for z in self.arrays)
         self.m, self.n, self.d = m, n, d
-        self.padded = -(-d // 8) * 8  # rows begin at multiples of 16 bytes
-        self.q, self.k = on_device(pad(q, self.padded)), on_device(pad(k, self.padded))
+        self.padded = -(-d // 8) * 8  # features with padding: rows begin at multiples of 16 bytes
+        self.q, self.k = to_device(pad(q, self.padded)), to_device(pad(k, self.padded))
         self.logits = SCALE * q.astype(np.float64) @ k.astype(np.float64).T
-        self.positives = on_device(np.arange(m) * 7 % n)
+        self.positives = to_device(np.arange(m) * 7 % n)
 
     def block(self, query_tile_rows: int, block_n: int) -> dict[str, Any]:
-        """struct Block."""
-        width = 2 * self.padded
+        """The fields of the kernels' struct Block, for one block of all queries and keys.
+
+        `query_tile_rows` and `block_n` are the rows and columns of a tile.
+        """
+        width = 2 * self.padded  # bytes of a row
         sides = {
             name: {"data": memory.ptr, "stride": width, "part": 0, "rows": rows, "factor": 0}
             for name, memory, rows in (("q", self.q, self.m), ("k", self.k, self.n))
@@ -58,7 +64,7 @@ class Features:
         }  # fmt: skip
 
     def negative_sums(self, axis: int) -> Any:
-        """Sums of the exponentials of all logits but the positives'."""
+        """Sums of the exponentials of the negatives: of rows (axis 1) or columns (axis 0)."""
         e = np.exp(self.logits)
         e[np.arange(self.m), self.positives.view(np.int64)] = 0
         return e.sum(axis)
@@ -68,13 +74,17 @@ def pad(z: Any, d: int) -> Any:
     return np.pad(z, ((0, 0), (0, d - z.shape[1])))
 
 
-def on_device(values: Any) -> engine.Memory:
+def to_device(values: Any) -> engine.Memory:
+    """A copy of an array in the emulator's memory."""
     memory = engine.Memory(values.nbytes)
     memory.view()[:] = np.frombuffer(values.tobytes(), np.uint8)
     return memory
 
 
-def compiled(file: str, name: str, defines: Mapping[str, Any], edit: Edit | None) -> engine.Kernel:
+def compile_kernel(
+    file: str, name: str, defines: Mapping[str, Any], edit: Edit | None
+) -> engine.Kernel:
+    """Kernel `name` of `file` in kernels/cuda, after `edit`. `defines` are its -D options."""
     source = compiler.flatten(file)
     if edit is not None:
         source = edit(source)
@@ -87,7 +97,10 @@ def launch(
     file: str, name: str, grid: int, block: int, shared: int, arguments: Mapping[str, Any],
     defines: Mapping[str, Any], edit: Edit | None, seed: int,
 ) -> None:  # fmt: skip
-    """A kernel of kernels/cuda with `arguments` by the names of its parameters."""
+    """Launch kernel `name` of `file`: `grid` blocks of `block` threads, `shared` bytes.
+
+    `arguments` are by the names of the kernel's parameters, and `seed` is the schedule.
+    """
     values = signatures.signature(file, name).arguments(arguments)
     dtypes = {"Q": np.uint64, "q": np.int64, "d": np.float64}
     kinds = [kind for _, kind in signatures.signature(file, name).fields]
@@ -95,7 +108,7 @@ def launch(
         value if isinstance(value, np.ndarray) else np.array(value, dtypes[kind])
         for value, kind in zip(values, kinds, strict=True)
     ]
-    kernel = compiled(file, name, defines, edit)
+    kernel = compile_kernel(file, name, defines, edit)
     kernel.launch(grid, block, shared, packed, seed=seed)
 
 
@@ -103,14 +116,17 @@ def tensor_map(data: int, rows: int, width: int, box_rows: int, stride: int = 0)
     return np.frombuffer(engine.tensor_map(data, rows, width, stride or width, box_rows), "V128")
 
 
-def merged(pairs: Any, factor: float) -> Any:
-    """Natural sums of exponentials from pairs (reference, sum) [slots, n] in base 2."""
+def merge_sums(pairs: Any, factor: float) -> Any:
+    """Sums of exponentials [n], from pairs (reference exponent, sum) [slots, n, 2] of tiles.
+
+    A pair stands for sum * 2^(factor * reference).
+    """
     reference, sums = pairs[..., 0].astype(np.float64), pairs[..., 1].astype(np.float64)
     return (np.exp2(factor * np.where(sums == 0, 0, reference)) * sums).sum(axis=0)
 
 
 def tiled_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[Any, Any]:
-    """Sums of rows and columns by tiled/lse.cu."""
+    """Sums of the exponentials of negatives, of rows [m] and columns [n], by tiled/lse.cu."""
     tile = config.tile_for("bf16", z.d, H200)
     rows = engine.Memory(8 * z.m * tile.row_slots(z.m, z.n))
     columns = engine.Memory(8 * z.n * tile.column_slots(z.m, z.n))
@@ -129,18 +145,20 @@ def tiled_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     launch("tiled/lse.cu", "lse", blocks, tile.threads, tile.shared, arguments, defines, edit, seed)
     factor = SCALE * LOG2_E
     return (
-        merged(rows.view(np.float32).reshape(-1, z.m, 2), factor),
-        merged(columns.view(np.float32).reshape(-1, z.n, 2), factor),
+        merge_sums(rows.view(np.float32).reshape(-1, z.m, 2), factor),
+        merge_sums(columns.view(np.float32).reshape(-1, z.n, 2), factor),
     )
 
 
 def find_sweep(z: Features) -> config.Sweep:
+    """The sweep that the library chooses for these features."""
     sweep = config.sweep_for("bf16", 2 * z.padded, H200, False)
     assert sweep is not None
     return sweep
 
 
 def sweep_arguments(z: Features, sweep: config.Sweep) -> dict[str, Any]:
+    """The arguments that all sweeps have."""
     width = 2 * z.padded
     return {
         "q": tensor_map(z.q.ptr, z.m, width, sweep.query_box),
@@ -151,7 +169,7 @@ def sweep_arguments(z: Features, sweep: config.Sweep) -> dict[str, Any]:
 
 
 def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[Any, Any]:
-    """Sums of rows and columns by sm90/sweep_lse.cu."""
+    """Sums of the exponentials of negatives, of rows [m] and columns [n], by sm90/sweep_lse.cu."""
     sweep = find_sweep(z)
     slots, blocks = sweep.row_slots(z.m, z.n), sweep.blocks(z.m, z.n)
     rows = engine.Memory(8 * z.m * slots)
@@ -175,25 +193,28 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     )  # fmt: skip
     pairs = columns.view(np.float32).reshape(blocks, 2, z.n, 2).copy()
     marked = marks.view(np.uint32).reshape(blocks, 32)
-    for tile in range(-(-z.n // config.BLOCK_M)):  # a block has pairs of the tiles that it marks
+    # A thread block writes pairs only of the tiles that it marks: clear the others
+    for tile in range(-(-z.n // config.BLOCK_M)):
         absent = marked[:, tile // 32] >> tile % 32 & 1 == 0
         pairs[absent, :, tile * config.BLOCK_M : (tile + 1) * config.BLOCK_M] = 0
     return (
-        merged(rows.view(np.float32).reshape(slots, z.m, 2), 1),
-        merged(pairs.reshape(-1, z.n, 2), 1),
+        merge_sums(rows.view(np.float32).reshape(slots, z.m, 2), 1),
+        merge_sums(pairs.reshape(-1, z.n, 2), 1),
     )
 
 
 def sweep_gradient(z: Features, seed: int = 0, edit: Edit | None = None) -> Any:
-    """Softmax probabilities [m, n] by sm90/sweep_gradient.cu, 0 for positives."""
+    """The gradient block [m, n] by sm90/sweep_gradient.cu: softmax probabilities of rows, 0 for
+    positives."""
     sweep = find_sweep(z)
     stride = -(-z.n // config.BLOCK_M) * config.BLOCK_M
     gradient = engine.Memory(2 * z.m * stride)
-    top = z.logits.max(1) * LOG2_E
-    share = 1 / np.exp2(z.logits * LOG2_E - top[:, None]).sum(1)
-    reference, a = (on_device(v.astype(np.float32)) for v in (top, share))
-    u = on_device(np.zeros(z.m, np.float32))
-    one_exponential = on_device(np.ones(1, np.int64))
+    # A probability is a exp2(x - reference), with x in base 2
+    largest = z.logits.max(1) * LOG2_E
+    inverse_sum = 1 / np.exp2(z.logits * LOG2_E - largest[:, None]).sum(1)
+    reference, a = (to_device(v.astype(np.float32)) for v in (largest, inverse_sum))
+    u = to_device(np.zeros(z.m, np.float32))
+    one_exponential = to_device(np.ones(1, np.int64))
     defines = {
         "PRECISION": "BF16", **config.defines(sweep, True, False), "IDS": 0, "FACTORS": 0,
         "COLUMNS": 0,
@@ -214,9 +235,10 @@ def sweep_gradient(z: Features, seed: int = 0, edit: Edit | None = None) -> Any:
 
 # --- two ranks: a process each, with memory that both map -----------------------------------------
 
-SWAP_BLOCKS, SWAP_THREADS, ROOM, LINE = 4, 256, 2**14, 256
+SWAP_BLOCKS, SWAP_THREADS = 4, 256  # of a launch of swap.cu
+ROOM, LINE = 2**14, 256  # bytes of a buffer, and of counters
 MAILBOX = 2 * ROOM + 2 * LINE  # two buffers, numbers of the other rank's pieces, own counters
-# Bytes of up to four arrays that each rank sends; rank 1 sends the next
+# Bytes of the arrays (up to four) that rank 0 sends in a step. Rank 1 sends those of the next step.
 SWAP_SIZES = [
     (4096, 80),
     (7,),
@@ -230,8 +252,8 @@ SWAP_SIZES = [
 SWAP_SECONDS = 300
 
 
-def swapped(seed: int) -> bytes:
-    """What both ranks have got in all swaps."""
+def swap_arrays(seed: int) -> bytes:
+    """Swap arrays between two processes in all steps. Returns the bytes that both have received."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(2 * MAILBOX))
         file.flush()
@@ -243,14 +265,14 @@ def swapped(seed: int) -> bytes:
             for rank in (0, 1)
         ]  # fmt: skip
         try:
-            said = [rank.communicate(timeout=SWAP_SECONDS) for rank in ranks]
+            outputs = [rank.communicate(timeout=SWAP_SECONDS) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-    for rank, (_, errors) in zip(ranks, said, strict=True):
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
             raise engine.KernelError(errors.decode().strip())
-    return b"".join(out for out, _ in said)
+    return b"".join(received for received, _ in outputs)
 
 
 def swap_content(rank: int, step: int) -> list[Any]:
@@ -261,24 +283,28 @@ def swap_content(rank: int, step: int) -> list[Any]:
 
 
 def arrays_fields(memories: list[Any]) -> dict[str, int]:
-    """struct Arrays."""
+    """The fields of swap.cu's struct Arrays: addresses and bytes of up to four arrays."""
     names = "first", "second", "third", "fourth"
-    found = dict.fromkeys(names, 0) | {f"{name}_bytes": 0 for name in names}
+    fields = dict.fromkeys(names, 0) | {f"{name}_bytes": 0 for name in names}
     for name, memory in zip(names, memories, strict=False):
-        found |= {name: memory.ptr, f"{name}_bytes": memory.size}
-    return found
+        fields |= {name: memory.ptr, f"{name}_bytes": memory.size}
+    return fields
 
 
-def one_rank(path: str, rank: int, seed: int) -> None:
+def swap_as_rank(path: str, rank: int, seed: int) -> None:
+    """Run all steps as one of the two ranks, and write the received bytes to stdout.
+
+    `path` is a file of two mailboxes, which both processes map.
+    """
     with open(path, "r+b") as file:
         mailboxes = mmap.mmap(file.fileno(), 2 * MAILBOX)
     start = np.frombuffer(mailboxes, np.uint8).ctypes.data
     mine, other = (start + r * MAILBOX for r in (rank, 1 - rank))
-    late = random.Random(10 * seed + rank)
+    delays = random.Random(10 * seed + rank)
     for step in range(2 * len(SWAP_SIZES)):
-        sent = [on_device(x) for x in swap_content(rank, step)]
+        sent = [to_device(x) for x in swap_content(rank, step)]
         received = [engine.Memory(x.size) for x in swap_content(1 - rank, step)]
-        time.sleep(late.choice([0, 0, 0.02]))
+        time.sleep(delays.choice([0, 0, 0.02]))
         arguments = {
             "sent": arrays_fields(sent), "received": arrays_fields(received), "room": ROOM,
             "counters": mine + 2 * ROOM + LINE,
@@ -287,7 +313,7 @@ def one_rank(path: str, rank: int, seed: int) -> None:
         }  # fmt: skip
         launch(
             "ranks/swap.cu", "swap", SWAP_BLOCKS, SWAP_THREADS, 0, arguments, {"PRECISION": "FP32"},
-            None, seed and seed + step,
+            None, seed and seed + step,  # seed 0: threads in order in each step
         )  # fmt: skip
         for memory in received:
             sys.stdout.buffer.write(memory.view().tobytes())
@@ -297,6 +323,6 @@ if __name__ == "__main__":
     path, rank, seed, folder = sys.argv[1:]
     compiler.SOURCES = signatures.SOURCES = Path(folder)
     try:
-        one_rank(path, int(rank), int(seed))
+        swap_as_rank(path, int(rank), int(seed))
     except engine.KernelError as error:
         sys.exit(f"rank {rank}: {error}")

@@ -1,8 +1,8 @@
-"""`pytest -m emulated`, as a plugin: CuPy's stand-in in the place of CuPy, and those tests of
-tests/gpu that run on it, each in a schedule of its own.
+"""The pytest plugin for `-m emulated`, which tests/conftest.py loads.
 
-The emulator takes a thousand times as long as a GPU: of tests with many parameters, it runs every
-nth.
+`import cupy` imports the stand-in for CuPy. Tests of tests/gpu run on it, each in a schedule that
+follows from its name. The emulator takes about a thousand times as long as a GPU, so only every nth
+case of a test with many parameters runs (`EVERY`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threadpoolctl
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-# Tests of tests/gpu that want the device itself, by what they want
+# Tests of tests/gpu that do not run here, by what they need of a GPU
 LEFT_OUT = {
     "time that passes on the device": (
         "test_nothing_waits_for_the_device", "test_work_is_ordered_on_the_current_stream",
@@ -36,7 +36,7 @@ LEFT_OUT = {
         "test_what_tensor_cores_cut_off", "test_accuracy_where_rows_share_a_direction",
     ),
 }  # fmt: skip
-# Every nth of the parameters of a test, where it is not every one
+# Test -> n: every nth of its cases runs. All cases of other tests run
 EVERY: dict[str, int] = {
     # test_api.py
     "test_cupy": 7, "test_scales_at_the_ends": 11, "test_capture": 5,
@@ -69,7 +69,7 @@ EVERY: dict[str, int] = {
 }  # fmt: skip
 
 
-SCHEDULES = 4  # of tests: threads in their order, or in one of so many random ones
+SCHEDULES = 4  # random schedules; with threads in their order, a test has one of 5 schedules
 
 
 def asked_for(config: pytest.Config) -> bool:
@@ -81,7 +81,7 @@ def begin() -> None:
     """From now on, `import cupy` imports the stand-in, whether there is a GPU or not."""
     sys.path.insert(0, str(HERE / "stand_in"))
     os.environ["INFONCE_CACHE_DIR"] = str(ROOT / "build" / "emulated")
-    # BLAS threads that wait for small products would take a fifth of all time
+    # One BLAS thread: waiting for more takes a fifth of all time, as matrix products are small
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     threadpoolctl.threadpool_limits(1)
     import foreign
@@ -102,7 +102,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before those without the marker are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is to run of tests/gpu."""
+    """Mark the cases of tests/gpu that run with `emulated`."""
     left_out = {name for names in LEFT_OUT.values() for name in names}
     seen: Counter[str] = Counter()
     for item in items:

@@ -3,18 +3,18 @@
     kernel = engine.kernel("tiled/lse.cu", "lse", PRECISION="BF16", ...)    # of kernels/cuda
     kernel.launch(grid, block, shared, parameters, seed=7)
 
-- `parameters` are the bytes of each parameter: `bytes`, NumPy arrays or numbers; or, as an int, the
-  address of pointers to them, as the driver takes it.
-- `seed` is a schedule. With 0, threads run in their order, and what is asynchronous is done at
-  once. With another seed, threads run in a random order, and copies and products are done as early
-  or as late as they may be, at random. The default is `SEED`.
-- With `WATCHES_ORDER`, two lanes of a warp that use the same bytes, one of them to write, with no
-  synchronisation in between stop the launch too. Launches take some three times as long.
-- `cooperative`: all blocks run side by side. The blocks of a cluster always do.
+- `parameters`: the bytes of each parameter, as `bytes`, NumPy arrays or numbers; or an int, the
+  address of pointers to them, as the CUDA driver takes it.
+- `seed`: a schedule. With 0, threads run in their order, and asynchronous work is done at once.
+  With another seed, threads run in a random order, and copies and matrix products are done at a
+  random time between their start and the wait for them. The default is `SEED`.
+- `cooperative`: whether all blocks run side by side. The blocks of a cluster always do.
 
 A thread that uses memory beyond an array of `Memory`, waits for ever, or breaks a rule of a
-barrier, a copy or a product ends the launch: a `KernelError` names the kernel, the block, the
-thread and the line.
+barrier, a copy or a matrix product ends the launch: a `KernelError` names the kernel, the block,
+the thread and the line. With `WATCHES_ORDER`, a launch also ends if two lanes of a warp use the
+same bytes, one of them to write, without a synchronisation in between. Such launches take about
+three times as long.
 
 `compile_source` and `Kernel` are the two steps of `kernel`. `missing()` says why there is no
 emulator on this machine. The environment's CXX is the compiler, or g++.
@@ -43,8 +43,8 @@ from infonce.kernels.gpu.device import compiler
 
 HERE = Path(__file__).parent
 CXX = os.environ.get("CXX", "g++")
-SEED = 0  # of launches without one
-WATCHES_ORDER = False  # of a warp's accesses to memory, in kernels compiled from now on
+SEED = 0  # of launches without `seed`
+WATCHES_ORDER = False  # whether kernels that are compiled from now on check the order of accesses
 OPTIONS = (
     "-std=c++17",
     "-fPIC",
@@ -54,15 +54,16 @@ OPTIONS = (
     "-w",
     "-g1",
 )
-# The runtime has the functions that checks of bounds and of alignment call: no library does
+# The functions that the compiler's checks of bounds and alignment call are in runtime/, so the
+# libraries of the compiler are left out
 KERNEL_OPTIONS = (
-    "-Og",  # as fast as -O1 here, and two thirds of the time to compile
+    "-Og",  # kernels are as fast as with -O1, and compile in two thirds of the time
     "-fvisibility=hidden",
     "-fsanitize=bounds,alignment",
     "-nodefaultlibs",
 )
 MORE_OPTIONS = tuple(os.environ.get("EMULATOR_CXXFLAGS", "").split())  # "-O0 -g": for a debugger
-ORDER_OPTIONS = ("-fsanitize=thread",)  # tells runtime/order.cpp of each access
+ORDER_OPTIONS = ("-fsanitize=thread",)  # a call to runtime/order.cpp before each access
 KERNEL_LIBRARIES = ("-lm", "-lc", "-lgcc")
 RUNTIME_OPTIONS = ("-O3", "-g")
 TIME_LIMIT = 600  # seconds for one compilation
@@ -75,11 +76,11 @@ _launching = threading.Lock()
 
 
 class CompileError(RuntimeError):
-    """What the compiler says, with files and lines of kernels/cuda."""
+    """The messages of the compiler, with files and lines of kernels/cuda."""
 
 
 class KernelError(RuntimeError):
-    """What stopped a launch: kernel, block, thread, line."""
+    """A mistake that ended a launch, with kernel, block, thread and line."""
 
 
 @cache
@@ -99,7 +100,7 @@ def missing() -> str:
 
 @cache
 def _machine_options() -> tuple[str, ...]:
-    """Instructions that the compiler may use: with them fma is not a call."""
+    """Options for instructions of this CPU: with them, fma is an instruction instead of a call."""
     try:
         flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
     except OSError:
@@ -108,23 +109,26 @@ def _machine_options() -> tuple[str, ...]:
 
 
 @cache
-def _version() -> str:
+def _compiler_version() -> str:
     return subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def _built(
+def _build(
     text: str, suffix: str, options: Sequence[str], files: Sequence[str] = ("-x", "c++", "-")
 ) -> Path:
-    """A shared library of `text` and `files`, compiled once: its name is a digest of them."""
+    """The path of a shared library of `text` and `files`, which is compiled if it is not cached.
+
+    Its name is a digest of everything that it depends on.
+    """
     headers = "".join(path.read_text() for path in sorted((HERE / "headers").iterdir()))
-    recipe = repr((text, headers, options, files, _version()))
+    recipe = repr((text, headers, options, files, _compiler_version()))
     directory = compiler.cache_directory() / "emulated"
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}{suffix}.so"
     if path.exists():
         return path
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that want the same wait for the first of them
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the one that compiles it
         if not path.exists():
             part = path.with_suffix(f".{os.getpid()}")
             command = [
@@ -146,7 +150,7 @@ def _built(
                 cwd=directory,
             )
             if done.returncode:
-                # as NVRTC: file(line)
+                # "file:line:column: " becomes "file(line): ", as NVRTC writes it
                 raise CompileError(
                     re.sub(r"^([^:\s]+):(\d+)(?::\d+)?: ", r"\1(\2): ", done.stderr, flags=re.M)
                 )
@@ -157,11 +161,11 @@ def _built(
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """The functions that kernels call."""
+    """The library of runtime/, with the functions that kernels call. Loaded once."""
     files = sorted(map(str, (HERE / "runtime").glob("*.cpp")))
     text = "".join(path.read_text() for path in sorted((HERE / "runtime").iterdir()))
     library = ctypes.CDLL(
-        str(_built(text, "-runtime", RUNTIME_OPTIONS, files)), mode=ctypes.RTLD_GLOBAL
+        str(_build(text, "-runtime", RUNTIME_OPTIONS, files)), mode=ctypes.RTLD_GLOBAL
     )
     library.emulator_error.restype = library.emulator_fault.restype = ctypes.c_char_p
     library.emulator_allocate.restype = ctypes.c_void_p
@@ -171,9 +175,13 @@ def _runtime() -> ctypes.CDLL:
 
 
 def host_source(source: str) -> str:
-    """A flattened source of kernels/cuda as C++ for the host, with headers/ptx.h for ptx.cuh."""
+    """A flattened source of kernels/cuda as C++ for the host.
+
+    headers/ptx.h replaces ptx.cuh. Each kernel becomes a function, which a macro at the end exports
+    with its name. Its dynamic shared memory becomes a pointer to the memory of the current block.
+    """
     lines: list[str] = []
-    kernels: dict[str, str] = {}  # and the blocks of their clusters
+    kernels: dict[str, str] = {}  # name -> number of blocks of a cluster
     file, number, replaced = "", 0, False
     text = source.splitlines()
     for i, line in enumerate(text):
@@ -202,7 +210,7 @@ def host_source(source: str) -> str:
 
 
 def compile_source(source: str, options: Sequence[str]) -> str:
-    """The path of a shared library of a flattened source. `options` are NVRTC's: -D and -arch."""
+    """The path of a shared library of a flattened source. `options` are NVRTC's -D and -arch."""
     arch = next(o.removeprefix("-arch=sm_") for o in options if o.startswith("-arch="))
     macros = [o for o in options if o.startswith("-D")]
     macros.append(f"-D__CUDA_ARCH__={arch.rstrip('a')}0")
@@ -210,11 +218,11 @@ def compile_source(source: str, options: Sequence[str]) -> str:
         macros.append("-D__CUDA_ARCH_FEAT_SM90_ALL=1")
     files = ("-I", str(HERE / "headers"), "-x", "c++", "-", "-x", "none", *KERNEL_LIBRARIES)
     kernel_options = (*KERNEL_OPTIONS, *(ORDER_OPTIONS if WATCHES_ORDER else ()), *MORE_OPTIONS)
-    return str(_built(host_source(source), "", (*kernel_options, *macros), files))
+    return str(_build(host_source(source), "", (*kernel_options, *macros), files))
 
 
 def kernel(file: str, name: str, arch: str = "sm_90a", **defines: int | str) -> Kernel:
-    """Kernel `name` of `file` in kernels/cuda."""
+    """Kernel `name` of `file` in kernels/cuda, compiled with -D options `defines`."""
     path = compile_source(compiler.flatten(file), compiler.compiler_flags(defines, arch))
     return Kernel(path, name)
 
@@ -223,7 +231,7 @@ def kernel(file: str, name: str, arch: str = "sm_90a", **defines: int | str) -> 
 
 
 class Kernel:
-    """Kernel `name` of a library that `compile_source` has made."""
+    """Kernel `name` of the library at `path`, which `compile_source` has made."""
 
     def __init__(self, path: str, name: str) -> None:
         _runtime()
@@ -240,24 +248,28 @@ class Kernel:
         self, grid: int, block: int, shared: int, parameters: int | Sequence[Any], *,
         cooperative: bool = False, seed: int | None = None,
     ) -> None:  # fmt: skip
-        """`grid` blocks of `block` threads with `shared` bytes of dynamic shared memory."""
+        """Run `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory.
+
+        Returns when all have ended. The top of this file explains the other arguments.
+        """
         if isinstance(parameters, int):
-            address, kept = parameters, None
+            address, buffers = parameters, None
         else:
-            address, kept = self._packed(parameters)
-        beside = grid if cooperative else self.cluster
-        if grid % beside:
-            raise ValueError(f"{self.name}: expected a multiple of {beside} blocks, got {grid}")
+            address, buffers = self._pack(parameters)
+        concurrent = grid if cooperative else self.cluster
+        if grid % concurrent:
+            raise ValueError(f"{self.name}: expected a multiple of {concurrent} blocks, got {grid}")
         with _launching:
             failed = self._run(
-                grid, block, ctypes.c_size_t(shared), ctypes.c_void_p(address), beside,
+                grid, block, ctypes.c_size_t(shared), ctypes.c_void_p(address), concurrent,
                 ctypes.c_uint64(SEED if seed is None else seed),
             )  # fmt: skip
             if failed:
                 raise KernelError(_error())
-        del kept
+        del buffers  # they had to live until the end of the launch
 
-    def _packed(self, parameters: Sequence[Any]) -> tuple[int, Any]:
+    def _pack(self, parameters: Sequence[Any]) -> tuple[int, Any]:
+        """(address of an array of pointers to the parameters, buffers that have to stay alive)."""
         values = [p if isinstance(p, bytes) else np.asarray(p).tobytes() for p in parameters]
         if [len(v) for v in values] != self.sizes:
             raise TypeError(
@@ -269,21 +281,21 @@ class Kernel:
 
 
 def _error() -> str:
-    """What stopped the last launch, with the line of a fault where binutils can tell."""
+    """The message of the last launch. For a fault, addr2line (if installed) finds the line."""
     text: str = _runtime().emulator_error().decode()
     offset = ctypes.c_uint64()
     library = _runtime().emulator_fault(ctypes.byref(offset)).decode()
     if library and shutil.which("addr2line"):
         command = ["addr2line", "-e", library, hex(offset.value)]
         line = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        if "?" not in line:  # relative to where it was compiled
+        if "?" not in line:  # "?": unknown. Lines of kernels/cuda seem to be in the cache's folder
             text += f", at {line.removeprefix(f'{Path(library).parent}/')}"
     return text
 
 
 @contextmanager
 def schedule(seed: int) -> Iterator[None]:
-    """Launches in this block run in that schedule."""
+    """Context in which launches without `seed` run in schedule `seed`."""
     global SEED
     before, SEED = SEED, seed
     try:
@@ -293,10 +305,10 @@ def schedule(seed: int) -> Iterator[None]:
 
 
 class Memory:
-    """`size` bytes of 0xff (as floating point numbers: NaN), before a page that cannot be used.
+    """An array of `size` bytes in the emulator's memory, before a page that cannot be used.
 
-    Where `size` is no multiple of `alignment`, bytes lie in between. A launch that has written to
-    them fails when it ends.
+    Bytes are 0xff at first, which is NaN. If `size` is no multiple of `alignment`, there are bytes
+    between the array and the page. A launch that has written to them fails when it ends.
     """
 
     def __init__(self, size: int, alignment: int = 16) -> None:
@@ -307,12 +319,16 @@ class Memory:
         weakref.finalize(self, _runtime().emulator_free, self.ptr).atexit = False
 
     def view(self, dtype: Any = np.uint8) -> Any:
-        """As a NumPy array, which keeps this memory."""
+        """A NumPy array on this memory, which keeps it alive."""
         raw = (ctypes.c_uint8 * self.size).from_address(self.ptr)
         raw._memory = self
         return np.frombuffer(raw, np.uint8).view(dtype)
 
 
 def tensor_map(data: int, rows: int, width: int, stride: int, box_rows: int) -> bytes:
-    """A `TensorMap` of headers/device.h: see kernels/gpu/device/tensor_map.py."""
+    """The bytes of a struct `TensorMap` of headers/device.h, for copies by TMA of 16-bit numbers.
+
+    `data` is an address, `width` and `stride` are bytes of a row and between rows, `box_rows` the
+    rows of a copy. On a GPU, kernels/gpu/device/tensor_map.py makes the map.
+    """
     return np.array([data, rows, width, stride, box_rows, 2, *[0] * 10], np.int64).tobytes()

@@ -1,4 +1,7 @@
-"""What the library calls in libcublas and libcuda by `ctypes`, for arrays of the emulator."""
+"""Replacements for the functions of libcublas and libcuda that the library calls by `ctypes`.
+
+They work on arrays of the emulator, by the stand-in for CuPy.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,23 @@ from typing import Any
 import engine
 from cupy.cuda import cublas, stream
 from cupy.cuda.memory import POISON
-from infonce.kernels.gpu.device import cublas as product
+from infonce.kernels.gpu.device import cublas as gpu_cublas
 from infonce.kernels.gpu.device import tensor_map
 
-WORKSPACE = 4096  # bytes of cuBLAS's workspace that are written to
+WORKSPACE = 4096  # bytes of cuBLAS's workspace that each product overwrites
 
 
 def install() -> None:
-    product._library = CuBLAS
+    """Make the library use the replacements."""
+    gpu_cublas._library = CuBLAS
     tensor_map._encode = lambda: encode_tensor_map
 
 
 class CuBLAS:
-    """libcublas: its products on a stream under capture."""
+    """The functions of libcublas for matrix products on a stream, as the library calls them.
+
+    Each product first overwrites the workspace, so that results which lie in it are noticed.
+    """
 
     stream = workspace = 0
 
@@ -54,7 +61,7 @@ class CuBLAS:
 def encode_tensor_map(
     described: int, dtype: int, rank: int, data: int, sizes: int, strides: int, box: int, *_: int
 ) -> int:
-    """cuTensorMapEncodeTiled, for the engine."""
+    """cuTensorMapEncodeTiled: writes the engine's `TensorMap` to the address `described`."""
     columns, rows = (ctypes.c_uint64 * 2).from_address(sizes)
     _, box_rows = (ctypes.c_uint32 * 2).from_address(box)
     stride = ctypes.c_uint64.from_address(strides).value

@@ -3,10 +3,11 @@
     python tests/emulator/record.py --write benchmarks/results/emulated-calls.json
     python tests/emulator/record.py --gpu --compare benchmarks/results/emulated-calls.json
 
-Inputs follow from a seed. Of every array that a call returns, the record holds a digest of its
-bits, its norm, and sums of its elements with random signs: the mean square of the differences of
-such sums is, on average, the square of the difference of the arrays. `--compare` says for each call
-how far the results are apart, and exits with 1 if that is more than both sides may be off by.
+Inputs follow from a seed. For each array that a call returns, the record has a digest of its bits,
+its norm, and SIGNS sums of its elements with random signs. The mean square of the differences of
+two records' sums estimates the square of the norm of the difference of the arrays, which are not
+stored. `--compare` prints the relative difference of each array, and exits with 1 if one is larger
+than the error bounds of both sides allow.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ from judge import GRAD_BOUND, LOSS_BOUND  # noqa: E402
 import infonce  # noqa: E402
 from infonce.cli import machine  # noqa: E402
 
-SIGNS = 16  # sums with random signs, of every array
+SIGNS = 16  # sums with random signs, for each array
 SCALE = 14.3
-# Of the float64 result, both sides are within a bound of judge.py; by that of float32, the gradient
-# of the scale; four standard deviations of the mean of `SIGNS` squares
+# The estimate of a squared norm, relative to the true one: 1 + four standard deviations of the mean
+# of SIGNS squares
 SPREAD = 1 + 4 * (2 / SIGNS) ** 0.5
 
 
 @dataclass(frozen=True)
 class Call:
+    """A call of `X_loss_and_grad`, X being the loss."""
+
     loss: str
     shape: tuple[int, int, int]  # M, N, D
-    dtype: str
-    options: dict[str, Any] = field(default_factory=dict)
-    arrays: tuple[str, ...] = ()  # options that are arrays
+    dtype: str  # of the features
+    options: dict[str, Any] = field(default_factory=dict)  # that are no arrays
+    arrays: tuple[str, ...] = ()  # names of options that are arrays; "sets": labels that are sets
 
     @property
     def name(self) -> str:
@@ -93,8 +96,8 @@ CALLS = [
 ]
 
 
-def inputs(call: Call) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Features of length 1, queries near their keys; and options."""
+def make_inputs(call: Call) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """(features: unit rows, queries near their keys; options of the call)."""
     m, n, d = call.shape
     rng = np.random.default_rng(CALLS.index(call))
     z = [rng.standard_normal((rows, d)) / d**0.5 for rows in (m, n)]
@@ -115,9 +118,9 @@ def inputs(call: Call) -> tuple[list[np.ndarray], dict[str, Any]]:
     return features, given
 
 
-def results(call: Call, xp: Any) -> dict[str, np.ndarray]:
-    """What the call returns, by name, on the host."""
-    features, options = inputs(call)
+def run_call(call: Call, xp: Any) -> dict[str, np.ndarray]:
+    """Make the call on arrays of `xp` (CuPy, or its stand-in). Returns NumPy arrays by name."""
+    features, options = make_inputs(call)
     if not call.options.get("offload"):
         features = [xp.asarray(z) for z in features]
         options = {k: xp.asarray(v) if k in call.arrays else v for k, v in options.items()}
@@ -129,7 +132,8 @@ def results(call: Call, xp: Any) -> dict[str, np.ndarray]:
     return {name: xp.asnumpy(z) for name, z in found.items() if z is not None}
 
 
-def described(array: np.ndarray) -> dict[str, Any]:
+def describe(array: np.ndarray) -> dict[str, Any]:
+    """The entry of an array in a record: digest, norm and sums with random signs."""
     wide = array.astype(np.float64).ravel()
     signs = np.random.default_rng(wide.size).integers(0, 2, (SIGNS, wide.size)) * 2 - 1
     return {
@@ -139,10 +143,11 @@ def described(array: np.ndarray) -> dict[str, Any]:
 
 
 def record(xp: Any, device: str) -> dict[str, Any]:
+    """Make all calls. Returns the record; `device` is the name that it states."""
     rows = []
     for call in CALLS:
         print(call.name, file=sys.stderr)
-        outputs = {name: described(z) for name, z in results(call, xp).items()}
+        outputs = {name: describe(z) for name, z in run_call(call, xp).items()}
         rows.append({"call": call.name, "outputs": outputs})
     return {
         "device": device, "versions": machine.versions("infonce", "numpy"),
@@ -150,8 +155,13 @@ def record(xp: Any, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bound(name: str, dtype: str, precision: str) -> float:
-    """How far two results may be apart, as a share of their norm."""
+def error_bound(name: str, dtype: str, precision: str) -> float:
+    """The largest estimated difference of two results, relative to their norm.
+
+    Each is within the bound of judge.py of the float64 result, so they are within twice that bound
+    of each other, and the estimate of the square within SPREAD times its square. (The gradient of
+    the scale has the bound of other gradients.)
+    """
     if name.startswith(("loss", "lse")):
         single_bound = max(LOSS_BOUND[dtype], {"tf32": 1e-4, "bf16x3": 1e-5}.get(precision, 0.0))
     else:
@@ -159,16 +169,16 @@ def bound(name: str, dtype: str, precision: str) -> float:
     return 2 * single_bound * SPREAD**0.5
 
 
-class Told(NamedTuple):
-    text: str  # how far the results are apart
-    too_far: bool
+class Comparison(NamedTuple):
+    text: str  # the relative difference of each array
+    too_far: bool  # whether one is larger than its bound
 
 
-def compared(call: Call, row: dict[str, Any], known: dict[str, Any]) -> Told:
-    """A call's row beside that of a record."""
-    others = {of["call"]: of["outputs"] for of in known["results"]}.get(row["call"])
+def compare(call: Call, row: dict[str, Any], known: dict[str, Any]) -> Comparison:
+    """Compare the row of a call with the row of the same call in the record `known`."""
+    others = {each["call"]: each["outputs"] for each in known["results"]}.get(row["call"])
     if others is None:
-        return Told("is not in the record", True)
+        return Comparison("is not in the record", True)
     parts, too_far = [], row["outputs"].keys() != others.keys()
     for name in row["outputs"].keys() & others.keys():
         got, want = row["outputs"][name], others[name]
@@ -177,9 +187,9 @@ def compared(call: Call, row: dict[str, Any], known: dict[str, Any]) -> Told:
             continue
         gap = np.sqrt(np.mean(np.square(np.subtract(got["sums"], want["sums"]))))
         share = float(gap) / max(want["norm"], 1e-300)
-        too_far |= not share <= bound(name, call.dtype, call.options.get("precision", ""))
+        too_far |= not share <= error_bound(name, call.dtype, call.options.get("precision", ""))
         parts.append(f"{name} {share:.1e}")
-    return Told(", ".join(sorted(parts)), too_far)
+    return Comparison(", ".join(sorted(parts)), too_far)
 
 
 def main() -> None:
@@ -204,10 +214,10 @@ def main() -> None:
         options.write.write_text(json.dumps(made, indent=1) + "\n")
     if options.compare:
         known = json.loads(options.compare.read_text())
-        told = [compared(*pair, known) for pair in zip(CALLS, made["results"], strict=True)]
-        for call, of in zip(CALLS, told, strict=True):
-            print(f"{'TOO FAR: ' if of.too_far else ''}{call.name}: {of.text}")
-        sys.exit(any(of.too_far for of in told))
+        comparisons = [compare(*pair, known) for pair in zip(CALLS, made["results"], strict=True)]
+        for call, comparison in zip(CALLS, comparisons, strict=True):
+            print(f"{'TOO FAR: ' if comparison.too_far else ''}{call.name}: {comparison.text}")
+        sys.exit(any(comparison.too_far for comparison in comparisons))
 
 
 if __name__ == "__main__":

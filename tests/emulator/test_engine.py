@@ -1,4 +1,4 @@
-"""The emulated device, by small kernels: what threads do together, what stops a launch."""
+"""The emulator, by small kernels: threads that act together, and mistakes that end a launch."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ def launch(
     body: str, memory: Sequence[Memory] = (), grid: int = 1, block: int = 64, shared: int = 0,
     cooperative: bool = False, seed: int = 0, before: str = "",
 ) -> None:  # fmt: skip
-    """A kernel with pointers a, b, c to `memory`, and `shared` bytes in `s`."""
+    """Run `body` as a kernel, with pointers a, b, c to the arrays `memory`, `shared` bytes of
+    shared memory in s, and the thread's index in t. `before` is code before the kernel."""
     names = "abc"[: len(memory)]
     source = f"""#line 1 "ptx.cuh"
 #line 1 "small.cu"
@@ -72,7 +73,7 @@ def test_lanes_and_blocks(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_half_a_warp(seed: int) -> None:
-    """A shuffle waits for the lanes of its mask alone."""
+    """A shuffle waits only for the lanes of its mask."""
     out = ints(32)
     body = """
       if (t < 16) a[t] = __shfl_xor_sync(0xffff, t, 1);
@@ -108,7 +109,7 @@ def test_shared_memory_holds_nothing_at_first() -> None:
 
 
 def test_copies_are_late_or_early() -> None:
-    """What a copy brings is there after the wait; before, it may be there or not."""
+    """A copy has arrived after the wait for it. Before, it has arrived in some schedules."""
     body = """
       int* x = (int*)s;
       x[t] = -1;
@@ -133,7 +134,8 @@ BARRIER = "u64& ready = *(u64*)s;"
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_boxes_arrive_whole(seed: int) -> None:
-    """Of a matrix of 3 rows and 72 columns, a box of 4 rows from column 64 on: zeros elsewhere."""
+    """TMA copies a box of 4 rows from column 64 on, of a matrix of 3 rows and 72 columns: numbers
+    of the box that are outside of the matrix become 0."""
     matrix, out = Memory(3 * 144), Memory(512)
     matrix.view(np.uint16)[:] = np.arange(3 * 72)
     body = """
@@ -161,7 +163,7 @@ def test_boxes_arrive_whole(seed: int) -> None:
 @pytest.mark.parametrize("access", ["b[0] = a[{}];", "a[{}] = 1;"])
 def test_one_element_beyond_an_array(access: str, element: int) -> None:
     a, b = ints(16), ints(16)
-    if element < 0:  # arrays begin where their size leaves them: pages are full
+    if element < 0:  # an array of whole pages, so that a page that cannot be used is before it too
         a = ints(1024)
     where = "4 bytes before" if element < 0 else "0 bytes beyond the end of"
     message = f"^small: an access {where} array of .*\n  block 0, thread 3"
@@ -228,7 +230,7 @@ def test_lanes_that_come_apart() -> None:
         launch("if (t < 8) __shfl_sync(0xff, t, 9);", [], block=32)
 
 
-# Between each thread's write of x[t] and another lane's read: what orders the two
+# Name -> (synchronisation between a write of x[t] and another lane's read, whether it orders them)
 ORDERS = {
     "nothing": ("", False),
     "a shuffle": ("__shfl_sync(~0u, t, 0);", False),
@@ -273,7 +275,7 @@ def test_a_write_after_a_read_has_to_be_ordered(monkeypatch: pytest.MonkeyPatch)
         launch("b[t] = a[t ^ 1]; __shfl_sync(~0u, t, 0); a[t] = t;", [ints(64), ints(64)])
 
 
-# Of one thread; mbarrier `ready` is at the beginning of shared memory
+# Message -> kernel of one thread, with the mbarrier `ready` at the beginning of shared memory
 MBARRIER_FAULTS = {
     "no mbarrier has been initialised": "barrier_arrive(ready);",
     "more than 2 arrivals": """

@@ -1,4 +1,5 @@
-"""Kernels by themselves: the same bits in every schedule; and faults put in on purpose."""
+"""Single kernels on the emulator: results have the same bits in every schedule, and faults that are
+put in a source on purpose are reported."""
 
 import os
 import re
@@ -17,9 +18,9 @@ pytestmark = [
 ]
 SCHEDULES = 20
 FEW_SCHEDULES = SCHEDULES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
-# A sum of up to 400 exponentials 2^x in float32, |x| < 16, each with one rounding of x
+# Relative error of a sum of up to 400 exponentials 2^x in float32, |x| < 16, each with a rounded x;
+# and of a probability in bfloat16
 SUM_BOUND = 400 * 2.0**-24 + 16 * 2.0**-23
-# of a probability in bfloat16
 GRADIENT_BOUND = 2.0**-8
 SHAPES = {"tiled": (300, 300, 72), "narrow": (300, 300, 128), "rows": (200, 600, 512),
           "wide": (300, 400, 1152)}  # fmt: skip
@@ -31,6 +32,7 @@ def features(shape: str) -> direct.Features:
 
 
 def sums(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) -> list[Any]:
+    """[row sums, column sums] of a kernel, which are checked against float64."""
     z = features(shape)
     run = direct.tiled_sums if kernel == "lse" else direct.sweep_sums
     got = run(z, seed, edit)
@@ -42,6 +44,7 @@ def sums(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) ->
 
 
 def gradient(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) -> list[Any]:
+    """[probabilities] of a kernel, which are checked against float64."""
     z = features(shape)
     got = direct.sweep_gradient(z, seed, edit)
     want = np.exp(z.logits)
@@ -52,6 +55,7 @@ def gradient(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None
     return [got]
 
 
+# name -> (function, kernel, shape of SHAPES)
 CALLS: dict[str, tuple[Callable[..., list[Any]], str, str]] = {
     "tiled sums": (sums, "lse", "tiled"), "narrow sums": (sums, "sweep_lse", "narrow"),
     "sums": (sums, "sweep_lse", "rows"), "wide sums": (sums, "sweep_lse", "wide"),
@@ -74,12 +78,12 @@ def test_two_ranks_swap_arrays(seed: int) -> None:
     """swap.cu between two processes."""
     steps = range(2 * len(direct.SWAP_SIZES))
     want = [x for rank in (1, 0) for step in steps for x in direct.swap_content(rank, step)]
-    assert direct.swapped(seed) == b"".join(x.tobytes() for x in want)
+    assert direct.swap_arrays(seed) == b"".join(x.tobytes() for x in want)
 
 
 # --- faults ---------------------------------------------------------------------------------------
 
-# What is changed in a source, in which call, and what the error says
+# fault -> (call of CALLS, text of the source, the text that replaces it, pattern of the message)
 FAULTS = {
     "one row too many of a tile": (
         "tiled sums", "if (t.row + r >= b.q.rows) break;", "if (t.row + r > b.q.rows) break;",
@@ -140,7 +144,7 @@ def test_faults_name_the_kernel(fault: str) -> None:
 
 
 def test_inline_ptx_is_in_one_place() -> None:
-    """What headers/ptx.h stands for: ptx.cuh, and what only ptx.cuh includes."""
+    """All inline PTX is in the files that headers/ptx.h replaces: ptx.cuh and ptx/."""
     sources = direct.compiler.SOURCES
     for path in sources.rglob("*.cu*"):
         name, text = path.relative_to(sources).as_posix(), path.read_text()

@@ -1,4 +1,4 @@
-"""The record of calls on the emulator, beside the same calls today."""
+"""Calls on the emulator give the results of the record benchmarks/results/emulated-calls.json."""
 
 import copy
 import json
@@ -22,20 +22,21 @@ def known() -> dict:
 
 @pytest.mark.parametrize("call", record.CALLS[::4], ids=lambda call: call.name)
 def test_as_recorded(call: record.Call, known: dict) -> None:
-    """To the bound: products by another NumPy, or sums of another kernel, are rounded otherwise."""
+    """Up to the bound, as products by another NumPy and sums by a changed kernel are rounded
+    otherwise. A result that is twice the bound off is noticed."""
     import cupy
 
-    outputs = {name: record.described(z) for name, z in record.results(call, cupy).items()}
+    outputs = {name: record.describe(z) for name, z in record.run_call(call, cupy).items()}
     row = {"call": call.name, "outputs": outputs}
-    told = record.compared(call, row, known)
-    assert not told.too_far, told.text
+    comparison = record.compare(call, row, known)
+    assert not comparison.too_far, comparison.text
     for name in outputs:
         wrong = copy.deepcopy(row)
         wrong["outputs"][name]["digest"] = ""
         sums = wrong["outputs"][name]["sums"]
-        off = 2 * record.bound(name, call.dtype, call.options.get("precision", ""))
+        off = 2 * record.error_bound(name, call.dtype, call.options.get("precision", ""))
         sums[:] = [s + off * outputs[name]["norm"] * (-1) ** i for i, s in enumerate(sums)]
-        assert record.compared(call, wrong, known).too_far
+        assert record.compare(call, wrong, known).too_far
 
 
 def test_every_call_is_recorded(known: dict) -> None:

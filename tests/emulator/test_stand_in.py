@@ -1,4 +1,5 @@
-"""The stand-in for CuPy: public calls on both kinds of device, and what it refuses as CuPy does."""
+"""The stand-in for CuPy: public calls on both kinds of device, memory, streams, and errors that are
+those of CuPy."""
 
 import gc
 import re
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.emulated,
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]
-HOPPER, PORTABLE = 0, 2  # devices
+HOPPER, PORTABLE = 0, 2  # numbers of devices: with Hopper's kernels, with the portable kernels
 
 
 @pytest.fixture
@@ -91,8 +92,9 @@ def test_the_same_bits_in_every_schedule(cupy: Any, method: str, seed: int) -> N
 
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_teams_of_two_sizes(cupy: Any, seed: int) -> None:
-    """More queries than blocks and fewer keys: a team without a query goes on to the keys, in a
-    team of another size, while the other team of its block still has a query."""
+    """`fused` with more queries than thread blocks, and fewer keys: a team of threads without a
+    query goes on to the keys, in a team of another size, while the other team of its block still
+    has a query."""
     query, key = pairs("random", 5, 3, 24, np.float32, 1)
     labels = np.arange(5) % 3
     want = judged("info_nce", (query, key), scale=9.0, labels=labels)
@@ -193,7 +195,7 @@ def test_views_share_memory_and_results_do_not(cupy: Any) -> None:
 
 
 def test_graphs(cupy: Any) -> None:
-    """What waits for the device cannot be captured; the rest runs when the graph is launched."""
+    """A wait for the device cannot be captured. Other work runs when the graph is launched."""
     add_one = cupy.ElementwiseKernel("float64 x", "float64 y", "y = x + 1", "add_one")
     writes = cupy.RawKernel(WRITES, "writes")
     x, out = cupy.zeros(3), cupy.zeros(3, np.float32)
@@ -237,7 +239,7 @@ def test_a_missing_wait_for_another_stream_shows(cupy: Any, waits: bool) -> None
 
 
 def test_memory_that_is_freed_before_a_copy_shows(cupy: Any) -> None:
-    """A stream that copies late reads what others have written since."""
+    """A stream that copies late reads freed memory, which others have written since."""
     wrong = 0
     for _ in range(30):
         with engine.schedule(1):
@@ -253,7 +255,7 @@ def test_memory_that_is_freed_before_a_copy_shows(cupy: Any) -> None:
 @pytest.mark.parametrize(("dtype", "number"), [("float32", 0), ("float64", 1), ("float16", 2)])
 @pytest.mark.parametrize("turned", [(0, 0), (1, 0), (0, 1), (1, 1)])
 def test_products(cupy: Any, dtype: str, number: int, turned: tuple[int, int]) -> None:
-    """C = 2 op(A) op(B) + 3 C, column by column, of two matrices each."""
+    """cuBLAS: C = 2 op(A) op(B) + 3 C of column-major matrices, two of each."""
     m, n, k, count = 5, 4, 3, 2
     rng = np.random.default_rng(0)
     a, b, c = (rng.integers(-4, 5, (count, *shape)).astype(dtype)
@@ -276,7 +278,7 @@ def test_products(cupy: Any, dtype: str, number: int, turned: tuple[int, int]) -
 
 
 def test_the_tables_name_tests() -> None:
-    """Of what is left out, and of what every nth parameter of is run."""
+    """Names of `emulation.LEFT_OUT` and `EVERY` are tests of tests/gpu, and are in one of both."""
     files = (emulation.ROOT / "tests" / "gpu").glob("test_*.py")
     text = "".join(file.read_text() for file in files)
     known = set(re.findall(r"^def (test_\w+)", text, re.M))

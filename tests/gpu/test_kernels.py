@@ -14,7 +14,7 @@ from gpu_problems import (
     LOSS_BOUND,
     METHODS,
     MISSING,
-    PRODUCT,
+    PRODUCT_ROUNDOFF,
     SHAPES,
     STORED_BOUND,
     TEMPERATURES,
@@ -124,9 +124,11 @@ def test_normalize(loss: str, method: str, dtype: str, precision: str) -> None:
             inverse = 1 / np.linalg.norm(args[index].astype(np.float64), axis=1)
             size = np.linalg.norm(want) + 20.0 * np.linalg.norm(inverse) / len(inverse)
             error = np.linalg.norm(got.astype(np.float64) - want)
-            bound = max(GRAD_BOUND[precision], STORED_BOUND[dtype]) + 200 * PRODUCT[precision]
+            bound = (
+                max(GRAD_BOUND[precision], STORED_BOUND[dtype]) + 200 * PRODUCT_ROUNDOFF[precision]
+            )
             assert error <= bound * size, (name, m, n, d, error / size)
-        bound = 80 * PRODUCT[precision] * max(1, abs(ref.loss))
+        bound = 80 * PRODUCT_ROUNDOFF[precision] * max(1, abs(ref.loss))
         assert abs(out.loss - ref.loss) <= bound + LOSS_BOUND[precision] * abs(ref.loss)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import ELEMENT, MISSING, fewer, find_dtype, smaller
+from gpu_problems import ELEMENT_ROUNDOFF, MISSING, fewer, find_dtype, smaller
 from host_device import room
 from judge import assert_grad, assert_loss, largest_logit
 from reference_problems import Problem, each_once
@@ -146,7 +146,7 @@ def test_a_margin_beside_feature_gradients(
     name: str, dtype: str, options: dict[str, Any]
 ) -> None:  # fmt: skip
     """They do not see it, and are rounded: of the elements of dL/dx, the sizes add up to 2."""
-    off_by = 1e-5 + 2 * ELEMENT[PRECISION[dtype]]
+    off_by = 1e-5 + 2 * ELEMENT_ROUNDOFF[PRECISION[dtype]]
     problem = make_problem(name, 300, 72, dtype, **options)
     loss = spec.LOSSES[problem.name]
     for side in {*loss.arguments} - {*loss.locked}:

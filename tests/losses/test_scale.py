@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference_problems
-from gpu_problems import ELEMENT, MISSING, PRODUCT
+from gpu_problems import ELEMENT_ROUNDOFF, MISSING, PRODUCT_ROUNDOFF
 from hypothesis import strategies as st
 from infonce.kernels import problem as problems
 from infonce.kernels.cpu import schedule
@@ -86,7 +86,9 @@ def bound(loss: str, args: tuple[np.ndarray, ...], scale: float, precision: str)
     float32 come on top. All of this is relative to the terms."""
     lengths = [np.linalg.norm(np.asarray(z, np.float64), axis=1).max() for z in args]
     roundoff = 2.0**-53 if precision == "fp64" else 2.0**-24
-    relative = 4 * PRODUCT[precision] * (1 + scale * lengths[0] * lengths[-1]) + 16 * roundoff
+    relative = (
+        4 * PRODUCT_ROUNDOFF[precision] * (1 + scale * lengths[0] * lengths[-1]) + 16 * roundoff
+    )
     tiny = 0.0 if precision == "fp64" else 2.0**-126  # below: no normal numbers
     return float(relative * terms(loss, args, scale)) + tiny
 
@@ -315,7 +317,7 @@ def test_from_feature_gradients(loss: str, dtype: Any, precision: str) -> None:
         args = features(loss, kind, 300, 64, dtype)
         want = judged(loss, args, scale=14.0).grads["scale"]
         limit = bound(loss, args, 14.0, precision)
-        rounding = 4 * limit + ELEMENT[precision] * terms(loss, args, 14.0)
+        rounding = 4 * limit + ELEMENT_ROUNDOFF[precision] * terms(loss, args, 14.0)
         got = evaluate("gpu", loss, args, precision, scale=14.0, method="tiled")
         assert abs(got - want) <= rounding, (kind, got, want)
         alone = {"scale": 14.0, "method": "tiled", "wrt": ("scale",)}

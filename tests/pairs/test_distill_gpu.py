@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, PRODUCT, find_dtype
+from gpu_problems import GRAD_BOUND, LOSS_BOUND, MISSING, PRODUCT_ROUNDOFF, find_dtype
 from infonce.kernels.gpu.schedule import Call, tiled_schedule
 
 import infonce
@@ -35,7 +35,7 @@ def check(got: Any, want: reference.Reference, args: list[np.ndarray], precision
     cancel, the error of a gradient is relative to these."""
     sides = [lse if isinstance(lse, tuple) else (lse,) for lse in (got.lse, want.lse)]
     bound, logit = LOSS_BOUND[precision], max(np.abs(lse).max() for lse in sides[1])
-    rounding = 8 * PRODUCT[precision] * (1 + logit)  # of logits
+    rounding = 8 * PRODUCT_ROUNDOFF[precision] * (1 + logit)  # of logits
     np.testing.assert_allclose(float(got.loss), want.loss, rtol=bound, atol=rounding)
     assert got.loss >= 0
     for have, expected in zip(*sides, strict=True):

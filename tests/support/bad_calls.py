@@ -1,4 +1,5 @@
-"""Calls that every adapter refuses: the exception, and words of its message."""
+"""Bad calls, which the functions of NumPy arrays and every adapter refuse: the exception that each
+raises, and words of its message."""
 
 from typing import Any
 
@@ -216,7 +217,7 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
 ]  # fmt: skip
 
 
-# those that other libraries have arrays for
+# Cases whose arrays have dtypes that PyTorch and JAX have too
 NUMERIC = [
     case for case in CASES
     if all(a.dtype.kind in "biufc" for a in case[1] if isinstance(a, np.ndarray))

@@ -1,4 +1,4 @@
-"""Calls of the command line, as tests make them."""
+"""Helpers of tests/cli: run the command `infonce`, and check its exit code and output."""
 
 import pytest
 from click.testing import CliRunner
@@ -20,7 +20,7 @@ def succeed(*arguments):
 
 
 def fail(*arguments, code=2):
-    """One line on stderr, nothing on stdout, and the exit code."""
+    """Run a command that fails with exit code `code`; returns its error message, one line."""
     result = run(*arguments)
     assert result.exit_code == code, (result.output, result.exception)
     assert result.stdout == ""

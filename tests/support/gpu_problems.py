@@ -1,4 +1,7 @@
-"""Problems for the GPU backend, which is driven itself, from a `Problem`, and its bounds."""
+"""Calls of the GPU backend without the public functions: problems, results, bounds of errors.
+
+`run` makes a `Problem` and calls the backend; `check` compares its results with float64.
+"""
 
 from typing import Any
 
@@ -30,7 +33,7 @@ def _missing() -> str:
 
 
 MISSING = _missing()
-EMULATED = False  # kernels run on the host, which takes a thousand times as long
+EMULATED = False  # whether kernels run on the emulator, which takes a thousand times as long
 gpu_only = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 if not MISSING:
     import cupy
@@ -38,7 +41,8 @@ if not MISSING:
 
     EMULATED = "emulated" in cupy.__version__
 
-# capability, shared memory of a block and of a multiprocessor in KiB
+# Devices that tests choose kernels for: compute capability, multiprocessors, bytes of shared memory
+# of a thread block and of a multiprocessor, bytes of memory
 DEVICES = {
     "sm_75": config.DeviceProperties("75", 40, 64 * 1024, 64 * 1024, 16 * 2**30),
     "sm_80": config.DeviceProperties("80", 108, 163 * 1024, 164 * 1024, 80 * 2**30),
@@ -51,17 +55,18 @@ CASES = [
     ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),
     ("bfloat16", "bf16"), ("float16", "fp16"), ("bfloat16", "fp32"), ("float16", "fp64"),
 ]  # fmt: skip
-PRECISIONS = CASES[:6]  # each once
-# what docs/methods.md states for a GPU, by precision
+PRECISIONS = CASES[:6]  # each precision once
+# Bounds of relative errors that docs/methods.md states for a GPU, by precision
 LOSS_BOUND = {"fp64": 1e-13, "fp32": 1e-6, "bf16x3": 1e-5, "tf32": 1e-4, "bf16": 1e-5,
               "fp16": 1e-5}  # fmt: skip
 GRAD_BOUND = {"fp64": 1e-12, "fp32": 5e-6, "bf16x3": 1e-4, "tf32": 2e-3, "bf16": 2.5e-3,
               "fp16": 4e-4}  # fmt: skip
+# Relative error of a gradient from its rounding to the dtype in which it is stored
 STORED_BOUND = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 0.0, "float64": 0.0}
-# roundoff of a product relative to its largest terms, and of an element of dL/dx
-PRODUCT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16x3": 2.0**-17, "tf32": 2.0**-11,
+# By precision: roundoff of a dot product, relative to its largest terms; and of an element of dL/dx
+PRODUCT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16x3": 2.0**-17, "tf32": 2.0**-11,
            "bf16": 2.0**-24, "fp16": 2.0**-24}  # fmt: skip
-ELEMENT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16x3": 2.0**-17, "tf32": 2.0**-12,
+ELEMENT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16x3": 2.0**-17, "tf32": 2.0**-12,
            "bf16": 2.0**-9, "fp16": 2.0**-12}  # fmt: skip
 
 
@@ -74,7 +79,7 @@ def fewer(cases: Any, most: int) -> list[Any]:
 
 
 def smaller(size: Any, emulated: Any) -> Any:
-    """A size on a GPU, and one for the emulator."""
+    """`size` on a GPU, `emulated` on the emulator."""
     return emulated if EMULATED else size
 
 
@@ -83,6 +88,7 @@ def find_dtype(name: str) -> np.dtype[Any]:
 
 
 def features(loss: str, n: int, d: int, dtype: Any, seed: int) -> list[Any]:
+    """The feature arrays of a loss on the GPU: random unit rows [n, d]."""
     rng = np.random.default_rng(seed)
     z = rng.standard_normal((2, n, d))
     z /= np.linalg.norm(z, axis=2, keepdims=True)
@@ -90,11 +96,12 @@ def features(loss: str, n: int, d: int, dtype: Any, seed: int) -> list[Any]:
 
 
 def host(array: Any) -> Any:
+    """A copy of a GPU array as a NumPy array; None as it is."""
     return None if array is None else cupy.asnumpy(array)
 
 
 class Result:
-    """What one evaluation gave, on the host."""
+    """The results of one evaluation, copied to the host."""
 
     def __init__(self, solution: Any, grads: dict[str, Any], upstream: Any) -> None:
         self.losses = host(solution.losses)
@@ -114,7 +121,11 @@ def evaluate(
     wrt: tuple[str, ...] | None = None, grad_dtype: Any = None, outs: Any = None,
     gradient: bool = True, ranks: bool = False, method: str = "tiled", upstream: Any = None,
 ) -> tuple[Any, dict[str, Any], Any]:  # fmt: skip
-    """Solution, gradients and upstream of loss `name`, the way dispatch gets them."""
+    """(solution, gradients by name, upstream gradients of rows) of loss `name` on the GPU.
+
+    Arguments have the names of the public options. `gradient=False`: the loss only. `outs`: arrays
+    for gradients, by name; others are made. `ranks`: whether to count retrieval ranks.
+    """
     kind = LOSSES[name]
     arrays = [z if isinstance(z, cupy.ndarray) else device_view(z, view) for z in args]
     query, key = arrays[0], arrays[-1]
@@ -136,7 +147,7 @@ def evaluate(
         key_ids=None if ids is None else cupy.asarray(pair[1], np.int64),
         normalize=normalize, compute=precision, method=method, workspace=workspace,
         retrieval_ranks=ranks, scalar_grads=gradient, moments=moments,
-        progress=lambda *_: None,  # so that passes are visited, not planned
+        progress=lambda *_: None,  # a call with `progress` runs its passes without a plan
     )  # fmt: skip
     made: dict[str, Any] = {}
     gradients = None
@@ -163,7 +174,7 @@ def evaluate(
 
 
 def device_view(z: Any, how: str) -> Any:
-    """The array on the device, behind the same strides."""
+    """The array on the GPU, as `judge.viewed` makes it on the host: with the same strides."""
     if how == "contiguous":
         return cupy.asarray(z)
     seen = viewed(z, how)
@@ -179,14 +190,18 @@ def check(
     out: Result, ref: Any, args: Any, precision: str, scale: float, grad_dtype: str = "",
     averaged: bool = False,
 ) -> None:  # fmt: skip
-    """Hold a result to the bounds. `averaged`: a batch large enough for rounding to average out."""
+    """AssertionError if a result is too far from `ref`, the loss in float64.
+
+    `args` are the features. `averaged`: whether the batch is so large that errors of rounding
+    average out, so that bounds have no terms for small batches.
+    """
     logit = largest_logit(scale, args[0], args[-1])
-    u = PRODUCT[precision]
+    u = PRODUCT_ROUNDOFF[precision]
     single = 2.0**-53 if precision == "fp64" else 2.0**-24
     bound = LOSS_BOUND[precision] * max(1.0, logit / 200) * abs(ref.loss)
-    # a loss near 0 is judged beside its logits, of which siglip adds up a row
-    summed = ref.losses.size if ref.lse is None else 1
-    bound = max(bound, 4 * max(u, single) * max(logit, 1.0) * summed)
+    # The error of a loss near 0 is relative to the largest logit, of which siglip adds up a row
+    summands = ref.losses.size if ref.lse is None else 1
+    bound = max(bound, 4 * max(u, single) * max(logit, 1.0) * summands)
     error = abs(out.loss - ref.loss)
     assert error <= bound, f"loss {out.loss} for {ref.loss}: off by {error:.2e}, bound {bound:.2e}"
     terms = cancelling(ref, args, scale)
@@ -205,7 +220,7 @@ def check(
         limit = relative * whole + 1e-30
         if not averaged:
             limit += 6 * u * logit * whole
-            limit += (8 * u * (1 + logit) + 2 * ELEMENT[precision]) * cancels
+            limit += (8 * u * (1 + logit) + 2 * ELEMENT_ROUNDOFF[precision]) * cancels
         tiny = {"float16": 2.0**-24, "bfloat16": 2.0**-126}.get(got.dtype.name, 0.0)
         limit += tiny * np.sqrt(np.size(want)) + 1e-24 * (precision != "fp64")
         error = float(np.linalg.norm(wide - want))

@@ -1,4 +1,7 @@
-"""A part of the host that stands for a device, to which offloaded features go chunk by chunk."""
+"""`Host`: a stand-in for the GPU in tests of `offload`, whose memory is the host's.
+
+`kernels/offload/` copies features to it chunk by chunk, and it computes by the CPU backend.
+"""
 
 import weakref
 from collections.abc import Iterator
@@ -22,12 +25,15 @@ from infonce.dispatch import make_result
 
 
 class Memory:
-    """What `offload` takes from NumPy. It counts the bytes of arrays that are not vectors."""
+    """The functions of NumPy that `offload` calls as `xp`, of the device's memory.
+
+    It counts the bytes of arrays that `empty` makes: arrays that are not vectors.
+    """
 
     zeros, array = staticmethod(np.zeros), staticmethod(np.array)
 
     def __init__(self) -> None:
-        self.used = self.peak = 0
+        self.used = self.peak = 0  # bytes: now, and at most
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         array = np.empty(shape, dtype)
@@ -41,7 +47,7 @@ class Memory:
 
 
 class Rows:
-    """Rows on such a device, as linear terms see them."""
+    """Rows on the device, with the operations that linear terms need (`kernels/linear.py`)."""
 
     def __init__(self, features: Any, problem: Any) -> None:
         self.u, self.normalize, self.length = features, problem.normalize, np.ones((1, 1))
@@ -50,8 +56,8 @@ class Rows:
             self.u = features / self.length
 
     def sums(self, segment: Any, count: int, factor: Any = None, order: Any = None) -> Any:
-        of = np.eye(count)[segment]
-        return of.T @ (self.u if factor is None else factor[:, None] * self.u)
+        indicators = np.eye(count)[segment]  # [rows, segments]: 1 for the segment of a row
+        return indicators.T @ (self.u if factor is None else factor[:, None] * self.u)
 
     def products(self, segment: Any, sums: Any, itself: float) -> Any:
         return (self.u * (sums[segment] - itself * self.u)).sum(axis=1)
@@ -71,8 +77,11 @@ class Rows:
 
 
 class Host:
-    """A device whose memory is the host's. Its copies are as late as can be: features arrive when
-    they are waited for, and gradients leave when all is done. What is being copied is spoiled."""
+    """The device, as `kernels/offload/device.py` describes it.
+
+    Its copies are as late as possible: features arrive when they are waited for, and gradients
+    leave when the call ends. The target of a copy is NaN until then, so that a missing wait shows.
+    """
 
     vectors = solve.Vectors(np)
     put = get = staticmethod(np.array)
@@ -80,11 +89,11 @@ class Host:
 
     def __init__(self) -> None:
         self.xp = Memory()
-        self.blocks, self.whole = 0, False
-        self.workspace = 0  # of blocks, or of the whole
+        self.blocks, self.whole = 0, False  # computed blocks; whether a whole problem was computed
+        self.workspace = 0  # bytes, for each block or for the whole problem
 
     def solve(self, problem: Any, gradients: Any) -> Any:
-        assert problem.workspace_given  # a whole problem takes no more either
+        assert problem.workspace_given  # so a whole problem takes no more than the workspace
         self.whole, self.workspace = True, problem.workspace
         return solver_by_passes(problem)(problem, CPU(problem, gradients), gradients)
 
@@ -112,7 +121,7 @@ class Host:
         given = source.copy()
 
         def copy() -> None:
-            np.testing.assert_array_equal(given, source)  # no one has used its memory again
+            np.testing.assert_array_equal(given, source)  # nothing has overwritten the source
             target[...] = target + source if add else source
 
         return Copy(self, copy, None if add else target)
@@ -121,7 +130,7 @@ class Host:
 def on_host(
     loss: str, args: Any, labels: Any = None, teacher: Teacher | None = None, **options: Any
 ) -> tuple[Any, Host]:
-    """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
+    """(result of `X_loss_and_grad(..., offload=True)` on a `Host`, this `Host`)."""
     losses = {**spec.LOSSES, "info_nce own": spec.INFO_NCE_OWN}
     kind = losses[loss] if teacher is None else teacher.loss
     with np.errstate(**SILENT):
@@ -134,6 +143,8 @@ def on_host(
 
 
 class Copy:
+    """A copy that `Host.arrive` or `Host.leave` has started; `wait` does it."""
+
     def __init__(self, host: Host, copy: Any, target: Any) -> None:
         self.host, self.copy = host, copy
         if target is not None:
@@ -144,35 +155,39 @@ class Copy:
         if self in self.host.pending:
             self.copy()
             self.host.pending.remove(self)
-            self.copy = None  # it holds memory
+            self.copy = None  # its closure would keep arrays alive
 
 
 def room(rows: int, d: int, m: int, n: int, item: int = 8, real: int = 8) -> int:
-    """A workspace for chunks of so many rows."""
+    """The bytes of a workspace that has room for chunks of `rows` rows, of M x N pairs of width d.
+
+    `item` and `real` are the bytes of a feature and of a number in the precision of sums.
+    """
     row = layout.RowBytes(d * item, d * real, d * item, layout.block_row_bytes(m, n, d, item, real))
     return layout.least_workspace(rows, row)
 
 
 def close(got: Any, want: Any, tolerance: float = 1e-12) -> None:
-    """Two results are the same, but for rounding."""
-    pairs_of = [(got.loss, want.loss)]
-    pairs_of += [(g, w) for g, w in zip(got.grads, want.grads, strict=True) if w is not None]
+    """AssertionError unless two results are equal up to rounding."""
+    compared = [(got.loss, want.loss)]
+    compared += [(g, w) for g, w in zip(got.grads, want.grads, strict=True) if w is not None]
     for lse in (got.lse, want.lse):
         assert (lse is None) == (want.lse is None)
     if want.lse is not None:
         both = (z if isinstance(z, tuple) else (z,) for z in (got.lse, want.lse))
-        pairs_of += zip(*both, strict=True)
+        compared += zip(*both, strict=True)
     assert (got.metrics is None) == (want.metrics is None)
     if want.metrics is not None:
-        found = [
-            [getattr(of.metrics, f.name) for f in fields(infonce.Metrics)] for of in (got, want)
+        metrics = [
+            [getattr(out.metrics, f.name) for f in fields(infonce.Metrics)] for out in (got, want)
         ]
-        for g, w in zip(*found, strict=True):
+        for g, w in zip(*metrics, strict=True):
             assert (g is None) == (w is None)
-            pairs_of += [] if w is None else [(g, w)]
-    for g, w in pairs_of:
+            compared += [] if w is None else [(g, w)]
+    for g, w in compared:
         assert g.dtype == w.dtype
         if w.dtype.kind in "iu":
             np.testing.assert_array_equal(g, w)
-        g, w = (np.maximum(np.asarray(z, np.float64), -1e30) for z in (g, w))  # -inf: none
+        # -inf, for rows without negatives, as a finite number
+        g, w = (np.maximum(np.asarray(z, np.float64), -1e30) for z in (g, w))
         assert np.linalg.norm(g - w) <= tolerance * (1 + np.linalg.norm(w))

@@ -1,4 +1,8 @@
-"""Test data, and the bounds that results are held to. Nothing here is taken from the library."""
+"""Test data, the bounds that results are held to, and the losses by definition.
+
+Results are compared with float64: the formulas of `infonce.reference`, and loops over pairs at the
+end of this file. Nothing here uses the code that is tested.
+"""
 
 from typing import Any
 
@@ -10,10 +14,11 @@ from infonce import reference
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 LOSSES = ["info_nce", "nt_xent", "clip", "lit", "siglip"]
-KINDS = ["random", "aligned", "partly aligned", "opposed", "identical rows", "long"]
+KINDS = ["random", "aligned", "partly aligned", "opposed", "identical rows", "long"]  # of `pairs`
 
-# unit roundoff of the arithmetic, and bounds relative to the float64 result on the same inputs, for
-# unit rows and logits up to 200. tests/brute/test_precision.py tests README's table of errors
+# By dtype of the features: unit roundoff of the arithmetic; and bounds of errors, relative to the
+# float64 result on the same inputs, for unit rows and logits up to 200. (README's table of errors
+# is tested by tests/brute/test_precision.py.)
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
 LOSS_BOUND = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
 GRAD_BOUND = {"float64": 1e-12, "float32": 5e-6, "float16": 6e-4, "bfloat16": 4e-3}
@@ -22,7 +27,8 @@ GRAD_BOUND = {"float64": 1e-12, "float32": 5e-6, "float16": 6e-4, "bfloat16": 4e
 def pairs(
     kind: str, m: int, n: int, d: int, dtype: Any, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Queries [m, d] and keys [n, d]: unit rows (before rounding to dtype), except "long"."""
+    """Queries [m, d] and keys [n, d] of a kind of KINDS: unit rows (before they are rounded to
+    dtype), except that queries of "long" have norm 3. Key i belongs to query i."""
     rng = np.random.default_rng(seed)
 
     def unit(rows: int) -> np.ndarray:
@@ -46,12 +52,16 @@ def pairs(
 
 
 def largest_logit(scale: float, query: np.ndarray, key: np.ndarray) -> float:
+    """The largest absolute value of a logit."""
     wide = np.abs(query.astype(np.float64) @ key.astype(np.float64).T)
     return float(scale * wide.max())
 
 
 def assert_loss(got: Any, want: float, dtype: str, logit: float) -> None:
-    """Relative bound; absolute where the loss is small beside its logits."""
+    """AssertionError if a loss is too far from `want`. `logit` is the largest logit.
+
+    The bound is relative to the loss, but at least 4 roundings of the largest logit.
+    """
     bound = LOSS_BOUND[dtype] * max(1.0, logit / 200) * abs(want)
     bound = max(bound, 4 * ROUNDOFF[dtype] * max(logit, 1.0))
     assert abs(float(got) - want) <= bound, f"loss {got} for {want}, off by more than {bound:.1e}"
@@ -60,15 +70,20 @@ def assert_loss(got: Any, want: float, dtype: str, logit: float) -> None:
 def assert_grad(
     got: Any, want: Any, dtype: str, logit: float, size: float | None = None, terms: float = 0.0
 ) -> None:
-    """||got - want|| <= bound ||want||. A rounded logit is off by roundoff x logit, and with it
-    every probability: in a large batch that averages out, in a small one it does not. `terms` is
-    the size of what cancels in the sums that `want` is made of."""
+    """AssertionError if a gradient is too far from `want`: ||got - want|| <= bound ||want||.
+
+    The rounding of a logit has an error of up to roundoff x logit, and so has every probability,
+    relatively: in a large batch such errors average out, in a small one they do not. `size` takes
+    the place of ||want||. `terms` is the norm of the terms that cancel in the sums of `want`, as
+    `cancelling` returns it.
+    """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     size = np.linalg.norm(want) if size is None else size
     bound = (GRAD_BOUND[dtype] + 6 * ROUNDOFF[dtype] * logit) * size
     bound += 8 * ROUNDOFF[dtype] * (1 + logit) * terms
-    tiny = {"float16": 2.0**-24, "bfloat16": 2.0**-126}.get(dtype, 0.0)  # below: no normal numbers
+    # The absolute error of elements that underflow
+    tiny = {"float16": 2.0**-24, "bfloat16": 2.0**-126}.get(dtype, 0.0)
     bound += tiny * np.sqrt(want.size) + 1e-24 * (dtype != "float64") + 1e-290
     error = np.linalg.norm(got - want)
     worst = np.unravel_index(np.argmax(np.abs(got - want)), want.shape) if want.size > 1 else ()
@@ -79,15 +94,19 @@ def assert_grad(
 
 
 def cancelling(ref: reference.Reference, args: tuple[np.ndarray, ...], scale: float) -> float:
-    """Bound on scale * || |dL/dx| |key| ||: probabilities off the positive sum to at most the
-    row's loss, and the positive's gradient is as large."""
+    """A bound of the norm of the terms that cancel in a feature gradient, `terms` of `assert_grad`.
+
+    It bounds scale * || |dL/dx| |key| ||: the probabilities of the negatives of a row add up to at
+    most the row's loss, and the gradient of the positive's logit is as large.
+    """
     length = max(float(np.linalg.norm(z.astype(np.float64), axis=1).max()) for z in args)
     share = np.minimum(1.0, ref.losses) if ref.lse is not None else ref.losses
     return float(8 * scale * length * np.max(share) / np.sqrt(len(share)))
 
 
 def arguments(loss: str, query: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The feature arrays that this loss takes, from queries and keys."""
+    """The feature arrays that this loss takes, made of queries and keys: one array of both for
+    NT-Xent, and as many queries as keys for all but InfoNCE."""
     if loss == "nt_xent":
         half = min(len(query), len(key))
         return (np.concatenate([query[:half], key[:half]]),)
@@ -98,22 +117,24 @@ def arguments(loss: str, query: np.ndarray, key: np.ndarray) -> tuple[np.ndarray
 
 
 def judged(loss: str, args: tuple[np.ndarray, ...], **options: Any) -> reference.Reference:
+    """The loss and its gradients in float64, by `infonce.reference`."""
     return getattr(reference, loss)(*args, **options)
 
 
 def scale_size(ref: reference.Reference, args: tuple[np.ndarray, ...]) -> float:
-    """Size of the terms that cancel in d scale: its error is relative to these."""
+    """The sum of the absolute terms of the gradient of the scale: its error is relative to it."""
     first = next(v for v in ref.grads.values() if isinstance(v, np.ndarray))
     return float(np.sum(np.abs(first * np.asarray(args[0], np.float64)))) + 1e-300
 
 
+# Strategies of hypothesis: temperatures from 0.005 to 1, numbers of rows, numbers of features
 temperatures = st.floats(np.log(0.005), 0.0).map(lambda t: float(np.exp(t)))
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 255, 257, 300]))
 widths = st.one_of(st.integers(1, 9), st.sampled_from([16, 31, 33, 64, 70]))
 
 
 def viewed(z: np.ndarray, how: str) -> np.ndarray:
-    """The same values behind other strides."""
+    """An array of the same values with other strides, for each name of VIEWS."""
     if how == "transposed":
         return np.asfortranarray(z)
     if how == "every other":
@@ -132,11 +153,16 @@ def viewed(z: np.ndarray, how: str) -> np.ndarray:
 VIEWS = ["contiguous", "transposed", "every other", "reversed", "offset"]
 
 
-# --- the softmax of a row by definition: loops over pairs, in any number type, without a shift ----
+# --- losses by definition: loops over pairs, in real or complex numbers, without subtracting a
+# maximum before exponentials. `positives`: for each row, the set of its positive keys. `ids` and
+# `groups` are pairs (of rows, of columns), each an array or None.
 
 
 def kept_keys(i, positives, columns, ids, groups, itself_too=True):
-    """Keys that query i is compared with."""
+    """The keys that count for query i: positives, and negatives that ids and groups do not exclude.
+
+    `positives` is the set of query i. `itself_too=False`: queries are keys, and i is left out.
+    """
     kept = []
     for j in range(columns):
         if j == i and not itself_too:
@@ -164,8 +190,11 @@ def row_by_definition(
     guide_dot=None,
     guide_margin=0.0,
 ):
-    """Loss and log-sum-exp of one row, from its products with the kept keys: log sum exp, less the
-    mean over the targets. What is not differentiated is real."""
+    """(loss, log-sum-exp) of one row: the log-sum-exp less the mean of the logits over the targets.
+
+    `dot[j]` is the dot product with key j, `positives` the set of positive keys, `kept` the keys
+    that count. Numbers of which gradients are not taken (limits, hardness) are real parts.
+    """
     if positives and false_negative_margin is not None:
         limit = max(dot[p].real for p in positives) + false_negative_margin
         kept = [j for j in kept if j in positives or dot[j].real <= limit]
@@ -184,12 +213,12 @@ def row_by_definition(
             total = total + np.exp(hardness * dot[j].real) * np.exp(x[j])
             target[j] = label_smoothing / len(kept)
     with np.errstate(divide="ignore"):
-        lse = np.log(total)  # -inf where nothing takes part
+        lse = np.log(total)  # -inf if no key counts
     return (lse - sum(target[j] * x[j] for j in kept) if positives else 0.0), lse
 
 
 def rows_by_definition(dot, positives, ids, groups, itself_too=True, guide_dot=None, **options):
-    """Row by row."""
+    """(losses, log-sum-exps) of all rows, by `row_by_definition`."""
     rows = [
         row_by_definition(
             dot[i], positive_keys,
@@ -203,15 +232,15 @@ def rows_by_definition(dot, positives, ids, groups, itself_too=True, guide_dot=N
 
 
 def pairwise_by_definition(logits, positives, ids, groups):
-    """Losses of rows of a pairwise sigmoid. A positive pair has the mean of two weights: one over
-    the positives of its row, one over those of its column."""
+    """Losses of the rows of a pairwise sigmoid. A positive pair has the mean of two weights: 1 /
+    (number of positives of its row), and 1 / (number of positives of its column)."""
     losses, columns = [], range(logits.shape[1])
-    of_column = [sum(j in keys for keys in positives) for j in columns]
+    positives_of_column = [sum(j in keys for keys in positives) for j in columns]
     for i, keys in enumerate(positives):
         loss = 0.0
         for j in kept_keys(i, keys, logits.shape[1], ids, groups):
             if j in keys:
-                weight = (1 / len(keys) + 1 / of_column[j]) / 2
+                weight = (1 / len(keys) + 1 / positives_of_column[j]) / 2
                 loss = loss + weight * np.log(1 + np.exp(-logits[i, j]))
             else:
                 loss = loss + np.log(1 + np.exp(logits[i, j]))
@@ -220,7 +249,8 @@ def pairwise_by_definition(logits, positives, ids, groups):
 
 
 def four_comparisons(q, k, i, others):
-    """The positive pair of row i, then four pairs for each other row."""
+    """The pairs of rows that GTE's softmax of row i compares: its positive pair, then four pairs
+    for each row j of `others`."""
     yield q[i], k[i]
     for j in others:
         yield from ((q[i], k[j]), (q[j], k[i]), (q[i], q[j]), (k[i], k[j]))
@@ -232,15 +262,18 @@ def unit(z):
 
 
 def gte_by_definition(q, k, ids, groups, guide=None, **options):
-    """Four comparisons for each pair."""
+    """(losses, log-sum-exps) of GTE: a softmax over four comparisons with each other pair.
+
+    `guide` is a pair of features (of queries, of keys), or None.
+    """
     ids = range(len(q)) if ids is None else ids
     groups = [0] * len(q) if groups is None else groups
     rows = []
     for i in range(len(q)):
         others = [j for j in range(len(q)) if ids[j] != ids[i] and groups[j] == groups[i]]
         dots, guide_dot = (
-            None if of is None else [(a * b).sum() for a, b in four_comparisons(*of, i, others)]
-            for of in ((q, k), guide)
+            None if z is None else [(a * b).sum() for a, b in four_comparisons(*z, i, others)]
+            for z in ((q, k), guide)
         )
         kept = range(len(dots))
         rows.append(row_by_definition(dots, {0}, kept, guide_dot=guide_dot, **options))

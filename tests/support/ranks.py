@@ -1,7 +1,7 @@
-"""What mpiexec runs on every rank for tests/distributed/test_ranks.py (`main`), and the numbers
-that ranks get, against one process and against float64.
+"""The program of each rank in tests/distributed/test_ranks.py, which starts `main` by mpiexec, and
+checks of the numbers that ranks get: against one process and against float64.
 
-Rank 0 leads: hypothesis runs there, and every example is sent to all ranks, which report back.
+Rank 0 leads: hypothesis runs there, and sends each example to all ranks, which report back.
 """
 
 import functools
@@ -20,7 +20,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from infonce.distributed import cost
-from infonce.distributed import run as run_of_ranks
+from infonce.distributed import run as ranks_run
 from infonce.distributed.communicators.mpi import connect
 from infonce.kernels.cpu.backend import CPU
 from infonce.kernels.problem import Problem
@@ -32,25 +32,26 @@ from infonce.checks import validation
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
-OF_HOSTS = [size for size in range(1, SIZE + 1) if SIZE % size == 0]  # ranks that one may have
+NODE_SIZES = [size for size in range(1, SIZE + 1) if SIZE % size == 0]  # ranks of a pretended node
 SCALARS = ("scale", "bias")
 DTYPES = "float64,float32,bfloat16,float16"
 SMALL = 4000  # bytes of a workspace
-TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}  # of gradients, relative norm
 
 
 def say(*words: Any) -> None:
-    """One line, whole: ranks write to the same pipe."""
+    """Print a line by one write, because all ranks write to the same pipe."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def shards(n: int, seed: int) -> list[slice]:
-    """n rows cut anywhere, shards of 0 rows among them."""
+    """The rows of each rank: n rows cut at random positions, so that some ranks may have none."""
     cuts = np.sort(np.random.default_rng(seed).integers(0, n + 1, SIZE - 1))
     return [slice(a, b) for a, b in itertools.pairwise([0, *map(int, cuts), n])]
 
 
 def close(got: Any, want: Any, tolerance: float, what: str, size: float = 0.0) -> None:
+    """AssertionError if ||got - want|| > tolerance max(||want||, size). `what` names the array."""
     got, want = (np.asarray(z, np.float64) for z in (got, want))
     assert got.shape == want.shape, f"{what}: shape {got.shape} for {want.shape}"
     error, size = np.linalg.norm(got - want), max(size, float(np.linalg.norm(want)))
@@ -58,7 +59,7 @@ def close(got: Any, want: Any, tolerance: float, what: str, size: float = 0.0) -
 
 
 def compare(case: dict[str, Any]) -> None:
-    """One loss over the ranks against one process that has all rows."""
+    """Compare a loss over the ranks with one process that has all rows. `case` is of `cases`."""
     loss, seed, n, d = case["loss"], case["seed"], case["n"], case["d"]
     rng = np.random.default_rng(seed)
     dtype = np.dtype(getattr(ml_dtypes, case["dtype"], case["dtype"]))
@@ -76,10 +77,10 @@ def compare(case: dict[str, Any]) -> None:
         labels = rng.integers(0, n, m) if case["labelled"] else None
     if loss == "nt_xent":
         whole = [np.concatenate([query, key])]
-        if case["labelled"]:  # rows anywhere
+        if case["labelled"]:  # any row of the batch may be on any rank
             orders, parts = [rng.permutation(2 * n)], [shards(2 * n, seed)]
             labels = np.argsort(orders[0])[(orders[0] + n) % (2 * n)]
-        else:  # both views of a rank's samples are on it
+        else:  # both views of a sample are on the same rank
             both = [np.r_[r.start : r.stop, n + r.start : n + r.stop] for r in rows]
             orders = [np.concatenate(both).astype(int)]
             parts = [[slice(2 * r.start, 2 * r.stop) for r in rows]]
@@ -87,7 +88,7 @@ def compare(case: dict[str, Any]) -> None:
 
     single, spread = dict(options), dict(options, timeout=60)
     cost.CHUNK = case.get("chunk", cost.CHUNK)
-    os.environ["INFONCE_LOCAL_SIZE"] = str(OF_HOSTS[case.get("hosts", seed) % len(OF_HOSTS)])
+    os.environ["INFONCE_LOCAL_SIZE"] = str(NODE_SIZES[case.get("nodes", seed) % len(NODE_SIZES)])
     spread["method"] = case.get("method", "auto")
     spread["exchange"] = exchange = case.get("exchange", "auto")
     spread["workspace"] = case.get("workspace") if exchange in ("auto", "ring") else None
@@ -108,20 +109,20 @@ def compare(case: dict[str, Any]) -> None:
     want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **single, **metrics)
     got = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
     again = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
-    alone = getattr(distributed, f"{loss}_loss")(*local, **spread)
+    loss_only = getattr(distributed, f"{loss}_loss")(*local, **spread)
 
     tolerance = TOLERANCE[dtype.name]
     assert got.loss.dtype == want.loss.dtype
-    # With metrics: no triangle, no single block. A small workspace: room for larger blocks alone
+    # Other blocks: metrics exclude the triangle and a single block, a loss has room for larger ones
     other_blocks = metrics["metrics"] and (loss == "nt_xent" or COMM.size == 1)
     if other_blocks or case.get("workspace") == SMALL:
-        close(alone, got.loss, 0.1 * tolerance, "loss alone")
+        close(loss_only, got.loss, 0.1 * tolerance, "loss without gradients")
     else:
-        assert np.array_equal(alone, got.loss)
+        assert np.array_equal(loss_only, got.loss)
     per_row = case["reduction"] == "none"
     close(got.loss, want.loss[mine[0]] if per_row else want.loss, 0.1 * tolerance, "loss")
     terms = np.abs(np.asarray(want.grads[0], float) * whole[0].astype(float)).sum()
-    if case["normalize"]:  # dQ has lost what is along q: 1 - P of the positive, times up to |x|
+    if case["normalize"]:  # the part of dQ along q cancels: up to |x| (1 - P of the positive)
         terms = max(terms, case["scale"] * np.minimum(want.loss, 1).sum())
     for i, field in enumerate(want.grads._fields):
         w, g = getattr(want.grads, field), getattr(got.grads, field)
@@ -132,9 +133,9 @@ def compare(case: dict[str, Any]) -> None:
         assert np.asarray(g).tobytes() == np.asarray(getattr(again.grads, field)).tobytes(), field
         if field in SCALARS:  # sums that cancel: relative to their terms
             close(g, w, tolerance, f"d {field}", terms / case["scale"])
-        else:  # relative to all rows: those of a rank may be next to nothing
+        else:  # relative to the rows of all ranks, because those of one rank may be almost 0
             size = np.linalg.norm(w.astype(float))
-            if case["normalize"]:  # of what is left when the part along a row is taken out
+            if case["normalize"]:  # or to the terms, of which only the part across a row is left
                 size = max(size, terms / np.linalg.norm(whole[i].astype(float), axis=1).min())
             close(g, w[mine[i]], tolerance, f"d {field}", size)
     if got.lse is not None:
@@ -150,11 +151,11 @@ def compare(case: dict[str, Any]) -> None:
         g, w = getattr(got.metrics, name), getattr(want.metrics, name)
         if w is None:
             assert g is None, name
-        elif w.dtype.kind == "i":  # what scores the same but for rounding may be counted or not
+        elif w.dtype.kind == "i":  # retrieval ranks, which rounding of close logits changes
             if dtype.name == "float64":
                 assert np.array_equal(g, w[mine[name == "column_rank"]]), name
         else:
-            g, w = (np.maximum(z, -1e30) for z in (g, w))  # -inf: no negatives
+            g, w = (np.maximum(z, -1e30) for z in (g, w))  # -inf for rows without negatives
             close(g, w[mine[0]] if w.ndim else w, tolerance, name, 1.0 + np.abs(w).max())
 
 
@@ -179,23 +180,23 @@ cases = st.fixed_dictionaries({
 
 
 def lead(step: Any, case: Any) -> None:
-    """Rank 0: do `step(case)` on all ranks; AssertionError says which of them failed, and how."""
-    troubles = follow(step, COMM.bcast(case))
-    assert not any(troubles), [f"rank {r}: {t}" for r, t in enumerate(troubles) if t]
+    """On rank 0: run `step(case)` on all ranks. AssertionError says which ranks failed, and how."""
+    failures = follow(step, COMM.bcast(case))
+    assert not any(failures), [f"rank {r}: {text}" for r, text in enumerate(failures) if text]
 
 
-def follow(step: Any, case: Any) -> list[str | None]:
-    trouble = None
+def follow(step: Any, case: Any) -> list[str | None]:  # for each rank, its error or None
+    failure = None
     try:
         step(case)
     except Exception as error:
-        trouble = f"{type(error).__name__}: {error}"
-    return COMM.allgather(trouble)
+        failure = f"{type(error).__name__}: {error}"
+    return COMM.allgather(failure)
 
 
 @contextmanager
 def watched_blocks() -> Iterator[set[bool]]:
-    """Values of `Problem.no_local_positives` meanwhile; checked to be true of the positives."""
+    """Context: collects and checks `Problem.no_local_positives` of the blocks that are computed."""
     seen, start = set(), CPU.__init__
 
     def watched(self: CPU, problem: Problem, *gradients: Any) -> None:
@@ -208,19 +209,19 @@ def watched_blocks() -> Iterator[set[bool]]:
 
 
 def equal(examples: str) -> None:
-    """Hypothesis on rank 0, every example on all ranks."""
+    """Ranks get what one process gets: `compare`, on `examples` cases that hypothesis draws."""
     with watched_blocks() as seen:
         if not RANK:
             lead_examples(int(examples))
             return
         while isinstance(case := COMM.bcast(None), dict):
             follow(compare, case)
-        assert case == "passed"  # else rank 0 says what did not
+        assert case == "passed"  # otherwise rank 0 reports the failure
         assert seen == {False, True}
 
 
 def lead_examples(examples: int) -> None:
-    """One of each loss and exchange, then hypothesis'."""
+    """On rank 0: one case of each loss, exchange and method, then `examples` of hypothesis."""
 
     @settings(max_examples=examples, derandomize=True, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -230,7 +231,7 @@ def lead_examples(examples: int) -> None:
 
     plain = {"n": 23, "d": 5, "extra": 3, "seed": 3, "scale": 3.0, "aligned": 1.0,
              "normalize": True, "ids": True, "labelled": True, "reduction": "mean",
-             "dtype": "float64", "metrics": True, "workspace": SMALL, "hosts": 1}  # fmt: skip
+             "dtype": "float64", "metrics": True, "workspace": SMALL, "nodes": 1}  # fmt: skip
     end = "failed"
     try:
         for loss in ("info_nce", "nt_xent", "clip", "lit", "siglip"):
@@ -244,8 +245,8 @@ def lead_examples(examples: int) -> None:
 
 
 def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) -> None:
-    """All losses, shards on GPUs or on the host: within the accuracy table against float64, from
-    run to run the same, and in float32 and float64 what one process gets."""
+    """All losses over ranks, with shards in GPU ("gpu") or host memory: within judge.py's bounds of
+    float64, the same bits from run to run, in float32 and float64 equal to one process."""
     xp: Any = np
     if place == "gpu":
         import cupy as xp
@@ -274,7 +275,7 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
         q, k = (z.astype(getattr(ml_dtypes, dtype, dtype)) for z in (query, key))
         rows, columns = shards(m, 5)[RANK], shards(n, 6)[RANK]
         if SIZE == 2 and dtype == "float32":
-            rows = columns = slice(0, 0) if RANK else slice(0, m)  # a rank without rows
+            rows = columns = slice(0, 0) if RANK else slice(0, m)  # rank 1 has no queries
             columns = slice(m, n) if RANK else columns
         for loss, options in (
             ("clip", {}), ("clip", {"normalize": True, "ids": ids[:m]}), ("siglip", {}),
@@ -296,18 +297,18 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
             parts = [xp.asarray(z[part]) for z, part in zip(whole, mine, strict=True)]
             function = f"{loss}_loss_and_grad"
             own |= {"scale": scale, "transport": transport, "exchange": exchange, "timeout": 60}
-            if exchange == "ring":  # shards in pieces, whole
+            if exchange == "ring":  # with the small workspace, a shard is visited in pieces
                 own["workspace"] = 2**18 if options or loss == "siglip" else 2**28
             got = getattr(distributed, function)(*parts, **own)
             what = f"{loss} {dtype} {sorted(options)}"
-            for _ in range(5 if place == "gpu" else 1):  # CUDA graphs are captured, then launched
+            for _ in range(5 if place == "gpu" else 1):  # 5: graphs are captured, then launched
                 again = getattr(distributed, function)(*parts, **own)
                 for field, g, twice in zip(got.grads._fields, got.grads, again.grads, strict=True):
                     if g is not None and host(g).tobytes() != host(twice).tobytes():
                         wrong.append(f"rank {RANK}: {what}: d {field} differs from run to run")
 
             truth = judge.judged(loss, whole, scale=scale, **options)
-            sizes = {  # of a rank's rows there may be next to nothing; d scale's terms cancel
+            sizes = {  # bounds are relative to the gradient of all rows, and to d scale's terms
                 field: float(np.linalg.norm(w)) for field, w in truth.grads.items() if w is not None
             }
             sizes["scale"] = max(sizes["scale"], judge.scale_size(truth, whole))
@@ -319,7 +320,6 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
                 w = np.asarray(truth.grads[field])[mine_of.get(field, ...)]
                 check(f"{what}: d {field}", judge.assert_grad, host(getattr(got.grads, field)), w,
                       dtype, logit, size, cancels)  # fmt: skip
-
             if dtype not in one_process_bounds:
                 continue
             loss_bound, bound = one_process_bounds[dtype]
@@ -335,11 +335,11 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
         transports = connect().__dict__["gpu_transports"].values()
         plans = [plan for transport in transports for plan in transport.plans.values()]
         by_key = [plan.bound_steps for plan in plans if getattr(plan, "graphs", False)]
-        assert any(of.final for of in itertools.chain(*(each.values() for each in by_key)))
+        assert any(steps.final for steps in itertools.chain(*(plan.values() for plan in by_key)))
 
 
-def compute_on(place: str) -> None:
-    """With `offload`: compute on a GPU, or on a part of the host that stands for a GPU."""
+def compute_on_device(place: str) -> None:
+    """For `offload`: compute on this rank's GPU, or ("host") on the stand-in of host_device.py."""
     if place == "gpu":
         import cupy
 
@@ -350,18 +350,18 @@ def compute_on(place: str) -> None:
     from infonce.kernels.solve import Vectors
 
     run_block_pass = functools.partial(offloading.run_block_pass, Host())
-    block_runner = run_of_ranks.BlockRunner(run_block_pass, Vectors(np), offloading.layout)
-    run_of_ranks.choose_block_runner = lambda _: block_runner
+    block_runner = ranks_run.BlockRunner(run_block_pass, Vectors(np), offloading.layout)
+    ranks_run.choose_block_runner = lambda _: block_runner
     validation.gpu_missing = lambda: None
 
 
 def offload(place: str, exchange: str) -> None:
-    """Shards in host memory, computed on a device."""
+    """Shards in host memory, computed on a device (`compute_on_device`), against one process."""
     from host_device import close, room
 
     d, options = 30, {"scale": 9.0, "normalize": True, "workspace": room(16, 30, 150, 150)}
     spread = dict(options, timeout=60, exchange=exchange, offload=True)
-    compute_on(place)
+    compute_on_device(place)
     if place == "gpu":
         spread["workspace"] = room(64, d, 150, 150)
     key = np.random.default_rng(0).standard_normal((150, d))
@@ -372,7 +372,7 @@ def offload(place: str, exchange: str) -> None:
         part, own = np.arange(150)[rows], dict(spread)
         if loss == "nt_xent":
             own["labels"] = (part + 75) % 150
-        own |= {"workspace": 2**20} if exchange == "gather" else {}  # which needs room
+        own |= {"workspace": 2**20} if exchange == "gather" else {}  # for the keys of all ranks
         want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **options)
         got = getattr(distributed, f"{loss}_loss_and_grad")(*(z[part] for z in whole), **own)
 
@@ -386,15 +386,15 @@ def offload(place: str, exchange: str) -> None:
 
 
 def main() -> None:
-    """Checks one after the other, each `MODULE:FUNCTION:ARGUMENT:...`."""
+    """Run the checks of the command line, each `MODULE:FUNCTION:ARGUMENT:...`, one by one."""
     for check in sys.argv[1:]:
         module, function, *arguments = check.split(":")
-        # which checks set
+        # Restore what checks set
         with (
             patch.object(cost, "CHUNK", cost.CHUNK),
-            patch.object(run_of_ranks, "choose_block_runner", run_of_ranks.choose_block_runner),
+            patch.object(ranks_run, "choose_block_runner", ranks_run.choose_block_runner),
             patch.object(validation, "gpu_missing", validation.gpu_missing),
-            patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(OF_HOSTS[(len(OF_HOSTS) - 1) // 2])),
+            patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(NODE_SIZES[(len(NODE_SIZES) - 1) // 2])),
         ):
             getattr(importlib.import_module(module), function)(*arguments)
         say("passed", check)

@@ -1,5 +1,5 @@
-"""What ranks do in tests/distributed/test_ranks.py (`ranks.main`): memory, communicators that are
-freed, calls that are bad or differ, ranks that end."""
+"""Checks that `ranks.main` runs on each rank, for tests/distributed/test_ranks.py: memory, freed
+communicators, bad calls, calls that differ between ranks, and ranks that end or hang."""
 
 import functools
 import gc
@@ -28,10 +28,10 @@ SWITCH = "INFONCE_COPY_ENGINES"
 
 
 def memory() -> None:
-    """No rank allocates more than the model says, nor a gather more than its buffers besides."""
+    """A rank allocates at most the memory of the model in `cost`; a gather also its buffers."""
 
-    def peak(**options: Any) -> int:
-        for part in (slice(10), slice(None)):  # compiles first
+    def peak(**options: Any) -> int:  # the most bytes that are allocated during a call
+        for part in (slice(10), slice(None)):  # the first call, of 10 rows, compiles
             given, into = [z[part] for z in sides], [z[part] for z in out]
             tracemalloc.start()
             distributed.clip_loss_and_grad(*given, scale=1.0, out=into, **options)
@@ -48,13 +48,13 @@ def memory() -> None:
 
     buffers = cost.gather_bytes([rows] * SIZE, d * cost.FEATURE_BYTES + 24, d * cost.DK_BYTES)
     gather = peak(exchange="gather", workspace=2 * buffers)
-    # the workspace, buffers, dQ and a block's share of it, vectors
+    # workspace (two buffers), buffers, dQ and a block's part of it, vectors
     most = 3 * buffers + 2 * rows * d * cost.DK_BYTES + cost.VECTOR_BYTES * rows * SIZE
     assert buffers < gather < most, (gather, buffers, most)
 
 
 def freed() -> None:
-    """A communicator that its owner frees keeps nothing alive; the others go on."""
+    """A communicator that its owner frees keeps nothing alive. Other communicators still work."""
     x, before = np.ones((4, 3)), threading.active_count()
     for _ in range(3):
         comm = COMM.Dup()
@@ -69,12 +69,12 @@ def freed() -> None:
         gc.collect()
         assert transports == ["freed"]
         assert kept() is None
-        assert threading.active_count() <= before + 1  # that of all ranks' communicator
+        assert threading.active_count() <= before + 1  # the thread of COMM, which is not freed
     distributed.clip_loss(x, x, scale=1.0, timeout=60)
 
 
 def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
-    """(words of the message, its type, the call as rank 1 differs)."""
+    """Calls in which rank 1 differs or all are wrong: (words of the message, type, the call)."""
     odd = rank == 1
     x = np.ones((4, 3))
 
@@ -85,16 +85,16 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
         return distributed.gte_loss_and_grad(x, key, scale=1.0, **options)
 
     def lone_row() -> Any:
-        """The first of all rows has no other view."""
+        """NT-Xent whose first row of all has no other view: its label is -1."""
         first = 4 * rank + (rank > 0)
         labels = first + np.array([1, 0, 3, 2])
         if not rank:
             return distributed.nt_xent_loss(np.ones((5, 3)), np.r_[-1, labels + 1], scale=1.0)
         return distributed.nt_xent_loss(x, labels, scale=1.0)
 
-    def clip_over_hosts(local_size: str | None, hosts: Any = None) -> Any:
+    def clip_over_nodes(local_size: str | None, nodes: Any = None) -> Any:
         peers = connect().peers
-        with patch.dict(os.environ), patch.object(peers, "nodes", hosts or peers.nodes):
+        with patch.dict(os.environ), patch.object(peers, "nodes", nodes or peers.nodes):
             del os.environ["INFONCE_LOCAL_SIZE"]
             if local_size is not None:
                 os.environ["INFONCE_LOCAL_SIZE"] = local_size
@@ -102,7 +102,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
 
     def crowded() -> Any:
         """Rank 1 has no memory for the logits of a block."""
-        room = 100 if odd else 0  # 0: unknown
+        room = 100 if odd else 0  # available bytes; 0: unknown
         with patch("infonce.kernels.cpu.resources.available_memory", return_value=room):
             return clip(method="naive", exchange="ring", workspace=10)
 
@@ -154,11 +154,11 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
         ("rank 1: workspace: expected at least bytes for 400 x 1 logits got 100", "ValueError",
          lambda: clip(*([tall] * 2 if odd else [x] * 2), exchange="ring", workspace=100)),
         (f"exchange nodes with ranks [0, 1], {list(range(2, size))}; \"ring\"", "ValueError",
-         lambda: clip_over_hosts(None, [[0, 1], list(range(2, size))])),
+         lambda: clip_over_nodes(None, [[0, 1], list(range(2, size))])),
         ("INFONCE_LOCAL_SIZE '1' on rank 0 and None on rank 1", "ValueError",
-         lambda: clip_over_hosts(None if odd else "1")),
+         lambda: clip_over_nodes(None if odd else "1")),
         (f"INFONCE_LOCAL_SIZE divisor of the {size} ranks, got '7'", "ValueError",
-         lambda: clip_over_hosts("7")),
+         lambda: clip_over_nodes("7")),
         ("at least one row over all ranks", "ValueError", lambda: clip(x[:0], x[:0])),
         ("rank 1: features even number of rows", "ValueError",
          lambda: distributed.nt_xent_loss(x[:3] if odd else x, scale=1.0)),
@@ -201,7 +201,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
 
 
 def mismatch() -> None:
-    """The same error on every rank, and the ranks stay in step."""
+    """Each bad call raises the same error on every rank, and the next call works."""
     for words, kind, call in bad_calls(RANK, SIZE):
         try:
             call()
@@ -216,7 +216,7 @@ def mismatch() -> None:
         compare({"loss": "clip", "n": 9, "d": 3, "extra": 0, "seed": 1, "scale": 1.0,
                  "aligned": 0.0, "normalize": False, "ids": False, "labelled": False,
                  "reduction": "mean", "dtype": "float64"})  # fmt: skip
-    import pytest  # which the ranks of the other functions need not wait for
+    import pytest  # here, because importing takes time that other checks do not need
 
     for timeout in (0, -1, "soon", True):
         with pytest.raises(ValueError, match="timeout"):
@@ -224,7 +224,7 @@ def mismatch() -> None:
 
 
 def first(where: str, timeout: str) -> None:
-    """Rank 1 does not make the first call on a communicator; how long do the others wait?"""
+    """Rank 1 does not make the first call on a communicator; others print how long they wait."""
     say("process", os.getpid())
     x, comm = np.ones((4, 3)), None
     if where == "another":
@@ -246,7 +246,7 @@ def first(where: str, timeout: str) -> None:
 
 
 def transfers(how: str, exchange: str) -> None:
-    """Accuracy where all goes by copies in small pieces, or by NCCL."""
+    """`accuracy` on GPUs, if all arrays go by copy engines in small pieces, or all by NCCL."""
     if how == "nccl":
         os.environ[SWITCH] = "0"
     else:
@@ -258,7 +258,7 @@ def transfers(how: str, exchange: str) -> None:
 def trouble(
     what: str, timeout: str, exchange: str, place: str = "host", how: str = "copies"
 ) -> None:  # fmt: skip
-    """Rank 1 gets into trouble before the third call, or in its middle; what do the others say?"""
+    """Rank 1 ends, hangs or fails before or in the third of 4 calls; others print their error."""
     if how == "nccl":
         os.environ[SWITCH] = "0"
     say("process", os.getpid())
@@ -288,7 +288,7 @@ def trouble(
     calls = 0
 
     def end() -> None:
-        """When the others wait for this rank."""
+        """End this process, after a time in which the other ranks begin to wait for it."""
         time.sleep(0.5 if what.startswith("killed") else 100)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -337,8 +337,8 @@ def trouble(
 
 
 def at_any_point(what: str, culprit: str, seed: str, exchange: str, timeout: str) -> None:
-    """One rank is killed, exits, hangs or raises at a line of a call that `seed` chooses, among all
-    lines that it runs; what do the others say?"""
+    """Rank `culprit` is killed, exits, hangs or raises at a line of a call, which `seed` chooses
+    among all lines of the library that the call runs. The other ranks print their error."""
     say("process", os.getpid())
     choose = random.Random(int(seed))
     loss = choose.choice(["clip", "info_nce", "nt_xent", "siglip"])
@@ -346,7 +346,7 @@ def at_any_point(what: str, culprit: str, seed: str, exchange: str, timeout: str
     x = np.random.default_rng(RANK).standard_normal((120, 16))
     features = [x] if loss == "nt_xent" else [x, x]
     options: dict[str, Any] = {"scale": 1.0, "exchange": exchange}
-    for _ in range(2):  # compiles, and agrees
+    for _ in range(2):  # the first calls compile kernels, and agree on the schedule
         function(*features, **options, timeout=120.0)
 
     package = str(Path(distributed.__file__).parents[1])
@@ -385,13 +385,13 @@ def at_any_point(what: str, culprit: str, seed: str, exchange: str, timeout: str
     step = call
     if int(culprit) == RANK:
         step = traced
-        traced()  # counts
+        traced()  # counts the lines of a call
         fatal, lines = 1 + int(share * lines), 0
     else:
         call()
     began = time.monotonic()
     try:
-        for _ in range(3):  # who has done its part completes the call
+        for _ in range(3):  # a rank whose part was done already learns of it in a later call
             began = time.monotonic()
             step()
     except BaseException as error:

@@ -1,8 +1,8 @@
-"""Problems for tests of the specification, and the losses by definition.
+"""Problems for tests of the specification, `infonce.reference`, and of its options.
 
-The specification is judged by what it is not made of. The definitions are loops over pairs, any
-number type, no shift by a maximum: in complex numbers, a complex step yields their gradients to
-full precision.
+The specification is compared with the definitions at the end of judge.py, which share no code with
+it: loops over pairs, which also take complex numbers. So a complex step (`Problem.complex_step`)
+gives their gradients to full precision.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ SOFTMAX = tuple(name for name in LOSSES if name != "siglip")
 FEATURES = {"info_nce": ("query", "key"), "clip": ("image", "text"), "lit": ("text", "image")}
 FEATURES |= {"siglip": ("image", "text"), "gte": ("query", "key")}
 FEATURES |= {"nt_xent": ("features",), "sup_con": ("features",)}
-PAIRS = ("info_nce", "clip", "lit")  # rows are compared with columns, the positive of i being i
+PAIRS = ("info_nce", "clip", "lit")  # queries are compared with keys, and key i is i's positive
 EPS = np.finfo(np.float64).eps
 
 EITHER, NO, YES = st.booleans(), st.just(False), st.just(True)
@@ -29,16 +29,16 @@ quick = settings(max_examples=30, deadline=None, derandomize=True, database=None
 
 
 def each_once(labels: np.ndarray) -> np.ndarray:
-    """Sets of positives [M, P], with -1 for a key that is there already."""
+    """Sets of positives [M, P], in which -1 replaces repetitions of a key in a row."""
     labels = np.sort(labels, axis=1)
     labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1
     return labels
 
 
 class Problem(NamedTuple):
-    """One call of one loss."""
+    """The arguments of one call of one loss."""
 
-    name: str
+    name: str  # of LOSSES
     features: tuple  # of arrays, in the order of the function's arguments
     scale: complex = 1.0
     bias: complex = -1.5
@@ -48,14 +48,13 @@ class Problem(NamedTuple):
     positive_ids: object = None
     normalize: bool = False
     weights: np.ndarray | None = None
-    softmax: Mapping[str, object] = MappingProxyType(
-        {}
-    )  # options of the softmax losses: margin, ...
+    softmax: Mapping[str, object] = MappingProxyType({})  # options of the softmax: margin, ...
 
     def argument_names(self):
         return FEATURES[self.name]
 
     def options(self):
+        """The keywords of the function of `infonce.reference`."""
         options = {"scale": self.scale, "normalize": self.normalize, "weights": self.weights}
         if self.name != "sup_con":
             options |= {"ids": self.ids, "groups": self.groups}
@@ -69,7 +68,7 @@ class Problem(NamedTuple):
         return getattr(reference, self.name)(*self.features, **self.options())
 
     def positives(self):
-        """The set of positives of each row."""
+        """For each row, the set of its positive keys."""
         rows = len(self.features[0])
         if self.name == "nt_xent":
             return [{(i + rows // 2) % rows} for i in range(rows)]
@@ -84,11 +83,15 @@ class Problem(NamedTuple):
         return [{int(j) for j in np.atleast_1d(row) if j >= 0} for row in self.labels]
 
     def have_loss(self):
-        """Whether rows have a loss: negatives are enough for a pairwise sigmoid."""
+        """For each row, whether it has a loss: it has a positive, or the loss is SigLIP, for which
+        negatives are enough."""
         return np.array([self.name == "siglip" or bool(keys) for keys in self.positives()])
 
     def definition(self):
-        """Losses, their weighted sum, and the log-sum-exps, by definition."""
+        """(losses of rows, their weighted sum, log-sum-exps), by definition.
+
+        Without `weights`, the sum is the mean over rows that have a loss.
+        """
         a, b = self.features[0], self.features[-1]
         if self.normalize:
             a, b = unit(a), unit(b)
@@ -126,15 +129,19 @@ class Problem(NamedTuple):
         return losses, (weights * losses).sum(), lse
 
     def complex_step(self, **change):
-        """d loss along `change`, exact: f(x + ih) = f(x) + ih f'(x) + O(h^2), h = 1e-30."""
+        """The derivative of the loss, to full precision: f(x + ih) = f(x) + ih f'(x) + O(h^2).
+
+        `change` replaces a field by its value plus ih, h = 1e-30, as `every_entry` yields it.
+        """
         return self._replace(**change).definition()[1].imag / 1e-30
 
     def scalars(self):
+        """Names of the numbers that have a gradient."""
         return ("scale", "bias") if self.name == "siglip" else ("scale",)
 
 
 def every_entry(array):
-    """The array with 1e-30 i added to one entry, for each entry in turn."""
+    """Yields (index, the array with 1e-30 i added to this entry), for each entry."""
     for index in np.ndindex(array.shape):
         moved = array.astype(np.complex128)
         moved[index] += 1e-30j
@@ -145,13 +152,15 @@ REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
 
 
 def taken(name, options):
-    """Those options that a loss takes."""
+    """The `options` without those that a loss refuses."""
     return {key: v for key, v in options.items() if key not in REFUSED.get(name, ())}
 
 
 def call_of(problem, reduction="mean"):
-    """The problem with the options that its loss takes, and the options of the same call. Its
-    weights are those of rows in the reduced loss."""
+    """(the problem without options that its loss refuses, the keywords of the same public call).
+
+    The weights of the returned problem are the row shares of the reduced loss.
+    """
     softmax = taken(problem.name, problem.softmax)
     named = {name for name in spec.NAMES if getattr(problem, name) is not None}
     for names in spec.EXCLUSIVE:
@@ -173,8 +182,8 @@ def call_of(problem, reduction="mean"):
 
 
 def softmax_options(name, rows, columns, rng):
-    """Some of the options that a loss takes. Each as often as not: draws of its own would be
-    correlated."""
+    """Draw some of the options of the softmax that a loss takes, by `rng`: draws by hypothesis
+    would be correlated."""
     options = {}
     if rng.random() < 0.5:
         options["margin"] = rng.uniform(-0.5, 0.5)
@@ -197,7 +206,7 @@ def softmax_options(name, rows, columns, rng):
 
 
 def drawn_names(name, rng, number, rows, columns):
-    """Ids or groups of so many kinds, as often as not in order."""
+    """Draw ids or groups of `number` kinds: one array, or a pair; in half of the cases sorted."""
     sides = [rng.integers(0, number, n) for n in (rows, columns)]
     if rng.random() < 0.5:
         sides = [np.sort(side) for side in sides]
@@ -205,7 +214,7 @@ def drawn_names(name, rng, number, rows, columns):
 
 
 def drawn_problem(name, rng, rows, columns, width):
-    """A problem of so many queries and keys, with some of the options, drawn one by one."""
+    """Draw a problem of `rows` queries and `columns` keys, each option by itself, by `rng`."""
     labels = None
     if name == "info_nce" and (columns < rows or rng.random() < 0.8):
         shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
@@ -242,11 +251,11 @@ def problems(
     draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER, several=EITHER,
     options=NO, groups=NO, positive_ids=NO,
 ):  # fmt: skip
-    """Small problems of every kind; logits small enough to do without a shift.
+    """Small problems of all losses; their logits are so small that exponentials do not overflow.
 
-    `several`: whether queries of info_nce have sets of positives, empty ones too. `options`:
-    whether softmax losses have more options than these; `groups`: whether samples have groups;
-    `positive_ids`: whether those of siglip have positive ids.
+    Arguments are strategies, or tuples to choose from. `several`: whether queries of info_nce have
+    sets of positives, also empty ones. `options`: whether losses have options of the softmax.
+    `groups`: whether samples have groups. `positive_ids`: whether siglip has positive ids.
     """
     name = draw(st.sampled_from(names))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -275,7 +284,7 @@ def problems(
         kind = "pair"
     if name == "sup_con":
         kind = "none"
-    some = {
+    ids_by_kind = {
         "none": None,
         "one": rng.integers(0, 3, rows),
         "pair": (rng.integers(0, 3, rows), rng.integers(0, 3, columns)),
@@ -292,7 +301,7 @@ def problems(
         scale=draw(st.floats(0.1, 10.0)),
         bias=draw(st.floats(-10.0, 2.0)),
         labels=labels,
-        ids=some[kind],
+        ids=ids_by_kind[kind],
         groups=groups,
         positive_ids=drawn_names(name, rng, 3, rows, columns) if in_sets else None,
         normalize=draw(normalize),
@@ -310,7 +319,7 @@ def assert_close(actual, expected, rtol=1e-11, atol=1e-11):
 
 
 def assert_same_result(actual, expected):
-    """Losses, loss and every gradient that both have."""
+    """Losses of rows, loss and gradients are equal, up to rounding."""
     assert_close(actual.losses, expected.losses)
     assert_close(actual.loss, expected.loss)
     assert actual.grads.keys() == expected.grads.keys()
@@ -322,6 +331,7 @@ def assert_same_result(actual, expected):
 
 
 def one_problem(name, seed=0, rows=6, width=4, **options):
+    """A problem of `rows` rows of each feature array, with fields from `options`."""
     rng = np.random.default_rng(seed)
     features = tuple(rng.normal(size=(len(FEATURES[name]), rows, width)))
     if name == "sup_con":
@@ -330,8 +340,8 @@ def one_problem(name, seed=0, rows=6, width=4, **options):
 
 
 def problems_with_options(name):
-    """Problems that have, together, all options that a softmax loss takes; each with weights whose
-    sum is 1."""
+    """Yields two problems, which together have all options of the softmax that a loss takes. Their
+    weights add up to 1."""
     key_bias = np.linspace(-1, 2, 6)
     several = (
         {"margin": 0.2, "label_smoothing": 0.1, "key_bias": key_bias},

@@ -1,4 +1,5 @@
-"""Features, the published formulas in PyTorch, and calls: for the tests of infonce.torch."""
+"""For tests of infonce.torch: features, calls, the published formulas of the losses in PyTorch,
+and trainings with another project's loss."""
 
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ MODULES = {"clip": it.CLIPLoss, "gte": it.GTELoss, "info_nce": it.InfoNCELoss,
            "lit": it.LiTLoss, "nt_xent": it.NTXentLoss, "siglip": it.SigLIPLoss,
            "sup_con": it.SupConLoss}  # fmt: skip
 LOSSES = list(MODULES)
-STEPS = 6  # of a training with another project's loss
+STEPS = 6  # steps of a training with another project's loss
 DEVICES = [
     "cpu",
     pytest.param(
@@ -37,14 +38,16 @@ def features(loss: str, rows: int = 12, dim: int = 5, device: str = "cpu", **opt
 
 
 def classes(rows: int, device: Any = "cpu") -> Any:
-    """Labels of sup_con: of four classes, and of none. The last row is alone."""
+    """Labels of sup_con [rows]: four classes; -1 for rows of no class; and the last row has a class
+    of its own, so it has no positive."""
     labels = torch.arange(rows, device=device) % 5 - 1
     labels[-1] = 99
     return labels
 
 
 def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
-    if loss == "gte":
+    """The loss of features `z` by its published formula, over the whole matrix of logits x."""
+    if loss == "gte":  # logits of all pairs of the 2B rows
         z = [torch.cat(z), torch.cat(z)]
     x = scale * z[0] @ z[-1].T
     n = len(x)
@@ -59,12 +62,12 @@ def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
         same.fill_diagonal_(False)
         positive = x.masked_fill(~same, 0).sum(1) / same.sum(1).clamp(min=1)
         return (x.logsumexp(1) - positive)[same.any(1)].mean()
-    if loss == "gte":  # both rows of a pair have one softmax, with their product in it once
+    if loss == "gte":  # a softmax for each pair of rows, in which the logit of the pair is once
         half = n // 2
         positive = x.diagonal(half)
         negatives = x.masked_fill((y[:, None] - y).abs() == half, -torch.inf).logsumexp(1)
-        every = torch.stack([positive, negatives[:half], negatives[half:]])
-        return (every.logsumexp(0) - positive).mean()
+        terms = torch.stack([positive, negatives[:half], negatives[half:]])
+        return (terms.logsumexp(0) - positive).mean()
     if loss == "siglip":
         t = 2 * torch.eye(n, dtype=x.dtype, device=x.device) - 1
         return -F.logsigmoid(t * (x + bias)).sum() / n
@@ -74,7 +77,7 @@ def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
 
 
 def arguments(loss: str, z: Any) -> tuple[Any, ...]:
-    """Features, and the labels that a loss cannot do without."""
+    """The positional arguments of a loss: features, and for sup_con its required labels."""
     return (*z, classes(len(z[0]), z[0].device)) if loss == "sup_con" else (*z,)
 
 
@@ -83,7 +86,7 @@ def call(loss: str, z: Any, **options: Any) -> Any:
 
 
 def sentence_model(width: int = 128, dropout: float = 0.1) -> Any:
-    """A sentence-transformers model of random weights, that reads texts letter by letter."""
+    """A sentence-transformers model with random weights, whose tokens are single characters."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
     from tokenizers import Tokenizer
@@ -110,7 +113,11 @@ def sentence_model(width: int = 128, dropout: float = 0.1) -> Any:
 
 
 def assert_same_training(run: Callable[[Any], list[Any]], theirs: Any, ours: Any) -> None:
-    """`run` returns losses and then parameters, all float64, of a training that gets somewhere."""
+    """A training gives the same losses and parameters with either loss, and the loss changes.
+
+    `run(loss)` returns the STEPS losses and then the parameters, all float64. `theirs` is another
+    project's loss, `ours` the drop-in replacement.
+    """
     got, want = run(ours), run(theirs)
     assert abs(want[0] - want[STEPS - 1]) > 1e-3
     for a, b in zip(got, want, strict=True):

@@ -1,6 +1,9 @@
-"""What each process of tests/frameworks/test_torch_ranks.py does: `python torch_ranks.py CASES RANK
-SIZE FOLDER [DEVICE]`, one case after the other. On "cuda" each rank has a GPU, and torch's own
-process group is NCCL's."""
+"""The program of each process in tests/frameworks/test_torch_ranks.py.
+
+`python torch_ranks.py CASES RANK SIZE FOLDER [DEVICE]` runs cases such as "clip,failures" one by
+one, and writes the results of each to FOLDER/CASE-RANK.pt, which the test compares with one
+process. With DEVICE "cuda", each rank has a GPU, and the process group is of NCCL.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from infonce.torch import inf_cl, lightly, memory_efficient_clip, open_clip, sig
 SIZES = [5, 9, 2]  # rows of each rank
 WIDTH = 6
 FUNCTIONS = ["info_nce", "lit", "nt_xent", "sup_con", "gte"]  # clip and siglip are trained
-CLASSES = torch.arange(sum(SIZES)) % 4  # of rows, for sup_con: each has rows on several ranks
+CLASSES = torch.arange(sum(SIZES)) % 4  # labels of sup_con: a class has rows on several ranks
 
 
 class Model(torch.nn.Module):
@@ -43,12 +46,12 @@ class Model(torch.nn.Module):
             torch.nn.functional.normalize(encoder(z), dim=1)
             for encoder, z in ((self.image, image), (self.text, text))
         ]
-        # the bias takes part even where the loss has none: DDP waits for every parameter
+        # the bias takes part even if the loss has none, because DDP waits for every parameter
         return *sides, self.logit_scale.exp(), self.logit_bias + 0.0 * self.logit_scale
 
 
 def batches(size: int, steps: int = 4) -> list[list[Any]]:
-    """[step][side]: rows of all ranks."""
+    """[step][side]: images and texts [rows of all `size` ranks, WIDTH]."""
     generator = torch.Generator().manual_seed(1)
     rows = sum(SIZES[:size])
     return [
@@ -58,7 +61,8 @@ def batches(size: int, steps: int = 4) -> list[list[Any]]:
 
 
 def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu") -> dict[str, Any]:
-    """Losses and parameters after a few steps: on one of the ranks, or on all rows."""
+    """Losses and parameters of a training: on this rank's rows, or in one process (`size` 1) on the
+    rows of `batch_size` ranks."""
     model: Any = Model().to(device)
     kind = {"clip": open_clip.ClipLoss, "siglip": open_clip.SigLipLoss}[loss]
     criterion = kind(rank=rank, world_size=size)
@@ -89,7 +93,7 @@ def shards(name: str, batch: list[Any], rank: int, size: int) -> list[Any]:
 
 
 def functions(rank: int, size: int, device: str) -> dict[str, Any]:
-    """Each function over the ranks: what it returned for this rank's rows."""
+    """For each function: the loss over the ranks, and the gradients of this rank's rows."""
     world, out = dist.group.WORLD, {}
     batch = [side.to(device) for side in batches(size, 1)[0]]
     for name in FUNCTIONS:
@@ -102,12 +106,12 @@ def functions(rank: int, size: int, device: str) -> dict[str, Any]:
         loss = function(*rows, *labels, **options, gradient_scale="global")
         wanted = [*rows[: 1 if name == "lit" else 2], scale]
         first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
-        second = torch.autograd.grad(3 * loss, wanted)  # computed again, by all ranks
+        second = torch.autograd.grad(3 * loss, wanted)  # computes again, on all ranks
         for a, b in zip(first, second, strict=True):
             torch.testing.assert_close(1.5 * a, b)
         with torch.no_grad():
-            alone = function(*rows, *labels, **options)
-        assert torch.equal(alone, loss)
+            loss_only = function(*rows, *labels, **options)
+        assert torch.equal(loss_only, loss)
         out[name] = [value.cpu() for value in (loss.detach(), *first)]
     return out
 
@@ -116,7 +120,9 @@ def functions(rank: int, size: int, device: str) -> dict[str, Any]:
 
 
 CHUNKS = [2, 3]  # rows of a chunk of each rank: three chunks of 5 rows, three of 9
-CACHED = {  # loss and way -> reductions of gradients: one for each encoder, or sharded layer
+# (loss, way of data parallelism) -> reductions of gradients over ranks: with "ddp" one for each
+# encoder, with "fully_shard" one for each sharded module, with "functions" one for each chunk
+CACHED = {
     ("clip", "ddp"): 2,
     ("clip", "fully_shard"): 4,
     ("clip", "functions"): 6,
@@ -128,6 +134,7 @@ CACHED = {  # loss and way -> reductions of gradients: one for each encoder, or 
 
 
 def tower() -> Any:
+    """An encoder with dropout, so that chunks have to be encoded twice with the same numbers."""
     layers = (nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 4))
     return nn.Sequential(*layers).double()
 
@@ -145,7 +152,7 @@ class JointModel(nn.Module):
 
 
 def problem(kind: str) -> tuple[Any, list[Any]]:
-    """A loss and its encoders: two, or one joint model; with the same parameters every time."""
+    """(loss, its encoders: two, or one joint model), with the same parameters every time."""
     torch.manual_seed(0)
     if kind == "joint":
         return lambda image, text, scale, **more: it.clip_loss(
@@ -158,14 +165,14 @@ def problem(kind: str) -> tuple[Any, list[Any]]:
 
 
 def gradients(*modules: Any) -> list[Any]:
-    """Of all parameters."""
+    """The gradients of all parameters; of sharded parameters, all rows."""
     grads = [p.grad for module in modules if isinstance(module, nn.Module)
              for p in module.parameters()]  # fmt: skip
     return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
 
 
 class Reductions(TorchDispatchMode):
-    """Counts reductions of gradients over ranks."""
+    """Context that counts reductions of gradients over ranks (`count`)."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -177,7 +184,7 @@ class Reductions(TorchDispatchMode):
 
 
 def parallel(way: str, module: Any, size: int) -> Any:
-    """The module over ranks."""
+    """The module, whose gradients are reduced over ranks."""
     if way != "fully_shard":
         return DistributedDataParallel(module)
     mesh = init_device_mesh("cpu", (size,))
@@ -188,7 +195,7 @@ def parallel(way: str, module: Any, size: int) -> Any:
 
 
 def cached(rank: int, size: int, device: str) -> dict[str, Any]:
-    """Reductions, loss and gradients of each kind and way, from this rank's chunks."""
+    """`grad_cache` over ranks: for each of CACHED, (reductions, [loss, gradients])."""
     out: dict[str, Any] = {}
     batch = [side.split(SIZES[:size])[rank] for side in batches(size, 1)[0]]
     group = dist.group.WORLD
@@ -196,7 +203,7 @@ def cached(rank: int, size: int, device: str) -> dict[str, Any]:
         criterion, modules = problem(kind)
         modules = [parallel(way, module, size) for module in modules]
         encoders: Any = modules[0] if kind == "joint" else modules
-        if way == "functions":  # which hide their modules
+        if way == "functions":  # encoders that are functions, so grad_cache sees no modules
             encoders = [lambda z, run=module: run(z) for module in modules]
         if way == "fully_shard" and kind == "clip":
             try:
@@ -211,7 +218,8 @@ def cached(rank: int, size: int, device: str) -> dict[str, Any]:
 
 
 def cached_alone(kind: str, size: int) -> list[Any]:
-    """Loss and gradients of all rows in one graph, the chunks encoded as the ranks do."""
+    """[loss, gradients] of the rows of all `size` ranks in one process and one graph. Rows are
+    encoded in the chunks of the ranks, with the random numbers of the ranks."""
     criterion, encoders = problem(kind)
     chunks: list[Any] = []
     sides = [side.split(SIZES[:size]) for side in batches(size, 1)[0]]
@@ -230,7 +238,8 @@ def cached_alone(kind: str, size: int) -> list[Any]:
 
 
 def memory_efficient(prefix: str) -> dict[str, Any]:
-    """MemoryEfficientCLIP's losses, over processes with the prefix "Distributed"."""
+    """Losses of MemoryEfficientCLIP by name: with `prefix` "Distributed" over processes, with ""
+    in one process."""
     qwen3 = getattr(memory_efficient_clip, f"{prefix}MemoryEfficientQwen3Loss")(
         0.5, 0.1, True, True
     )
@@ -248,7 +257,8 @@ def memory_efficient(prefix: str) -> dict[str, Any]:
 
 
 def siglip_plus(rows: Any, start: int, total: int, device: str = "cpu") -> Any:
-    """siglip-kernel's loss, with positives on other processes."""
+    """The loss of siglip-kernel over `total` rows, `rows` of which begin at `start`; some positives
+    are on other processes."""
     number = torch.arange(start, start + len(rows[0]), device=device)
     processes = 1 + (len(rows[0]) < total)
     loss = siglip_kernel.DistributedSigLIPPlusLoss(0.5, world_size=processes).to(device)
@@ -259,7 +269,7 @@ def siglip_plus(rows: Any, start: int, total: int, device: str = "cpu") -> Any:
 
 
 def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
-    """Losses in the place of other projects' that share rows by themselves: value and gradients."""
+    """Drop-in replacements that share a batch without `group`: [value, gradients] by name."""
     batch, start = [side.to(device) for side in batches(size, 1)[0]], sum(SIZES[:rank])
     rows = [side[start : start + SIZES[rank]].clone().requires_grad_() for side in batch]
     local = torch.arange(SIZES[rank], device=device).flip(0)  # positives among this rank's keys
@@ -289,7 +299,7 @@ def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
 
 
 def failures(rank: int, size: int, device: str) -> dict[str, Any]:
-    """What a rank is told that did nothing wrong."""
+    """Messages of the errors that a rank gets if another rank passes another width, or ends."""
     said = {}
     for name, width in (("width", 3 + rank), ("after", 3)):
         z = torch.ones(4, width)
@@ -299,7 +309,7 @@ def failures(rank: int, size: int, device: str) -> dict[str, Any]:
             said[name] = str(error)
     try:
         if rank == 1:
-            os._exit(3)  # without a word
+            os._exit(3)  # without a message to the other ranks
         z = torch.ones(4, 3)
         it.clip_loss(z, z, scale=1.0, group=dist.group.WORLD, timeout=60)
     except RankError as error:
@@ -308,7 +318,7 @@ def failures(rank: int, size: int, device: str) -> dict[str, Any]:
 
 
 def late(rank: int, size: int, device: str) -> dict[str, Any]:
-    """What the first call says where another rank makes none."""
+    """The message and the time of the error of the first call, if another rank does not call."""
     z, began = torch.ones(4, 3), time.monotonic()
     said = ""
     try:
@@ -337,7 +347,7 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
             out = {**cases_of, "late": late}[case](rank, size, device)
         torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "late"):
-        os._exit(0)  # the ranks are out of step: nobody to say goodbye to
+        os._exit(0)  # the ranks are out of step, so destroy_process_group would hang
     dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import cupy
 import ml_dtypes
 import numpy as np
-from gpu_problems import ELEMENT, LOSS_BOUND, PRODUCT, device_view
+from gpu_problems import ELEMENT_ROUNDOFF, LOSS_BOUND, PRODUCT_ROUNDOFF, device_view
 from judge import viewed
 
 import infonce
@@ -183,7 +183,7 @@ class Call:
             single = 2.0**-24
             steps = -(-width // 16)
             cut = CUT * min(steps, LONGEST.get(self.precision, steps))
-        return max(PRODUCT[self.precision], single * (1 + width**0.5 / 4)) + cut
+        return max(PRODUCT_ROUNDOFF[self.precision], single * (1 + width**0.5 / 4)) + cut
 
     @cached_property
     def largest(self) -> float:
@@ -199,8 +199,8 @@ class Call:
 
     @property
     def element_error(self) -> float:
-        operands = PRODUCT[self.precision] * (self.precision in ("tf32", "bf16x3"))
-        return SPREAD * (ELEMENT[self.precision] + operands)
+        operands = PRODUCT_ROUNDOFF[self.precision] * (self.precision in ("tf32", "bf16x3"))
+        return SPREAD * (ELEMENT_ROUNDOFF[self.precision] + operands)
 
     @cached_property
     def terms(self) -> Any:

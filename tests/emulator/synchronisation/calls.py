@@ -98,7 +98,7 @@ def run(name: str, seed: int) -> list[bytes]:
     import infonce
 
     if name == SWAP:
-        return [direct.swapped(seed)]
+        return [direct.swap_arrays(seed)]
     if name == ONE_TILE:
         return [x.tobytes() for x in direct.sweep_sums(direct.Features(1100, 100, 256), seed)]
     loss, dtype, rows, d, call_options = CALLS[name]
