@@ -123,7 +123,8 @@ FAULTS = {
         r"^sweep_gradient: TMA: a store reads what lanes 0xffffffff have written without a fence",
     ),
     "a block of a cluster that ends early": (
-        "wide sums", "if (CLUSTER_BLOCKS > 1) cluster_sync();  // no block ends", "// no block ends",
+        "wide sums",
+        "if (CLUSTER_BLOCKS > 1) cluster_sync();  // no block ends", "// no block ends",
         r"^sweep_lse: (TMA: block|an mbarrier of block) \d",
     ),
 }  # fmt: skip
