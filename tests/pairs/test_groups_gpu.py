@@ -21,7 +21,7 @@ def test_groups_in_host_memory_leave_out_blocks(
 ) -> None:
     """Sums of the same pairs as with groups on the device, in another order: within the bound that
     each has to the reference."""
-    monkeypatch.setattr(decisions, "GROUP_BLOCK", 2048)
+    monkeypatch.setattr(decisions, "MAX_GROUP_BLOCK_SIDE", 2048)
     decisions.tiled_schedule.cache_clear()
     rng = np.random.default_rng(3)
     rows, width = 9000, 40

@@ -1,4 +1,8 @@
-"""How work is shaped for a device: pure functions of shapes, precision, device and workspace."""
+"""How work is shaped for a device: pure functions of shapes, precision, device and workspace.
+
+precision.py has the formats of operands, tile.py and sweep.py the work of thread blocks,
+workspace.py the sizes of blocks. kernels/gpu/schedule calls these functions.
+"""
 
 from .precision import (
     ACCUMULATOR_BYTES,

@@ -9,20 +9,20 @@ K_SLICE = 128  # bytes of a row in one stage of a pipeline, as in kernels/cuda/b
 # INFONCE_KERNELS=portable: the kernels that run on every card, even if the card has faster ones
 PORTABLE = os.environ.get("INFONCE_KERNELS", "") == "portable"
 
-# bytes of an element of operands and gradient blocks (all its parts), and of accumulators
+# precision -> bytes of an element of operands and gradient blocks (all its parts); of accumulators
 OPERAND_BYTES = {
     "fp64": 8, "fp32": 4, "fp16x3": 4, "tf32": 4, "bf16x3": 4, "bf16": 2, "fp16": 2,
 }  # fmt: skip
 ACCUMULATOR_BYTES = {precision: 8 if precision == "fp64" else 4 for precision in OPERAND_BYTES}
-# 16-bit numbers whose sum is one element (x3 counts the products of parts); 1 for all other
-# precisions
+# precision -> number of 16-bit parts whose sum is one element; 1 for all other precisions. The 3 of
+# "x3" counts products of parts: all but small x small
 OPERAND_PARTS = {"bf16x3": 2, "fp16x3": 2}
 FLOAT16 = ("fp16", "fp16x3")  # precisions whose operands have float16 elements
-# dtypes of features that kernels read without a copy in another format
+# precision -> dtype of features that kernels read without a copy in another format
 READ_IN_PLACE = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
                  "fp16": "float16"}  # fmt: skip
-# Tensor cores truncate when they add. For float32's accuracy, the sums of the products that compute
-# gradients have at most this many terms
+# Tensor cores truncate when they add. For float32's accuracy, the sums that compute dQ and dK have
+# at most this many terms; sums of other precisions have no limit
 MAX_SUM_TERMS = {"fp16x3": 512}
 
 
@@ -32,10 +32,10 @@ class DeviceProperties:
 
     capability: str  # compute capability, "90" for Hopper
     multiprocessors: int
-    shared_memory: int  # most bytes of one thread block
-    multiprocessor_shared_memory: int  # bytes of all thread blocks of one multiprocessor
+    shared_memory: int  # most bytes of shared memory of one thread block
+    multiprocessor_shared_memory: int  # bytes of shared memory of one multiprocessor
     memory: int  # bytes of the GPU's memory
-    portable: bool = False  # whether only kernels run that run on every card
+    portable: bool = False  # only portable kernels run
 
     @property
     def has_sweeps(self) -> bool:
@@ -70,19 +70,19 @@ def fastest_operand_precision(precision: str, device: DeviceProperties) -> str:
 
 
 def truncation_bias(precision: str, width: int) -> float:
-    """Relative truncation bias of a sum of products of `width` bytes of each operand.
+    """Mean relative loss of a sum of products of `width` bytes of each operand, by truncation.
 
     Hopper's tensor cores add 32 bytes of each operand in one step, and then truncate the sum. A
     truncated sum is too small in absolute value. Sums whose terms have one sign lose most, and sums
-    of mixed signs lose least. The table is halfway between the two measured losses, in units of
-    2^-24 for each step (benchmarks/NOTES.md).
+    of mixed signs lose least. `loss_per_step` is halfway between the two measured losses, in
+    units of 2^-24 for each step (benchmarks/NOTES.md); it is 0 for all other precisions.
     """
     loss_per_step = {"fp16x3": 0.6, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
     return loss_per_step.get(precision, 0.0) * 2.0**-24 * -(-width // 32)
 
 
 def sweep_truncation_bias(precision: str, width: int) -> float:
-    """The truncation bias of a sweep's products of rows of `width` bytes (in each part).
+    """The truncation bias of logits of a sweep, for rows of `width` bytes (of each part).
 
     With fp16x3, a sweep adds up sums of half a K-slice. These short sums lose little, and nearly
     the same for all signs of their terms.
@@ -91,7 +91,7 @@ def sweep_truncation_bias(precision: str, width: int) -> float:
 
 
 def supported(precision: str, device: DeviceProperties) -> bool:
-    """Whether a device has the arithmetic of a precision: tensor cores since capability 8.0."""
+    """Whether a device has the arithmetic of a precision: tensor cores from capability 8.0 on."""
     return precision in ("fp64", "fp32") or int(device.capability) >= 80
 
 
@@ -109,8 +109,8 @@ def padded(d: int, precision: str) -> int:
 def product_width(d: int, precision: str) -> int:
     """Features of a row in the products that compute gradients.
 
-    cuBLAS has fast kernels only for rows of a multiple of 16 bytes. Other rows count with the zeros
-    of staged rows (`padded`).
+    cuBLAS has fast kernels only for rows of a multiple of 16 bytes. All other rows are multiplied
+    with the zeros at the end of staged rows (`padded`).
     """
     return padded(d, precision) if d * element_bytes(precision) % 16 else d
 

@@ -1,4 +1,7 @@
-"""The shape of sweeps: persistent kernels for Hopper, in kernels/cuda/sm90."""
+"""The shape of sweeps: persistent kernels for Hopper, in kernels/cuda/sm90.
+
+tile.py has the shape of the portable kernels, which run where there is no sweep.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from .tile import BLOCK_M
 
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 STRIP = 16  # rows of a gradient block that a warp has: kernels/cuda/sm90/sweep/strip.cuh
-MAX_ROUNDS = 8  # most segments that a worker computes, if query tiles have several segments
+MAX_ROUNDS = 8  # most segments that a worker computes in turn, if query tiles have several
 # Least and most segments of a query tile of wide rows. Then segments of a few query tiles are
 # computed at a time, so that their rows and keys stay in the L2 cache
 WIDE_SEGMENTS = 8, 64
-# Bytes that epilogues keep in shared memory: column sums of each consumer warpgroup, as pairs of
-# four strips, or as pairs of three strips with their moments
+# Bytes of column sums that each consumer warpgroup keeps in shared memory: (max, sum) of four
+# strips, or (max, sum, moment) of three strips
 SUMS_BYTES = 4 * 1024
 MOMENTS_BYTES = 4608
 GRADIENT_STRIP_BYTES = 8 * 1024  # a strip of the gradient block, for each consumer warpgroup
-VECTOR_BYTES = 1024  # 4 bytes for each column, for both consumers
-EXTRAS_BYTES = 3 * 1024  # ids of columns, and factors of normalised columns
-NAME_BYTES = 2 * VECTOR_BYTES  # 8 bytes for each column, for both consumers
+VECTOR_BYTES = 1024  # a vector of real numbers: 4 bytes for each of 128 columns, twice: by consumer
+EXTRAS_BYTES = 3 * 1024  # ids (8 bytes) and factors (4 bytes) of columns, for both consumers
+NAME_BYTES = 2 * VECTOR_BYTES  # a vector of groups or positive ids: 8 bytes for each column
 BARRIER_BYTES = 256
-LEAST_STAGES = 4  # of a sweep with a teacher: with fewer, products wait for their keys
+LEAST_TEACHER_STAGES = 4  # of a sweep with a teacher: with fewer, products wait for their keys
 # The time to begin and end a query tile, relative to the time of the products of one K-slice
 QUERY_TILE_COST = 14.0
 WIDE_QUERY_TILE_COST = 3.0  # for wide rows, which are not loaded before the first product
@@ -43,15 +46,15 @@ class Residency(Enum):
 class Sweep:
     """The shape of a sweep: its -D options, its shared memory, and the blocks of its launch."""
 
-    k_slices: int  # of a row, in all its parts
+    k_slices: int  # K-slices of a row, in all its parts
     residency: Residency
     workers: int  # thread blocks, or clusters of two, that run at once
     shared_memory: int  # most bytes of a thread block
-    extras: bool  # columns have ids, or factors of normalisation
+    extras: bool  # rows and columns have ids, or factors of normalisation
     moments: bool = False  # sums have first moments
-    number_count: int = 0  # see `Call.number_count`
-    name_count: int = 0  # see `Call.name_count`
-    teacher_slices: int = 0  # K-slices of a teacher's row, if a tile has a product of its features
+    number_count: int = 0  # vectors of real numbers for options of pairs (`Call.number_count`)
+    name_count: int = 0  # vectors of integers for options of pairs (`Call.name_count`)
+    teacher_slices: int = 0  # K-slices of a row of the teacher's features; 0: there is no teacher
 
     square = True  # query tiles and key tiles have one size, so a sweep can visit a triangle
 
@@ -75,10 +78,10 @@ class Sweep:
         `gradient`: the kernel writes a gradient block. `sums`: the kernel adds up columns. A kernel
         that caches exponentials does both. The kernel of a guide does neither.
         """
-        left = self.shared_memory - self.reserved(gradient, sums) - self.query_tile_bytes
+        free_bytes = self.shared_memory - self.reserved(gradient, sums) - self.query_tile_bytes
         if self.in_registers:  # stages hold whole key tiles
-            return min(6, left // self.stage_bytes // self.k_slices) * self.k_slices
-        stages = min(8, left // self.stage_bytes)
+            return min(6, free_bytes // self.stage_bytes // self.k_slices) * self.k_slices
+        stages = min(8, free_bytes // self.stage_bytes)
         # two stages hold both parts of the same features
         return stages // 2 * 2 if self.residency is Residency.STREAMED else stages
 
@@ -94,7 +97,7 @@ class Sweep:
         return 0 if self.streamed else slices * self.query_tile_rows * K_SLICE
 
     def reserved(self, gradient: bool, sums: bool) -> int:
-        """Bytes of shared memory for all but the query tile and the stages."""
+        """Bytes of shared memory for all but the query tile and the stages (see `stages`)."""
         if self.teacher_slices:  # references and factors of both models, weights, normalisation
             vectors = VECTOR_BYTES * (6 + 2 * self.extras)
             return BARRIER_BYTES + vectors + self.warpgroups * (GRADIENT_STRIP_BYTES + SUMS_BYTES)
@@ -108,7 +111,7 @@ class Sweep:
         return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + column_bytes
 
     def shared(self, gradient: bool, sums: bool) -> int:
-        """Bytes of dynamic shared memory."""
+        """Bytes of dynamic shared memory of the kernel (see `stages`)."""
         stages = self.stages(gradient, sums) * self.stage_bytes
         return self.query_tile_bytes + stages + self.reserved(gradient, sums)
 
@@ -131,12 +134,12 @@ class Sweep:
 
     @property
     def cluster(self) -> int:
-        """Thread blocks of a worker."""
+        """Thread blocks of a worker, which form a cluster if there are two."""
         return 2 if self.wide else 1
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups: two warpgroups, or two pairs of warpgroups, take turns."""
+        """Consumer warpgroups. Two consumers take turns: each is one warpgroup, or two."""
         return 4 if self.residency is Residency.RESIDENT and not self.teacher_slices else 2
 
     @property
@@ -146,7 +149,7 @@ class Sweep:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of all query tiles that run at once."""
+        """Queries of all query tiles that run at once."""
         return self.workers * self.query_tile_rows
 
     def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
@@ -167,14 +170,14 @@ class Sweep:
         return -(-rows // self.query_tile_rows), -(-columns // self.block_n)
 
     def max_segments(self, rows: int, columns: int) -> int:
-        """The largest number of segments for which `row_sums` has room."""
+        """The most segments of a query tile's keys, for which `row_sums` has room."""
         return _max_segments(self, *self._tiles(rows, columns))
 
     @property
     def segment_slots(self) -> int:
         """Partial sums that a segment leaves for each row.
 
-        There is one for each warpgroup, or pair of warpgroups, that takes turns at its tiles.
+        Two consumers that take turns at the tiles of a segment leave one each.
         """
         return 1 if self.streamed else 2
 
@@ -206,10 +209,7 @@ class Sweep:
 
 @lru_cache
 def defines(sweep: Sweep, gradient: bool, sums: bool) -> dict[str, int]:
-    """-D options of a sweep's kernel.
-
-    `gradient`: the kernel writes a gradient block. `sums`: the kernel adds up columns.
-    """
+    """-D options of a sweep's kernel; for `gradient` and `sums` see `Sweep.stages`."""
     teacher = {"TEACHER_SLICES": sweep.teacher_slices} if sweep.teacher_slices else {}
     return {
         "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(gradient, sums),
@@ -220,11 +220,13 @@ def defines(sweep: Sweep, gradient: bool, sums: bool) -> dict[str, int]:
 
 @lru_cache(4096)
 def _segments(sweep: Sweep, query_tiles: int, key_tiles: int, triangle: bool) -> int:
+    """The number of segments of a query tile's keys with the least `cost`."""
     if triangle:
         key_tiles = key_tiles // 2 + key_tiles % 2  # the least that a query tile meets
     query_tile_cost = WIDE_QUERY_TILE_COST if sweep.wide else QUERY_TILE_COST
 
     def cost(segments: int) -> float:
+        """The time of a launch, relative to the time of one key tile."""
         rounds = -(-query_tiles * segments // sweep.workers)
         return rounds * (-(-key_tiles // segments) + query_tile_cost / sweep.k_slices)
 
@@ -250,7 +252,7 @@ def sweep_for(
     precisions that no sweep has.
 
     `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
-    `number_count`, `name_count`: vectors of options of pairs, see `schedule.Call`.
+    `number_count`, `name_count`: vectors for options of pairs, as in `Call`.
     """
     if not device.has_sweeps or precision not in SWEEP_PRECISIONS:
         return None
@@ -267,9 +269,10 @@ def sweep_for(
 def teacher_sweep(
     precision: str, width: int, teacher_width: int, device: DeviceProperties, normalize: bool
 ) -> Sweep | None:
-    """The sweep with products of a student and a teacher, whose rows have so many bytes, or None.
+    """The sweep that multiplies features of a student and of a teacher, or None.
 
-    It serves 16-bit products of rows that stay in shared memory together.
+    `width`, `teacher_width`: bytes of their rows. Operands must be 16-bit numbers, and rows of both
+    must fit shared memory together.
     """
     sweep = sweep_for(precision, width, device, normalize)
     if sweep is None or precision in OPERAND_PARTS:
@@ -278,14 +281,14 @@ def teacher_sweep(
     taught = replace(
         sweep, residency=Residency.RESIDENT, workers=device.multiprocessors, teacher_slices=slices
     )
-    return taught if taught.stages(True, True) >= LEAST_STAGES else None
+    return taught if taught.stages(True, True) >= LEAST_TEACHER_STAGES else None
 
 
 @lru_cache
 def register_sweep(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
     """The sweep that keeps dL/dx in registers, or None.
 
-    It serves rows of up to 256 bytes, if there are query tiles for all workers.
+    It serves rows of up to 256 bytes, if there are query tiles for half of the workers.
     """
     if sweep is None or sweep.k_slices > 2 or precision not in ("bf16", "fp16"):
         return None

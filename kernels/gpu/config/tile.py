@@ -1,4 +1,7 @@
-"""The tile of logits that a thread block of kernels/cuda/tiled computes, and its shared memory."""
+"""The tile of logits that a thread block of kernels/cuda/tiled computes, and its shared memory.
+
+These portable kernels run where sweep.py has no sweep.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from functools import lru_cache
 from .precision import ACCUMULATOR_BYTES, K_SLICE, DeviceProperties
 
 BLOCK_M = 128  # rows of a tile
-# Bytes of the marks of one row with a group of MARKED_COLUMNS (kernels/cuda/block/options.cuh)
+# Bytes of the marks of one row and MARKED_COLUMNS columns, a bit each (cuda/block/options.cuh)
 MARKED_COLUMNS, MARK_BYTES = 128, 16
 RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
 TWO_LEVEL_FEATURES = 1024  # products of more features are added in two levels
@@ -22,10 +25,10 @@ class Tile:
     warp_n: int = 32  # columns of a warp's part of the tile
     stages: int = 2  # of the pipeline
     levels: int = 2  # 2: products are sums of sums, for accuracy, in twice the registers
-    min_blocks: int = 1  # blocks on a multiprocessor; the compiler limits registers accordingly
+    min_blocks: int = 1  # thread blocks on a multiprocessor; the compiler limits registers for it
     real: int = 4  # bytes of a logit
-    number_count: int = 0  # see `Call.number_count`
-    name_count: int = 0  # see `Call.name_count`
+    number_count: int = 0  # vectors of real numbers for options of pairs (`Call.number_count`)
+    name_count: int = 0  # vectors of integers for options of pairs (`Call.name_count`)
     guided: bool = False  # pairs have marks of a guide
     taught: bool = False  # a tile has a second product, of a teacher's features
 
@@ -33,6 +36,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
+        """Threads of a thread block: a warp for each part of 64 rows and `warp_n` columns."""
         return BLOCK_M // 64 * (self.block_n // self.warp_n) * 32
 
     @property
@@ -45,8 +49,8 @@ class Tile:
         """An upper bound of the bytes of static shared memory.
 
         Kernels declare positives, ids, groups, positive ids and factors of rows and columns, and
-        either sums of strips or the factors of gradient blocks. With a teacher, they declare pairs
-        of sums, factors of losses, and all others twice.
+        either the sums of warps or the factors of gradient blocks. With a teacher, they declare
+        both of these, and most arrays twice.
         """
         sides = BLOCK_M + self.block_n
         sums = 3 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
@@ -101,13 +105,14 @@ def tile_for(
     Two blocks share a multiprocessor if registers and shared memory allow it. Then one computes
     products while the other runs its epilogue.
 
-    `number_count`, `name_count`: vectors of options of pairs, see `schedule.Call`. `taught`: a warp
-    has registers for two products, with a teacher's.
+    `number_count`, `name_count`: vectors for options of pairs, as in `Call`. `taught`: a warp has
+    registers for two products, of the features and of the teacher's.
     """
     two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (
         precision != "fp64" and d > TWO_LEVEL_FEATURES
     )
     levels = 2 if two_levels else 1
+    # (block_n, warp_n, stages, min_blocks), best first
     candidates = [(128, 32, 3, 1), (128, 32, 2, 1), (64, 32, 2, 1)]
     if taught and precision == "fp64":
         candidates = [(64, 16, 2, 1), (32, 16, 2, 1)]
@@ -132,7 +137,7 @@ def tile_for(
 class GuideNeeds:
     """The arrays that marks of a guide need in the workspace."""
 
-    marks_per_pair: int  # of a pair: in its row, and in its column
+    marks_per_pair: int  # 1: a mark for rows; 2: marks for rows and for columns
     query_row_bytes: int  # of a staged copy of the guide's features; 0: they are read in place
     key_row_bytes: int
 

@@ -1,7 +1,6 @@
 """The memory that a pass needs in the workspace, and the largest blocks that fit it.
 
-A launch computes one block of the logit matrix. The workspace must have room for dL/dx of the block
-and for all other temporary arrays.
+A launch computes one block. The workspace has room for its dL/dx and all other temporary arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .precision import (
     OPERAND_PARTS,
     padded,
     product_width,
-)  # fmt: skip
+)
 from .sweep import STRIP, Sweep
 from .tile import BLOCK_M, GuideNeeds, Tile
 
@@ -37,17 +36,16 @@ PIECE_ROWS = 64  # rows that linear.cu adds up before it joins the sums of a seg
 
 @dataclass(frozen=True)
 class Needs:
-    """The arrays that a pass needs in the workspace; vectors of length M and N are outside it."""
+    """Which arrays a pass needs in the workspace; vectors of length M and N are outside it."""
 
     precision: str
-    staged_query: bool  # operands are converted or normalised copies
-    staged_key: bool
+    staged_query: bool  # queries are read from converted or normalised copies
+    staged_key: bool  # keys are read from such copies
     columns: bool  # columns have sums
     gradient: bool  # dL/dx of a block is written to memory
-    # accumulators of each row of dQ, whose sum is dQ; 0: dQ accumulates in its destination
-    dq_copies: int
+    dq_copies: int  # accumulators of each row of dQ; 0: dQ accumulates in its destination
     dk_in_workspace: bool  # dK (if queries are keys, dQ of all rows) accumulates in the workspace
-    sweep: Sweep | None = None  # replaces tiles
+    sweep: Sweep | None = None  # computes the blocks; None: portable kernels do
     rows: bool = True  # rows have sums
     # bytes of a row of dK's destination, if accumulators of dK's first rows may overlay it; 0: all
     # accumulators are in the workspace
@@ -57,7 +55,7 @@ class Needs:
     weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
     guide: GuideNeeds | None = None
-    # bytes of staged copies of a teacher's row of queries, and of keys; 0: it is read in place
+    # bytes of a staged row of the teacher's queries, and of its keys; 0: rows are read in place
     teacher_rows: tuple[int, int] | None = None  # None: there is no teacher
 
     @property
@@ -115,12 +113,12 @@ class Needs:
         return max(size, self.accumulator_row_bytes(d))
 
     def block_bytes(self, rows: int, columns: int, d: int, block_n: int, dk_rows: int = 0) -> int:
-        """Bytes of all parts of the workspace."""
+        """Bytes of all parts of the workspace for a block, and for `dk_rows` accumulators of dK."""
         dq_rows = self.dq_copies * rows
         return sum(self.parts(rows, columns, d, block_n, dq_rows, dk_rows).values())
 
     def pass_bytes(self, block_sizes: BlockSizes, d: int, block_n: int) -> int:
-        """Bytes for the largest block, and for the accumulators of dK."""
+        """Bytes of all parts of the workspace in a pass with these sizes."""
         dk_rows = block_sizes.dk_rows - block_sizes.overlaid
         return self.block_bytes(block_sizes.rows, block_sizes.columns, d, block_n, dk_rows)
 
@@ -136,7 +134,7 @@ class Needs:
 
 
 def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
-    """Bytes for sums of segments, and for the sums of pieces of rows from which they are joined.
+    """Bytes that linear terms need: sums of segments, and sums of pieces of PIECE_ROWS rows.
 
     `smoothed` is the number of sides with label smoothing, `classes` the number of classes, and
     `real` the number of bytes of an element of a sum.
@@ -148,7 +146,7 @@ def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: i
 
 
 def workspace_of_passes(workspace: int, reserved: int) -> int:
-    """Bytes of the workspace without `reserved` bytes for other arrays; at least half of it."""
+    """Bytes of the workspace that passes get: all but `reserved`, and at least half."""
     return workspace - min(workspace // 2, reserved)
 
 
@@ -197,8 +195,8 @@ class BlockSizes:
 
     rows: int  # of a block
     columns: int
-    dk_rows: int  # rows of dK that accumulate at a time; 0: all, in the destination of dK
-    overlaid: int = 0  # the first of these rows, whose accumulators overlay the destination
+    dk_rows: int  # rows of dK that accumulate in one pass; 0: all of them, in their destination
+    overlaid: int = 0  # the first of `dk_rows`, whose accumulators overlay the destination
     cached_columns: int = 0  # the first columns, whose exponentials are cached between the passes
 
     def column_blocks(self, n: int) -> list[slice]:
@@ -215,9 +213,10 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
     """Bytes for the smallest blocks that a call may have: `has_few_blocks` limits their number."""
     m, n, d = shape
     side = least_block_side(m, n)
+    # the sizes that `_largest` tries: multiples of BLOCK_M, or powers of 2
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
     least = needs.block_bytes(min(side, m), min(side, n), d, block_n)
-    if needs.dk_in_workspace:
+    if needs.dk_in_workspace:  # its accumulators get half of the workspace, blocks the other half
         least = 2 * max(least, min(side, n) * needs.accumulator_row_bytes(d))
     return least
 
@@ -230,7 +229,7 @@ def largest_blocks(
     """The largest blocks that fit, nearly square.
 
     The rows that a block reads for its copies and products are proportional to its sides, so square
-    blocks read least. `symmetric`: rows and columns are divided at the same indices.
+    blocks read least. `symmetric`: row blocks are column blocks.
 
     Accumulators of dK take up to half of the workspace. If they would take more than a quarter, the
     first of them overlay dK's destination, provided that the others then fit.
@@ -253,8 +252,8 @@ def largest_blocks(
         return needs.block_bytes(rows, columns, d, block_n) <= room
 
     if needs.sweep is not None and needs.gradient and not symmetric:
-        # rows: those of all query tiles that run at once, or of half of them, if the workspace also
-        # has room for rows / 4 columns. Otherwise blocks are square
+        # The rows of all query tiles that run at once, or half as many, if the workspace also has
+        # room for rows / 4 columns. Otherwise blocks are square
         for divisor in (1, 2):
             rows = _even(m, min(m, needs.sweep.rows_at_once // divisor))
             if has_room(rows, min(n, rows // 4)):
@@ -277,7 +276,7 @@ def choose_block_sizes(
 
     The gradient pass has smaller blocks, because dL/dx takes memory.
 
-    - `workspace`: bytes of the passes, from which `workspace_of_passes` has subtracted `reserved`.
+    - `workspace`: bytes of the passes, which `workspace_of_passes` has computed with `reserved`.
     - `cache_bytes`: if not 0, the passes may take that many bytes instead, and cache as many
       exponentials as fit.
     - `most_side`: blocks have at most that many rows and columns, unless exponentials are cached.
@@ -314,7 +313,7 @@ def block_sizes_for_all_keys(
     """
     m, n, d = shape
     assert needs.sweep is not None
-    # the rows whose tiles of dQ occupy all multiprocessors
+    # the rows of dQ whose tiles (BLOCK_M rows x BLOCK_M features) occupy all multiprocessors
     wave = needs.sweep.rows_at_once // -(-d // BLOCK_M) // BLOCK_M * BLOCK_M
     needs = replace(needs, rows=True, columns=False, weighted_query=True)
     dk_rows = n if needs.dk_in_workspace else 0
@@ -343,7 +342,7 @@ def _block_sizes_with_cache(
 ) -> tuple[BlockSizes, BlockSizes, int] | None:
     """`choose_block_sizes` with a cache for as many columns as fit; None if too few fit.
 
-    Blocks have all rows. The exponentials of the first block are cached. Its memory is also that of
+    Blocks have all rows. The exponentials of the first block are cached. Later, their memory holds
     the gradient blocks of all other blocks. Accumulators of dK overlay their destination only if
     more columns are cached then.
     """
@@ -393,7 +392,7 @@ def _largest(most: int, has_room: Callable[[int], bool]) -> int:
 
 
 def _even(n: int, step: int) -> int:
-    """The step that covers n in as many steps as `step`, all of about the same size."""
+    """A smaller step that divides n into as many steps as `step` does, of nearly equal sizes."""
     steps = -(-n // step)
     if step < BLOCK_M or steps == 1:
         return step

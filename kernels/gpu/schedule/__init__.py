@@ -1,4 +1,8 @@
-"""How a call runs on a GPU, decided before anything runs. Nothing here needs a GPU or CuPy."""
+"""How a call runs on a GPU, decided before anything runs. Nothing here needs a GPU or CuPy.
+
+`Call` describes the call, `schedule` makes a `Schedule` from it with the arithmetic of
+kernels/gpu/config, and kernels/gpu/tiled and fused.py run the schedule.
+"""
 
 from .call import BlockPass, Call, Loss, Matrix, Purpose
 from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule

@@ -10,11 +10,11 @@ from ...distill.problem import TaughtProblem
 from ...epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
 from ...problem import WORKSPACE, Array, Gradients, Problem
 
-ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
+ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtype -> bytes of an element
 
 
 class Loss(Enum):
-    """The softmax or sigmoid of a loss, which decides the sums over logits."""
+    """The softmaxes or the sigmoid of a loss, which decide the sums that passes compute."""
 
     ROWS = "a softmax over the keys of each query"  # info_nce, lit
     BOTH = "a softmax over the keys of each query, and one over the queries of each key"  # clip
@@ -23,10 +23,10 @@ class Loss(Enum):
 
 
 class Purpose(Enum):
-    """The purpose of a pass."""
+    """What a pass computes."""
 
     STATISTICS = "log-sum-exp"
-    RANKS = "ranks"
+    RANKS = "ranks"  # retrieval ranks
     GRADIENT = "gradient"
     ONE_PASS = "log-sum-exp and gradient"
     SIGMOID = "sigmoid loss"
@@ -40,13 +40,13 @@ class Matrix:
     rows: int
     columns: int
     dtype: str
-    row_stride: int  # bytes
-    column_stride: int
-    offset: int = 0  # of the address, modulo 16
+    row_stride: int  # bytes from a row to the next row
+    column_stride: int  # bytes from an element to the next element of its row
+    offset: int = 0  # the address modulo 16
 
     @staticmethod
     def packed(rows: int, columns: int, dtype: str) -> Matrix:
-        """A matrix without gaps."""
+        """The description of a matrix without gaps, at a multiple of 16 bytes."""
         return Matrix(rows, columns, dtype, columns * ITEM[dtype], ITEM[dtype])
 
     @staticmethod
@@ -58,11 +58,12 @@ class Matrix:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of the elements of a row, without gaps."""
         return self.columns * ITEM[self.dtype]
 
     @property
     def has_vector_rows(self) -> bool:
-        """Whether each row begins at a multiple of 16 bytes, after the end of the row before."""
+        """Whether each row begins at a multiple of 16 bytes, and rows do not overlap."""
         aligned = self.row_stride % 16 == 0 and self.offset == 0
         return aligned and self.row_stride >= self.row_bytes
 
@@ -74,16 +75,16 @@ class Matrix:
 
 @dataclass(frozen=True)
 class BlockPass:
-    """The pass of a block over ranks: of this rank's queries and of some keys."""
+    """A pass over one block of a call over ranks: this rank's queries and some rank's keys."""
 
-    purpose: Purpose | None  # None: a question about features, and no pass
-    triangle: bool = False  # each pair of views is visited once
-    column_sums: bool = False  # columns have a softmax
-    accumulates: bool = False  # the pass adds to gradients, or a later pass of the call will
+    purpose: Purpose | None  # None: a question about features (`BlockQuestion`), and no pass
+    triangle: bool = False  # queries are keys, and each pair is visited once
+    column_sums: bool = False  # columns have a softmax, or retrieval ranks
+    accumulates: bool = False  # the pass, or a later pass of the call, adds to gradients
 
     @staticmethod
     def of(epilogue: Any, triangle: bool, accumulates: bool) -> BlockPass:
-        """The description of an epilogue's pass, or of a question."""
+        """The description of the pass with an epilogue, or of a question."""
         match epilogue:
             case Statistics():
                 return BlockPass(Purpose.STATISTICS, triangle, epilogue.columns is not None)
@@ -99,51 +100,54 @@ class BlockPass:
 
 @dataclass(frozen=True)
 class Call:
-    """A loss, with or without gradients. Fields have the names of the fields of `Problem`."""
+    """All facts about a call that its schedule depends on; equal calls have equal schedules.
+
+    Fields have the names of the fields of `Problem`. A bool says whether the call has the option.
+    """
 
     loss: Loss
     query: Matrix
     key: Matrix
     query_gradient: Matrix | None = None  # the destination of dQ; None: not wanted
-    key_gradient: Matrix | None = None
+    key_gradient: Matrix | None = None  # the destination of dK
     compute: str = "fp32"  # resolved precision of products and exponentials: no "auto"
     method: str = "auto"
-    workspace: int = WORKSPACE
-    workspace_given: bool = False
+    workspace: int = WORKSPACE  # bytes
+    workspace_given: bool = False  # by the caller, so that it is never exceeded
     normalize: bool = False
     ids: bool = False
     groups: bool = False
-    positive_ids: bool = False  # pairs of equal ids are the positives of a sigmoid
-    host_groups: bool = False  # blocks without a common group are left out
+    positive_ids: bool = False  # pairs of equal positive ids are positives of a sigmoid
+    host_groups: bool = False  # the host knows groups: blocks without a common one are left out
     own: bool = False  # each row has its own negatives
     set_size: int = 1  # positives of each query
     key_bias: bool = False
-    query_bias: bool = False  # biases of queries, which are the keys of the columns' softmax
+    query_bias: bool = False  # in the softmax of columns, whose keys are the queries
     has_limits: bool = False  # negatives above a limit are left out
-    limits_given: bool = False  # as vectors, as for a block over ranks
-    guide_query: Matrix | None = None  # features by a guide; None: the call has no guide
+    limits_given: bool = False  # limits are vectors of the problem, as in a block over ranks
+    guide_query: Matrix | None = None  # features of the guide; None: the call has no guide
     guide_key: Matrix | None = None
-    teacher_query: Matrix | None = None  # features by a teacher; None: the call has no teacher
+    teacher_query: Matrix | None = None  # features of the teacher; None: the call has no teacher
     teacher_key: Matrix | None = None
-    row_numbers: bool = False  # margin, decoupled or hardness: numbers in the loss of a row
+    row_numbers: bool = False  # margin, decoupled or hardness: options of the loss of a row
     weights: bool = False  # weights of rows that are not part of the upstream gradient
-    smoothing: bool = False
+    smoothing: bool = False  # label smoothing
     classes: bool = False  # the positives of a row are all others of its class
-    class_sums: int = 0  # classes whose features are summed
+    class_sums: int = 0  # most classes whose features are summed
     joint: bool = False  # rows i and i + B of 2B have one softmax
     retrieval_ranks: bool = False
     moments: bool = False  # sums have first moments, from which the gradient of the scale follows
-    joint_copy_bytes: int = 0  # of the workspace, for copies that a joint loss needs
-    adds_query: bool = False  # dQ is added to the contents of its destination
+    joint_copy_bytes: int = 0  # bytes of the workspace for the copies that a joint loss makes
+    adds_query: bool = False  # dQ is added to its destination, which is not overwritten
     block: BlockPass | None = None  # None: all passes of a whole call
 
     @staticmethod
     def of(problem: Problem, gradients: Gradients | None, block: BlockPass | None = None) -> Call:
-        """The description of a problem on a GPU."""
+        """The description of a problem whose arrays are on a GPU."""
         dq = dk = None
         if gradients is not None:
             dq, dk = map(_describe_matrix, (gradients.query, gradients.key))
-            if dq is None and gradients.want_query:  # of a later pass: it adds to dQ in float32
+            if dq is None and gradients.want_query:  # a later pass will add to dQ in float32
                 m, _, d = problem.shape
                 dq = Matrix.packed(m, d, "float32")
         teacher: tuple[Array, Array] = (None, None)
@@ -169,20 +173,22 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(M, N, D)."""
+        """(queries M, keys N, features D)."""
         return self.query.rows, self.key.rows, self.query.columns
 
     @property
     def widest(self) -> int:
-        """The features of a row in the longest product of logits."""
+        """Features of a row of queries, or of the teacher's if that is longer."""
         return max(z.columns for z in (self.query, self.teacher_query) if z is not None)
 
     @property
     def symmetric(self) -> bool:
+        """Whether queries are keys."""
         return self.loss is Loss.VIEWS
 
     @property
     def two_sided(self) -> bool:
+        """Whether rows and columns have a softmax, and queries are not keys."""
         return self.loss is Loss.BOTH
 
     @property
@@ -200,12 +206,12 @@ class Call:
 
     @property
     def guide_call(self) -> Call:
-        """The products of the guide's features, which are compared with limits."""
+        """The guide's features as a call, whose dot products are compared with limits."""
         assert self.guide_query is not None
         assert self.guide_key is not None
         compute = self.compute
         if compute != "fp64" and self.guide_query.dtype != self.query.dtype:
-            compute = "fp32"  # which is accurate for features of all other dtypes
+            compute = "fp32"  # is accurate for features of all dtypes but float64
         return Call(
             self.loss, self.guide_query, self.guide_key, compute=compute, normalize=self.normalize,
             has_limits=True,
@@ -213,24 +219,24 @@ class Call:
 
     @property
     def pair_options(self) -> int:
-        """The number of these options that a call has: groups, positive ids, limits, a guide,
-        biases."""
+        """The number of options of pairs that the call has, 0 to 5: groups, positive ids, limits, a
+        guide, biases."""
         names = self.groups + self.positive_ids
         return names + self.has_limits + self.guided + self.key_bias
 
     @property
     def name_count(self) -> int:
-        """The number of vectors of 8-byte integers of these options: groups, positive ids."""
+        """Integers (8 bytes) of a row or column for options of pairs: groups, positive ids."""
         return self.groups + self.positive_ids
 
     @property
     def number_count(self) -> int:
-        """The number of vectors of real numbers of these options: limits, biases, and positive ids,
-        which have weights."""
+        """Real numbers of a row or column for options of pairs: limits, biases, and the weights of
+        positive ids."""
         return self.has_limits + self.key_bias + self.positive_ids
 
     def pair_defines(self, columns: int) -> dict[str, int]:
-        """The -D options of `pair_options`; `columns`: 1 if columns have a softmax."""
+        """The -D options of kernels for `pair_options`; `columns`: 1 if columns have a softmax."""
         defines = {"GROUPS": 1} if self.groups else {}
         if self.positive_ids:
             defines["POSITIVE_IDS"] = 1
@@ -244,6 +250,7 @@ class Call:
 
     @property
     def linear_terms(self) -> bool:
+        """Whether sums of features give a part of the loss."""
         return self.smoothing or self.classes
 
     @property
@@ -255,7 +262,7 @@ class Call:
 
     @property
     def loss_follows_from_row_sums(self) -> bool:
-        """Whether the loss and dQ follow from the sums of rows, without sums of columns."""
+        """Whether the loss and dQ follow from sums of rows only, so that one pass is enough."""
         combined = bool(self.row_numbers and self.pair_options)
         options = self.linear_terms or self.joint or self.own or combined
         return (

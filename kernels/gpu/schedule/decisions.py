@@ -30,14 +30,14 @@ from .passes import (
 # Precisions for which one pass computes log-sum-exps and gradients. Its elements 2^(x - r) have
 # reference exponents r that are not maxima (kernels/cuda/sm90/reference_exponents.cuh). Bfloat16
 # has the exponent range of float32, which such elements need, and float16 does not
-ONE_PASS = ("bf16x3", "bf16")
+ONE_PASS_PRECISIONS = ("bf16x3", "bf16")
 # Exponentials are cached for rows of at least this many K-slices. Products of shorter rows take
 # less time than the cache. Cached exponentials are bfloat16, or float32 for fp16x3
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
-GROUP_BLOCK = 8192  # most rows and columns of a block, if groups leave out blocks
+MAX_GROUP_BLOCK_SIDE = 8192  # most rows and columns of a block, if groups leave out blocks
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
 # Bytes that alignment may add: less than ALIGNMENT for each part. A pass has at most 14 parts
-# (`Needs.parts`), and the cache has 2 (`Needs.cached_parts`)
+# (`Needs.parts`; a call with a teacher has no guide), and the cache has 2 (`Needs.cached_parts`)
 ALIGNMENT_BYTES = 16 * ALIGNMENT
 
 
@@ -46,17 +46,18 @@ class Schedule:
     """All decisions about a call, made before the first launch."""
 
     call: Call
-    method: str
+    method: str  # "naive", "fused" or "tiled"
     device: DeviceProperties
-    one_launch: OneLaunch | None = None
+    one_launch: OneLaunch | None = None  # of the method fused
+    # all other fields are of the method tiled
     operands: Operands | None = None
-    tile: Tile | None = None
-    sweep: Sweep | None = None  # which replaces tiles
+    tile: Tile | None = None  # the work of a thread block of portable kernels
+    sweep: Sweep | None = None  # replaces `tile` in most kernels; None: there are no sweeps
     guide: GuideSchedule | None = None
-    teacher: Operands | None = None
+    teacher: Operands | None = None  # features of the teacher
     passes: tuple[ScheduledPass, ...] = ()
-    one_pass: bool = False
-    cached_columns: int = 0  # columns whose exponentials are cached between the passes
+    one_pass: bool = False  # one pass computes log-sum-exps and gradients
+    cached_columns: int = 0  # the first columns, whose exponentials are cached between the passes
     cached: tuple[Part, ...] = ()  # parts of the workspace for cached exponentials
     workspace: int = 0  # bytes of the cached parts and of the largest pass's parts
 
@@ -95,7 +96,7 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
 
 
 def schedule_one_launch(call: Call, device: DeviceProperties) -> OneLaunch:
-    """The launch of a small batch."""
+    """The launch of a call by the method fused."""
     (m, n, _), dtype = call.shape, call.query.dtype
     if call.key.dtype != dtype:
         dtype = common_dtype(dtype, call.key.dtype)
@@ -118,14 +119,15 @@ def common_dtype(*dtypes: str) -> str:
 
 
 def choose_precision(call: Call, device: DeviceProperties) -> str:
-    """The precision of the operands."""
+    """The precision of the operands. ValueError if the device lacks its arithmetic."""
     operand_precision = config.fastest_operand_precision(call.compute, device)
-    in_parts = operand_precision in config.OPERAND_PARTS
+    # whether the bits of x_ij may differ from those of x_ji, or between blocks
+    bits_vary = operand_precision in config.OPERAND_PARTS
     if call.limits_given:  # a block over ranks: other blocks have other feature divisors
-        in_parts = in_parts or (
+        bits_vary = bits_vary or (
             operand_precision in config.FLOAT16 and call.query.dtype != "float16"
         )
-    if in_parts and call.has_limits and (call.symmetric or call.limits_given):
+    if bits_vary and call.has_limits and (call.symmetric or call.limits_given):
         # products are compared with limits: each must be the same number in all blocks and passes,
         # and x_ji must equal x_ij
         operand_precision = "fp32"
@@ -142,7 +144,7 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
     operand_precision = choose_precision(call, device)
     query, key = (choose_rows(call, z, operand_precision) for z in (call.query, call.key))
     sides = ((query, call.query), (key, call.key))[: 2 - call.symmetric]
-    staged_bytes = sum(
+    staged_bytes = sum(  # of copies of all rows
         z.rows * side.row_bytes for side, z in sides if side.reading is not Reading.IN_PLACE
     )
     reserved = reserved_bytes(call, operand_precision)
@@ -166,14 +168,17 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
 
 def reserved_bytes(call: Call, operand_precision: str) -> int:
     """Bytes of the workspace for linear terms and joint losses, which passes cannot take."""
-    sides = (1 + call.two_sided) * call.smoothing
+    smoothed_sides = (1 + call.two_sided) * call.smoothing
     return call.joint_copy_bytes + config.term_bytes(
-        call.shape, sides, call.class_sums, config.ACCUMULATOR_BYTES[operand_precision]
+        call.shape, smoothed_sides, call.class_sums, config.ACCUMULATOR_BYTES[operand_precision]
     )
 
 
 def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
-    """Where kernels read rows: in place, if they can load them, else from copies by block."""
+    """Where kernels read the rows of `z`: in place if they can, otherwise from copies by block.
+
+    Kernels read 16 bytes at a time, of rows in the precision of the operands.
+    """
     in_place = (
         not call.normalize and config.READ_IN_PLACE.get(operand_precision) == z.dtype
         and z.has_vector_rows and z.row_bytes % 16 == 0
@@ -191,14 +196,15 @@ def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
 
 
 def product_bytes(operand_precision: str, query: OperandRows, key: OperandRows) -> int:
-    """Bytes of a row in the products of logits, in each part."""
+    """Bytes of a row in the products that compute logits: one part, without extra zeros."""
     return min(query.features, key.features) * config.element_bytes(operand_precision)
 
 
 def choose_sweeps(
     call: Call, operands: Operands, teacher: Operands | None, device: DeviceProperties
 ) -> tuple[Sweep | None, Sweep | None]:
-    """The sweep that replaces tiles, and the sweep that keeps dL/dx in registers, or None."""
+    """The sweep that replaces tiles, and the sweep of the gradient pass that keeps dL/dx in
+    registers. Each may be None."""
     if teacher is not None:
         sweep = config.teacher_sweep(
             operands.precision, operands.width, teacher.width, device, call.normalize
@@ -216,7 +222,7 @@ def choose_sweeps(
 
 
 def choose_teacher(call: Call, operands: Operands) -> Operands:
-    """The teacher's features as operands of products, in the precision of the student's."""
+    """The teacher's features as operands, in the precision of the operands of the student."""
     assert call.teacher_query is not None
     assert call.teacher_key is not None
     query, key = (
@@ -228,12 +234,12 @@ def choose_teacher(call: Call, operands: Operands) -> Operands:
 
 
 def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
-    """How the products of a guide are computed."""
+    """How the dot products of the guide's features are computed, and become marks."""
     guide = call.guide_call
     operand_precision = choose_precision(guide, device)
     query, key = (choose_rows(guide, z, operand_precision) for z in (guide.query, guide.key))
     width = product_bytes(operand_precision, query, key)
-    both = call.two_sided or call.symmetric
+    columns_too = call.two_sided or call.symmetric  # pairs have marks for columns
     sweep = None
     if operand_precision not in config.OPERAND_PARTS:
         # a guide has no ids; factors of normalised keys are one vector of numbers of columns
@@ -242,10 +248,10 @@ def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
     shape = sweep or config.tile_for(operand_precision, guide.shape[2], device, guide.number_count)
     name = "sweep_guide" if sweep else "guide"
     kernel = scheduled_kernel(
-        name, guide, operand_precision, shape, gradient=False, COLUMNS=int(both)
+        name, guide, operand_precision, shape, gradient=False, COLUMNS=int(columns_too)
     )
     return GuideSchedule(
-        Operands(operand_precision, query, key, width, 0, 0), shape, kernel, 1 + both
+        Operands(operand_precision, query, key, width, 0, 0), shape, kernel, 1 + columns_too
     )
 
 
@@ -253,10 +259,16 @@ def divide_workspace(
     call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, register_sweep: Sweep | None,
     guide: GuideSchedule | None, teacher: Operands | None, device: DeviceProperties,
 ) -> WorkspaceDivision:  # fmt: skip
-    """Whether one pass is enough, the largest blocks that fit, and where gradients accumulate."""
+    """Whether one pass is enough, the largest blocks that fit, and where gradients accumulate.
+
+    `register_sweep` has no gradient blocks, so it needs no memory for them.
+    """
+    # bytes that passes may take
     shape, symmetric = call.shape, call.symmetric
     reserved = reserved_bytes(call, operands.precision)
     room = config.workspace_of_passes(call.workspace, reserved)
+
+    # where gradients accumulate
     dq, dk, dq_copies = call.query_gradient, call.key_gradient, 1
     if dq is not None and not symmetric:
         dq_copies = config.choose_dq_copies(shape, operands.precision, device.multiprocessors, room)
@@ -264,6 +276,8 @@ def divide_workspace(
         dq_copies == 1 and not call.adds_query and accumulates_in_place(dq, operands)
     )
     dk_in_place = dk is None or accumulates_in_place(dk, operands)
+
+    # the arrays of the passes
     one_pass = may_compute_in_one_pass(call, operands, sweep)
     needs_dq_only = call.gradient and dk is None
     writes_gradient = call.gradient and register_sweep is None
@@ -281,17 +295,19 @@ def divide_workspace(
         guide=None if guide is None else guide.needs,
         teacher_rows=None if teacher is None else teacher.rows_by_block,
     )  # fmt: skip
+
+    # the largest blocks
     may_cache = may_cache_exponentials(call, operands, sweep)
     room_with_cache = room
     if may_cache and not call.workspace_given:
         room_with_cache = max(room, device.default_memory_limit)
     sizes = None
-    if one_pass and not needs_dq_only:  # dK needs blocks of all keys
+    if one_pass and not needs_dq_only:  # one pass with dK needs blocks of all keys
         sizes = config.block_sizes_for_all_keys(shape, needs, room_with_cache, tile.block_n)
         one_pass = sizes is not None
     statistics, gradient, size = sizes or config.choose_block_sizes(
         shape, needs, room, tile.block_n, symmetric, room_with_cache if may_cache else 0,
-        reserved, GROUP_BLOCK if call.host_groups else None,
+        reserved, MAX_GROUP_BLOCK_SIDE if call.host_groups else None,
     )  # fmt: skip
     return WorkspaceDivision(
         needs, statistics, gradient, size + ALIGNMENT_BYTES, one_pass, dq_in_place, dk_in_place,
@@ -304,12 +320,12 @@ def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None)
 
     - The call is no block over ranks, and wants gradients.
     - The gradients of a row follow from the sums of the row: there is one softmax, over keys.
-    - There is a sweep whose precision has the exponent range of float32 (`ONE_PASS`).
+    - There is a sweep whose precision has the exponent range of float32 (`ONE_PASS_PRECISIONS`).
     - Groups leave out no blocks.
     """
     return (
         call.block is None and call.gradient and call.loss_follows_from_row_sums
-        and sweep is not None and operands.precision in ONE_PASS and not call.host_groups
+        and sweep is not None and operands.precision in ONE_PASS_PRECISIONS and not call.host_groups
     )  # fmt: skip
 
 
@@ -343,10 +359,10 @@ def accumulates_in_place(out: Matrix, operands: Operands) -> bool:
 
 
 def overlay_bytes(out: Matrix | None, operands: Operands) -> int:
-    """Bytes of a row of the destination `out` if accumulators can overlay it, else 0.
+    """Bytes of a row of the destination `out` if accumulators can overlay it, otherwise 0.
 
-    Rows of `out` are not longer than rows of accumulators. Otherwise complete rows would overwrite
-    accumulators that are not complete.
+    Rows of `out` must not be longer than rows of accumulators. Otherwise a complete row would
+    overwrite accumulators of the next rows, which are not converted yet.
     """
     if out is None or not out.is_contiguous or out.offset:
         return 0

@@ -1,5 +1,8 @@
-"""How a small batch runs in one launch, the method fused: its kernel, grid and memory. See
-kernels/cuda/fused; method.py decides which calls take it."""
+"""How a small batch runs in one launch, the method fused: its kernel, grid and memory.
+
+method.py decides which calls take it, kernels/gpu/fused.py launches it, and the kernel is in
+kernels/cuda/fused.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,25 @@ from dataclasses import dataclass
 
 from .passes import Part, ScheduledKernel
 
-THREADS = 256
+THREADS = 256  # of a thread block
 TILE = 64  # rows and columns of a tile
-CHUNK_BYTES = 128  # of a row, in one step of a product
-MOST_PARTS = 16
+STEP_BYTES = 128  # bytes of a row in one step of a product
+MAX_FEATURE_PARTS = 16  # see `OneLaunch.parts`
 
 
 @dataclass(frozen=True)
 class OneLaunch:
-    """The launch for a batch: the grid's barrier needs all of its blocks to run at once."""
+    """The launch for a batch.
+
+    All thread blocks must run at once, because they wait for each other at barriers.
+    """
 
     kernel: ScheduledKernel
-    blocks: int
-    parts: int  # of the features in the products, to have work for the device
-    memory: tuple[Part, ...]  # one after another
+    blocks: int  # thread blocks
+    # Ranges of features. Each has a matrix of partial logits, so that the products of few logit
+    # tiles occupy the device
+    parts: int
+    memory: tuple[Part, ...]  # parts of its temporary memory, one after another
 
     @property
     def bytes(self) -> int:
@@ -28,7 +36,7 @@ class OneLaunch:
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where each part of the memory begins."""
+        """The byte at which each part of the memory begins."""
         starts, start = {}, 0
         for part in self.memory:
             starts[part.name] = start
@@ -41,14 +49,20 @@ def one_launch(
     sigmoid: bool, normalize: bool, ids: bool, gradient_tiles: int, workspace: int,
     multiprocessors: int,
 ) -> OneLaunch:  # fmt: skip
-    """The launch for features of one dtype. `gradient_tiles`: how many tiles of rows have one."""
+    """The launch for queries and keys of one dtype.
+
+    `double`: sums and logits are float64. `gradient_tiles`: the tiles of TILE queries, and of TILE
+    keys, whose gradients are wanted.
+    """
     (m, n, d), item = shape, 8 if double else 4
-    down, across = -(-m // TILE), -(-n // TILE)
-    logit_tiles = across * (across + 1) // 2 if symmetric else down * across
-    room = min(MOST_PARTS, workspace // (m * n * item))  # for so many M x N matrices
-    chunks = -(-d * item // CHUNK_BYTES)
-    parts = max(1, min(MOST_PARTS, chunks, multiprocessors // logit_tiles, room))
+    query_tiles, key_tiles = -(-m // TILE), -(-n // TILE)
+    logit_tiles = key_tiles * (key_tiles + 1) // 2 if symmetric else query_tiles * key_tiles
+    max_matrices = workspace // (m * n * item)  # M x N matrices for which there is room
+    steps = -(-d * item // STEP_BYTES)
+    parts = max(1, min(MAX_FEATURE_PARTS, steps, multiprocessors // logit_tiles, max_matrices))
+    # the most units of work of a phase: products of tiles, or rows
     work = max(logit_tiles * parts, gradient_tiles * -(-d // TILE), m, n)
+    # at least two matrices, for logits and dL/dx; vectors of row_... have M numbers, column_... N
     memory = [("logits", max(parts, 2) * m * n * item), ("row_inverse", 8 * m), ("row_nans", 8 * m)]
     if not symmetric:
         memory += [("column_inverse", 8 * n), ("column_nans", 8 * n)]

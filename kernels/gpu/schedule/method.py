@@ -1,4 +1,7 @@
-"""The choice of a call's method on a GPU: naive, fused or tiled."""
+"""The choice of a call's method on a GPU: naive, fused or tiled.
+
+select.py asks before a call runs, with its `Problem`; `schedule` asks with the `Call`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def choose_method(asked: Problem | Call) -> str:
     """The method of a call:
 
     "fused"   one launch, for a small batch or if the caller asks for it
-    "tiled"   passes over blocks, for other batches or if the caller asks for them
+    "tiled"   passes over blocks, for other batches or if the caller asks for it
     "naive"   the whole matrix, if the caller asks for it, or asks for "fused" with options
 
     ValueError for "fused" if the logits do not fit the workspace, or if `metrics` asks for ranks.
@@ -39,13 +42,14 @@ def choose_method(asked: Problem | Call) -> str:
 
 
 def logit_bytes(asked: Problem | Call, has_default_softmax: bool) -> int:
-    """Bytes of the logits and dL/dx. Options of the softmax need more matrices of their size."""
+    """Bytes of the logits and dL/dx. Options of the softmax need more matrices of this size."""
     m, n, _ = asked.shape
     matrices = 2 if has_default_softmax else MATRICES_WITH_OPTIONS
     return matrices * m * n * (8 if asked.compute == "fp64" else 4)
 
 
 def _require_one_launch(asked: Problem | Call) -> None:
+    """ValueError if a call that asks for "fused" cannot have it."""
     if asked.retrieval_ranks:
         raise ValueError(
             'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
@@ -66,7 +70,7 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
     Operations on arrays are needed for:
 
     - own negatives;
-    - positive ids, whose weights kernels take in the precision of sums;
+    - positive ids, whose weights must be converted to the precision of sums;
     - label smoothing with ids, because the ids must be numbered;
     - classes whose features are not summed (`Classes.in_sums`);
     - groups, limits or biases of pairs, together with linear terms or a joint loss.
@@ -79,9 +83,9 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
 
 
 def has_plan(problem: Problem, by_kernels: bool) -> bool:
-    """Whether a tiled call may have a plan.
+    """Whether a tiled call may have a plan. `by_kernels`: see `is_computed_by_kernels_only`.
 
-    These calls are launched step by step: calls with operations on arrays, calls whose blocks
-    follow from the values of groups, and calls that report progress.
+    Calls without a plan are launched step by step: calls with operations on arrays, calls whose
+    blocks follow from the values of groups, and calls that report progress.
     """
     return by_kernels and problem.progress is None and problem.host_groups is None

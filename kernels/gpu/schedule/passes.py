@@ -1,4 +1,7 @@
-"""The passes of a call, each a visit of all blocks of the logit matrix, with kernels and memory."""
+"""The passes of a call, each a visit of all blocks of the logit matrix, with kernels and memory.
+
+decisions.py makes a `PassScheduler` from its choices; tiled/run.py runs the `ScheduledPass`es.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ CACHED_BLOCK_COLUMNS = 8 * CACHED_THREADS  # columns of a thread block of cached
 class ScheduledKernel:
     """A kernel of a file in kernels/cuda, with the options of its compilation and launch."""
 
-    file: str
+    file: str  # path in kernels/cuda
     name: str
-    threads: int
+    threads: int  # of a thread block
     options: tuple[tuple[str, Any], ...]  # -D options
     shared: int = 0  # bytes of dynamic shared memory
 
@@ -34,12 +37,12 @@ class ScheduledKernel:
 
 @dataclass(frozen=True)
 class GuideSchedule:
-    """How a guide's products become marks of pairs, before the kernels of a pass read them."""
+    """How dot products of a guide's features become marks of pairs, which a pass then reads."""
 
     operands: Operands
     shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
-    marks_per_pair: int  # in the row of the pair, and in its column
+    marks_per_pair: int  # 1: a mark for rows; 2: marks for rows and for columns
 
     @property
     def needs(self) -> GuideNeeds:
@@ -57,39 +60,42 @@ class Part:
 
 @dataclass(frozen=True)
 class AccumulatorRows:
-    """Where the sums of gradients accumulate: in their destination, or in the workspace."""
+    """Where rows of dQ, or of dK, accumulate: in their destination, or in the workspace."""
 
-    in_place: bool  # in the destination
+    in_place: bool  # in the destination; then all other fields have their defaults
     rows: int = 0  # rows in the workspace
-    first_row: int = 0  # the first row in the workspace; rows before it overlay the destination
-    overlaid: int = 0  # rows that overlay the destination
+    first_row: int = 0  # number of the first gradient row that is in the workspace
+    overlaid: int = 0  # rows before `first_row` whose accumulators overlay the destination
     dq_copies: int = 1  # accumulators of each row of dQ, whose sum is dQ; 1 for dK
-    # overlaid rows that are converted at a time, in the memory of the gradient block
+    # overlaid rows that are converted to the dtype of the gradient at a time, after the last block
+    # and in the memory of the gradient block
     rows_converted_at_once: int = 0
 
 
 @dataclass(frozen=True)
 class ScheduledPass:
-    """One visit of all blocks of a grid: its kernels, its memory, and the gradients it computes."""
+    """A pass: its kernels, its memory, and the gradients that it computes."""
 
     purpose: Purpose
     grid: Grid
     shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
     workspace: tuple[Part, ...]
+    # variants of `kernel`; None: there is no such variant
     # for blocks on the diagonal, if queries are keys
     diagonal_kernel: ScheduledKernel | None = None
     caching_kernel: ScheduledKernel | None = None  # for blocks whose exponentials it stores
-    # computes gradient blocks from cached exponentials
+    # computes gradient blocks from cached exponentials, in place of `kernel`
     cached_kernel: ScheduledKernel | None = None
     column_sums: bool = False  # whether columns have log-sum-exps or counts
     gradients: bool = False  # whether the pass computes gradients of features
     dq_accumulator: AccumulatorRows | None = None  # None: this pass does not compute dQ
-    dk_accumulator: AccumulatorRows | None = None  # of a triangle: `dq_accumulator`
+    # None: this pass does not compute dK. In a triangle it is the object `dq_accumulator`
+    dk_accumulator: AccumulatorRows | None = None
     in_registers: bool = False  # dL/dx stays in registers, without gradient blocks
 
     def choose_kernel(self, is_diagonal: bool, is_cached: bool) -> ScheduledKernel:
-        """The kernel of a block."""
+        """The kernel of a block. `is_cached`: its exponentials will be stored."""
         variant = (
             self.caching_kernel if is_cached else self.diagonal_kernel if is_diagonal else None
         )
@@ -103,18 +109,21 @@ class WorkspaceDivision:
     needs: Needs
     statistics: BlockSizes  # of the log-sum-exp pass
     gradient: BlockSizes  # of the gradient pass
-    workspace: int  # bytes
+    workspace: int  # bytes of all parts, with their alignment
     one_pass: bool  # one pass computes log-sum-exps and gradients
-    dq_in_place: bool
-    dk_in_place: bool
-    dq_copies: int
+    dq_in_place: bool  # dQ accumulates in its destination
+    dk_in_place: bool  # dK accumulates in its destination
+    dq_copies: int  # accumulators of each row of dQ, whose sum is dQ
 
 
 def scheduled_kernel(
     name: str, call: Call, precision: str, shape: Tile | Sweep, *, gradient: bool = True,
     sums: bool = False, **defines: Any,
 ) -> ScheduledKernel:  # fmt: skip
-    """The kernel `name` of tiled/ or sm90/, with its -D options."""
+    """The kernel `name` of tiled/ (for a Tile) or sm90/ (for a Sweep), with its -D options.
+
+    `gradient`, `sums`: a sweep writes gradient blocks, or adds up columns (`Sweep.stages`).
+    """
     options = {"PRECISION": precision.upper(), "IDS": int(call.ids), "FACTORS": int(call.normalize),
                **defines}  # fmt: skip
     if call.set_size > 1:
@@ -132,7 +141,10 @@ def scheduled_kernel(
 
 @dataclass(frozen=True)
 class PassScheduler:
-    """Makes the passes of a call, from the choices of decisions.py."""
+    """Makes the passes of a call, from the choices of decisions.py.
+
+    `sweep` replaces `tile`, and `register_sweep` replaces both in the gradient pass.
+    """
 
     call: Call
     operands: Operands
@@ -161,6 +173,7 @@ class PassScheduler:
         return (statistics, *ranks, *gradients)
 
     def block_passes(self, purpose: Purpose | None, triangle: bool) -> tuple[ScheduledPass, ...]:
+        """The passes of a block over ranks."""
         block = self.call.block
         assert block is not None
         if purpose is None:
@@ -174,7 +187,7 @@ class PassScheduler:
 
     @property
     def computed_gradients(self) -> tuple[bool, bool]:
-        """Whether the passes compute dQ, and whether they compute dK."""
+        """(whether dQ, whether dK is computed)."""
         block = self.call.block
         if block is not None and not block.accumulates:
             return False, False
@@ -191,12 +204,12 @@ class PassScheduler:
     # -- kernels and memory
 
     def kernel(self, name: str, shape: Tile | Sweep, **options: Any) -> ScheduledKernel:
-        """The kernel `name` of tiled/ or sm90/, with its -D options."""
+        """The kernel `name` for the operands of the call."""
         return scheduled_kernel(name, self.call, self.operands.precision, shape, **options)
 
     @property
     def moments(self) -> dict[str, Any]:
-        """The -D option of first moments."""
+        """The -D option that adds first moments to sums."""
         return {"MOMENTS": 1} if self.call.moments else {}
 
     def memory(
@@ -204,7 +217,7 @@ class PassScheduler:
     ) -> tuple[Part, ...]:
         """The parts of the workspace that a pass uses.
 
-        `dq_rows`, `dk_rows`: of accumulators. `needs` replaces fields of `division.needs`.
+        `dq_rows`, `dk_rows`: rows of accumulators. `needs` replaces fields of `division.needs`.
         """
         sizes = replace(self.division.needs, **needs).parts(
             *grid.largest, self.call.shape[2], self.tile.block_n, dq_rows, dk_rows
@@ -212,7 +225,7 @@ class PassScheduler:
         return tuple(Part(name, size) for name, size in sizes.items())
 
     def grid(self, block_sizes: BlockSizes, same_rows: bool, triangle: bool) -> Grid:
-        """The grid of blocks of these sizes. `same_rows`: rows are divided as columns are."""
+        """The grid of blocks of these sizes. `same_rows`: row blocks are column blocks."""
         m, n, _ = self.call.shape
         columns = block_sizes.column_blocks(n)
         return Grid(columns if same_rows else slices(m, block_sizes.rows), columns, triangle)
@@ -227,6 +240,7 @@ class PassScheduler:
         memory = self.memory(grid, gradient=False, rows=True, columns=columns)
 
         def kernel(column_sums: bool, caches: bool = False) -> ScheduledKernel:
+            """The variant of the kernel that adds up columns, or caches exponentials."""
             defines = {"COLUMNS": int(column_sums), **self.moments}
             if isinstance(shape, Tile):
                 return self.kernel("lse", shape, **defines)
@@ -246,7 +260,7 @@ class PassScheduler:
         return ScheduledPass(Purpose.RANKS, grid, self.tile, kernel, memory, column_sums=columns)
 
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[ScheduledPass, ...]:
-        """The passes of gradients: one pass, if the accumulator has room for all of dK.
+        """The gradient passes: one pass, if the accumulator of dK has room for all keys.
 
         Otherwise the first pass computes dQ, and one pass for each range of keys computes dK.
         """
@@ -274,6 +288,7 @@ class PassScheduler:
             self.division,
             self.register_sweep or self.sweep or self.tile,
         )
+        # of features; without it a sigmoid pass computes only the loss
         wants_gradient, cached = want_query or want_key, division.gradient.cached_columns > 0
         has_gradient_block = division.needs.gradient and wants_gradient
         dq = dk = None
@@ -284,6 +299,7 @@ class PassScheduler:
                 dq = self.dq_accumulator(grid)
             if want_key and not call.symmetric:
                 dk = self.dk_accumulator(grid, division.dk_in_place)
+        # the memory of the cache is also the gradient block
         memory = self.memory(
             grid, dq.dq_copies * dq.rows if dq else 0, dk.rows if dk and dk is not dq else 0,
             gradient=has_gradient_block and not cached, rows=purpose is not Purpose.GRADIENT,
@@ -322,19 +338,19 @@ class PassScheduler:
         )
 
     def dq_accumulator(self, grid: Grid) -> AccumulatorRows:
-        """The accumulator of dQ: the rows of one block, completed before the next rows begin."""
+        """The accumulator of dQ: the rows of one row block, completed before the next row block."""
         if self.division.dq_in_place:
             return AccumulatorRows(in_place=True)
         rows, columns = grid.largest
-        first_block = grid.columns[0].stop - grid.columns[0].start
-        sums = count_first_block_sums(self.operands.precision, first_block, columns)
+        first_block_keys = grid.columns[0].stop - grid.columns[0].start
+        sums = count_first_block_sums(self.operands.precision, first_block_keys, columns)
         return AccumulatorRows(False, rows, dq_copies=min(self.division.dq_copies, sums))
 
     def dk_accumulator(self, grid: Grid, in_place: bool) -> AccumulatorRows:
-        """The accumulator of dK: all keys of a grid.
+        """The accumulator of dK (in a triangle of both gradients): the rows of all keys of a grid.
 
-        The first rows may overlay their destination. They are converted in the memory of the
-        gradient block.
+        The first rows may overlay their destination. After the last block, they are converted in
+        the memory of the gradient block.
         """
         if in_place:
             return AccumulatorRows(in_place=True)
@@ -343,8 +359,8 @@ class PassScheduler:
         if not (needs.gradient and block_sizes.overlaid):
             return AccumulatorRows(False, end - first, first)
         largest = (m, block_sizes.cached_columns) if block_sizes.cached_columns else grid.largest
-        passing = needs.gradient_block_bytes(*largest, d) // needs.overlay_row_bytes
+        rows_at_once = needs.gradient_block_bytes(*largest, d) // needs.overlay_row_bytes
         first += block_sizes.overlaid
         return AccumulatorRows(
-            False, end - first, first, block_sizes.overlaid, rows_converted_at_once=passing
+            False, end - first, first, block_sizes.overlaid, rows_converted_at_once=rows_at_once
         )

@@ -86,7 +86,8 @@ def test_groups_in_host_memory_leave_out_blocks(monkeypatch: pytest.MonkeyPatch,
     """The reference's results, in fewer blocks. No query of info_nce has the group of the last
     keys."""
     name, dtype = call.split()
-    monkeypatch.setattr(decisions, "GROUP_BLOCK", 64 if name in ("nt_xent", "gte") else 128)
+    side = 64 if name in ("nt_xent", "gte") else 128
+    monkeypatch.setattr(decisions, "MAX_GROUP_BLOCK_SIDE", side)
     decisions.tiled_schedule.cache_clear()
     blocks, begin = [], PassRun.__init__
 
