@@ -1,1 +1,1 @@
-"""What talks to a GPU: launches, structures, compilation, libraries. It knows no loss."""
+"""Compiling, launching and recording kernels, and cuBLAS: the layer below the passes of a loss."""

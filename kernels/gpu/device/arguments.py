@@ -1,4 +1,7 @@
-"""Arguments of kernels for arrays and numbers: addresses, and fields of common structures."""
+"""Values of kernel arguments, made from arrays and numbers: addresses, and fields of structures.
+
+A structure is a dict by the names of its fields. signatures.py adds their order and types.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,43 @@ import numpy as np
 from ...epilogues import Sums
 from ...problem import LN_2, SCALES, Array, Problem
 
-DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
+DTYPE_CODES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
 Fields = dict[str, Any]  # the fields of a structure in CUDA, by their names
-MATRIX = ("data", "row_stride", "column_stride", "dtype")
-NO_MATRIX = (0, 0, 0, 0)
-SCALAR = ("value", "pointer", "factor", "feature_divisors")
-# struct Scale for numbers that are logits already: in natural units, and in base 2
-NATURAL: Fields = dict(zip(SCALAR, (1.0, 0, 1.0, 0), strict=True))
+MATRIX_FIELDS = ("data", "row_stride", "column_stride", "dtype")  # of struct Matrix
+NO_MATRIX = (0, 0, 0, 0)  # values of struct Matrix without data
+# Fields of struct Scalar and struct Scale, whose number is `value` (or *pointer, unless null) times
+# `factor` times *feature_divisors (null: 1)
+SCALAR_FIELDS = ("value", "pointer", "factor", "feature_divisors")
+# struct Scale, by which numbers are multiplied to be logits: for numbers that are natural logits
+# already, and for base-2 logits
+NATURAL: Fields = dict(zip(SCALAR_FIELDS, (1.0, 0, 1.0, 0), strict=True))
 BASE_2: Fields = {**NATURAL, "value": LN_2}
 
 
 @cache
 def dtype_code(dtype: Any) -> int:
-    return DTYPES[dtype.name]
+    """The number of a dtype in struct Matrix."""
+    return DTYPE_CODES[dtype.name]
 
 
 def address(array: Array | None, first: int = 0) -> int:
-    """Address of `array` from row `first` on; 0 for None."""
+    """Address of row (or element) `first` of `array`; 0, the null pointer, for None."""
     return 0 if array is None else array.data.ptr + first * array.strides[0]
 
 
 def with_strides_in_whole_elements(array: Array) -> Array:
-    """The array, or a contiguous copy if its strides are not multiples of an element."""
+    """The matrix, or a contiguous copy if its strides are not multiples of an element's bytes."""
     item = array.dtype.itemsize
-    rows, columns = array.strides
-    return cupy.ascontiguousarray(array) if rows % item or columns % item else array
+    row_stride, column_stride = array.strides  # bytes
+    misaligned = row_stride % item or column_stride % item
+    return cupy.ascontiguousarray(array) if misaligned else array
 
 
 def readable_by_kernels(problem: Problem) -> Problem:
-    """The problem in the form that kernels read.
+    """The problem in the form that kernels read. Calls and blocks on a GPU begin with this step.
 
-    Numbers on the device are float64, and strides are multiples of an element.
+    A scale or bias on the device becomes float64. Features whose strides are not multiples of an
+    element's bytes are copied.
     """
     changed = {
         name: value.astype(np.float64)
@@ -60,7 +69,10 @@ def readable_by_kernels(problem: Problem) -> Problem:
 
 
 def valid_scale(problem: Problem) -> Any:
-    """The scale; one on the device that is out of range becomes NaN, as kernels have it."""
+    """The scale for operations on arrays. A scale on the device that is out of range becomes NaN.
+
+    The host cannot check a scale on the device. Kernels do the same by struct Scale of common.cuh.
+    """
     if not isinstance(problem.scale, cupy.ndarray):
         return problem.scale
     scale = problem.scale.astype(np.float64)
@@ -69,39 +81,41 @@ def valid_scale(problem: Problem) -> Any:
 
 
 def matrix_values(array: Array | None, first: int = 0) -> tuple[int, int, int, int]:
-    """Values of struct Matrix for `array` from row `first` on; for None, a matrix without data."""
+    """Values of `MATRIX_FIELDS` for `array` from row `first` on; None: a matrix without data."""
     if array is None:
         return NO_MATRIX
     dtype = array.dtype
-    rows, columns = array.strides
+    row_stride, column_stride = array.strides  # bytes; struct Matrix counts elements
     item = dtype.itemsize
-    return array.data.ptr + first * rows, rows // item, columns // item, dtype_code(dtype)
+    start = array.data.ptr + first * row_stride
+    return start, row_stride // item, column_stride // item, dtype_code(dtype)
 
 
 def matrix(array: Array | None, first: int = 0) -> Fields:
-    """struct Matrix for `array` from row `first` on; for None, a matrix without data."""
-    return dict(zip(MATRIX, matrix_values(array, first), strict=True))
+    """struct Matrix for `array` from row `first` on; None: a matrix without data."""
+    return dict(zip(MATRIX_FIELDS, matrix_values(array, first), strict=True))
 
 
 def scalar_values(value: Any) -> tuple[tuple[float, int, float, int], Array]:
-    """Values of struct Scalar for a number or a 0-d device array.
+    """Values of `SCALAR_FIELDS` for a number or a 0-d device array.
 
-    The second result is the array to which the struct points, or None. The caller keeps it alive.
+    The second result is the array to which the struct points, or None. The caller keeps the array
+    alive.
     """
     if isinstance(value, cupy.ndarray):
-        wide = value.astype(np.float64, copy=False)
-        return (0.0, wide.data.ptr, 1.0, 0), wide
+        as_float64 = value.astype(np.float64, copy=False)
+        return (0.0, as_float64.data.ptr, 1.0, 0), as_float64
     return (value if isinstance(value, float) else float(value), 0, 1.0, 0), None
 
 
 def scalar(value: Any) -> tuple[Fields, Array]:
-    """struct Scalar for a number or a 0-d device array, and the array that must stay alive."""
+    """struct Scalar for a number or a 0-d device array; the array to keep alive, or None."""
     values, array = scalar_values(value)
-    return dict(zip(SCALAR, values, strict=True)), array
+    return dict(zip(SCALAR_FIELDS, values, strict=True)), array
 
 
 def sums_fields(sums: Sums | None, first: int = 0) -> Fields:
-    """struct Sums for sums from row `first` on; for None, null pointers."""
+    """struct Sums for the sums of rows (or columns) from `first` on; None: null pointers."""
     arrays = (None, None, None) if sums is None else sums.arrays
     return {
         name: address(array, first)

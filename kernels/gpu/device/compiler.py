@@ -1,9 +1,9 @@
 """Kernels of the CUDA sources, compiled at run time by NVRTC and loaded by CuPy.
 
 A source is named by its path in `kernels/cuda`, such as "tiled/lse.cu". Before compilation, the
-text of a header replaces its `#include`. The digest of the whole text is the key of the cache on
-disk, so that a changed header compiles its kernels again. `#line` directives keep the file and line
-of an error. `cupy.RawModule` loads the machine code from its path in the cache.
+text of a header replaces its `#include`. `#line` directives say from which file and line the text
+comes, for error messages. The digest of the whole text is the key of the cache on disk, so that a
+changed header compiles its kernels again. `cupy.RawModule` loads the machine code from the cache.
 """
 
 from __future__ import annotations
@@ -22,31 +22,38 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SOURCES = Path(__file__).parents[2] / "cuda"
+SOURCES = Path(__file__).parents[2] / "cuda"  # the folder of all sources
+# Options of NVRTC for all kernels. Subnormal float32 numbers become 0; divisions and roots are
+# rounded correctly
 FLAGS = ("--std=c++17", "-default-device", "-ftz=true", "-prec-div=true", "-prec-sqrt=true")
-Defines = Mapping[str, int | str]
+Defines = Mapping[str, int | str]  # -D options: values by name
 
+# Lines that include a header, begin an `#if`, end it, and end one of its branches
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
-_BEGIN = re.compile(r"^\s*#\s*if")
-_END = re.compile(r"^\s*#\s*endif\b")
-_OTHER = re.compile(r"^\s*#\s*(else|elif|endif)\b")
+_IF = re.compile(r"^\s*#\s*if")
+_ENDIF = re.compile(r"^\s*#\s*endif\b")
+_BRANCH_END = re.compile(r"^\s*#\s*(else|elif|endif)\b")
 
 
 def flatten(file: str, seen: set[str] | None = None) -> str:
-    """The text of `file`, in which the text of each header replaces its first include."""
+    """The text of `file`, in which the text of each header replaces its first include.
+
+    `seen` are the files whose text has been inserted so far; the function adds to it.
+    """
     seen = set() if seen is None else seen
     seen.add(file)
-    lines, depth, skippable = [f'#line 1 "{file}"'], 0, False
+    # `may_be_skipped`: the `#line` after the last include is inside an `#if`, which may skip it
+    lines, if_depth, may_be_skipped = [f'#line 1 "{file}"'], 0, False
     for number, line in enumerate((SOURCES / file).read_text(encoding="utf-8").splitlines(), 1):
         include = _INCLUDE.match(line)
         if include is None:
             lines.append(line)
-            depth += bool(_BEGIN.match(line)) - bool(_END.match(line))
-            if skippable and _OTHER.match(line):  # the `#if` may skip the `#line` after an include
+            if_depth += bool(_IF.match(line)) - bool(_ENDIF.match(line))
+            if may_be_skipped and _BRANCH_END.match(line):
                 lines.append(f'#line {number + 1} "{file}"')
-                skippable = depth > 0
+                may_be_skipped = if_depth > 0
             continue
-        skippable = depth > 0
+        may_be_skipped = if_depth > 0
         if include[1] not in seen:
             lines.append(flatten(include[1], seen).rstrip("\n"))
         lines.append(f'#line {number + 1} "{file}"')
@@ -56,12 +63,13 @@ def flatten(file: str, seen: set[str] | None = None) -> str:
 def architecture(capability: str) -> str:
     """The `-arch` option for a compute capability such as "90".
 
-    For Hopper it includes the features of 9.0 that later devices lack, such as wgmma.
+    "sm_90a" also has the instructions of Hopper that later devices lack, such as wgmma.
     """
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
 def compiler_flags(defines: Defines, arch: str) -> tuple[str, ...]:
+    """The options of NVRTC for a kernel with these -D options, in a fixed order."""
     return (*FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items())),
             f"-arch={arch}")  # fmt: skip
 
@@ -69,7 +77,10 @@ def compiler_flags(defines: Defines, arch: str) -> tuple[str, ...]:
 def compile_for(
     file: str, defines: Defines, arch: str, extra: Iterable[str] = ()
 ) -> tuple[bytes, str]:
-    """Machine code and compiler log of `file` for `arch`. Needs NVRTC, but no GPU."""
+    """Machine code and compiler log of `file` for `arch`. Needs NVRTC, but no GPU.
+
+    `extra` are more options of NVRTC.
+    """
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(flatten(file), file, (), ())
@@ -90,11 +101,12 @@ def compile_for(
 # --- cache on disk --------------------------------------------------------------------------------
 
 
-compile_seconds: dict[tuple[Any, ...], float] = {}  # in this process, by file and -D options
+# Seconds of each compilation in this process, by file and -D options, for `infonce info`
+compile_seconds: dict[tuple[Any, ...], float] = {}
 
 
 def cache_directory() -> Path:
-    """The folder of the cache on disk: INFONCE_CACHE_DIR, or in the user's cache."""
+    """The folder of the cache on disk: INFONCE_CACHE_DIR, or infonce in the user's cache folder."""
     folder = os.environ.get("INFONCE_CACHE_DIR")
     if folder:
         return Path(folder)
@@ -102,7 +114,7 @@ def cache_directory() -> Path:
 
 
 def cubin(file: str, defines: Defines, arch: str) -> Path:
-    """The path of the machine code in the cache. It is compiled first if the cache lacks it."""
+    """The path of the machine code of `file` on disk, compiled first if the cache lacks it."""
     from cupy.cuda import nvrtc
 
     recipe = (flatten(file), compiler_flags(defines, arch), nvrtc.getVersion())
@@ -114,22 +126,24 @@ def cubin(file: str, defines: Defines, arch: str) -> Path:
     code, _ = compile_for(file, defines, arch)
     compile_seconds[file, *sorted(defines.items())] = time.perf_counter() - start
     try:
-        return _written(path, code)
-    except OSError:  # the cache cannot be written: use a folder of this process
-        return _written(_own_directory() / name, code)
+        return _write(path, code)
+    except OSError:  # the cache cannot be written
+        return _write(_temporary_directory() / name, code)
 
 
-def _written(path: Path, code: bytes) -> Path:
+def _write(path: Path, code: bytes) -> Path:
+    """Write machine code to `path`. Returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may write at the same time: each writes another file and renames it
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        part.write(code)
-    os.replace(part.name, path)
+    # Several processes may write at the same time, so each writes a file with another name, and
+    # renames the complete file
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as unfinished:
+        unfinished.write(code)
+    os.replace(unfinished.name, path)
     return path
 
 
 @cache
-def _own_directory() -> Path:
+def _temporary_directory() -> Path:
     """A folder that is removed at the end of this process."""
     path = tempfile.mkdtemp(prefix="infonce-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
@@ -138,17 +152,17 @@ def _own_directory() -> Path:
 
 # --- functions on a device ------------------------------------------------------------------------
 
-_modules: dict[tuple[Any, ...], Any] = {}  # cupy.RawModule
+_modules: dict[tuple[Any, ...], Any] = {}  # cupy.RawModule, by `_module_key`
 _functions: dict[tuple[Any, ...], Any] = {}  # cupy.RawKernel
-_started: dict[tuple[Any, ...], Future[Path]] = {}  # modules whose compilation has begun
+_started: dict[tuple[Any, ...], Future[Path]] = {}  # by `_module_key`, until they are loaded
 _lock = threading.Lock()
 
 
 def start(device: Any, file: str, **defines: int | str) -> bool:
-    """Begin to compile `file` for the current device, in a new thread.
+    """Begin to compile `file` for `device`, in a new thread; `function` waits for the thread.
 
-    Returns False if the file is compiled or has been started. All files of a call compile at the
-    same time, because NVRTC releases the GIL.
+    Returns False if `file` is loaded or its compilation has begun before. All files of a call
+    compile at the same time, because NVRTC releases the GIL.
     """
     key = _module_key(device, file, defines)
     future: Future[Path] = Future()
@@ -160,7 +174,7 @@ def start(device: Any, file: str, **defines: int | str) -> bool:
     def compile_it() -> None:
         try:
             future.set_result(cubin(file, defines, arch))
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # `_load` raises it, in the thread that waits
             future.set_exception(error)
 
     threading.Thread(target=compile_it, name=f"compile {file}").start()
@@ -168,11 +182,12 @@ def start(device: Any, file: str, **defines: int | str) -> bool:
 
 
 def _module_key(device: Any, file: str, defines: Defines) -> tuple[Any, ...]:
+    """The key of a module: its device, its file and its -D options."""
     return device.id, file, *sorted(defines.items())
 
 
 def function(device: Any, file: str, name: str, shared: int = 0, **defines: int | str) -> Any:
-    """Kernel `name` of `file` on the current device, as a `cupy.RawKernel`.
+    """Kernel `name` of `file` on `device`, the current device, as a `cupy.RawKernel`.
 
     A process loads a kernel once. `shared` is the dynamic shared memory of its launches in bytes.
     """
@@ -187,6 +202,11 @@ def function(device: Any, file: str, name: str, shared: int = 0, **defines: int 
 
 
 def _load(device: Any, file: str, name: str, shared: int, defines: Defines) -> Any:
+    """The kernel of `function`. Its module is loaded first if it is new, from the cubin
+    that `start` has begun to compile, or else compiled here.
+
+    The caller holds `_lock`.
+    """
     import cupy
 
     key = _module_key(device, file, defines)
@@ -198,6 +218,6 @@ def _load(device: Any, file: str, name: str, shared: int, defines: Defines) -> A
             path = started.result()
         _modules[key] = cupy.RawModule(path=str(path))
     kernel = _modules[key].get_function(name)
-    if shared > kernel.max_dynamic_shared_size_bytes:  # 48 KiB, unless a kernel asks for more
+    if shared > kernel.max_dynamic_shared_size_bytes:  # 48 KiB at first
         kernel.max_dynamic_shared_size_bytes = shared
     return kernel

@@ -1,4 +1,7 @@
-"""Matrix products by cuBLAS, also on a stream under capture, which CuPy's wrapper refuses."""
+"""Matrix products by cuBLAS, also on a stream that a CUDA graph captures.
+
+CuPy's wrapper refuses such a stream. There, this module calls cuBLAS's library itself.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +15,46 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-LEAST_WORKSPACE = 16 * 2**10  # with less, cuBLAS may fail
-MAX_STREAMS = 8  # most streams with a workspace for products in graphs
+LEAST_WORKSPACE = 16 * 2**10  # bytes; with less, cuBLAS may fail
+MAX_STREAMS = 8  # most streams that get a workspace for products in graphs
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
-TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "p": ctypes.c_void_p}
-# Types of the arguments of cublasGemmEx and cublasGemmStridedBatchedEx, after the handle
-ONE, BATCH = "iiiiippiipiippiiii", "iiiiippiiqpiiqppiiqiii"
+C_TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "p": ctypes.c_void_p}
+# Letters of the arguments of cublasGemmEx and of cublasGemmStridedBatchedEx, after the handle
+ONE_PRODUCT, BATCH_OF_PRODUCTS = "iiiiippiipiippiiii", "iiiiippiiqpiiqppiiqiii"
 
-_workspaces: dict[tuple[int, int], Any] = {}  # by device and stream
+_workspaces: dict[tuple[int, int], Any] = {}  # by device and `streams.identity`
 
 
 @cache
 def workspace_bytes(device: int) -> int:
-    """The size of cuBLAS's own workspace on this device, in bytes.
+    """The bytes of the workspace that cuBLAS allocates by itself on this device.
 
-    Products in graphs get as much. With another size, cuBLAS may choose another algorithm, whose
-    results differ in the last bits.
+    Products in graphs get a workspace of the same size. With another size, cuBLAS may choose
+    another algorithm, whose results differ in the last bits.
     """
-    config = os.environ.get(
-        "CUBLAS_WORKSPACE_CONFIG", ""
-    )  # ":KiB of a buffer:number of buffers", repeated
-    sizes = [int(size) for size, number in re.findall(r":(\d+):(\d+)", config) if int(number)]
+    # ":KiB of a buffer:number of buffers", repeated
+    setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    sizes = [int(kib) for kib, number in re.findall(r":(\d+):(\d+)", setting) if int(number)]
     if sizes:
         return max(max(sizes) * 2**10, LEAST_WORKSPACE)
-    # The table of cublasSetWorkspace: 32 MiB for Hopper and Blackwell, 4 MiB for others
+    # As in the documentation of cublasSetWorkspace: 32 MiB from capability 9.0 on, 4 MiB before
     return (32 if int(cupy.cuda.Device(device).compute_capability) >= 90 else 4) * 2**20
 
 
 def workspace(stream: int) -> int:
-    """The address of a workspace of `workspace_bytes`, for graphs on this stream.
+    """The address of cuBLAS's workspace of `workspace_bytes`, for graphs on this stream.
 
     `stream` is the stream's `streams.identity`. Graphs on one stream share the workspace, because
-    they run one after another. It stays reserved until the process ends. Returns 0 if
-    `MAX_STREAMS` streams have a workspace, or if no memory is left.
+    they run one after another. The memory stays reserved until the process ends. Returns 0 if
+    `MAX_STREAMS` other streams have a workspace, or if no memory is left.
     """
     device = runtime.getDevice()
     key = device, stream
     if key not in _workspaces and len(_workspaces) < MAX_STREAMS:
         try:
             memory = cupy.cuda.Memory(workspace_bytes(device))
-            _workspaces.setdefault(key, memory)  # one, for all threads
+            _workspaces.setdefault(key, memory)  # of several threads, the first one's
         except runtime.CUDARuntimeError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
@@ -62,7 +64,7 @@ def workspace(stream: int) -> int:
 
 @cache
 def _library() -> Any:
-    """The cuBLAS that CuPy has loaded."""
+    """The library of the cuBLAS that CuPy has loaded, for calls by ctypes."""
     from cupy.cuda import cublas
 
     handle = cupy.cuda.device.get_cublas_handle()
@@ -73,14 +75,14 @@ def _library() -> Any:
 def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
     """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`.
 
-    With four more arguments, it is cublasGemmStridedBatchedEx: the elements from product to product
-    of A, of B and of C, and the number of products. On a stream under capture, cuBLAS uses
-    `workspace_bytes` at the address `workspace`, which must live as long as the graph is launched;
-    0: new memory.
+    Four more arguments make it cublasGemmStridedBatchedEx: the elements from product to product
+    of A, of B and of C, and the number of products. On a stream under capture, cuBLAS uses the
+    `workspace_bytes` at the address `workspace`, which have to exist as long as the graph is
+    launched; 0: new memory of CuPy's allocator. Other streams have cuBLAS's own workspace.
     """
-    name, types = "gemmEx", ONE
-    if len(arguments) > len(ONE):
-        name, types = "gemmStridedBatchedEx", BATCH
+    name, letters = "gemmEx", ONE_PRODUCT
+    if len(arguments) > len(ONE_PRODUCT):
+        name, letters = "gemmStridedBatchedEx", BATCH_OF_PRODUCTS
         *one, step_a, step_b, step_c, count = arguments
         arguments = (*one[:9], step_a, *one[9:12], step_b, *one[12:16], step_c, count, *one[16:])
     stream = cupy.cuda.get_current_stream()
@@ -89,8 +91,8 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
         return
     library = _library()
     size = workspace_bytes(runtime.getDevice())
+    # other streams may use cuBLAS's own workspace while the graph runs
     new_memory = cupy.empty(0 if workspace else size, np.uint8)
-    # a graph must not use cuBLAS's own workspace
     workspace = workspace or new_memory.data.ptr
     handle_pointer = ctypes.c_void_p(handle)
     _check(library.cublasSetStream_v2(handle_pointer, ctypes.c_void_p(stream.ptr)))
@@ -99,10 +101,11 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
             handle_pointer, ctypes.c_void_p(workspace), ctypes.c_size_t(size)
         )
     )
-    converted = [TYPES[letter](a) for letter, a in zip(types, arguments, strict=True)]
+    converted = [C_TYPES[letter](a) for letter, a in zip(letters, arguments, strict=True)]
     _check(getattr(library, f"cublasG{name[1:]}")(handle_pointer, *converted))
 
 
 def _check(status: int) -> None:
+    """RuntimeError for an error of cuBLAS."""
     if status != 0:
         raise RuntimeError(f"cuBLAS failed with status {status} on a stream under capture")

@@ -1,4 +1,8 @@
-"""Launches the kernels of one call, compiled for products of one precision."""
+"""The launcher: finds the compiled kernel and its parameters by name, and launches it on a queue.
+
+Before it, arguments.py and the callers make the arguments. After it, launches.py or recorder.py
+runs or records the launch.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,19 @@ from .arguments import matrix, scalar, with_strides_in_whole_elements
 from .launches import Queue
 from .signatures import Structure, given_options, kernel_files, signature
 
-HALF_WARP_ROW = 128  # half a warp computes a row of at most that many features (rows.cuh)
-PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
+HALF_WARP_ROW = 128  # half a warp computes a row of up to this number of features (rows.cuh)
+# Values of the -D option PRECISION, by precision of operands
+CUDA_PRECISIONS = {precision: precision.upper() for precision in config.OPERAND_BYTES}
 
 
 def device_properties(index: int) -> config.DeviceProperties:
-    """The properties of a device, the same object in each call, by which schedules are cached."""
+    """The properties of device `index`: always the same object, by which schedules are cached."""
     return _properties(index, config.precision.PORTABLE)
 
 
 @cache
 def _properties(index: int, portable: bool) -> config.DeviceProperties:
+    """The properties, cached for both values of `config.precision.PORTABLE`, which tests set."""
     device = cupy.cuda.Device(index)
     attributes = device.attributes
     return config.DeviceProperties(
@@ -38,7 +44,11 @@ def _properties(index: int, portable: bool) -> config.DeviceProperties:
 
 
 class Launcher:
-    """Launches kernels on `queue`, which runs or records them."""
+    """Launches kernels on `queue`, which runs or records them.
+
+    `device` is the current device. `precision` is the precision of operands for which `launch`
+    compiles kernels (`run` takes it from the schedule).
+    """
 
     def __init__(self, device: Any, precision: str, queue: Queue) -> None:
         self.device, self.precision, self.queue = device, precision, queue
@@ -47,9 +57,13 @@ class Launcher:
         self, file: str, kernel: str, grid: int, block: int, arguments: Mapping[str, Any],
         shared: int = 0, **defines: int | str,
     ) -> None:  # fmt: skip
-        """Launch `kernel` of `file` in kernels/cuda, with `arguments` by parameters' names."""
+        """Launch `kernel` of `file` in kernels/cuda.
+
+        `grid` thread blocks have `block` threads and `shared` bytes of dynamic shared memory each.
+        `arguments` has the values of the kernel's parameters by name. `defines` are its -D options.
+        """
         function = self.queue.function(
-            self.device, file, kernel, shared, PRECISION=PRECISIONS[self.precision], **defines
+            self.device, file, kernel, shared, PRECISION=CUDA_PRECISIONS[self.precision], **defines
         )
         parameters = signature(file, kernel, given_options(defines))
         self.queue.launch(function, parameters, grid, block, shared, arguments)
@@ -57,7 +71,7 @@ class Launcher:
     def run(
         self, kernel: schedule.ScheduledKernel, blocks: int, arguments: Mapping[str, Any]
     ) -> None:
-        """Launch a kernel of a schedule, in `blocks` thread blocks."""
+        """Launch a scheduled kernel, which has its threads and -D options, in `blocks` blocks."""
         function = self.queue.function(
             self.device, kernel.file, kernel.name, kernel.shared, **kernel.defines
         )
@@ -68,18 +82,20 @@ class Launcher:
         self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,
         file: str = "rows.cu", defines: Mapping[str, int] | None = None, **arguments: Any,
     ) -> None:  # fmt: skip
-        """Launch a kernel of rows.cu, finish.cu or linear.cu, in at most `most` thread blocks.
+        """Launch a kernel of `file` that computes rows: on `rows` rows of `features` features.
 
-        A warp computes a row, or half a warp if the row has few `features`. `defines` are the
+        A warp computes a row, or half a warp if the row has few `features`. None: always a warp.
+        There are at most `most` thread blocks; None: as many as the rows need. `defines` are the
         kernel's -D options.
         """
+        # 256 threads are 8 warps
         rows_per_block = 16 if features is not None and features <= HALF_WARP_ROW else 8
         blocks = -(-rows // rows_per_block)
         blocks = blocks if most is None else min(blocks, most)
         self.launch(file, kernel, blocks, 256, arguments, **(defines or {}))
 
     def vectors(self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any) -> None:
-        """Launch a kernel of vectors.cu, with `threads` threads for each element."""
+        """Launch a kernel of vectors.cu on `elements` elements, with `threads` threads for each."""
         self.launch("vectors.cu", kernel, -(-elements * threads // 128), 128, arguments)
 
 
@@ -94,6 +110,11 @@ class Kernel:
         self.signature = signature(self.file, name, given_options(defines))
 
     def __call__(self, blocks: int, threads: int, shared: int = 0, **arguments: Any) -> None:
+        """Launch `blocks` thread blocks of `threads` threads on the current stream.
+
+        `arguments` are the values of the kernel's parameters by name. The value of a struct Matrix
+        may be an array, of a struct Scalar or Scale a number, of any structure a dict of fields.
+        """
         arrays: list[Any] = []  # keeps the arrays until the kernel is launched
         for parameter, kind in self.signature.fields:
             value = arguments.get(parameter)

@@ -1,6 +1,6 @@
-"""The operations of a call on a GPU: kernels, matrix products, copies and zeros.
+"""The operations of a call on a GPU: launches of kernels, matrix products, copies and zeros.
 
-A `Queue` puts them on the current stream. A `Recorder` (recorder.py) records them instead.
+A `Queue` puts them on the current stream. A `Recorder` (recorder.py) records them for a plan.
 """
 
 from __future__ import annotations
@@ -24,44 +24,52 @@ class Queue:
     `Recorder` has the same methods, which record the operations.
     """
 
+    # the compiled kernel of a file, for `launch`
     function: Callable[..., Any] = staticmethod(compiler.function)
 
     def launch(
         self, function: Any, signature: Signature, grid: int, block: int, shared: int,
         arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Launch a kernel: `grid` thread blocks of `block` threads, with `shared` bytes each."""
+        """Launch a kernel: `grid` thread blocks of `block` threads.
+
+        Each has `shared` bytes of dynamic shared memory. `arguments` has values by name.
+        """
         function((grid,), (block,), tuple(signature.arguments(arguments)), shared_mem=shared)
 
     def tensor_map(self, data: int, *form: Any) -> Any:
-        """The argument of a kernel for a tensor map, as `tensor_map.tensor_map` makes it."""
+        """The tensor map of data at an address, for a kernel.
+
+        `form` has the other arguments of `tensor_map.tensor_map`, which a recording keeps.
+        """
         return tensor_map(data, *form)
 
     def gemm(self, *arguments: int) -> None:
         """Compute a matrix product, or a batch of products, by `cublas.gemm_ex`.
 
-        `arguments` follow the handle.
+        `arguments` are the arguments of `gemm_ex` after the handle.
         """
         gemm_ex(cupy.cuda.device.get_cublas_handle(), *arguments)
 
     def copy(self, to: Any, source: Any, size: int) -> None:
-        """Copy `size` bytes from one pointer to another."""
+        """Copy `size` bytes on the device from pointer `source` to pointer `to`."""
         to.copy_from_device_async(source, size)
 
     def zeroed_array(self, n: int, dtype: Any) -> Array:
+        """A new array of n zeros, which each replay of a recording zeroes again."""
         return cupy.zeros(n, dtype)
 
     def clear(self, at: Any, size: int) -> None:
-        """Set `size` bytes from a pointer on to 0."""
+        """Set `size` bytes from pointer `at` on to 0."""
         at.memset_async(0, size)
 
     def scratch(self, size: int) -> Array:
-        """The workspace of a block, of `size` bytes."""
+        """New memory of `size` bytes, for the workspace of a call or of a block over ranks."""
         return cupy.empty(size, np.uint8)
 
     def do(self, function: Callable[..., None], *pointers: int, capturable: bool = False) -> None:
-        """Call `function(stream, *pointers)`, which puts another operation on the stream.
+        """Call `function(stream, *pointers)`, which puts an operation of its own on the stream.
 
-        `capturable`: the operation may be part of a CUDA graph.
+        `pointers` are addresses. `capturable`: the operation may be part of a CUDA graph.
         """
         function(cupy.cuda.get_current_stream().ptr, *pointers)

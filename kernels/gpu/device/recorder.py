@@ -1,9 +1,9 @@
-"""The recorder of a plan: the launches of a call, with placeholders for addresses and numbers.
+"""The recorder of a plan: the steps of a call, with placeholders for addresses and numbers.
 
 While a call is recorded, its arrays have placeholder addresses, and numbers that may change are
 `Placeholder`s. The signatures of kernels tell which words of their parameters are pointers. The
-recording lists these words, and the words of numbers (`Words`). A later call replaces such a word
-by an address in one of its own arrays, or by one of its own numbers.
+recording lists the words of pointers, and the words of numbers (`Words`). A later call replaces
+such a word by an address in one of its own arrays, or by one of its own numbers (../plan.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from .launches import Queue
 from .signatures import POINTER, TENSOR_MAP, Signature
 from .tensor_map import SIZE
 
-# The placeholder address of an array, which is no address of real memory, is
-# FIRST + SPACING * (array + 1/2)
+# Array number i of a call has the placeholder address FIRST + SPACING * (i + 1/2), in bytes. No
+# real memory has such an address
 MAX_ARRAYS, SPACING = 256, 1 << 40
 FIRST = 0x7FF5 << 48
-MAX_STEPS = 256  # a call with more steps takes longer on the device than its launches in Python
+# With more steps, a call takes longer on the device than Python takes to launch them
+MAX_STEPS = 256
 PLAIN = {bool, float, int, str, NoneType}  # types of fields that cannot hold an array
 GEMM_POINTERS = (0, 7, 10, 14)  # workspace, A, B and C among the arguments of `_gemm`
 
@@ -42,22 +43,23 @@ class TooLong(Exception):
 
 
 class Placeholder(float):
-    """Number `index` of a call, whose value is not known yet."""
+    """A number of a call, such as the scale, whose value is not known while it is recorded."""
 
-    index: int
+    index: int  # among the numbers of the call, in the order of `describe`
 
     def __new__(cls, index: int) -> Placeholder:
-        number = super().__new__(cls, float("nan"))  # results of arithmetic with it are NaN, too
+        # NaN: if a recording computed with this number, the results of all calls would be NaN
+        number = super().__new__(cls, float("nan"))
         number.index = index
         return number
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """A byte offset in array `array` of a call."""
+    """An address in an array of a call."""
 
-    array: int
-    offset: int
+    array: int  # the number of the array
+    offset: int  # bytes
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Launch:
     grid: int  # thread blocks
     block: int  # threads of a block
     shared: int  # bytes of dynamic shared memory
-    first: int  # index of the first parameter in `Recorder.parameters`
+    first: int  # index of the kernel's first parameter in `Recorder.parameters`
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,10 @@ class Step:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor map of data at an address that is not known yet."""
+    """A tensor map of data at a placeholder address."""
 
     data: int
-    form: tuple[Any, ...]
+    form: tuple[Any, ...]  # the other arguments of `tensor_map.tensor_map`
 
 
 @dataclass
@@ -94,17 +96,20 @@ class Words:
 
     values: list[int] = field(default_factory=list)
     pointers: list[tuple[int, Pointer]] = field(default_factory=list)  # (position, address)
-    numbers: list[tuple[int, int]] = field(default_factory=list)  # (position, number of the call)
+    numbers: list[tuple[int, int]] = field(default_factory=list)  # (position, `Placeholder.index`)
 
     def add(self, word: int) -> None:
+        """Add a word that is the same in each call."""
         self.values.append(word)
 
     def add_pointer(self, address: int) -> None:
+        """Add a placeholder address, which each call replaces, or 0, which stays."""
         if address:
             self.pointers.append((len(self.values), resolve_placeholder(address)))
         self.values.append(0)
 
     def add_number(self, value: float) -> None:
+        """Add a float64 number, which each call replaces if it is a `Placeholder`."""
         if isinstance(value, Placeholder):
             self.numbers.append((len(self.values), value.index))
         self.values.append(bits(value))
@@ -113,43 +118,52 @@ class Words:
 class Recorder(Queue):
     """A queue that records the operations of a call instead of running them.
 
-    `graphs`: the plan may become CUDA graphs, so that cuBLAS needs a workspace of its own.
+    `graphs`: the plan may become CUDA graphs, so its products need a workspace for cuBLAS.
     """
 
     def __init__(self, graphs: bool = False) -> None:
         self.graphs = graphs
         self.sizes: list[int] = []  # bytes of each array of the call
-        self.shared: Any = None  # memory of `scratch`
-        self.product_memory: Any = None  # workspace of cuBLAS, which the call does not allocate
+        self.scratch_memory: Any = None  # of `scratch`, once it is called
+        # workspace of cuBLAS, if `graphs`; each call gets it from `cublas.workspace`
+        self.product_memory: Any = None
         # functions that wait for the compiler, one for each file and its -D options
         self.compiling: list[Callable[[], Any]] = []
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
         self.parameters: list[int] = []  # byte offset of each parameter in `words`
-        self.other_arguments = Words()  # arguments of `Step`s, and addresses of tensor maps
-        self.maps: list[tuple[int, int, tuple[Any, ...]]] = []  # (word, argument, form)
+        self.other_arguments = Words()  # arguments of `Step`s, and addresses of tensor maps' data
+        # tensor maps: (position in `words`, position of the address in `other_arguments`, form)
+        self.maps: list[tuple[int, int, tuple[Any, ...]]] = []
 
     # -- arrays at placeholder addresses
 
     def malloc(self, size: int) -> Any:
-        """Placeholder memory for a new array, in the form of an allocator of CuPy."""
+        """Placeholder memory for a new array: CuPy's allocator while a call is recorded."""
         if len(self.sizes) == MAX_ARRAYS:
             raise TooLong
-        start = FIRST + len(self.sizes) * SPACING + SPACING // 2  # strides may be negative
+        # in the middle of SPACING bytes, because negative strides lead to addresses before `start`
+        start = FIRST + len(self.sizes) * SPACING + SPACING // 2
         self.sizes.append(size)
         memory = cupy.cuda.UnownedMemory(start, size, None, runtime.getDevice())
         return cupy.cuda.MemoryPointer(memory, 0)
 
     def stand_in(self, array: Array) -> Array:
-        """An array like `array` at a placeholder address, as the next array of the call."""
+        """An array like `array`, a caller's, at a placeholder address: the call's next array.
+
+        Kernels may depend on the alignment of the address, so the address keeps its last 4 bits.
+        """
         memory = self.malloc(SPACING // 2).mem
         pointer = cupy.cuda.MemoryPointer(memory, array.data.ptr % 16)
         return cupy.ndarray(array.shape, array.dtype, pointer, array.strides)
 
-    # -- what is recorded
+    # -- the operations of `Queue`, recorded
 
     def function(self, device: Any, file: str, name: str, shared: int, **defines: Any) -> Any:
-        """A function that waits for the kernel. The compiler runs while the call is recorded."""
+        """A function that returns the kernel after it is compiled.
+
+        The compiler runs in another thread while the call is recorded.
+        """
         kernel = partial(compiler.function, device, file, name, shared, **defines)
         if compiler.start(device, file, **defines):
             self.compiling.append(kernel)
@@ -167,12 +181,13 @@ class Recorder(Queue):
         self._append(Launch(function, grid, block, shared, first))
 
     def _add(self, letter: str, value: Any) -> None:
+        """Add the words of a field of a launch, whose type is `letter`."""
         if letter == POINTER:
             self.words.add_pointer(value)
         elif isinstance(value, float):
             self.words.add_number(value)
         elif letter != TENSOR_MAP:
-            self.words.add(value & (2**64 - 1))
+            self.words.add(value & (2**64 - 1))  # negative integers in two's complement
         elif isinstance(value, TensorMap):
             self.maps.append((len(self.words.values), len(self.other_arguments.values), value.form))
             self.other_arguments.add_pointer(value.data)
@@ -202,11 +217,11 @@ class Recorder(Queue):
 
     def scratch(self, size: int) -> Array:
         """The workspace. All blocks of a call share it, because they run one after another."""
-        if self.shared is None:
-            self.shared = self.malloc(0)
-        index = resolve_placeholder(self.shared.ptr).array
+        if self.scratch_memory is None:
+            self.scratch_memory = self.malloc(0)
+        index = resolve_placeholder(self.scratch_memory.ptr).array
         self.sizes[index] = max(self.sizes[index], size)
-        return cupy.ndarray(size, np.uint8, self.shared)
+        return cupy.ndarray(size, np.uint8, self.scratch_memory)
 
     def do(self, function: Callable[..., None], *pointers: int, capturable: bool = False) -> None:
         self._step(function, pointers, tuple(range(len(pointers))), capturable)
@@ -215,6 +230,7 @@ class Recorder(Queue):
         self, do: Callable[..., None], arguments: tuple[int, ...], pointers: tuple[int, ...],
         capturable: bool = True,
     ) -> None:  # fmt: skip
+        """Record a `Step`. `pointers` are the indices of the arguments that are addresses."""
         first = len(self.other_arguments.values)
         for i, argument in enumerate(arguments):
             if i in pointers:
@@ -229,14 +245,15 @@ class Recorder(Queue):
         self.steps.append(step)
 
 
-# --- inputs of a call: dataclasses with arrays  -----------------------------------------------
+# --- inputs of a call: dataclasses with arrays ----------------------------------------------------
 
 
 def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
-    """The properties of `part` on which a plan depends.
+    """The properties of `part`, an input of a call, on which a plan depends: part of its key.
 
-    Arrays are added to `arrays`. Floats in fields that may hold an array, such as `scale`, are
-    added to `numbers`: no plan depends on their values.
+    The arrays in `part` are added to `arrays`; a plan depends on their shapes, strides, dtypes and
+    alignments. Floats in fields that may hold an array, such as `scale`, are added to `numbers`;
+    no plan depends on their values.
     """
     if isinstance(part, cupy.ndarray):
         arrays.append(part)
@@ -263,9 +280,10 @@ def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
 
 @cache
 def _fields(cls: Any) -> tuple[Any, list[str]] | None:
-    """For a dataclass: a getter of its plain fields, and the names of the others; else None.
+    """For a dataclass: a getter of its `PLAIN` fields, and the names of its other fields.
 
-    The getter reads the fields of an instance from the dictionary of the instance.
+    The getter takes the `__dict__` of an instance; None: there are no plain fields. Returns None
+    for other classes.
     """
     if not is_dataclass(cls):
         return None
@@ -278,7 +296,10 @@ def _fields(cls: Any) -> tuple[Any, list[str]] | None:
 
 
 def insert_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Placeholder]) -> Any:
-    """A copy of `part` with other arrays and numbers, in the order of `describe`."""
+    """A copy of `part` with other arrays and numbers, in the order in which `describe` adds them.
+
+    A recording takes this copy for the inputs of the call.
+    """
     if isinstance(part, cupy.ndarray):
         return next(arrays)
     field_names = _fields(part.__class__)
@@ -297,7 +318,7 @@ def insert_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Pl
 
 
 def resolve_placeholder(address: int) -> Pointer:
-    """The array and offset for which a placeholder address stands."""
+    """The array and offset of a placeholder address. A ValueError if it is a real address."""
     array, offset = divmod(address - FIRST, SPACING)
     if not 0 <= array < MAX_ARRAYS:
         raise ValueError(f"expected an address in one of the call's arrays, got {address:#x}")
@@ -305,6 +326,7 @@ def resolve_placeholder(address: int) -> Pointer:
 
 
 def bits(number: float) -> int:
+    """The bits of a float64 number as an integer."""
     (word,) = struct.unpack("=Q", struct.pack("=d", number))
     return int(word)
 

@@ -1,8 +1,9 @@
 """The parameters of kernels, and the fields of structures, read from the CUDA sources.
 
-The sources are the only description. Python passes the arguments of a kernel as a dict by the names
-of its parameters, and a structure as a dict by the names of its fields. This module adds their
-order and types. A missing or unknown name is a TypeError before the launch.
+No Python code repeats their order or types. Python passes the arguments of a kernel as a dict by
+the names of its parameters, and a structure as a dict by the names of its fields. This module
+brings the values in order and converts them. A missing or unknown name is a TypeError before the
+launch.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from .compiler import SOURCES, flatten
 # Types of fields, as letters of Python's struct module. Each has 8 bytes, so there is no padding
 POINTER, INTEGER, NUMBER = "Q", "q", "d"
 LETTERS = {"i64": INTEGER, "double": NUMBER}
-# -D options that add fields to struct Block, or parameters to kernels
+# OPTIONAL: -D options that add fields to struct Block, or (LINEAR) parameters to kernels
 _BLOCK = re.search(r"^struct Block .*?^};", flatten("block/options.cuh"), re.S | re.M)
 assert _BLOCK is not None
 OPTIONAL = (*re.findall(r"^#if (\w+)$", _BLOCK[0], re.M), "LINEAR")
 TENSOR_MAP = "TensorMap"  # the type of a tensor map, whose bytes the driver writes
-# Python expressions that convert a value {0} to the type of its field. CuPy passes 8-byte numbers
-CODE = {
+# Python expressions that convert a value {0} to the type of its field. CuPy passes the results,
+# Python's int and float, as 8-byte numbers
+CONVERSIONS = {
     POINTER: "({0} if {0}.__class__ is int else get_address({0}))", INTEGER: "int({})",
     NUMBER: "({0} if isinstance({0}, float) else float({0}))", TENSOR_MAP: "{}",
 }  # fmt: skip
 
+# C++ in the sources: comments, a structure (its base, its body), a kernel (its name, its
+# parameters), a method, fields or parameters of an option, and a declaration (its type, its names)
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = r"\bstruct {}(?: : (\w+))? \{{(.*?)\n\}};"
 _KERNEL = re.compile(r'extern "C" __global__ void\b[^{]*?\b(\w+)\s*\(([^(){}]*)\)\s*\{', re.S)
@@ -52,15 +56,17 @@ class Structure:
 
     @cached_property
     def letters(self) -> str:
-        """The letters of all fields, including the fields of inner structures."""
+        """The letters of the leaves: of all fields that are no structures, at any depth."""
         return "".join(getattr(kind, "letters", kind) for _, kind in self.fields)
 
     @cached_property
     def layout(self) -> struct.Struct:
+        """The structure in memory, without padding."""
         return struct.Struct("=" + self.letters)
 
     @property
     def size(self) -> int:
+        """Bytes."""
         return self.layout.size
 
     def offset(self, name: str) -> int:
@@ -71,14 +77,14 @@ class Structure:
 
     @cached_property
     def leaves(self) -> Callable[[Mapping[str, Any]], list[Any]]:
-        """A function from values by name to a list of values, one for each of `letters`."""
+        """A function from values by name to the converted values, one for each of `letters`."""
         lines: list[str] = []
-        return self._compiled(lines, self.expressions("v", lines))
+        return self._compile(lines, self.expressions("v", lines))
 
     def expressions(self, variable: str, lines: list[str]) -> list[str]:
-        """A Python expression for each leaf of the dict in `variable`.
+        """Python expressions of the converted leaves, of the dict in the variable `variable`.
 
-        The statements that the expressions need are added to `lines`.
+        The statements that must run before the expressions are added to `lines`.
         """
         leaves = []
         lines.append(f"if len({variable}) != {len(self.fields)}: raise KeyError")
@@ -88,15 +94,16 @@ class Structure:
             if isinstance(kind, Structure):
                 leaves += kind.expressions(value, lines)
             else:
-                leaves.append(CODE[kind].format(value))
+                leaves.append(CONVERSIONS[kind].format(value))
         return leaves
 
-    def _compiled(
+    def _compile(
         self, lines: list[str], result: list[str], **names: Any
     ) -> Callable[[Mapping[str, Any]], list[Any]]:
-        """A function that executes `lines` and returns the list of the expressions `result`.
+        """A function of a dict `v` that runs `lines` and returns the values of `result`.
 
-        It is compiled, because a loop over the fields would take longer than a launch.
+        The function is compiled, because a loop over the fields would take longer than a launch.
+        `names` are variables that `result` uses.
         """
         body = "\n  ".join([*lines, f"return [{', '.join(result)}]"])
         names |= {"get_address": get_address, "frombuffer": np.frombuffer}
@@ -107,13 +114,13 @@ class Structure:
             try:
                 return function(values)
             except KeyError:
-                self.require(values)
+                self.require(values)  # a TypeError that says which names are expected
                 raise
 
         return checked
 
     def require(self, values: Mapping[str, Any]) -> None:
-        """TypeError if a field has no value, or a value has no field."""
+        """Raise a TypeError if a field has no value, or a value has no field."""
         names = [name for name, _ in self.fields]
         if values.keys() != set(names):
             raise TypeError(f"{self.name}: expected {', '.join(names)}; got {', '.join(values)}")
@@ -123,13 +130,14 @@ class Structure:
 
 
 class Signature(Structure):
-    """The parameters of a kernel."""
+    """The parameters of a kernel: a structure whose fields are passed one by one."""
 
     @cached_property
     def arguments(self) -> Callable[[Mapping[str, Any]], list[Any]]:
         """A function from values by name to the arguments with which CuPy launches the kernel.
 
-        Structures become bytes, because CuPy takes long for a dtype with names.
+        A structure becomes an array with one element of bytes (dtype "V"), because CuPy takes long
+        for a dtype with named fields.
         """
         lines: list[str] = []
         leaves = iter(self.expressions("v", lines))
@@ -142,10 +150,10 @@ class Signature(Structure):
                 names |= {f"pack_{i}": kind.layout.pack, f"void_{i}": np.dtype(f"V{kind.size}")}
             else:
                 result.append(next(leaves))
-        return self._compiled(lines, result, **names)
+        return self._compile(lines, result, **names)
 
     def words(self, values: Mapping[str, Any]) -> Iterator[Iterable[tuple[str, Any]]]:
-        """For each parameter, the (letter, value) of its fields."""
+        """For each parameter, the (letter, converted value) of its leaves, for a recording."""
         leaves = iter(self.leaves(values))
         for _, kind in self.fields:
             letters = kind.letters if isinstance(kind, Structure) else (kind,)
@@ -158,7 +166,7 @@ def get_address(array: Any) -> int:
 
 
 def given_options(defines: Mapping[str, Any]) -> tuple[str, ...]:
-    """The options of `OPTIONAL` that are set in `defines`."""
+    """The options of `OPTIONAL` that `defines` sets: the parameters of a kernel depend on them."""
     return tuple(name for name in OPTIONAL if defines.get(name))
 
 
@@ -192,12 +200,15 @@ def kernel_files() -> dict[str, str]:
 
 @cache
 def _source(file: str, options: tuple[str, ...] = ()) -> str:
+    """The text of `file` with its headers, without comments and without `OPTIONAL` options that are
+    not in `options`."""
     text = _COMMENT.sub("", flatten(file)).replace("__grid_constant__", "")
     return _OPTIONAL.sub(lambda match: match[2] if match[1] in options else "", text)
 
 
 @cache
 def _structure(text: str, name: str) -> Structure:
+    """The structure `name` that `text` defines, after the fields of its base structure."""
     match = re.search(_STRUCT.format(name), text, re.S)
     if match is None:
         raise ValueError(f"struct {name}: expected a definition whose fields have 8 bytes each")

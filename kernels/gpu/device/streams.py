@@ -8,35 +8,36 @@ from typing import Any
 
 import cupy
 
-PER_THREAD = 2  # cudaStreamPerThread: for each thread, the thread's own default stream
+PER_THREAD = 2  # address of cudaStreamPerThread: in each thread, the thread's own default stream
 
-_thread = threading.local()
-_threads = count(1)
-_captured: dict[int, Any] = {}  # streams on which a call was captured, by address
+_thread = threading.local()  # `number`: of this thread, once it has one
+_thread_numbers = count(1)
+_captured: dict[int, Any] = {}  # streams of `note_capture`, by address
 
 
 def identity(stream: int) -> int:
-    """A number that identifies the stream at this address.
+    """A number that identifies the stream at address `stream`, in all threads.
 
-    The default stream of a thread gets a negative number, which no other thread ever gets.
+    It is the address, except for cudaStreamPerThread: this address means another stream in each
+    thread, so it gets a negative number, which no other thread ever gets.
     """
     if stream != PER_THREAD:
         return stream
     if not hasattr(_thread, "number"):
-        _thread.number = -next(_threads)
+        _thread.number = -next(_thread_numbers)
     number: int = _thread.number
     return number
 
 
 def note_capture(stream: Any) -> None:
-    """Note that the caller captures a call on this stream in a graph."""
+    """Remember a stream on which the caller captures a call, for `capture_under_way`."""
     _captured[stream.ptr] = stream
 
 
 def capture_under_way() -> bool:
     """Whether the current stream, or a stream of `note_capture` in any thread, is under capture.
 
-    No graph may be freed meanwhile: CUDA would end the capture with an error.
+    A plan must not free a graph during a capture: CUDA would end the capture with an error.
     """
     if cupy.cuda.get_current_stream().is_capturing():
         return True

@@ -1,4 +1,7 @@
-"""Tensor maps: descriptions of matrices for Hopper's tensor memory accelerator."""
+"""Tensor maps: descriptions of matrices, by which Hopper's tensor memory accelerator copies boxes.
+
+A sweep copies operands to shared memory, and gradient blocks from it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
-SIZE = 128  # bytes of a description, and its alignment
-# CUtensorMapDataType
+SIZE = 128  # bytes of a tensor map, and its alignment
+# Numbers of the driver's enums: CUtensorMapDataType by precision, CUtensorMapSwizzle,
+# CUtensorMapL2promotion
 DATA_TYPE = {"fp16": 6, "fp16x3": 6, "bf16": 9, "bf16x3": 9}
-ITEM = 2  # bytes of an element
 SWIZZLE_128B, PROMOTE_L2_256B = 3, 3
+ITEM = 2  # bytes of an element
 
 
 @cache
 def _encode() -> Any:
+    """cuTensorMapEncodeTiled of the driver, which writes a tensor map."""
     driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     encode = driver.cuTensorMapEncodeTiled
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
@@ -28,21 +33,21 @@ def _encode() -> Any:
 
 @lru_cache(1024)
 def tensor_map(data: int, rows: int, width: int, stride: int, box_rows: int, precision: str) -> Any:
-    """The tensor map of `rows` rows of `width` bytes, `stride` bytes apart, as bytes.
+    """The tensor map of `rows` rows of `width` bytes, `stride` bytes apart, from address `data` on.
 
-    The copies are boxes of `box_rows` rows and 128 bytes. Address, width and stride are multiples
-    of 16 bytes.
+    A copy moves a box of `box_rows` rows and 128 bytes. Address, width and stride are multiples of
+    16 bytes. Returns an array with one element, the 128 bytes of the map.
     """
     memory = np.zeros(2 * SIZE, np.uint8)
     start = -memory.ctypes.data % SIZE
-    described = memory[start : start + SIZE]
+    encoded = memory[start : start + SIZE]  # at an aligned address
     sizes = np.array([width // ITEM, rows], np.uint64)
     strides = np.array([stride], np.uint64)
     box = np.array([128 // ITEM, box_rows], np.uint32)
-    steps = np.ones(2, np.uint32)
+    element_strides = np.ones(2, np.uint32)
     error = _encode()(
-        described.ctypes.data, DATA_TYPE[precision], 2, data, sizes.ctypes.data,
-        strides.ctypes.data, box.ctypes.data, steps.ctypes.data, 0, SWIZZLE_128B,
+        encoded.ctypes.data, DATA_TYPE[precision], 2, data, sizes.ctypes.data,
+        strides.ctypes.data, box.ctypes.data, element_strides.ctypes.data, 0, SWIZZLE_128B,
         PROMOTE_L2_256B, 0,
     )  # fmt: skip
     if error:
@@ -50,4 +55,4 @@ def tensor_map(data: int, rows: int, width: int, stride: int, box_rows: int, pre
             f"cuTensorMapEncodeTiled failed with error {error} for {rows} rows of {width} bytes, "
             f"{stride} bytes apart"
         )
-    return described.view(f"V{SIZE}")
+    return encoded.view(f"V{SIZE}")
