@@ -28,7 +28,7 @@ if not MISSING:
     import cupy
     from infonce.kernels.gpu import recorded
     from infonce.kernels.gpu.device import launcher
-    from infonce.kernels.gpu.tiled import backend, online
+    from infonce.kernels.gpu.tiled import backend, one_pass
 
 ONE_SIDED = ["info_nce", "lit"]
 ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
@@ -43,14 +43,14 @@ def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     if device.capability != "90":
         pytest.skip("for Hopper")
     swept: list[list[int]] = []
-    block = online.OnlineRun.block
+    compute_block = one_pass.OnlineRun.compute_block
 
     def watched(self: Any, rows: slice, columns: slice, a: int, b: int) -> None:
-        block(self, rows, columns, a, b)
+        compute_block(self, rows, columns, a, b)
         query_tiles = -(-(rows.stop - rows.start) // 128)
         swept.append(np.flatnonzero(host(self.repeated_tiles[:query_tiles])).tolist())
 
-    monkeypatch.setattr(online.OnlineRun, "block", watched)
+    monkeypatch.setattr(one_pass.OnlineRun, "compute_block", watched)
     monkeypatch.setattr(recorded, "compile_kernels", lambda *_: None)  # it records too
     return swept
 

@@ -20,7 +20,7 @@ if not MISSING:
     from infonce.kernels.gpu import config
     from infonce.kernels.gpu.device.launcher import Launcher
     from infonce.kernels.gpu.device.launches import Queue
-    from infonce.kernels.gpu.tiled import buffers, sigmoid
+    from infonce.kernels.gpu.tiled import buffers, one_pass
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
@@ -70,9 +70,9 @@ def test_kernels(dtype: str, portable: bool, monkeypatch: pytest.MonkeyPatch) ->
     """Several tiles, some not whole; little workspace; gradients of the scale and bias alone."""
     monkeypatch.setattr(config.precision, "PORTABLE", portable)
     seen = []
-    begin = sigmoid.SigmoidRun.__init__
+    begin = one_pass.SigmoidRun.__init__
     monkeypatch.setattr(
-        sigmoid.SigmoidRun, "__init__", lambda run, *given: seen.append(1) or begin(run, *given)
+        one_pass.SigmoidRun, "__init__", lambda run, *given: seen.append(1) or begin(run, *given)
     )
     compare(dtype, 140, 270, 20, ())
     compare(dtype, 140, 270, 20, ("ids", "groups"), workspace=2**17)

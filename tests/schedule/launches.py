@@ -183,8 +183,8 @@ def nothing_runs() -> Iterator[SimpleNamespace]:
         *(patch.object(Queue, name, to_recording(name)) for name in methods),
         *(patch.object(m, "device_properties", lambda _: now.device)
           for m in modules if hasattr(m, "device_properties")),
-        *(patch.object(m, "_host_number", cache(host_number))
-          for m in modules if hasattr(m, "_host_number")),
+        *(patch.object(m, "host_number", cache(host_number))
+          for m in modules if hasattr(m, "host_number")),
     ]  # fmt: skip
     for each in patches:
         each.start()

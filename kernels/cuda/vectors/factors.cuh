@@ -4,7 +4,8 @@
 #pragma once
 #include "common.cuh"
 
-// Numbers that all rows and columns share. They follow from the ranges of factors and log-sum-exps.
+// Numbers that all rows and columns share. They follow from the ranges of the vectors in FactorSources: from the largest
+// absolute gradients and factors, and from the largest and least log-sum-exps of rows and of columns.
 struct Ranges {
   double gradient_divisor;  // gradient blocks hold P = (dL/dx) / gradient_divisor, to fit their element type
   double middle;            // halfway between the largest log-sum-exp of rows and the least of columns, base 2

@@ -1,7 +1,4 @@
-"""Values of kernel arguments, made from arrays and numbers: addresses, and fields of structures.
-
-A structure is a dict by the names of its fields. signatures.py adds their order and types.
-"""
+"""Values of kernel arguments, made from arrays and numbers: addresses, and fields of structures."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ...epilogues import Sums
 from ...problem import LN_2, SCALES, Array, Problem
 
 DTYPE_CODES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
-Fields = dict[str, Any]  # the fields of a structure in CUDA, by their names
+Fields = dict[str, Any]  # a structure of CUDA: its fields by name, which signatures.py orders
 MATRIX_FIELDS = ("data", "row_stride", "column_stride", "dtype")  # of struct Matrix
 NO_MATRIX = (0, 0, 0, 0)  # values of struct Matrix without data
 # Fields of struct Scalar and struct Scale, whose number is `value` (or *pointer, unless null) times

@@ -1,7 +1,4 @@
-"""Matrix products by cuBLAS, also on a stream that a CUDA graph captures.
-
-CuPy's wrapper refuses such a stream. There, this module calls cuBLAS's library itself.
-"""
+"""Matrix products by cuBLAS, also on a stream under capture, which CuPy's wrapper refuses."""
 
 from __future__ import annotations
 
@@ -22,6 +19,13 @@ OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 C_TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "p": ctypes.c_void_p}
 # Letters of the arguments of cublasGemmEx and of cublasGemmStridedBatchedEx, after the handle
 ONE_PRODUCT, BATCH_OF_PRODUCTS = "iiiiippiipiippiiii", "iiiiippiiqpiiqppiiqiii"
+# Numbers of cuBLAS's enums, by precision of the operands: cudaDataType of an element, and
+# cublasComputeType, the arithmetic of products and sums
+ELEMENT_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "fp16x3": 2, "bf16": 14, "bf16x3": 14}
+ARITHMETIC = {
+    "fp64": 70, "fp32": 69, "tf32": 77, "fp16": 68, "fp16x3": 68, "bf16": 68, "bf16x3": 68,
+}  # fmt: skip
+OP_N, OP_T = 0, 1  # cublasOperation: a matrix as it is, or its transpose
 
 _workspaces: dict[tuple[int, int], Any] = {}  # by device and `streams.identity`
 
@@ -105,7 +109,13 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
     _check(getattr(library, f"cublasG{name[1:]}")(handle_pointer, *converted))
 
 
+@cache  # the arrays are never freed, because plans hold their addresses
+def host_number(value: float, real: np.dtype[Any]) -> tuple[Any, int]:
+    """A factor of a product as an array in host memory, and the array's address."""
+    number = np.array(value, real)
+    return number, number.ctypes.data
+
+
 def _check(status: int) -> None:
-    """RuntimeError for an error of cuBLAS."""
     if status != 0:
         raise RuntimeError(f"cuBLAS failed with status {status} on a stream under capture")

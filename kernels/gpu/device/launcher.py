@@ -1,8 +1,4 @@
-"""The launcher: finds the compiled kernel and its parameters by name, and launches it on a queue.
-
-Before it, arguments.py and the callers make the arguments. After it, launches.py or recorder.py
-runs or records the launch.
-"""
+"""Launches kernels by name: compiled by compiler.py, on a queue that runs or records the launch."""
 
 from __future__ import annotations
 
@@ -82,11 +78,10 @@ class Launcher:
         self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,
         file: str = "rows.cu", defines: Mapping[str, int] | None = None, **arguments: Any,
     ) -> None:  # fmt: skip
-        """Launch a kernel of `file` that computes rows: on `rows` rows of `features` features.
+        """Launch a kernel that computes `rows` rows, in at most `most` thread blocks (None: any).
 
-        A warp computes a row, or half a warp if the row has few `features`. None: always a warp.
-        There are at most `most` thread blocks; None: as many as the rows need. `defines` are the
-        kernel's -D options.
+        A warp computes a row, or half a warp if the row has few `features` (None: always a warp).
+        `defines` are the kernel's -D options.
         """
         # 256 threads are 8 warps
         rows_per_block = 16 if features is not None and features <= HALF_WARP_ROW else 8

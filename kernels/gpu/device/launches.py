@@ -31,17 +31,11 @@ class Queue:
         self, function: Any, signature: Signature, grid: int, block: int, shared: int,
         arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Launch a kernel: `grid` thread blocks of `block` threads.
-
-        Each has `shared` bytes of dynamic shared memory. `arguments` has values by name.
-        """
+        """Launch a kernel: `grid` thread blocks of `block` threads, with `shared` bytes each."""
         function((grid,), (block,), tuple(signature.arguments(arguments)), shared_mem=shared)
 
     def tensor_map(self, data: int, *form: Any) -> Any:
-        """The tensor map of data at an address, for a kernel.
-
-        `form` has the other arguments of `tensor_map.tensor_map`, which a recording keeps.
-        """
+        """The argument of a kernel for a tensor map; see the parameters of `tensor_map`."""
         return tensor_map(data, *form)
 
     def gemm(self, *arguments: int) -> None:

@@ -160,10 +160,7 @@ class Recorder(Queue):
     # -- the operations of `Queue`, recorded
 
     def function(self, device: Any, file: str, name: str, shared: int, **defines: Any) -> Any:
-        """A function that returns the kernel after it is compiled.
-
-        The compiler runs in another thread while the call is recorded.
-        """
+        """A function that waits for the kernel, which another thread compiles meanwhile."""
         kernel = partial(compiler.function, device, file, name, shared, **defines)
         if compiler.start(device, file, **defines):
             self.compiling.append(kernel)
@@ -296,10 +293,7 @@ def _fields(cls: Any) -> tuple[Any, list[str]] | None:
 
 
 def insert_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Placeholder]) -> Any:
-    """A copy of `part` with other arrays and numbers, in the order in which `describe` adds them.
-
-    A recording takes this copy for the inputs of the call.
-    """
+    """A copy of `part` for a recording: with other arrays and numbers, in `describe`'s order."""
     if isinstance(part, cupy.ndarray):
         return next(arrays)
     field_names = _fields(part.__class__)

@@ -1,7 +1,4 @@
-"""Tensor maps: descriptions of matrices, by which Hopper's tensor memory accelerator copies boxes.
-
-A sweep copies operands to shared memory, and gradient blocks from it.
-"""
+"""Tensor maps: descriptions of matrices for the copies of Hopper's tensor memory accelerator."""
 
 from __future__ import annotations
 

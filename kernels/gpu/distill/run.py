@@ -14,26 +14,36 @@ from ..device.arguments import Fields, address
 from ..schedule import Operands, ScheduledPass
 from ..tiled.buffers import Buffers
 from ..tiled.gradient import GradientRun
-from ..tiled.gradient_blocks import RANGES, SOURCES, Factors, find_ranges, new_ranges
+from ..tiled.gradient_blocks import (
+    FACTOR_SOURCES,
+    RANGES_STRUCTURE,
+    Factors,
+    allocate_ranges,
+    find_ranges,
+)
 from ..tiled.operands import Operand, OperandSide, find_feature_divisors
 from ..vectors import Scalars
 
-Pair = tuple[Direction, Direction]  # of student and teacher
+ModelDirections = tuple[Direction, Direction]  # of student and teacher: rows, or columns
 
 
 class Teacher:
-    """The features of a teacher as operands, and the scale of its logits."""
+    """The features of a teacher as operands, and the scale of its logits.
+
+    `problem` is the teacher's problem. `buffers` are the student's, with the same precision.
+    """
 
     def __init__(self, problem: Problem, operands: Operands, buffers: Buffers) -> None:
         launcher = buffers.launcher
         side = launcher, problem.normalize, buffers.real
-        self.width = operands.width
+        self.width = operands.width  # bytes of a row in products, in each part
         self.query = OperandSide(*side, problem.query, operands.query)
         self.key = OperandSide(*side, problem.key, operands.key)
         self.feature_divisors = find_feature_divisors(
             launcher, [self.query, self.key], buffers.schedule.device.multiprocessors
         )
-        self._scalars = Scalars(launcher, problem)  # holds the array of the scale
+        self._scalars = Scalars(launcher, problem)  # keeps the array of the scale alive
+        # struct Scale, by which the teacher's products are multiplied to be logits
         self.logit_scale = self._scalars.scale | {
             "factor": 1 + buffers.truncation_bias(problem.shape[2]),
             "feature_divisors": address(self.feature_divisors, 2),
@@ -42,22 +52,29 @@ class Teacher:
 
 @dataclass
 class Distillation:
-    """The epilogue: factors of probabilities, weights of losses, and the sums of losses."""
+    """The epilogue: factors of probabilities, weights of losses, and the sums of losses.
+
+    Without weights, `Factors` give probabilities: a_i e_ij, that of key j in the softmax of row i.
+    """
 
     factors: tuple[Factors, Factors]  # of the student, and of the teacher
     row_weight: Array  # [M] float64: dL / d(loss of the row), times the scale
-    column_weight: Array | None  # [N] of a two-sided loss
-    row_sums: Array  # [2, M] float64 out: the sums of kernels/cuda/block/distill.cuh
-    column_sums: Array  # [2, N]
+    column_weight: Array | None  # [N] float64, the same of columns, of a two-sided loss
+    row_sums: Array  # [2, M] float64 out: (target, excess) of kernels/cuda/block/distill.cuh
+    column_sums: Array  # [2, N] float64 out; zeros if the loss is not two-sided
 
     phase = "gradient"
 
 
 def probability_factors(
-    buffers: Buffers, rows: Pair, columns: Pair | None, scales: tuple[Fields, Fields]
-) -> tuple[Factors, Factors]:
-    """The factors of the probabilities of student and teacher, whose logits have these `scales`
-    (struct Scale). One exponential serves rows and columns of both models, or of none."""
+    buffers: Buffers, rows: ModelDirections, columns: ModelDirections | None,
+    scales: tuple[Fields, Fields],
+) -> tuple[Factors, Factors]:  # fmt: skip
+    """The factors of the probabilities of student and teacher.
+
+    `scales` are struct Scale of each model. One exponential serves rows and columns of both models
+    or of none, because a kernel takes one branch for both.
+    """
     shape, sources = (len(rows[0].reference), 0), []
     for model in (0, 1):
         vectors = {"row_reference": rows[model].reference, "row_factor": cupy.ones(shape[0])}
@@ -65,23 +82,24 @@ def probability_factors(
             shape = shape[0], len(columns[model].reference)
             vectors["column_reference"] = columns[model].reference
             vectors["column_factor"] = cupy.ones(shape[1])
-        sources.append(dict.fromkeys(SOURCES) | vectors)
-    ranges = new_ranges(), new_ranges()
-    for of, out in zip(sources, ranges, strict=True):
-        find_ranges(buffers.launcher, shape, of, out)  # no divisor: probabilities are at most 1
-    first = RANGES.offset("one_exponential") // 8
-    flags = [each.view(np.int64)[first : first + 1] for each in ranges]
+        sources.append(dict.fromkeys(FACTOR_SOURCES) | vectors)
+    # struct Ranges of each model. The factors are 1, so the gradient divisors are 1, too
+    ranges = allocate_ranges(), allocate_ranges()
+    for model_sources, model_ranges in zip(sources, ranges, strict=True):
+        find_ranges(buffers.launcher, shape, model_sources, model_ranges)
+    first = RANGES_STRUCTURE.offset("one_exponential") // 8
+    flags = [model_ranges.view(np.int64)[first : first + 1] for model_ranges in ranges]
     flags[0] &= flags[1]
     flags[1][:] = flags[0]
     student, teacher = (
-        Factors(buffers.launcher, buffers.real, shape, *each)
-        for each in zip(sources, scales, ranges, strict=True)
+        Factors(buffers.launcher, buffers.real, shape, *model)
+        for model in zip(sources, scales, ranges, strict=True)
     )
     return student, teacher
 
 
 class DistillationRun(GradientRun):
-    """Blocks of a student and a teacher whose log-sum-exps are known."""
+    """The pass over blocks of a student and a teacher, whose log-sum-exps are known."""
 
     def __init__(
         self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, epilogue: Distillation,
@@ -90,16 +108,20 @@ class DistillationRun(GradientRun):
         super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         self.epilogue, self.teacher = epilogue, teacher
         m, n, _ = problem.shape
-        self.positive_gradient = cupy.zeros(m)
-        # columns have the weights of rows
+        self.positive_gradient = cupy.zeros(m)  # there are no positives
+        # abs(dL/dx) is at most the weight of the row plus that of the column. Columns have the
+        # weights of rows, so `by_factor` takes twice the largest weight of a row
         self.find_ranges(m, n, by_factor=True, row_factor=epilogue.row_weight)
+        # weights over the gradient divisor, so that the kernel computes P
         self.row_weight = buffers.divide_factors(epilogue.row_weight, self.ranges)
         self.column_weight = None
         if epilogue.column_weight is not None:
             self.column_weight = buffers.divide_factors(epilogue.column_weight, self.ranges)
 
-    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
-        of_student, of_teacher = (each.fields(rows, columns) for each in self.epilogue.factors)
+    def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
+        student_factors, teacher_factors = (
+            factors.fields(rows, columns) for factors in self.epilogue.factors
+        )
         query, key = self.teacher_operands(rows, columns)
         item, teacher = self.buffers.operands.item, self.teacher
         teacher_block = self.block_fields(rows, columns, False) | {
@@ -107,8 +129,9 @@ class DistillationRun(GradientRun):
             "scale": teacher.logit_scale,
         }  # fmt: skip
         arguments = {
-            "teacher": teacher_block, "factors": of_student,
-            "teacher_factors": of_teacher, "row_weight": address(self.row_weight, rows.start),
+            "teacher": teacher_block, "factors": student_factors,
+            "teacher_factors": teacher_factors,
+            "row_weight": address(self.row_weight, rows.start),
             "column_weight": address(self.column_weight, columns.start),
             "row_sums": self.memory["row_partials"],
             "column_sums": self.memory.get("column_partials"),
@@ -122,7 +145,7 @@ class DistillationRun(GradientRun):
         else:
             arguments["gradient_block"] = self.gradient_fields()
         self.launch(self.scheduled.kernel, rows, columns, arguments)
-        m, n = self.q.rows, self.k.rows
+        m, n = self.query_operand.rows, self.key_operand.rows
         self.add_sums("row", self.shape.row_slots(m, n), self.epilogue.row_sums, rows)
         if self.column_weight is not None:
             slots = self.shape.column_slots(m, n)
@@ -130,15 +153,16 @@ class DistillationRun(GradientRun):
         self.multiply(rows, columns, row_block, column_block)
 
     def teacher_operands(self, rows: slice, columns: slice) -> tuple[Operand, Operand]:
-        """The rows of the teacher's features for a block."""
+        """The operands of the teacher's features for a block."""
         teacher, staged = self.teacher, self.buffers.workspace.staged
-        query = teacher.query.block(rows, "teacher_query_rows", self.memory, staged)
-        return query, teacher.key.block(columns, "teacher_key_rows", self.memory, staged)
+        query = teacher.query.prepare_rows(rows, "teacher_query_rows", self.memory, staged)
+        key = teacher.key.prepare_rows(columns, "teacher_key_rows", self.memory, staged)
+        return query, key
 
-    def add_sums(self, side: str, slots: int, sums: Array, part: slice) -> None:
-        """Add the sums of a block's tiles to those of its rows, or of its columns."""
-        no_divisor = self.epilogue.factors[0].ranges
-        partial_sums, scale = self.memory[f"{side}_partials"], self.scale
+    def add_sums(self, side: str, slots: int, sums: Array, rows: slice) -> None:
+        """Add a block's partial sums, `slots` for each row (column), to `sums` of `rows`."""
+        divisor_one = self.epilogue.factors[0].ranges  # begins with the gradient divisor 1
+        partial_sums, scale = self.memory[f"{side}_partials"], self.logit_scale
         self.buffers.add_partial_sums(
-            partial_sums, None, slots, no_divisor, scale, part, sums[0], sums[1], None
+            partial_sums, None, slots, divisor_one, scale, rows, sums[0], sums[1], None
         )

@@ -1,8 +1,9 @@
-"""Distillation on a GPU, by kernels: see `infonce.kernels.distill.solve`.
+"""Distillation on a GPU, by kernels; kernels/distill/solve.py has the formulas.
 
-Two log-sum-exp passes, of the student and of the teacher, are those of a loss without positives.
-Then one pass computes the products of both models, and from them the gradients and the rest of the
-losses: the mean of the student's logits under the teacher's softmax, and the gradient of the scale.
+First come two log-sum-exp passes, of the student and of the teacher, as of losses without
+positives. Then the distillation pass (run.py) computes the products of both models, and from them
+gradients, and sums for the other terms: the mean of the student's logits under the teacher's
+softmax, which is a term of the loss, and the gradient of the scale.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from ..schedule import Call, Schedule, tiled_schedule
 from ..tiled.backend import GPU
 from ..tiled.buffers import Buffers
 from ..vectors import ElementwiseVectors, TiledVectors
-from .run import Distillation, DistillationRun, Pair, Teacher, probability_factors
+from .run import Distillation, DistillationRun, ModelDirections, Teacher, probability_factors
 
 
 def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients | None) -> Solution:
-    """Loss, log-sum-exps and gradients."""
+    """Loss, log-sum-exps and gradients of a whole call."""
     problem = _with_one_precision(problem)
     properties = device_properties(cupy.cuda.Device().id)
     schedule = tiled_schedule(Call.of(problem, gradients), properties)
     m = problem.shape[0]
-    positives = cupy.full(m, -1)
+    positives = cupy.full(m, -1)  # none
     student, teacher = (
         readable_by_kernels(fast_replace(model, positives=positives, scale=valid_scale(model)))
         for model in models(problem)
     )
     if isinstance(student.upstream, float):
         student = fast_replace(student, upstream=cupy.full(m, student.upstream))
-    of_student, of_teacher = _statistics(student), _statistics(teacher)
-    rows = _direction(of_student.rows), _direction(of_teacher.rows)
+    student_stats, teacher_stats = _statistics(student), _statistics(teacher)
+    rows = _direction(student_stats.rows), _direction(teacher_stats.rows)
     columns = None
-    if of_student.columns is not None and of_teacher.columns is not None:
-        columns = _direction(of_student.columns), _direction(of_teacher.columns)
+    if student_stats.columns is not None and teacher_stats.columns is not None:
+        columns = _direction(student_stats.columns), _direction(teacher_stats.columns)
     student = fast_replace(student, moments=problem.moments)
     return _solve(student, teacher, schedule, rows, columns, gradients)
 
@@ -57,7 +58,7 @@ def _with_one_precision(problem: TaughtProblem) -> TaughtProblem:
 
 
 def _statistics(model: Problem) -> Statistics:
-    """The sums of a model's exponentials."""
+    """Run the log-sum-exp pass of a model. Returns the sums of its exponentials."""
     gpu = GPU(model)
     model, stats = gpu.vectors.statistics(model)
     gpu.run(gpu.schedule.passes, model, stats, None)
@@ -65,16 +66,16 @@ def _statistics(model: Problem) -> Statistics:
 
 
 def _direction(sums: Sums) -> Direction:
-    """The log-sum-exps of rows or of columns, and the reference exponents of their gradient."""
+    """The log-sum-exps of rows or of columns: in base 2, they are the references of gradients."""
     no_positives = cupy.full(len(sums.max), -cupy.inf)
     return ElementwiseVectors().direction(sums, no_positives)
 
 
 def _solve(
-    problem: Problem, teacher_problem: Problem, schedule: Schedule, rows: Pair,
-    columns: Pair | None, gradients: Gradients | None,
+    problem: Problem, teacher_problem: Problem, schedule: Schedule, rows: ModelDirections,
+    columns: ModelDirections | None, gradients: Gradients | None,
 ) -> Solution:  # fmt: skip
-    """The solution for known log-sum-exps."""
+    """The solution, from the log-sum-exps of both models; `problem` is the student's."""
     m, n, _ = problem.shape
     buffers = Buffers(problem, schedule, Queue())
     vectors = buffers.vectors
@@ -82,6 +83,8 @@ def _solve(
     gradients = vectors.with_dots(problem, gradients)
     assert schedule.teacher is not None
     teacher = Teacher(teacher_problem, schedule.teacher, buffers)
+
+    # The epilogue of the distillation pass. NaN flags of both models make weights and losses NaN
     nans = _row_nans(problem, vectors, False)
     nans = nans + _row_nans(teacher_problem, vectors, problem.two_sided)
     weight = (problem.upstream + nans) * problem.scale
@@ -93,14 +96,16 @@ def _solve(
         factors, row_weight * weight,
         None if columns is None else column_weight * weight, row_sums, column_sums,
     )  # fmt: skip
+
     for before, scheduled in zip((None, *schedule.passes), schedule.passes, strict=False):
         if before is not None and before.dk_accumulator is None:
-            # losses are complete: those of the passes for dK are not counted
+            # the pass of dQ has completed the losses: passes of dK add to sums that nobody reads
             epilogue = replace(epilogue, row_sums=row_sums.copy(), column_sums=column_sums.copy())
         DistillationRun(buffers, problem, scheduled, epilogue, gradients, teacher).run()
 
-    row_loss, slope = _losses(problem, buffers, row_sums, factors[0].row_reference, rows[0])
-    losses, slope = row_weight * row_loss + nans, row_weight * slope
+    # Losses, and their derivatives by log(scale)
+    row_loss, row_slope = _losses(problem, buffers, row_sums, factors[0].row_reference, rows[0])
+    losses, slope = row_weight * row_loss + nans, row_weight * row_slope
     log_scale_grad = column_lse = None
     if columns is not None:
         column_loss, column_slope = _losses(
@@ -116,19 +121,22 @@ def _solve(
 
 
 def _losses(
-    problem: Problem, buffers: Buffers, sums: Array, exponent: Array, direction: Direction
-) -> tuple[Array, Array]:
+    problem: Problem, buffers: Buffers, sums: Array, rounded_reference: Array,
+    direction: Direction,
+) -> tuple[Array, Array]:  # fmt: skip
     """Losses of rows, or of columns, and d loss / d log(scale), from complete sums.
 
-    Kernels round the factor c of base-2 logits and the reference `exponent`, in float32. The loss
-    is that of the logarithms of probabilities without this rounding.
+    `sums` are (target, excess) of block/distill.cuh: the target is the sum of q y, with exponents
+    y = c x - `rounded_reference`, in which kernels have rounded c and the reference. The loss is
+    -sum q log p without this rounding: log2 p = y `unrounded` + `rest`, and q adds up to 1.
     """
+    # the factor of products in base-2 logits, and its quotient to the rounded factor
     c = problem.scale if isinstance(problem.scale, cupy.ndarray) else np.float64(problem.scale)
     c = c * (LOG2_E * buffers.logit_scale["factor"])
     if buffers.feature_divisors is not None:
         c = buffers.feature_divisors[2] * c
     unrounded = c / c.astype(buffers.real)
-    rest = exponent.astype(np.float64) * unrounded - direction.reference
+    rest = rounded_reference.astype(np.float64) * unrounded - direction.reference
     losses = -LN_2 * (unrounded * sums[0] + rest)
     return cupy.maximum(losses, 0.0), LN_2 * sums[1]
 
@@ -136,7 +144,8 @@ def _losses(
 def _row_nans(problem: Problem, vectors: TiledVectors, queries_spoil_all: bool) -> Array:
     """[M] NaN for rows whose loss depends on a feature of a model that is not finite, else 0.
 
-    Such a query spoils its own row, or all rows; such a key spoils all rows.
+    Such a feature of a query makes the loss of its row NaN, or with `queries_spoil_all` all losses.
+    Such a feature of a key makes all losses NaN.
     """
     any_key = cupy.zeros(1)
     rows = vectors.find_row_nans(problem, any_key)

@@ -1,1 +1,1 @@
-"""Logits in tiles of registers, gradients by cuBLAS: any size within the workspace."""
+"""The method tiled on a GPU: runs of the passes that kernels/gpu/schedule has decided."""

@@ -1,10 +1,10 @@
-"""The GPU backend: sweeps or tiled kernels for logits and their epilogues, cuBLAS for the rest.
+"""The backend of the method tiled on a GPU: it runs the passes of a call, in their order.
 
-`kernels/gpu/schedule` decides how a call runs; here its passes run, in their order. A pass visits
-blocks of the logit matrix that fit the workspace. The log-sum-exp pass writes nothing but
-(max, sum) pairs of each tile's rows and columns; the gradient pass writes dL/dx of a block in the
-precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
-(float64). Everything is queued on the caller's current stream; nothing waits for the device.
+`kernels/gpu/schedule` has decided the passes, and run.py visits the blocks of a pass. Sweeps or
+portable kernels compute logits and their epilogues. The log-sum-exp pass writes only (max, sum)
+pairs of each tile's rows and columns. The gradient pass writes dL/dx of a block in the precision of
+the operands, and two matrix products of cuBLAS add it to dQ and dK, in float32 (float64 for
+float64 features). All work is queued on the caller's current stream. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .gradient import SoftmaxRun
 from .lse import RanksRun, StatisticsRun
 from .one_pass import OnlineRun, SigmoidRun
 
+# The run of a pass, by its purpose
 RUNS: dict[Purpose, Any] = {
     Purpose.STATISTICS: StatisticsRun, Purpose.RANKS: RanksRun, Purpose.GRADIENT: SoftmaxRun,
     Purpose.ONE_PASS: OnlineRun, Purpose.SIGMOID: SigmoidRun,
@@ -37,10 +38,11 @@ RUNS: dict[Purpose, Any] = {
 
 
 class GPU:
-    """One problem on the current device: a whole call, or a `block` of one over ranks.
+    """One problem on the current device: a whole call, or a `block` of a call over ranks.
 
-    `queue` runs launches on the current stream, or records them. Gradients of a block may be those
-    of a later pass: both then have workspaces of one size, of which the memory pool holds one.
+    `queue` runs launches on the current stream, or records them. For a block, `gradients` may be
+    the gradients of a later pass over such blocks. Then both passes have workspaces of the same
+    size, so that CuPy's memory pool holds one of them.
     """
 
     def __init__(
@@ -56,9 +58,12 @@ class GPU:
         """Loss, log-sum-exps and gradients of a whole call."""
         vectors, passes = self.vectors, self.schedule.passes
         gradients = vectors.with_dots(problem, gradients)
+        # the gradient of the scale follows from `dots`, or from moments of the sums
         dots = None if gradients is None else gradients.dots
         if problem.bias is not None:
             return self._solve_sigmoid(problem, gradients, dots)
+
+        # The passes before the log-sum-exps are known: sums, retrieval ranks
         problem, stats = vectors.statistics(problem)
         if self.buffers.guide is not None:
             problem = self.buffers.guide.with_limits(problem, vectors)
@@ -68,21 +73,26 @@ class GPU:
         }  # fmt: skip
         if problem.has_limits:
             problem = with_limits(problem, self, vectors)
-        sums = [scheduled for scheduled in passes if scheduled.purpose in epilogues]
-        for scheduled in sums:
+        first_passes = [scheduled for scheduled in passes if scheduled.purpose in epilogues]
+        for scheduled in first_passes:
             self.run((scheduled,), problem, epilogues[scheduled.purpose], gradients)
-        triangle = sums[0].grid.triangle
-        end = vectors.finalize(problem, stats, triangle, gradients is not None, self)
-        epilogue = end.softmax_gradient(problem.symmetric)
-        self.run(passes[len(sums) :], problem, epilogue, gradients)
-        if end.own is not None and gradients is not None:
-            end.own.finish(end, gradients)
-        loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
-        return make_solution(end, stats, loss, scale_grad)
+
+        # Losses, the factors of the gradient pass, and the gradient pass
+        triangle = first_passes[0].grid.triangle
+        finalized = vectors.finalize(problem, stats, triangle, gradients is not None, self)
+        epilogue = finalized.softmax_gradient(problem.symmetric)
+        self.run(passes[len(first_passes) :], problem, epilogue, gradients)
+        if finalized.own is not None and gradients is not None:
+            finalized.own.finish(finalized, gradients)
+        loss, scale_grad, _ = vectors.totals(
+            problem, finalized.losses, finalized.log_scale_grad, dots, None
+        )
+        return make_solution(finalized, stats, loss, scale_grad)
 
     def _solve_sigmoid(
         self, problem: Problem, gradients: Gradients | None, dots: Array | None
     ) -> Solution:
+        """Loss and gradients of SigLIP, which has no log-sum-exp pass."""
         problem, epilogue = self.vectors.sigmoid(problem)
         self.run(self.schedule.passes, problem, epilogue, gradients)
         losses = self.vectors.losses_with_nans(problem, epilogue, self)
@@ -93,7 +103,7 @@ class GPU:
         return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)
 
     def run_block_pass(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
-        """The pass of a block, or the answer to a question about it."""
+        """Run the pass of a block over ranks; or, for a `BlockQuestion`, answer the question."""
         if callable(epilogue):
             epilogue(self, problem)
             return
@@ -103,13 +113,14 @@ class GPU:
         self, passes: Sequence[ScheduledPass], problem: Problem, epilogue: Epilogue,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        """Run the passes of one epilogue, in their order."""
-        if not self.buffers.logit_scale:  # these are the first
+        """Run `passes`, which have the same epilogue, in their order."""
+        if not self.buffers.logit_scale:  # before the first pass of the call
             self.buffers.prepare(problem)
         for before, scheduled in zip((None, *passes), passes, strict=False):
-            dq_alone = before is not None and before.dk_accumulator is None
-            if dq_alone and isinstance(epilogue, Sigmoid):
-                # losses are complete: those of the passes for dK are not counted
+            after_dq_pass = before is not None and before.dk_accumulator is None
+            if after_dq_pass and isinstance(epilogue, Sigmoid):
+                # the pass of dQ has completed the losses: passes of dK add to vectors that nobody
+                # reads
                 _, uncounted = self.vectors.sigmoid(problem)
                 epilogue = replace(uncounted, row_factor=epilogue.row_factor)
             RUNS[scheduled.purpose](self.buffers, problem, scheduled, epilogue, gradients).run()
@@ -118,6 +129,7 @@ class GPU:
 
     @property
     def linear_rows(self) -> tuple[Rows, Rows]:
+        """Queries and keys, for linear terms."""
         return self.buffers.linear_rows
 
     def row_nans(self, problem: Problem) -> Array:
@@ -126,13 +138,16 @@ class GPU:
         return self.vectors.find_and_add_nans(problem, out, self.vectors.any_key)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        """The numbers of each query's positives; `per_key` [N] has a number of each key."""
         return per_key[problem.positives]
 
     def positive_dots(self, problem: Problem) -> Array:
+        """The dot products of queries with their positives, of normalised rows if `normalize`."""
         query, key = self.linear_rows
         return query.positive_products(key, problem.positives)
 
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
+        """See `linear.Summing.segment_sums`: the rows of one process need no exchange."""
         return segment_sums(cupy, problem, *self.linear_rows, segments, columns)

@@ -1,4 +1,7 @@
-"""The workspace, memory and vectors that all passes of one call share on a GPU."""
+"""The data that all passes of one call share on a GPU: workspace, operands, vectors of options.
+
+`GPU` (backend.py) makes them, and the runs of passes (run.py) read them.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,22 @@ from .operands import OperandSide, find_feature_divisors, to_products
 
 
 class Workspace:
-    """The workspace of a call: one allocation, which each pass divides into its own parts.
+    """The workspace of a call: one allocation, which each pass divides into parts of its own.
 
     The cached exponentials come first, and stay from pass to pass. The memory goes back to CuPy's
-    pool with the call's buffers, also after an error.
+    pool with the call's `Buffers`, also after an error.
     """
 
     def __init__(self, schedule: Schedule, queue: Queue) -> None:
         self.schedule, self.queue = schedule, queue
         self.memory: Array = None
-        self.staged: dict[str, slice] = {}  # the rows in each staging buffer, by its name
-        self.layout: tuple[int, int] | None = None  # rows and columns of a pass's largest block
+        self.staged: dict[str, slice] = {}  # the staged rows in a part, by the part's name
+        self.largest_block: tuple[int, int] | None = None  # of the last pass: rows, columns
 
-    def parts(self, parts: Sequence[Part]) -> dict[str, Array]:
-        """Divides the workspace: an array of bytes for each part, by name.
+    def divide(self, parts: Sequence[Part]) -> dict[str, Array]:
+        """The parts of cached exponentials, then `parts`: an array of bytes for each, by its name.
 
-        The parts are those of cached exponentials and of a pass. `PassScheduler.memory` of
-        kernels/gpu/schedule/passes.py has chosen the names and sizes of a pass.
+        `PassScheduler.memory` of kernels/gpu/schedule/passes.py has chosen names and sizes.
         """
         if self.memory is None:
             self.memory = self.queue.scratch(self.schedule.workspace)
@@ -52,19 +54,18 @@ class Workspace:
 
     def begin_pass(self, scheduled: ScheduledPass) -> dict[str, Array]:
         """The parts of a pass. Rows that the last pass has staged stay if blocks have its size."""
-        if self.layout != scheduled.grid.largest:
-            self.layout, self.staged = scheduled.grid.largest, {}
-        return self.parts(scheduled.workspace)
+        if self.largest_block != scheduled.grid.largest:
+            self.largest_block, self.staged = scheduled.grid.largest, {}
+        return self.divide(scheduled.workspace)
 
 
 class PairVectors:
-    """Groups, positive ids, limits and biases of pairs, as kernels take them
-    (kernels/cuda/block/options.cuh).
+    """Groups, positive ids, limits and biases as fields of struct Block (block/options.cuh).
 
-    `column_bias` is the bias of the column's key. Kernels add it to all logits of the column, so
-    that both directions share one exponential. It cancels in the softmax over the column, and adds
-    to the column's log-sum-exp, from which `StatisticsRun` subtracts it. `row_bias` is the same for
-    rows that are keys of the columns' softmax (`Problem.query_bias`).
+    `column_bias` is the bias of a column's key. Kernels add it to all logits of the column, so that
+    both directions share one exponential. It cancels in the softmax over the column, and adds to
+    the column's log-sum-exp, from which `StatisticsRun` subtracts it. `row_bias` is the bias of
+    rows as keys of the columns' softmax, if queries are the keys (`Problem.query_bias`).
     """
 
     def __init__(self, buffers: Buffers, problem: Problem) -> None:
@@ -75,10 +76,11 @@ class PairVectors:
         row_limits, column_limits = (
             products(dots, exponent_scale) for dots in (problem.limits, problem.key_limits)
         )
-        self.row_bias, self.column_bias = problem.query_bias, problem.key_bias  # natural units
+        self.row_bias, self.column_bias = problem.query_bias, problem.key_bias  # natural logits
         row_bias, column_bias = (
             products(bias, NATURAL) for bias in (self.row_bias, self.column_bias)
         )
+        # vectors of rows and of columns of the whole matrix, by the names of their fields
         self.rows: Fields = {}
         self.columns: Fields = {}
         if row_limits is not None:
@@ -100,12 +102,12 @@ class PairVectors:
             self.rows["row_bias"], self.columns["column_bias"] = row_bias, column_bias
 
     def fields(self, rows: slice, columns: slice) -> Fields:
-        """Fields of struct Block that these options add."""
+        """Fields that these options add to struct Block, for a block of the logit matrix."""
         fields: Fields = {name: address(vector, rows.start) for name, vector in self.rows.items()}
         if "query_positive_ids" in fields:
             tiles = self.positive_tiles
             if rows.start % config.BLOCK_M or columns.start % config.BLOCK_M:
-                tiles = None  # tiles of a small block have no bits: they are no tiles of the matrix
+                tiles = None  # the block's tiles are no tiles of the matrix: compare ids in all
             row_bytes = 0 if tiles is None else tiles.shape[1]
             fields |= {"positive_tiles": tiles, "positive_tiles_bytes": row_bytes}
         return fields | {
@@ -114,10 +116,10 @@ class PairVectors:
 
 
 def find_positive_tiles(launcher: Launcher, problem: Problem) -> Array:
-    """Which tiles of 128 rows and 128 columns have a pair of equal positive ids: a bit for each
-    tile, in bytes of 8 key tiles [query tiles, bytes].
+    """Find the tiles of 128 rows and 128 columns that have a pair of equal positive ids.
 
-    A thread block of a sweep may begin at the rows after the last query tile; these have no pairs.
+    A sweep compares ids only in these. Returns a bit for each tile: [query tiles, bytes], 8 key
+    tiles a byte. A thread block may begin at the rows after the last query tile; they get zeros.
     """
     m, n, _ = problem.shape
     tiles, row_bytes = -(-m // config.BLOCK_M) + 1, -(-n // (8 * config.BLOCK_M))
@@ -131,14 +133,16 @@ def find_positive_tiles(launcher: Launcher, problem: Problem) -> Array:
 
 
 class Buffers:
-    """Memory and vectors of one call. `queue` runs launches on the current stream, or records
-    the launches."""
+    """The workspace, operands and vectors of one call.
+
+    `queue` runs launches on the current stream, or records them. `prepare` completes the buffers.
+    """
 
     def __init__(self, problem: Problem, schedule: Schedule, queue: Queue) -> None:
         operands = schedule.operands
         assert operands is not None
         self.schedule, self.operands, self.precision = schedule, operands, operands.precision
-        self.real = np.dtype(operands.accumulator_dtype)
+        self.real = np.dtype(operands.accumulator_dtype)  # of sums and of vectors in kernels
         self.launcher = Launcher(cupy.cuda.Device(), self.precision, queue)
         side = self.launcher, problem.normalize, self.real
         self.query = OperandSide(*side, problem.query, operands.query)
@@ -148,19 +152,21 @@ class Buffers:
         self.guide = Guide(problem, schedule, queue) if schedule.guide is not None else None
         self.vectors = TiledVectors(self.launcher, problem)
         self.scalars = self.vectors.scalars
-        # read here, because `materialize_vectors` replaces the rule of a paired problem by a vector
+        # read before `materialize_vectors` makes `problem.positives` a vector, also if key i is by
+        # rule the positive of query i
         self.paired = problem.paired
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
         if schedule.cached:
-            self.cached = CachedExponentials(schedule, self.workspace.parts(()), queue)
-        self.logit_scale: Fields = {}  # struct Scale, by which products are multiplied to be logits
+            self.cached = CachedExponentials(schedule, self.workspace.divide(()), queue)
+        # struct Scale, by which products are multiplied to be logits; {} before `prepare`
+        self.logit_scale: Fields = {}
         self.pair_vectors: PairVectors | None = None
         self._queries_by_key: tuple[Array, Array, Array] | None = None
 
     def prepare(self, problem: Problem) -> None:
-        """Before the first pass: float16 divisors of features; limits and biases as products; the
-        limits of a guide."""
+        """Find, before the first pass: the feature divisors of float16, then the scale of products,
+        then limits and biases in the unit of products, also those of a guide."""
         self.feature_divisors = find_feature_divisors(
             self.launcher, self.sides, self.schedule.device.multiprocessors
         )
@@ -175,7 +181,8 @@ class Buffers:
             self.guide.prepare(problem)
 
     def truncation_bias(self, features: int) -> float:
-        """The bias of products of rows of so many features: adding zeros cuts nothing off."""
+        """The truncation bias of products of rows of `features` features, without padding, because
+        adding its zeros truncates nothing. 0 for portable kernels."""
         if self.schedule.sweep is None:
             return 0.0
         return config.sweep_truncation_bias(self.precision, features * self.operands.item)
@@ -192,20 +199,19 @@ class Buffers:
         return rows[0], rows[-1]
 
     def to_products(self, values: Array, value_scale: Fields) -> Array:
-        """The products whose logits are `values` times `value_scale` (struct Scale)."""
+        """Convert `values`, which `value_scale` makes logits, to the unit of products."""
         return to_products(self.launcher, values, value_scale, self.logit_scale, self.real)
 
     def add_bias(self, logits: Array, bias: Array, by: float, out: Array) -> None:
-        """out = logits + by * bias."""
+        """out = logits + by * bias: base-2 logits; `by` is +-log2 e for biases in natural units."""
         n = len(logits)
         self.launcher.vectors("add_bias", n, x=logits, bias=bias, by=by, n=n, out=out)
 
     def list_queries_by_key(self, problem: Problem) -> tuple[Array, Array, Array]:
-        """Queries grouped by their positive keys. Returns three arrays:
+        """List the queries of each key: the inverse of `positives`, for dK at positives.
 
-        - indices into `positives`, in the order of the keys;
-        - [N] for each key, the position of its first index in this order;
-        - [N] for each key, the position after its last index.
+        Returns three arrays. `order` has indices into `positives`, and those of key j are
+        order[begin[j] : end[j]], in ascending order; `begin` and `end` are [N].
         """
         if self._queries_by_key is None:
             launcher, positives = self.launcher, problem.positives
@@ -223,7 +229,7 @@ class Buffers:
         return self._queries_by_key
 
     def divide_factors(self, factor: Array, ranges: Array) -> Array:
-        """Float64 factors divided by the gradient divisor of `ranges`, in the dtype of sums."""
+        """`factor` (float64) over the gradient divisor of struct Ranges, in the dtype of sums."""
         n = len(factor)
         out = cupy.empty(n, self.real)
         self.launcher.vectors("divide_factors", n, x=factor, n=n, ranges=ranges, out=out)
@@ -234,8 +240,11 @@ class Buffers:
         rows: slice,
         first_sums: Array, second_sums: Array | None, moment_sums: Array | None,
     ) -> None:  # fmt: skip
-        """Add the partial sums of a block's tiles, `slots` for each row, to the sums of rows:
-        see `add_partial_sums` in kernels/cuda/vectors/sums.cuh."""
+        """Add the partial sums (x, y) of a block's tiles, `slots` for each row, to sums of `rows`.
+
+        x goes to `first_sums`, y times the gradient divisor to `second_sums`, moments times the
+        divisor to `moment_sums`. The kernel of the same name in vectors/sums.cuh has the formulas.
+        """
         n = rows.stop - rows.start
         self.launcher.vectors(
             "add_partial_sums", n, partial_sums=partial_sums, moments=moments, slots=slots,

@@ -1,8 +1,11 @@
-"""The run of a gradient pass: gradient blocks P = dL/dx, and their products dQ and dK."""
+"""Runs of gradient passes: gradient blocks P = dL/dx, and their products dQ and dK.
+
+`GradientRun` has the products, for all losses, and `SoftmaxRun` the gradient pass after lse.py.
+The other subclasses are in one_pass.py and ../distill/run.py.
+"""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import cupy
@@ -13,42 +16,31 @@ from ...grid import slices
 from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
+from ..device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
 from ..linear import linear_gradients
 from ..schedule import CACHED_BLOCK_COLUMNS, ScheduledPass
 from .buffers import Buffers
 from .gradient_blocks import (
+    FACTOR_SOURCES,
+    LARGEST_ELEMENT,
     NO_GRADIENT_BLOCK,
     RANGE_THREADS,
-    SOURCES,
     Accumulator,
     CachedExponentials,
     Factors,
     GradientBlock,
+    allocate_ranges,
     find_ranges,
-    new_ranges,
 )
 from .operands import Operand
 from .run import PassRun
 
-# A gradient block is divided by its gradient divisor, which brings the largest element near this
-# number, because float16 overflows at 65504. The factors that normalise two rows are at most 2
-# each: 8192 x 2 x 2 = 32768
-LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
-# cuBLAS's names for types and for the arithmetic of a product
-CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "fp16x3": 2, "bf16": 14, "bf16x3": 14}
-COMPUTE = {"fp64": 70, "fp32": 69, "tf32": 77, "fp16": 68, "fp16x3": 68, "bf16": 68, "bf16x3": 68}
-OP_N, OP_T = 0, 1
-
-
-@cache  # the arrays are never freed, because plans hold their addresses
-def _host_number(value: float, real: np.dtype[Any]) -> tuple[Array, int]:
-    """A factor of a cuBLAS product as an array in host memory, and its address."""
-    number = np.array(value, real)
-    return number, number.ctypes.data
-
 
 class GradientRun(PassRun):
-    """Gradient blocks P, and their products dQ += P K and dK += P' Q."""
+    """A pass that computes gradient blocks P, and adds their products: dQ += P K, dK += P' Q.
+
+    A subclass computes P. Without `scheduled.gradients`, the pass only computes losses.
+    """
 
     def __init__(
         self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, phase: str,
@@ -56,33 +48,38 @@ class GradientRun(PassRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, scheduled, phase)
         self.gradients = gradients
-        # struct Ranges, whose first number is the gradient divisor
-        self.ranges = new_ranges()
-        # [M] if each row of dQ has a gradient divisor of its own
+        self.ranges = allocate_ranges()  # struct Ranges, which begins with the gradient divisor
+        # [M] gradient divisors of the rows of dQ; None: they have the divisor of `ranges`
         self.row_divisors: Array = None
-        self.positive_gradient: Array = None  # [M] scale * dL/dx at positives
-        # struct LinearGradients of queries (False) and of keys (True)
-        self.linear: dict[bool, Fields] = {}
+        # [M] or [M, set_size] scale * dL/dx at positives, which gradient blocks leave out
+        self.positive_gradient: Array = None
+        # struct LinearGradients by side: of queries (False), of keys (True)
+        self.linear_fields: dict[bool, Fields] = {}
+        # None: this pass does not compute the gradient. In a triangle, both are the same object
         self.dq_accumulator = self.dk_accumulator = None
-        # blocks of accumulators to which products have been added: (whether of dK, block)
+        # (is dK's, number of a row or column block) whose sums in the accumulator have a product
         self.begun: set[tuple[bool, int]] = set()
         if buffers.cached is not None:
             self.gradient_block = buffers.cached.block
         elif "gradient_block" in self.memory:
             self.gradient_block = GradientBlock(
-                self.memory["gradient_block"], self.columns, buffers.precision
+                self.memory["gradient_block"], self.largest_columns, buffers.precision
             )
         if gradients is None or not scheduled.gradients:
             return
-        dq = dk = self.accumulator(scheduled.dq_accumulator, gradients.query, "dq_accumulator")
+        dq = dk = self.make_accumulator(scheduled.dq_accumulator, gradients.query, "dq_accumulator")
         if scheduled.dk_accumulator is not scheduled.dq_accumulator:
-            dk = self.accumulator(scheduled.dk_accumulator, gradients.key, "dk_accumulator")
+            dk = self.make_accumulator(scheduled.dk_accumulator, gradients.key, "dk_accumulator")
         self.dq_accumulator, self.dk_accumulator = dq, dk
 
-    def accumulator(
+    def make_accumulator(
         self, rows: schedule.AccumulatorRows | None, out: Array, name: str
     ) -> Accumulator | None:
-        """The accumulator `name` of the workspace, or `out` itself, as the schedule says."""
+        """The accumulator of dQ or dK, where the schedule has put it.
+
+        That is `out`, the destination of the gradient; or part `name` of the workspace, after the
+        rows that overlay `out`. None: the pass does not compute this gradient.
+        """
         if rows is None:
             return None
         if rows.in_place:
@@ -95,29 +92,30 @@ class GradientRun(PassRun):
         return Accumulator(memory, width, rows.first_row, overlay, rows.dq_copies)
 
     def gradient_arguments(self) -> Fields:
-        """The arguments of a sweep that describe the gradient block."""
+        """The arguments of a sweep for the gradient block: struct GradientBlock and tensor map."""
         if not self.scheduled.gradients:
             return NO_GRADIENT_BLOCK
-        tensor_map = self.gradient_block.map(self.launcher.queue, self.q.rows)
+        tensor_map = self.gradient_block.tensor_map(self.launcher.queue, self.query_operand.rows)
         return {"gradient_block": self.gradient_fields(), "gradient_map": tensor_map}
 
     def gradient_fields(self) -> Any:
-        """The argument of a tiled kernel that describes the gradient block."""
+        """struct GradientBlock, the argument of a portable kernel; null without gradients."""
         if not self.scheduled.gradients:
             return NO_GRADIENT_BLOCK["gradient_block"]
         return self.gradient_block.fields
 
     def multiply(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
-        """dQ += P K for the rows of a block, and dK += P' Q for its columns."""
+        """Add the products of a block: dQ += P K for its rows, and dK += P' Q for its columns."""
         self.add_to_rows(rows, row_block)
+        # a block on the diagonal has the pairs (i, j) and (j, i), so P K has all terms
         if not (self.problem.symmetric and rows == columns):
-            is_first = self.begins(self.dk_accumulator, column_block)
-            self.add_to_columns(self.q, columns, is_first)
+            is_first = self.begin_sums(self.dk_accumulator, column_block)
+            self.add_to_columns(self.query_operand, columns, is_first)
 
-    def begins(self, accumulator: Accumulator | None, block: int) -> bool:
-        """Whether nothing has been added to a block of an accumulator. The block is begun then.
+    def begin_sums(self, accumulator: Accumulator | None, block: int) -> bool:
+        """Whether the sums of row or column block `block` begin now: a product overwrites them.
 
-        In a triangle, dQ and dK have one accumulator.
+        In a triangle, dQ and dK have one accumulator, and blocks of one number the same sums.
         """
         accumulator_block = accumulator is self.dk_accumulator, block
         is_first = accumulator_block not in self.begun
@@ -129,53 +127,51 @@ class GradientRun(PassRun):
         accumulator = self.dq_accumulator
         if accumulator is None:
             return
-        self.begin_rows(accumulator, rows)
-        is_first = self.begins(accumulator, row_block)
-        for keys in self.key_ranges():
-            self.product(
-                OP_N, keys, self.k, accumulator, rows.start, is_first and keys.start == 0
-            )  # fmt: skip
+        self.move_to_rows(accumulator, rows)
+        is_first = self.begin_sums(accumulator, row_block)
+        for keys in self.divide_keys():
+            overwrites = is_first and keys.start == 0
+            self.add_product(OP_N, keys, self.key_operand, accumulator, rows.start, overwrites)
 
-    def begin_rows(self, accumulator: Accumulator, rows: slice) -> None:
-        """Let the accumulator of dQ begin at `rows`, if it holds the rows of one block only."""
+    def move_to_rows(self, accumulator: Accumulator, rows: slice) -> None:
+        """Let the accumulator of dQ begin at `rows`, if it has the rows of one block at a time."""
         memory = self.scheduled.dq_accumulator
         if not (self.grid.triangle or memory is None or memory.in_place):
             accumulator.first = rows.start
 
     def add_to_columns(self, queries: Operand, columns: slice, is_first: bool) -> None:
-        """dK += P' Q for the columns of a block; `is_first`: nothing has been added before."""
+        """dK += P' Q for the columns of a block; if `is_first`, the products overwrite the sums."""
         accumulator = self.dk_accumulator
         if accumulator is None:
             return
-        for keys in self.key_ranges(accumulator.first - columns.start):
-            self.product(
-                OP_T, keys, queries, accumulator, columns.start + keys.start, is_first
-            )  # fmt: skip
+        # keys before the accumulator's first row have their sums in its overlay
+        for keys in self.divide_keys(accumulator.first - columns.start):
+            first_row = columns.start + keys.start
+            self.add_product(OP_T, keys, queries, accumulator, first_row, is_first)
 
-    def key_ranges(self, border: int = 0) -> list[slice]:
-        """The keys of the block, divided as `divide_keys` says."""
-        operands = self.buffers.operands
-        return schedule.divide_keys(
-            self.q.rows, self.k.rows, operands.gradient_width, operands.precision, border
-        )
+    def divide_keys(self, border: int = 0) -> list[slice]:
+        """The keys of the block in ranges, each with its own products (`schedule.divide_keys`)."""
+        operands, rows, keys = self.buffers.operands, self.query_operand.rows, self.key_operand.rows
+        return schedule.divide_keys(rows, keys, operands.gradient_width, operands.precision, border)
 
-    def product(
+    def add_product(
         self, op: int, keys: slice, features: Operand, accumulator: Accumulator, row: int,
         is_first: bool,
     ) -> None:  # fmt: skip
         """Add P K (OP_N) or P' Q (OP_T) of some `keys` of the block to an accumulator.
 
-        `features` is K or Q. The sum is in the accumulator's rows from `row` on, and is overwritten
-        if the product `is_first`. cuBLAS stores matrices column by column, so its arguments
-        describe the transposes: K' P' or Q' P.
+        `features` is K or Q. The sums are those of dQ or dK from `row` on; the product overwrites
+        them if it `is_first`. cuBLAS stores matrices column by column, so its arguments describe
+        the transposes: K' P' or Q' P.
         """
-        n, k, first_feature_row = self.q.rows, keys.stop - keys.start, keys.start
+        # n rows of sums of k terms
+        n, k, first_feature_row = self.query_operand.rows, keys.stop - keys.start, keys.start
         if op == OP_T:
             n, k, first_feature_row = k, n, 0
         operands, real, block = self.buffers.operands, self.buffers.real, self.gradient_block
         precision, item, width = operands.precision, operands.item, operands.gradient_width
-        operand_type = CUDA_TYPE[precision]
-        sum_type = CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
+        operand_type = ELEMENT_TYPE[precision]
+        sum_type = ELEMENT_TYPE["fp64" if precision == "fp64" else "fp32"]
         term_stride = 1 if op == OP_N else block.stride  # elements of P from term to term
         for product in schedule.divide_terms(precision, k, accumulator.dq_copies, is_first):
             batch = (
@@ -183,21 +179,23 @@ class GradientRun(PassRun):
                 accumulator.copy_stride, product.batch,
             )  # fmt: skip
             copy_offset = product.dq_copy * accumulator.copy_stride * real.itemsize
+            # elements before the first term in the features, and in P
             first_feature = product.feature_part * features.part
             first_feature += (first_feature_row + product.start) * features.stride
             first_element = product.gradient_part * block.part
             first_element += keys.start + product.start * term_stride
             self.launcher.queue.gemm(
-                OP_N, op, width, n, product.terms, _host_number(product.factor, real)[1],
+                OP_N, op, width, n, product.terms, host_number(product.factor, real)[1],
                 features.data + first_feature * item, operand_type, features.stride,
                 block.data + first_element * item, operand_type,
-                block.stride, _host_number(0.0 if product.is_first else 1.0, real)[1],
+                block.stride, host_number(0.0 if product.is_first else 1.0, real)[1],
                 accumulator.pointer(row) + copy_offset,
                 sum_type, accumulator.stride,
-                COMPUTE[precision], -1, *(batch if product.batch > 1 else ()),
+                ARITHMETIC[precision], -1, *(batch if product.batch > 1 else ()),
             )  # fmt: skip
 
     def end_rows(self, rows: slice) -> None:
+        """Complete dQ of `rows`, unless it is complete only at the `end`, as in a triangle."""
         if self.dq_accumulator is not None and not self.grid.triangle:
             assert self.gradients is not None
             self.finish(self.dq_accumulator, rows, self.gradients.query)
@@ -205,8 +203,9 @@ class GradientRun(PassRun):
     def end(self) -> None:
         """Complete dK after all blocks have added to it.
 
-        Rows that overlay their destination are converted in the memory of the gradient block, in
-        ascending order, so that they overwrite only accumulators that are complete already.
+        Sums that overlay their destination are float32, twice as wide as its rows. Some rows at a
+        time are completed in the memory of the gradient block, which is free now, and copied to the
+        destination. In ascending order, a copy overwrites only sums of rows that are complete.
         """
         accumulator, gradients = self.dk_accumulator, self.gradients
         accumulator_rows = self.scheduled.dk_accumulator
@@ -214,9 +213,8 @@ class GradientRun(PassRun):
             return
         assert gradients is not None
         out: Array = gradients.query if accumulator is self.dq_accumulator else gradients.key
-        for rows in slices(
-            accumulator_rows.overlaid, max(1, accumulator_rows.rows_converted_at_once)
-        ):
+        rows_at_once = max(1, accumulator_rows.rows_converted_at_once)
+        for rows in slices(accumulator_rows.overlaid, rows_at_once):
             destination = out[rows]
             memory = self.gradient_block.memory.data
             converted = cupy.ndarray(destination.shape, destination.dtype, memory)
@@ -229,13 +227,15 @@ class GradientRun(PassRun):
     ) -> None:  # fmt: skip
         """Complete the gradients of `rows`, which are queries or keys, and write them to `out`.
 
-        The kernel adds the positives, multiplies by the gradient divisor, and differentiates
-        through the normalisation. The first row of `out` is row `first`.
+        The kernel multiplies sums by the gradient divisor, adds positives and linear terms, and
+        differentiates through the normalisation. Row 0 of `out` gets the gradient of row `first`.
         """
         buffers, problem, gradients = self.buffers, self.problem, self.gradients
         assert gradients is not None
         n, d = rows.stop - rows.start, problem.shape[2]
-        gradient_divisor, divisor_step = self.ranges, 0
+        gradient_divisor, divisor_step = self.ranges, 0  # step 0: all rows have the same divisor
+
+        # `side` has the rows. The other side has their partners, with which they form positives
         if accumulator is self.dq_accumulator:
             if self.row_divisors is not None:
                 gradient_divisor, divisor_step = self.row_divisors, 1
@@ -248,6 +248,7 @@ class GradientRun(PassRun):
             if not buffers.paired:
                 order, begin, end = buffers.list_queries_by_key(problem)
             partners = {"partner": order, "begin": begin, "end": end}
+
         if accumulator.dq_copies > 1:
             sums, size = accumulator.array, accumulator.copy_stride
             self.launcher.vectors(
@@ -257,9 +258,9 @@ class GradientRun(PassRun):
         if problem.set_size > 1:
             defines["SETS"] = 1
         linear: dict[str, Any] = {}
-        if self.linear:
+        if self.linear_fields:
             defines["LINEAR"] = 1
-            linear["linear"] = self.linear[accumulator is not self.dq_accumulator]
+            linear["linear"] = self.linear_fields[accumulator is not self.dq_accumulator]
         self.launcher.rows(
             "finish", n, d, file="finish.cu", defines=defines, **linear,
             acc=accumulator.pointer(rows.start), acc_stride=accumulator.stride,
@@ -275,10 +276,10 @@ class GradientRun(PassRun):
         )  # fmt: skip
 
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
-        """Find the gradient divisor, and whether one exponential serves rows and columns.
+        """Write `self.ranges`, with `LARGEST_ELEMENT` of the precision: see the function.
 
-        The divisor is a bound of abs(dL/dx) divided by `LARGEST_ELEMENT`. Then float16 does not
-        overflow, and only elements that are 2^-37 of the bound or less underflow.
+        `vectors` are `FACTOR_SOURCES` of M rows and N columns. With float16, elements do not
+        overflow, and only elements that are 2^-37 of the largest possible one or less underflow.
         """
         largest = LARGEST_ELEMENT.get(self.buffers.precision, 1.0)
         set_size = self.problem.set_size
@@ -286,10 +287,10 @@ class GradientRun(PassRun):
 
 
 class SoftmaxRun(GradientRun):
-    """The gradient of a softmax, whose log-sum-exps are known.
+    """The gradient pass of a softmax, whose log-sum-exps are known.
 
     If narrow rows are queries and keys at once, dL/dx stays in registers. Then the run visits the
-    whole square of blocks, and each row accumulates only its own gradient.
+    whole square of blocks, and a block adds to the gradients of its rows only, not of its columns.
     """
 
     def __init__(
@@ -298,33 +299,38 @@ class SoftmaxRun(GradientRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         m, n, _ = problem.shape
-        vectors = (getattr(epilogue, name) for name in SOURCES)
-        sources: dict[str, Array] = {  # kernels read contiguous float64
+        # Kernels read contiguous float64. They add biases to the logits of both directions, so
+        # references need the biases that log-sum-exps do not contain
+        vectors = (getattr(epilogue, name) for name in FACTOR_SOURCES)
+        sources: dict[str, Array] = {
             name: None if vector is None else cupy.ascontiguousarray(vector, dtype=np.float64)
-            for name, vector in zip(SOURCES, vectors, strict=True)
+            for name, vector in zip(FACTOR_SOURCES, vectors, strict=True)
         }
-        pairs = self.pair_vectors
-        if pairs is not None:
-            for name, bias in (("row", pairs.row_bias), ("column", pairs.column_bias)):
-                reference = sources[f"{name}_reference"]
+        pair_vectors = self.pair_vectors
+        if pair_vectors is not None:
+            biases = ("row", pair_vectors.row_bias), ("column", pair_vectors.column_bias)
+            for side, bias in biases:
+                reference = sources[f"{side}_reference"]
                 if bias is not None and reference is not None:
                     biased = cupy.empty(len(bias))
                     buffers.add_bias(reference, bias, LOG2_E, biased)
-                    sources[f"{name}_reference"] = biased
+                    sources[f"{side}_reference"] = biased
         # dL/dx at a positive bounds its row of the gradient block, unless the row has several
         # positives or linear terms
         bounded_by_positive = not epilogue.linear and problem.set_size == 1
         self.find_ranges(m, n, by_factor=not bounded_by_positive, **sources)
         self.positive_gradient = sources["positive_gradient"]
-        if epilogue.linear:
+        if epilogue.linear:  # the sides whose gradients this pass computes
             sides = (False, scheduled.dq_accumulator), (True, scheduled.dk_accumulator)
-            self.linear = {
+            self.linear_fields = {
                 is_key_side: linear_gradients(
                     epilogue.linear, *buffers.linear_rows, is_key_side, problem.symmetric
                 )
-                for is_key_side, wanted in sides
-                if wanted is not None and not (is_key_side and problem.symmetric)
+                for is_key_side, accumulator in sides
+                if accumulator is not None and not (is_key_side and problem.symmetric)
             }
+        # Limits may leave a pair out of one direction only. Then one exponential serves both only
+        # if the log-sum-exps of all rows and columns lie close together
         column_reference = sources["column_reference"]
         if column_reference is not None and problem.compares_with_limits:
             self.launcher.launch(
@@ -333,12 +339,12 @@ class SoftmaxRun(GradientRun):
                  "m": m, "n": n, "out": self.ranges},
             )  # fmt: skip
         self.factors = Factors(
-            self.launcher, buffers.real, (m, n), sources, self.scale, self.ranges
+            self.launcher, buffers.real, (m, n), sources, self.logit_scale, self.ranges
         )
 
-    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
+    def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         factors, cached = self.factors.fields(rows, columns), self.buffers.cached
-        visited_tiles = None
+        visited_tiles = None  # the query tiles that the sweep computes; None: all
         if self.scheduled.in_registers:
             self.add_in_registers(rows, columns, row_block, factors)
             return
@@ -347,7 +353,7 @@ class SoftmaxRun(GradientRun):
             if cached.has(columns):
                 self.gradient_block = cached.block.from_column(columns.start)
                 visited_tiles = cached.uncached_tiles
-                self.from_cached(cached, rows, columns, factors)
+                self.differentiate_cached(cached, rows, columns, factors)
         arguments: Fields = {"factors": factors}
         if isinstance(self.shape, config.Tile):
             arguments["gradient_block"] = self.gradient_block.fields
@@ -356,15 +362,15 @@ class SoftmaxRun(GradientRun):
         self.launch(self.scheduled.kernel, rows, columns, arguments)
         self.multiply(rows, columns, row_block, column_block)
 
-    def from_cached(
+    def differentiate_cached(
         self, cached: CachedExponentials, rows: slice, columns: slice, factors: Fields
     ) -> None:
-        """Compute the gradient block from cached exponentials.
+        """Compute the gradient block from cached exponentials, in their memory.
 
-        The sweep computes the query tiles without a cache, `cached.uncached_tiles`.
+        The query tiles `cached.uncached_tiles` have none. The sweep computes them afterwards.
         """
         kernel = self.scheduled.cached_kernel
-        strips, n = -(-self.q.rows // config.STRIP), self.k.rows
+        strips, n = -(-self.query_operand.rows // config.STRIP), self.key_operand.rows
         assert kernel is not None
         self.launcher.run(
             kernel, strips * -(-n // CACHED_BLOCK_COLUMNS),
@@ -372,6 +378,7 @@ class SoftmaxRun(GradientRun):
                 "b": self.block_fields(rows, columns, False), "f": factors,
                 "gradient_block": self.gradient_block.fields, "reference_stride": cached.tiles,
                 "strips": strips,
+                # 4 bytes for each key tile of 128 columns
                 "references": address(cached.references) + 4 * (columns.start // config.BLOCK_M),
             },
         )  # fmt: skip
@@ -379,13 +386,13 @@ class SoftmaxRun(GradientRun):
     def add_in_registers(
         self, rows: slice, columns: slice, row_block: int, factors: Fields
     ) -> None:  # fmt: skip
-        """dQ += dL/dx K for the rows of a block, without a gradient block in memory."""
+        """dQ += P K for the rows of a block, by a kernel that keeps P in registers."""
         accumulator = self.dq_accumulator
         assert accumulator is not None
-        self.begin_rows(accumulator, rows)
+        self.move_to_rows(accumulator, rows)
         arguments = {
             "factors": factors, "out": accumulator.pointer(rows.start),
             "stride": accumulator.stride, "columns": self.problem.shape[2],
-            "add": not self.begins(accumulator, row_block),
+            "add": not self.begin_sums(accumulator, row_block),
         }  # fmt: skip
         self.launch(self.scheduled.kernel, rows, columns, arguments)

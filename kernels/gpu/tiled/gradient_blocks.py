@@ -1,4 +1,8 @@
-"""Gradient blocks, the factors that a kernel computes one from, and the sums of their products."""
+"""The data of a gradient pass: gradient blocks, their factors, and the accumulators of products.
+
+A kernel computes a gradient block from its factors, or from cached exponentials. Products of the
+gradient block are added to accumulators. gradient.py runs these steps.
+"""
 
 from __future__ import annotations
 
@@ -19,43 +23,53 @@ from ..device.signatures import structure
 from ..device.tensor_map import SIZE
 from ..schedule import Schedule
 
-# struct FactorSources: vectors of the epilogue
-SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
-RANGES, RANGE_THREADS = structure("vectors.cu", "Ranges"), 1024
+# Fields of struct FactorSources: the vectors of `SoftmaxGradient` from which factors are computed
+FACTOR_SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
+RANGES_STRUCTURE = structure("vectors.cu", "Ranges")  # see `find_ranges`
+RANGE_THREADS = 1024  # threads of the single thread block that computes struct Ranges
+# `largest_element` of `find_ranges`, by precision of the operands; 1 for others. float16 overflows
+# at 65504, and the factors that normalise two rows multiply by at most 2 each: 8192 x 2 x 2 = 32768
+LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
 
 
 class GradientBlock:
-    """dL/dx of a block. A row, or each part of a row, has `columns` elements."""
+    """P = dL/dx of a block, divided by the gradient divisor, in the workspace.
+
+    There is room for `columns` columns. An element has the precision of the operands; with two
+    parts (bf16x3, fp16x3), a row has the first part of all elements, then the second part of all.
+    """
 
     def __init__(self, memory: Array, columns: int, precision: str) -> None:
-        self.memory, self.precision, self.first = memory, precision, 0
-        self.item = config.element_bytes(precision)
-        # elements from part to part of a row, and from row to row
+        self.memory, self.precision = memory, precision
+        self.first_column = 0  # the column in memory at which the block begins
+        self.item = config.element_bytes(precision)  # bytes of an element, or of one of its parts
+        # in elements: from part to part of a row, and from row to row
         self.part = config.gradient_stride(columns, precision)
         self.stride = config.OPERAND_PARTS.get(precision, 1) * self.part
 
     def from_column(self, first: int) -> GradientBlock:
-        """The same memory without the columns before `first`."""
+        """A gradient block in the same memory, which begins `first` columns later."""
         rest = copy(self)
-        rest.first = self.first + first
+        rest.first_column = self.first_column + first
         return rest
 
     @property
     def data(self) -> int:
         """Address of the first element."""
-        return int(self.memory.data.ptr) + self.first * self.item
+        return int(self.memory.data.ptr) + self.first_column * self.item
 
     @property
     def fields(self) -> Fields:
-        """struct GradientBlock."""
+        """The fields of struct GradientBlock."""
         return {"data": self.data, "stride": self.stride, "part": self.part}
 
-    def map(self, queue: Queue, rows: int) -> Any:
-        """Tensor map of `rows` rows, which a sweep stores in strips of 16."""
-        width, stride = (self.stride - self.first) * self.item, self.stride * self.item
+    def tensor_map(self, queue: Queue, rows: int) -> Any:
+        """The tensor map of `rows` rows, which a sweep stores in strips of 16 rows."""
+        width, stride = (self.stride - self.first_column) * self.item, self.stride * self.item
         return queue.tensor_map(self.data, rows, width, stride, config.STRIP, self.precision)
 
 
+# Arguments of a sweep that writes no gradient block
 NO_GRADIENT_BLOCK: Fields = {
     "gradient_block": {"data": 0, "stride": 0, "part": 0},
     "gradient_map": np.zeros(SIZE, np.uint8).view(f"V{SIZE}"),
@@ -63,10 +77,10 @@ NO_GRADIENT_BLOCK: Fields = {
 
 
 class CachedExponentials:
-    """Exponentials that the log-sum-exp pass stores and the gradient pass reads.
+    """Exponentials that the log-sum-exp pass stores, and of which the gradient pass computes P.
 
-    They belong to the first columns of the logit matrix, and lie in the layout of a gradient block
-    (kernels/cuda/sm90/sweep_lse.cu).
+    They belong to the first `columns` columns of the logit matrix, in all rows. They lie in the
+    layout of a gradient block, which then overwrites them (kernels/cuda/sm90/sweep_lse.cu).
     """
 
     def __init__(self, schedule: Schedule, memory: Mapping[str, Array], queue: Queue) -> None:
@@ -75,19 +89,20 @@ class CachedExponentials:
         self.block = GradientBlock(
             memory["exponentials"], self.columns, schedule.operands.precision
         )
-        self.tiles = -(-self.columns // config.BLOCK_M)
+        self.tiles = -(-self.columns // config.BLOCK_M)  # key tiles
+        # [strips of 16 rows, tiles] float32: reference exponents, which were subtracted from logits
         self.references = memory["references"]
         # for each query tile, 1 if its exponentials are not cached, because its logits lie too far
-        # apart for one reference exponent
+        # apart for one reference exponent in each strip and tile; 0 before the pass
         self.uncached_tiles = queue.zeroed_array(-(-m // config.BLOCK_M), np.int32)
 
     def has(self, columns: slice) -> bool:
-        """Whether exponentials of a block of these columns are cached."""
+        """Whether the exponentials of a block of these columns are cached."""
         return bool(columns.stop <= self.columns)
 
     @property
     def fields(self) -> Fields:
-        """struct CachedExponentials."""
+        """The fields of struct CachedExponentials."""
         return {"references": self.references, "stride": self.tiles,
                 "uncached_tiles": self.uncached_tiles}  # fmt: skip
 
@@ -98,34 +113,64 @@ NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "uncached_tiles": 0}
 # --- factors of gradient blocks -------------------------------------------------------------------
 
 
-def new_ranges() -> Array:
-    """Memory for struct Ranges, whose first number is the gradient divisor."""
-    return cupy.empty(RANGES.size // 8)
+def allocate_ranges() -> Array:
+    """Memory for struct Ranges, for `find_ranges`. Its first number is the gradient divisor."""
+    return cupy.empty(RANGES_STRUCTURE.size // 8)
 
 
 def find_ranges(
     launcher: Launcher, shape: tuple[int, int], vectors: Mapping[str, Array], out: Array,
     largest_element: float = 1.0, by_factor: bool = False, set_size: int = 1,
 ) -> None:  # fmt: skip
-    """Find the gradient divisor, and whether one exponential serves rows and columns."""
+    """Write struct Ranges to `out`: numbers that follow from the ranges of `vectors`.
+
+    `vectors` are `FACTOR_SOURCES` by name, of M rows and N columns, without those that the loss
+    lacks. References are log-sum-exps in base 2. The fields of struct Ranges are
+
+    - gradient_divisor: a bound of abs(dL/dx) over `largest_element`. The bound is twice the largest
+      gradient at a positive, or 2^-60 of the largest factor if that is more; with `by_factor`, at
+      least twice the largest factor; without `positive_gradient`, the largest factor. If the bound
+      is below 1e-300 or not finite, the divisor is 1.
+    - middle: halfway between the largest reference of a row and the smallest of a column
+    - one_exponential: 1 if one exponential serves row and column of a logit. The largest reference
+      of a row is then less than 40 above the smallest of a column, and 80 above that of a row.
+    """
     m, n = shape
     launcher.launch(
         "vectors.cu", "ranges", 1, RANGE_THREADS,
         {
-            "f": dict.fromkeys(SOURCES) | {**vectors}, "m": m, "n": n, "set_size": set_size,
+            "f": dict.fromkeys(FACTOR_SOURCES) | {**vectors}, "m": m, "n": n, "set_size": set_size,
             "by_factor": by_factor, "largest_element": largest_element, "out": out,
         },
     )  # fmt: skip
 
 
 class Factors:
-    """The vectors a, u and v of kernels/cuda/tiled/gradient.cu, and the rounded references."""
+    """The vectors from which kernels compute a gradient block P = (dL/dx) / gradient_divisor.
+
+    With x2_ij a logit in base 2, and r_i = row_reference, s_j = column_reference the reference
+    exponents as kernels subtract them, rounded:
+
+        P_ij = e_ij (a_i + u_i v_j),  e_ij = 2^(x2_ij - r_i)      if `one_exponential`
+        P_ij = e_ij a_i + 2^(x2_ij - s_j) v_j                     otherwise
+
+    With R_i, C_j the references of `sources` in float64, which are log-sum-exps, and the ranges of
+    `find_ranges`:
+
+        a_i = row_factor_i 2^(r_i - R_i) / gradient_divisor
+        u_i = 2^(r_i - middle)                                            if `one_exponential`
+        v_j = column_factor_j 2^(middle - C_j) / gradient_divisor         if `one_exponential`
+        v_j = column_factor_j 2^(s_j - C_j) / gradient_divisor            otherwise
+
+    Without a softmax of columns, P_ij = e_ij a_i.
+    """
 
     def __init__(
         self, launcher: Launcher, real: np.dtype[Any], shape: tuple[int, int],
         sources: Mapping[str, Array], scale: Fields, ranges: Array,
     ) -> None:  # fmt: skip
         (m, n), self.ranges = shape, ranges
+        # r, a and u of the formulas above, of rows; s and v, of columns
         self.row_reference, self.a, self.u = cupy.empty((3, m), real)
         self.column_reference = self.v = None
         if sources["column_reference"] is not None:
@@ -139,13 +184,13 @@ class Factors:
         )  # fmt: skip
 
     def fields(self, rows: slice, columns: slice) -> Fields:
-        """The fields of struct Factors for a block."""
+        """The fields of struct Factors for the block of `rows` and `columns`."""
         return {
             "row_reference": address(self.row_reference, rows.start),
             "a": address(self.a, rows.start), "u": address(self.u, rows.start),
             "column_reference": address(self.column_reference, columns.start),
             "v": address(self.v, columns.start),
-            "one_exponential": self.ranges.data.ptr + RANGES.offset("one_exponential"),
+            "one_exponential": self.ranges.data.ptr + RANGES_STRUCTURE.offset("one_exponential"),
         }  # fmt: skip
 
 
@@ -154,17 +199,16 @@ class Factors:
 
 @dataclass
 class Accumulator:
-    """Sums of gradients of the rows from `first` on, before `GradientRun.finish` completes them.
+    """Sums of products, dQ or dK before `GradientRun.finish` completes the gradients.
 
-    The sums were divided by the gradient divisor. Rows of dQ may have several copies, arrays
-    [rows, stride] one after another: a row is the sum of its `dq_copies` copies. Rows before
-    `first`, if any, are in `overlay`, which lies in the memory of the gradient.
+    They are divided by the gradient divisor, as gradient blocks are. A row of dQ is the sum of its
+    `dq_copies`, which `finish` adds up.
     """
 
-    array: Array
-    stride: int
-    first: int
-    overlay: Accumulator | None = None
+    array: Array  # [dq_copies, rows, stride], or the destination of the gradients
+    stride: int  # elements from row to row
+    first: int  # the first row of dQ or dK in `array`
+    overlay: Accumulator | None = None  # has the rows before `first`, in the gradients' memory
     dq_copies: int = 1  # 1 for dK
 
     @property
@@ -173,6 +217,7 @@ class Accumulator:
         return int(self.array.size) // self.dq_copies
 
     def pointer(self, row: int) -> int:
+        """The address of a row of dQ or dK, in its first copy."""
         if self.overlay is not None and row < self.first:
             return self.overlay.pointer(row)
         offset = (row - self.first) * self.stride * self.array.dtype.itemsize

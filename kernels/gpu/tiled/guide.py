@@ -1,4 +1,7 @@
-"""The guide of a call on a GPU: it marks the pairs of a block that softmaxes leave out."""
+"""The guide of a call on a GPU: before a block of the loss, it marks the pairs to leave out.
+
+A pair is left out if its product of the guide's features is above the limit of its row (column).
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ from .operands import OperandSide, find_feature_divisors, launch_over_block, to_
 
 
 class Guide:
-    """The guide's features as operands, and the limits that their products are compared with."""
+    """The guide's features as operands, and the limits with which their products are compared.
+
+    Order of calls: `with_limits`, `prepare`, then `mark` for each block of each pass.
+    """
 
     def __init__(self, problem: Problem, schedule: Schedule, queue: Queue) -> None:
         assert schedule.guide is not None
+        # precision and kernels of the guide's products, which may differ from those of the loss
         self.schedule, self.operands = schedule.guide, schedule.guide.operands
         self.launcher = Launcher(cupy.cuda.Device(), self.operands.precision, queue)
         self.real = np.dtype(self.operands.accumulator_dtype)
@@ -35,22 +42,22 @@ class Guide:
         self.feature_divisors = find_feature_divisors(
             self.launcher, [self.query, self.key][: 2 - problem.symmetric], self.multiprocessors
         )
-        self.limits: tuple[Array, Array | None] | None = None
+        self.limits: tuple[Array, Array | None] | None = None  # of rows, of columns, as products
 
     def with_limits(self, problem: Problem, vectors: TiledVectors) -> Problem:
-        """The problem with the guide's limits, and with NaN for rows whose loss depends on a
-        feature of the guide that is not finite: in `label_nans` and in the upstream gradients.
+        """The problem with the limits of the guide's products, and with NaN for losses that depend
+        on a feature of the guide that is not finite: in `label_nans` and upstream gradients.
 
-        Such a query spoils its own row; or all rows, if columns have a softmax. Such a key spoils
-        all rows: then `vectors.any_key` becomes NaN.
+        If such a feature is of a query, NaN goes to its row; if columns have a softmax, or if it is
+        of a key, NaN goes to all rows, by `vectors.any_key`.
         """
         (m, n, _), upstream = problem.shape, problem.upstream
         limits, row_nans = cupy.empty(m), None if problem.symmetric else cupy.empty(m)
         query, key = (Rows(self.launcher, side) for side in (self.query, self.key))
-        keys = 0 if problem.symmetric else n
+        key_count = 0 if problem.symmetric else n  # keys that the kernel checks after the queries
         self.launcher.rows(
-            "guide_limits", m + keys, file="block/guide_rows.cu", query=query.fields(),
-            key=key.fields(), m=m, n=keys, d=self.query.features.shape[1],
+            "guide_limits", m + key_count, file="block/guide_rows.cu", query=query.fields(),
+            key=key.fields(), m=m, n=key_count, d=self.query.features.shape[1],
             positives=problem.positives, each=problem.set_size, margin=problem.guide_margin,
             two_sided=problem.two_sided, label_nans=problem.label_nans, limits=limits,
             row_nans=row_nans, any_key_not_finite=vectors.any_key,
@@ -68,13 +75,13 @@ class Guide:
         )  # fmt: skip
 
     def prepare(self, problem: Problem) -> None:
-        """Before the first pass: limits as products, of rows and of columns."""
-        bias = 0.0
+        """Convert the limits to the unit of the kernel's products, before the first pass."""
+        truncation_bias = 0.0
         if isinstance(self.schedule.shape, config.Sweep):
             width = self.query.features.shape[1] * self.operands.item
-            bias = config.sweep_truncation_bias(self.operands.precision, width)
+            truncation_bias = config.sweep_truncation_bias(self.operands.precision, width)
         scale = NATURAL | {
-            "factor": 1 + bias,
+            "factor": 1 + truncation_bias,
             "feature_divisors": address(self.feature_divisors, 2),
         }
 
@@ -86,10 +93,10 @@ class Guide:
     def mark(
         self, rows: slice, columns: slice, memory: dict[str, Array], staged: dict[str, slice]
     ) -> Fields:
-        """Mark the pairs of a block. Returns the fields of struct Block that have the marks."""
+        """Mark the pairs of a block. Returns the fields that the marks add to its struct Block."""
         assert self.limits is not None
-        query = self.query.block(rows, "guide_query_rows", memory, staged)
-        key = self.key.block(columns, "guide_key_rows", memory, staged)
+        query = self.query.prepare_rows(rows, "guide_query_rows", memory, staged)
+        key = self.key.prepare_rows(columns, "guide_key_rows", memory, staged)
         item, shape = self.operands.item, self.schedule.shape
         mark_fields = {"row_marks": memory["row_marks"], "column_marks": memory.get("column_marks")}
         row_limits, column_limits = self.limits
@@ -108,7 +115,7 @@ class Guide:
         return mark_fields
 
 
-# Fields of struct Block on which no mark depends
+# Values of the fields of struct Block on which no mark depends
 UNUSED_FIELDS: Fields = {
     "first_row": 0, "first_column": 0, "set_size": 1, "query_ids": None, "key_ids": None,
     "symmetric": False, "triangle": False,

@@ -24,55 +24,63 @@ class StatisticsRun(PassRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, scheduled, stats.phase)
         self.stats = stats
+        # bits of each thread block of a sweep: the key tiles of whose columns it has left sums
         self.written_tiles = None
         if scheduled.column_sums and isinstance(self.shape, config.Sweep):
-            thread_blocks = 2 * self.shape.workers
+            thread_blocks = 2 * self.shape.workers  # at most: a worker is one block or two
             assert thread_blocks <= 512  # MAX_SWEEP_BLOCKS of vectors/sums.cuh
             self.written_tiles = cupy.empty((thread_blocks, 32), np.uint32)
 
     def run(self) -> None:
-        stats, pairs = self.stats, self.pair_vectors
+        """Visit all blocks; then subtract biases that kernels add to all logits of a column or row.
+
+        Sums may have terms of earlier passes, over ranks. These terms get the bias before the
+        visit, so that all terms of a sum have it. `PairVectors` says why.
+        """
+        stats, vectors = self.stats, self.pair_vectors
         biased: list[tuple[Sums, Array]] = []
-        if pairs is not None and pairs.row_bias is not None:
-            biased.append((stats.rows, pairs.row_bias))
-        columns = None if self.problem.symmetric else stats.columns  # views: rows are columns
-        if pairs is not None and pairs.column_bias is not None and columns is not None:
-            biased.append((columns, pairs.column_bias))
-        # the pass adds logits with biases to the sums, so sums of earlier passes need them, too
+        if vectors is not None and vectors.row_bias is not None:
+            biased.append((stats.rows, vectors.row_bias))
+        # if queries are the keys, the sums of columns are the sums of rows
+        columns = None if self.problem.symmetric else stats.columns
+        if vectors is not None and vectors.column_bias is not None and columns is not None:
+            biased.append((columns, vectors.column_bias))
         for sums, bias in biased:
             self.buffers.add_bias(sums.max, bias, LOG2_E, sums.max)
         super().run()
         for sums, bias in biased:
             self.buffers.add_bias(sums.max, bias, -LOG2_E, sums.max)
 
-    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
+    def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         stats, scheduled, shape, memory = self.stats, self.scheduled, self.shape, self.memory
-        m, n = self.q.rows, self.k.rows
-        # a block on the diagonal has pairs (i, j) and (j, i)
+        m, n = self.query_operand.rows, self.key_operand.rows
+        # a block on the diagonal has the pairs (i, j) and (j, i), so one triangle of it suffices
         is_diagonal = self.problem.symmetric and rows == columns
         triangle = is_diagonal and shape.square and scheduled.column_sums
         cached = self.buffers.cached
         if cached is not None and not cached.has(columns):
             cached = None
         kernel = scheduled.choose_kernel(is_diagonal, cached is not None)
+        # slots: partial sums that the kernel leaves for each row and for each column
         row_slots = shape.row_slots(m, n, triangle)
         column_slots = shape.column_slots(m, n, triangle) if kernel.defines["COLUMNS"] else 0
-        side = "column"
+        column_side = "column"  # whose slots get the sums of columns
         if triangle and isinstance(shape, config.Tile):
-            # a column is a row of the same views, and its sums lie in the slots of that row
-            side, column_slots = "row", 0
+            # queries are the keys, so the sums of column i belong to row i. They fill the slots of
+            # row i that the tiles below the diagonal leave empty
+            column_side, column_slots = "row", 0
         arguments = {
             "positive": address(stats.positive_logits, rows.start),
             "row_pairs": memory["row_partials"], "row_moments": memory.get("row_moments"),
-            "row_stride": m, "column_pairs": memory.get(f"{side}_partials"),
-            "column_moments": memory.get(f"{side}_moments"), "column_stride": n,
+            "row_stride": m, "column_pairs": memory.get(f"{column_side}_partials"),
+            "column_moments": memory.get(f"{column_side}_moments"), "column_stride": n,
         }  # fmt: skip
         if isinstance(shape, config.Sweep):
             arguments |= {"written_tiles": self.written_tiles, "cached": NOTHING_CACHED}
             arguments |= NO_GRADIENT_BLOCK
             if cached is not None:
                 arguments |= {"cached": cached.fields, "gradient_block": cached.block.fields}
-                arguments["gradient_map"] = cached.block.map(self.launcher.queue, m)
+                arguments["gradient_map"] = cached.block.tensor_map(self.launcher.queue, m)
         self.launch(kernel, rows, columns, arguments, triangle)
         self.merge("row", row_slots, stats.rows, rows)
         if column_slots:
@@ -80,23 +88,27 @@ class StatisticsRun(PassRun):
             self.merge("column", column_slots, stats.columns, columns, self.written_tiles)
 
     def merge(
-        self, side: str, slots: int, sums: Sums, part: slice, written_tiles: Array | None = None
+        self, side: str, slots: int, sums: Sums, rows: slice, written_tiles: Array | None = None
     ) -> None:
-        """Merge the partial sums of a block into the sums of its rows, or of its columns."""
-        n = part.stop - part.start
-        # Tiles leave raw products, sweeps base-2 logits
-        scale = self.scale if isinstance(self.shape, config.Tile) else BASE_2
+        """Merge the partial sums of a block, `slots` for each row, into the sums of its `rows`.
+
+        `side` is "row"; or "column", and then `rows` are the columns of the block.
+        """
+        n = rows.stop - rows.start
+        # the maxima of portable kernels are products, the maxima of sweeps are base-2 logits
+        scale = self.logit_scale if isinstance(self.shape, config.Tile) else BASE_2
         self.launcher.vectors(
             "merge_partial_sums", n, threads=4, partial_sums=self.memory[f"{side}_partials"],
             moments=self.memory.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
-            logit_scale=self.scale, sums=sums_fields(sums, part.start), written_tiles=written_tiles,
+            logit_scale=self.logit_scale, sums=sums_fields(sums, rows.start),
+            written_tiles=written_tiles,
         )  # fmt: skip
 
 
 class RanksRun(PassRun):
-    """Counts, for each row and column, the logits above its positive's logit.
+    """Counts, for each row and column, the logits above the logit of its positive.
 
-    The log-sum-exp pass has computed the logits of positives.
+    The log-sum-exp pass has computed the logits of positives before.
     """
 
     def __init__(
@@ -105,12 +117,13 @@ class RanksRun(PassRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, scheduled, ranks.phase)
         self.ranks = ranks
+        # the positives' logits in the unit of products, with which the kernel compares products
         self.row_threshold = buffers.to_products(ranks.positive_logits, BASE_2)
         self.column_threshold = None
         if scheduled.column_sums:
             self.column_threshold = buffers.to_products(ranks.column_positive_logits, BASE_2)
 
-    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
+    def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         ranks = self.ranks
         arguments = {
             "row_threshold": address(self.row_threshold, rows.start),

@@ -1,4 +1,7 @@
-"""Runs of a pass that computes losses and gradients at once: one softmax, of rows; or sigmoids."""
+"""Runs of a pass that computes losses and gradients at once: a softmax of rows only, and SigLIP.
+
+Losses with two softmaxes have two passes: lse.py, then gradient.py.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,13 @@ from .gradient import GradientRun
 
 
 class OnlineRun(GradientRun):
-    """Sums of 2^(x2 - r) for base-2 logits x2, and dQ as the sum of 2^(x2 - r) times keys.
+    """Log-sum-exps of rows, dQ and dK in one pass, for a loss with a softmax of rows only.
 
-    The reference exponent r of a row follows from its logits, as described in
-    kernels/cuda/sm90/reference_exponents.cuh. If dK is wanted, a block has all keys, so that the
-    sums of its rows are complete after the block. Then the gradient block is multiplied once more,
-    by queries times the gradient divisors of their rows.
+    The gradient block has e_ij = 2^(x2_ij - r_i), with base-2 logits x2 and reference exponents r
+    that are chosen before the logits are known (kernels/cuda/sm90/reference_exponents.cuh). The sum
+    of row i gives its loss and its gradient divisor u_i. Then dQ_i = u_i sum_j e_ij k_j, and
+    dK_j = sum_i e_ij (u_i q_i). u_i is known when row i has met all keys. So if dK is wanted, a
+    block has all keys, and its products for dK come after its sums.
     """
 
     def __init__(
@@ -32,59 +36,65 @@ class OnlineRun(GradientRun):
         super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         self.epilogue = epilogue
         m = problem.shape[0]
-        # reference exponent 0 suffices for rows whose largest base-2 logit is about -40 to 40
+        # r: 0 at first, which serves rows whose largest base-2 logit is about -40 to 40
         self.references = self.launcher.queue.zeroed_array(m, buffers.real)
-        # for each query tile, whether the sweep must compute it again
-        self.repeated_tiles = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
-        self.row_divisors = cupy.empty(m)
+        # for each query tile of a block, 1 if the sweep has to compute it again with other r
+        self.repeated_tiles = cupy.empty(-(-self.largest_rows // config.BLOCK_M), np.int32)
+        self.row_divisors = cupy.empty(m)  # u
         self.positive_gradient = cupy.empty(m)
-        self.pairs, self.moments = self.memory["row_partials"], self.memory.get("row_moments")
+        self.partials, self.moments = self.memory["row_partials"], self.memory.get("row_moments")
         if self.dk_accumulator is not None:
-            # dK's gradient divisor follows from the largest upstream gradient, so that weights of
-            # any size fit 16-bit elements
+            # u q is divided by the divisor of `ranges`, which follows from the largest upstream
+            # gradient, so that weights of any size fit 16-bit elements
             self.find_ranges(m, problem.shape[1], row_factor=problem.upstream)
 
-    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
+    def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
         sums, reference = self.epilogue.rows, address(self.references, start)
         row_sum, row_moment = address(sums.sum, start), address(sums.moment, start)
-        shape = self.shape
+        shape, key_count = self.shape, self.key_operand.rows
         assert isinstance(shape, config.Sweep)
 
         def sweep(visited_tiles: Any, segments: int) -> int:
-            """Launch the sweep for query tiles (None: all); return the number of pairs of a row."""
+            """Launch the sweep for query tiles (None: all); return its partial sums of a row."""
             arguments = {
                 "references": reference, "before": row_sum,
-                "positive": address(self.epilogue.positive_logits, start), "row_pairs": self.pairs,
-                "row_stride": n, "row_moments": self.moments, "visited_tiles": visited_tiles,
-                **self.gradient_arguments(),
+                "positive": address(self.epilogue.positive_logits, start),
+                "row_pairs": self.partials, "row_stride": n, "row_moments": self.moments,
+                "visited_tiles": visited_tiles, **self.gradient_arguments(),
             }  # fmt: skip
             self.launch(self.scheduled.kernel, rows, columns, arguments, segments=segments)
             return shape.segment_slots * segments
 
-        acc, acc_stride = 0, 0
+        # Sums and gradient block. A row whose sum is out of bounds gets another r, and its dQ so
+        # far is scaled accordingly
+        accumulator, accumulator_stride = 0, 0
         if column_block > 0 and self.dq_accumulator is not None:
-            acc, acc_stride = self.dq_accumulator.pointer(start), self.dq_accumulator.stride
-        slots = sweep(None, shape.segments(n, self.k.rows))
+            accumulator = self.dq_accumulator.pointer(start)
+            accumulator_stride = self.dq_accumulator.stride
+        slots = sweep(None, shape.segments(n, key_count))
         self.launch_query_tiles(
-            "check_references", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
-            scale=self.scale, reference=reference, sum=row_sum, moment=row_moment,
-            acc=acc, acc_stride=acc_stride, d=d, repeated_tiles=self.repeated_tiles,
+            "check_references", n, pairs=self.partials, moments=self.moments, slots=slots, n=n,
+            scale=self.logit_scale, reference=reference, sum=row_sum, moment=row_moment,
+            acc=accumulator, acc_stride=accumulator_stride, d=d, repeated_tiles=self.repeated_tiles,
         )  # fmt: skip
-        # usually no query tile is repeated; the keys of a few are divided among all multiprocessors
-        slots = sweep(self.repeated_tiles, shape.max_segments(n, self.k.rows))
+
+        # The query tiles of such rows again: usually none. With `max_segments`, all multiprocessors
+        # share the keys of a few query tiles
+        slots = sweep(self.repeated_tiles, shape.max_segments(n, key_count))
         self.launch_query_tiles(
-            "add_repeated", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
+            "add_repeated", n, pairs=self.partials, moments=self.moments, slots=slots, n=n,
             sum=row_sum, moment=row_moment, repeated_tiles=self.repeated_tiles,
         )  # fmt: skip
         self.add_to_rows(rows, row_block)
 
     def launch_query_tiles(self, kernel: str, rows: int, /, **arguments: Any) -> None:
-        """Launch one thread block for each query tile, with four threads for each row."""
+        """Launch a kernel of vectors.cu: a thread block for each query tile, 4 threads a row."""
         tiles = -(-rows // config.BLOCK_M)
         self.launcher.launch("vectors.cu", kernel, tiles, 4 * config.BLOCK_M, arguments)
 
     def end_rows(self, rows: slice) -> None:
+        """Complete the sums, the gradient divisors and dQ of `rows`, and add their terms to dK."""
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
         self.launcher.vectors(
             "end_online", n, reference=address(self.references, start),
@@ -92,7 +102,7 @@ class OnlineRun(GradientRun):
             positives=address(self.problem.positives, start),
             upstream=address(self.problem.upstream, start),
             factor=address(self.buffers.query.factor, start), n=n,
-            row_direction_weight=self.problem.row_direction_weight, scale=self.scale,
+            row_direction_weight=self.problem.row_direction_weight, scale=self.logit_scale,
             options=self.buffers.scalars.row_options(self.problem),
             gradient_divisor=address(self.row_divisors, start),
             positive_gradient=address(self.positive_gradient, start),
@@ -100,12 +110,15 @@ class OnlineRun(GradientRun):
         if self.dk_accumulator is not None:
             buffer = self.memory["weighted_queries"]
             weighted = self.buffers.query.stage(rows, buffer, self.row_divisors, self.ranges)
-            self.add_to_columns(weighted, self.grid.columns[0], start == 0)
+            self.add_to_columns(weighted, self.grid.columns[0], is_first=start == 0)
         super().end_rows(rows)
 
 
 class SigmoidRun(GradientRun):
-    """Losses of pairs, their gradients by logit, scale and bias, and dQ and dK."""
+    """SigLIP's pass: losses, gradients of the scale and the bias, dQ and dK.
+
+    Each pair has a loss of its own, so no log-sum-exp has to be known before.
+    """
 
     def __init__(
         self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, epilogue: Sigmoid,
@@ -114,35 +127,39 @@ class SigmoidRun(GradientRun):
         super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         self.epilogue = epilogue
         m, n, _ = problem.shape
-        self.factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
-        self.find_ranges(m, n, row_factor=self.factor)
+        self.row_factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
+        self.find_ranges(m, n, row_factor=self.row_factor)
         self.positive_gradient = cupy.empty(m)
-        self.row_factor = buffers.divide_factors(self.factor, self.ranges)
+        # `row_factor` over the gradient divisor, so that the kernel computes P
+        self.divided_row_factor = buffers.divide_factors(self.row_factor, self.ranges)
 
-    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
+    def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
-        sums, moments = self.memory["row_partials"], self.memory.get("row_moments")
+        partials, moments = self.memory["row_partials"], self.memory.get("row_moments")
         arguments = {
-            "bias": self.buffers.scalars.bias, "row_factor": address(self.row_factor, start),
-            "positive": address(epilogue.positive_logits, start), "row_sums": sums,
+            "bias": self.buffers.scalars.bias,
+            "row_factor": address(self.divided_row_factor, start),
+            "positive": address(epilogue.positive_logits, start), "row_sums": partials,
             "row_stride": n, "row_moments": moments,
         }  # fmt: skip
         if isinstance(self.shape, config.Sweep):
             arguments |= self.gradient_arguments()
-        else:  # tiles need no tensor map
+        else:  # portable kernels need no tensor map
             arguments["gradient_block"] = self.gradient_fields()
         self.launch(self.scheduled.kernel, rows, columns, arguments)
         self.buffers.add_partial_sums(
-            sums, moments, self.shape.row_slots(n, self.k.rows), self.ranges, self.scale, rows,
-            epilogue.losses, epilogue.bias_grad, epilogue.log_scale_grad,
+            partials, moments, self.shape.row_slots(n, self.key_operand.rows), self.ranges,
+            self.logit_scale, rows, epilogue.losses, epilogue.bias_grad, epilogue.log_scale_grad,
         )  # fmt: skip
         self.multiply(rows, columns, row_block, column_block)
 
     def end_rows(self, rows: slice) -> None:
+        """Add the positives of `rows`, which blocks leave out, to losses and sums; complete dQ."""
         start, n, epilogue = rows.start, rows.stop - rows.start, self.epilogue
         self.launcher.vectors(
             "sigmoid_positives", n, logits=address(epilogue.positive_logits, start),
-            a=address(self.factor, start), positives=address(self.problem.positives, start), n=n,
+            a=address(self.row_factor, start), n=n,
+            positives=address(self.problem.positives, start),
             bias=self.buffers.scalars.bias, scale=self.buffers.scalars.scale,
             out=address(self.positive_gradient, start),
             losses=address(epilogue.losses, start), bias_grad=address(epilogue.bias_grad, start),

@@ -24,16 +24,20 @@ class Operand:
     stride: int  # elements from row to row
     part: int  # elements from part to part of a row, with two parts (bf16x3, fp16x3); else 0
     rows: int  # number of rows
-    factor: int  # address of the factors that normalise the rows; 0: rows are not normalised
+    factor: int  # address of the rows' `Features.factor`; 0: rows are not normalised
 
     def fields(self, item: int) -> Fields:
-        """The fields of struct Operand. `item` is the number of bytes of an element."""
+        """The fields of struct Operand, in bytes. `item` is the number of bytes of an element."""
         return {"data": self.data, "stride": self.stride * item, "part": self.part * item,
                 "rows": self.rows, "factor": self.factor}  # fmt: skip
 
 
 class Features:
-    """The features of queries or keys, and the factors that normalise the rows."""
+    """The features of queries or keys, and numbers that normalise their rows (`row_norms`).
+
+    Row i of unit norm is factor[i] 2^-exponent[i] times the features. Both are None if rows are not
+    normalised. Staged rows are divided by the power of two; the factors multiply products.
+    """
 
     def __init__(
         self, launcher: Launcher, normalize: bool, real: np.dtype[Any], features: Array
@@ -53,63 +57,62 @@ class Features:
 class OperandSide(Features):
     """The features of queries or keys as operands of products.
 
-    Kernels read the features in place, or from staged copies in the format of the operands. Copies
-    have all rows, or the rows of one block.
+    Kernels read the features in place, or from staged copies in the format of the operands, which
+    have all rows or the rows of one block (`Reading`).
     """
 
     def __init__(
         self, launcher: Launcher, normalize: bool, real: np.dtype[Any], features: Array,
-        form: OperandRows,
+        layout: OperandRows,
     ) -> None:  # fmt: skip
         super().__init__(launcher, normalize, real, features)
-        self.form, self.precision = form, launcher.precision
-        self.feature_divisor = 0  # address of the side's float16 divisor; 0: none
-        self.all_rows: Operand | None = None  # unless rows are staged by block
-        if form.reading is Reading.IN_PLACE:
+        self.layout, self.precision = layout, launcher.precision
+        # address of the number by which float16 rows are divided (`find_feature_divisors`); 0: none
+        self.feature_divisor = 0
+        self.all_rows: Operand | None = None  # once it is known, unless rows are staged by block
+        if layout.reading is Reading.IN_PLACE:
             stride = features.strides[0] // features.dtype.itemsize
             self.all_rows = Operand(address(features), stride, 0, len(features), 0)
 
-    def block(
+    def prepare_rows(
         self, rows: slice, name: str, memory: dict[str, Array], staged: dict[str, slice]
     ) -> Operand:
-        """The operand of `rows`.
+        """The operand of `rows`, the rows of a block.
 
-        If rows are staged by block, they are copied to buffer `name`, unless the buffer has them.
+        If rows are staged by block, they are copied to part `name` of the workspace (`memory`),
+        unless they are there already (`staged`). If all rows are staged, the first call does so.
         """
-        if self.form.reading is Reading.BY_BLOCK:
+        if self.layout.reading is Reading.BY_BLOCK:
             if staged.get(name) != rows:
                 staged[name] = rows
                 return self.stage(rows, memory[name])
-            return self.operand(rows, memory[name])
+            return self.staged_operand(rows, memory[name])
         if self.all_rows is None:
             n = len(self.features)
-            self.memory = cupy.empty(n * self.form.row_bytes, np.uint8)
+            self.memory = cupy.empty(n * self.layout.row_bytes, np.uint8)
             self.all_rows = self.stage(slice(0, n), self.memory)
-        all_rows, n, factor = (
-            self.all_rows,
-            rows.stop - rows.start,
-            address(self.factor, rows.start),
-        )
+        all_rows, n = self.all_rows, rows.stop - rows.start
+        factor = address(self.factor, rows.start)
         offset = rows.start * all_rows.stride * config.element_bytes(self.precision)
         return Operand(all_rows.data + offset, all_rows.stride, all_rows.part, n, factor)
 
-    def operand(self, rows: slice, buffer: Array) -> Operand:
-        """The operand of `rows`, whose copies are in `buffer`."""
+    def staged_operand(self, rows: slice, buffer: Array) -> Operand:
+        """The operand of `rows`, whose staged copies are in `buffer`."""
         parts = config.OPERAND_PARTS.get(self.precision, 1)
-        part, stride = self.form.features if parts > 1 else 0, self.form.features * parts
+        part, stride = self.layout.features if parts > 1 else 0, self.layout.features * parts
         factor = address(self.factor, rows.start)
         return Operand(buffer.data.ptr, stride, part, rows.stop - rows.start, factor)
 
     def stage(
         self, rows: slice, buffer: Array, weight: Array = None, gradient_divisor: Array = None
     ) -> Operand:  # fmt: skip
-        """Rows `rows`, copied into `buffer`.
+        """Copy `rows` to `buffer` in the format of operands. Returns the operand.
 
-        If `weight` is given, each row is multiplied by its `weight` / `gradient_divisor`.
+        If `weight` (of all rows) is given, row i is multiplied by weight[i] / gradient_divisor[0].
         """
-        operand = self.operand(rows, buffer)
+        operand = self.staged_operand(rows, buffer)
         self.launcher.rows(
-            "stage", operand.rows, self.form.features, z=matrix(self.features, rows.start),
+            "stage", operand.rows, self.layout.features, z=matrix(self.features, rows.start),
             n=operand.rows, d=self.features.shape[1], exponent=address(self.exponent, rows.start),
             feature_divisor=self.feature_divisor, weight=address(weight, rows.start),
             gradient_divisor=gradient_divisor, out=buffer, stride=operand.stride, part=operand.part,
@@ -117,9 +120,9 @@ class OperandSide(Features):
         return operand
 
     def tensor_map(self, operand: Operand, box_rows: int) -> Any:
-        """The tensor map of an operand with all its parts."""
+        """The tensor map of an operand with all its parts, of which a sweep copies `box_rows`."""
         item = config.element_bytes(self.precision)
-        width = config.OPERAND_PARTS.get(self.precision, 1) * self.form.features * item
+        width = config.OPERAND_PARTS.get(self.precision, 1) * self.layout.features * item
         return self.launcher.queue.tensor_map(
             operand.data, operand.rows, width, operand.stride * item, box_rows, self.precision
         )
@@ -130,10 +133,10 @@ def launch_over_block(
     query: tuple[Operand, OperandSide], key: tuple[Operand, OperandSide], arguments: Fields,
     triangle: bool = False, segments: int = 0,
 ) -> None:  # fmt: skip
-    """Launch a kernel over the block of two operands, with persistent thread blocks.
+    """Launch a kernel over the block of two operands, with as many thread blocks as run at once.
 
-    A sweep also takes tensor maps of the operands and the number of segments. `segments` is that
-    number; 0 for the fastest number.
+    `query` and `key` are the block's operand and the side that has made it. A sweep also gets
+    tensor maps of the operands, and `segments` (0: the fastest number) for each query tile.
     """
     (q, query_side), (k, key_side) = query, key
     if isinstance(shape, config.Tile):
@@ -153,9 +156,10 @@ def find_feature_divisors(
 ) -> Array | None:
     """Choose float16 divisors of queries and keys, so that operands neither overflow nor underflow.
 
-    Returns an array of three numbers: the two divisors and their product. None: no side has one.
+    Sets `feature_divisor` of the sides; there is one side if queries are the keys. Returns an array
+    of three numbers: the two divisors and their product. None: no side has a divisor.
     """
-    divided = [side for side in sides if side.form.has_divisor]
+    divided = [side for side in sides if side.layout.has_divisor]
     if not divided:
         return None
     largest, divisors = launcher.queue.zeroed_array(2, np.uint32), cupy.empty(3)
@@ -177,9 +181,10 @@ def find_feature_divisors(
 def to_products(
     launcher: Launcher, values: Array, value_scale: Fields, logit_scale: Fields, real: np.dtype[Any]
 ) -> Array:
-    """Numbers in the unit of products, from `values` in another unit.
+    """Convert `values` to the unit of products, for kernels that compare or add them to products.
 
-    `values` times `value_scale` are logits. So are the results times `logit_scale`.
+    Scales are struct Scale: `values` times `value_scale`, and results times `logit_scale`, are
+    logits.
     """
     n = len(values)
     out = cupy.empty(n, real)
