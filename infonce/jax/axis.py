@@ -93,6 +93,8 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """
     axis, kind, make_shape = call.axis, call.kind, jax.ShapeDtypeStruct
     assert axis is not None
+
+    # The keys of all devices
     features = inputs["features"]
     own_keys = jnp.concatenate(features) if kind.joint else features[kind.key_argument]
     gathered = jax.tree.map(
@@ -100,6 +102,8 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
         {"keys": own_keys, "auxiliary_keys": _auxiliary_keys(call, inputs)},
     )
     device_arguments, keys = {**inputs, **gathered}, gathered["keys"]
+
+    # Callbacks, with a collective after each but the last
     plan = rounds.plan_callbacks(call, device_arguments)
     device_arguments["rank"] = jax.lax.axis_index(axis.names)
     run_callback = functools.partial(rounds.run_callback, call, plan)
@@ -145,10 +149,12 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     if plan.has_partial_dk:
         shapes["partial_dk"] = make_shape(keys.shape, plan.sum_dtype)
     out = add_next_callback(shapes)
+
+    # Gradients of this device's rows, in the dtypes of features
     dq, dk = out.pop("dq", None), out.pop("partial_dk", None)
     if dk is not None:
         dk = jax.lax.psum_scatter(dk, axis.names, scatter_dimension=0, tiled=True)
-    if kind.symmetric:
+    if kind.symmetric:  # queries are the keys, so a row's gradient has both parts
         dq = dq if dk is None else dq + dk
         grads = jnp.split(dq, 2) if kind.joint and dq is not None else [dq]
     else:

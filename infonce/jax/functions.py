@@ -46,8 +46,8 @@ def _apply(
     **options: Any,
 ) -> Any:
     """The loss `kind` of features in the order of its arguments; with metrics, (loss, Metrics)."""
-    kind, features, others = keywords.with_own(kind, features, options)
-    options = dict(others)
+    kind, features, loss_options = keywords.with_own(kind, features, options)
+    options = dict(loss_options)
 
     # `dims`: one call for each prefix of the features
     if prefixes.has_prefixes(kind, options):
@@ -75,12 +75,11 @@ def _apply(
         return (total, outs[-1][1]) if metrics else total
 
     # Checks of the arguments
-    vectors = {name: options.pop(name, None) for name in spec.ARRAYS}
-    names = {name: options.pop(name, None) for name in spec.NAMES}
-    numbers = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
-    numbers |= {
-        name: options.pop(name, None) for name in spec.PREFIX_OPTIONS
-    }  # refused, if there are any
+    arrays = {name: options.pop(name, None) for name in spec.ARRAYS}
+    sample_integers = {name: options.pop(name, None) for name in spec.NAMES}
+    others = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
+    # `dims` get here only if the loss has none, and are refused by `check_traced`
+    others |= {name: options.pop(name, None) for name in spec.PREFIX_OPTIONS}
     require_known(kind, features, options)
     call_axis = None
     if axis_name is not None:
@@ -88,8 +87,8 @@ def _apply(
         require_method(options)
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
-    others = {**options, **names, **vectors, **numbers}
-    check_traced(kind, features, labels, bias, others, call_axis, teacher)
+    all_options = {**options, **sample_integers, **arrays, **others}
+    check_traced(kind, features, labels, bias, all_options, call_axis, teacher)
 
     # The arrays of the call
     if temperature is not None:  # JAX differentiates this division, for temperature's gradient
@@ -103,9 +102,9 @@ def _apply(
         "scale": _floating(scale, dtype),
         "bias": None if bias is None else _floating(bias, dtype),
         "labels": None if labels is None else exact_integers(labels),
-        **{name: apply_to_each(exact_integers, integers) for name, integers in names.items()},
+        **{name: apply_to_each(exact_integers, z) for name, z in sample_integers.items()},
         "guide": jax.tree.map(jnp.asarray, tuple(guide) if isinstance(guide, list) else guide),
-        **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
+        **{name: None if z is None else jnp.asarray(z) for name, z in arrays.items()},
         "grad_out": None,
         **traced_teacher(teacher, dtype),
     }
@@ -113,13 +112,14 @@ def _apply(
     # The loss of this device's rows, or of the rows of all devices of an axis
     static_options = tuple(sorted(options.items()))
     if call_axis is None:
-        loss, values, _ = differentiable_loss(TracedCall(kind, static_options, metrics), inputs)
+        call = TracedCall(kind, static_options, metrics)
+        loss, metric_arrays, _ = differentiable_loss(call, inputs)
     else:
         call_axis, inputs = axis.make_varying(call_axis, inputs)
         call = TracedCall(kind, static_options, metrics, axis=call_axis)
         device_parts = differentiable_loss(call, inputs)
-        loss, values = axis.sum_over_devices(call, len(features[0]), device_parts)
-    return (loss, Metrics(**values)) if metrics else loss
+        loss, metric_arrays = axis.sum_over_devices(call, len(features[0]), device_parts)
+    return (loss, Metrics(**metric_arrays)) if metrics else loss
 
 
 def require_known(kind: Loss, features: Sequence[Any], options: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ class Rounds:
     # for each travel before this callback: BITS [devices, vectors, keys of a device]
     arrived: Iterator[Array]
     partial_dk: Array = None  # [N, D] output: this device's part of dK for all keys
-    has_partial_dk: bool = False  # whether a round has written `partial_dk`
+    has_partial_dk: bool = False  # whether the last round with sums has written `partial_dk`
     restored_count: int = 0  # elements of `results` that rounds have restored
     new_results: list[Array] = field(default_factory=list)  # of rounds visited by this callback
     nothing_travels_later: bool = False  # after a round without results, the last one of a call
@@ -101,7 +101,7 @@ class Rounds:
 
         dK is not sent here: it stays in `partial_dk` until psum_scatter of axis.py adds it up.
         """
-        n, k, xp = self.devices, len(self.keys) // self.devices, self.xp
+        n, k, xp = self.devices, len(self.keys) // self.devices, self.xp  # k: keys of a device
         own, visit, types = round.own, round.visit, round.types
 
         # Sums [N] for the keys of all devices. A half round computes none for this device's keys.

@@ -91,7 +91,7 @@ def evaluate(
     return process_group.loss_and_grad(kind, features, labels, bias, group, all_options)
 
 
-_wanted: dict[tuple[Loss, tuple[bool, ...]], frozenset[str]] = {}
+_wanted: dict[tuple[Loss, tuple[bool, ...]], frozenset[str]] = {}  # of `differentiated_names`
 
 
 def differentiated_names(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
@@ -225,7 +225,7 @@ def apply_repeated(
     wanted = differentiated_names(kind, tuple(needs))
     result = repeated.evaluate(kind, features, scale, bias, options, wanted, False)
     if result is None or not wanted:
-        return result and result[0]
+        return result and result[0]  # None, or the loss
     loss, grads = result
     call = TorchCall(kind, None, scale, bias, options, False, loss, None, wanted)
     call.grads = [grads.get(name) for name in ("scale", "bias", *kind.arguments)]
