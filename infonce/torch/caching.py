@@ -132,7 +132,9 @@ class _Tower:
         self.name, self.encoder, self.inputs = name, encoder, inputs
         lengths = [len(z) for entry in inputs for z in _list_arrays(entry)]
         if len(set(lengths)) != 1:
-            raise ValueError(f"inputs: expected as many rows in each of {name}, got {lengths}")
+            raise ValueError(
+                f"inputs: expected the same number of rows in each of {name}, got {lengths}"
+            )
         self.chunks = chunk_slices(lengths[0], chunk)
         self.random_states: list[_RandomState] = []  # of each chunk, before it is first encoded
         self.parallel: list[Any] = []  # modules that synchronise gradients over processes
@@ -206,7 +208,7 @@ class _Tower:
             most, least = extremes.tolist()
             if most != -least:
                 raise ValueError(
-                    f"chunk: expected as many chunks on all processes with fully_shard, got {n} "
+                    f"chunk: expected one number of chunks on all processes with fully_shard, got {n} "
                     f"here, and from {-least} to {most} on all"
                 )
 

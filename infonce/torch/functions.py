@@ -118,7 +118,7 @@ def require_known(function: str, options: Collection[str], known: Collection[str
         raise TypeError(
             f"{function}: unexpected keyword argument {min(refused)!r}: gradients are autograd's"
         )
-    for name in options:  # `infonce.checks` refuses those of ONE_PROCESS_OPTIONS that a loss lacks
+    for name in options:  # `infonce.checks` refuses ONE_PROCESS_OPTIONS that a loss lacks
         if name not in known and name not in ONE_PROCESS_OPTIONS:
             raise keywords.unexpected(function, name, known)
 

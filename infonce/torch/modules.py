@@ -35,7 +35,7 @@ DOC = """
     temperature, scale, bias
         An `nn.Parameter` given at construction becomes a parameter of the module.
     options
-        Keywords of the function, with its defaults, at construction or at the call; those of the
+        Keywords of the function, with its defaults, at construction or at the call; keywords of the
         call take precedence:
         ``{name}(normalize=True)({call_arguments}, scale=logit_scale.exp())``.
 
@@ -47,7 +47,7 @@ DOC = """
     ------
     TypeError, ValueError
         At construction, for a keyword that the function does not have, and for numbers that are no
-        beginning of a learnable scale. At the call, those of the function.
+        beginning of a learnable scale. At the call, the errors of the function.
 """
 NUMBERS = ("temperature", "scale", "bias")  # keywords that users may give as an nn.Parameter
 LEARNED = ("log_scale", *NUMBERS)  # names of parameters that a module may have

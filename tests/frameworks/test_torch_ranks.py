@@ -181,7 +181,7 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
     unit = torch.nn.functional.normalize(sides[1][: 2 * size].detach(), dim=1).float()
     for rank in ranks:  # rows of all enter each bank
         assert rank["unequal"] == (
-            f"rows: expected as many on all processes that gather them, got {sizes}"
+            f"rows: expected the same number on all processes that gather them, got {sizes}"
         )
         torch.testing.assert_close(rank["bank"][: 2 * size], unit)
 
@@ -203,7 +203,7 @@ def test_gradient_caching_is_one_pass_over_all_rows(kind: str, way: str, two_ran
 def test_gradient_caching_needs_as_many_chunks_on_all_ranks(two_ranks: Path) -> None:
     for chunks, rank in zip((2, 3), saved(two_ranks, "cached"), strict=True):
         assert rank["refused"] == (
-            "chunk: expected as many chunks on all processes with fully_shard, got "
+            "chunk: expected one number of chunks on all processes with fully_shard, got "
             f"{chunks} here, and from 2 to 3 on all"
         )
 

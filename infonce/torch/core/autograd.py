@@ -206,8 +206,8 @@ def apply(call: TorchCall, features: Sequence[Tensor]) -> Tensor:
 def apply_repeated(
     kind: Loss, features: Sequence[Tensor], bias: Any, options: dict[str, Any]
 ) -> Tensor | None:
-    """The loss of a call like an earlier one, as `apply` returns it. The checks of the call are
-    skipped. None: no earlier call is alike, so the caller checks this one and calls `apply`."""
+    """The loss of a call like an earlier one (`repeated`), without checks, as `apply` returns it.
+    None: there is no such earlier call, so the caller checks the call and calls `apply`."""
     if torch.compiler.is_compiling() or _compile_callback() or inside_transform():
         return None
     if not torch.is_grad_enabled():

@@ -98,7 +98,9 @@ def gather_rows(rows: Tensor, group: Any) -> list[Tensor]:
     """The rows of each process, without a gradient. ValueError if their numbers differ."""
     sizes = connect_group(group).allgather(len(rows))
     if len(set(sizes)) > 1:
-        raise ValueError(f"rows: expected as many on all processes that gather them, got {sizes}")
+        raise ValueError(
+            f"rows: expected the same number on all processes that gather them, got {sizes}"
+        )
     out = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in sizes]
     dist.all_gather(out, rows.contiguous(), group)
     return out

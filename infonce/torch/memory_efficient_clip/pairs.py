@@ -85,7 +85,7 @@ class MemoryEfficientCLIPLoss(Pairs):
     normalized_inputs : bool, default False
         Whether features have unit norm already.
     stable : bool, default True
-        Gradients are those of the loss times ``sqrt(N temperature)``.
+        Gradients are multiplied by ``sqrt(N temperature)``.
     tau_plus : float
         0.
     label_smoothing : float in [0, 1), default 0
@@ -136,7 +136,7 @@ class DistributedMemoryEfficientCLIPLoss(MemoryEfficientCLIPLoss):
     process's rows [rows, D].
 
     ``loss = loss of the N rows of all / processes``: the sum over processes is the loss. Gradients
-    are those of the loss of all rows, not times the processes.
+    are of the loss of all rows, not multiplied by the number of processes.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ class DistributedMemoryEfficientLiTLoss(MemoryEfficientLiTLoss):
     process's rows [rows, D].
 
     ``loss = loss of the N rows of all / processes``: the sum over processes is the loss. Gradients
-    are those of the loss of all rows, not times the processes.
+    are of the loss of all rows, not multiplied by the number of processes.
 
     Parameters
     ----------

@@ -176,8 +176,8 @@ class DistributedMemoryEfficientQwen3Loss(MemoryEfficientQwen3Loss):
     """`MemoryEfficientQwen3Loss` over processes: ``forward(query_features, doc_features,
     hard_negative_features=None)`` of this process's rows [rows, D], [rows, D], [rows, K, D].
 
-    The sum over processes is ``loss`` of all rows. Gradients are those of the loss of all rows, not
-    times the processes.
+    The sum over processes is ``loss`` of all rows. Gradients are of the loss of all rows, not
+    multiplied by the number of processes.
 
     Parameters
     ----------

@@ -312,7 +312,7 @@ class DistributedSigLIPPlusLoss(SigLIPPlusLoss):
     """`SigLIPPlusLoss` of the rows of all processes: ``forward((images [N, D], captions [M, D]),
     img_gid, txt_gid)``, a dictionary.
 
-    Images and captions of equal group ids are positives whatever process has them, and positives
+    Images and captions of equal group ids are positives, on the same process or not, and positives
     are counted over all processes.
 
     Parameters

@@ -201,7 +201,7 @@ def no_loss(*_: Any) -> Any:
         (
             {"encoders": nn.Identity(), "inputs": [torch.ones(4, 3), torch.ones(5, 3)]},
             ValueError,
-            r"inputs: expected as many rows in each of encoders, got \[4, 5\]",
+            r"inputs: expected the same number of rows in each of encoders, got \[4, 5\]",
         ),
         (
             {"encoders": [Normalised(), nn.Identity()]},
