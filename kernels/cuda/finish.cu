@@ -102,7 +102,7 @@ struct Positives {
 struct LinearGradient {
   const i64* segment;           // segment of each row, -1 if the row has no linear term; null: 0 for all rows
   const double* factor;         // factor of each row; null: 0 for all rows
-  const Real *sums, *weighted;  // [segments, d] sums of other rows, bare and with weights; null: 0
+  const Real *sums, *weighted;  // [segments, d] sums of the other side's rows, without and with factors; null: 0
   double itself;  // 2 if queries are keys, because `sums` and `weighted` contain u_i, which must not count; else 0
 
   // Subtracts own_factor t_i from g. g and u are eight numbers of the row's gradient and of u_i, from feature `column`
@@ -187,8 +187,8 @@ __device__ __forceinline__ double signed_root(double divisor) {
 //   - `z`, `factor` and `exponent` belong to the side that is completed, and `positives` has the other side.
 //   - The gradients are written to `out`, or added to `out` if `add` is 1. If the data of `out` is null, they are
 //     not written.
-//   - <g, s> of each row is written to `dots` (null: not wanted). Without moments, the gradient of the scale is the sum
-//     of these numbers divided by the scale.
+//   - <g, s> of each row, which is the sum of P_ij x_ij over the row, is written to `dots` (null: not wanted). Without
+//     moments, the gradient of the scale is the sum of these numbers divided by the scale.
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || FACTORS && LINEAR ? 2 : FACTORS ? 3 : 4)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,

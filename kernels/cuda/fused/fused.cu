@@ -24,7 +24,7 @@
 // --- phase 4 -----------------------------------------------------------------------------------------------
 
 // Computes rows row0 .. row0 + 63 and features k0 .. k0 + 63 of dQ (KEYS 0) or dK (KEYS 1). `own` are the rows that get
-// the gradient, and `other` the rows of the other side, over which it is a sum.
+// the gradient, which is a sum over `other`, the rows of the other side.
 template <int KEYS>
 __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) {
   const Matrix& own = KEYS ? f.k : f.q;
@@ -36,9 +36,8 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
   const Place at = place();
   Real g[8][8] = {};
 
-  // This thread's elements of a step, with neighbouring threads at neighbouring addresses: SHARE elements of a column
-  // of P, from (p_row, p_column) on and P_STEP rows apart, and SHARE elements of one feature of `other`, Z_STEP rows
-  // apart
+  // This thread's elements of a step: SHARE elements of a column of P, from (p_row, p_column) on and P_STEP rows apart;
+  // SHARE elements of one feature of `other`, Z_STEP rows apart. Neighbouring threads read neighbouring addresses
   constexpr int P_WIDTH = KEYS ? FUSED_TILE : CHUNK, P_STEP = FUSED_THREADS / P_WIDTH;
   constexpr int Z_STEP = FUSED_THREADS / FUSED_TILE;
   const int p_row = threadIdx.x / P_WIDTH, p_column = threadIdx.x % P_WIDTH;

@@ -44,8 +44,7 @@ __device__ __forceinline__ Place place() {
   const int at = threadIdx.x % GROUP_THREADS;
   return {(int)threadIdx.x / GROUP_THREADS, at / 8, at % 8};
 }
-// Column v of the eight columns of a thread: every eighth column, or (ALONG) runs of 16 bytes, which a thread reads at
-// once.
+// Column v of the eight columns of a thread: every eighth column, or (ALONG) runs of 16 bytes, each read at once.
 template <bool ALONG>
 __device__ __forceinline__ int get_column(int c, int v) {
   return ALONG ? (c + v / VECTOR_WIDTH * 8) * VECTOR_WIDTH + v % VECTOR_WIDTH : c + 8 * v;

@@ -1,12 +1,10 @@
-// Phases 0 and 1 of fused.cu: norms and NaN flags of rows, and the products x, tile by tile. fused/losses.cuh comes
-// next.
+// Phases 0 and 1 of fused.cu: norms and NaN flags of rows, and the products x by tiles. fused/losses.cuh comes next.
 #pragma once
 #include "fused/fused_product.cuh"
 
 // --- phase 0 -----------------------------------------------------------------------------------------------
 
-// Finds 1 / |z| (0 for a row of zeros) and the NaN flag of each of `rows` rows of z: NaN if a feature is not finite,
-// else 0.
+// Finds 1 / |z| (0 for a row of zeros) and the NaN flag (NaN if a feature is not finite, else 0) of each row of z.
 __device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, double* row_nans,
                         double* memory) {
   const Team team(rows, memory);

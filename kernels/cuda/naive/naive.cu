@@ -12,8 +12,8 @@
 //
 // M queries and N keys of D features: X and G are [m, n], U is [m, d], V is [n, d]. One thread block computes one row,
 // and neighbouring threads read neighbouring elements. The order of each sum is fixed. Positives are kept out of the
-// sums: with n the log-sum-exp of the negatives and p the logit of the positive, loss = softplus(n - p), and dloss/dp =
-// -sigmoid(n - p). Only logits are subtracted from each other.
+// sums: with n the log-sum-exp of the negatives and p the logit of the positive, loss = softplus(n - p), and
+// dloss/dp = -sigmoid(n - p). Only logits are subtracted from each other.
 //
 // Unlike in all other kernels, x is a logit, with the scale, in natural units. The functions of direction_losses.cuh
 // take logits in base 2: log2(e) x.
@@ -100,8 +100,7 @@ to_features(const Real* g, const Real* u, i64 d, i64 normalize, const double* in
 
 // --- products ---------------------------------------------------------------------------------------------
 
-// The product of a tile of 32 x 32 elements, from row i0 and column j0 on, by a thread block. Thread (x, y) computes
-// four:
+// The product of a tile of 32 x 32 elements, from row i0 and column j0 on. Thread (x, y) of a block computes four:
 //     sum[h] += sum_k a(i0 + y + 8 h, k) b(j0 + x, k)
 // The functions a and b read the operands, which are copied to shared memory, 32 x 32 elements at a time. A_ALONG tells
 // how neighbouring threads read `a`: true for neighbouring k, false for neighbouring i, whichever are neighbours in

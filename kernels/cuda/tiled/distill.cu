@@ -32,8 +32,7 @@ struct LossShared {
   Real2 row_sums[WARPS_N][BLOCK_M], column_sums[WARPS_M][BLOCK_N];
 };
 
-// The factors of a row and of a column of the tile for one model. `weight` is the weight of the loss of the row or
-// column.
+// The factors of a row and of a column of the tile for one model. `weight` is the weight of its loss.
 __device__ __forceinline__ RowFactors row_factors(const FactorsShared& f, int row, Real weight) {
   return {f.row_reference[row], f.a[row], COLUMNS ? f.u[row] : 0, f.a[row] * weight};
 }
@@ -43,8 +42,7 @@ __device__ __forceinline__ ColumnFactors column_factors(const FactorsShared& f, 
 }
 
 // Turns the products x of the student into P, with the products t of the teacher, and writes the sums of the strip's
-// rows and columns to s. `c` and `teacher_c` make base-2 logits of products. ONE: one exponential serves rows and
-// columns.
+// rows and columns to s. `c` and `teacher_c` make base-2 logits of products. ONE: e' is u e (block/distill.cuh).
 template <bool ONE>
 __device__ __forceinline__ void distill_strip(Products& x, const Products& t, LossShared& s,
                                               const FactorsShared& student, const FactorsShared& teacher, Real c,

@@ -1,7 +1,7 @@
 // Log-sum-exp pass, portable: the partial sums of each tile of logits. On Hopper, sm90/sweep_lse.cu computes them.
 //
 // With c = scale log2 e and x = q . k, a tile yields for each of its rows, and with COLUMNS for each of its columns, a
-// pair (m, sum of 2^(c (x - m))) over the negatives, where m is a product of about the size of the largest. With
+// pair (m, sum of 2^(c (x - m))) over the negatives. m is at least the largest x, so no exponent is above 0. With
 // MOMENTS, the first moment, the sum of 2^(c (x - m)) x, goes with each pair. The logits of positives are recorded, and
 // stay out of the sums. Another kernel, merge_partial_sums (vectors/sums.cuh), merges the pairs of all tiles in a fixed
 // order, without atomics, so that the bits are the same in every run. Options (block/options.cuh) may leave pairs out,

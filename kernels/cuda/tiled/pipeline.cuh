@@ -8,8 +8,7 @@
 #pragma once
 #include "block/options.cuh"
 
-// Shape of a tile, chosen by kernels/gpu/config/tile.py: BLOCK_M queries x BLOCK_N keys. A warp has WARP_M x WARP_N of
-// them
+// Shape of a tile (chosen by kernels/gpu/config/tile.py): BLOCK_M queries x BLOCK_N keys. A warp has WARP_M x WARP_N
 constexpr int BLOCK_M = 128;
 #ifndef BLOCK_N
 #define BLOCK_N 128
@@ -31,8 +30,8 @@ constexpr int WARPS_M = BLOCK_M / WARP_M;  // warps in a column of warps of a ti
 constexpr int WARPS_N = BLOCK_N / WARP_N;  // warps in a row of warps of a tile
 constexpr int TILED_THREADS = WARPS_M * WARPS_N * 32;
 constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * K_SLICE;
-// Visits of the K-slices of a row. With two PARTS, (query part, key part) are (small, large), (large, small), (large,
-// large)
+// Visits of the K-slices of a row. With two PARTS: small parts of queries with large parts of keys, large with small,
+// large with large
 constexpr int PASSES = PARTS == 2 ? 3 : 1;
 
 // --- tiles -----------------------------------------------------------------------------------------------
@@ -144,8 +143,7 @@ struct Pipeline {
     k.begin(copied().k, t.column, t.exists);
   }
 
-  // Start the copies of the next K-slice: first of queries, then of keys. `start_keys` also goes on to the K-slice
-  // after it.
+  // Start the copies of the next K-slice: first of queries, then of keys. `start_keys` also moves on by a K-slice.
   __device__ __forceinline__ void start_queries() { start<0, BLOCK_M>(q, copied().q); }
   __device__ __forceinline__ void start_keys() {
     start<1, BLOCK_N>(k, copied().k);

@@ -137,7 +137,7 @@ extern "C" __global__ void add_copies(Real* sums, i64 n, i64 copies) {
 struct DefaultVectors {
   i64* positives;           // [m]
   double *upstream, value;  // [m], and the number for all its elements
-  i64 symmetric;            // the positive of row i is 1: the other view, row i + m / 2 modulo m; 0: key i
+  i64 symmetric;            // 1: the positive of row i is its other view, row i + m / 2 modulo m; 0: it is key i
 
   __device__ __forceinline__ void write(i64 i, i64 m) const {
     if (positives) positives[i] = symmetric ? (i + m / 2) % m : i;
@@ -167,9 +167,9 @@ extern "C" __global__ void raise_scale(const __grid_constant__ Scale scale, doub
   if (threadIdx.x == 0) *out = scale.bare() + by;
 }
 
-// Options of the softmax that the passes know nothing of, because they change only the loss of a row from its sums
-// (infonce/spec.py: OPTIONS). With `hardness`, the passes multiply all products by a larger scale, the scale of
-// exponents. Otherwise exponent_scale is the scale.
+// Options of the softmax that change how the loss of a row follows from its complete sums (infonce/spec.py: OPTIONS).
+// With `hardness`, the passes multiply all products by a larger scale, the scale of exponents. Otherwise exponent_scale
+// is the scale.
 struct RowOptions {
   Scale scale, exponent_scale;
   double margin;           // is subtracted from the positive's product
@@ -204,7 +204,7 @@ struct RowOptions {
 
 // The limit of each row, for `false_negative_margin`: the product above which negatives are left out. It is the largest
 // product of the row with its positives, plus the margin, or infinite without a positive. `dots` [m, each] are the
-// products with the positives, which are -1 for none. (targets.limits in Python.)
+// products with `positives` [m, each], which are keys, or -1 for none. (targets.limits in Python.)
 extern "C" __global__ void limits(const double* dots, const i64* positives, i64 each, i64 m,
                                   double margin, double* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -235,13 +235,13 @@ struct FinalizeArguments {
   const double* any_key_not_finite;  // NaN if a key is not finite, else 0
   double row_direction_weight, column_direction_weight;
   RowOptions options;
-  // symmetric: queries are keys. triangle: the pass has visited one triangle. lse_is_float: type of row_lse, column_lse
+  // symmetric: queries are keys. triangle: the pass has visited one triangle. lse_is_float: row_lse is float*
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // Results, [m] each; positive_gradient [m, set_size]. losses: with both directions, weighted. row_loss, column_loss:
   // of one direction. References: log-sum-exps, base 2. log_scale_grad, positive_logit: null if not wanted
   double *losses, *row_loss, *row_reference, *column_loss, *column_reference, *row_factor,
       *column_factor, *positive_gradient, *log_scale_grad, *positive_logit;
-  void *row_lse, *column_lse;        // log-sum-exps, natural units
+  void *row_lse, *column_lse;        // log-sum-exps, natural units: float if lse_is_float, else double
 };
 
 // Writes to[i]: the base-2 log-sum-exp lse2 in natural units, in the type of the result.
@@ -363,8 +363,7 @@ __device__ __forceinline__ double add_up(const double* x, i64 n, const double* w
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 
-// The scalars of a result, by one thread block, at the end of a call. A null array counts as 0, and null row_shares as
-// 1.
+// The scalars of a result, by one thread block, at the end of a call. Null arrays count as 0, null row_shares as 1.
 //
 //     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
 //     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_counts) / scale
