@@ -56,8 +56,8 @@ enum : int { POSITIVE_TILE = 128 };  // rows, and columns, of the tiles of `posi
 
 // Marks of a guide, which tiled/guide.cu and sm90/sweep_guide.cu write. The mark of a pair is a bit: 1 if the product
 // of the guide's features is above the limit, so that the pair is left out. Columns are in groups of MARKED_COLUMNS.
-// Each row has four words of 32 marks for each group. The mark of column c of the group is bit `mark_bit(c)` of word c
-// / 2 % 4. In this order, all columns of a row that one thread has in its accumulators are in one word.
+// Each row has four words of 32 marks for each group: the mark of column c of the group is bit `mark_bit(c)` of word
+// c / 2 % 4. In this order, all columns of a row that one thread has in its accumulators are in one word.
 enum : int { MARKED_COLUMNS = 128 };
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
 // The index of the word with the mark of a pair, among the words of a block of `rows` rows.
@@ -99,8 +99,7 @@ struct Option {
   };
 
   // The numbers that the option needs of N rows and of N columns, by the names that their vectors have in `Block`.
-  // Arrays of columns are aligned to 16 bytes. Their elements have 8 bytes if the option MASKS, and otherwise 4 (or are
-  // Real).
+  // Arrays of columns are aligned to 16 bytes. Their elements have 8 bytes if the option MASKS, else 4 (or are Real).
   template <int N>
   struct RowNumbers {};
   template <int N>

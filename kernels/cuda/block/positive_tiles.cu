@@ -5,8 +5,7 @@
 // TILE: rows and columns of a tile. SLOTS: slots of the hash table, eight for each id. NONE: an empty slot
 constexpr int TILE = POSITIVE_TILE, TILES_OF_BYTE = 8, THREADS = 256, SLOTS = 1024, NONE = -1;
 
-// The different ids of up to TILE queries, as a hash table. If the first slot of an id is taken, the next free slot is
-// used.
+// The different ids of up to TILE queries, as a hash table. If the slot of an id is taken, the next free slot is used.
 struct Ids {
   i64 ids[TILE];
   int slots[SLOTS];  // indices into `ids`, or NONE

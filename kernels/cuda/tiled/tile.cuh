@@ -31,8 +31,7 @@ struct TileShared {
   }
 };
 
-// Starts to copy the numbers of a tile's N rows or columns, of which the first `existing` exist; zeros stand for the
-// others.
+// Starts to copy the numbers of N rows or columns, of which the first `existing` exist; zeros stand for the others.
 template <int N, class T>
 __device__ __forceinline__ void fetch(T (&to)[N], const T* from, i64 existing) {
   for (int i = threadIdx.x; i < N; i += TILED_THREADS)
