@@ -208,8 +208,8 @@ class _Tower:
             most, least = extremes.tolist()
             if most != -least:
                 raise ValueError(
-                    f"chunk: expected one number of chunks on all processes with fully_shard, got {n} "
-                    f"here, and from {-least} to {most} on all"
+                    "chunk: expected one number of chunks on all processes with fully_shard, got "
+                    f"{n} here, and from {-least} to {most} on all"
                 )
 
 
