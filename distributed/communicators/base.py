@@ -1,8 +1,9 @@
 """The interface of communicators: `Communicator`, with bounded waits, and `RankError`.
 
 A communicator has two operations: an allgather of small Python values, and a shift, in which each
-rank sends arrays to the rank at a distance. mpi.py implements both by mpi4py. A caller may pass
-another subclass of `Communicator` as `comm`.
+rank sends arrays to the rank that is `distance` further on. mpi.py implements both by mpi4py, and
+infonce/torch/core/process_group.py by torch.distributed. A caller may pass another subclass of
+`Communicator` as `comm`.
 
 No rank waits for ever:
 
@@ -10,7 +11,8 @@ No rank waits for ever:
   `RankError`.
 - If a rank is killed, the ranks that see its process notice it within 0.05 s of waiting
   (processes.py: `Peers.gone`, which mpi.py: `MPIRanks.listen` asks), and tell the other ranks.
-- If a rank hangs, the other ranks raise a `RankError` with its number after the timeout.
+- If a rank hangs, the other ranks raise a `RankError` with its number after the timeout. They know
+  its number because waiting ranks tell each other that they wait, after half of the timeout.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from .processes import Peers
 Array = Any
 # distance -> (arrays sent to rank + distance, arrays received from rank - distance)
 Shifts = Mapping[int, tuple[Sequence[Array], Sequence[Array]]]
-TIMEOUT = 300.0  # seconds
-SHORT = 2040  # bytes that most values of an allgather need
-LISTEN = 0.05  # seconds between calls of `listen`
-BUSY = 5e-3  # seconds of waiting before the first sleep: most waits end before
-DEVICE_BUSY = 50e-3  # `BUSY` for waits on a device, because a processor is slow after a sleep
+TIMEOUT = 300.0  # seconds: the default of the argument `timeout`
+SHORT_VALUE = 2040  # bytes; most pickled values of an allgather are not longer
+LISTEN_INTERVAL = 0.05  # seconds between calls of `listen`
+BUSY_WAIT = 5e-3  # seconds of waiting before the first sleep; most waits end earlier
+DEVICE_BUSY_WAIT = 50e-3  # `BUSY_WAIT` for a device: a processor is slow after a sleep
 
 
 # lets other processes and threads run on this core
-_yield: Callable[[], None] = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
 
 
 class RankError(RuntimeError):
@@ -49,7 +51,10 @@ class Pending(Protocol):
     """A shift or an exchange that has been started."""
 
     def wait(self) -> None:
-        """Return when sent arrays may be overwritten and received arrays may be read."""
+        """Return when sent arrays may be overwritten and received arrays may be read.
+
+        A transport of GPU arrays returns earlier: then this holds for later work of the stream.
+        """
         ...
 
 
@@ -66,7 +71,8 @@ class Communicator:
     last_schedule : RankSchedule or None
         The schedule of the last call of the ranks, which the next call often has again.
     waited, moving : float
-        Total seconds that this rank waited for shifts, and that shifts were in progress.
+        Seconds of all shifts so far: that this rank waited for them, and that they were under way.
+        benchmarks/ranks/step.py reads both.
     """
 
     rank: int
@@ -97,16 +103,19 @@ class Communicator:
 
         With all distances, this is an all-gather or an all-to-all of shards of any sizes.
         """
-        return Together([self.shift(*arrays, distance) for distance, arrays in shifts.items()])
+        return AllPending([self.shift(*arrays, distance) for distance, arrays in shifts.items()])
 
     def listen(self) -> None:
-        """Raise RankError if another rank is known to have failed. Called while waiting."""
+        """Raise RankError if another rank is known to have failed.
+
+        `until` calls this every `LISTEN_INTERVAL` seconds while it waits.
+        """
 
     def overdue(self) -> None:
-        """Tell the other ranks that this rank waits. Called after half of the timeout."""
+        """Tell the other ranks that this rank waits; `until` does so after half of the timeout."""
 
     def silent(self) -> str:
-        """The ranks that have not reported that they wait, as words for a `RankError`."""
+        """The ranks that have not said that they wait (`overdue`), as words for a `RankError`."""
         return "another rank"
 
     def fail(self, error: BaseException) -> None:
@@ -117,29 +126,29 @@ class Communicator:
         for transport in self.__dict__.pop("gpu_transports", {}).values():
             transport.free()
 
-    def until(self, done: Callable[[], bool], busy: float = BUSY) -> None:
+    def until(self, done: Callable[[], bool], busy_wait: float = BUSY_WAIT) -> None:
         """Wait until `done()` is true. RankError if another rank fails, or after the timeout.
 
-        The thread does not sleep in the first `busy` seconds.
+        The thread does not sleep in the first `busy_wait` seconds.
         """
         began = now = time.monotonic()
-        next_listen, overdue = began + LISTEN, False
+        next_listen, is_overdue = began + LISTEN_INTERVAL, False
         while not done():
             now = time.monotonic()
             if now >= next_listen:
                 self.listen()
-                next_listen = now + LISTEN
-            if self.timeout is not None and now - began > self.timeout / 2 and not overdue:
+                next_listen = now + LISTEN_INTERVAL
+            if self.timeout is not None and now - began > self.timeout / 2 and not is_overdue:
                 self.overdue()
-                overdue = True
+                is_overdue = True
             if self.timeout is not None and now - began > self.timeout:
                 self.listen()
                 raise RankError(
                     f"rank {self.rank} waited {self.timeout:g} s for {self.silent()}; a rank may "
                     "have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            if now - began < busy:
-                _yield()
+            if now - began < busy_wait:
+                _yield_core()
             else:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
 
@@ -176,23 +185,27 @@ class Communicator:
         return RankError(f"rank {self.rank}: {library} says {error}")
 
 
-def gathered(value: Any, gather: Callable[[Array], Array]) -> list[Any]:
-    """An allgather of values. `gather` is an allgather of bytes, from [room] to [size, room].
+def gather_values(value: Any, gather_bytes: Callable[[Array], Array]) -> list[Any]:
+    """An allgather of picklable values, for `Communicator.allgather`.
 
-    If a value is longer than most values, `gather` is called twice.
+    `gather_bytes` is an allgather of the same number of bytes from each rank: from [n] to
+    [size, n]. A message is the length of a pickled value, in 8 bytes, and the value in `room`
+    bytes. If the value of some rank needs more than `SHORT_VALUE` bytes, `gather_bytes` is called a
+    second time, with room for the longest value.
     """
-    message = pickle.dumps(value)
-    room, longest = 0, SHORT
+    pickled = pickle.dumps(value)
+    room, longest = 0, SHORT_VALUE
     while longest > room:
         room = longest
-        own = len(message).to_bytes(8, "little") + message[:room].ljust(room, b"\0")
-        everyone = gather(np.frombuffer(bytearray(own), np.uint8)).tobytes()  # it may be written
-        starts = range(8, len(everyone), 8 + room)
-        longest = max([int.from_bytes(everyone[at - 8 : at], "little") for at in starts])
-    return [pickle.loads(everyone[at : at + room]) for at in starts]
+        own = len(pickled).to_bytes(8, "little") + pickled[:room].ljust(room, b"\0")
+        # a bytearray, because a library may require memory that can be written
+        messages = gather_bytes(np.frombuffer(bytearray(own), np.uint8)).tobytes()
+        starts = range(8, len(messages), 8 + room)  # of the values
+        longest = max([int.from_bytes(messages[at - 8 : at], "little") for at in starts])
+    return [pickle.loads(messages[at : at + room]) for at in starts]
 
 
-class Together:
+class AllPending:
     """Several pending operations as one."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:

@@ -1,4 +1,8 @@
-"""The communicator of MPI, through mpi4py."""
+"""The communicator of MPI, through mpi4py.
+
+Arrays and values travel as data messages. Control messages tell the other ranks that this rank has
+failed, has ended or waits.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from .base import Array, Communicator, Pending, RankError, Shifts, gathered
+from .base import Array, Communicator, Pending, RankError, Shifts, gather_values
 from .processes import Peers, identity
 
-FAILED, ENDED, WAITING = "failed", "ended", "waiting"
-PIECE = 2**30  # bytes of one message
-CONTROL_TAG = 7
+FAILED, ENDED, WAITING = "failed", "ended", "waiting"  # kinds of control messages
+MOST_MESSAGE_BYTES = 2**30  # all MPI libraries take messages below 2 GiB
+CONTROL_TAG = 7  # MPI's tag of all control messages
+END_TIMEOUT = 5.0  # seconds that a process waits at its end for other ranks, after an error
 
 
 def load_mpi() -> Any:
@@ -82,24 +87,25 @@ class MPIRanks(Communicator):
     def __init__(self, MPI: Any, comm: Any) -> None:
         self.MPI, self._comm = MPI, comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.broken: str | None = None
+        self.broken: str | None = None  # message of the error that ended this communicator
         self.peers = Peers()
-        self.call = 0
-        self._process = os.getpid()
-        self._data: Any = None
-        self._control: Any = None
-        self._ended: dict[int, tuple[int, str]] = {}  # rank -> its last call, reason of its end
-        self._waiting: dict[int, int] = {}  # rank -> the last call in which it sent WAITING
+        self.allgather_count = 0  # by which ranks see whether a message is of the same step
+        self._process = os.getpid()  # a forked process is no rank
+        self._data: Any = None  # the duplicate for data messages
+        self._control: Any = None  # the duplicate for control messages
+        # rank -> its `allgather_count` at its end, reason of its end
+        self._ended: dict[int, tuple[int, str]] = {}
+        self._waiting: dict[int, int] = {}  # rank -> its `allgather_count` when it sent WAITING
         self._sent: list[Any] = []  # control messages that are being sent
-        self._active: list[_Shift] = []
-        self._work = threading.Condition()
-        self._worker: threading.Thread | None = None
+        self._active: list[_PendingExchange] = []  # exchanges that the background thread advances
+        self._active_changed = threading.Condition()
+        self._worker: threading.Thread | None = None  # the background thread
         self._open = True  # until `free`
-        self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._may_use_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         atexit.register(self._leave)
 
     def _duplicate_both(self) -> None:
-        """Duplicate the communicator, for data and for control messages."""
+        """Duplicate the communicator, for data and for control messages; learn the processes."""
         self._data = self._duplicate()
         self._control = self._duplicate()
         self.peers = Peers(self.allgather(identity()))
@@ -116,9 +122,9 @@ class MPIRanks(Communicator):
         if self._data is None or self.broken:
             return
         super().free()
-        with self._work:
+        with self._active_changed:
             self._open = False
-            self._work.notify()
+            self._active_changed.notify()
         if self._worker is not None:
             self._worker.join()
         self._data.Free()
@@ -134,21 +140,21 @@ class MPIRanks(Communicator):
             raise RankError(f"this communicator is out of step: {self.broken}")
         if self._data is None:
             self._duplicate_both()
-        self.call += 1
-        return gathered(value, self._gather)
+        self.allgather_count += 1
+        return gather_values(value, self._gather_bytes)
 
-    def _gather(self, own: Array) -> Array:
-        everyone = np.empty((self.size, len(own)), np.uint8)
-        self._complete(self._data.Iallgather(own, everyone), own, everyone)
-        return everyone
+    def _gather_bytes(self, own: Array) -> Array:
+        """The bytes [size, n] of all ranks, from this rank's bytes `own` [n]."""
+        all_bytes = np.empty((self.size, len(own)), np.uint8)
+        self._complete(self._data.Iallgather(own, all_bytes), own, all_bytes)
+        return all_bytes
 
-    def _complete(self, request: Any, *used: Any) -> None:
-        """Wait for a collective operation on the buffers `used`. An error breaks the
-        communicator."""
+    def _complete(self, request: Any, *buffers: Any) -> None:
+        """Wait for a collective operation on these buffers. An error breaks the communicator."""
         try:
-            self.until(lambda: bool(self._checked(request.Test)))
+            self.until(lambda: bool(self._call_mpi(request.Test)))
         except BaseException as error:
-            _abandoned.append((request, used))
+            _abandoned.append((request, buffers))
             self.fail(error)
             raise
 
@@ -164,50 +170,51 @@ class MPIRanks(Communicator):
             requests += [
                 self._data.Irecv([piece, byte], source, tag)
                 for tag, array in enumerate(receive)
-                for piece in _pieces(array)
+                for piece in _split_into_messages(array)
             ]
         for distance, (send, _) in shifts.items():
             target = (self.rank + distance) % self.size
             requests += [
                 self._data.Isend([piece, byte], target, tag)
                 for tag, array in enumerate(send)
-                for piece in _pieces(array)
+                for piece in _split_into_messages(array)
             ]
-        shift = _Shift(self, requests, shifts)
-        if self._threads and requests:
-            self._advance_in_background(shift)
-        return shift
+        exchange = _PendingExchange(self, requests, shifts)
+        if self._may_use_threads and requests:
+            self._advance_in_background(exchange)
+        return exchange
 
-    def _advance_in_background(self, shift: _Shift) -> None:
-        """Let a thread call MPI until the shift is complete.
+    def _advance_in_background(self, exchange: _PendingExchange) -> None:
+        """Let a thread call MPI until the exchange is complete.
 
         MPI transfers large messages only while a thread is inside one of its functions.
         """
-        with self._work:
-            self._active.append(shift)
+        with self._active_changed:
+            self._active.append(exchange)
             if self._worker is None:
                 self._worker = threading.Thread(target=self._advance, daemon=True)
                 self._worker.start()
-            self._work.notify()
+            self._active_changed.notify()
 
     def _advance(self) -> None:
+        """The background thread: test the active exchanges every millisecond, until `free`."""
         while True:
-            with self._work:
-                self._work.wait_for(lambda: self._active or not self._open)
+            with self._active_changed:
+                self._active_changed.wait_for(lambda: self._active or not self._open)
                 if not self._open:
                     return
                 active = list(self._active)
-            for shift in active:
-                if shift.done():
-                    with self._work:
-                        if shift in self._active:
-                            self._active.remove(shift)
+            for exchange in active:
+                if exchange.done():
+                    with self._active_changed:
+                        if exchange in self._active:
+                            self._active.remove(exchange)
             time.sleep(1e-3)
 
-    def _checked(self, call: Callable[[], Any]) -> Any:
+    def _call_mpi(self, function: Callable[[], Any]) -> Any:
         """The result of an MPI function. An error of MPI becomes a RankError."""
         try:
-            return call()
+            return function()
         except self.MPI.Exception as error:
             raise self.blame(error, "MPI") from None
 
@@ -220,32 +227,34 @@ class MPIRanks(Communicator):
         # A rank that is gone may have sent its reason before: read messages after `gone()`
         with contextlib.suppress(self.MPI.Exception):  # MPI's errors about a rank that is gone
             self._read_messages()
-        for r, (last_call, reason) in self._ended.items():
+        for r, (last_allgather, reason) in self._ended.items():
             gone.pop(r, None)
-            if last_call < self.call:  # it ended before this call
+            # a rank that ended after the current allgather has sent all that this rank waits for
+            if last_allgather < self.allgather_count:
                 raise RankError(reason)
         for message in gone.values():
             raise RankError(message)
 
     def _read_messages(self) -> None:
+        """Read the control messages that have arrived. RankError if one is FAILED."""
         status = self.MPI.Status()
         while self._control.Iprobe(tag=CONTROL_TAG, status=status):
             message = bytearray(status.Get_count(self.MPI.BYTE))
             source = status.Get_source()
             self._control.Recv([message, self.MPI.BYTE], source, CONTROL_TAG)
-            kind, call, text = pickle.loads(message)
+            kind, their_allgather_count, text = pickle.loads(message)
             if kind == FAILED:
                 raise RankError(text)
             if kind == ENDED:
-                self._ended[source] = call, text
+                self._ended[source] = their_allgather_count, text
             else:
-                self._waiting[source] = call
+                self._waiting[source] = their_allgather_count
 
     def _send_to_all(self, kind: str, text: str = "") -> None:
         """Send a control message of a kind (FAILED, ENDED, WAITING) to all other ranks."""
         if self._control is None:
             return
-        message = bytearray(pickle.dumps((kind, self.call, text)))
+        message = bytearray(pickle.dumps((kind, self.allgather_count, text)))
         for r in range(self.size):
             if r != self.rank:
                 with contextlib.suppress(self.MPI.Exception):  # the rank may be gone
@@ -260,7 +269,7 @@ class MPIRanks(Communicator):
     def silent(self) -> str:
         quiet = [
             f"rank {r}" for r in range(self.size)
-            if r != self.rank and self._waiting.get(r) != self.call
+            if r != self.rank and self._waiting.get(r) != self.allgather_count
         ]  # fmt: skip
         if self._control is None and len(quiet) > 1:
             return "another rank"  # control messages need the duplicates, which are not made yet
@@ -271,16 +280,18 @@ class MPIRanks(Communicator):
             return
         self.broken = str(error)
         if not isinstance(error, RankError):
-            self.broken = f"rank {self.rank} failed: {_in_words(error)}"
-        with self._work:
+            self.broken = f"rank {self.rank} failed: {_describe(error)}"
+        with self._active_changed:
             unfinished, self._active = self._active, []
         _abandoned.extend(unfinished)
         self._send_to_all(FAILED, self.broken)
 
     def _leave(self) -> None:
-        """Tell the other ranks that this process ends.
+        """Tell the other ranks that this process ends; runs at the exit of the process.
 
-        After an error, wait up to 5 seconds for all ranks to end, then abort the ranks that run.
+        After an error of the communicator, wait in a barrier for the other ranks to end too. After
+        `END_TIMEOUT`, or if a rank has ended already (so that it is not in the barrier), abort all
+        ranks that still run.
         """
         if self.size == 1 or self.MPI.Is_finalized() or os.getpid() != self._process:
             return
@@ -288,12 +299,12 @@ class MPIRanks(Communicator):
             error = getattr(sys, "last_value", None)  # the exception that ends the process
             reason = f"rank {self.rank} has ended"
             if error is not None:
-                reason += f": {_in_words(error)}"
+                reason += f": {_describe(error)}"
             self._send_to_all(ENDED, reason)
             return
         try:
             request = None if self._control is None else self._control.Ibarrier()
-            deadline = time.monotonic() + 5.0
+            deadline = time.monotonic() + END_TIMEOUT
             while time.monotonic() < deadline:
                 if request is not None and request.Test():
                     return
@@ -312,14 +323,15 @@ class MPIRanks(Communicator):
 _abandoned: list[Any] = []
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-class _Shift:
+class _PendingExchange:
     """The requests of one exchange, which the background thread and the caller both test."""
 
     def __init__(self, ranks: MPIRanks, requests: list[Any], buffers: Any) -> None:
+        # `buffers` are kept alive, because MPI reads and writes them
         self.ranks, self.requests, self.buffers = ranks, requests, buffers
         self.finished = not requests
         self.error: BaseException | None = None
@@ -350,12 +362,9 @@ class _Shift:
             raise self.ranks.blame(self.error, "MPI")
 
 
-def _pieces(array: Array) -> list[Array]:
-    """The bytes of a contiguous array, as messages of at most PIECE bytes.
-
-    All MPI libraries take messages below 2 GiB.
-    """
+def _split_into_messages(array: Array) -> list[Array]:
+    """The bytes of a contiguous array, as messages of at most `MOST_MESSAGE_BYTES`."""
     if array.nbytes == 0:
         return []
-    flat = array.reshape(-1).view(np.uint8)
-    return [flat[i : i + PIECE] for i in range(0, flat.size, PIECE)]
+    flat, step = array.reshape(-1).view(np.uint8), MOST_MESSAGE_BYTES
+    return [flat[i : i + step] for i in range(0, flat.size, step)]

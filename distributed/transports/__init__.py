@@ -1,1 +1,1 @@
-"""Transports, which send arrays to the next rank, and the choice among them."""
+"""Transports, which send arrays to other ranks, and the choice among them."""

@@ -20,24 +20,25 @@ from typing import Any
 
 from ..communicators.base import Communicator
 from ..communicators.mpi import load_mpi
-from .base import Host, Transport
+from .base import HostTransport, Transport
 
 CHOICES = ("auto", "mpi", "nccl", "cuda-aware", "staged")
-CUDA_AWARE = "INFONCE_CUDA_AWARE_MPI"  # an environment variable: 0 or 1
+CUDA_AWARE = "INFONCE_CUDA_AWARE_MPI"  # an environment variable: 0 or 1 overrules the library
 
 
 def cuda_aware() -> bool | None:
-    """Whether the MPI library reports that it takes device memory; None if it cannot tell."""
+    """Whether MPI takes device memory, by INFONCE_CUDA_AWARE_MPI or else by the library's report;
+    None if the library cannot tell."""
     asked = os.environ.get(CUDA_AWARE, "")
     if asked:
         if asked not in ("0", "1"):
             raise ValueError(f"{CUDA_AWARE}: expected 0 or 1, got {asked!r}")
         return asked == "1"
-    return _library_says()
+    return _query_library()
 
 
 @functools.cache
-def _library_says() -> bool | None:
+def _query_library() -> bool | None:
     try:
         query = ctypes.CDLL(load_mpi().__file__).MPIX_Query_cuda_support
     except (ImportError, OSError, AttributeError):
@@ -46,23 +47,27 @@ def _library_says() -> bool | None:
     return bool(query())
 
 
-Availability = dict[str, str | None]  # transports, fastest first: None, or why this rank has none
+# the transports of a rank, fastest first: name -> None, or the reason why the rank cannot use it
+Availability = dict[str, str | None]
 HOST_AVAILABILITY: Availability = {"mpi": None}
 
 
 def gpu_availability() -> Availability:
-    """The transports for GPU arrays."""
+    """The transports for GPU arrays on this rank."""
     from . import nccl
 
     return {
-        "nccl": nccl.missing(),
+        "nccl": nccl.why_unavailable(),
         "cuda-aware": None if cuda_aware() else "the MPI library does not say it is CUDA-aware",
         "staged": None,
     }
 
 
 def describe(on_gpu: bool) -> dict[str, str]:
-    """Each transport: what it uses, or why it is unavailable. Does not initialise MPI."""
+    """For `infonce info`: each transport, and whether it is available or why not.
+
+    Does not initialise MPI.
+    """
     try:
         import mpi4py
 
@@ -99,7 +104,7 @@ def choose(asked: str, availability_by_rank: Sequence[Availability]) -> str:
 def make(name: str, ranks: Communicator) -> Transport:
     """The transport called `name`. All ranks have to call this function together."""
     if name == "mpi":
-        return Host(ranks)
+        return HostTransport(ranks)
     from . import gpu, nccl
 
     makers: dict[str, Callable[[Communicator], Any]] = {

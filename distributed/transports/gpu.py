@@ -1,7 +1,8 @@
 """Transports of CuPy arrays: the base class, and two over MPI, CUDA-aware or by pinned memory.
 
 An exchange starts after all work that was queued on the current stream before `exchange`. Work that
-is queued after `wait` starts after the exchange. Work between the two calls overlaps with it.
+is queued after `wait` starts after the exchange. Work between the two calls overlaps with the
+exchange. nccl.py has the third transport.
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.plan import OwnedPlans
 
-from ..communicators.base import DEVICE_BUSY, Array, Communicator, Pending, Shifts
+from ..communicators.base import DEVICE_BUSY_WAIT, Array, Communicator, Pending, Shifts
 from .base import Queued
 
 
 def device_name() -> str:
     """A name of this rank's current GPU that is unique on its machine."""
-    return _name(cupy.cuda.Device().id)
+    return _name_device(cupy.cuda.Device().id)
 
 
 @functools.cache
-def _name(index: int) -> str:
-    # without the index, because CUDA_VISIBLE_DEVICES may number one GPU differently in processes
+def _name_device(index: int) -> str:
+    # not by the index, because CUDA_VISIBLE_DEVICES may number one GPU differently in processes
     return f"GPU {cupy.cuda.Device(index).pci_bus_id}"
 
 
 def get_transport(name: str, ranks: Communicator, make: Callable[[Communicator], Any]) -> Any:
-    """The transport of that name for the current device and stream.
+    """The transport called `name` for the current device and stream.
 
-    The communicator keeps it for later calls. All ranks call this together.
+    The first call makes it, and the communicator keeps it for later calls. All ranks call this
+    together.
     """
     transports = _get_transports(ranks)
     key = name, cupy.cuda.runtime.getDevice()
     if key not in transports:
         transports[key] = make(ranks)
-    transports[key].work = cupy.cuda.get_current_stream()
+    transports[key].call_stream = cupy.cuda.get_current_stream()
     return transports[key]
 
 
@@ -61,7 +63,7 @@ def measuring(ranks: Communicator) -> Iterator[Callable[[], tuple[float, float]]
     """
     transports = list(_get_transports(ranks).values())
     for transport in transports:
-        transport.timers = []
+        transport.timings = []
     try:
         yield lambda: (
             sum(transport.seconds()[0] for transport in transports),
@@ -69,48 +71,52 @@ def measuring(ranks: Communicator) -> Iterator[Callable[[], tuple[float, float]]
         )
     finally:
         for transport in transports:
-            transport.timers = None
+            transport.timings = None
 
 
 class OnDevice:
     """Base of transports of CuPy arrays: a stream for transfers, bounded waits for the device."""
 
-    timers: list[Any] | None = None  # a list while exchanges are measured
+    # While exchanges are measured, four events of each exchange: its begin and end on the stream of
+    # transfers, and the begin and end of the wait for it on the stream of the call. Otherwise None
+    timings: list[Any] | None = None
 
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
-        self.work: Any = None  # the stream of the call
-        self.timed: list[Any] = []  # events of measured exchanges, before `wait`
+        self.call_stream: Any = None  # the caller's stream, which computes blocks
+        self.timed: list[Any] = []  # (begin, end) of measured exchanges, before `wait`
         self.plans = OwnedPlans()  # of calls: they hold this transport
-        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
-        # each exchange records these again; a wait refers to the latest record before the wait
+        # the stream of transfers; of high priority, because transfers are short
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+        # The call's work before an exchange is done, and the exchange is done. Each exchange
+        # records these events again; a wait refers to the latest record before the wait
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
 
     @property
     def measured(self) -> bool:
-        return self.timers is not None
+        return self.timings is not None
 
-    def begin(self) -> None:
+    def order_after_call(self) -> None:
         """Let the next transfers start after the work that is queued on the current stream."""
         self.ready.record()
         self.stream.wait_event(self.ready)
 
-    def timer(self, stream: Any) -> Any:
-        """An event with a time on `stream`; None unless exchanges are timed."""
-        if self.timers is None:
+    def record_time(self, stream: Any) -> Any:
+        """An event with a time on `stream`; None unless exchanges are measured."""
+        if self.timings is None:
             return None
         event = cupy.cuda.Event()
         event.record(stream)
         return event
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of the measured exchanges, and seconds that the stream waited for them."""
-        elapsed = cupy.cuda.get_elapsed_time
-        timers = self.timers or []
+        """Seconds of the measured exchanges, and seconds that the call's stream waited for them."""
+        milliseconds = cupy.cuda.get_elapsed_time
+        timings = self.timings or []
         return (
-            sum(elapsed(began, ended) for began, ended, _, _ in timers) / 1e3,
-            sum(elapsed(before, after) for _, _, before, after in timers) / 1e3,
+            sum(milliseconds(began, ended) for began, ended, _, _ in timings) / 1e3,
+            sum(milliseconds(before, after) for _, _, before, after in timings) / 1e3,
         )
 
     def allgather(self, numbers: Sequence[Array]) -> Array:
@@ -123,16 +129,19 @@ class OnDevice:
     def finish(self) -> None:
         """Wait for the device, at most for the timeout, because the device may wait for ranks."""
         self.ready.record()
-        self.ranks.until(lambda: self.ready.done, DEVICE_BUSY)
+        self.ranks.until(lambda: self.ready.done, DEVICE_BUSY_WAIT)
 
     def queued(self, queue: Queue) -> Queued | None:
         return None
 
     def close(self) -> None:
-        """Nothing to abandon: the device never waits for another rank."""
+        """There is nothing to abandon: the device never waits for another rank."""
 
     def free(self) -> None:
-        """Free the memory that stays from call to call. All ranks call this together."""
+        """Free the memory that stays from call to call. All ranks call this together.
+
+        MPI's transports keep none.
+        """
 
 
 class CudaAware(OnDevice):
@@ -143,11 +152,11 @@ class CudaAware(OnDevice):
     def exchange(self, shifts: Shifts) -> Pending:
         ready = cupy.cuda.Event(disable_timing=True)
         ready.record()
-        return _ByHost(self, ready, shifts)
+        return _ExchangeInWait(self, ready, shifts)
 
 
-class _ByHost:
-    """An exchange that the host makes in `wait`, while the device computes queued products."""
+class _ExchangeInWait:
+    """An exchange that the host makes in `wait`, while the device computes queued blocks."""
 
     def __init__(self, transport: OnDevice, ready: Any, shifts: Shifts) -> None:
         self.ranks, self.ready, self.shifts = transport.ranks, ready, shifts
@@ -163,17 +172,17 @@ class Staged(OnDevice):
     name = "staged"
 
     def exchange(self, shifts: Shifts) -> Pending:
-        return _Staged(self, shifts)
+        return _StagedExchange(self, shifts)
 
 
-class _Staged:
+class _StagedExchange:
     """An exchange through pinned host memory. Copies to it begin at once, and `wait` sends them."""
 
     def __init__(self, transport: Staged, shifts: Shifts) -> None:
         self.transport, self.shifts = transport, shifts
-        transport.begin()
-        copies: dict[int, Array] = {}  # an array may go to several ranks
-        self.out: dict[int, list[Array]] = {}
+        transport.order_after_call()
+        copies: dict[int, Array] = {}  # by the id of an array, which may go to several ranks
+        self.out: dict[int, list[Array]] = {}  # distance -> copies of the arrays to send
         with transport.stream:
             for distance, (send, _) in shifts.items():
                 for array in send:

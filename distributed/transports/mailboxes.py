@@ -1,4 +1,7 @@
-"""Mailboxes of GPUs, for peers.py: memory that all ranks of a node map, and stream operations."""
+"""Mailboxes of GPUs, for peers.py: memory that all ranks of a node map, and stream operations.
+
+`connect` makes and tries the copies of a communicator; nccl.py calls it.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,16 @@ from infonce.kernels.gpu.shard import swap_arrays
 
 from ..communicators.base import Communicator
 from . import peers
-from .peers import AT_LEAST, BLOCKS, LINE, Copies, Swap
+from .peers import AT_LEAST, LINE_BYTES, MOST_SWAP_BYTES, SWAP_BLOCKS, Copies, Swap
 
 SWITCH = "INFONCE_COPY_ENGINES"  # environment variable; with the value 0, NCCL makes all transfers
 FLUSH = 2**30  # CU_STREAM_WAIT_VALUE_FLUSH of CUDA's driver
 LAST_WRITES = 1.0  # seconds that a process waits at its end for writes of others to its mailbox
+MOST_WORD_BYTES = 2**16  # of both kinds of words: enough for more ranks than a node has
 
 
 class Device:
-    """Operations on streams of the current GPU."""
+    """Operations on streams of the current GPU. Addresses and sizes are in bytes."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
@@ -43,22 +47,27 @@ class Device:
         runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, stream.ptr)
 
     def wait(self, stream: Any, at: int, number: int, how: int) -> None:
-        """Let the stream wait until the word is `EQUAL` to this number, or `AT_LEAST` as large."""
+        """Let the stream wait until the word at an address is `EQUAL` to a number, or `AT_LEAST` as
+        large."""
         # Another GPU writes a piece, and then the word that says that the slot is full. The piece
-        # may arrive after the word. A flush makes it visible to later work on this stream
+        # may arrive after the word. A flush makes the piece visible to later work on this stream
         flush = self.flush if how == AT_LEAST else 0
-        _require(self.waits(stream.ptr, at, number, how | flush), "cuStreamWaitValue32")
+        _require_success(self.waits(stream.ptr, at, number, how | flush), "cuStreamWaitValue32")
 
     def write(self, stream: Any, at: int, number: int) -> None:
-        _require(self.writes(stream.ptr, at, number, 0), "cuStreamWriteValue32")
+        """Let the stream write a number to the word at an address."""
+        _require_success(self.writes(stream.ptr, at, number, 0), "cuStreamWriteValue32")
 
     def swap(
-        self, stream: Any, form: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
+        self, stream: Any, swap: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
         own: int,
     ) -> None:  # fmt: skip
-        """Queue a swap by ranks/swap.cu. `other` and `own` are the addresses of the channel in the
-        mailbox of the other rank and in this rank's mailbox."""
-        names, room = ("first", "second", "third", "fourth"), peers.SMALL
+        """Queue a swap by ranks/swap.cu.
+
+        `outgoing` and `incoming` are the addresses of the arrays. `other` and `own` are the
+        addresses of the channel (see `Copies`) in the other rank's mailbox and in this rank's.
+        """
+        names, room = ("first", "second", "third", "fourth"), peers.MOST_SWAP_BYTES
         sides = {
             name: {
                 **dict.fromkeys(names, 0), **dict(zip(names, arrays, strict=False)),
@@ -66,33 +75,33 @@ class Device:
                 **{f"{part}_bytes": size for part, size in zip(names, sizes, strict=False)},
             }
             for name, arrays, sizes in (
-                ("sent", outgoing, form.sent), ("received", incoming, form.received),
+                ("sent", outgoing, swap.sent), ("received", incoming, swap.received),
             )
         }  # fmt: skip
         with stream:
-            swap_arrays(BLOCKS, {
-                **sides, "room": room, "counters": own + 2 * room + LINE,
+            swap_arrays(SWAP_BLOCKS, {
+                **sides, "room": room, "counters": own + 2 * room + LINE_BYTES,
                 "other": {"buffers": other, "arrived": other + 2 * room},
                 "own": {"buffers": own, "arrived": own + 2 * room},
             })  # fmt: skip
 
     def fill(self, at: int, byte: int, size: int) -> None:
-        """Write bytes, on a stream that waits for no other stream."""
-        aside = cupy.cuda.Stream(non_blocking=True)
-        runtime.memsetAsync(at, byte, size, aside.ptr)
-        aside.synchronize()
+        """Write `size` bytes of this value now, on a stream that waits for no other stream."""
+        own_stream = cupy.cuda.Stream(non_blocking=True)
+        runtime.memsetAsync(at, byte, size, own_stream.ptr)
+        own_stream.synchronize()
 
     def read(self, at: int, size: int) -> np.ndarray:
-        """Read bytes, on a stream that waits for no other stream."""
-        values, aside = np.empty(size, np.uint8), cupy.cuda.Stream(non_blocking=True)
+        """Read `size` bytes now, on a stream that waits for no other stream."""
+        values, own_stream = np.empty(size, np.uint8), cupy.cuda.Stream(non_blocking=True)
         runtime.memcpyAsync(
-            values.ctypes.data, at, size, runtime.memcpyDeviceToHost, aside.ptr
+            values.ctypes.data, at, size, runtime.memcpyDeviceToHost, own_stream.ptr
         )  # fmt: skip
-        aside.synchronize()
+        own_stream.synchronize()
         return values
 
 
-def _require(status: int, function: str) -> None:
+def _require_success(status: int, function: str) -> None:
     if status:
         raise RuntimeError(f"{function}: error {status} of CUDA's driver")
 
@@ -101,12 +110,14 @@ class Mailboxes:
     """This rank's mailbox, and the mailboxes of other ranks of its node that it has mapped."""
 
     def __init__(self) -> None:
-        """Allocate the mailbox apart from memory pools, which would give parts of it to arrays."""
-        words = 2**16  # bytes, enough for more ranks than a node has
-        size = words + peers.MAILBOX + 2 * peers.SMALL + 2 * LINE
+        """Allocate this rank's mailbox, and clear it.
+
+        The memory is not from a pool of CuPy: other processes map it, so it must not be reused.
+        """
+        size = MOST_WORD_BYTES + peers.MAILBOX_BYTES + 2 * peers.MOST_SWAP_BYTES + 2 * LINE_BYTES
         self.device = cupy.cuda.Device()
-        self.mapped: dict[int, int] = {}
-        self.own: int | None = runtime.malloc(size)
+        self.mapped: dict[int, int] = {}  # rank -> address of its mailbox in this process
+        self.own: int | None = runtime.malloc(size)  # address; None after `free`
         try:
             runtime.memset(self.own, 0, size)
             runtime.deviceSynchronize()
@@ -115,22 +126,28 @@ class Mailboxes:
             self.free()
             raise
 
-    def open(self, rank: int, node: Sequence[int], handles: Sequence[bytes]) -> dict[int, int]:
-        """Map the mailboxes of the node's ranks, and return their addresses by rank."""
+    def open(
+        self, rank: int, node_ranks: Sequence[int], handles: Sequence[bytes]
+    ) -> dict[int, int]:
+        """Map the mailboxes of the node's ranks, and return their addresses by rank.
+
+        `rank` is this rank. `handles` are the handles of the mailboxes of all ranks.
+        """
         assert self.own is not None
-        for other in node:
+        for other in node_ranks:
             if other != rank:
                 self.mapped[other] = runtime.ipcOpenMemHandle(handles[other])
-        return {other: self.mapped.get(other, self.own) for other in node}
+        return {other: self.mapped.get(other, self.own) for other in node_ranks}
 
-    def close(self, taken: Callable[[], bool] = lambda: True) -> None:
-        """Unmap the mailboxes of other ranks, after these ranks have `taken` all messages.
+    def close(self, are_taken: Callable[[], bool] = lambda: True) -> None:
+        """Unmap the mailboxes of other ranks, after these ranks have taken all messages.
 
-        They report it by a last write to this rank's mailbox. The process must not end before.
+        A rank that takes a message writes to this rank's mailbox, so the process must not end
+        before. `are_taken` tells whether all messages are taken.
         """
         end = time.monotonic() + LAST_WRITES
         with suppress(runtime.CUDARuntimeError), self.device:
-            while not taken() and time.monotonic() < end:
+            while not are_taken() and time.monotonic() < end:
                 time.sleep(1e-3)
             while self.mapped:
                 runtime.ipcCloseMemHandle(self.mapped.popitem()[1])
@@ -144,29 +161,34 @@ class Mailboxes:
             self.own = None
 
 
-class HostCopies(Copies):
-    """`Copies` between GPUs. Mailboxes are closed with this object, or at the process's end."""
+class NodeCopies(Copies):
+    """`Copies` between GPUs, with the memory of the mailboxes.
+
+    Mailboxes are closed with this object, or at the end of the process.
+    """
 
     def __init__(self, rank: int, mailboxes: Mailboxes, addresses: dict[int, int]) -> None:
         device = Device()
         super().__init__(rank, addresses, device)
-        self.memory = mailboxes
-        at, size = self.in_use, self.words
+        self.mailbox_memory = mailboxes
+        at, size = self.in_use, self.word_bytes
         self.close = weakref.finalize(
             self, mailboxes.close, lambda: not device.read(at, size).any()
         )
 
 
-def connect(ranks: Communicator) -> HostCopies | None:
+def connect(ranks: Communicator) -> NodeCopies | None:
     """Make and try the copies between the ranks of each node. All ranks call this together.
 
-    None if some rank cannot make copies, or if this rank is the only one of its node.
+    None if some rank of any node cannot make copies, or if this rank is the only one of its node.
     """
     nodes = [] if ranks.peers is None else ranks.peers.nodes
-    node = next((members for members in nodes if ranks.rank in members), [])
+    node_ranks = next((members for members in nodes if ranks.rank in members), [])
     if all(len(members) < 2 for members in nodes):
         return None
-    able, alone = os.environ.get(SWITCH) != "0", len(node) < 2
+
+    # allocate a mailbox on each rank
+    able, alone = os.environ.get(SWITCH) != "0", len(node_ranks) < 2
     mailboxes: Mailboxes | None = None
     if able and not alone:
         try:
@@ -178,18 +200,23 @@ def connect(ranks: Communicator) -> HostCopies | None:
         if mailboxes is not None:
             mailboxes.free()
         return None
-    copies: HostCopies | None = None
+
+    # map the mailboxes of the node's ranks
+    copies: NodeCopies | None = None
     if mailboxes is not None:
         # another rank's GPU may be invisible to this process, or not linked to this GPU
         with suppress(Exception):
-            addresses = mailboxes.open(ranks.rank, node, [handle for _, handle in handles])
-            copies = HostCopies(ranks.rank, mailboxes, addresses)
-    # all ranks try, because each one waits for the others
+            addresses = mailboxes.open(ranks.rank, node_ranks, [handle for _, handle in handles])
+            copies = NodeCopies(ranks.rank, mailboxes, addresses)
+
+    # try the copies, if all ranks have them, because each rank waits for the others
     works = all(ranks.allgather(alone or copies is not None))
     if works and copies is not None:
-        works = _try(copies)
+        works = _try_copies(copies)
     if all(ranks.allgather(works)):
         return copies
+
+    # a rank cannot copy: free all mailboxes
     if copies is not None:
         copies.close()
     elif mailboxes is not None:
@@ -200,19 +227,23 @@ def connect(ranks: Communicator) -> HostCopies | None:
     return None
 
 
-def _try(copies: Copies) -> bool:
-    """Send a test message to each rank of the node. Returns whether all messages arrive in time."""
+def _try_copies(copies: Copies) -> bool:
+    """Send two test messages to each rank of the node: a small one, which a kernel swaps between
+    two ranks, and a large one, which copy engines carry. Returns whether all arrive in time.
+
+    The messages are sent by launches and again by a CUDA graph.
+    """
     ranks, stream = copies.ranks, cupy.cuda.Stream(non_blocking=True)
-    me, size = ranks.index(copies.rank), peers.SMALL + LINE
-    sent = cupy.full(size, copies.rank % 251, np.uint8)
-    received = cupy.full((2, len(ranks), size), 255, np.uint8)
+    own_index, small, large = ranks.index(copies.rank), LINE_BYTES, MOST_SWAP_BYTES + LINE_BYTES
+    sent = cupy.full(large, copies.rank % 251, np.uint8)  # each byte tells the sender
+    received = cupy.full((2, len(ranks), large), 255, np.uint8)  # no sender has the byte 255
     sources, swaps, addresses = [], [], []
     for distance in range(1, len(ranks)):
-        to, source = (ranks[(me + sign * distance) % len(ranks)] for sign in (1, -1))
+        to, source = (ranks[(own_index + sign * distance) % len(ranks)] for sign in (1, -1))
         sources.append(source)
-        for way, part in enumerate((LINE, size)):
-            swaps.append(Swap(to, (part,), source, (part,)))
-            addresses += [sent.data.ptr, received[way, distance].data.ptr]
+        for message, size in enumerate((small, large)):
+            swaps.append(Swap(to, (size,), source, (size,)))
+            addresses += [sent.data.ptr, received[message, distance].data.ptr]
     cupy.cuda.get_current_stream().synchronize()
     queued = False
     with suppress(Exception):  # some drivers cannot capture waits
@@ -232,4 +263,4 @@ def _try(copies: Copies) -> bool:
         copies.release(lambda: stream.done)
         return False
     expected, got = np.array(sources)[:, None] % 251, received[:, 1:].get()
-    return queued and bool((got[0, :, :LINE] == expected).all() and (got[1] == expected).all())
+    return queued and bool((got[0, :, :small] == expected).all() and (got[1] == expected).all())

@@ -17,15 +17,18 @@ from ..communicators.base import Array, Communicator, Pending, Shifts
 from . import gpu, mailboxes, peers
 from .base import Queued
 
-Message = tuple[int, int]  # bytes, the other rank
-Link = tuple[int, bool, bool]  # distance (0: all ranks), whether it sends, whether it receives
-BYTES = 1  # NCCL's number for 8-bit unsigned integers: arrays of any dtype are sent as bytes
-LITTLE = 2**23  # bytes; NCCL transfers them in about the time that the host takes to launch it
-COPIES_ALONE = 0.5  # seconds for copies to end, before NCCL is aborted
+Message = tuple[int, int]  # (bytes, the other rank)
+# (distance, whether this rank sends, whether it receives); distance 0: an all-gather of all ranks
+Link = tuple[int, bool, bool]
+NCCL_UINT8 = 1  # NCCL's number for 8-bit unsigned integers: arrays of any dtype are sent as bytes
+# In a plan of two ranks, an exchange of at most this number of bytes by NCCL is launched after the
+# block that hides it: NCCL transfers them in about the time that the host takes to launch NCCL
+LATE_BYTES = 2**23
+COPIES_PATIENCE = 0.5  # seconds for copies to end after an error, before NCCL is aborted
 
 
 @functools.cache
-def missing() -> str | None:
+def why_unavailable() -> str | None:
     """The reason why NCCL cannot be used; None if it can."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy warns if NCCL is missing
@@ -39,24 +42,27 @@ class NCCL(gpu.OnDevice):
     """Sends and receives of NCCL. Copy engines carry large arrays between GPUs of a node."""
 
     name = "nccl"
-    copies: mailboxes.HostCopies | None = None
+    copies: mailboxes.NodeCopies | None = None
 
     def __init__(self, ranks: Communicator) -> None:
         super().__init__(ranks)
         from cupy.cuda import nccl
 
         self.nccl = nccl
-        identity = nccl.get_unique_id() if ranks.rank == 0 else None
-        identity = ranks.allgather(identity)[0]
+        unique_id = nccl.get_unique_id() if ranks.rank == 0 else None
+        unique_id = ranks.allgather(unique_id)[0]
         self.device = cupy.cuda.Device()
         self.linked: set[Link] = set()  # links that NCCL has connected in earlier exchanges
-        self.communicator = self._bounded(
-            lambda: nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
+        self.communicator = self._run_bounded(
+            lambda: nccl.NcclCommunicator(ranks.size, unique_id, ranks.rank)
         )
         self.copies = mailboxes.connect(ranks)
 
-    def _bounded(self, function: Callable[[], Any]) -> Any:
-        """Run a function of NCCL that waits for other ranks, within the timeout."""
+    def _run_bounded(self, function: Callable[[], Any]) -> Any:
+        """The result of a function of NCCL that waits for other ranks, within the timeout.
+
+        It runs in another thread: see `Communicator.bounded`.
+        """
 
         def on_device() -> Any:
             with self.device:
@@ -65,18 +71,21 @@ class NCCL(gpu.OnDevice):
         return self.ranks.bounded(on_device, "NCCL")
 
     def exchange(self, shifts: Shifts) -> Pending:
-        return _Queued(self, Queue()).exchange(shifts)
+        return _QueuedNCCL(self, Queue()).exchange(shifts)
 
     def allgather(self, numbers: Sequence[Array]) -> Array:
-        return _Queued(self, Queue()).allgather(numbers)
+        return _QueuedNCCL(self, Queue()).allgather(numbers)
 
     def queued(self, queue: Queue) -> Queued:
-        return _Queued(self, queue, late=self.ranks.size == 2)
+        return _QueuedNCCL(self, queue, may_launch_late=self.ranks.size == 2)
 
     @property
     def all_copied(self) -> bool:
         """Whether copies (peers.py) carry all arrays, so that exchanges make no call of NCCL."""
         return self.copies is not None and len(self.copies.ranks) == self.ranks.size == 2
+
+    # The three steps of an exchange, which a queue runs, or records for a plan. `stream` is the
+    # pointer of the stream of the call
 
     def mark(self, stream: int) -> None:
         """Let the next `transfer` start after the work that is now queued on the stream."""
@@ -84,37 +93,37 @@ class NCCL(gpu.OnDevice):
 
     def transfer(self, form: _Form | _AllGather, stream: int, *addresses: int) -> None:
         """Queue an exchange of this form, which starts after the last `mark`."""
-        runtime, mine = cupy.cuda.runtime, self.stream.ptr
-        runtime.streamWaitEvent(mine, self.ready.ptr)
-        began = self.timer(self.stream)
+        runtime, transfers = cupy.cuda.runtime, self.stream.ptr
+        runtime.streamWaitEvent(transfers, self.ready.ptr)
+        began = self.record_time(self.stream)
         if form.links <= self.linked:
             form.launch(self, addresses)
         else:  # NCCL connects ranks in their first transfer, and waits for them
-            self._bounded(lambda: form.launch(self, addresses))
+            self._run_bounded(lambda: form.launch(self, addresses))
             self.linked |= form.links
         if began is None:
-            runtime.eventRecord(self.done.ptr, mine)
+            runtime.eventRecord(self.done.ptr, transfers)
         else:
-            self.timed.append((began, self.timer(self.stream)))
+            self.timed.append((began, self.record_time(self.stream)))
 
     def join(self, stream: int) -> None:
-        """Let later work on the stream start after the exchanges."""
+        """Let later work on the stream start after the exchanges that are queued."""
         runtime = cupy.cuda.runtime
-        if self.timers is None or not self.timed:
+        if self.timings is None or not self.timed:
             runtime.streamWaitEvent(stream, self.done.ptr)
             return
         began, ended = self.timed.pop(0)
         current = cupy.cuda.get_current_stream()
-        before = self.timer(current)
+        before = self.record_time(current)
         runtime.streamWaitEvent(stream, ended.ptr)
-        self.timers.append((began, ended, before, self.timer(current)))
+        self.timings.append((began, ended, before, self.record_time(current)))
 
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
         try:
-            # The abort comes later. It holds the interpreter's lock, and may wait for the device,
-            # whose streams may wait for other ranks
-            self._release(COPIES_ALONE)
+            # First release the copies. The abort holds the interpreter's lock, and may wait for the
+            # device, whose streams may wait for copies of other ranks
+            self._release(COPIES_PATIENCE)
         finally:
             try:
                 self.communicator.abort()
@@ -123,12 +132,13 @@ class NCCL(gpu.OnDevice):
                 self.plans.clear()  # last, because freeing a graph may wait for its launches
 
     def _release(self, patience: float) -> None:
-        """End all waits for other ranks in the work that is now queued."""
+        """End the waits of copies for other ranks in the work that is now queued. `patience` is the
+        most seconds."""
         if self.copies is None:
             return
         with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the call may end by such an error
-            left = [stream.record() for stream in (self.work, self.stream)]
-            self.copies.release(lambda: all(event.done for event in left), patience)
+            ends = [stream.record() for stream in (self.call_stream, self.stream)]
+            self.copies.release(lambda: all(event.done for event in ends), patience)
 
     def free(self) -> None:
         self.plans.clear()
@@ -137,7 +147,7 @@ class NCCL(gpu.OnDevice):
             copies.close()
         self.ranks.allgather(None)  # no rank has mapped the mailbox of another any more
         if copies is not None:
-            copies.memory.free()
+            copies.mailbox_memory.free()
         self.communicator.destroy()
 
 
@@ -145,13 +155,16 @@ class NCCL(gpu.OnDevice):
 class _Form:
     """The form of an exchange: sizes and ranks, without the addresses of arrays."""
 
-    sends: list[Message]
-    receives: list[Message]
-    links: set[Link]
+    sends: list[Message]  # by NCCL
+    receives: list[Message]  # by NCCL
+    links: set[Link]  # of NCCL's transfers
     copies: list[peers.Swap]
 
     def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
-        """Queue the copies, then one operation of NCCL with all other transfers."""
+        """Queue the copies, then one operation of NCCL with all other transfers.
+
+        `addresses` are the addresses of the arrays of `sends`, `receives` and `copies`.
+        """
         send, receive = nccl.communicator.send, nccl.communicator.recv
         stream, sends = nccl.stream.ptr, len(self.sends)
         if self.copies:
@@ -163,9 +176,9 @@ class _Form:
             return
         nccl.nccl.groupStart()
         for at, (size, rank) in zip(addresses[:sends], self.sends, strict=True):
-            send(at, size, BYTES, rank, stream)
+            send(at, size, NCCL_UINT8, rank, stream)
         for at, (size, rank) in zip(addresses[sends:], self.receives, strict=True):
-            receive(at, size, BYTES, rank, stream)
+            receive(at, size, NCCL_UINT8, rank, stream)
         nccl.nccl.groupEnd()
 
 
@@ -177,19 +190,22 @@ class _AllGather:
     links: frozenset[Link] = frozenset({(0, True, True)})
 
     def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
-        nccl.communicator.allGather(*addresses, self.size, BYTES, nccl.stream.ptr)
+        """`addresses` are the addresses of this rank's bytes, and of the bytes of all ranks."""
+        nccl.communicator.allGather(*addresses, self.size, NCCL_UINT8, nccl.stream.ptr)
 
 
-class _Queued:
-    """Exchanges through a queue, which runs them or records them for a plan.
+class _QueuedNCCL:
+    """The transport through a queue, which runs the exchanges or records them for a plan.
 
-    `late`: an exchange of at most `LITTLE` bytes by NCCL, or by copy engines, is launched when the
-    caller waits for it. The block that hides the exchange is launched before, so that it does not
-    wait for the launch of the exchange, and gets multiprocessors first.
+    `may_launch_late`: an exchange by copy engines, or of at most `LATE_BYTES` by NCCL, is launched
+    when the caller waits for it. So the block that hides the exchange is launched first: the block
+    does not wait for the launch of the exchange, and gets multiprocessors first.
     """
 
-    def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
-        self.transport, self.queue, self.late = transport, queue, late
+    def __init__(self, transport: NCCL, queue: Queue, may_launch_late: bool = False) -> None:
+        self.transport, self.queue = transport, queue
+        self.may_launch_late = may_launch_late
+        # CUDA graphs take copies only, and no measured exchanges, whose events have times
         capturable = transport.all_copied and not transport.measured
         self.do = partial(queue.do, capturable=capturable)
 
@@ -201,28 +217,30 @@ class _Queued:
         copied: list[Array] = []
         for distance, (send, receive) in shifts.items():
             to, source = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
-            send, to_copy = self._routed(to, send)
-            receive, to_be_copied = self._routed(source, receive)
+            send, copied_out = self._divide_by_route(to, send)
+            receive, copied_in = self._divide_by_route(source, receive)
             form.sends.extend((array.nbytes, to) for array in send)
             form.receives.extend((array.nbytes, source) for array in receive)
             if send or receive:
                 form.links.add((distance, bool(send), bool(receive)))
-            if to_copy or to_be_copied:
-                sizes = (tuple(a.nbytes for a in arrays) for arrays in (to_copy, to_be_copied))
+            if copied_out or copied_in:
+                sizes = (tuple(a.nbytes for a in arrays) for arrays in (copied_out, copied_in))
                 form.copies.append(peers.Swap(to, next(sizes), source, next(sizes)))
             sent += send
             received += receive
-            copied += [*to_copy, *to_be_copied]
+            copied += [*copied_out, *copied_in]
         self.do(self.transport.mark)
         transfer = partial(self.transport.transfer, form)
         addresses = [array.data.ptr for array in (*sent, *received, *copied)]
         launch = partial(self.do, transfer, *addresses)
-        if self.late and sum(size for size, _ in form.receives) <= LITTLE:
-            return _Late(self, launch)
+        if self.may_launch_late and sum(size for size, _ in form.receives) <= LATE_BYTES:
+            return _LateExchange(self, launch)
         launch()
         return self
 
-    def _routed(self, rank: int, arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    def _divide_by_route(
+        self, rank: int, arrays: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
         """Arrays for NCCL, and arrays for copies. One of the two lists is empty.
 
         Ranks of one node exchange messages of at least 1 MiB by copies, and messages of any size if
@@ -237,25 +255,25 @@ class _Queued:
         self.do(self.transport.join)
 
     def allgather(self, numbers: Sequence[Array]) -> Array:
-        ranks, k = self.transport.ranks, len(numbers)
-        rank_vectors = cupy.empty((ranks.size, k))
-        mine = rank_vectors[ranks.rank]
+        ranks = self.transport.ranks
+        rank_vectors = cupy.empty((ranks.size, len(numbers)))
+        own_vector = rank_vectors[ranks.rank]
         for i, number in enumerate(numbers):
-            self.queue.copy(mine[i:].data, number.data, number.nbytes)
-        if self.transport.all_copied:
-            self.exchange({1: ([mine], [rank_vectors[1 - ranks.rank]])}).wait()
+            self.queue.copy(own_vector[i:].data, number.data, number.nbytes)
+        if self.transport.all_copied:  # two ranks
+            self.exchange({1: ([own_vector], [rank_vectors[1 - ranks.rank]])}).wait()
             return rank_vectors
         self.do(self.transport.mark)
-        transfer = partial(self.transport.transfer, _AllGather(mine.nbytes))
-        self.do(transfer, mine.data.ptr, rank_vectors.data.ptr)
+        transfer = partial(self.transport.transfer, _AllGather(own_vector.nbytes))
+        self.do(transfer, own_vector.data.ptr, rank_vectors.data.ptr)
         self.wait()
         return rank_vectors
 
 
-class _Late:
+class _LateExchange:
     """An exchange that is launched when the caller waits for it."""
 
-    def __init__(self, queued: _Queued, launch: Callable[[], None]) -> None:
+    def __init__(self, queued: _QueuedNCCL, launch: Callable[[], None]) -> None:
         self.queued, self.launch = queued, launch
 
     def wait(self) -> None:

@@ -1,19 +1,25 @@
 """Copies to other GPUs of this node by copy engines, which take no multiprocessors.
 
 Each rank has a mailbox in the memory of its GPU, which all ranks of its node map (CUDA IPC). A
-mailbox has two slots for each other rank, and words that say whether a slot is full or in use. A
-message travels in pieces. The sender copies a piece to a slot of the receiver's mailbox, and writes
-the word "full" there. The receiver copies the piece to its array, and writes to the sender's
-mailbox that the slot is free again.
+mailbox has two slots for each other rank of the node, and 32-bit words, two for each slot:
+
+- "full", in the receiver's mailbox: the slot holds a piece that the receiver has not copied;
+- "in use", in the sender's mailbox: the receiver has not yet taken the piece from the slot.
+
+A message travels in pieces. The sender waits until the slot is not in use, marks it in use, copies
+the piece to the slot of the receiver's mailbox, and writes "full" there. The receiver waits for
+"full", copies the piece to its array, clears "full", and clears "in use" in the sender's mailbox.
 
 Streams wait for words and write them. Neither the host nor a kernel takes part, and a CUDA graph
 may capture all steps. Each rank sends one piece and receives one piece in turns, so pieces advance
 even if all streams of a GPU share one queue.
 
-If a node has two ranks, a kernel swaps small arrays, because a small copy spends most of its time
-between its steps. The kernel writes to the other GPU, and waits for the arrays of the other GPU.
+If a node has two ranks, a kernel (swap.cu) exchanges small arrays, because a small copy spends most
+of its time between its steps. The kernel writes to the other GPU, and waits for the arrays of the
+other GPU.
 
-mailboxes.py has the memory of GPUs and the operations on their streams.
+nccl.py decides which arrays are copied. mailboxes.py has the memory of GPUs and the operations on
+their streams.
 """
 
 from __future__ import annotations
@@ -26,54 +32,61 @@ from itertools import zip_longest
 from typing import Any
 
 SLOTS = 2  # for each sender
-MAILBOX = 2**25  # bytes of all slots of a rank
-LEAST = 2**20  # bytes; with more than two ranks, NCCL sends smaller messages
-SMALL, MOST = 2**20, 4  # a kernel swaps at most so many bytes, and at most so many arrays
-BLOCKS = 16  # thread blocks of swap.cu
-WORD, LINE = 4, 256  # bytes of a word, and of an aligned line
-PATIENCE = 10.0  # seconds to wait for the first copies, and for abandoned work
-AT_LEAST, EQUAL = 0, 1  # how streams compare words
+MAILBOX_BYTES = 2**25  # of all slots of a rank
+LEAST_COPY_BYTES = 2**20  # if a node has more than two ranks; NCCL sends smaller messages
+# A kernel swaps at most this number of bytes, and of arrays, in each direction
+MOST_SWAP_BYTES, MOST_SWAP_ARRAYS = 2**20, 4
+SWAP_BLOCKS = 16  # thread blocks of swap.cu
+WORD_BYTES, LINE_BYTES = 4, 256  # of a word; the alignment of slots, of parts and of buffers
+PATIENCE = 10.0  # seconds to wait for the test messages, and for abandoned work
+AT_LEAST, EQUAL = 0, 1  # how a stream compares a word with a number; CUDA's numbers
 
-# (array, first byte, bytes, place in the slot) of each part of a piece
-Pieces = list[list[tuple[int, int, int, int]]]
+# (number of the array, first byte in the array, bytes, offset in the slot) of a part of a piece
+Part = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Swap:
-    """Bytes of the arrays that are sent to rank `to`, and of those received from rank `source`."""
+    """The sizes of one exchange by copies: bytes of each array that is sent or received."""
 
-    to: int
+    to: int  # the rank that gets the sent arrays
     sent: tuple[int, ...]
-    source: int
+    source: int  # the rank from which arrays are received
     received: tuple[int, ...]
 
 
 @functools.cache
-def pieces(sizes: tuple[int, ...], room: int) -> Pieces:
-    """Divide arrays of these sizes into pieces for slots of `room` bytes.
+def divide_into_pieces(sizes: tuple[int, ...], slot_bytes: int) -> list[list[Part]]:
+    """Divide arrays of these sizes, in bytes, into pieces for slots of `slot_bytes`.
 
-    `room` and the places in a slot are multiples of `LINE`.
+    `slot_bytes` and the offsets in a slot are multiples of `LINE_BYTES`.
     """
-    result: Pieces = []
-    free = 0
+    pieces: list[list[Part]] = []
+    free = 0  # bytes of the last piece's slot
     for array, size in enumerate(sizes):
         first = 0
         while first < size:
             if not free:
-                result.append([])
-                free = room
-            part = min(size - first, free)
-            result[-1].append((array, first, part, room - free))
-            first += part
-            free -= -(-part // LINE) * LINE
-    return result
+                pieces.append([])
+                free = slot_bytes
+            part_bytes = min(size - first, free)
+            pieces[-1].append((array, first, part_bytes, slot_bytes - free))
+            first += part_bytes
+            free -= -(-part_bytes // LINE_BYTES) * LINE_BYTES
+    return pieces
 
 
 class Copies:
     """Copies between this rank and the other ranks of its node.
 
-    `mailboxes` has the address of each rank's mailbox in this process. `device` has the operations
-    on streams.
+    `mailboxes` has the address, in this process, of the mailbox of each rank of the node. `device`
+    has the operations on streams (`mailboxes.Device`). A mailbox has these parts, in this order:
+
+    - words "full", one for each slot (`word_bytes`);
+    - words "in use", one for each slot of this rank in another mailbox (`word_bytes`);
+    - slots of `slot_bytes`, SLOTS for each other rank;
+    - from `channel` on, the memory of swap.cu: two buffers of MOST_SWAP_BYTES; and for each thread
+      block the number of the last swap whose arrays have arrived, and the number of its last swap.
     """
 
     def __init__(self, rank: int, mailboxes: dict[int, int], device: Any) -> None:
@@ -81,16 +94,15 @@ class Copies:
         self.ranks = list(mailboxes)
         # the other rank, if the node has two ranks
         self.partner = next(r for r in self.ranks if r != rank) if len(self.ranks) == 2 else None
-        # bytes of the words that say which slots are full; as many say which slots are in use
-        self.words = -(-len(self.ranks) * SLOTS * WORD // LINE) * LINE
-        self.room = MAILBOX // (SLOTS * (len(self.ranks) - 1)) // LINE * LINE
-        # offset of the memory after the slots: two buffers, counts of arrivals there, and counters
-        self.channel = 2 * self.words + self.room * SLOTS * (len(self.ranks) - 1)
+        self.word_bytes = -(-len(self.ranks) * SLOTS * WORD_BYTES // LINE_BYTES) * LINE_BYTES
+        slot_count = SLOTS * (len(self.ranks) - 1)
+        self.slot_bytes = MAILBOX_BYTES // slot_count // LINE_BYTES * LINE_BYTES
+        self.channel = 2 * self.word_bytes + self.slot_bytes * slot_count
 
     def take(self, rank: int, size: int) -> bool:
-        """Whether a message to or from that rank goes by copies."""
-        here = rank in self.mailboxes and rank != self.rank
-        return here and (size >= LEAST or self.partner is not None)
+        """Whether a message of `size` bytes to or from `rank` goes by copies."""
+        on_this_node = rank in self.mailboxes and rank != self.rank
+        return on_this_node and (size >= LEAST_COPY_BYTES or self.partner is not None)
 
     def run(self, swaps: Sequence[Swap], addresses: Sequence[int], stream: Any) -> None:
         """Queue swaps on the stream.
@@ -106,14 +118,17 @@ class Copies:
             first = last
             if (
                 self.partner is not None
-                and max(map(padded_bytes, (swap.sent, swap.received))) <= SMALL
+                and max(map(padded_bytes, (swap.sent, swap.received))) <= MOST_SWAP_BYTES
             ):
-                # `swap.to` or `swap.source` may be on another node. Nothing is copied to it, but
-                # both partners launch the kernel, for the arrays that go the other way
+                # `swap.to` or `swap.source` may be on another node. Nothing is copied to that rank,
+                # but both partners launch the kernel, for the arrays that go the other way
                 sides = (self.mailboxes[r] + self.channel for r in (self.partner, self.rank))
                 self.device.swap(stream, swap, outgoing, incoming, *sides)
                 continue
-            turns = zip_longest(pieces(swap.sent, self.room), pieces(swap.received, self.room))
+            turns = zip_longest(
+                divide_into_pieces(swap.sent, self.slot_bytes),
+                divide_into_pieces(swap.received, self.slot_bytes),
+            )
             for turn, (sent, received) in enumerate(turns):
                 if sent is not None:
                     self._send(swap.to, turn % SLOTS, sent, outgoing, stream)
@@ -121,60 +136,71 @@ class Copies:
                     self._receive(swap.source, turn % SLOTS, received, incoming, stream)
 
     def release(self, done: Callable[[], bool], patience: float = PATIENCE) -> None:
-        """End all waits of this rank's streams, until `done()` is true. After an error, other ranks
-        may never write the words."""
-        mine, end = self.mailboxes[self.rank], time.monotonic() + patience
+        """End all waits of this rank's streams, until `done()` is true or for `patience` seconds.
+
+        After an error, other ranks may never write the words. So this rank writes into its own
+        mailbox that all slots are full, that none is in use, and that later swaps have arrived.
+        """
+        mailbox, end = self.mailboxes[self.rank], time.monotonic() + patience
+        arrived = mailbox + self.channel + 2 * MOST_SWAP_BYTES
         while not done() and time.monotonic() < end:
-            self.device.fill(mine, 1, self.words)
-            self.device.fill(mine + self.words, 0, self.words)
-            self.device.fill(mine + self.channel + 2 * SMALL, 0x7F, BLOCKS * WORD)
+            self.device.fill(mailbox, 1, self.word_bytes)
+            self.device.fill(self.in_use, 0, self.word_bytes)
+            self.device.fill(arrived, 0x7F, SWAP_BLOCKS * WORD_BYTES)
             time.sleep(1e-3)
 
     def _send(
-        self, to: int, slot: int, parts: Sequence[tuple[int, int, int, int]],
-        arrays: Sequence[int], stream: Any,
-    ) -> None:  # fmt: skip
-        device, in_use = self.device, self._in_use(self.rank, to, slot)
+        self, to: int, slot: int, parts: Sequence[Part], arrays: Sequence[int], stream: Any
+    ) -> None:
+        """Queue the copy of a piece to a slot of rank `to`. `arrays` are addresses."""
+        device, in_use = self.device, self._in_use_address(self.rank, to, slot)
         device.wait(stream, in_use, 0, EQUAL)
         device.write(stream, in_use, 1)
-        at = self._slot(to, self.rank, slot)
-        for array, start, size, place in parts:
-            device.copy(stream, at + place, arrays[array] + start, size)
-        device.write(stream, self._full(to, self.rank, slot), 1)
+        slot_address = self._slot_address(to, self.rank, slot)
+        for array, first, size, offset in parts:
+            device.copy(stream, slot_address + offset, arrays[array] + first, size)
+        device.write(stream, self._full_address(to, self.rank, slot), 1)
 
     def _receive(
-        self, source: int, slot: int, parts: Sequence[tuple[int, int, int, int]],
-        arrays: Sequence[int], stream: Any,
-    ) -> None:  # fmt: skip
-        device, full = self.device, self._full(self.rank, source, slot)
+        self, source: int, slot: int, parts: Sequence[Part], arrays: Sequence[int], stream: Any
+    ) -> None:
+        """Queue the copy of a piece of rank `source` from a slot of this rank."""
+        device, full = self.device, self._full_address(self.rank, source, slot)
         device.wait(stream, full, 1, AT_LEAST)
-        at = self._slot(self.rank, source, slot)
-        for array, start, size, place in parts:
-            device.copy(stream, arrays[array] + start, at + place, size)
+        slot_address = self._slot_address(self.rank, source, slot)
+        for array, first, size, offset in parts:
+            device.copy(stream, arrays[array] + first, slot_address + offset, size)
         device.write(stream, full, 0)
-        device.write(stream, self._in_use(source, self.rank, slot), 0)
+        device.write(stream, self._in_use_address(source, self.rank, slot), 0)
 
     # -- addresses in the mailbox of `owner`
 
     @property
     def in_use(self) -> int:
         """Address of the words that say which pieces of this rank the others have not taken yet."""
-        return self.mailboxes[self.rank] + self.words
+        return self.mailboxes[self.rank] + self.word_bytes
 
-    def _full(self, owner: int, source: int, slot: int) -> int:
-        """Address of the word that says whether a slot holds a piece from `source`."""
-        return self.mailboxes[owner] + WORD * (SLOTS * self.ranks.index(source) + slot)
+    def _full_address(self, owner: int, source: int, slot: int) -> int:
+        """The word that says whether the owner's slot holds a piece from `source`."""
+        return self.mailboxes[owner] + WORD_BYTES * (SLOTS * self.ranks.index(source) + slot)
 
-    def _in_use(self, owner: int, to: int, slot: int) -> int:
-        """Address of the word that says whether `to` has not taken the owner's piece in a slot."""
-        return self._full(owner, to, slot) + self.words
+    def _in_use_address(self, owner: int, to: int, slot: int) -> int:
+        """The word that says whether rank `to` has not taken the owner's piece from a slot."""
+        return self._full_address(owner, to, slot) + self.word_bytes
 
-    def _slot(self, owner: int, source: int, slot: int) -> int:
-        place = self.ranks.index(source) - self.ranks.index(owner)
-        source_index = (place - 1) % len(self.ranks)
-        return self.mailboxes[owner] + 2 * self.words + self.room * (SLOTS * source_index + slot)
+    def _slot_address(self, owner: int, source: int, slot: int) -> int:
+        """The owner's slot for pieces from `source`. Slots are in the order of the next ranks."""
+        distance = self.ranks.index(source) - self.ranks.index(owner)
+        source_index = (distance - 1) % len(self.ranks)
+        offset = 2 * self.word_bytes + self.slot_bytes * (SLOTS * source_index + slot)
+        return self.mailboxes[owner] + offset
 
 
 def padded_bytes(sizes: tuple[int, ...]) -> int:
-    """Bytes that these arrays take in a buffer of swap.cu; more than it has for too many arrays."""
-    return SMALL + 1 if len(sizes) > MOST else sum(-(-size // 16) * 16 for size in sizes)
+    """Bytes that arrays of these sizes take in a buffer of swap.cu, which pads each to 16 bytes.
+
+    For too many arrays, more bytes than the buffer has.
+    """
+    if len(sizes) > MOST_SWAP_ARRAYS:
+        return MOST_SWAP_BYTES + 1
+    return sum(-(-size // 16) * 16 for size in sizes)

@@ -101,7 +101,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     device: Any = SimpleNamespace(read=lambda at, size: np.zeros(size, np.uint8))
     monkeypatch.setattr(mailboxes, "runtime", runtime)
     monkeypatch.setattr(mailboxes, "Device", lambda: device)
-    monkeypatch.setattr(mailboxes, "_try", lambda copies: True)
+    monkeypatch.setattr(mailboxes, "_try_copies", lambda copies: True)
     monkeypatch.setattr(mailboxes.cupy.cuda, "Device", threading.Lock)  # a context
     return runtime
 
@@ -146,7 +146,7 @@ def test_all_ranks_copy_or_none(
         monkeypatch.setattr(runtime, "malloc", lambda size: 1 // 0)
     elif lacks == "a word in time":
         last = sum(map(len, hosts)) - 1
-        monkeypatch.setattr(mailboxes, "_try", lambda copies: copies.rank != last)
+        monkeypatch.setattr(mailboxes, "_try_copies", lambda copies: copies.rank != last)
     else:
         runtime.refuses.add(lacks)
     rank_threads = Threads(hosts)
@@ -251,11 +251,11 @@ def test_name_of_a_gpu_is_the_same_in_each_process(monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(id=index, pci_bus_id=["0000:1B:00.0", "0000:29:00.0"][index > 1])
 
     monkeypatch.setattr(gpu.cupy.cuda, "Device", device)
-    gpu._name.cache_clear()
+    gpu._name_device.cache_clear()
     names = []
     for current[0] in range(3):
         names.append(gpu.device_name())
-    gpu._name.cache_clear()
+    gpu._name_device.cache_clear()
     assert names == ["GPU 0000:1B:00.0"] * 2 + ["GPU 0000:29:00.0"]
 
 
@@ -266,7 +266,7 @@ def test_an_error_is_told_before_transfers_are_abandoned(monkeypatch: pytest.Mon
     stream: Any = SimpleNamespace(record=lambda: never)
     transport: Any = object.__new__(nccl.NCCL)
     transport.ranks = SimpleNamespace(gpu_transports={"nccl": transport})
-    transport.work = transport.stream = stream
+    transport.call_stream = transport.stream = stream
     transport.plans = {"a plan": transport}
 
     class Stuck:

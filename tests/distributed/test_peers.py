@@ -15,7 +15,7 @@ from gpu_problems import MISSING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.distributed.transports import mailboxes, nccl, peers
-from infonce.distributed.transports.peers import Copies, Swap, pieces
+from infonce.distributed.transports.peers import Copies, Swap, divide_into_pieces
 from infonce.kernels.gpu.device import signatures
 
 pytestmark = pytest.mark.extras
@@ -27,7 +27,7 @@ class Host:
     between them, of which each waits for both of its ranks."""
 
     def __init__(self, ranks: int, mailbox: int) -> None:
-        size = 2**10 + mailbox + 2 * peers.SMALL + 2 * peers.LINE
+        size = 2**10 + mailbox + 2 * peers.MOST_SWAP_BYTES + 2 * peers.LINE_BYTES
         self.mailboxes = [np.zeros(size, np.uint8) for _ in range(ranks)]
         self.arrays: list[list[np.ndarray]] = [[] for _ in range(ranks)]
         self.queues: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks)]
@@ -115,11 +115,12 @@ class Host:
                 self.at(of[0], 4).view(np.int32)[:] = of[1]
             elif kind == "swap":  # the second half of swap.cu
                 _, received, _, mine, (number,) = of
-                place = mine + number % 2 * peers.SMALL
+                place = mine + number % 2 * peers.MOST_SWAP_BYTES
                 for to, size in received:
                     self.at(to, size)[:] = self.at(place, size)
                     place += -(-size // 16) * 16
-                self.at(mine + 2 * peers.SMALL + peers.LINE, 4).view(np.int32)[:] = number
+                counter = mine + 2 * peers.MOST_SWAP_BYTES + peers.LINE_BYTES
+                self.at(counter, 4).view(np.int32)[:] = number
 
     def can(self, queue: list[tuple[Any, ...]]) -> bool:
         if queue and queue[0][0] == "wait":
@@ -131,14 +132,14 @@ class Host:
         if queue and queue[0][0] == "swap":
             _, sent, _, other, mine, begun = queue[0]
             if not begun:  # the first half
-                counter = self.at(mine + 2 * peers.SMALL + peers.LINE, 4).view(np.int32)[0]
-                begun.append(int(counter) + 1)
-                place = other + begun[0] % 2 * peers.SMALL
+                counter = mine + 2 * peers.MOST_SWAP_BYTES + peers.LINE_BYTES
+                begun.append(int(self.at(counter, 4).view(np.int32)[0]) + 1)
+                place = other + begun[0] % 2 * peers.MOST_SWAP_BYTES
                 for array, size in sent:
                     self.at(place, size)[:] = self.at(array, size)
                     place += -(-size // 16) * 16
-                self.at(other + 2 * peers.SMALL, 4).view(np.int32)[:] = begun[0]
-            return bool(self.at(mine + 2 * peers.SMALL, 4).view(np.int32)[0] >= begun[0])
+                self.at(other + 2 * peers.MOST_SWAP_BYTES, 4).view(np.int32)[:] = begun[0]
+            return bool(self.at(mine + 2 * peers.MOST_SWAP_BYTES, 4).view(np.int32)[0] >= begun[0])
         return bool(queue)
 
 
@@ -152,12 +153,12 @@ def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, small: int, s
     although one stream of each rank does everything."""
     choose = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "MAILBOX", peers.LINE * lines * peers.SLOTS * (ranks - 1))
-        patch.setattr(peers, "SMALL", small)
-        host, group = Host(ranks, peers.MAILBOX), range(ranks)
+        patch.setattr(peers, "MAILBOX_BYTES", peers.LINE_BYTES * lines * peers.SLOTS * (ranks - 1))
+        patch.setattr(peers, "MOST_SWAP_BYTES", small)
+        host, group = Host(ranks, peers.MAILBOX_BYTES), range(ranks)
         mailboxes = {rank: rank * SPACE for rank in group}
         copies = [Copies(rank, mailboxes, host.device(rank)) for rank in group]
-        assert [of.room for of in copies] == [peers.LINE * lines] * ranks
+        assert [of.slot_bytes for of in copies] == [peers.LINE_BYTES * lines] * ranks
         expected = []
         for _ in range(rounds):
             sizes = {
@@ -200,11 +201,15 @@ def test_exchanges_over_hosts(
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     hosts = [sorted(order[at : at + n]) for at, n in zip(starts, sizes, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("MAILBOX", 2**14), ("SMALL", small), ("LEAST", least)):
+        for name, value in (
+            ("MAILBOX_BYTES", 2**14),
+            ("MOST_SWAP_BYTES", small),
+            ("LEAST_COPY_BYTES", least),
+        ):
             patch.setattr(peers, name, value)
         for name in ("eventRecord", "streamWaitEvent"):
             patch.setattr(nccl.cupy.cuda.runtime, name, lambda *of: None)
-        fabric = Host(len(ranks), peers.MAILBOX)
+        fabric = Host(len(ranks), peers.MAILBOX_BYTES)
         into: Any = SimpleNamespace(
             do=lambda function, *pointers, capturable: function(0, *pointers)
         )
@@ -220,7 +225,7 @@ def test_exchanges_over_hosts(
             if len(host) > 1:
                 mailboxes_of_host = {other: other * SPACE for other in host}
                 transport.copies = Copies(rank, mailboxes_of_host, fabric.device(rank))
-            queued.append(nccl._Queued(transport, into))
+            queued.append(nccl._QueuedNCCL(transport, into))
         expected = []
         for _ in range(rounds):
             distances = choose.sample(ranks[1:], choose.randrange(1, len(ranks)))
@@ -265,25 +270,27 @@ def message(source: int, to: int, i: int, size: int) -> np.ndarray:
 )  # fmt: skip
 def test_pieces(sizes: tuple[int, ...], lines: int) -> None:
     """Every byte once, in order, on lines of a slot, no two in one place."""
-    room = lines * peers.LINE
+    room = lines * peers.LINE_BYTES
     seen = [0] * len(sizes)
-    for piece in pieces(sizes, room):
+    for piece in divide_into_pieces(sizes, room):
         end = 0
         for array, first, size, place in piece:
             assert first == seen[array]
-            assert place % peers.LINE == 0
+            assert place % peers.LINE_BYTES == 0
             assert place >= end
             end, seen[array] = place + size, first + size
         assert 0 < end <= room
     assert tuple(seen) == sizes
-    assert len(pieces(sizes, room)) <= -(-sum(-(-s // peers.LINE) for s in sizes) // lines)
+    assert len(divide_into_pieces(sizes, room)) <= -(
+        -sum(-(-s // peers.LINE_BYTES) for s in sizes) // lines
+    )
 
 
 def test_waits_of_a_rank_whose_peer_is_gone_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error: however many pieces were to come, and to be taken."""
-    monkeypatch.setattr(peers, "MAILBOX", peers.LINE * peers.SLOTS)
-    monkeypatch.setattr(peers, "SMALL", 0)
-    host, size = Host(2, peers.MAILBOX), 5 * peers.LINE
+    monkeypatch.setattr(peers, "MAILBOX_BYTES", peers.LINE_BYTES * peers.SLOTS)
+    monkeypatch.setattr(peers, "MOST_SWAP_BYTES", 0)
+    host, size = Host(2, peers.MAILBOX_BYTES), 5 * peers.LINE_BYTES
     copies = Copies(0, {0: 0, 1: SPACE}, host.device(0))
     addresses = [host.array(0, np.zeros(size, np.uint8)) for _ in range(2)]
     copies.run([Swap(1, (size,), 1, (size,))], addresses, 0)
@@ -316,7 +323,7 @@ def test_swap_with_itself() -> None:
     """The kernel, where both ranks are one: arrays of any sizes and places, in turn."""
     import cupy
 
-    mailbox = cupy.zeros(2**20 + peers.MAILBOX + 3 * peers.SMALL, np.uint8)
+    mailbox = cupy.zeros(2**20 + peers.MAILBOX_BYTES + 3 * peers.MOST_SWAP_BYTES, np.uint8)
     copies = Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), mailboxes.Device())
     stream, rng = cupy.cuda.Stream(non_blocking=True), np.random.default_rng(0)
     for sizes in ((1,), (8, 24, 8), (64, 17, 3, 4096), (2**20,), (2**19 - 16, 8, 2**18 + 8), (5,)):

@@ -142,7 +142,7 @@ def test_work_that_hides_an_exchange(
 ) -> None:
     """The local block, launched before what little comes from one other rank, and after what else
     comes; both follow the same mark."""
-    monkeypatch.setattr(transports, "LITTLE", 256 * 64 * 4 - (not little))  # bytes of dK
+    monkeypatch.setattr(transports, "LATE_BYTES", 256 * 64 * 4 - (not little))  # bytes of dK
     found = steps("clip", [256] * ranks, 1)
     for sweep, which, exchange in (("sweep_lse", 0, 0), ("sweep_gradient", -1, -2)):
         marks, transfers, sweeps = (

@@ -220,19 +220,19 @@ def test_what_a_library_does_is_bounded() -> None:
 def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen are those of this machine and process namespace; numbers are used again."""
     me = processes.identity()
-    if not me.started:
+    if not me.start_time:
         pytest.skip("the system does not tell when processes started")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        started = processes._started(child.pid)
-        peer = me._replace(number=child.pid, started=started)
+        started = processes._read_start_time(child.pid)
+        peer = me._replace(pid=child.pid, start_time=started)
         known = [
-            me, peer, peer._replace(machine="another"), peer._replace(space="pid:[1]"),
-            peer._replace(started="1"), peer._replace(host="another name of this machine"),
+            me, peer, peer._replace(machine="another"), peer._replace(namespace="pid:[1]"),
+            peer._replace(start_time="1"), peer._replace(host_name="another name of this machine"),
         ]  # fmt: skip
         peers = processes.Peers(known)
         assert peers.gone() == {}
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "_started", lambda process: "1")  # another process by now
+            patch.setattr(processes, "_read_start_time", lambda pid: "1")  # another process by now
             assert list(peers.gone()) == [1, 5]
         child.kill()
         patience = time.monotonic() + 10  # a process that nobody has waited for is gone too
@@ -247,11 +247,11 @@ def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_process_of_which_nothing_can_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever cannot look sees no one end."""
-    if not processes.identity().started:
+    if not processes.identity().start_time:
         pytest.skip("the system does not tell when processes started")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        started = processes._started(child.pid)
-        peers = processes.Peers([processes.identity()._replace(number=child.pid, started=started)])
+        started = processes._read_start_time(child.pid)
+        peers = processes.Peers([processes.identity()._replace(pid=child.pid, start_time=started)])
         assert list(peers.watched) == [0]
 
         def fails(path: str) -> Any:
@@ -267,9 +267,9 @@ def test_rank_that_ended_is_missed_by_later_calls() -> None:
     ranks.MPI, ranks._control = types.SimpleNamespace(Exception=OSError), object()
     ranks._read_messages, ranks._ended = lambda: None, {1: (3, "rank 1 has ended")}
     ranks.peers = types.SimpleNamespace(gone=lambda: {1: "rank 1 is gone"})
-    ranks.call = 3  # its last: it has done its part
+    ranks.allgather_count = 3  # its last: it has done its part
     ranks.listen()
-    ranks.call = 4
+    ranks.allgather_count = 4
     with pytest.raises(distributed.RankError, match="rank 1 has ended"):
         ranks.listen()
 
@@ -281,9 +281,9 @@ def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> N
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=sleeps.append)
     monkeypatch.setattr(base, "time", clock)
     for looks, busy, slept in (
-        (5, base.BUSY, 0),
-        (100, base.DEVICE_BUSY, 0),
-        (200, base.BUSY, 180),
+        (5, base.BUSY_WAIT, 0),
+        (100, base.DEVICE_BUSY_WAIT, 0),
+        (200, base.BUSY_WAIT, 180),
     ):
         left = iter(range(looks))
         Alone().until(lambda left=left: next(left, None) is None, busy)  # type: ignore[misc]
@@ -359,10 +359,10 @@ def test_partition() -> None:
 
 
 def test_messages_have_a_size_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "PIECE", 100)
+    monkeypatch.setattr(mpi, "MOST_MESSAGE_BYTES", 100)
     array = np.arange(60.0).reshape(6, 10)
-    pieces = mpi._pieces(array)
+    pieces = mpi._split_into_messages(array)
     assert [p.nbytes for p in pieces] == [100] * 4 + [80]
     pieces[1][:] = 0
     assert array.reshape(-1).view(np.uint8)[100:200].sum() == 0
-    assert mpi._pieces(array[:0]) == []
+    assert mpi._split_into_messages(array[:0]) == []

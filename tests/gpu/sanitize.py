@@ -223,7 +223,7 @@ def steps_over_ranks() -> None:
     assert cupy.all(out == z)
     vectors.assign(out, z, z)
     assert cupy.all(out == 2 * z)
-    mailbox = cupy.zeros(peers.MAILBOX + 2**22, "uint8")  # of two ranks that are one
+    mailbox = cupy.zeros(peers.MAILBOX_BYTES + 2**22, "uint8")  # of two ranks that are one
     copies = peers.Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), mailboxes.Device())
     for _ in range(3):
         arrays, size = [z.data.ptr, out.data.ptr], (z.nbytes,)

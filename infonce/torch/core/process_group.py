@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicators.base import Pending, Shifts, gathered
+from infonce.distributed.communicators.base import Pending, Shifts, gather_values
 from infonce.distributed.communicators.processes import Peers, identity
 
 from ...result import LossAndGrad
@@ -78,7 +78,7 @@ class ProcessGroup(Communicator):
             raise RankError(f"this process group is out of step: {self.broken}")
         if self._group is None:
             self._duplicate()
-        values: list[Any] = gathered(value, self._gather)
+        values: list[Any] = gather_values(value, self._gather)
         return values
 
     def _gather(self, own: Array) -> Array:
