@@ -1,8 +1,9 @@
 """Features and gradients in host memory, logits on a device: for batches larger than its memory.
 
-A pass divides queries and keys into chunks. Chunks of one side stay on the device, as pieces of one
-or two chunks. Chunks of the other side are streamed: while one chunk is used with all pieces, the
-next is copied. A block has a streamed chunk and a piece.
+A pass divides queries and keys into chunks (layout.py). Chunks of one side stay on the device.
+Chunks of the other side are streamed: while one chunk is used with all staying chunks, the next is
+copied. A block has one streamed chunk and a piece, which is one staying chunk or several
+(streamed_pass.py). copies.py copies chunks on a GPU.
 
 | pass | stays | is streamed | products of 2MND operations |
 |---|---|---|---|
@@ -49,7 +50,8 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
                 copies.touch(to)
         room = room_for_blocks(problem, gradients)
         one_chunk = max(problem.shape[:2]) <= sizes.chunk_rows
-        # `room` is 0 if features and gradients do not fit the device; see the top of this file
+        # `room` is 0 if features and gradients do not fit. If they fit, they are copied first if
+        # products cannot hide copies: see the top of this file
         if room and (one_chunk or problem.symmetric or allows_online_softmax(problem, gradients)):
             resident_problem = replace(on_device_problem, workspace=room, workspace_given=True)
             solution = _solve_resident(resident_problem, gradients, device, copies)
@@ -70,9 +72,10 @@ def run_block_pass(
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
     ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`solve.run_block_pass` of a block whose arrays are on the host.
+    """`solve.run_block_pass` of a block whose arrays are on the host: a block of a rank.
 
-    `ahead` are the gradients of a later pass of the same blocks, whose chunks this pass uses, too.
+    `ahead` are the gradients of a later pass of the same block. This pass then has chunks of the
+    same sizes as that pass.
     """
     problem = replace(problem, classes=None, own=None, own_mask=None)  # blocks do not need them
     if to_clear is not None:
@@ -158,7 +161,7 @@ def _destinations(gradients: Gradients | None) -> tuple[Array | None, ...]:
     return () if gradients is None else (gradients.query, gradients.key, gradients.own)
 
 
-DOT_BYTES = 64  # on the device, for each feature of a row in `Offload.positive_dots`
+DOT_BYTES = 64  # bytes on the device, for each feature of a row in `Offload.positive_dots`
 
 
 class Offload:
@@ -200,7 +203,8 @@ class Offload:
         return nan_flags + nan_flags.sum() if problem.symmetric else nan_flags
 
     def positive_dots(self, problem: Problem) -> Array:
-        """[M] or [M, P]: the dot products of rows with their positives, some rows at a time."""
+        """[M] or [M, P]: the dot products of rows with their positives; as many rows at a time as
+        the workspace holds in float64."""
         device, (m, _, d) = self.context.device, problem.shape
         positives = as_sets(device.get(problem.positives))
         dots = device.xp.zeros(positives.shape)
@@ -238,8 +242,10 @@ class Offload:
             return
         if isinstance(epilogue, Statistics) and not grid.triangle and problem.symmetric:
             epilogue = replace(epilogue, columns=None)  # rows see all pairs of the square
-        at_once = problem.symmetric or self.layout.smaller_side_stays
-        if gradients and gradients.want_query and gradients.want_key and not at_once:
+        # Otherwise dQ and dK need a pass each: after one run of the staying side, the gradient of a
+        # streamed chunk would not be complete
+        both_in_one_pass = problem.symmetric or self.layout.smaller_side_stays
+        if gradients and gradients.want_query and gradients.want_key and not both_in_one_pass:
             self.run_pass(problem, grid, epilogue, replace(gradients, want_key=False))
             if isinstance(epilogue, Sigmoid):  # a copy, because its losses are complete
                 epilogue = map_arrays(epilogue, self.context.device.xp.array)

@@ -1,4 +1,7 @@
-"""Chunks of features and gradients that are copied between host and device."""
+"""Chunks of features and gradients that are copied between host and device.
+
+streamed_pass.py uses them in passes, linear.py and own.py between the passes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def most_chunk_rows(chunks: Sequence[slice]) -> int:
 
 @dataclass
 class StreamedSide:
-    """Queries or keys on the host, and the destination of their gradient."""
+    """All queries or all keys of a pass, on the host, and the destination of their gradient."""
 
     arrays: Sequence[Array]  # features, and auxiliary features (`Problem.auxiliary_names`)
     chunks: Sequence[slice]  # rows of each chunk
@@ -52,9 +55,9 @@ class StreamedSide:
 class Part:
     """Rows of queries or keys on the device, with the accumulator of their gradient."""
 
-    rows: slice
-    arrays: Sequence[Array]  # see `StreamedSide`
-    gradient: Array | None
+    rows: slice  # of the whole side
+    arrays: Sequence[Array]  # of these rows: features, and auxiliary features
+    gradient: Array | None  # None: no gradient is wanted
 
     @property
     def features(self) -> Array:
@@ -68,9 +71,9 @@ class Part:
 
 
 class Arrivals:
-    """Copies of chunks of some arrays to the device. While one chunk is used, the next is copied.
+    """Copies of chunks to the device. While one chunk is used, the next is copied.
 
-    All chunks share two buffers of each array.
+    A chunk has the same rows of several `arrays`. All chunks share two buffers for each array.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Arrivals:
         self.arriving = self.start()
 
     def start(self) -> tuple[list[Array], list[Ticket]] | None:
-        """Begin to copy the next chunk to the buffers that are not in use."""
+        """Begin to copy the next chunk to the buffers that are not in use; None after the last."""
         if not self.chunks:
             return None
         chunk = self.chunks.popleft()
@@ -91,7 +94,7 @@ class Arrivals:
         return targets, arrive(self.copies, targets, self.arrays, chunk)
 
     def take(self) -> list[Array]:
-        """The next chunk on the device. The chunk before it must not be used any more."""
+        """The next chunk on the device, for later work. The chunk before must not be used after."""
         assert self.arriving is not None
         targets, tickets = self.arriving
         self.arriving = self.start()
@@ -101,7 +104,7 @@ class Arrivals:
 
 
 class Departures:
-    """Copies of gradients to the host, through two buffers of `size` bytes."""
+    """Copies of gradients to the host, through two buffers of `size` bytes on the device."""
 
     def __init__(self, xp: Any, copies: HostCopies, size: int) -> None:
         self.copies = copies
@@ -109,12 +112,16 @@ class Departures:
         self.leaving: deque[Ticket] = deque()
 
     def wait(self) -> None:
-        """Wait for the copies that are under way: their destinations may be added to."""
+        """Let later work wait for the copies under way, for example to add to the same rows."""
         while self.leaving:
             self.leaving.popleft().wait()
 
     def leave(self, side: StreamedSide, part: Part) -> None:
-        """Copy a complete gradient to the host. The memory of `part` may be used again at once."""
+        """Begin to copy the complete gradient of `part` to the host, rows `part.rows` of `side`.
+
+        The memory of `part` may be used again at once: a buffer has a copy, in the destination's
+        dtype if that is smaller.
+        """
         gradient = part.gradient
         if side.to is None or gradient is None:
             return

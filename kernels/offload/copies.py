@@ -33,7 +33,7 @@ from ..solve import BlockQuestion, Solution
 from . import backend
 
 THREADS = 6  # in each direction
-COPY_BYTES = 2**22  # most bytes that a thread copies at a time
+COPY_BYTES = 2**22  # most bytes that a thread copies at a time, unless a row is longer
 LEAST_COPY_BYTES = 2**20  # for fewer bytes, threads mainly wait for Python's global lock
 
 
@@ -58,7 +58,7 @@ class GPU:
 
     xp = cupy
     solve = staticmethod(select.solve)
-    # by a plan, because many blocks have one shape
+    # records a plan for each shape of blocks, which many blocks share
     run_block_pass = staticmethod(shard.run_block_pass)
 
     def __init__(self) -> None:
@@ -129,8 +129,12 @@ class HostCopies:
         self, direction: str, copy: Callable[..., Any], device_array: Array, host_array: Array,
         ready: Any,
     ) -> list[Future[Any]]:  # fmt: skip
-        """Copy parts of the rows, each part on the lane of a thread. Threads get addresses on the
-        device: its memory is free as soon as this call gives it back, not when threads do."""
+        """Copy parts of the rows, each part by a thread, with the stream and buffer of its `_Lane`.
+
+        `ready` is an event after which the device's array may be read or written. Threads get
+        addresses on the device, and no arrays: an array that a thread still refers to would be
+        freed later than the caller expects.
+        """
 
         def on_lane(address: int, part: Array) -> Any:
             return copy(_lane(device), address, part, dtype, ready)
@@ -150,7 +154,7 @@ class HostCopies:
         return ticket
 
     def finish(self, raising: bool = True) -> None:
-        """Wait until nothing is copied any more."""
+        """Wait until all copies are complete. With `raising`, errors of threads are raised."""
         wait(self.touching)
         for ticket in self.pending:
             wait(ticket.parts)
@@ -189,12 +193,15 @@ def _pinned(array: Array, dtype: np.dtype[Any]) -> bool:
 
 @cache
 def _pool(direction: str) -> ThreadPoolExecutor:
+    """The threads of a direction: "in" to the device, or "out" to the host."""
     return ThreadPoolExecutor(THREADS, f"infonce-offload-{direction}")
 
 
 def _parts_to_copy(array: Array, size: int) -> list[slice]:
-    """Rows of an array of `size` bytes that a thread copies at a time. Every thread gets rows,
-    unless the array is too small for all threads."""
+    """Divide the rows of an array of `size` bytes into parts, each for one copy by one thread.
+
+    There are at least as many parts as threads, unless parts would be below LEAST_COPY_BYTES.
+    """
     copied, rows = min(COPY_BYTES, max(LEAST_COPY_BYTES, size // THREADS)), len(array)
     return slices(rows, max(1, copied * rows // max(1, size)))
 
@@ -217,7 +224,7 @@ def _lane(device: int) -> _Lane:
 
 
 class _Lane:
-    """A pinned buffer, and the stream of its copies."""
+    """What a thread copies with: a pinned buffer, and a stream."""
 
     def __init__(self) -> None:
         self.memory = cupyx.empty_pinned(COPY_BYTES, np.uint8)
@@ -225,7 +232,7 @@ class _Lane:
         self.last = self.stream.record()
 
     def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array in the pinned memory. The copy before is done."""
+        """An array in the pinned memory, after the last copy of this lane is complete."""
         self.last.synchronize()
         size = math.prod(shape) * dtype.itemsize
         if self.memory.nbytes < size:

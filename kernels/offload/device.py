@@ -1,4 +1,7 @@
-"""The interface of the device that computes with features in host memory."""
+"""The interface of the device that computes with features in host memory.
+
+copies.py implements it for a GPU, tests/support/host_device.py for a part of the host.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,21 @@ class HostCopies(Protocol):
     """
 
     def touch(self, target: Array) -> None:
-        """Begin to let the system provide the memory of `target`, all of which will be written."""
+        """Begin to let the system provide the memory of `target`, a gradient on the host.
+
+        Otherwise the first copies to new memory would wait for its pages.
+        """
         ...
 
     def arrive(self, target: Array, source: Array) -> Ticket:
-        """Copy rows of the host to an array on the device."""
+        """Begin to copy `source`, rows of the host, to `target`, an array on the device."""
         ...
 
     def leave(self, target: Array, source: Array, add: bool) -> Ticket:
-        """Copy an array on the device to rows of the host, or add it to them."""
+        """Begin to copy `source`, an array on the device, to `target`, rows of the host.
+
+        With `add`, it is added to the contents of `target`.
+        """
         ...
 
 
@@ -84,4 +93,6 @@ class OffloadDevice(Protocol):
         """A copy of a vector on the host."""
         ...
 
-    def copies(self) -> AbstractContextManager[HostCopies]: ...
+    def copies(self) -> AbstractContextManager[HostCopies]:
+        """A context for copies, whose end waits for all of them."""
+        ...

@@ -20,7 +20,8 @@ def map_arrays(
 ) -> Any:
     """A copy of a dataclass or tuple of arrays, with `function` applied to each array.
 
-    An object that occurs twice is mapped once.
+    An object that occurs twice is mapped once, so that it is one object in the result, too.
+    `mapped` is for calls by itself: id of an object -> its result.
     """
     mapped = {} if mapped is None else mapped
     if value is None:
@@ -62,7 +63,7 @@ def copy_epilogue(epilogue: Epilogue, device: OffloadDevice) -> Any:
 
 
 def copy_arrays(target: Any, source: Any) -> None:
-    """Copy the arrays of one epilogue into those of another."""
+    """Copy the arrays of the epilogue `source` into the arrays of the epilogue `target`."""
     for f in fields(target):
         destination, values = getattr(target, f.name), getattr(source, f.name)
         if isinstance(destination, Sums):
@@ -72,7 +73,10 @@ def copy_arrays(target: Any, source: Any) -> None:
 
 
 def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
-    """The epilogue of one block: views of its rows and columns."""
+    """The epilogue of one block, from the epilogue of a pass: views of its rows and columns.
+
+    Linear terms are left out, because `StreamedPass.leave` adds them to complete gradients.
+    """
     if isinstance(epilogue, Statistics):
         sides = {"rows": rows, "columns": columns}
         if isinstance(epilogue, TaughtStatistics):

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from ..grid import least_block_side, make_workspace_error
 from ..problem import Gradients, Problem
 
-# Chunks have this number of rows, times a power of two. Their products then fill all
-# multiprocessors of Hopper's largest cards: 66 tiles of 128 rows by two tiles of 256 features
+# Chunks have this number of rows, times a power of two, if the workspace has room. The products of
+# such a chunk fill the 132 multiprocessors of an H100 or H200: 66 tiles of 128 rows by two tiles of
+# 256 features
 WAVE_ROWS = 8448
 # The first copy comes before all products, and the last copy after them, so chunks are limited:
-MOST_WAVES = 4  # times WAVE_ROWS, in one chunk
+MOST_WAVES = 4  # times WAVE_ROWS: the most rows of one chunk
 FEWEST_CHUNKS = 3  # of a side with at least FEWEST_CHUNKS * WAVE_ROWS rows
 PIECE_CHUNKS = 2  # chunks of the staying side in one block, in a pass with gradients
 GRADIENT_BLOCK_COLUMNS = 4224  # columns of a gradient block; products of fewer columns are slower
@@ -40,7 +41,7 @@ class RowBytes:
     feature: int  # the features of the row
     accumulator: int  # its gradient, while it accumulates
     leaving: int  # a gradient in the dtype in which it is copied to the host
-    block: int  # in the workspace of a block's pass
+    block: int  # in the workspace of a block's pass: see `block_row_bytes`
 
     @property
     def streamed_bytes(self) -> int:
@@ -81,13 +82,19 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
 
 
 def block_row_bytes(m: int, n: int, width: int, item: int, real: int) -> int:
-    """Bytes of the accumulators of a block's queries, and of a row of its gradient block, whose
-    elements have `item` bytes."""
+    """Bytes that the pass of one block takes for each row of a chunk.
+
+    They are PIECE_CHUNKS accumulators of `real` bytes a feature, and a row of the gradient block,
+    whose elements have `item` bytes.
+    """
     return PIECE_CHUNKS * width * real + min(GRADIENT_BLOCK_COLUMNS, max(m, n)) * item
 
 
 def least_workspace(rows: int, row: RowBytes) -> int:
-    """Bytes of the smallest workspace for chunks of `rows` rows, if no side stays as a whole."""
+    """Bytes of the smallest workspace for chunks of `rows` rows, if no side stays as a whole.
+
+    Three quarters of the workspace are for the chunk and its block, as in `layout`.
+    """
     return -(-4 * rows * (row.streamed_bytes + row.block) // 3)
 
 
@@ -104,11 +111,13 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     most_rows = max(WAVE_ROWS, min(MOST_WAVES * WAVE_ROWS, -(-larger // FEWEST_CHUNKS)))
 
     def chunk_rows_in(room: int) -> int:
+        """The rows of the largest chunk that fits `room` bytes with its block."""
         most, rows = min(room // bytes_per_row, most_rows), WAVE_ROWS
         while 2 * rows <= most:
             rows *= 2
         return min(rows, most)
 
+    # the smaller side stays if chunks of the other side then have WAVE_ROWS rows
     rows, staying_rows = chunk_rows_in(workspace - smaller * row.staying_bytes), smaller
     smaller_side_stays = rows >= min(WAVE_ROWS, larger)
     least_rows = least_block_side(m, n)
@@ -122,6 +131,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
         room = workspace - chunk_rows * bytes_per_row
         staying_rows = min(smaller, room // row.staying_bytes // chunk_rows * chunk_rows)
         smaller_side_stays = staying_rows == smaller
+    # the rest of the workspace is for blocks; without gradients, more rows can stay
     block_bytes = workspace - staying_rows * row.staying_bytes - chunk_rows * row.streamed_bytes
     streamed_bytes = 2 * chunk_rows * (row.feature + row.leaving)
     without_gradients = (workspace - block_bytes - streamed_bytes) // row.feature

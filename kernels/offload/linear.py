@@ -1,4 +1,4 @@
-"""Linear terms of features in host memory: their rows pass over the device, chunk by chunk."""
+"""Linear terms of features in host memory: chunks of rows are copied to the device, one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .device import HostCopies, OffloadDevice
 
 
 class StreamedRows:
-    """See `infonce.kernels.linear.Rows`."""
+    """The rows of queries or of keys on the host: see `infonce.kernels.linear.Rows`."""
 
     def __init__(
         self, device: OffloadDevice, copies: HostCopies, features: Array, problem: Problem,
@@ -22,7 +22,7 @@ class StreamedRows:
         self.features, self.slices = features, slices(len(features), chunk_rows)
 
     def chunks(self) -> Iterator[tuple[slice, Rows]]:
-        """Rows on the device, while the next are copied."""
+        """Each chunk on the device: (its rows, its features), while the next one is copied."""
         arrivals = Arrivals(self.device.xp, self.copies, [self.features], self.slices)
         for rows in self.slices:
             yield rows, self.device.rows(arrivals.take()[0], self.problem)

@@ -1,4 +1,7 @@
-"""Own negatives in host memory: their rows pass over the device, some at a time."""
+"""Own negatives in host memory: parts of their rows are copied to the device, one by one.
+
+`between_passes.OwnNegatives` computes with the parts, between the passes and after them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ class StreamedOwnRows:
         self.leaving: deque[Ticket] = deque()
 
     def read(self, parts: Sequence[slice]) -> Iterator[tuple[Array, Array]]:
-        """Rows on the device, while the next are copied."""
+        """Each part on the device: (queries, own negatives). The next part is copied meanwhile."""
         arrivals = Arrivals(self.context.device.xp, self.context.copies, self.arrays, parts)
         for _ in parts:
             query, own = arrivals.take()
             yield query, own
 
     def add_to_query(self, gradients: Gradients, rows: slice, dq: Array) -> None:
-        self.context.departures.wait()  # for the rest of the gradient of these rows
+        self.context.departures.wait()  # the passes' part of dQ has to be on the host before
         assert gradients.query is not None
         self.leave(gradients.query[rows], dq, True)
 
@@ -40,6 +43,7 @@ class StreamedOwnRows:
         self.leave(target, gradient, False)
 
     def leave(self, target: Array, gradient: Array, add: bool) -> None:
+        """Copy a gradient to the host, or add it; at most MOST_LEAVING copies are under way."""
         if len(self.leaving) == MOST_LEAVING:
             self.leaving.popleft().wait()
         self.leaving.append(self.context.copies.leave(target, gradient, add))

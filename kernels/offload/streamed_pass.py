@@ -1,8 +1,8 @@
 """A pass with features in host memory.
 
-The pass divides queries and keys into chunks. A run of chunks of one side stays on the device with
-its gradient. The chunks of the other side are streamed: copied to the device, used with the run,
-and replaced.
+The pass divides queries and keys into chunks. A run of chunks of one side, as many as fit, stays on
+the device with its gradient. The chunks of the other side are streamed: copied to the device, used
+with the run, and replaced. Then the next run stays. backend.py has the passes of a call.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .epilogues import block_epilogue
 from .layout import PIECE_CHUNKS, Layout, real_bytes, row_bytes
 from .linear import StreamedRows
 
-# A streamed chunk, and the pieces of the run that it meets, in this order. If the chunk is None,
-# the run meets itself
+# (a streamed chunk, the pieces of the run that it meets, in this order). A piece is one chunk of
+# the run, or several that lie beside each other. If the chunk is None, the run meets itself
 Step = tuple[slice | None, Sequence[slice]]
 
 
@@ -45,7 +45,7 @@ class StreamedCall:
         copies: HostCopies,
     ) -> None:  # fmt: skip
         self.device, self.copies, self.layout = device, copies, layout
-        self.real = np.dtype(f"f{real_bytes(problem)}")
+        self.real = np.dtype(f"f{real_bytes(problem)}")  # dtype of accumulators
         # key i is the positive of query i, so blocks off the diagonal have no positives
         self.on_diagonal = problem.positives is None and not problem.symmetric
         m = len(problem.query)
@@ -108,7 +108,7 @@ class StreamedPass:
         # each run of chunks stays while the other side is streamed
         runs = [list(chunks[i : i + length]) for i in range(0, len(chunks), length)]
         self.runs = [(run, self.steps(run)) for run in runs]
-        self.done = 0
+        self.done = 0  # blocks; for `progress`
         self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
 
     def steps(self, run: list[slice]) -> list[Step]:
@@ -187,7 +187,10 @@ class StreamedPass:
         self.context.departures.leave(side, part)
 
     def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
-        """Begin to copy a run to the device; return the run and its copies: (first row, copy)."""
+        """Begin to copy a run to the device; return the run and its copies: (first row, copy).
+
+        If a side stays in all passes, it is copied once in a call.
+        """
         context, arrays = self.context, self.stay.arrays
         start, stop = run[0].start, run[-1].stop
         on_device, arriving = context.staying_arrays, deque[tuple[int, Ticket]]()
@@ -215,7 +218,7 @@ class StreamedPass:
         """Compute one block. If `keys` is None, the queries are the keys.
 
         The first block of some queries, or of some keys, overwrites their gradient. Later blocks
-        add to the gradient.
+        add to dQ. Their dK goes to `block_accumulator`, and is added to dK after the block.
         """
         problem, gradients, xp = self.problem, self.gradients, self.device.xp
         symmetric = keys is None

@@ -238,7 +238,7 @@ def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         patience = time.monotonic() + 10  # a process that nobody has waited for is gone too
         while not (gone := peers.gone()) and time.monotonic() < patience:
             time.sleep(0.01)
-        assert gone[1] == f"rank 1 (process {child.pid} on {me.host}) is gone"
+        assert gone[1] == f"rank 1 (process {child.pid} on {me.host_name}) is gone"
         assert child.returncode is None
         assert list(gone) == [1, 5]
     assert list(peers.gone()) == [1, 5]
