@@ -1,4 +1,7 @@
-"""Loss and gradient of a small or medium batch on the GPU, in one launch: kernels/cuda/fused."""
+"""The method fused: loss and gradient of a small batch in one launch of kernels/cuda/fused.
+
+schedule/fused.py decides the grid and the memory of the launch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ FIELDS = (
     "losses", "row_lse", "column_lse", "loss", "scale_grad", "bias_grad", "row_reference",
     "row_factor", "column_reference", "column_factor", "barrier",
 )  # fmt: skip
-# Fields that point into the launch's memory. If queries are the keys, columns share those of rows
+# Fields that point into the temporary memory of the launch. If queries are the keys, a field of
+# columns has the address of the same field of rows
 IN_MEMORY = (
     "logits", "row_inverse", "column_inverse", "row_nans", "column_nans", "row_gap", "column_gap",
     "row_dot", "column_dot", "row_sum", "row_reference", "row_factor", "column_reference",
@@ -47,15 +51,15 @@ _pack = _FUSED.layout.pack
 _BY_VALUE = np.dtype(f"V{_FUSED.size}")  # the type of one parameter that CuPy passes by value
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 NO_SCALAR = scalar_values(0.0)
-MAX_BARRIERS = 256
-_barriers: dict[tuple[int, int], Array] = {}  # by device and stream
+MAX_BARRIERS = 256  # in `_barriers`
+_barriers: dict[tuple[int, int], Array] = {}  # by (device, stream)
 
 
 def _barrier(device: int) -> Array:
-    """Two counters of 0 for the barrier over the grid, which the kernel resets to 0.
+    """[2] counters for the barrier over the grid: 0 before a launch, and reset to 0 by the kernel.
 
-    Launches on one stream share a pair, because they run one after another. A graph under capture
-    gets its own pair, and sets it to 0.
+    Launches on one stream share two counters, because they run one after another. A graph under
+    capture gets its own counters, and sets them to 0.
     """
     stream = cupy.cuda.get_current_stream()
     if stream.is_capturing():
@@ -71,13 +75,13 @@ def _barrier(device: int) -> Array:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The kernel, the memory and the thread blocks of all calls of one kind."""
+    """`schedule.OneLaunch` with the compiled kernel, for all calls of one kind."""
 
-    kernel: Any
-    blocks: int
-    parts: int  # parts of the features, among which blocks divide the products
-    memory: int  # bytes
-    offsets: tuple[int, ...]  # of the fields IN_MEMORY, in bytes
+    kernel: Any  # of CuPy
+    blocks: int  # thread blocks
+    parts: int  # ranges of features, whose products have a matrix each
+    memory: int  # bytes of temporary memory
+    offsets: tuple[int, ...]  # byte at which each of the fields IN_MEMORY begins
 
 
 @lru_cache(maxsize=1024)
@@ -86,12 +90,13 @@ def _launch(
     sigmoid: bool, normalize: bool, ids: bool, gradient_tiles: int, workspace: int,
     device: int, multiprocessors: int,
 ) -> _Launch:  # fmt: skip
+    """The launch of a kind of call, compiled once; for arguments see `one_launch`."""
     launch = one_launch(
         (m, n, d), dtype.name, double, symmetric, two_sided, sigmoid, normalize, ids,
         gradient_tiles, workspace, multiprocessors,
     )  # fmt: skip
-    at = launch.offsets
-    offsets = [at.get(name, at[name.replace("column", "row")]) for name in IN_MEMORY]
+    starts = launch.offsets
+    offsets = [starts.get(name, starts[name.replace("column", "row")]) for name in IN_MEMORY]
     kernel = launch.kernel
     raw_kernel = compiler.function(
         cupy.cuda.Device(device), kernel.file, kernel.name, 0, **kernel.defines
@@ -101,7 +106,9 @@ def _launch(
 
 
 def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Solution:
-    """Loss and gradients by one launch, whose M x N temporary logits fit the workspace."""
+    """Loss and gradients by one launch. `choose_method` has checked that the logits fit."""
+
+    # operands, destinations and the launch for them
     m, n, d = problem.shape
     double = problem.compute == "fp64"
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
@@ -114,24 +121,26 @@ def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Soluti
     query_gradient = key_gradient = NO_MATRIX
     if gradients is not None:
         query_gradient, key_gradient = matrix_values(gradients.query), matrix_values(gradients.key)
-    tiles = -(-m // TILE) * (query_gradient[0] != 0) + -(-n // TILE) * (key_gradient[0] != 0)
+    gradient_tiles = -(-m // TILE) * (query_gradient[0] != 0)  # address 0: not wanted
+    gradient_tiles += -(-n // TILE) * (key_gradient[0] != 0)
     device = query.device.id
     launch = _launch(
         m, n, d, query.dtype, double, symmetric, two_sided, sigmoid, problem.normalize,
-        problem.query_ids is not None, tiles, problem.workspace, device,
+        problem.query_ids is not None, gradient_tiles, problem.workspace, device,
         device_properties(device).multiprocessors,
     )  # fmt: skip
 
-    # `out` has the results: losses, log-sum-exps of rows and of columns, loss, gradients of scale
-    # and bias
+    # memory: `out` has the results, one after another: [M] losses, [M] and [N] log-sum-exps of rows
+    # and columns, the loss, the gradients of scale and bias
     real, item = (DOUBLE, 8) if double else (SINGLE, 4)
     out, scratch = cupy.cuda.alloc(item * (2 * m + n + 3)), cupy.cuda.alloc(launch.memory)
     start, base = out.ptr, scratch.ptr
-    lse, column_lse, loss = item * m, item * 2 * m, item * (2 * m + n)
+    lse, column_lse, loss = item * m, item * 2 * m, item * (2 * m + n)  # bytes from `start`
     addresses = [base + offset for offset in launch.offsets]
     if not (symmetric or two_sided):
         addresses[-2:] = 0, 0  # columns have no log-sum-exp
 
+    # the arguments, in the order of FIELDS
     q = matrix_values(query)
     k = q if symmetric else matrix_values(key)
     scale, _held = scalar_values(problem.scale)
@@ -158,6 +167,7 @@ def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Soluti
     if problem.progress is not None:
         problem.progress("loss and gradient", 1, 1)
 
+    # the results as arrays on `out`
     array, solution = cupy.ndarray, Solution()
     if problem.common_share is None:
         solution.losses = array((m,), real, out)

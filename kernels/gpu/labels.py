@@ -1,5 +1,7 @@
-"""Classes of rows and shares of weights on a GPU: kernels/cuda/labels.cu. Nothing waits for the
-device, as CuPy's `argsort` and `unique` do."""
+"""Classes of rows by label, and row shares, on a GPU: kernels/cuda/labels.cu.
+
+The kernels sort, because CuPy's `argsort` and `unique` would wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from . import plan
 from .device.launcher import Launcher
 from .device.launches import Queue
 
-SORT_THREADS, SORT_ROWS = 1024, 2048
-THREADS, SHARE_THREADS = 256, 1024
+SORT_THREADS, SORT_ROWS = 1024, 2048  # threads of a block of sort_labels, rows that it sorts
+THREADS, SHARE_THREADS = 256, 1024  # of a block of other kernels, of find_shares
 
 
 def _launcher(queue: Queue) -> Launcher:
@@ -25,10 +27,10 @@ def _launcher(queue: Queue) -> Launcher:
 def _sorted(
     labels: Array, queue: Queue, ids: Array | None = None, negative_apart: bool = False
 ) -> tuple[Array, Array]:
-    """[n] int64 labels in ascending order, and [n] int64 their rows, in order within a label.
+    """([n] int64 labels in ascending order, [n] int64 row of each; rows of a label ascend).
 
-    The kernel writes to `ids` the labels of rows. With `negative_apart`, each row with a negative
-    label is a class by itself, and gets an id of its own.
+    [n] `ids` gets the label of each row. With `negative_apart`, each row with a negative label is a
+    class by itself: sorted labels and `ids` have a different number for it.
     """
     n, launcher = len(labels), _launcher(queue)
     runs = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
@@ -37,6 +39,7 @@ def _sorted(
         {"labels": labels, "n": n, "classes": negative_apart, "ids": ids, "sorted": runs[0],
          "order": runs[1]},
     )  # fmt: skip
+    # merge sorted runs of `run_rows` rows in pairs, until one run is left
     run_rows, merged = SORT_ROWS, runs
     while run_rows < n:
         if merged is runs:
@@ -51,25 +54,25 @@ def _sorted(
 
 
 def order_by_segment(segment: Array) -> Array:
-    """[n] all rows; the rows of one segment stand together."""
+    """[n] the numbers of all rows, sorted by segment."""
     return _sorted(segment, Queue())[1]
 
 
 def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Classes, Array, Array]:
-    """Returns three things about the classes of rows:
+    """The classes of N rows with these labels, for sup_con. Returns:
 
     - the classes;
-    - [N] the only other row of a class of two, or -1;
-    - [N] 1.0 for a row that has a positive, else 0.0.
+    - [N] int64 the only other row of a class of two rows, or -1;
+    - [N] float64 1.0 for a row that has a positive, otherwise 0.0.
 
     The number of classes stays on the device. Classes of fewer rows than 3 (2 if `decoupled`) have
     no sums, so there are at most N / 3 (N / 2) segments. A row with a negative label is a class by
     itself. `unsigned`: labels are the bits of unsigned integers, and none is negative.
     """
-    least = 2 if decoupled else 3
-    outputs = plan.run_by_plan(_classes, labels, least, not unsigned, graphs=True)
-    place = outputs["place"]
-    in_sums = Segments(place, place, -(-len(labels) // least), outputs["order"])
+    least_rows = 2 if decoupled else 3
+    outputs = plan.run_by_plan(_classes, labels, least_rows, not unsigned, graphs=True)
+    segment = outputs["place"]  # of each row, or -1
+    in_sums = Segments(segment, segment, -(-len(labels) // least_rows), outputs["order"])
     row_classes = Classes(outputs["ids"], outputs["ids"], in_sums=in_sums, others=outputs["others"])
     return row_classes, outputs["positives"], outputs["present"]
 
@@ -77,7 +80,7 @@ def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Cla
 def _classes(
     labels: Array, least: int, negative_apart: bool, queue: Queue
 ) -> dict[str, Array | None]:
-    """The arrays that `classes` returns. Classes of fewer rows than `least` have no sums."""
+    """The arrays of `classes`, by name. Classes of fewer rows than `least` have no sums."""
     n = len(labels)
     ids = cupy.empty(n, np.int64)
     labels, order = _sorted(labels, queue, ids, negative_apart)
@@ -91,7 +94,7 @@ def _classes(
 
 
 def row_shares(weights: Array) -> Array:
-    """The weights divided by their sum."""
+    """[n] row shares: weights [n], float64, divided by their sum."""
     n, out = len(weights), cupy.empty(len(weights))
     _launcher(Queue()).launch(
         "labels.cu", "find_shares", 1, SHARE_THREADS,

@@ -1,4 +1,7 @@
-"""Linear terms on a GPU: sums over segments of rows. See `infonce.kernels.linear`."""
+"""Linear terms (label smoothing, sup_con) on a GPU, by kernels/cuda/linear.cu.
+
+kernels/linear.py has the mathematics; `finalize_linear_terms` runs between the passes.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,17 @@ from .device.launches import Queue
 from .labels import order_by_segment
 from .tiled.operands import Features
 
-# constants of linear.cu; small thread blocks spread few rows over more multiprocessors
+# As in linear.cu: features of a thread, threads of a block. Small blocks spread few rows over more
+# multiprocessors
 LANE_FEATURES, PIECE_THREADS = 8, 64
 JOIN_FEATURES, JOIN_THREADS = 64, 256
 
 
 class Rows:
-    """`infonce.kernels.linear.Rows` on a GPU. Sums have the dtype of the products' accumulators."""
+    """`infonce.kernels.linear.Rows` on a GPU: the rows of one side, queries or keys.
+
+    Sums of rows have the dtype of accumulators: float64 for fp64, otherwise float32.
+    """
 
     def __init__(self, launcher: Launcher, side: Features) -> None:
         self.launcher, self.side, self.features = launcher, side, side.features
@@ -30,7 +37,7 @@ class Rows:
 
     @staticmethod
     def of(features: Array, problem: Problem) -> Rows:
-        """The rows of an array on the current device."""
+        """The rows [n, d] of an array on the current device, outside of a pass."""
         device = cupy.cuda.Device()
         precision = config.fastest_operand_precision(problem.compute, device_properties(device.id))
         launcher = Launcher(device, precision, Queue())
@@ -46,6 +53,11 @@ class Rows:
     def sums(
         self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
     ) -> Array:
+        """[count, d] sums of the rows of each segment, each row times its `factor` (None: 1).
+
+        `segment` [n]: the segment of each row, or -1; None: all rows are one segment. `order` [n]:
+        rows sorted by segment; None: they are sorted here.
+        """
         n, d = self.features.shape
         if order is None and segment is not None:  # a segment may have no rows
             out = cupy.zeros((count, d), self.real)
@@ -54,22 +66,28 @@ class Rows:
             order = order_by_segment(segment)
         else:
             out = cupy.empty((count, d), self.real)
-        segments, places = {"segment": segment, "order": order}, -(-n // config.PIECE_ROWS)
-        pieces = cupy.empty((places, 2, d))
+        # A place is PIECE_ROWS rows in the order of segments. The sum of a segment inside of a place
+        # is complete. The pieces of a segment that lies in several places are joined
+        segments, place_count = {"segment": segment, "order": order}, -(-n // config.PIECE_ROWS)
+        pieces = cupy.empty((place_count, 2, d))
         self.launcher.launch(
             "linear.cu", "segment_pieces",
-            -(-places * -(-d // LANE_FEATURES) // PIECE_THREADS), PIECE_THREADS,
+            -(-place_count * -(-d // LANE_FEATURES) // PIECE_THREADS), PIECE_THREADS,
             {"rows": self.fields(), "n": n, "d": d, "segments": segments, "weight": factor,
              "out": out, "pieces": pieces},
         )  # fmt: skip
-        if places > 1:
+        if place_count > 1:
             self.launcher.launch(
-                "linear.cu", "join_pieces", places * -(-d // JOIN_FEATURES), JOIN_THREADS,
+                "linear.cu", "join_pieces", place_count * -(-d // JOIN_FEATURES), JOIN_THREADS,
                 {"n": n, "d": d, "segments": segments, "pieces": pieces, "out": out},
             )  # fmt: skip
         return out
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
+        """[n] float64 products of rows with the sums [count, d] of their segments.
+
+        `itself` is 1.0 if a row is left out of the sum of its own segment, otherwise 0.0.
+        """
         n, d = self.features.shape
         out = cupy.empty(n)
         self.launcher.rows(
@@ -79,7 +97,7 @@ class Rows:
         return out
 
     def positive_products(self, key: Rows, positives: Array) -> Array:
-        """[M] or [M, P] float64: u_i . v_j for the positives j of row i; 0 without a positive."""
+        """[M] or [M, P] float64: row i times `key` row j, for the positives j; 0 without one."""
         n, out = positives.size, cupy.empty(positives.shape)
         self.launcher.rows(
             "positive_products", n, file="linear.cu", query=self.fields(), key=key.fields(), n=n,
@@ -91,9 +109,9 @@ class Rows:
     def subtract(
         self, term: LinearGradient, gradient: Array, dots: Array | None = None, first: int = 0
     ) -> None:
-        """Subtract a linear term from complete gradients, and from their `Gradients.dots`.
+        """Subtract a linear term's gradient from complete gradients, and from `Gradients.dots`.
 
-        `gradient` has the rows from `first` on. The term is differentiated through the
+        `gradient` [n, d] has the rows from `first` on. The term is differentiated through the
         normalisation.
         """
         n, d = gradient.shape
@@ -113,7 +131,7 @@ def _fields(term: LinearGradient | None) -> Fields:
 def linear_gradients(
     terms: Sequence[LinearTerm], query: Rows, key: Rows, is_key_side: bool, symmetric: bool
 ) -> Fields:
-    """The fields of struct LinearGradients: gradients of one or two terms on one side."""
+    """The fields of struct LinearGradients: gradients of one or two linear terms for one side."""
     gradients = [LinearGradient(cupy, query, key, term, is_key_side, symmetric) for term in terms]
     first, second = gradients if len(gradients) == 2 else (*gradients, None)
     return {"first": _fields(first), "second": _fields(second)}
@@ -124,11 +142,12 @@ def finalize_linear_terms(
 ) -> list[LinearTerm]:
     """Add label smoothing and class means to the results of the kernel `finalize`.
 
-    `finalize_arguments` are the arguments of that kernel. Returns the linear terms.
+    `finalize_arguments` are the arguments with which `finalize` has been launched; `rows` are
+    queries and keys. Returns the linear terms, whose gradients the gradient pass subtracts.
     """
     query, key = rows
     m, n, _ = problem.shape
-    itself = float(problem.symmetric)
+    itself = float(problem.symmetric)  # a row is no negative of itself
     vectors: Fields = dict.fromkeys(
         ("row_products", "column_products", "class_products", "others",
          "row_linear", "column_linear", "class_linear")

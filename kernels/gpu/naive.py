@@ -1,5 +1,8 @@
-"""method="naive" on the GPU: the kernels of kernels/cuda/naive in turn, the logits in memory; or
-operations on arrays, with options of the softmax."""
+"""method="naive" on a GPU, with all logits in memory.
+
+A call without options runs the kernels of kernels/cuda/naive; a call with options runs operations
+on CuPy's arrays (kernels/arrays/naive.py).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from .device.arguments import Fields, matrix, scalar, valid_scale, with_strides_
 from .device.signatures import signature
 from .vectors import ElementwiseVectors
 
-THREADS = 256
-TILE = 32  # rows and columns of a product's tile
-ROWS, COLUMNS, BOTH = 0, 1, 2
+THREADS = 256  # of a thread block
+TILE = 32  # rows and columns of the tile of a matrix product
+ROWS, COLUMNS, BOTH = 0, 1, 2  # argument `which` of feature_gradient: dQ, dK, or both if Q is K
 
 
 def _require_memory(problem: Problem, matrices: int) -> None:
-    """MemoryError if `matrices` bytes, unit rows and their gradients do not fit."""
+    """MemoryError if matrices of `matrices` bytes, unit rows and their gradients do not fit."""
     m, n, d = problem.shape
     needed = matrices + 2 * (m + n) * d * (8 if problem.compute == "fp64" else 4)
     free = cupy.get_default_memory_pool().free_bytes()
@@ -38,7 +41,7 @@ def _require_memory(problem: Problem, matrices: int) -> None:
 
 
 class _Side:
-    """What the rows, or the columns, know of their logits."""
+    """[n] vectors of the rows, or of the columns, of the logits, which row_losses or column_losses writes."""
 
     def __init__(self, n: int) -> None:
         self.gap, self.lse, self.loss, self.top = (cupy.empty(n) for _ in range(4))
@@ -59,7 +62,7 @@ def solve_by_naive_arrays(problem: Problem, gradients: Gradients | None) -> Solu
 
 
 def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Solution:
-    """Loss and gradients from the full matrix of logits, for a `plain` problem."""
+    """Loss and gradients from the full matrix of logits, for a `plain` problem (no options)."""
     m, n, d = problem.shape
     real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
     _require_memory(problem, 2 * m * n * real.itemsize)
@@ -76,7 +79,9 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
     def tiles(rows: int, columns: int) -> int:
         return -(-rows // TILE) * -(-columns // TILE)
 
+    # rows u of queries and v of keys, normalised if asked, and logits x
     def unit_rows(z: Array) -> tuple[Array, Array, Array]:
+        """Rows [n, d], [n] inverse norms, and [n] NaN flags (NaN or 0) of features."""
         u, inverse, bad = cupy.empty(z.shape, real), cupy.empty(len(z)), cupy.empty(len(z))
         features = matrix(with_strides_in_whole_elements(z))
         launch("unit_rows", len(z), z=features, d=d, normalize=normalize, u=u,
@@ -94,6 +99,7 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
     x = cupy.empty((m, n), real)
     launch("similarity", tiles(m, n), u=u, v=v, m=m, n=n, d=d, scale=scale, pairs=pairs, x=x)
 
+    # losses
     rows = columns = None
     if sigmoid:
         losses = cupy.empty(m)
@@ -122,6 +128,7 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
     if gradients is None and not problem.scalar_grads:
         return solution
 
+    # gradients: g is dL/dx
     g, dots, sums = cupy.empty((m, n), real), cupy.empty(m), cupy.empty(m)
     launch(
         "logit_gradient", m, x=x, n=n, pairs=pairs, upstream=problem.upstream,
@@ -135,7 +142,10 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
     if sigmoid:
         solution.bias_grad = sums.sum()
 
-    def features(which: Any, z: Array, own: Array, inverse: Array, out: Array) -> None:
+    def compute_feature_gradient(
+        which: int, z: Array, own: Array, inverse: Array, out: Array
+    ) -> None:
+        """Write to `out` the gradient of the rows `own`: dL/dx times the other side's rows `z`."""
         du = cupy.empty(own.shape, real)
         launch("feature_gradient", tiles(len(own), d), g=g, z=z, m=m, n=n, d=d, which=which,
                scale=scale, out=du)  # fmt: skip
@@ -143,7 +153,7 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
                out=matrix(out))  # fmt: skip
 
     if gradients is not None and gradients.query is not None:
-        features(BOTH if symmetric else ROWS, v, u, u_inverse, gradients.query)
+        compute_feature_gradient(BOTH if symmetric else ROWS, v, u, u_inverse, gradients.query)
     if gradients is not None and gradients.key is not None:
-        features(COLUMNS, u, v, v_inverse, gradients.key)
+        compute_feature_gradient(COLUMNS, u, v, v_inverse, gradients.key)
     return solution

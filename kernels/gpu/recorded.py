@@ -1,7 +1,7 @@
 """What plans record: the solution of a call, a block over ranks, steps on vectors over ranks.
 
 Each function takes dataclasses of arrays and the queue for its launches. It returns the arrays that
-it makes, by name (`plan.Build`).
+it makes, by name (`plan.Build`). select.py and shard.py pass these functions to `plan.run_by_plan`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .vectors import TiledVectors
 def solution(
     problem: Problem, gradients: Gradients | None, queue: Queue
 ) -> dict[str, Array | None]:
+    """Record all passes of a call. `solution_from_outputs` has the inverse of its dictionary."""
     gpu = GPU(problem, gradients, queue)
     solved = gpu.solve(problem, gradients)
     outputs = {
@@ -42,11 +43,11 @@ def solution(
     return outputs
 
 
-_compiled: set[tuple[int, Call]] = set()  # kinds of calls, by device
+_compiled: set[tuple[int, Call]] = set()  # (device, kind of call) of `compile_kernels`
 
 
 def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
-    """Compile all kernels of a first call of its kind at once, as a plan does."""
+    """Compile the kernels of a call without a plan side by side, if it is the first of its kind."""
     kind = problem.query.device.id, Call.of(problem, gradients)
     if kind not in _compiled:
         _compiled.add(kind)
@@ -55,7 +56,7 @@ def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
 
 
 def solution_from_outputs(outputs: dict[str, Array]) -> Solution:
-    """The solution whose arrays `solution` has returned."""
+    """The `Solution` of the arrays that a plan of `solution` has returned."""
     get = outputs.get
     statistics = direction_losses = None
     if "row_rank" in outputs:
@@ -75,6 +76,10 @@ def block(
     gradients: Gradients | None, not_finite: NotFinite | None, to_clear: Sums | None,
     ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
+    """Record the pass of a block over ranks; for arguments see `shard.run_block_pass`.
+
+    The pass writes into its arguments, so there are no new arrays.
+    """
     scheduled = BlockPass.of(epilogue, triangle, gradients is not None)
     gpu = GPU(problem, gradients or ahead, queue, scheduled)
     if to_clear is not None:
@@ -89,6 +94,7 @@ def block(
 
 
 def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
+    """Record the begin of a log-sum-exp pass over ranks: sums of nothing, default vectors."""
     caller_upstream = problem.upstream
     problem, stats = TiledVectors.without_passes(problem, queue).statistics(problem)
     columns = stats.columns or Sums(None, None)
@@ -103,6 +109,7 @@ def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
 def finalize(
     problem: Problem, stats: Statistics, not_finite: NotFinite, queue: Queue
 ) -> dict[str, Array | None]:
+    """Record the losses and factors of a rank's rows, from complete sums."""
     vectors = TiledVectors.without_passes(problem, queue)
     finalized = vectors.finalize(problem, stats, False, True, None, not_finite)
     outputs: dict[str, Array | None] = {
@@ -125,6 +132,7 @@ def totals(
     problem: Problem, losses: Array, log_scale_grad: Array | None, dots: Array | None,
     bias_grad: Array | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
+    """Record the sums of a rank's losses and of its gradients of scale and bias, in float64."""
     vectors = TiledVectors.without_passes(problem, queue)
     vectors.double, vectors.out = True, np.dtype(np.float64)
     sums = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)

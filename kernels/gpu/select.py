@@ -1,4 +1,4 @@
-"""The entry of the GPU backend: it runs a call by the method that kernels/gpu/schedule chooses."""
+"""The entry of the GPU backend: runs a call by the method that kernels/gpu/schedule chooses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
-    """By passes over blocks. If memory lacks, the call runs again without its optional memory."""
+    """Loss and gradients by passes over blocks.
+
+    Without a `workspace` of the caller, a call may take more than the default, to cache
+    exponentials. If the device has no room for that, the call runs again with the default.
+    """
     try:
         return _by_passes(problem, gradients)
     except MemoryError:
@@ -47,7 +51,7 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _by_passes(problem: Problem, gradients: Gradients | None) -> Solution:
-    """By a plan if the call may have one, otherwise launch by launch."""
+    """Loss and gradients by a plan if the call may have one, otherwise launch by launch."""
     problem, by_kernels = readable_by_kernels(problem), is_computed_by_kernels_only(problem)
     if has_plan(problem, by_kernels):
         arrays = gpu_plan.run_by_plan(recorded.solution, problem, gradients, graphs=True)

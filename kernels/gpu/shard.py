@@ -1,4 +1,8 @@
-"""The GPU work of one rank, by plans: blocks of its queries with any keys, and its vectors."""
+"""The GPU work of one rank, by plans: blocks of its queries with any keys, and its vectors.
+
+distributed/run.py runs one plan for each block and step; distributed/planned.py records all of them
+as one plan, with `QueuedVectors`.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,9 @@ def run_block_pass(
 ) -> None:  # fmt: skip
     """`solve.run_block_pass` on the current device.
 
-    `ahead` are the gradients of a later pass of such blocks: this pass takes a workspace of the
-    later pass's size. Blocks with operations on arrays are launched without a plan.
+    `not_finite` gets the NaN flags of the block, and `to_clear` are sums that are set to sums of
+    nothing first. `ahead` are the gradients of a later pass of such blocks: this pass takes a
+    workspace of the later pass's size. Blocks with operations on arrays have no plan.
     """
     # blocks need no classes, and a plan would depend on the arrays of classes
     block = problems.fast_replace(readable_by_kernels(problem), classes=None)
@@ -74,13 +79,14 @@ def _array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:
-    """Launch the kernel of ranks/swap.cu on the current stream; it is the same in any precision."""
+    """Launch the kernel of ranks/swap.cu on the current stream."""
+    # the precision is arbitrary: the kernel is the same in all
     launcher = Launcher(cupy.cuda.Device(), "fp32", Queue())
     launcher.launch("ranks/swap.cu", "swap", blocks, 256, arguments)
 
 
 class VectorsOverRanks(ElementwiseVectors):
-    """`solve.Vectors` of one rank, with one plan for each step."""
+    """`solve.Vectors` of one rank: each step is a plan (`recorded`), or operations on arrays."""
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         if not self.has_plan(problem) or problem.retrieval_ranks:
@@ -134,12 +140,12 @@ class VectorsOverRanks(ElementwiseVectors):
         return 0 not in problem.shape and problem.progress is None and problem.plain
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
-        """The arrays that a step makes, by its plan."""
+        """The arrays, by name, that the step `build` makes, by its plan."""
         return gpu_plan.run_by_plan(build, _bare(problem), *parts)
 
 
 class QueuedVectors(VectorsOverRanks):
-    """`VectorsOverRanks` whose steps all go through one queue, as parts of one plan."""
+    """`VectorsOverRanks` whose steps go to one queue: the recorder of a plan of the whole call."""
 
     def __init__(self, problem: Problem, queue: Queue) -> None:
         super().__init__()
@@ -171,7 +177,7 @@ class QueuedVectors(VectorsOverRanks):
         return out
 
     def shard_positives(self, start: int, m: int) -> Array:
-        """[m] key start + i, the positive of row i."""
+        """[m] int64: the positive of row i of a shard is key start + i of the batch."""
         positives = cupy.empty(m, np.int64)
         self.launcher.vectors("shard_positives", m, start=start, m=m, positives=positives)
         return positives
@@ -192,7 +198,7 @@ class QueuedVectors(VectorsOverRanks):
         )
 
     def assign(self, to: Array, sums: Array | float, other: Array | None = None) -> None:
-        """Write sums, or zeros for a number, to `to`. `other` is added to the sums."""
+        """Write `sums` (a number: zeros), plus `other` if it is given, to `to`."""
         if to.ndim == 1:
             assert isinstance(sums, cupy.ndarray)
             self.queue.copy(to.data, sums.data, to.nbytes)

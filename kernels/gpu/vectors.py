@@ -1,4 +1,7 @@
-"""The mathematics on vectors of length M and N on a GPU, with one kernel for each step."""
+"""Steps on vectors of length M and N on a GPU: before, between and after the passes.
+
+`ElementwiseVectors` serves operations on arrays, and `TiledVectors` the method tiled.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
 from .schedule import is_computed_by_kernels_only
 
-# struct DefaultVectors of a call that passes all vectors
+# struct DefaultVectors if the kernel has no default vectors to write
 NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
 
 _DIRECTION_LOSSES = compiler.flatten("direction_losses.cuh")  # merge, finalize_direction
@@ -31,7 +34,8 @@ _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
-# solve.Vectors.merge in place, without and with moments; and solve.Vectors.local_positives
+# Merge sums in place (solve.Vectors.merge), without and with moments. `_within` gives the position
+# of a positive in a range of keys, or -1 (solve.Vectors.local_positives)
 _merge_sums = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum", "float64 max, float64 sum",
     """
@@ -66,8 +70,8 @@ _sum_over_ranks = cupy.ElementwiseKernel(
     "total = 0; for (long long r = 0; r < ranks; ++r) total += numbers[r * k + i];",
     "infonce_sum_over_ranks",
 )  # fmt: skip
-# finalize_direction. (CuPy's logaddexp2 would round small losses to 0.) The log-sum-exp of no
-# logits is -inf; its reference is 0, because a difference of infinities is NaN
+# finalize_direction of direction_losses.cuh. (CuPy's logaddexp2 would round small losses to 0.) The
+# log-sum-exp of no logits is -inf; its reference is 0, because a difference of infinities is NaN
 _finalize_direction = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 moment, float64 positive, float64 mean, bool decoupled",
     "float64 loss, float64 lse, float64 probability, float64 reference, float64 log_scale_grad",
@@ -81,14 +85,15 @@ _finalize_direction = cupy.ElementwiseKernel(
 
 
 class ElementwiseVectors(two_passes.Vectors):
-    """`solve.Vectors` on CuPy's arrays, with one kernel for each merge of sums."""
+    """`solve.Vectors` by operations on CuPy's arrays, with a kernel for each merge of sums."""
 
     def __init__(self) -> None:
         super().__init__(cupy, exponent_scaled=True)
 
     def identity(self, n: int, moments: bool) -> Sums:
-        top, total = _empty_sums(size=n)
-        return Sums(top, total, cupy.zeros(n) if moments else None)
+        """Sums of nothing for n rows or columns."""
+        maxima, totals = _empty_sums(size=n)
+        return Sums(maxima, totals, cupy.zeros(n) if moments else None)
 
     def merge(self, sums: Sums, other: Sums) -> None:
         if sums.moment is None:
@@ -119,9 +124,9 @@ class ElementwiseVectors(two_passes.Vectors):
 
 
 class Scalars:
-    """The scale, the exponents' scale and the bias, as fields of struct Scalar.
+    """The scale, the scale of exponents (with `hardness`) and the bias, as fields of struct Scalar.
 
-    The object also keeps the arrays alive to which these fields point.
+    The fields may point to arrays, which this object keeps alive.
     """
 
     def __init__(self, launcher: Launcher, problem: Problem) -> None:
@@ -142,7 +147,11 @@ class Scalars:
 
 
 class TiledVectors(ElementwiseVectors):
-    """The steps of a whole call, each by a kernel of kernels/cuda/vectors.cu."""
+    """The steps of a call by the method tiled, each by a kernel of kernels/cuda/vectors.cu.
+
+    The order: `statistics`, log-sum-exp pass, `finalize`, gradient pass, `totals`. A sigmoid
+    has `sigmoid` and `losses_with_nans` around its only pass.
+    """
 
     def __init__(self, launcher: Launcher, problem: Problem) -> None:
         super().__init__()
@@ -150,35 +159,36 @@ class TiledVectors(ElementwiseVectors):
         # results are float64 for float64 features, else float32; the caller converts other dtypes
         self.double = problem.query.dtype == np.float64 or launcher.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
-        self.any_key = cupy.empty(1)
+        self.any_key = cupy.empty(1)  # 0, or NaN if a feature of any key is not finite
 
     @staticmethod
     def without_passes(problem: Problem, queue: Queue) -> TiledVectors:
-        """The vectors of one of many ranks, whose passes run elsewhere."""
+        """The vectors of one rank of many. Other objects run its passes, one for each block."""
         device = cupy.cuda.Device()
         precision = config.fastest_operand_precision(problem.compute, device_properties(device.id))
         return TiledVectors(Launcher(device, precision, queue), problem)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:
-        """The problem with its vectors as arrays, and struct DefaultVectors.
+        """The problem with positives and upstream gradients as arrays, and struct DefaultVectors.
 
         Arrays that the caller has not passed are uninitialised: the kernel that gets the struct
         writes them.
         """
         m = problem.shape[0]
         positives, upstream = problem.positives, problem.upstream
-        by_rule, same, value = None, None, 0.0
+        # the arrays that the kernel writes; None: the caller has passed them
+        default_positives, default_upstream, value = None, None, 0.0
         if positives is None:
-            positives = by_rule = cupy.empty(m, np.int64)
+            positives = default_positives = cupy.empty(m, np.int64)
         if isinstance(upstream, float):
             value = upstream
-            upstream = same = cupy.empty(m)
-            if problem.joint:
-                upstream = same[: m // 2]
-        defaults = {"positives": by_rule, "upstream": same, "value": value,
+            upstream = default_upstream = cupy.empty(m)
+            if problem.joint:  # a loss has two rows
+                upstream = default_upstream[: m // 2]
+        defaults = {"positives": default_positives, "upstream": default_upstream, "value": value,
                     "symmetric": problem.symmetric}  # fmt: skip
-        spelled = fast_replace(problem, positives=positives, upstream=upstream)
-        return spelled, defaults
+        with_arrays = fast_replace(problem, positives=positives, upstream=upstream)
+        return with_arrays, defaults
 
     def dots(self, n: int) -> Array:
         return cupy.empty(n)  # the completion of gradients writes all elements
@@ -210,7 +220,7 @@ class TiledVectors(ElementwiseVectors):
         return problem, stats
 
     def clear(self, sums: Sums) -> None:
-        """Set sums to the sums of nothing."""
+        """Set sums to the sums of nothing: maximum -inf, sum and moment 0."""
         self.begin(None, sums, None, NO_DEFAULTS, None, 0, len(sums.max))
 
     def begin(
@@ -284,7 +294,7 @@ class TiledVectors(ElementwiseVectors):
             )
         if positive_logits is not None:
             stats.positive_logits = positive_logits
-        probability = None  # no longer needed
+        probability = None  # only operations on arrays need it
         return Finalized(
             losses[loss_rows],
             Direction(row_loss[loss_rows], lses[0, loss_rows], probability, row_reference, 1.0),
@@ -295,7 +305,10 @@ class TiledVectors(ElementwiseVectors):
         )  # fmt: skip
 
     def join_rows(self, sums: Sums, upstream: Array) -> tuple[Sums, Array]:
-        """Of rows that have one softmax with another, both have its sums and upstream gradient."""
+        """[M] sums and upstream gradients, if rows i and i + M / 2 have one softmax (`joint`).
+
+        Both rows get the merged sums and the upstream gradient of their softmax.
+        """
         m = len(sums.max)
         vectors = cupy.empty((4, m))
         joined = Sums(vectors[0], vectors[1], None if sums.moment is None else vectors[2])
