@@ -1,4 +1,7 @@
-"""Backends and the passes over blocks they share: see `infonce.kernels.solve`."""
+"""The backends (CPU, GPU, features in host memory) and the modules that they share.
+
+The first module to read is `infonce.kernels.solve`: it has the order of the passes.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,28 @@ __all__ = ["kernel"]
 
 
 def kernel(name: str, **defines: int | str) -> Any:
-    """A CUDA kernel of this package, to be launched by itself on CuPy arrays.
+    """Return one CUDA kernel of this package, which you launch on CuPy arrays.
 
-    ``kernel("similarity", PRECISION="FP32")(blocks, threads, u=u, v=v, ...)`` launches it on the
-    current device and CuPy's current stream. It is compiled at its first launch, and loaded by
-    `cupy.RawModule`.
+    ``kernel("similarity", PRECISION="FP32")(blocks, threads, u=u, v=v, ...)`` launches the kernel
+    on the current device and CuPy's current stream. The first launch compiles the kernel;
+    `cupy.RawModule` loads it.
 
     Parameters
     ----------
     name : str
-        Of the kernel in the `.cu` files of `infonce/kernels/cuda`.
+        Name of a kernel in the `.cu` files of `infonce/kernels/cuda`.
     defines : int or str
-        Macros with which the kernel is compiled.
+        Macros with which the kernel is compiled, as the options -D of a compiler.
 
     Returns
     -------
     callable
-        ``launch(blocks, threads, shared=0, **arguments)``: so many blocks of so many threads, with
-        so many bytes of dynamic shared memory. Arguments go by the names of the kernel's
-        parameters: arrays or None for pointers; numbers; for a structure a dict of its fields, or
-        the array or number that a `Matrix`, `Scalar` or `Scale` is about. A kernel reads memory as
-        it is: dtypes, shapes and the number of blocks are the caller's to get right.
+        ``launch(blocks, threads, shared=0, **arguments)`` launches `blocks` thread blocks of
+        `threads` threads, with `shared` bytes of dynamic shared memory each. The keywords are the
+        names of the kernel's parameters. A pointer takes an array or None. A structure takes a dict
+        of its fields; a `Matrix` also takes an array, a `Scalar` or `Scale` a number or 0-d array.
+        Nothing checks dtypes, shapes and the number of blocks: a wrong one reads or writes memory
+        that belongs to something else.
 
     Raises
     ------

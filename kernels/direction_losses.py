@@ -1,6 +1,7 @@
-"""The loss of each row or column, from the sum of its negatives and the logit of its positive.
+"""The loss of each row, or of each column, from the sum of its negatives and its positive's logit.
 
-kernels/cuda/direction_losses.cuh has the same formulas for a GPU.
+`targets` calls this for one direction of a loss, after the log-sum-exp pass. A GPU has the same
+formulas in kernels/cuda/direction_losses.cuh.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ import numpy as np
 from .epilogues import Sums
 from .problem import LN_2, Array
 
-ROUNDING = 2.0**-10  # largest difference of exponents, base 2, that a factor corrects
+# The largest increase of a reference exponent by rounding, base 2, that a factor corrects
+ROUNDING = 2.0**-10
 
 
 @dataclass
 class Direction:
-    """Losses of rows, or of columns, and the vectors of their gradient."""
+    """The losses of one softmax, over the keys of each row or the queries of each column.
 
-    loss: Array  # softplus(n - p): n the log-sum-exp of the negatives, p the positive's logit
-    lse: Array  # log-sum-exp, the positive included
+    All vectors are float64, with a number for each row, or for each column. n is the log-sum-exp of
+    the negatives and p the positive's logit, both in natural units.
+    """
+
+    loss: Array  # softplus(n - p)
+    lse: Array  # log-sum-exp of negatives and positive, natural units
     negative_probability: Array  # sigmoid(n - p): 1 minus the probability of the positive
-    reference: Array  # reference exponents of the gradient pass, as in `SoftmaxGradient`
-    reference_probability: Any  # 2^(reference - lse): the probability of a logit of that size
+    reference: Array  # reference exponents r of the gradient pass (`SoftmaxGradient`), base 2
+    # 2^(r - lse in base 2), the probability of a logit of size r; a number if all are equal
+    reference_probability: Any
     log_scale_grad: Array = None  # d loss / d log(scale); None: the sums have no moments
 
 
@@ -35,17 +42,19 @@ def finalize_direction(
     decoupled: bool = False,
     softmax_mean: Array | None = None,
 ) -> Direction:
-    """The direction of negatives with these `sums` and positives with these logits, base 2.
+    """Losses of rows, or of columns, from the sums of their negatives and their positives' logits.
 
-    With E[x] the mean of the negatives' logits under their own softmax,
+    `positive` has p in base 2, -inf without a positive. With E[x] the mean of the negatives' logits
+    under their own softmax,
 
         d loss / d log(scale) = sigmoid(n - p) (E[x] - p).
 
-    Only logits are subtracted from each other. `decoupled`: the softmax leaves out the positive, so
-    the loss is n - p, and the sigmoid is replaced by 1. `softmax_mean`: if a row
-    has several positives, their logits' mean under the softmax over them; None: p.
+    Only logits are subtracted from each other, so a small loss keeps its relative precision.
+    `decoupled`: the softmax leaves out the positive, so the loss is n - p, and the sigmoid becomes
+    1. `softmax_mean`: base-2 numbers that replace p in the derivative, for rows with several
+    positives (the mean of their logits under the softmax over them) or with biases; None: p.
     """
-    gap = (sums.max - positive) + xp.log2(sums.sum)
+    gap = (sums.max - positive) + xp.log2(sums.sum)  # n - p, base 2
     if decoupled:
         top, total = _finite(xp, sums.max), sums.sum
         loss, negative_probability = LN_2 * gap, xp.ones_like(gap)
@@ -54,13 +63,14 @@ def finalize_direction(
         total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
         loss, negative_probability = softplus2(xp, gap), sigmoid2(xp, gap)
     lse2 = top + xp.log2(total)
-    # a column's max may be an upper bound of its logits; then total < 1, and lse2 is below top
+    # `sums.max` of a column may be an upper bound of its logits, instead of their maximum. Then
+    # `total` may be below 1, so `lse2` is below `top` and is the reference, with probability 1
     reference, probability = xp.minimum(top, _finite(xp, lse2)), 1.0 / xp.maximum(total, 1.0)
     log_scale_grad = None
     if sums.moment is not None:
         negative_mean = sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
         positive_mean = positive if softmax_mean is None else softmax_mean
-        if not decoupled:
+        if not decoupled:  # no negatives: the sigmoid is 0, and 0 times an infinity would be NaN
             positive_mean = xp.where(sums.sum == 0, 0.0, positive_mean)
         log_scale_grad = LN_2 * negative_probability * (negative_mean - positive_mean)
     return Direction(
@@ -69,24 +79,27 @@ def finalize_direction(
 
 
 def _finite(xp: Any, top: Array) -> Array:
-    """`top` with 0 in place of -inf, because -inf - -inf would be NaN."""
+    """`top` with 0 in place of -inf, so that a difference from -inf is -inf and not NaN."""
     return xp.where(xp.isneginf(top), 0.0, top)
 
 
 def rounded_reference(
     xp: Any, c: float, reference: Array, factor: Array, dtype: np.dtype[Any]
 ) -> tuple[Array, Array, Array]:
-    """Reference exponents and factors of a gradient, rounded to `dtype`. Base-2 logits are c times
-    dot products. Returns three arrays:
+    """Reference exponents and factors of `SoftmaxGradient`, rounded to the compute dtype `dtype`.
+
+    `c` turns the numbers of a block into base-2 logits: the scale times log2(e) for dot products,
+    log2(e) for natural logits. Called before a gradient pass. Returns three arrays:
 
     - the references divided by c, in `dtype`;
     - the factors, corrected for the rounding of the references, in `dtype`;
     - the rounded references in base 2, in float64.
 
-    A reference that is the largest logit is c times a dot product, rounded. In float32, the
-    division yields this dot product. In float64, it may yield a neighbouring number; then the
-    smaller one is taken, because the epilogue sets exponents above 0 to 0. A reference that is a
-    log-sum-exp is no multiple of c: the factor corrects a difference up to `ROUNDING`.
+    A reference that is the largest logit is c times a number of a block, rounded. In float32, the
+    division yields this number. In float64, it may yield a neighbour; if two numbers times c reach
+    the reference, the smaller one is taken, because a reference that is too small does no harm: the
+    epilogue sets exponents above 0 to 0. A reference that is a log-sum-exp is no multiple of c: the
+    factor corrects its rounding, up to `ROUNDING`.
     """
     quotient = reference / c
     smaller = xp.nextafter(quotient, -np.inf)
@@ -96,22 +109,22 @@ def rounded_reference(
     return quotient, (factor * correction).astype(dtype), rounded
 
 
-def weigh_losses(xp: Any, losses: Array, weights: Array | None) -> Array:
-    """Losses times their weights (None: 1).
+def weigh_losses(xp: Any, losses: Array, row_shares: Array | None) -> Array:
+    """Losses of rows times their row shares (None: 1); the caller adds the products up.
 
-    A weight of 0 makes an infinite loss 0, such as the loss of a decoupled row without negatives.
-    NaN stays NaN.
+    A share of 0 also makes an infinite loss 0, such as the loss -inf of a decoupled row without
+    negatives. NaN stays NaN, so that a feature that is not finite is noticed.
     """
-    if weights is None:
+    if row_shares is None:
         return losses
-    return xp.where((weights == 0) & ~xp.isnan(losses), 0.0, losses * weights)
+    return xp.where((row_shares == 0) & ~xp.isnan(losses), 0.0, losses * row_shares)
 
 
 def softplus2(xp: Any, gap: Array) -> Array:
-    """log(1 + 2^gap), the loss of a row whose gap is (n - p) log2 e."""
+    """log(1 + 2^gap), the loss of a row, from the base-2 gap (n - p) log2(e)."""
     return LN_2 * xp.logaddexp2(0.0, gap)
 
 
 def sigmoid2(xp: Any, gap: Array) -> Array:
-    """1 / (1 + 2^-gap), the probability of all negatives."""
+    """1 / (1 + 2^-gap), the probability of all negatives together, from the base-2 gap."""
     return xp.exp2(gap - xp.logaddexp2(0.0, gap))

@@ -1,4 +1,8 @@
-"""Epilogues: what a pass does with the logits of a block, and the sums that it leaves."""
+"""Epilogues: what a pass does with the logits of a block, and the vectors that it reads and writes.
+
+`solve` gives an epilogue to each pass; a backend applies it to each block. x2 is a logit in base 2.
+Vectors are float64, [M] with a number for each query, [N] for each key.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,16 @@ from .problem import Array, fast_replace
 
 @dataclass
 class Sums:
-    """Running (max, sum) of 2^x2 of every row, or of every column: the state of the LSE pass.
+    """Running sums of the exponentials of every row, or of every column, in the log-sum-exp pass.
 
-    If `Problem.moments`, the sums also have the first moment of the logits, for the gradient of the
-    scale. The mean of the logits under the softmax is moment / sum.
+    The sum over j of 2^x2_j is `sum` 2^`max`. If `Problem.moments`, the sums also have the first
+    moment of the logits, for the gradient of the scale: moment / sum is the mean of the logits
+    under their softmax. The identity is the value before any logit is added.
     """
 
-    max: Array  # [n] float64, identity -inf
-    sum: Array  # [n] float64, identity 0: sum_j 2^(x2_j - max)
-    moment: Array = None  # [n] float64, identity 0: sum_j 2^(x2_j - max) x2_j; None: not wanted
+    max: Array  # [n] largest x2, or an upper bound near it; identity -inf
+    sum: Array  # [n] sum_j 2^(x2_j - max); identity 0
+    moment: Array = None  # [n] sum_j 2^(x2_j - max) x2_j; identity 0; None: not wanted
 
     def clear(self) -> None:
         """Set to the identity: the sums over no logits."""
@@ -36,53 +41,56 @@ class Sums:
         return self.max, self.sum, self.moment
 
     def part(self, rows: slice) -> Sums:
-        """Views of some rows."""
+        """Views of the sums of some rows (or columns): adding to them changes these sums."""
         return Sums(
             self.max[rows], self.sum[rows], None if self.moment is None else self.moment[rows]
         )
 
 
 def list_arrays(sums: Sequence[Sums]) -> list[Array]:
-    """The arrays of several sums, without those that are None."""
+    """The arrays of several sums in one list, without None, so that ranks can exchange them."""
     return [array for each in sums for array in each.arrays if array is not None]
 
 
 def make_sums(arrays: Sequence[Array], like: Sequence[Sums]) -> list[Sums]:
-    """The inverse of `list_arrays`, for sums that have the same arrays as `like`."""
+    """The sums with these arrays, the inverse of `list_arrays`. `like` tells which have moments."""
     rest = iter(arrays)
     return [Sums(*itertools.islice(rest, len(list_arrays([each])))) for each in like]
 
 
 @dataclass
 class Statistics:
-    """LSE pass: (max, sum) over the negatives of each row and column, and the positives' logits."""
+    """Log-sum-exp pass: sums over the negatives of rows and columns, and the positives' logits."""
 
     rows: Sums
-    columns: Sums | None  # `rows` itself in the symmetric case; None if the loss has no column side
-    positive_logits: Array  # [M] float64, base 2
-    row_rank: Array = None  # [M] int64: keys that score above the positive; None: not asked for
-    column_rank: Array = None  # [N] int64
+    # `rows` itself if queries are the keys and a triangle is visited; None: columns have no sums
+    columns: Sums | None
+    positive_logits: Array  # [M] or [M, P], base 2; NaN until its block is visited
+    row_rank: Array = None  # [M] int64: how many keys score above the positive; None: not wanted
+    column_rank: Array = None  # [N] int64: how many queries score above the query of key j
 
-    phase = "log-sum-exp"
+    phase = "log-sum-exp"  # name of the pass for `Problem.progress`
 
     @property
     def row_sums(self) -> list[Sums]:
-        """All sums of rows."""
+        """The sums of rows of all models: of the loss, and of a teacher if there is one."""
         return [self.rows]
 
     @property
     def column_sums(self) -> list[Sums]:
-        """All sums of columns."""
+        """The sums of columns of all models; empty if columns have no sums."""
         return [] if self.columns is None else [self.columns]
 
     def for_block(self, column_sums: Sequence[Sums]) -> Statistics:
-        """The same sums of rows, with `column_sums` (if not empty), and without retrieval ranks."""
+        """The epilogue of a block over ranks: the same sums of rows, `column_sums` (empty: none) in
+        place of the sums of columns, and no retrieval ranks."""
         columns = column_sums[0] if column_sums else None
         return fast_replace(self, columns=columns, row_rank=None, column_rank=None)
 
     @property
     def retrieval_ranks(self) -> RetrievalRanks:
-        """The epilogue that counts ranks, once these statistics are complete."""
+        """The epilogue of the pass that counts retrieval ranks. Called when these statistics are
+        complete: the pass compares logits with the positives' logits."""
         ranks = RetrievalRanks(self.positive_logits, self.row_rank)
         if self.column_rank is not None:  # key i is the positive of query i
             ranks.column_positive_logits = self.positive_logits
@@ -92,31 +100,36 @@ class Statistics:
 
 @dataclass
 class RetrievalRanks:
-    """Counts of logits above the positive's, once the positives' logits are known."""
+    """Pass after the log-sum-exp pass: counts the logits above the positive's logit.
 
-    positive_logits: Array  # [M] float64, base 2
-    row_rank: Array  # [M] int64, added to
-    column_positive_logits: Array = None  # [N]; None if only rows are ranked
-    column_rank: Array = None  # [N]
+    On one CPU, the log-sum-exp pass counts them by itself, because it knows the positives' logits
+    before it begins.
+    """
+
+    positive_logits: Array  # [M] base 2
+    row_rank: Array  # [M] int64 counts of keys, to which a block adds
+    column_positive_logits: Array = None  # [N] base 2; None: only rows are ranked
+    column_rank: Array = None  # [N] int64 counts of queries; None: only rows are ranked
 
     phase = "ranks"
 
 
 @dataclass
 class SoftmaxGradient:
-    """Gradient pass: dL/dx_ij = a_i 2^(x2_ij - r_i) + b_j 2^(x2_ij - r'_j) off the positives.
+    """Gradient pass: scale dL/dx_ij = a_i 2^(x2_ij - r_i) + b_j 2^(x2_ij - r'_j) at negatives.
 
     The reference exponents r and r' are subtracted before exp2. Each is at least the largest logit
-    of its row (column), and at most the log-sum-exp. Factors hold the rest of the log-sum-exp.
+    of its row (column), and at most the log-sum-exp. The factors have the rest of the log-sum-exp:
+    a_i = upstream_i row_direction_weight scale 2^(r_i - log-sum-exp_i), and b_j likewise.
     """
 
     row_reference: Array  # r [M], base 2
-    row_factor: Array  # a [M], times `scale` and 2^(r - log-sum-exp)
-    column_reference: Array | None  # r' [N]
-    column_factor: Array | None  # b [N]
-    positive_gradient: Array  # [M]: dL/dx at (i, positive of i), times `scale`
-    # [N]: dL/dx at key j and its query, if that query is not row j; or another bound of dL/dx in
-    # column j
+    row_factor: Array  # a [M]
+    column_reference: Array | None  # r' [N], base 2; None: columns have no softmax
+    column_factor: Array | None  # b [N]; None: columns have no softmax
+    positive_gradient: Array  # [M] or [M, P]: scale dL/dx at the positives of row i
+    # [N]: bounds of the size of scale dL/dx at the positive in column j, from which the gradient
+    # divisors of float16 follow. None: `positive_gradient`, because query j has the positive j
     column_positive_gradient: Array | None = None
     linear: Sequence[Any] = ()  # `linear.LinearTerm`s, added to the complete gradients
 
@@ -125,11 +138,11 @@ class SoftmaxGradient:
 
 @dataclass
 class OnlineSoftmax:
-    """LSE pass and gradients in one pass, for a loss with one softmax, over the keys of each row.
+    """Both passes in one, for a loss with one softmax, over the keys of each row.
 
-    With e_ij = 2^(x2_ij - max_i), dQ_i follows from sum_j e_ij k_j and one factor, which is known
-    when row i has met all keys. Then dK_j follows from sum_i e_ij (factor_i q_i). (In place of the
-    maximum, any number near it will do.)
+    With e_ij = 2^(x2_ij - max_i), dQ_i is sum_j e_ij k_j times a factor, minus the positive's part.
+    The factor is known when row i has met all keys. Then dK_j follows from sum_i e_ij factor_i q_i,
+    which only a GPU computes. Any number near the maximum may replace max_i.
     """
 
     rows: Sums
@@ -140,13 +153,16 @@ class OnlineSoftmax:
 
 @dataclass
 class Sigmoid:
-    """SigLIP's loss and dL/dx in one pass: they need no log-sum-exp."""
+    """SigLIP's losses and gradients in one pass: dL/dx needs no log-sum-exp.
 
-    row_factor: Array  # [M] upstream, times `scale`
-    losses: Array  # [M] out
-    bias_grad: Array  # [M] out: sum_j dL/dx_ij, times `scale`
-    log_scale_grad: Array  # [M] out: sum_j dL/dx_ij x_ij; None: not wanted
-    positive_logits: Array  # [M] out: scale q_i . k_j at the positive, natural units
+    Blocks add to the outputs, which begin at 0; they set `positive_logits`, which begin as NaN.
+    """
+
+    row_factor: Array  # [M] upstream_i times the scale
+    losses: Array  # [M] output
+    bias_grad: Array  # [M] output: sum_j dL/dx_ij, times the scale
+    log_scale_grad: Array  # [M] output: sum_j dL/dx_ij x_ij (x without the bias); None: not wanted
+    positive_logits: Array  # [M] output: scale q_i . k_j at the positive, natural units, no bias
 
     phase = "sigmoid loss"
 

@@ -1,4 +1,7 @@
-"""The grid of blocks into which a pass divides the logit matrix, and the sizes of blocks."""
+"""The grid of blocks into which a pass divides the logit matrix, and bounds of their sizes.
+
+Each backend chooses the sizes of its blocks; a pass then visits the blocks of a `Grid`.
+"""
 
 from __future__ import annotations
 
@@ -16,61 +19,68 @@ from .problem import Array, as_sets
 class Grid:
     """The blocks of the logit matrix: each row block with each column block, or one triangle.
 
-    Row block a has the rows `rows[a]`, and column block b has the columns `columns[b]`.
+    Block (a, b) has the rows `rows[a]` and the columns `columns[b]`.
     """
 
     rows: Sequence[slice]
     columns: Sequence[slice]
-    triangle: bool = False  # rows == columns, and only blocks with b >= a are visited
-    # for each row block, the column blocks that have something to compute; None: all
+    triangle: bool = False  # True: `rows` equals `columns`, and only blocks with b >= a are visited
+    # for each a, the numbers b of the blocks to visit; None: all blocks, or all of the triangle
     visited: tuple[Sequence[int], ...] | None = None
 
     def visits(self, row_block: int) -> Sequence[int]:
-        """Numbers of the column blocks that a pass visits with a row block, in its order."""
+        """The numbers b of the blocks that a pass visits with row block a, in ascending order."""
         if self.visited is not None:
             return self.visited[row_block]
         return range(row_block if self.triangle else 0, len(self.columns))
 
     @cached_property
     def largest(self) -> tuple[int, int]:
-        """The largest number of rows of a block, and the largest number of columns."""
+        """(rows, columns): the largest number of rows of a block, and of columns of a block."""
         rows = max(part.stop - part.start for part in self.rows)
         return rows, max(part.stop - part.start for part in self.columns)
 
     def __len__(self) -> int:
+        """The number of blocks that a pass visits."""
         return sum(len(self.visits(a)) for a in range(len(self.rows)))
 
 
 def slices(end: int, step: int, start: int = 0) -> list[slice]:
-    """Slices of at most `step` that cover range(start, end)."""
+    """Slices that cover range(start, end): all of length `step`, except for a shorter last one."""
     return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
-def slice_runs(numbers: Array, step: int, least_run: int, mixed: int) -> list[slice]:
-    """Slices that cover `numbers`. Each run of more than `least_run` equal numbers has slices of
-    its own, of like lengths, at most `step`. Between such runs, slices are at most `mixed` long.
+def slice_runs(numbers: Array, step: int, least_run: int, mixed_step: int) -> list[slice]:
+    """Slices that cover a vector of groups, such that a slice lies inside a long run of one group.
+
+    A run of more than `least_run` equal numbers is divided into slices of nearly equal length, at
+    most `step`. The numbers between two such runs are divided into slices of at most `mixed_step`.
+    A block of two such slices then has one group of queries and one of keys, so that
+    `without_other_groups` can leave it out.
     """
-    bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]
+    bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]  # of runs
     parts_so_far, end = [], 0
     for run in np.flatnonzero(np.diff(bounds) > least_run):
         start, stop = bounds[run : run + 2].tolist()
         parts = -(-(stop - start) // step)
-        parts_so_far += slices(start, mixed, end) + slices(stop, -(-(stop - start) // parts), start)
+        length = -(-(stop - start) // parts)
+        parts_so_far += slices(start, mixed_step, end) + slices(stop, length, start)
         end = stop
-    return parts_so_far + slices(len(numbers), mixed, end)
+    return parts_so_far + slices(len(numbers), mixed_step, end)
 
 
 def has_few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
     """Whether m x n logits have at most 4 sqrt(m n) blocks of `rows` x `columns` logits.
 
-    Then the memory of all blocks, without their logits, is a multiple of vectors of length m and n.
+    4 sqrt(m n) is at most 2 (m + n). So this bound keeps the memory and the work that each block
+    takes in addition to its logits linear in the number of rows and columns.
     """
     blocks = -(-m // rows) * -(-n // columns)
     return blocks * blocks <= 16 * max(1, m * n)
 
 
 def least_block_side(m: int, n: int) -> int:
-    """The side of the smallest square blocks for which `has_few_blocks` is true."""
+    """The side, in logits, of the smallest square blocks for which `has_few_blocks` is true."""
     side = max(1, math.isqrt(math.isqrt(m * n)) // 2)
     while not has_few_blocks(m, n, side, side):
         side += 1
@@ -78,7 +88,7 @@ def least_block_side(m: int, n: int) -> int:
 
 
 def make_workspace_error(shape: tuple[int, int, int], least: int, workspace: int) -> ValueError:
-    """The error for a workspace of fewer bytes than `least`."""
+    """The error for a workspace of fewer bytes than `least`, for a loss of `shape` (M, N, D)."""
     m, n, d = shape
     return ValueError(
         f"workspace: expected at least {least} bytes for {m} x {n} logits and features of width "
@@ -92,19 +102,21 @@ def without_other_groups(
 ) -> Grid:  # fmt: skip
     """The grid without blocks that have no common group, no positive and no common positive id.
 
-    `groups` and `positive_ids` are pairs: those of queries, and those of keys. A block has no
-    common group if the range of its queries' groups, from the smallest to the largest, is disjoint
-    from the range of its keys' groups. The same holds for positive ids. `has_positive` is the
-    result of `positive_blocks`.
+    All pairs of such a block are excluded, so a pass need not visit it. `groups` and `positive_ids`
+    are pairs of vectors, [M] of queries and [N] of keys. Only ranges are compared: a block is left
+    out if the range of its queries' groups, from the smallest to the largest, is disjoint from the
+    range of its keys' groups, and likewise for positive ids. `has_positive` [row blocks, column
+    blocks] is the result of `positive_blocks` or `default_positive_blocks`.
     """
     if not grid.rows or not grid.columns:
         return grid
-    end = grid.columns[-1].stop
+    end = grid.columns[-1].stop  # the grid may have only the first columns
     row_starts, column_starts = (
         [part.start for part in parts] for parts in (grid.rows, grid.columns)
     )
 
     def ranges_meet(row_numbers: Array, column_numbers: Array) -> Array:
+        """[row blocks, column blocks] bool: whether their ranges of numbers overlap."""
         sides = (row_numbers, row_starts), (column_numbers[:end], column_starts)
         (row_low, column_low), (row_high, column_high) = (
             [bound.reduceat(numbers, starts) for numbers, starts in sides]
@@ -112,25 +124,28 @@ def without_other_groups(
         )
         return (row_low[:, None] <= column_high) & (column_low <= row_high[:, None])
 
-    counts = has_positive | ranges_meet(*groups)
+    has_pairs = has_positive | ranges_meet(*groups)
     if positive_ids is not None:
-        counts |= ranges_meet(*positive_ids)
-    visited = tuple([b for b in grid.visits(a) if counts[a, b]] for a in range(len(grid.rows)))
+        has_pairs |= ranges_meet(*positive_ids)
+    visited = tuple([b for b in grid.visits(a) if has_pairs[a, b]] for a in range(len(grid.rows)))
     return replace(grid, visited=visited)
 
 
 def positive_blocks(grid: Grid, positives: Array) -> Array:
-    """[row blocks, column blocks] bool: the blocks that have one of the `positives`."""
+    """[row blocks, column blocks] bool: whether a block has one of the `positives` [M] or [M, P].
+
+    A positive outside of the grid's columns, or -1, is in no block.
+    """
     shape = len(grid.rows), len(grid.columns)
     if 0 in shape:
         return np.zeros(shape, bool)
     first, end = grid.columns[0].start, grid.columns[-1].stop
-    row_blocks, column_blocks = (
+    row_blocks, column_blocks = (  # the number of the block of each row, and of each column
         np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
         for parts in (grid.rows, grid.columns)
     )
     pairs = np.zeros(shape[0] * shape[1], np.int64)
-    for keys in as_sets(positives).T:  # one positive of each row
+    for keys in as_sets(positives).T:  # [M] one positive of each row
         inside = (keys >= first) & (keys < end)
         blocks = row_blocks[inside] * shape[1] + column_blocks[keys[inside] - first]
         pairs += np.bincount(blocks, minlength=len(pairs))
@@ -138,7 +153,11 @@ def positive_blocks(grid: Grid, positives: Array) -> Array:
 
 
 def default_positive_blocks(grid: Grid, m: int, symmetric: bool) -> Array:
-    """`positive_blocks` of `problem.default_positives`, only from the bounds of the blocks."""
+    """`positive_blocks` of `problem.default_positives`, only from the bounds of the blocks.
+
+    The positives of a row block are a range of keys. If queries are the keys, the range is shifted
+    by m / 2, and its part from m on continues at key 0.
+    """
     shift = m // 2 if symmetric else 0
     start, stop = np.array([(rows.start, rows.stop) for rows in grid.rows]).T[:, :, None] + shift
     first, end = np.array([(keys.start, keys.stop) for keys in grid.columns]).T

@@ -1,4 +1,9 @@
-"""Norms of rows: of float64 rows of any finite norm, whose squares may over- or underflow."""
+"""Norms of rows, and normalisation by operations on arrays (NumPy or CuPy).
+
+Squares of float64 features may over- or underflow, so float64 rows are first divided by a power of
+two. The CPU's tiles have their own functions in kernels/cpu/operands.py, the GPU's kernels in
+kernels/cuda/rows.cu.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +14,50 @@ import numpy as np
 from .grid import slices
 from .problem import SILENT, Array
 
-Norms = tuple[Array, Array | None] | None  # |z_i| = norms[i] 2^exponent[i]; no exponent: 0
+# (norms [M, 1], exponents [M] or None): |z_i| = norms[i] 2^exponents[i]; None in place of the
+# exponents: all are 0; None in place of the tuple: rows are not normalised
+Norms = tuple[Array, Array | None] | None
 
 
 def near_one(xp: Any, z: Array) -> tuple[Array, Array]:
-    """(2^-e z, e [M] int32), e being the exponent of a row's largest size: an exact division. Rows
-    of zeros, and rows with a NaN or an infinity, have e = 0."""
+    """Rows divided by powers of two so that each row's largest feature is in [1/2, 1) in size.
+
+    Returns (2^-e_i z_i, e [M] int32). The division is exact, except for subnormal results. Rows of
+    zeros, and rows with a NaN or an infinity, have e = 0.
+    """
     largest = xp.abs(z).max(axis=1)
     exponent = xp.frexp(xp.where(xp.isfinite(largest), largest, 0.0))[1]
     return xp.ldexp(z, -exponent[:, None]), exponent
 
 
 def log2_norms(z: Array) -> Array:
-    """[M] log2 of the norms of NumPy rows; NaN if a feature is NaN or infinite."""
-    norms = np.empty(len(z))
-    for rows in slices(len(z), 1024):
+    """[M] log2 of the norms of NumPy rows: -inf of a row of zeros, NaN of a row with a feature that
+    is NaN or infinite. Checks of the arguments call this."""
+    log_norms = np.empty(len(z))
+    for rows in slices(len(z), 1024):  # at a time, to limit the memory of float64 copies
         block, exponent = near_one(np, z[rows].astype(np.float64))
         with np.errstate(**SILENT):
-            norms[rows] = 0.5 * np.log2(np.einsum("ij,ij->i", block, block)) + exponent
-    return np.where(norms == np.inf, np.nan, norms)
+            log_norms[rows] = 0.5 * np.log2(np.einsum("ij,ij->i", block, block)) + exponent
+    return np.where(log_norms == np.inf, np.nan, log_norms)
 
 
 def has_moderate_squares(z: Array) -> bool:
-    """Whether all norms of float64 rows are well within the root of the range. Quick; False if
-    that is not certain."""
+    """Whether logits of float64 rows `z` certainly stay finite: the squares of all features add up
+    to less than 2^900, which leaves a factor 2^124 for the scale. Quick; False also for a NaN."""
     return bool(np.einsum("ij,ij->", z, z) < 2.0**900)
 
 
 def normalized_rows(
     xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]
 ) -> tuple[Array, Norms]:
-    """Features in the compute dtype, normalised if asked for (zero rows stay zero); their norms."""
+    """Rows in the compute dtype `dtype`, divided by their norms if `normalize`; and the norms.
+
+    A row of zeros stays zero. Without `normalize`, the norms are None.
+    """
     if not normalize:
         return z.astype(dtype, copy=False), None
     wide, exponent = z.astype(np.float64), None
-    if z.dtype.itemsize == 8:  # whose squares may over- or underflow
+    if z.dtype.itemsize == 8:  # squares of narrower dtypes stay within the range of float64
         wide, exponent = near_one(xp, wide)
     norms = xp.linalg.norm(wide, axis=1, keepdims=True)
     norms[norms == 0] = np.inf
@@ -51,7 +65,10 @@ def normalized_rows(
 
 
 def normalization_backward(xp: Any, g: Array, u: Array, norms: Norms) -> Array:
-    """dL/dz = (g - u <g, u>) / |z|, where g = dL/du and u = z / |z|."""
+    """dL/dz = (g - u <g, u>) / |z|, where g = dL/du and u = z / |z|.
+
+    `norms` are the second result of `normalized_rows`; None: returns g.
+    """
     if norms is None:
         return g
     length, exponent = norms

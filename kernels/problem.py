@@ -1,7 +1,8 @@
-"""A loss as data: the problem, its blocks, and the destinations of its gradients.
+"""A loss as data: `Problem`, the destinations of its gradients, and the NaN flags of its rows.
 
-Losses differ only in this data (`Problem`). The computation is in `solve`. All exponents are in
-base 2 (x2 = x log2 e), because that is what the hardware computes.
+`infonce/checks/call.py` makes a `Problem` from the arguments of a call, and `solve` computes it.
+Losses differ only in this data. Logits in sums and exponents are in base 2 (x2 = x log2 e), because
+the hardware computes powers of 2; only kernels/arrays/ has natural exponents inside a block.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ T = TypeVar("T")
 Array = Any  # a NumPy or CuPy array
 Progress = Callable[[str, int, int], None]  # (phase, blocks done, blocks in all)
 
-WORKSPACE = 256 * 2**20  # bytes; the default
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-# The range of scales in float32 and float64. Above the range, rounding changes the logits of unit
-# rows by 1, so that no digit of a probability is right. Below the range, products of the scale with
-# probabilities, weights and upstream gradients could underflow: half of all exponents are left to
-# these factors
+WORKSPACE = 256 * 2**20  # bytes of the workspace if the caller sets none
+LOG2_E = 1.4426950408889634  # natural logits times LOG2_E are logits in base 2
+LN_2 = 0.6931471805599453  # base-2 logits and logarithms times LN_2 are natural
+# The smallest and the largest scale, if exponents are float32 ("fp32" and all lower precisions) or
+# float64 ("fp64"). Above the range, rounding changes the logits of unit rows by 1, so that no digit
+# of a probability is right. Below the range, the scale times probabilities, weights and upstream
+# gradients could underflow: the lower bound leaves half of the dtype's exponents to these factors
 SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
-# For np.errstate, in every thread: a value out of range becomes infinity or NaN, without a warning
+# Arguments of np.errstate, whose setting holds only in the thread that enters it: a value out of
+# range becomes infinity or NaN without a warning
 SILENT: Any = {"all": "ignore"}
-FEW_LOGITS = 2**24  # see `uses_moments`
-# Fields of `Problem` that decide which pairs count: vectors of numbers of queries, and of keys
+FEW_LOGITS = 2**24  # M N up to which a GPU takes the scale's gradient from moments (`uses_moments`)
+# Fields of `Problem` that decide which pairs count, and with which bias or weight: [M] vectors with
+# a number of each query, and [N] vectors with a number of each key. Ranks and kernels/offload cut
+# them into the same parts as the features
 QUERY_VECTORS = (
     "query_ids", "query_groups", "query_positive_ids", "query_pair_weights", "query_bias", "limits",
     "guide_limits",
@@ -41,78 +45,85 @@ KEY_VECTORS = (
 class Problem:
     """One loss on one pair of checked feature arrays: all that a backend needs to know.
 
-    `losses_i` is the loss of row i. The result is ``sum_i upstream_i * losses_i``, and gradients
-    are those of this sum. `upstream` is the share of a row, the factor of its loss in the reduced
-    loss, times the caller's `grad_out`.
+    `losses_i` is the loss of row i. Gradients are derivatives of ``sum_i upstream_i * losses_i``.
+    `upstream_i` is the row share (the factor of the row's loss in the reduced loss) times the
+    caller's `grad_out`.
 
-    If `upstream` is the same for all rows, it is a number. If `positives` follow from the loss,
-    they are None. `materialize_vectors` makes arrays of both; some kernels need none.
+    If `upstream` is the same for all rows, it is a number. If `positives` are the default positives
+    of the loss, the field is None. `materialize_vectors` replaces both by arrays, for code that
+    reads them as arrays; some kernels do not.
     """
 
     query: Array  # [M, D]
     key: Array  # [N, D]; `query` itself if `symmetric`
     scale: Any  # number, or 0-d array on the device
     upstream: Any  # [M] float64; a number if it is the same for all rows
-    # [M] int64: row i's positive key; [M, P]: several, -1 for none; None: the loss's default
+    # int64, -1 for no key. [M]: the positive key of each row; [M, P]: its up to P positives. None:
+    # `default_positives`
     positives: Array = None
     # the share of every row; if there are `row_shares`, their common factor. None: no reduction
     common_share: float | None = None
-    row_direction_weight: float = 1.0  # of the losses of the softmax over keys, in `losses_i`
-    column_direction_weight: float = 0.0  # of the losses of the softmax over queries; 0: none
+    row_direction_weight: float = 1.0  # factor, in `losses_i`, of the loss of the softmax over keys
+    column_direction_weight: float = 0.0  # the same of the softmax over queries; 0: not computed
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
     symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
-    key_shard: bool = False  # `key` is a part of the keys; a positive outside of it is -1
+    key_shard: bool = False  # `key` is a part of all keys; a positive outside of it is -1
     no_local_positives: bool = False  # no positive is in `key`: all positives are -1
     query_ids: Array = None  # [M] int64, with key_ids [N]: pairs of equal ids are excluded,
     key_ids: Array = None  # except for the positive
-    normalize: bool = False
+    normalize: bool = False  # rows of `query` and `key` are divided by their norms
     compute: str = "fp32"  # resolved precision of products and exponentials: no "auto"
-    method: str = "auto"
+    method: str = "auto"  # as the caller chose it: "auto" is not resolved
     workspace: int = WORKSPACE  # bytes
     retrieval_ranks: bool = False  # also count the keys that score above the positive
-    progress: Progress | None = None
-    workspace_given: bool = True  # by the caller, who gets no more than that
-    label_nans: Array = None  # [M] float64 added to losses: NaN if the row's label is invalid
+    progress: Progress | None = None  # called as blocks are done
+    workspace_given: bool = True  # False: `workspace` is the default, which a GPU may exceed
+    label_nans: Array = None  # [M] float64 added to losses: NaN if the row's label is invalid, or 0
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
-    moments: bool = False  # the scale's gradient comes from moments (`uses_moments`)
-    weights: Array = None  # [M] float64 weights of the rows' losses; None: all 1
-    row_shares: Array = None  # [M] float64 shares of rows, from `weights`; None: all are equal
+    moments: bool = False  # sums have moments, for the gradient of the scale (`uses_moments`)
+    weights: Array = None  # [M] float64 weights of the rows' losses, 0 without a positive; None: 1
+    row_shares: Array = None  # [M] float64 row shares, from `weights`; None: all are equal
     query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
     key_groups: Array = None  # excluded, except for the positive
-    # groups of queries and of keys as NumPy arrays, from which blocks without a common group are
-    # found. Only for features on a GPU, groups in host memory, and no labels
+    # the groups of queries and of keys as NumPy arrays, from which a GPU's call finds the blocks
+    # without a common group. None if features are on the CPU, groups on a GPU, or labels are given
     host_groups: tuple[Array, Array] | None = None
-    # of a sigmoid, [M] and [N] int64: pairs of equal ids are positives, and all `positives` are -1
+    # SigLIP, [M] and [N] int64: pairs of equal ids are positives, and all `positives` are -1
     query_positive_ids: Array = None
     key_positive_ids: Array = None
-    # the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j], float64
-    query_pair_weights: Array = None  # [M], see `targets`
+    # the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j], float64;
+    # the formula is in `targets`, above `PositivePairs`
+    query_pair_weights: Array = None  # [M]
     key_pair_weights: Array = None  # [N]
-    # options of the softmax: see `infonce.spec.OPTIONS`
-    margin: float = 0.0
+    # numbers that are options of the softmax; `infonce.spec.OPTIONS` explains each
+    margin: float = 0.0  # subtracted from a positive's dot product: scale margin from its logit
     decoupled: bool = False
     label_smoothing: float = 0.0
     hardness: float = 0.0
-    key_bias: Array = None  # [N] float64
-    query_bias: Array = None  # [M] bias of queries in the columns' softmax, if queries are the keys
+    key_bias: Array = None  # [N] float64, added to the logits of each key, in natural units
+    query_bias: Array = None  # [M] `key_bias` if queries are the keys: rows are keys of columns
     false_negative_margin: float = math.inf
-    limits: Array = None  # [M] float64 limit of each row: see `targets.limits`
-    key_limits: Array = None  # [N] float64 limit of each column, if columns have a softmax
-    guide_query: Array = None  # [M, E] features of the guide; `guide_limits` are of their products
+    # [M] float64: dot products above which a row leaves out a negative (`targets.find_limits`). They
+    # and the other limits are None until `with_limits` sets them, before the first pass
+    limits: Array = None
+    key_limits: Array = None  # [N] the same for each column, if columns have a softmax
+    guide_query: Array = None  # [M, E] features of the guide
     guide_key: Array = None  # [N, E]; `guide_query` itself if `symmetric`
     guide_margin: float = 0.0
-    guide_limits: Array = None  # [M] limits of the guide's products
+    guide_limits: Array = None  # [M] `limits` of the dot products of the guide's features
     guide_key_limits: Array = None  # [N]
-    own: Array = None  # [M, K, D]: K further negatives of each row, see `OwnNegatives`
+    own: Array = None  # [M, K, D]: K further negatives of each row (`between_passes.OwnNegatives`)
     own_mask: Array = None  # [M, K] bool: which own negatives count; None: all
-    own_rows: Any = None  # reads own negatives that are elsewhere: see `between_passes.OwnRows`
+    # a `between_passes.OwnRows` that reads `own` from host memory; None: `own` is read in place
+    own_rows: Any = None
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
-    joint_copy_bytes: int = 0  # of the workspace: features and gradients of a joint loss are copied
-    # `linear.Segments`: all other rows of a row's class are its positives. `positives` has only the
-    # positives of rows with one other row in their class
+    # bytes of the workspace that the joined copies of features and gradients of a joint loss take
+    joint_copy_bytes: int = 0
+    # `linear.Classes`: all other rows of a row's class are its positives. `positives` then has only
+    # the positives of rows with one other row in their class
     classes: Any = None
 
-    # fields with features from a second model, a guide or a teacher, if there is one
+    # names of the two fields with auxiliary features: of a guide here, of a teacher in a subclass
     auxiliary_names: ClassVar[tuple[str, str]] = "guide_query", "guide_key"
 
     @property
@@ -123,7 +134,7 @@ class Problem:
 
     @property
     def plain(self) -> bool:
-        """Whether all rows have one positive, and no option changes logits or targets."""
+        """Whether all rows have one positive, and no option but `ids` changes logits or targets."""
         return self.plain_logits and self.plain_targets
 
     @property
@@ -135,7 +146,8 @@ class Problem:
 
     @property
     def plain_targets(self) -> bool:
-        """Whether all rows have one positive, no margin or the like, and no linear terms."""
+        """Whether each row has one positive, no option of its loss such as `margin`, no weight, no
+        linear term, and no joint loss."""
         numbers = self.margin or self.decoupled or self.hardness
         others = numbers or self.linear_terms or self.joint
         one_positive = self.set_size == 1 and not self.has_positive_ids
@@ -144,118 +156,126 @@ class Problem:
     @property
     def loss_follows_from_sums(self) -> bool:
         """Whether the loss of a row follows only from its sums and the logits of its positives.
-        `margin`, `decoupled` and `hardness` change only numbers in that formula."""
+        `margin`, `decoupled` and `hardness` may be set: they are numbers in that formula."""
         others = self.linear_terms or self.joint or self.has_positive_ids
         return self.plain_logits and not others
 
     @property
     def set_size(self) -> int:
-        """P of `positives` [M, P]."""
+        """P of `positives` [M, P]; 1 for positives [M], or for None."""
         sets = self.positives is not None and self.positives.ndim > 1
         return int(self.positives.shape[1]) if sets else 1
 
     @property
     def compares_with_limits(self) -> bool:
-        """Whether negatives above a limit are left out: see `targets.limits`."""
+        """Whether negatives above a limit are left out, by their or the guide's dot product."""
         return self.has_limits or self.guided
 
     @property
     def has_limits(self) -> bool:
+        """Whether `false_negative_margin` is set: negatives are compared with `limits`."""
         return self.false_negative_margin < math.inf
 
     def without_weights(self) -> Problem:
-        """The problem for kernels, which find the weights of rows in `upstream`."""
+        """The problem for code that needs no `weights`, because `upstream` contains them."""
         return self if self.weights is None else fast_replace(self, weights=None)
 
     @property
     def guided(self) -> bool:
+        """Whether a guide leaves out negatives by `guide_limits`."""
         return self.guide_query is not None
 
     @property
     def has_positive_ids(self) -> bool:
+        """Whether a sigmoid's positives are the pairs of equal positive ids."""
         return self.query_positive_ids is not None
 
     @property
     def auxiliary_query(self) -> Array:
-        """The queries' features from the second model; None: there is none."""
+        """[M, E] auxiliary features of queries; None: there is no guide and no teacher."""
         return getattr(self, self.auxiliary_names[0])
 
     @property
     def auxiliary_key(self) -> Array:
-        """The keys' features from the second model."""
+        """[N, E] auxiliary features of keys; None: there is no guide and no teacher."""
         return getattr(self, self.auxiliary_names[1])
 
     @property
     def auxiliary_width(self) -> int:
-        """The width of the second model's features; 0 if there is no such model."""
+        """E, the number of auxiliary features of a row; 0: there is no guide and no teacher."""
         return 0 if self.auxiliary_key is None else int(self.auxiliary_key.shape[1])
 
     @property
     def linear_terms(self) -> bool:
-        """Whether the loss has terms that are linear in the logits: see `linear`."""
+        """Whether the loss has linear terms (the module `linear`): label smoothing or classes."""
         return self.label_smoothing != 0.0 or self.classes is not None
 
     @property
     def exponent_scale(self) -> Any:
-        """The scale of the negatives' logits in the sums: `hardness` is added to the scale."""
+        """The scale of negatives in exponents: the scale of the logits plus `hardness`."""
         return self.scale + self.hardness if self.hardness else self.scale
 
     @property
     def paired(self) -> bool:
-        """Whether each key's query is known without a list: key i is the positive of query i, if
-        there is one, or queries and keys are the same views."""
+        """Whether a rule tells which query has key j as its positive, so that no list is needed:
+        query j, or, if queries are the keys, the positive of row j."""
         return not (self.key_shard or self.has_positive_ids) and (
             self.symmetric or self.two_sided or self.bias is not None or self.positives is None
         )
 
     @property
     def scale_grad_from_dots(self) -> bool:
-        """Whether the gradient of the scale comes from feature gradients: `Gradients.dots`."""
+        """Whether the scale's gradient is the sum of `Gradients.dots`, from feature gradients."""
         return self.scalar_grads and not self.moments
 
     @property
     def dots_lack_margin(self) -> bool:
-        """Whether `Gradients.dots` lack the margin's part of the scale's gradient: `finalize`."""
+        """Whether `Gradients.dots` lack the margin's part of the scale's gradient, which `finalize`
+        then computes."""
         return self.scale_grad_from_dots and self.margin != 0.0
 
     @property
     def pair_counts(self) -> float:
-        """How often `Gradients.dots` contain each pair's dL/dx x: twice if queries are the keys."""
+        """How often the sum of `Gradients.dots` contains the term dL/dx_ij x_ij of a pair: twice if
+        queries are the keys, because dQ_i then has terms of row i as a query and as a key."""
         return 2.0 if self.symmetric and self.scale_grad_from_dots else 1.0
 
     @property
     def block_column_weight(self) -> float:
-        """`column_direction_weight` of a block. If queries are the keys, the columns of a block off
-        the diagonal are rows of the same softmax."""
+        """The weight of the losses of a block's columns. If queries are the keys, columns are rows
+        of the batch, and have the weight of rows."""
         return self.row_direction_weight if self.symmetric else self.column_direction_weight
 
     @property
     def two_sided(self) -> bool:
-        """Whether columns have a softmax of their own."""
+        """Whether the loss also has a softmax over the queries of each column, as CLIP has."""
         return self.column_direction_weight != 0.0
 
 
 def as_sets(positives: Array) -> Array:
-    """[M, P], of [M] or [M, P]: one positive is a set of one."""
+    """Positives, or values at positives, [M] or [M, P], as [M, P] (P = 1 for [M])."""
     return positives[:, None] if positives.ndim == 1 else positives
 
 
 def uses_moments(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:
-    """Whether the gradient of the scale is to come from moments of the logits (`Sums.moment`) in
-    the pass of the loss. Otherwise it is sum_i <dQ_i, q_i>, from feature gradients.
+    """Whether the gradient of the scale comes from moments of the logits (`Sums.moment`).
+
+    The log-sum-exp pass sums moments. Otherwise the gradient is sum_i <dQ_i, q_i> / scale, from
+    feature gradients. `logits` is the number of logits, M N, over all ranks.
 
         no feature gradients wanted     moments: they save the gradient pass
         a GPU, at most FEW_LOGITS       moments: dL/dx is rounded there, to 8 bits for bfloat16
         a GPU, more logits              <dQ, q>: roundings average out; moments take 4 to 11% longer
         the CPU, in many blocks         <dQ, q>: dL/dx is not rounded to fewer bits
 
-    A batch in one block on the CPU (`one_block`) always has moments.
+    A batch in one block on the CPU (kernels/cpu/one_block) always has moments.
     """
     return not feature_gradients or (logits <= FEW_LOGITS and not on_cpu)
 
 
 def default_positives(m: int, symmetric: bool, xp: Any) -> Array:
-    """[m] key i, the positive of query i; of 2B views (`symmetric`), view i + B."""
+    """[m] the positives of a loss without labels: key i for query i; among 2B views (`symmetric`),
+    view i + B for view i, and view i for view i + B."""
     return (xp.arange(m) + m // 2) % m if symmetric else xp.arange(m)
 
 
@@ -273,8 +293,8 @@ def materialize_vectors(problem: Problem, xp: Any) -> Problem:
 
 
 def fast_replace(instance: T, /, **values: Any) -> T:
-    """`dataclasses.replace` in a tenth of the time, for what is made once a block. It does not call
-    __init__ and checks no name."""
+    """`dataclasses.replace` in a tenth of the time, for objects that are made once a block. It does
+    not call __init__, and does not check that fields of these names exist."""
     new = object.__new__(instance.__class__)
     new.__dict__ = instance.__dict__.copy()
     new.__dict__.update(values)
@@ -283,15 +303,18 @@ def fast_replace(instance: T, /, **values: Any) -> T:
 
 @dataclass
 class Gradients:
-    """Destinations of dQ and dK, and which of them are wanted."""
+    """Destinations of dQ and dK, and which of them a pass computes.
 
-    query: Array | None = None  # [M, D] destination, any float dtype and strides
-    key: Array | None = None  # [N, D] destination
+    A gradient that is wanted may have no destination: then it is computed only for `dots`.
+    """
+
+    query: Array | None = None  # [M, D] destination of dQ, any float dtype and strides
+    key: Array | None = None  # [N, D] destination of dK, likewise
     dots: Array = None  # float64 out: <dQ_i, q_i> [M] (or <dK_j, k_j> [N] if dQ is not wanted)
     want_query: bool = True
     want_key: bool = True
-    add_query: bool = False  # add dQ to the contents of `query`
-    own: Array | None = None  # [M, K, D] destination
+    add_query: bool = False  # True: dQ is added to the contents of `query`; False: overwrites them
+    own: Array | None = None  # [M, K, D] destination of own negatives' gradient; None: not wanted
 
 
 @dataclass
@@ -299,9 +322,10 @@ class NotFinite:
     """NaN flags of rows. A flag is NaN if the loss of its row depends on a NaN or infinity, else 0.
 
     A NaN or infinity in a query sets the flag of its row. A NaN or infinity in a key sets
-    `any_key`, for all rows. Blocks of the same queries share the flags.
+    `any_key`, which counts for all rows. The blocks of a pass over ranks, or over chunks in host
+    memory, add their flags to the same arrays.
     """
 
-    rows: Array  # [M]
-    any_key: Array  # [1]: added to every row
+    rows: Array  # [M] float64
+    any_key: Array  # [1] float64; whoever reads the flags adds it to `rows`
     queries_checked: bool = False  # `rows` already has the flags of the queries

@@ -53,7 +53,7 @@ from .epilogues import (
 )
 from .grid import Grid, slices
 from .problem import Array, Gradients, NotFinite, Problem, materialize_vectors
-from .targets import limits, mirror_positive_logits, with_limits
+from .targets import find_limits, mirror_positive_logits, with_limits
 
 
 class Backend(Protocol):
@@ -294,8 +294,8 @@ class Vectors:
                 stats.column_rank = xp.zeros(n, xp.int64)
         return problem, stats
 
-    def limits(self, problem: Problem, dots: Array) -> Array:
-        return limits(self.xp, problem, dots)
+    def find_limits(self, problem: Problem, dots: Array) -> Array:
+        return find_limits(self.xp, problem, dots)
 
     def finalize(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,

@@ -1,16 +1,19 @@
-"""Loss and gradients of a softmax with any targets: sets of positives, margins, label smoothing;
-limits of negatives; and the positives of a pairwise sigmoid that are pairs of equal ids.
+"""The targets of rows: sets of positives, margins, label smoothing. Also the limits of negatives,
+and the positives of a pairwise sigmoid that are pairs of equal ids.
 
-If the target of a row is one positive with probability 1, the loss is softplus(n - p), and the
-gradient at the positive is -sigmoid(n - p): see `finalize_direction`. This file has the additions
-of other targets. All positives of a row count as one positive, whose logit m is their log-sum-exp:
+`between_passes.finalize` calls this file for a softmax, and this file calls `direction_losses`. If
+the target of a row is one positive with probability 1, `direction_losses` has all formulas: n is
+the log-sum-exp of the negatives, p the logit of the positive, the loss is softplus(n - p), and the
+gradient at the positive is -sigmoid(n - p). This file adds the terms of other targets. All
+positives of a row, P of them, count as one positive, whose logit m is their log-sum-exp:
 
     loss = softplus(n - m) + (m - mean of their logits) + e (mean of their logits - mean of all)
-    -dloss/dx at a positive = f sigmoid(n - m) + ((1 - e) / |P| - f) + e / K
+    -dloss/dx at a positive = f sigmoid(n - m) + ((1 - e) / P - f) + e / K
 
-Here e is the label smoothing, K the number of keys that take part, and f the positive's fraction of
-the positives' sum of exponentials. Nothing cancels: for a single positive both brackets are 0. The
-gradient of the mean of all is linear: see `linear`. The derivatives by log(scale) are
+Here e is the label smoothing, K the number of keys that take part in it, "mean of all" the mean of
+the logits of these keys, and f the positive's fraction of the positives' sum of exponentials.
+Nothing cancels: for a single positive and e = 0, all brackets are 0. The gradient of the mean of
+all is a linear term, which `linear` computes. The derivatives by log(scale) are
 
     dx / dlog(scale) = x
     dm / dlog(scale) = sum over the positives of f x
@@ -32,28 +35,29 @@ from .problem import LN_2, LOG2_E, Array, Problem, as_sets
 
 @dataclass
 class KeyMeans:
-    """For each row, or for each column: the mean logit over K keys that take part, and K."""
+    """For each row, or each column: the mean logit over the K keys (queries) of label smoothing."""
 
-    logit: Array  # natural units, margins taken off, without biases
-    count: Array  # K
-    bias: Any = 0.0  # mean of their biases
+    logit: Array  # [M] natural units, with the margins of positives, without biases
+    count: Array  # [M] K
+    bias: Any = 0.0  # [M] mean of the biases of these keys; 0.0: no biases
 
 
 @dataclass
 class Targets:
-    """The targets of all rows, or of all columns."""
+    """The targets of all rows, or of all columns: m, f and the terms that they add to a loss."""
 
     logit: Array  # [M] m, base 2; -inf of a row without positives
-    # [M] mean of the positives' logits under the softmax over them: sum of f x, base 2, without
-    # biases; None: `logit`
-    softmax_mean: Array | None = None
-    excess: Array | None = None  # [M] loss above softplus(n - m); None: 0
-    excess_scale_grad: Array | None = None  # [M] its derivative by log(scale)
-    fraction: Any = 1.0  # [M, P] f
-    offset: Any = None  # [M, P] or number, of the gradient at positives; None: 0
+    softmax_mean: Array | None = None  # [M] sum of f x, base 2, without biases; None: `logit`
+    excess: Array | None = None  # [M] loss minus softplus(n - m); None: 0
+    excess_scale_grad: Array | None = None  # [M] derivative of `excess` by log(scale)
+    fraction: Any = 1.0  # [M, P] f; 1.0: one positive
+    offset: Any = None  # [M, P] or a number: (1 - e) / P - f; None: 0
 
     def pull(self, negative_probability: Array) -> Array:
-        """[M] or [M, P] -dloss/dx at the positives, without the e / K of label smoothing."""
+        """[M] or [M, P] -dloss/dx at the positives, without the e / K of label smoothing.
+
+        `negative_probability` [M] is sigmoid(n - m), or 1 if the loss is decoupled.
+        """
         if self.offset is None:
             return negative_probability
         if getattr(self.fraction, "ndim", 0) == 2:
@@ -61,18 +65,21 @@ class Targets:
         return self.fraction * negative_probability + self.offset
 
 
-def limits(xp: Any, problem: Problem, dots: Array) -> Array:
+def find_limits(xp: Any, problem: Problem, dots: Array) -> Array:
     """[M] the limit of each row: the dot product above which its negatives are left out.
 
-    The limit is the largest of the row's `dots` with its positives, [M] or [M, P], plus
-    `false_negative_margin`. It is infinite without a positive.
+    `dots` are the dot products of the row with its positives, [M] or [M, P]. The limit is the
+    largest of them plus `false_negative_margin`; infinity for a row without a positive.
     """
     top = as_sets(xp.where(problem.positives < 0, -xp.inf, dots)).max(axis=1)
     return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
 
 
 def guide_problem(problem: Problem) -> Problem:
-    """The problem with the guide's features as features, for the limits of the guide."""
+    """The problem of the guide: its features and its margin in place of those of the loss.
+
+    `find_limits` of this problem are the guide's limits.
+    """
     return replace(
         problem, query=problem.guide_query, key=problem.guide_key, guide_query=None,
         guide_key=None, false_negative_margin=problem.guide_margin, limits=None, key_limits=None,
@@ -80,51 +87,62 @@ def guide_problem(problem: Problem) -> Problem:
 
 
 def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
-    """The problem with limits of rows, and of columns if columns have a softmax.
+    """The problem with its limits, of rows and of columns. Called before the first pass.
 
-    Limits follow from the features if the loss has `false_negative_margin`, and from the features
-    of the guide if it has a guide. The limit of a column is the limit of the row whose positive it
-    is.
+    `false_negative_margin` has limits of the loss's own dot products, a guide has limits of the
+    guide's. Column j has the limit of row j: key j is the positive of query j, or, if queries are
+    the keys, columns are rows.
     """
-    both = problem.symmetric or problem.two_sided
+    columns_have_limits = problem.symmetric or problem.two_sided
     limit_vectors: dict[str, Any] = {}
     if problem.has_limits:
-        rows = vectors.limits(problem, backend.positive_dots(problem))
-        limit_vectors |= {"limits": rows, "key_limits": rows if both else None}
-    if problem.guided and problem.guide_limits is None:
+        rows = vectors.find_limits(problem, backend.positive_dots(problem))
+        columns = rows if columns_have_limits else None
+        limit_vectors |= {"limits": rows, "key_limits": columns}
+    if problem.guided and problem.guide_limits is None:  # a GPU has set the guide's limits already
         guide = guide_problem(problem)
-        rows = vectors.limits(guide, backend.positive_dots(guide))
-        limit_vectors |= {"guide_limits": rows, "guide_key_limits": rows if both else None}
+        rows = vectors.find_limits(guide, backend.positive_dots(guide))
+        columns = rows if columns_have_limits else None
+        limit_vectors |= {"guide_limits": rows, "guide_key_limits": columns}
     return replace(problem, **limit_vectors)
 
 
 def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
-    """Positives' logits of all rows, after a pass over one triangle of pairs (i, j).
+    """[M] positives' logits of all rows, after a pass over one triangle of pairs (i, j).
 
-    The pass writes the logit of a pair at its smaller index. It is copied to the larger index.
+    Such a pass visits pairs with i < j, and writes the logit of a pair of positives only at row i.
+    The result has it at row j, too: the positive of row j is row i.
     """
-    visited = (positives > xp.arange(len(positives))) | (positives < 0)
-    return xp.where(visited, logits, logits[positives])
+    is_written = (positives > xp.arange(len(positives))) | (positives < 0)
+    return xp.where(is_written, logits, logits[positives])
 
 
-def targets(
+def find_targets(
     xp: Any, problem: Problem, logits: Array, key_means: KeyMeans | None,
     bias: Array | None = None,
 ) -> Targets:  # fmt: skip
-    """The targets of rows, from the logits and biases of their positives: [M] or [M, P], base 2."""
+    """The targets of rows, or of columns, from the logits of their positives.
+
+    `logits` and `bias` (None: no biases) are [M] or [M, P], in base 2; `logits` lack biases and
+    margins. `key_means` are of label smoothing; None: the loss has no label smoothing.
+    """
+    # other problems have no rows without a positive
     if problem.weights is not None or logits.ndim > 1 or problem.classes is not None:
         logits = xp.where(problem.positives[: len(logits)] < 0, -xp.inf, logits)
     if problem.margin:
         logits = logits - problem.scale * problem.margin * LOG2_E
     e = problem.label_smoothing
-    if logits.ndim == 1:
+
+    if logits.ndim == 1:  # one positive: m = p, f = 1
         biased, softmax_mean = (logits, None) if bias is None else (logits + bias, logits)
         if key_means is None:
             return Targets(biased, softmax_mean)
-        excess = scale_term = e * (LN_2 * logits - key_means.logit)
+        excess = excess_scale_grad = e * (LN_2 * logits - key_means.logit)
         if bias is not None:
-            excess = scale_term + e * (LN_2 * bias - key_means.bias)
-        return Targets(biased, softmax_mean, excess, scale_term, offset=-e)
+            excess = excess_scale_grad + e * (LN_2 * bias - key_means.bias)
+        return Targets(biased, softmax_mean, excess, excess_scale_grad, offset=-e)
+
+    # sets of positives; `below` are logits minus the row's largest one, `top`
     if bias is None:
         bias = xp.zeros_like(logits)
     logits = logits + bias
@@ -132,30 +150,30 @@ def targets(
     count = xp.maximum(present.sum(axis=1), 1)
     top = logits.max(axis=1)
     below = xp.where(present, logits - xp.where(xp.isneginf(top), 0.0, top)[:, None], -xp.inf)
-    powers = xp.exp2(below)
-    total = powers.sum(axis=1)
-    fraction = powers / xp.where(total == 0, 1.0, total)[:, None]
+    exponentials = xp.exp2(below)
+    total = exponentials.sum(axis=1)
+    fraction = exponentials / xp.where(total == 0, 1.0, total)[:, None]
     unbiased = xp.where(present, below - bias, 0.0)
     mean_bias = xp.where(present, bias, 0.0).sum(axis=1) / count
     mean_below, weighted_below = unbiased.sum(axis=1) / count, (fraction * unbiased).sum(axis=1)
-    # m minus the mean of the logits, top + mean_below + mean_bias; m = top + log2(total)
+    # m = top + log2(total), minus the mean of the logits, top + mean_below + mean_bias
     excess = LN_2 * (xp.log2(total) - (mean_below + mean_bias))
-    scale_term = LN_2 * (weighted_below - mean_below)
+    excess_scale_grad = LN_2 * (weighted_below - mean_below)
     if key_means is not None:
         smoothing_term = e * (LN_2 * (top + mean_below) - key_means.logit)
-        scale_term = scale_term + smoothing_term
+        excess_scale_grad = excess_scale_grad + smoothing_term
         excess = excess + smoothing_term + e * (LN_2 * mean_bias - key_means.bias)
     offset = (1.0 - e) / count[:, None] - fraction
     return Targets(
-        top + xp.log2(total), top + weighted_below, excess, scale_term, fraction, offset
+        top + xp.log2(total), top + weighted_below, excess, excess_scale_grad, fraction, offset
     )  # fmt: skip
 
 
 def finalize_with_targets(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> Direction:
-    """The direction of rows, or of columns, with their targets."""
+    """Losses of rows, or of columns, from complete sums of negatives and from targets."""
     xp = vectors.xp
     if problem.hardness and sums.moment is not None:
-        # the moment is of exponents, which have another scale
+        # moments are sums of exponents, whose scale is `exponent_scale`: back to that of logits
         sums = replace(sums, moment=sums.moment * (problem.scale / problem.exponent_scale))
     direction: Direction = vectors.direction(
         sums, target.logit, problem.decoupled, target.softmax_mean
@@ -176,27 +194,31 @@ def finalize_with_targets(vectors: Any, problem: Problem, sums: Sums, target: Ta
 # --- positive ids of a pairwise sigmoid -----------------------------------------------------------
 #
 # Pairs of equal positive ids are positives. If row i has k_i positives and column j has k'_j, the
-# term of a positive pair (i, j) has the weight
+# term of a positive pair (i, j) in the loss has the weight
 #
 #     v_ij = (1 / k_i + 1 / k'_j) / 2.
 #
-# The sum of the weights of all positive pairs is (rows with a positive + columns with a positive)
-# / 2. Numbers of positives are counted before the pass, over all rows and all columns. The weight
-# of a pair is then the sum of a number of its row and a number of its column.
+# So a sample with many positives weighs as much as one with few: the weights of all positive pairs
+# add up to (rows with a positive + columns with a positive) / 2. Positives are counted before the
+# pass, over all rows and all columns of all ranks. v_ij is then the sum of a number of row i,
+# `Problem.query_pair_weights`, and a number of column j, `Problem.key_pair_weights`.
 
 
 @dataclass
 class PositivePairs:
-    """The positive pairs of a block, and the weights of all its pairs."""
+    """The positive pairs of a block as arrays, and the weights of all pairs of the block."""
 
     positive: Array  # [m, n] bool
-    weight: Array  # [m, n]: v_ij at positives, else 1
+    weight: Array  # [m, n]: v_ij at positives, 1 at negatives
 
     @staticmethod
     def find(
         xp: Any, problem: Problem, rows: slice, columns: slice, dtype: np.dtype[Any]
     ) -> PositivePairs | None:
-        """The positive pairs of some rows and columns; None for a problem without positive ids."""
+        """The positive pairs of a block; None for a problem without positive ids.
+
+        `dtype` is the dtype of the weights.
+        """
         if not problem.has_positive_ids:
             return None
         positive = problem.query_positive_ids[rows, None] == problem.key_positive_ids[columns]
@@ -205,18 +227,18 @@ class PositivePairs:
 
 
 def count_positives(xp: Any, problem: Problem) -> tuple[Array, Array]:
-    """[M] int64 the number of keys with each query's positive id, and [N] int64 the number of
-    queries with each key's positive id. The host reads no number of a GPU."""
+    """Count the positives: [M] int64 k_i, keys with the positive id of query i, and [N] int64 k'_j,
+    queries with the positive id of key j. Reads no number of a GPU on the host."""
     sides = problem.query_positive_ids, problem.key_positive_ids
-    queries, keys = (
-        xp.searchsorted(ordered, own, side="right") - xp.searchsorted(ordered, own, side="left")
-        for own, ordered in zip(sides, map(xp.sort, sides[::-1]), strict=True)
+    query_counts, key_counts = (  # how often each id occurs among the sorted ids of the other side
+        xp.searchsorted(others, own, side="right") - xp.searchsorted(others, own, side="left")
+        for own, others in zip(sides, map(xp.sort, sides[::-1]), strict=True)
     )
-    return queries, keys
+    return query_counts, key_counts
 
 
-def weigh_positives(xp: Any, problem: Problem, queries: Array, keys: Array) -> None:
-    """Set the weights of pairs in `problem`. `queries`, `keys`: results of `count_positives`."""
+def weigh_positives(xp: Any, problem: Problem, query_counts: Array, key_counts: Array) -> None:
+    """Set `query_pair_weights` and `key_pair_weights` of `problem` from `count_positives`."""
     problem.query_pair_weights, problem.key_pair_weights = (
-        0.5 / xp.maximum(count, 1) for count in (queries, keys)
+        0.5 / xp.maximum(count, 1) for count in (query_counts, key_counts)
     )

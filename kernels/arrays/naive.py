@@ -20,7 +20,7 @@ from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import normalization_backward, normalized_rows
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution, Vectors
-from ..targets import PositivePairs, guide_problem, limits
+from ..targets import PositivePairs, find_limits, guide_problem
 
 # The largest number of M x N arrays at one time, without and with options of the softmax
 MATRICES, MATRICES_WITH_OPTIONS = 4, 10
@@ -109,7 +109,7 @@ def _find_left_out(
 ) -> tuple[Array, Array | None]:
     """Whether rows, and columns of a two-sided loss, leave out a pair, by these products."""
     at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
-    problem.limits = limits(xp, problem, at_positives)
+    problem.limits = find_limits(xp, problem, at_positives)
     limit = problem.limits.astype(dots.flat.dtype)
     return dots.all > limit[:, None], dots.all > limit if problem.two_sided else None
 

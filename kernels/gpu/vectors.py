@@ -234,7 +234,7 @@ class TiledVectors(ElementwiseVectors):
             defaults=defaults, any_key_not_finite=any_key,
         )  # fmt: skip
 
-    def limits(self, problem: Problem, dots: Array) -> Array:
+    def find_limits(self, problem: Problem, dots: Array) -> Array:
         m = len(dots)
         out = cupy.empty(m)
         self.launcher.vectors(

@@ -204,7 +204,7 @@ struct RowOptions {
 
 // The limit of each row, for `false_negative_margin`: the product above which negatives are left out. It is the largest
 // product of the row with its positives, plus the margin, or infinite without a positive. `dots` [m, each] are the
-// products with `positives` [m, each], which are keys, or -1 for none. (targets.limits in Python.)
+// products with `positives` [m, each], which are keys, or -1 for none. (targets.find_limits in Python.)
 extern "C" __global__ void limits(const double* dots, const i64* positives, i64 each, i64 m,
                                   double margin, double* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
