@@ -1,8 +1,9 @@
 """The step between the passes: from complete sums to losses and the vectors of the gradient pass.
 
-Losses and options differ in their targets (`targets`), in the sums that belong together, and in
-linear terms (`linear`). This step is mathematics on vectors of length M or N. Own negatives join
-the sums here: blocks know nothing of them.
+`solve` calls `finalize` after the log-sum-exp pass. All arrays here are vectors of length M or N.
+Losses and options differ in their targets (`targets`), in the rows whose sums are joined (joint
+losses), and in linear terms (`linear`). The second half of the file has own negatives: no block
+contains them, so they join the sums here.
 """
 
 from __future__ import annotations
@@ -19,29 +20,30 @@ from .grid import slices
 from .linear import LinearTerm, add_class_means, find_label_smoothing
 from .norms import Norms, normalization_backward, normalized_rows
 from .problem import LOG2_E, Array, Gradients, Problem, as_sets
-from .targets import finalize_with_targets, targets
+from .targets import finalize_with_targets, find_targets
 
 
 @dataclass
 class Finalized:
-    """The results of complete sums: losses, and the vectors of the gradient pass."""
+    """What follows from complete sums: losses, and the vectors of the gradient pass."""
 
-    losses: Array  # [M]; [B] of a joint loss
+    losses: Array  # [M], both directions, without weights; [B] of a joint loss
     rows: Direction
-    columns: Direction | None  # of a two-sided loss
-    row_factor: Array  # as in `SoftmaxGradient`
-    column_factor: Array | None  # of a two-sided loss
+    columns: Direction | None  # None: columns have no softmax
+    row_factor: Array  # [M] a of `SoftmaxGradient`
+    column_factor: Array | None  # [N] b of `SoftmaxGradient`; None: columns have no softmax
     positive_gradient: Array  # [M] or [M, P], as in `SoftmaxGradient`
-    # [M] weighted dL / d log(scale), from moments. If the loss has a margin and no moments: only
-    # the margin's part, because `Gradients.dots` have the rest. None: not wanted
+    # [M] upstream times d loss / d log(scale), from moments. If there are no moments and the loss
+    # has a margin: only the margin's part, because `Gradients.dots` have the rest. None: not wanted
     log_scale_grad: Array | None = None
     linear: Sequence[LinearTerm] = ()
-    own: OwnNegatives | None = None  # those in the sums; None: the problem has none
+    # own negatives, which are in the sums; their gradients follow after the gradient pass
+    own: OwnNegatives | None = None
 
     def softmax_gradient(self, symmetric: bool) -> SoftmaxGradient:
         """The epilogue of the gradient pass. `symmetric`: queries are the keys."""
         columns, column_factor = self.columns, self.column_factor
-        if symmetric:  # dL/dx plus its transpose, because columns are rows
+        if symmetric:  # columns are rows, so dQ needs dL/dx plus its transpose
             columns, column_factor = self.rows, self.row_factor
         return SoftmaxGradient(
             self.rows.reference, self.row_factor, None if columns is None else columns.reference,
@@ -52,38 +54,49 @@ class Finalized:
 def finalize(
     vectors: Any, problem: Problem, stats: Statistics, gradient: bool, backend: Any, scale: Any
 ) -> Finalized:
-    """Losses, and the factors of the gradient, times `scale`.
+    """Losses, and the vectors of the gradient pass, from the complete sums of all rows and columns.
 
-    After a pass over a triangle, `stats` has the complete sums of all rows. `gradient`: the
-    gradient pass follows.
+    `vectors` (`solve.Vectors`) has the operations on vectors. `stats` has the sums of the
+    log-sum-exp pass, to which own negatives are added here. `gradient`: a gradient pass by blocks
+    follows. `scale` multiplies all vectors of the gradient: it is `problem.scale`, or 1 in the
+    method naive, which multiplies dL/dx itself.
     """
-    xp, logits, sums = vectors.xp, stats.positive_logits, stats.rows
+    xp, positive_logits, row_sums = vectors.xp, stats.positive_logits, stats.rows
+
+    # What joins the sums and the targets: own negatives, biases, label smoothing, joint rows
     own = None if problem.own is None else OwnNegatives(xp, problem)
     if own is not None:
         own.join(vectors, stats)
-    smoothing = key_bias = bias = None
+    smoothing = positive_bias = positive_bias2 = None  # natural units, base 2
     if problem.key_bias is not None:
-        key_bias = backend.take_at_positives(problem, problem.key_bias)
-        bias = LOG2_E * key_bias  # biases belong to keys; columns are queries and have none
+        positive_bias = backend.take_at_positives(problem, problem.key_bias)
+        positive_bias2 = LOG2_E * positive_bias
     if problem.label_smoothing:
-        smoothing = find_label_smoothing(xp, problem, backend, logits, key_bias)
+        smoothing = find_label_smoothing(xp, problem, backend, positive_logits, positive_bias)
     if problem.joint:
-        logits, sums = logits[: len(logits) // 2], _join_halves(vectors, sums)
-    row_targets = targets(xp, problem, logits, None if smoothing is None else smoothing.rows, bias)
+        positive_logits = positive_logits[: len(positive_logits) // 2]
+        row_sums = _join_halves(vectors, row_sums)
+    row_targets = find_targets(
+        xp, problem, positive_logits, None if smoothing is None else smoothing.rows, positive_bias2
+    )
     column_targets = row_targets  # key i is the positive of query i
-    if problem.two_sided and (smoothing is not None or bias is not None):
-        column_targets = targets(
-            xp, problem, logits, None if smoothing is None else smoothing.columns
+    if problem.two_sided and (smoothing is not None or positive_bias2 is not None):
+        # columns compare queries, which have no biases
+        column_targets = find_targets(
+            xp, problem, positive_logits, None if smoothing is None else smoothing.columns
         )
 
-    rows, columns = finalize_with_targets(vectors, problem, sums, row_targets), None
+    # Losses of rows and of columns, added up with the weights of the directions. `upstream` has
+    # grad_out and the row shares (infonce/checks/validation.py: upstream)
+    rows, columns = finalize_with_targets(vectors, problem, row_sums, row_targets), None
     if problem.two_sided and stats.columns is not None:
         columns = finalize_with_targets(vectors, problem, stats.columns, column_targets)
-    # `upstream` has grad_out and the weights of rows (infonce/checks/validation.py: upstream)
     row_upstream = problem.upstream * (problem.row_direction_weight * scale)
     linear = []
-    if problem.classes is not None:
-        linear.append(add_class_means(xp, problem, backend, smoothing, sums, rows, row_upstream))
+    if problem.classes is not None:  # changes the losses in `rows`
+        linear.append(
+            add_class_means(xp, problem, backend, smoothing, row_sums, rows, row_upstream)
+        )
     losses, log_scale_grad = problem.row_direction_weight * rows.loss, rows.log_scale_grad
     if log_scale_grad is not None:
         log_scale_grad = problem.row_direction_weight * log_scale_grad
@@ -99,11 +112,7 @@ def finalize(
         linear += smoothing.terms(
             xp, problem.label_smoothing, row_upstream, column_upstream, problem.joint
         )
-    at_positive = _times(row_upstream, row_targets.pull(rows.negative_probability))
-    if columns is not None:
-        at_positive = at_positive + column_upstream * column_targets.pull(
-            columns.negative_probability
-        )
+
     # Sums may stay finite although a feature is not finite. So losses become NaN here: the loss of
     # a query that is not finite, and all losses if a key is not finite
     losses = losses + backend.row_nans(problem)[: len(losses)]
@@ -111,45 +120,56 @@ def finalize(
         losses = losses + own.row_nans
     if log_scale_grad is not None:  # a feature that is not finite has made it NaN already
         log_scale_grad = problem.upstream * log_scale_grad
-    pull = at_positive  # -dL/dx at positives, with linear terms
+
+    # -scale dL/dx at the positives: `pull` is complete; `inserted_pull`, which the gradient pass
+    # inserts at positives, lacks what the linear terms of label smoothing add
+    inserted_pull = _times(row_upstream, row_targets.pull(rows.negative_probability))
+    if columns is not None:
+        inserted_pull = inserted_pull + column_upstream * column_targets.pull(
+            columns.negative_probability
+        )
+    pull = inserted_pull
     if smoothing is not None:
         smoothing_pull = problem.label_smoothing * row_upstream / smoothing.rows.count
         if column_upstream is not None and smoothing.columns is not None:
             column_pull = problem.label_smoothing * column_upstream / smoothing.columns.count
             smoothing_pull = smoothing_pull + column_pull
-        pull = at_positive + _times(smoothing_pull, xp.ones_like(at_positive))
-        # The linear terms pull at the keys of `smoothing.parts`. Positives outside of `parts` get
-        # their pull here. `parts` of a joint loss have positives twice: one pull is taken back
-        added = smoothing.added_positives[: len(row_upstream)].reshape(at_positive.shape)
+        pull = inserted_pull + _times(smoothing_pull, xp.ones_like(inserted_pull))
+        # The linear terms pull at the keys of `smoothing.parts`, so positives outside of `parts`
+        # get their pull here. In a joint loss the linear terms of rows i and i + B both pull at the
+        # pair of positives, which counts once: one pull is taken back
+        added = smoothing.added_positives[: len(row_upstream)].reshape(inserted_pull.shape)
         counted = 2.0 * added - 1.0 if problem.joint else 1.0 * added
-        at_positive = at_positive + _times(smoothing_pull, counted)
+        inserted_pull = inserted_pull + _times(smoothing_pull, counted)
     if problem.dots_lack_margin:
         present = problem.positives[: len(pull)] >= 0
         log_scale_grad = problem.margin * as_sets(xp.where(present, pull, 0.0)).sum(axis=1)
+
+    # Blocks have 2B rows of a joint loss, and add dL/dx and its transpose if queries are the keys
     if problem.joint:
-        row_factor, at_positive = xp.tile(row_factor, 2), xp.tile(at_positive, 2)
+        row_factor, inserted_pull = xp.tile(row_factor, 2), xp.tile(inserted_pull, 2)
         # an array, also if the probability is the number 1
         probability = rows.reference_probability + xp.zeros_like(rows.reference)
         rows.reference = xp.tile(rows.reference, 2)
         rows.reference_probability = xp.tile(probability, 2)
-    elif problem.symmetric and gradient:  # ranks exchange vectors here
-        at_positive = at_positive + backend.take_at_positives(problem, at_positive)
+    elif problem.symmetric and gradient:  # over ranks, this is an exchange
+        inserted_pull = inserted_pull + backend.take_at_positives(problem, inserted_pull)
     return Finalized(
-        losses, rows, columns, row_factor, column_factor, -at_positive, log_scale_grad,
+        losses, rows, columns, row_factor, column_factor, -inserted_pull, log_scale_grad,
         tuple(linear), own,
     )  # fmt: skip
 
 
 def _times(factor: Array, values: Array) -> Array:
-    """[M] times [M] or [M, P]."""
+    """A factor [M] of each row times values [M] or [M, P]."""
     return factor[:, None] * values if values.ndim > 1 else factor * values
 
 
-# --- joint losses: rows i and i + B of 2B have one sum, and their positive is one pair ------------
+# --- joint losses: rows i and i + B of 2B have one softmax, and are each other's positives --------
 
 
 def _join_halves(vectors: Any, sums: Sums) -> Sums:
-    """The sums of rows i and i + B together."""
+    """[B] the sums over the negatives of rows i and i + B together."""
     half = len(sums.max) // 2
     first, second = sums.part(slice(half)), sums.part(slice(half, None))
     joint_sums = Sums(*(None if part is None else part.copy() for part in first.arrays))
@@ -157,69 +177,74 @@ def _join_halves(vectors: Any, sums: Sums) -> Sums:
     return joint_sums
 
 
-# --- own negatives: logits of one row, which join the row's sums between the passes ---------------
+# --- own negatives: keys of one row each, which join the row's sums between the passes ------------
 
-OWN_BYTES = 8 * 2**20  # of copies of rows with their own keys that are alive at once
-OWN_COPIES = 4  # of each
-LOWEST = np.finfo(np.float64).min  # a finite number, below all logits
+OWN_BYTES = 8 * 2**20  # bytes, at most, of all copies of the rows and own keys of one part
+OWN_COPIES = 4  # copies of the features of a part that are alive at once
+LOWEST = np.finfo(np.float64).min  # replaces a maximum of -inf in differences: finite, below logits
 
 
 @dataclass
-class _OwnRows:
-    """Some rows with their own keys, in the dtype of the products."""
+class _OwnPart:
+    """Some rows with their own keys, in the compute dtype."""
 
     rows: slice
-    query: Array  # [m, D] unit rows, if they are normalised
+    query: Array  # [m, D] unit rows if the loss normalises
     query_norms: Norms
-    keys: Array  # [m, K, D]
+    keys: Array  # [m, K, D] unit rows if the loss normalises
     key_norms: Norms
-    dots: Array  # [m, K] float64; -inf for keys that are left out
+    dots: Array  # [m, K] float64 dot products; -inf for keys that the mask or a limit leaves out
 
 
 class OwnRows:
-    """Reads rows with their own keys, and writes their gradients, in place."""
+    """Reads the rows and own keys of a problem, and writes their gradients, all in place.
+
+    `infonce.kernels.offload.own` has the same methods for arrays in host memory.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
     def read(self, parts: Sequence[slice]) -> Iterator[tuple[Array, Array]]:
-        """The queries and the own keys of each part of the rows."""
+        """For each of `parts`, in their order: queries [m, D] and own keys [m, K, D]."""
         for rows in parts:
             yield self.problem.query[rows], self.problem.own[rows]
 
     def add_to_query(self, gradients: Gradients, rows: slice, dq: Array) -> None:
-        """Add to the gradient of some queries."""
+        """Add `dq` to the gradient of the queries `rows`, which the gradient pass has written."""
         gradients.query[rows] += dq  # type: ignore[index]
 
     def write_own(self, gradients: Gradients, rows: slice, gradient: Array) -> None:
-        """Write the gradient of the own keys of some rows."""
+        """Write the gradient of the own keys of `rows`."""
         gradients.own[rows] = gradient  # type: ignore[index]
 
 
 class OwnNegatives:
     """The own negatives of all rows of a problem. Row i has K keys of its own, o_ik:
 
-    g_ik = dL/dx_ik = a_i 2^(x2_ik - r_i)        a and r of `SoftmaxGradient`
+    g_ik = scale dL/dx_ik = a_i 2^(x2_ik - r_i)        a and r of `SoftmaxGradient`
     dO_ik = g_ik q_i        dQ_i += sum_k g_ik o_ik
 
-    These are operations on NumPy's arrays or CuPy's, over a few rows at a time.
+    `finalize` calls `join`; the solver calls `finish` after the gradient pass. Both visit a part of
+    the rows at a time, by operations on arrays of NumPy or CuPy.
     """
 
     def __init__(self, xp: Any, problem: Problem) -> None:
         self.xp, self.problem = xp, problem
         self.dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-        self.scale = problem.exponent_scale * LOG2_E
+        self.exponent_scale2 = problem.exponent_scale * LOG2_E  # from dot products to base 2
         self.rows = problem.own_rows or OwnRows(problem)
 
-    def _parts(self) -> Iterator[_OwnRows]:
+    def _parts(self) -> Iterator[_OwnPart]:
+        """Parts of the rows, each with its own keys and their dot products."""
         xp, problem = self.xp, self.problem
         m, k, d = problem.own.shape
-        row_bytes = OWN_COPIES * (k + 1) * d * self.dtype.itemsize
+        row_bytes = OWN_COPIES * (k + 1) * d * self.dtype.itemsize  # a query and k keys
         parts = slices(m, max(1, OWN_BYTES // row_bytes))
         for rows, (query, keys) in zip(parts, self.rows.read(parts), strict=True):
             query, query_norms = normalized_rows(xp, query, problem.normalize, self.dtype)
             keys, left_out = keys.astype(self.dtype), None
-            if problem.own_mask is not None:
+            if problem.own_mask is not None:  # masked keys become 0, because they may be NaN
                 left_out = ~problem.own_mask[rows]
                 keys = xp.where(left_out[:, :, None], keys.dtype.type(0), keys)
             unit, key_norms = normalized_rows(
@@ -231,13 +256,13 @@ class OwnNegatives:
                 dots = xp.where(left_out, -np.inf, dots)
             if problem.limits is not None:
                 dots = xp.where(dots > problem.limits[rows, None], -np.inf, dots)
-            yield _OwnRows(rows, query, query_norms, keys, key_norms, dots)
+            yield _OwnPart(rows, query, query_norms, keys, key_norms, dots)
 
     def join(self, vectors: Any, stats: Statistics) -> None:
-        """Merge the sums over own negatives into the sums of rows, and add to the ranks of rows:
-        how many own negatives score higher than the positive.
+        """Merge the sums over own negatives into `stats.rows`.
 
-        `row_nans` [M] becomes NaN for rows with an own key that is not finite and not masked.
+        Adds to `stats.row_rank` how many own negatives score higher than the positive. Also sets `self.row_nans` [M]: NaN for rows with an own key that is not finite and not
+        masked, else 0.
         """
         xp = self.xp
         m = len(self.problem.query)
@@ -246,12 +271,12 @@ class OwnNegatives:
         for part in self._parts():
             rows = part.rows
             xp.sum(part.keys * 0, axis=(1, 2), dtype=np.float64, out=self.row_nans[rows])
-            x = part.dots * self.scale
-            top = x.max(axis=1)
-            e = xp.exp2(x - xp.maximum(top, LOWEST)[:, None])  # 0 if all are left out
+            x2 = part.dots * self.exponent_scale2
+            top = x2.max(axis=1)
+            e = xp.exp2(x2 - xp.maximum(top, LOWEST)[:, None])  # 0 if all are left out
             sums.max[rows], sums.sum[rows] = top, e.sum(axis=1)
             if sums.moment is not None:
-                sums.moment[rows] = (e * xp.where(xp.isneginf(x), 0.0, x)).sum(axis=1)
+                sums.moment[rows] = (e * xp.where(xp.isneginf(x2), 0.0, x2)).sum(axis=1)
             if stats.row_rank is not None:
                 logits = part.dots * (self.problem.scale * LOG2_E)
                 above = logits > stats.positive_logits[rows, None]
@@ -259,14 +284,17 @@ class OwnNegatives:
         vectors.merge(stats.rows, sums)
 
     def add_gradients(self, reference: Array, factor: Array, gradients: Gradients) -> Array:
-        """Add to dQ, and write gradients of own negatives. Returns [M] sum_k g_ik <q_i, o_ik>."""
+        """Add to dQ and write the gradient of own negatives, from r (`reference`), a (`factor`).
+
+        Returns [M] sum_k g_ik <q_i, o_ik>, the share of own negatives in dL / d log(scale).
+        """
         xp = self.xp
         products = xp.empty(len(self.problem.query))
         for part in self._parts():
             rows = part.rows
-            x = part.dots * self.scale
-            g = factor[rows, None] * xp.exp2(xp.minimum(x - reference[rows, None], 0.0))
-            products[rows] = (g * xp.where(xp.isneginf(x), 0.0, part.dots)).sum(axis=1)
+            x2 = part.dots * self.exponent_scale2
+            g = factor[rows, None] * xp.exp2(xp.minimum(x2 - reference[rows, None], 0.0))
+            products[rows] = (g * xp.where(xp.isneginf(x2), 0.0, part.dots)).sum(axis=1)
             g = g.astype(self.dtype)
             if gradients.query is not None and gradients.want_query:
                 dq = xp.matmul(g[:, None, :], part.keys)[:, 0]
@@ -280,8 +308,11 @@ class OwnNegatives:
         return products
 
     def finish(self, finalized: Finalized, gradients: Gradients) -> None:
-        """Add the gradients, after the gradient pass. The gradient of the scale gets its share here
-        if it does not come from moments."""
+        """Add the gradients of own negatives, after the gradient pass.
+
+        If the scale's gradient does not come from moments, `finalized.log_scale_grad` gets their
+        share, because `Gradients.dots` have only the pairs of blocks.
+        """
         products = self.add_gradients(finalized.rows.reference, finalized.row_factor, gradients)
         if self.problem.scale_grad_from_dots:
             others = finalized.log_scale_grad

@@ -103,8 +103,8 @@ class Problem:
     key_bias: Array = None  # [N] float64, added to the logits of each key, in natural units
     query_bias: Array = None  # [M] `key_bias` if queries are the keys: rows are keys of columns
     false_negative_margin: float = math.inf
-    # [M] float64: dot products above which a row leaves out a negative (`targets.find_limits`). They
-    # and the other limits are None until `with_limits` sets them, before the first pass
+    # [M] float64: dot products above which a row leaves out a negative (`targets.find_limits`).
+    # These and the other limits are None until `with_limits` sets them, before the first pass
     limits: Array = None
     key_limits: Array = None  # [N] the same for each column, if columns have a softmax
     guide_query: Array = None  # [M, E] features of the guide
