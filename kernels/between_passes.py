@@ -261,8 +261,8 @@ class OwnNegatives:
     def join(self, vectors: Any, stats: Statistics) -> None:
         """Merge the sums over own negatives into `stats.rows`.
 
-        Adds to `stats.row_rank` how many own negatives score higher than the positive. Also sets `self.row_nans` [M]: NaN for rows with an own key that is not finite and not
-        masked, else 0.
+        Adds to `stats.row_rank` how many own negatives score higher than the positive. Sets
+        `self.row_nans` [M]: NaN for rows with an own key that is not finite and not masked, else 0.
         """
         xp = self.xp
         m = len(self.problem.query)

@@ -1,11 +1,13 @@
-"""Terms of a loss that are linear in the logits. They need no pass over blocks.
+"""Linear terms of a loss: label smoothing, and the positives of a class. No pass computes them.
 
-The mean logit of all keys (label smoothing) and that of a class are sums over segments of keys,
+The mean logit of all keys (label smoothing) and the mean logit of the keys of a class are sums over
+segments of keys,
 
     sum of x_ij over the keys j of row i's segment = scale q_i . (sum of these k_j)
 
-and so are their gradients: time and memory are linear in the batch. Segments are all keys, or those
-of an id. A symmetric problem leaves out i = j.
+and their gradients are sums over segments, too. So time and memory are linear in the batch.
+`between_passes.finalize` takes the mean logits from here, for the losses; the code that completes
+dQ and dK subtracts `LinearGradient`. If queries are the keys, pairs i = j do not count.
 """
 
 from __future__ import annotations
@@ -22,21 +24,23 @@ from .targets import KeyMeans
 
 @dataclass
 class Segments:
-    """Segments of rows and keys: keys belong to the rows of the same segment."""
+    """A division of rows and keys into segments: a linear term pairs each row with all keys of the
+    row's segment."""
 
     # [M] int64: the segment of each row, in [0, count), or -1 for none. If `count` is None, the
-    # segments are ids of any value. If `rows` is None, all rows are in one segment
+    # segments are ids of any value. `rows` None, on a GPU: all rows and keys are in one segment
     rows: Array
     columns: Array  # [N]: the segment of each key, like `rows`
-    count: int | None = None  # number of segments
-    order: Array = None  # [N] in a symmetric problem: rows in an order in which segments are runs
+    count: int | None = None  # number of segments; None: `numbered` finds it
+    order: Array = None  # [N] if queries are the keys: rows sorted by segment; None: not known
     _numbered: Segments | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._numbered = None
 
     def numbered(self, xp: Any) -> Segments:
-        """The same segments, numbered: one for each id of rows, and one for all other keys."""
+        """The same segments with a `count`: one for each id of rows, and one for all keys whose id
+        no row has."""
         if self.count is not None:
             return self
         if self._numbered is None:
@@ -51,14 +55,18 @@ class Segments:
         return self._numbered
 
     def pairs(self, xp: Any, symmetric: bool) -> Array:
-        """[M, N] whether row and key are of the same segment; not i = j if `symmetric`."""
+        """[M, N] bool: whether row and key are in the same segment; False for i = j if
+        `symmetric`."""
         same = self.rows[:, None] == self.columns
         if symmetric:
             xp.fill_diagonal(same, False)
         return same
 
     def members(self, xp: Any, index: Array) -> tuple[Array, Array]:
-        """For each row, the number of keys in its segment, and the sum of these keys' `index`."""
+        """For each row, the number of keys in its segment, and the sum of these keys' `index` [N].
+
+        `partners` finds the other key of a segment of two from this sum.
+        """
         numbered = self.numbered(xp)
         assert numbered.count is not None
         number = xp.bincount(numbered.columns, minlength=numbered.count)
@@ -68,83 +76,90 @@ class Segments:
 
 @dataclass
 class Classes(Segments):
-    """Segments that are classes. On a GPU, the host does not know their number: `count` is None."""
+    """Segments that are classes of SupCon. On a GPU `count` is None: the host does not know it."""
 
-    # classes of more than two rows, whose positives are also in the sums of negatives; with `order`
+    # The two fields are set on a GPU, for its kernels. `in_sums`, with `order`: only the classes of
+    # more than two rows (`decoupled`: of two or more), whose loss has a mean over the class
     in_sums: Segments | None = None
     others: Array = None  # [N] number of other rows in a class of `in_sums`; 0 in other classes
 
 
 def partners(
-    xp: Any, members: tuple[Array, Array], own: Array, decoupled: bool
+    xp: Any, members: tuple[Array, Array], index: Array, decoupled: bool
 ) -> tuple[Array, Array]:
-    """The only other row of each row's class, and whether the class has other rows.
+    """The positives of rows in classes of two, and whether rows have a positive.
 
-    `own` are the indices of rows, and `members` is `Segments.members` of `own`. Returns two values:
+    `index` [N] are the indices of rows, and `members` is `Segments.members` of `index`. Returns:
 
     - [N] the other row of a class of two; -1 for other classes;
     - [N] bool: whether the row's class has another row.
 
     `decoupled`: sums leave out all positives, so the first value is -1 for all rows.
     """
-    number, indices = members
-    one = (number == 2) & (not decoupled)
-    return xp.where(one, indices - own, -1), number > 1
+    number, index_sums = members
+    is_pair = (number == 2) & (not decoupled)
+    return xp.where(is_pair, index_sums - index, -1), number > 1
 
 
 @dataclass
 class SegmentSums:
-    """For each row, sums over the keys of its segment; or for each key, sums over rows."""
+    """For each row, sums over the keys of its segment; or for each key, sums over its rows."""
 
-    products: Array  # sum of q_i . k_j
-    number: Array  # number of keys, float64
-    biases: Array  # sum of the biases of keys
+    products: Array  # [M] or [N] float64: sum of q_i . k_j, without the scale
+    number: Array  # number of keys (or rows) of the segment, float64
+    biases: Array  # sum of the biases of these keys, natural units; 0 without biases
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
+        """(products, number, biases), which ranks add up."""
         return self.products, self.number, self.biases
 
 
 @dataclass
 class LinearTerm:
-    """A term with -dL/dx_ij = row_factor_i + column_factor_j for row i and key j of one segment.
-
-    The factors are multiplied by the scale.
-    """
+    """A term of the gradient: -scale dL/dx_ij = row_factor_i + column_factor_j, if row i and key j
+    are in one segment, else 0."""
 
     segments: Segments
     row_factor: Array  # [M]
-    column_factor: Array | None = None  # [N]
-    # sums of the features of each segment, if they are known already
+    column_factor: Array | None = None  # [N]; None: 0
+    # [count, D] sums of the queries, and of the keys, of each segment; None: not computed yet
     query_sums: Array | None = None
     key_sums: Array | None = None
 
 
 class Rows(Protocol):
-    """The rows u_i of queries or of keys, normalised if the loss normalises."""
+    """The rows u_i of queries or of keys, normalised if the loss normalises. Each backend has its
+    own class with these two methods."""
 
     def sums(
         self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
     ) -> Array:
-        """[count, D]: the sum of factor_i u_i over the rows of each segment.
+        """[count, D]: the sum of factor_i u_i (None: u_i) over the rows of each segment.
 
-        With `order` (`Segments.order`), the sums of segments without rows are arbitrary.
+        `segment` [n] is the segment of each row, `factor` [n]. A GPU reads rows in the given
+        `order` (`Segments.order`); the sums of segments without rows are then arbitrary.
         """
         ...
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
-        """[n] float64: u_i . (sums[segment_i] - itself u_i)."""
+        """[n] float64: u_i . (sums[segment_i] - itself u_i).
+
+        `itself`: how often `sums` contain row i itself, which does not count.
+        """
         ...
 
 
 class LinearGradient:
-    """The gradient of a linear term with respect to the rows u_i of queries or of keys:
+    """The gradient of a linear term with respect to the rows u_i of one side, queries or keys:
 
     -dL/du_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i]
 
-    `sums` add up the rows of the other side, and `weighted` add them up times their factors.
-    `factor` and `sums` are None if this side has no factors. `weighted` is None if the other side
-    has no factors.
+    - `segment` [n]: the segment of row i; `factor` [n]: its factor, None if this side has none.
+    - `sums` [count, D]: sums of the rows of the other side; None if `factor` is None.
+    - `weighted` [count, D]: sums of the rows of the other side times the factors of these rows;
+      None if the other side has no factors.
+    - `itself`: 2 if queries are the keys, else 0.
     """
 
     def __init__(
@@ -152,27 +167,29 @@ class LinearGradient:
     ) -> None:
         segments = term.segments.numbered(xp)
         assert segments.count is not None
-        own, others, other_side, sums = segments.rows, segments.columns, key, term.key_sums
-        factor, their_factor = term.row_factor, term.column_factor
+        own_segment, other_segment = segments.rows, segments.columns
+        own_factor, other_factor = term.row_factor, term.column_factor
+        other_side, other_sums = key, term.key_sums
         if is_key_side:
-            own, others, other_side, sums = others, own, query, term.query_sums
-            factor, their_factor = their_factor, factor
-        elif symmetric:
-            their_factor = factor
+            own_segment, other_segment = other_segment, own_segment
+            own_factor, other_factor = other_factor, own_factor
+            other_side, other_sums = query, term.query_sums
+        elif symmetric:  # row i is also key i, and has the factor of row i there
+            other_factor = own_factor
         # If queries are the keys, `sums` and `weighted` both contain row i itself. The pair i = i
         # does not count, so it is subtracted twice
-        self.segment, self.itself, self.factor = own, 2.0 if symmetric else 0.0, factor
-        grouping = others, segments.count
+        self.segment, self.itself, self.factor = own_segment, 2.0 if symmetric else 0.0, own_factor
+        grouping = other_segment, segments.count
         self.sums = self.weighted = None
-        if factor is not None:
-            if sums is None:
-                sums = other_side.sums(*grouping, order=segments.order)
-            self.sums = sums
-        if their_factor is not None:
-            self.weighted = other_side.sums(*grouping, their_factor, segments.order)
+        if own_factor is not None:
+            if other_sums is None:
+                other_sums = other_side.sums(*grouping, order=segments.order)
+            self.sums = other_sums
+        if other_factor is not None:
+            self.weighted = other_side.sums(*grouping, other_factor, segments.order)
 
     def part(self, rows: slice) -> LinearGradient:
-        """The gradient with respect to `rows`."""
+        """The gradient with respect to some rows of this side."""
         part = copy(self)
         part.segment, part.factor = (
             None if vector is None else vector[rows] for vector in (self.segment, self.factor)
@@ -181,82 +198,91 @@ class LinearGradient:
 
 
 class Summing(Protocol):
-    """The methods of a backend that linear terms need."""
+    """The methods of a backend that a loss with linear terms needs, with those of `solve.Backend`."""
 
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
-        """The sums of rows [M], and the sums of columns [N] if `columns`.
-
-        If queries are the keys, pairs i = j do not count.
+        """For each row [M], sums over the keys of its segment; if `columns`, also for each key [N],
+        sums over the rows of its segment (else None). Over ranks, keys are the keys of all ranks.
         """
         ...
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
-        """See `solve.Backend`."""
+        """[M] or [M, P]: per_key[positives], as in `solve.Backend`."""
         ...
 
 
 def segment_sums(
     xp: Any, problem: Problem, query: Rows, key: Rows, segments: Segments, columns: bool
 ) -> tuple[SegmentSums, SegmentSums | None]:
-    """See `Summing`."""
+    """`Summing.segment_sums` of a backend that has all rows of `query` and `key`."""
     segments = segments.numbered(xp)
     assert segments.count is not None
     key_sums = key.sums(segments.columns, segments.count)
-    rows, column_products = query.products(segments.rows, key_sums, float(problem.symmetric)), None
+    row_products = query.products(segments.rows, key_sums, float(problem.symmetric))
+    column_products = None
     if columns:
         query_sums = query.sums(segments.rows, segments.count)
         column_products = key.products(segments.columns, query_sums, 0.0)
-    return segment_sums_from_products(xp, problem, segments, rows, column_products)
+    return segment_sums_from_products(xp, problem, segments, row_products, column_products)
 
 
 def segment_sums_from_products(
-    xp: Any, problem: Problem, segments: Segments, rows: Array, columns: Array | None
-) -> tuple[SegmentSums, SegmentSums | None]:
-    """`Summing.segment_sums` of numbered segments, from the sums of products."""
+    xp: Any, problem: Problem, segments: Segments, row_products: Array,
+    column_products: Array | None,
+) -> tuple[SegmentSums, SegmentSums | None]:  # fmt: skip
+    """`Summing.segment_sums` of numbered segments, from `SegmentSums.products` of rows [M] and of
+    columns [N] (None: not wanted)."""
 
-    def sums_over(others: Array, own: Array, products: Array, bias: Array | None) -> SegmentSums:
+    def complete(
+        own: Array, others: Array, products: Array, other_bias: Array | None
+    ) -> SegmentSums:
+        """The sums of one side, whose segments are `own`, over the rows of the other side."""
         number = xp.bincount(others, minlength=segments.count)[own] - float(problem.symmetric)
         biases = xp.zeros(len(own))
-        if bias is not None:
-            biases += xp.bincount(others, bias, segments.count)[own]
+        if other_bias is not None:
+            biases += xp.bincount(others, other_bias, segments.count)[own]
             if problem.symmetric:
-                biases -= bias
+                biases -= other_bias
         return SegmentSums(products, number, biases)
 
-    row_sums = sums_over(segments.columns, segments.rows, rows, problem.key_bias)
-    if columns is None:
+    row_sums = complete(segments.rows, segments.columns, row_products, problem.key_bias)
+    if column_products is None:
         return row_sums, None
-    return row_sums, sums_over(segments.rows, segments.columns, columns, problem.query_bias)
+    return row_sums, complete(
+        segments.columns, segments.rows, column_products, problem.query_bias
+    )
 
 
 @dataclass
 class LabelSmoothing:
-    """Label smoothing: mean logits, and the segments over which they are means.
+    """Label smoothing: the mean logits, and the keys over which they are means.
 
-    The keys that take part are the keys of `parts`, each with its sign, and `added_positives`.
+    The keys that take part for a row are the keys of its segment in each of `parts`, added or
+    subtracted by the sign of the part, and the positives of the row that the parts leave out.
     """
 
-    rows: KeyMeans
-    columns: KeyMeans | None
-    parts: list[tuple[float, Segments]]
-    added_positives: Array  # [M, P] whether a positive takes part that `parts` exclude
+    rows: KeyMeans  # [M]; [B] of a joint loss
+    columns: KeyMeans | None  # [N]; None: columns have no softmax
+    parts: list[tuple[float, Segments]]  # (sign 1 or -1, segments)
+    added_positives: Array  # [M, P] bool: whether a positive takes part that `parts` leave out
 
     def terms(
-        self, xp: Any, e: float, row_factor: Array, column_factor: Array | None, joint: bool
+        self, xp: Any, e: float, row_upstream: Array, column_upstream: Array | None, joint: bool
     ) -> list[LinearTerm]:
-        """The linear terms of the gradient.
+        """The linear terms of the gradient, one for each part. `e` is the label smoothing.
 
-        `row_factor` and `column_factor` are the factors of the losses of rows and of columns. If
-        the loss is `joint`, rows i and i + B have the same factor.
+        `row_upstream` [M] and `column_upstream` [N] multiply the losses of rows and of columns:
+        upstream, direction weight and scale. If the loss is `joint`, they are [B], and rows i and
+        i + B have the same factor.
         """
-        row_factors = e * row_factor / self.rows.count
+        row_factors = e * row_upstream / self.rows.count
         if joint:
             row_factors = xp.tile(row_factors, 2)
         column_factors = None
-        if self.columns is not None and column_factor is not None:
-            column_factors = e * column_factor / self.columns.count
+        if self.columns is not None and column_upstream is not None:
+            column_factors = e * column_upstream / self.columns.count
         return [
             LinearTerm(
                 segments,
@@ -268,13 +294,15 @@ class LabelSmoothing:
 
 
 def find_label_smoothing(
-    xp: Any, problem: Problem, backend: Summing, positive_logits: Array, bias: Array | None
+    xp: Any, problem: Problem, backend: Summing, positive_logits: Array, positive_bias: Array | None
 ) -> LabelSmoothing:
     """The mean logit of each row, or of both rows of a joint loss, over the keys that take part.
 
     These are all keys (of the row's group), without keys of the row's id, and with the positives.
-    `bias` has the biases of the positives. A problem has ids or groups, never both.
+    `positive_logits` (base 2, without margin) and `positive_bias` (natural units; None: no biases)
+    are [M] or [M, P]. The checks refuse label smoothing with both ids and groups.
     """
+    # The keys that take part: `parts`, and positives that `parts` leave out
     m, n, _ = problem.shape
     sets = as_sets(problem.positives)
     added_positives = xp.zeros(sets.shape, bool)
@@ -289,62 +317,70 @@ def find_label_smoothing(
         positive_ids = as_sets(backend.take_at_positives(problem, problem.key_ids))
         added_positives = (sets >= 0) & (positive_ids == problem.query_ids[:, None])
 
-    def at_positives(values: Array) -> Array:
+    def sum_over_added(values: Array) -> Array:
+        """[M] the sum of values at positives over the positives that `parts` leave out."""
         return xp.where(added_positives, as_sets(values), 0.0).sum(axis=1)
 
-    present = (sets >= 0).sum(axis=1)
-    row_sum = at_positives(positive_logits * LN_2) - problem.scale * problem.margin * present
-    row_keys = added_positives.sum(axis=1).astype(float)
-    row_bias: Any = 0.0 if bias is None else at_positives(bias)
-    column_sum, column_keys = row_sum, row_keys  # key i is the positive of query i
+    # Sums of their logits in natural units. Each positive takes part, with its margin
+    positives_of_row = (sets >= 0).sum(axis=1)
+    margins = problem.scale * problem.margin * positives_of_row
+    row_sum = sum_over_added(positive_logits * LN_2) - margins
+    row_count = added_positives.sum(axis=1).astype(float)
+    row_bias: Any = 0.0 if positive_bias is None else sum_over_added(positive_bias)
+    column_sum, column_count = row_sum, row_count  # key i is the positive of query i
     for sign, segments in parts:
         row_sums, column_sums = backend.segment_sums(problem, segments, problem.two_sided)
         row_sum = row_sum + sign * problem.scale * row_sums.products
-        row_keys = row_keys + sign * row_sums.number
+        row_count = row_count + sign * row_sums.number
         row_bias = row_bias + sign * row_sums.biases
         if column_sums is not None:
             column_sum = column_sum + sign * problem.scale * column_sums.products
-            column_keys = column_keys + sign * column_sums.number
-    row_keys, column_keys = xp.maximum(row_keys, 1.0), xp.maximum(column_keys, 1.0)
-    rows = KeyMeans(row_sum / row_keys, row_keys, row_bias / row_keys)
-    columns = KeyMeans(column_sum / column_keys, column_keys) if problem.two_sided else None
-    if problem.joint:  # rows i and i + B have one sum, in which their positive is one pair
+            column_count = column_count + sign * column_sums.number
+
+    # Means. A row or column without such keys has a count of 1, and the mean 0
+    row_count, column_count = xp.maximum(row_count, 1.0), xp.maximum(column_count, 1.0)
+    rows = KeyMeans(row_sum / row_count, row_count, row_bias / row_count)
+    columns = KeyMeans(column_sum / column_count, column_count) if problem.two_sided else None
+    if problem.joint:  # rows i and i + B have one mean, in which their positive is one pair
         half = m // 2
         positive = LN_2 * positive_logits[:half] - problem.scale * problem.margin
-        keys, total = rows.count, rows.logit * rows.count
-        joined_keys = keys[:half] + keys[half:] - 1.0
-        rows = KeyMeans((total[:half] + total[half:] - positive) / joined_keys, joined_keys)
+        count, total = rows.count, rows.logit * rows.count
+        joined_count = count[:half] + count[half:] - 1.0
+        rows = KeyMeans((total[:half] + total[half:] - positive) / joined_count, joined_count)
         columns = None
     return LabelSmoothing(rows, columns, parts, added_positives)
 
 
-# --- classes: the positives of a row are all others of its class ----------------------------------
+# --- classes: the positives of a row are all other rows of its class ------------------------------
 
 
 def add_class_means(
     xp: Any, problem: Problem, backend: Any, smoothing: LabelSmoothing | None, sums: Sums,
     rows: Direction, row_upstream: Array,
 ) -> LinearTerm:  # fmt: skip
-    """The linear term of classes of more than two rows (of two rows or more if `decoupled`).
+    """Replace the losses of rows in classes of more than two rows (`decoupled`: of two or more).
 
-    The positives of such a row are also in the sums of negatives. The function changes `rows.loss`
-    and `rows.log_scale_grad` of these rows. In a class of two rows, the other row is the row's
-    positive, as in other losses.
+    The loss of such a row is the log-sum-exp minus the mean of its positives' logits. Its positives
+    are also in the sums of negatives, unless `decoupled`. Then the loss is at least the logarithm
+    of the number of positives, so the subtraction loses little precision. In a class of two rows,
+    the other row is the row's positive, as in other losses (`partners`).
 
-    The loss of such a row is the log-sum-exp minus the mean of its positives' logits. The loss is
-    at least the logarithm of the number of positives, so the subtraction loses little precision.
+    Changes `rows.loss` and `rows.log_scale_grad` of these rows. Returns the linear term of the
+    gradient: the pull at the positives, without the label smoothing's. `sums` are of rows.
     """
     e = problem.label_smoothing
     others, _ = backend.segment_sums(problem, problem.classes, False)
-    count = xp.maximum(others.number, 1.0)
+    count = xp.maximum(others.number, 1.0)  # number of positives
     class_mean, class_bias = problem.scale * others.products / count, others.biases / count
-    scale_term, bias_term = -class_mean, -class_bias
+    logit_term, bias_term = -class_mean, -class_bias  # loss = lse + logit_term + bias_term
     if smoothing is not None:
-        scale_term = scale_term + e * (class_mean - smoothing.rows.logit)
+        logit_term = logit_term + e * (class_mean - smoothing.rows.logit)
         bias_term = bias_term + e * (class_bias - smoothing.rows.bias)
-    in_sums = (problem.positives < 0) & (others.number > 0)
-    rows.loss = xp.where(in_sums, rows.lse + scale_term + bias_term, rows.loss)
+    takes_class_mean = (problem.positives < 0) & (others.number > 0)
+    rows.loss = xp.where(takes_class_mean, rows.lse + logit_term + bias_term, rows.loss)
     if sums.moment is not None:
-        all_keys = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
-        rows.log_scale_grad = xp.where(in_sums, all_keys + scale_term, rows.log_scale_grad)
-    return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * row_upstream / count, 0.0))
+        softmax_mean = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
+        scale_grad = softmax_mean + logit_term
+        rows.log_scale_grad = xp.where(takes_class_mean, scale_grad, rows.log_scale_grad)
+    row_factor = xp.where(takes_class_mean, (1.0 - e) * row_upstream / count, 0.0)
+    return LinearTerm(problem.classes, row_factor)
