@@ -27,7 +27,7 @@ class Direction:
     """
 
     loss: Array  # softplus(n - p)
-    lse: Array  # log-sum-exp of negatives and positive, natural units
+    lse: Array  # log-sum-exp of negatives and positive (`decoupled`: of negatives), natural units
     negative_probability: Array  # sigmoid(n - p): 1 minus the probability of the positive
     reference: Array  # reference exponents r of the gradient pass (`SoftmaxGradient`), base 2
     # 2^(r - lse in base 2), the probability of a logit of size r; a number if all are equal
@@ -36,12 +36,9 @@ class Direction:
 
 
 def finalize_direction(
-    xp: Any,
-    sums: Sums,
-    positive: Array,
-    decoupled: bool = False,
+    xp: Any, sums: Sums, positive: Array, decoupled: bool = False,
     softmax_mean: Array | None = None,
-) -> Direction:
+) -> Direction:  # fmt: skip
     """Losses of rows, or of columns, from the sums of their negatives and their positives' logits.
 
     `positive` has p in base 2, -inf without a positive. With E[x] the mean of the negatives' logits

@@ -198,7 +198,7 @@ class LinearGradient:
 
 
 class Summing(Protocol):
-    """The methods of a backend that a loss with linear terms needs, with those of `solve.Backend`."""
+    """The methods of a backend that linear terms need, in addition to those of `solve.Backend`."""
 
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
@@ -250,9 +250,7 @@ def segment_sums_from_products(
     row_sums = complete(segments.rows, segments.columns, row_products, problem.key_bias)
     if column_products is None:
         return row_sums, None
-    return row_sums, complete(
-        segments.columns, segments.rows, column_products, problem.query_bias
-    )
+    return row_sums, complete(segments.columns, segments.rows, column_products, problem.query_bias)
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""The passes of every loss in their order, for all backends.
+"""The passes of every loss in their order, for the CPU, ranks and features in host memory.
 
-A tiled call on a GPU runs the same steps in kernels/gpu/tiled/backend.py: `GPU.solve`.
+A tiled call on a GPU runs the same steps in kernels/gpu/tiled/backend.py: `GPU.solve`. The methods
+naive and fused have no passes.
 
 A contrastive loss and its gradient need no matrix of size M x N. A pass visits all blocks (Q_a,
 K_b) of the logit matrix x_ij = scale * q_i . k_j and combines their results:
@@ -9,17 +10,18 @@ K_b) of the logit matrix x_ij = scale * q_i . k_j and combines their results:
    merge by ``m = max(m1, m2); sum = sum1 2^(m1 - m) + sum2 2^(m2 - m)`` with identity (-inf, 0), in
    any grouping over tiles, devices and ranks. For the gradient of the scale, each sum may have a
    first moment of the logits, which merges in the same way.
-2. **Gradient pass.** With the log-sum-exps known, a block yields dL/dx, and from it its
-   contributions to dQ_a and dK_b.
+2. **Gradient pass.** With the log-sum-exps known, a block yields dL/dx, and with dL/dx its terms of
+   dQ_a and dK_b.
 
 Losses differ only in data (`problem.Problem`): which directions count, which pairs are excluded,
 where the positives are. A backend (`Backend`) has the grid of blocks and computes one block. This
-module has the order of the work, and all mathematics on vectors of length M or N.
+module has the order of the work, and the operations on vectors of length M or N (`Vectors`).
 
 **Positives are kept out of the sums.** With n_i the log-sum-exp of the *negatives* of row i and p_i
 its positive logit, the loss is ``softplus(n_i - p_i)`` and the gradient at the positive is
 ``-sigmoid(n_i - p_i)``. Only logits are subtracted from each other, so small losses keep
-their relative precision. A loss is never negative, and P - 1 is exact even if P rounds to 1.
+their relative precision. A loss is never negative. The gradient at the positive, its probability
+minus 1, keeps its digits even if the probability rounds to 1.
 
 **Exponents are differences of two logits, never of a logit and a log-sum-exp.** From 2^53 on, the
 spacing of float64 numbers is larger than the difference between a log-sum-exp and the largest
@@ -43,25 +45,18 @@ from typing import Any, Protocol
 
 from .between_passes import Finalized, finalize
 from .direction_losses import Direction, finalize_direction
-from .epilogues import (
-    Epilogue,
-    OnlineSoftmax,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-    Sums,
-)
+from .epilogues import Epilogue, OnlineSoftmax, Sigmoid, SoftmaxGradient, Statistics, Sums
 from .grid import Grid, slices
 from .problem import Array, Gradients, NotFinite, Problem, materialize_vectors
 from .targets import find_limits, mirror_positive_logits, with_limits
 
 
 class Backend(Protocol):
-    """Blocks on the CPU, over ranks or in host memory. Linear terms need `linear.Summing`, too."""
+    """What `solve_by_passes` asks of a backend. Linear terms need `linear.Summing`, too."""
 
     @property
     def vectors(self) -> Vectors:
-        """The mathematics on vectors of length M or N."""
+        """The operations on vectors of length M or N, on the memory of this backend."""
         ...
 
     def has_online_softmax(self, problem: Problem, gradients: Gradients) -> bool:
@@ -69,59 +64,65 @@ class Backend(Protocol):
         ...
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
-        """The blocks of the whole logit matrix."""
+        """The blocks of a pass. `triangle`: blocks below the diagonal may be left out."""
         ...
 
     def run_pass(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        """Visit every block: logits, `epilogue`, and dQ_a += P K_b, dK_b += P' Q_a if wanted.
+        """Visit every block of the grid: compute its logits and apply `epilogue` to them.
 
-        Row blocks may run in parallel. Blocks of the same columns are visited in the order of their
-        row blocks. Complete gradients are differentiated through the normalisation, and written to
-        their destination.
+        The epilogue of a gradient pass makes the gradient block P = scale dL/dx, and the pass adds
+        P K_b to dQ_a and P' Q_a to dK_b. Row blocks may run in parallel, but blocks of the same
+        columns add to them in the order of their row blocks, so that a call has the same bits each
+        time. When all blocks have added to a gradient, the pass differentiates it through the
+        normalisation and writes it to its destination in `gradients` (None: no gradients).
         """
         ...
 
     def key_ranges(self, problem: Problem) -> list[slice]:
-        """Ranges of keys whose gradients can be accumulated at once: all keys, if they fit."""
+        """Ranges of keys whose dK a pass can accumulate at once: one range if all of dK fits."""
         ...
 
     def row_nans(self, problem: Problem) -> Array:
-        """[M] zeros; NaN for rows whose loss depends on a feature that is NaN or infinite."""
+        """[M] NaN for rows with an invalid label, and rows whose loss depends on a feature that is
+        not finite; else 0. Called after the log-sum-exp pass."""
         ...
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
-        """[M] or [M, P]: per_key[positives], from a vector over all keys; any value without one."""
+        """[M] or [M, P]: per_key[positives], from a vector [N] over all keys; any value without a
+        positive."""
         ...
 
     def positive_dots(self, problem: Problem) -> Array:
-        """[M] or [M, P] float64: dot products of rows and their positives; 0 without a positive."""
+        """[M] or [M, P] float64: dot products of rows with their positives; any value without a
+        positive."""
         ...
 
 
-# --- solving --------------------------------------------------------------------------------------
+# --- the order of the passes ----------------------------------------------------------------------
 
 
 @dataclass
 class Solution:
-    """The results of a call. Logarithms are natural."""
+    """The results of a call, except for dQ and dK, which are in `Gradients`. Units are natural."""
 
-    losses: Array | None = None  # [M] losses of rows; None if only `loss` was wanted
-    row_lse: Array | None = None  # [M]
-    column_lse: Array | None = None  # [N]
-    statistics: Statistics | None = None
-    # losses [M] of rows and [N] of columns, unweighted; and their means over all ranks
+    losses: Array | None = None  # [M] losses of rows without row shares; None: only `loss` is known
+    row_lse: Array | None = None  # [M] log-sum-exps over the keys
+    column_lse: Array | None = None  # [N] log-sum-exps over the queries; None: no such softmax
+    statistics: Statistics | None = None  # for metrics: retrieval ranks and largest logits
+    # for metrics: losses [M] of rows and [N] of columns, without direction weights, and the means
+    # of both over all ranks
     direction_losses: tuple[Array, Array | None] | None = None
     mean_losses: tuple[Array, Array | None] | None = None
-    logits: Array | None = None  # [M, N], naive only
+    logits: Array | None = None  # [M, N]; only method="naive"
     scale_grad: Array | None = None  # 0-d
     bias_grad: Array | None = None  # 0-d
     loss: Array | None = None  # 0-d, reduced; None: the caller reduces `losses`
 
 
 def solve_by_passes(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
-    """Loss, log-sum-exps and gradients of a problem, which may be any loss."""
+    """Loss, log-sum-exps and gradients of any loss. `gradients` None: only the loss."""
     vectors = backend.vectors
     gradients = vectors.with_dots(problem, gradients)
     if problem.bias is not None:
@@ -129,7 +130,8 @@ def solve_by_passes(problem: Problem, backend: Backend, gradients: Gradients | N
     return _solve_softmax(problem, backend, vectors, gradients)
 
 
-# A function that is called with the backend of a block and its problem, in place of a pass
+# A function of the backend and the problem of a block, which takes the place of a pass: it asks the
+# backend for segment sums or dot products of positives
 BlockQuestion = Callable[[Any, Problem], None]
 
 
@@ -139,8 +141,9 @@ def run_block_pass(
 ) -> None:  # fmt: skip
     """Run the pass of `epilogue` over a problem that is one block of a larger problem.
 
-    The sums `to_clear` are emptied first. The pass that computes losses adds the NaN flags of this
-    block's features to `not_finite`.
+    The larger problem is over ranks or in host memory. `triangle`: visit only a triangle of this
+    block, whose queries are its keys. The sums `to_clear`, in the memory of an earlier block, are
+    emptied first. The NaN flags of this block are added to `not_finite`, if the pass has it.
     """
     if callable(epilogue):
         epilogue(backend, problem)
@@ -158,9 +161,9 @@ def run_block_pass(
 def allows_online_softmax(problem: Problem, gradients: Gradients | None) -> bool:
     """Whether one pass can compute the losses of a softmax, and dQ (`OnlineSoftmax`).
 
-    It can if the losses need only sums of rows, rows have one positive, and no dK is wanted. A
-    backend may still lack an `OnlineSoftmax` for the options of the logits. A pairwise sigmoid has
-    one pass anyway; a GPU decides in `divide_workspace`, and may compute dK in the same pass.
+    It can if the losses need only sums of rows, rows have one positive, and no dK is wanted.
+    `Backend.has_online_softmax` may still refuse options of the logits. A pairwise sigmoid always
+    has one pass. A GPU decides in `divide_workspace`, and may compute dK in the same pass.
     """
     if gradients is None or gradients.want_key or problem.retrieval_ranks:
         return False
@@ -172,9 +175,11 @@ def allows_online_softmax(problem: Problem, gradients: Gradients | None) -> bool
 def _solve_softmax(
     problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
 ) -> Solution:
+    """The two passes of a softmax loss, or its online softmax, and the steps after each pass."""
     problem, stats = vectors.statistics(problem)
     if problem.compares_with_limits:
         problem = with_limits(problem, backend, vectors)
+    # metrics (`retrieval_ranks`) need whole rows: see `Vectors.statistics`
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and backend.has_online_softmax(problem, gradients)
     if online:  # both passes in one
@@ -196,7 +201,7 @@ def _solve_softmax(
 
 
 def make_solution(finalized: Finalized, stats: Statistics, loss: Any, scale_grad: Any) -> Solution:
-    """The solution of a softmax loss."""
+    """The solution of a softmax loss, from its vectors (`finalized`) and totals."""
     rows, columns = finalized.rows, finalized.columns
     return Solution(
         finalized.losses, rows.lse, None if columns is None else columns.lse, stats,
@@ -205,24 +210,24 @@ def make_solution(finalized: Finalized, stats: Statistics, loss: Any, scale_grad
 
 
 class Vectors:
-    """The mathematics on vectors of length M and N, as arrays of NumPy or CuPy.
+    """The operations on vectors of length M and N, as arrays of NumPy or CuPy (`xp`).
 
-    `exponent_scaled`: the logits of positives that passes compute have the scale of exponents
-    (`Problem.exponent_scale`), as on a GPU.
+    GPU backends override most methods by kernels. `exponent_scaled`: passes multiply the dot
+    products of positives by `Problem.exponent_scale`, as on a GPU, and not by `Problem.scale`.
     """
 
     def __init__(self, xp: Any, exponent_scaled: bool = False) -> None:
         self.xp, self.exponent_scaled = xp, exponent_scaled
 
-    # -- operations on parts of vectors, of a block or a rank
+    # -- operations on vectors, or on their parts that belong to a block or a rank
 
     def identity(self, n: int, moments: bool) -> Sums:
-        """Empty sums."""
+        """Sums of n rows (or columns) over no logits."""
         xp = self.xp
         return Sums(xp.full(n, -xp.inf), xp.zeros(n), xp.zeros(n) if moments else None)
 
     def merge(self, sums: Sums, other: Sums) -> None:
-        """Add `other` to `sums`."""
+        """Merge `other`, sums of the same rows over other logits, into `sums`."""
         xp = self.xp
         top = xp.maximum(sums.max, other.max)
         finite = xp.where(xp.isneginf(top), 0.0, top)  # -inf - -inf would be NaN
@@ -233,7 +238,7 @@ class Vectors:
         sums.max[:] = top
 
     def zero_vector(self, n: int) -> Array:
-        """[n] float64."""
+        """[n] float64 zeros."""
         return self.xp.zeros(n)
 
     def add(self, sums: Array, other: Array) -> None:
@@ -241,27 +246,25 @@ class Vectors:
         sums += other
 
     def assign(self, to: Array, sums: Array | float, *others: Array) -> None:
-        """to = sums, with others added to them, in the dtype of `to`."""
+        """Add `others` to `sums`, then write `sums` into `to`, converted to its dtype."""
         for other in others:
             self.add(sums, other)
         to[...] = sums
 
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
-        """Indices of the positives within `keys`; -1 for those outside, and for none. After the
-        last of `total` keys comes the first."""
+        """The positives as indices within the range `keys`; -1 for a positive outside, and for -1.
+        A range over ranks may go on from the last of `total` keys to key 0: its stop is above
+        `total`."""
         local = positives - keys.start
         local = self.xp.where(local < 0, local + total, local)
         inside = (positives >= 0) & (local >= 0) & (local < keys.stop - keys.start)
         return self.xp.where(inside, local, -1)
 
     def direction(
-        self,
-        sums: Sums,
-        positive: Array,
-        decoupled: bool = False,
+        self, sums: Sums, positive: Array, decoupled: bool = False,
         softmax_mean: Array | None = None,
-    ) -> Direction:
-        """See `finalize_direction`."""
+    ) -> Direction:  # fmt: skip
+        """`finalize_direction`: losses of rows, or of columns, from complete sums."""
         return finalize_direction(self.xp, sums, positive, decoupled, softmax_mean)
 
     # -- the steps of a call
@@ -274,16 +277,16 @@ class Vectors:
         return replace(gradients, dots=dots)
 
     def dots(self, n: int) -> Array:
-        """Memory for `Gradients.dots`."""
+        """[n] memory for `Gradients.dots`."""
         return self.xp.zeros(n)
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
-        """The problem with its vectors as arrays, and the identity of the LSE pass."""
+        """The problem with its vectors as arrays, and the log-sum-exp pass's empty epilogue."""
         problem, xp = materialize_vectors(problem, self.xp), self.xp
         (m, n, _), moments = problem.shape, problem.moments
         rows = self.identity(m, moments)
-        # A triangle merges column sums into row sums, and the max of a column sum may be a bound.
-        # Metrics report true maxima: they take the whole square
+        # The columns of a triangle are rows of the other half, so they share the sums of rows. The
+        # `max` of these may be only a bound. Metrics report it, so they take the whole square
         columns = rows if problem.symmetric and not problem.retrieval_ranks else None
         if problem.two_sided:
             columns = self.identity(n, moments)
@@ -295,13 +298,15 @@ class Vectors:
         return problem, stats
 
     def find_limits(self, problem: Problem, dots: Array) -> Array:
+        """[M] limits of rows, from the dot products of their positives: `targets.find_limits`."""
         return find_limits(self.xp, problem, dots)
 
     def finalize(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
         backend: Backend,
     ) -> Finalized:  # fmt: skip
-        """Losses and, for a `gradient`, its factors. A `triangle` has visited each pair once."""
+        """The step between the passes: `between_passes.finalize`. `triangle`: the pass visited each
+        pair of rows once. `gradient`: a gradient pass follows."""
         if triangle:
             stats.positive_logits = mirror_positive_logits(
                 self.xp, stats.positive_logits, problem.positives
@@ -312,7 +317,7 @@ class Vectors:
         return finalize(self, problem, stats, gradient, backend, problem.scale)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
-        """The problem with its vectors as arrays, and the sigmoid pass's epilogue."""
+        """The problem with its vectors as arrays, and the epilogue of a pairwise sigmoid's pass."""
         xp, m = self.xp, problem.shape[0]
         problem = materialize_vectors(problem, xp)
         row_factor = problem.upstream * problem.scale
@@ -321,7 +326,8 @@ class Vectors:
         return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), log_scale_grad, positive)
 
     def losses_with_nans(self, problem: Problem, sigmoid: Sigmoid, backend: Backend) -> Array:
-        """The losses. They and d log(scale) become NaN for features that are not finite."""
+        """The losses of a sigmoid, NaN where they depend on a feature that is not finite. Changes
+        `sigmoid.log_scale_grad` likewise."""
         nan_flags = backend.row_nans(problem)
         if sigmoid.log_scale_grad is not None:
             sigmoid.log_scale_grad += nan_flags
@@ -331,10 +337,11 @@ class Vectors:
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
         dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        """The reduced loss, the gradient of the scale and the gradient of the bias.
+        """(reduced loss, gradient of the scale, gradient of the bias), 0-d each.
 
-        Gradients that are not wanted are None. The loss is None: the caller reduces losses. The
-        gradient of the scale is a sum over `Finalized.log_scale_grad` and `Gradients.dots`.
+        The loss is None here, and the caller reduces `losses`; a GPU reduces them here. Gradients
+        that are not wanted are None. `log_scale_grad` and `dots` (`Finalized`, `Gradients`) are the
+        sources of the scale's gradient; `bias_grad` [M] is times the scale.
         """
         scale = problem.scale
         total_bias_grad = None if bias_grad is None else bias_grad.sum() / scale
@@ -343,7 +350,7 @@ class Vectors:
         return None, sum(scale_parts) / scale if scale_parts else None, total_bias_grad
 
     def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:
-        """[K]: the sums of [ranks, K] numbers in the order of the ranks, divided."""
+        """[K]: `numbers` [ranks, K] added up in the order of ranks, divided by `divisors` [K]."""
         total: Array = sum(numbers)
         return (total / divisors).astype(dtype)
 
@@ -352,8 +359,9 @@ def run_gradient_pass(
     problem: Problem, backend: Backend, triangle: bool, epilogue: SoftmaxGradient | Sigmoid,
     gradients: Gradients,
 ) -> None:  # fmt: skip
-    """One pass for dQ and dK if all of dK can be accumulated at once. Otherwise dQ first, then dK
-    by ranges of keys: logits are computed once more, but memory stays within the workspace."""
+    """One pass for dQ and dK if all of dK can be accumulated at once. Otherwise a pass for dQ, then
+    one for each range of keys: logits are computed once more, but memory stays within the
+    workspace."""
     ranges = backend.key_ranges(problem)
     grid = backend.grid(problem, triangle and len(ranges) == 1)
     if problem.symmetric or not gradients.want_key or len(ranges) == 1:
@@ -361,13 +369,13 @@ def run_gradient_pass(
         return
     if gradients.want_query:
         backend.run_pass(problem, grid, epilogue, replace(gradients, want_key=False))
-        if isinstance(epilogue, Sigmoid):  # losses are complete: do not count them twice
-            _, uncounted = backend.vectors.sigmoid(problem)
-            epilogue = replace(uncounted, row_factor=epilogue.row_factor)
+        if isinstance(epilogue, Sigmoid):  # losses are complete: later passes add to other vectors
+            _, unused = backend.vectors.sigmoid(problem)
+            epilogue = replace(unused, row_factor=epilogue.row_factor)
     for keys in ranges:
         columns = slices(keys.stop, grid.largest[1], keys.start)
         only_key = replace(gradients, want_query=False)
-        if gradients.want_query:
+        if gradients.want_query:  # the pass for dQ has written the dots
             only_key.dots = None
         backend.run_pass(problem, Grid(grid.rows, columns), epilogue, only_key)
 
@@ -375,6 +383,7 @@ def run_gradient_pass(
 def _solve_sigmoid(
     problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
 ) -> Solution:
+    """The only pass of a pairwise sigmoid, which computes losses and gradients."""
     problem, epilogue = vectors.sigmoid(problem)
     if gradients is None:
         backend.run_pass(problem, backend.grid(problem, False), epilogue, None)
