@@ -66,8 +66,8 @@ class Rows:
             order = order_by_segment(segment)
         else:
             out = cupy.empty((count, d), self.real)
-        # A place is PIECE_ROWS rows in the order of segments. The sum of a segment inside of a place
-        # is complete. The pieces of a segment that lies in several places are joined
+        # A place is PIECE_ROWS rows in the order of segments. The sum of a segment within one place
+        # is complete; a segment in several places leaves a piece in each, and pieces are joined
         segments, place_count = {"segment": segment, "order": order}, -(-n // config.PIECE_ROWS)
         pieces = cupy.empty((place_count, 2, d))
         self.launcher.launch(

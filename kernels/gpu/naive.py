@@ -41,7 +41,7 @@ def _require_memory(problem: Problem, matrices: int) -> None:
 
 
 class _Side:
-    """[n] vectors of the rows, or of the columns, of the logits, which row_losses or column_losses writes."""
+    """[n] vectors of the rows, or columns, of the logits, by row_losses or column_losses."""
 
     def __init__(self, n: int) -> None:
         self.gap, self.lse, self.loss, self.top = (cupy.empty(n) for _ in range(4))
