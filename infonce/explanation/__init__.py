@@ -1,4 +1,9 @@
-"""How a call runs on a GPU, before anything runs: kernels, memory, work and the least time."""
+"""`infonce.explain`: how a call would run on a GPU, found without running it and without a GPU.
+
+The arguments become the description of a call (`Call`), for which `kernels.gpu.schedule` decides
+kernels and memory, as for a call that runs. `work` counts operations and bytes of the schedule, and
+`devices` has the peaks of GPUs, from which the least time follows.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from .devices import GPUS, DeviceModel
 from .work import Work, schedule_work
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+# benchmark record of a checkout; it is not part of an installed package
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
 
 
@@ -24,16 +30,16 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
 class Explanation:
     """How a call runs on a GPU."""
 
-    call: str  # logits of the call, and the sums that it needs
-    device: str
-    method: str
-    precision: str  # precision of operands
-    work: tuple[Work, ...]  # kernels and products in their order
-    memory: dict[str, dict[str, int]]  # bytes of the workspace: pass -> part -> bytes
-    workspace: int  # bytes of the workspace, which all passes use
-    seconds: float  # least time, at the peaks of the device
-    recorded: float | None  # seconds that a benchmark has measured; None: there is no record
-    notes: tuple[str, ...] = ()
+    call: str  # in words: the shape of the logits, and the softmax or sigmoid
+    device: str  # model of the GPU
+    method: str  # resolved: not "auto"
+    precision: str  # precision of operands, resolved
+    work: tuple[Work, ...]  # kernels and matrix products in their order
+    memory: dict[str, dict[str, int]]  # the workspace: name of a pass -> name of a part -> bytes
+    workspace: int  # bytes of the workspace, which the passes use one after another
+    seconds: float  # least time: the sum over `work`, at the peaks of the device
+    recorded: float | None  # median seconds of such a call in a benchmark; None: no record
+    notes: tuple[str, ...] = ()  # sentences on operands, caches and accumulators
     schedule: Schedule | None = field(default=None, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,6 +111,7 @@ def explain(
     TypeError, ValueError
         As in the functions of the losses, and for an unknown name.
     """
+    # check the arguments
     validation.choice("loss", loss, (*ALL_LOSSES,))
     validation.choice("dtype", dtype, DTYPES)
     validation.choice("device", device, (*GPUS,))
@@ -134,38 +141,46 @@ def explain(
         raise ValueError(f"rows: expected an even number, two views of each sample, got {rows}")
     caller_workspace = validation.workspace(workspace)
     wrt_names = validation.wrt(kind, wrt)
+
+    # describe the call, or the call of each prefix, and schedule it
     call = replace(
-        _call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
+        _make_call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
         workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
         normalize=normalize, ids=ids, groups=groups, positive_ids=positive_ids,
         own=own, retrieval_ranks=metrics,
     )  # fmt: skip
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
-    calls = [_prefix(call, width) for width in widths]
-    schedules = [each for one in calls for each in _schedules(kind, one, gpu)]
-    call_schedule = schedules[-1]
-    lines = tuple(line for each in schedules for line in schedule_work(each, gpu))
+    calls = [_narrow(call, width) for width in widths]
+    schedules = [each for one in calls for each in _make_schedules(kind, one, gpu)]
+    last_schedule = schedules[-1]
+    work = tuple(step for each in schedules for step in schedule_work(each, gpu))
+
+    # a benchmark may have measured the same call, if it has no options
     case = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
              "method": method, "gradient": bool(wrt_names)}  # fmt: skip
-    usual = columns == rows and wrt in (None, ()) and not (any(flags.values()) or caller_workspace)
-    usual = usual and dims is None
+    has_options = any(flags.values()) or caller_workspace or dims is not None
+    may_be_recorded = columns == rows and wrt in (None, ()) and not has_options
+    recorded = _recorded_seconds(case, gpu) if may_be_recorded else None
+    operands = last_schedule.operands
     return Explanation(
-        _title(call_schedule.call), gpu.model, call_schedule.method,
-        call_schedule.operands.precision if call_schedule.operands is not None else call.compute,
-        lines, _memory(schedules), max(map(_workspace, schedules)),
-        sum(line.seconds for line in lines), _recorded(case, gpu) if usual else None,
-        tuple(_notes(call_schedule)), call_schedule,
+        _title(last_schedule.call), gpu.model, last_schedule.method,
+        operands.precision if operands is not None else call.compute,
+        work, _memory(schedules), max(map(_workspace_bytes, schedules)),
+        sum(step.seconds for step in work), recorded, tuple(_notes(last_schedule)), last_schedule,
     )  # fmt: skip
 
 
-def _call(
+def _make_call(
     kind: spec.Loss, shape: tuple[int, int, int], dtype: str, precision: str, wrt: frozenset[str]
 ) -> Call:  # fmt: skip
-    """The description of a call with these arguments."""
+    """The description of a call on contiguous arrays, without options.
+
+    `shape` is (M, N, D) of the arguments; `wrt` are the arguments whose gradients are wanted.
+    """
     (m, n, d), feature_names = shape, wrt & set(kind.arguments)
     joint_copy_bytes, gradient_dtype = 0, dtype
-    if kind.joint:  # one softmax over the rows of both arrays, which are copied
+    if kind.joint:  # features are copied to one array of 2M rows, which are queries and keys
         m = n = 2 * m
         gradient_dtype = "float64" if dtype == "float64" else "float32"
         copies = (dtype, gradient_dtype) if feature_names else (dtype,)
@@ -175,34 +190,38 @@ def _call(
     wants_query = bool(feature_names) if kind.joint else kind.arguments[0] in wrt
     wants_key = not kind.symmetric and kind.arguments[-1] in wrt
     return Call(
-        _find_loss(kind), query, key, dq if wants_query else None, dk if wants_key else None,
+        _softmax_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
         validation.precision(precision, {dtype}, False),
         moments=bool(wrt & {"scale", "bias"})
         and uses_moments(m * n, bool(feature_names), False),
+        # the largest possible number of classes of three rows or more, whose features are summed
         classes=kind.classes, class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
         joint_copy_bytes=joint_copy_bytes,
     )  # fmt: skip
 
 
-def _prefix(call: Call, width: int) -> Call:
-    """The call on the first features of each row."""
+def _narrow(call: Call, width: int) -> Call:
+    """The call on the first `width` features of each row."""
     matrices = (call.query, call.key, call.query_gradient, call.key_gradient)
     query, key, dq, dk = (None if z is None else replace(z, columns=width) for z in matrices)
     return replace(call, query=query, key=key, query_gradient=dq, key_gradient=dk)
 
 
-def _schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Schedule]:
-    """The schedules of a call, in their order. With a teacher, log-sum-exps of student and teacher
-    have schedules of their own."""
+def _make_schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Schedule]:
+    """The schedules of a call, in their order: one, or three of distillation.
+
+    These are log-sum-exps of the student, log-sum-exps of the teacher, and loss with gradients.
+    """
     if not kind.taught:
         return [schedule(call, gpu.properties)]
     call = replace(call, method="tiled")
-    sums = replace(call, query_gradient=None, key_gradient=None, moments=False)
+    lse = replace(call, query_gradient=None, key_gradient=None, moments=False)
     taught = replace(call, teacher_query=call.query, teacher_key=call.key)
-    return [schedule(each, gpu.properties) for each in (sums, sums, taught)]
+    return [schedule(each, gpu.properties) for each in (lse, lse, taught)]
 
 
-def _find_loss(kind: spec.Loss) -> Loss:
+def _softmax_of(kind: spec.Loss) -> Loss:
+    """The softmax or sigmoid of a loss."""
     if kind.sigmoid:
         return Loss.PAIRS
     if kind.symmetric:
@@ -211,33 +230,37 @@ def _find_loss(kind: spec.Loss) -> Loss:
 
 
 def _title(call: Call) -> str:
+    """The field `call` of an explanation."""
     m, n, d = call.shape
     return f"{m} x {n} logits of {d} features, {call.loss.value}"
 
 
 def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
-    chosen = schedules[-1]
-    if chosen.one_launch is not None:
-        return {"loss and gradient": {p.name: p.bytes for p in chosen.one_launch.memory}}
+    """The parts of the workspace, for the field `memory` of an explanation.
+
+    Of several passes with the same purpose, it has the pass with the largest workspace.
+    """
+    last = schedules[-1]
+    if last.one_launch is not None:
+        return {"loss and gradient": {p.name: p.bytes for p in last.one_launch.memory}}
     memory: dict[str, dict[str, int]] = {}
-    for scheduled in (
-        scheduled for each in schedules for scheduled in each.passes
-    ):  # of several passes with one purpose, the largest is shown
+    for scheduled in (one for each in schedules for one in each.passes):
         parts = {part.name: part.bytes for part in scheduled.workspace}
-        before = memory.get(scheduled.purpose.value, {})
-        if sum(parts.values()) >= sum(before.values()):
+        parts_so_far = memory.get(scheduled.purpose.value, {})
+        if sum(parts.values()) >= sum(parts_so_far.values()):
             memory[scheduled.purpose.value] = parts
-    if chosen.cached:
-        memory["cached from pass to pass"] = {part.name: part.bytes for part in chosen.cached}
+    if last.cached:
+        memory["cached from pass to pass"] = {part.name: part.bytes for part in last.cached}
     return memory
 
 
-def _workspace(chosen: Schedule) -> int:
+def _workspace_bytes(chosen: Schedule) -> int:
     size: int = chosen.workspace if chosen.one_launch is None else chosen.one_launch.bytes
     return size
 
 
 def _notes(chosen: Schedule) -> list[str]:
+    """Sentences on decisions that kernels and memory do not show."""
     call, operands = chosen.call, chosen.operands
     if chosen.method == "naive":
         return ["the logits are kept in memory; the kernels of kernels/cuda/naive run in turn"]
@@ -262,8 +285,11 @@ def _notes(chosen: Schedule) -> list[str]:
     return notes
 
 
-def _recorded(case: dict[str, Any], gpu: DeviceModel) -> float | None:
-    """The recorded median time of such a call in seconds; None without a record of it."""
+def _recorded_seconds(case: dict[str, Any], gpu: DeviceModel) -> float | None:
+    """The median seconds that the benchmark record has for such a call; None: it has none.
+
+    `case` are values of a row of the record. Rows with other keys or `wrt` are no match.
+    """
     try:
         record = json.loads(RESULTS.read_text())
     except OSError:
@@ -271,7 +297,7 @@ def _recorded(case: dict[str, Any], gpu: DeviceModel) -> float | None:
     if record["device"] != gpu.model:
         return None
     for row in record["results"]:
-        same = case.items() <= row.items() and not row.keys() & {"keys", "wrt"}
-        if same and "median_s" in row:
+        matches = case.items() <= row.items() and not row.keys() & {"keys", "wrt"}
+        if matches and "median_s" in row:
             return float(row["median_s"])
     return None

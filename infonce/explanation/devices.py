@@ -1,4 +1,7 @@
-"""GPUs by name: what decides how a call runs on them, and how fast they are at most."""
+"""GPUs by name: the properties on which a schedule depends, and the peak rates.
+
+The numbers are from the vendor's data sheets; rates are for dense products, without sparsity.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,38 @@ KIB, MIB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A device and its peaks, as the vendor states them for dense products."""
+    """A GPU: its properties and its peak rates."""
 
-    model: str  # as results name it
+    model: str  # the name that CUDA reports, as in benchmark records
     properties: DeviceProperties
-    # operations per second, by the precision of the operands; "16 bits" for all other precisions
+    # precision of operands -> floating-point operations per second; "16 bits" for all precisions
+    # that are not keys
     flops: dict[str, float]
-    bandwidth: float  # bytes per second
+    bandwidth: float  # bytes per second, to and from the GPU's memory
 
 
 def _gpu(
     model: str, capability: str, multiprocessors: int, shared: tuple[int, int], memory: int,
     teraflops: tuple[float, float, float, float], bandwidth: float,
 ) -> DeviceModel:  # fmt: skip
-    """`shared`: KiB of a block, and of a multiprocessor. `memory`: MiB. `teraflops`: with operands
-    of 16 bits, and in tf32, fp32 and fp64."""
+    """The model of a GPU, from these numbers:
+
+    - `capability`: compute capability without the point, "90" for 9.0;
+    - `shared`: KiB of shared memory that a thread block, and a multiprocessor, can have;
+    - `memory`: MiB;
+    - `teraflops`: with operands of 16 bits, and in tf32, fp32 and fp64;
+    - `bandwidth`: bytes per second.
+    """
     block_bytes, multiprocessor_bytes = (KIB * size for size in shared)
     properties = DeviceProperties(
         capability, multiprocessors, block_bytes, multiprocessor_bytes, memory * MIB, PORTABLE
     )
-    kinds = ("16 bits", "tf32", "fp32", "fp64")
-    flops = {kind: 1e12 * rate for kind, rate in zip(kinds, teraflops, strict=True)}
+    precisions = ("16 bits", "tf32", "fp32", "fp64")
+    flops = {name: 1e12 * rate for name, rate in zip(precisions, teraflops, strict=True)}
     return DeviceModel(model, properties, flops, bandwidth)
 
 
-HOPPER = (989.0, 494.0, 67.0, 67.0)
+HOPPER = (989.0, 494.0, 67.0, 67.0)  # teraflops of H100 and H200
 GPUS = {
     "b200": _gpu("NVIDIA B200", "100", 148, (227, 228), 183359, (2250, 1125, 75, 37), 7.7e12),
     "h200": _gpu("NVIDIA H200", "90", 132, (227, 228), 143155, HOPPER, 4.8e12),

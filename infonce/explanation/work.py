@@ -1,4 +1,7 @@
-"""The operations and bytes of each step of a schedule, and the least time of the step."""
+"""The operations and bytes of each step of a schedule, and the least time of each step.
+
+The counts follow the schedule: blocks that are visited, halves of a triangle, cached exponentials.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,21 @@ from .devices import DeviceModel
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel over all blocks of a pass, or the matrix products after it."""
+    """One step: a kernel, launched for all blocks of a pass; or its matrix products by cuBLAS."""
 
-    name: str  # name of the pass
-    kernel: str
+    name: str  # of the pass
+    kernel: str  # file of the kernel without ".cu"; "cuBLAS: ..." for matrix products
     tile: tuple[int, int] | None  # rows and columns of a tile of logits
     block: tuple[int, int] | None  # rows and columns of the largest block of logits
-    blocks: int  # number of blocks
+    blocks: int  # number of blocks; 0 for matrix products
     launches: int
-    flops: float  # multiplications and additions
-    bytes: float  # bytes read and written, if a launch reads each operand once
+    flops: float  # multiplications and additions of matrix products
+    bytes: float  # read and written, if a launch reads each operand once
     seconds: float  # least time, at the peaks of the device
 
 
-# parts of an operand -> products of parts that make a product of two operands
+# Parts of an operand (glossary) -> products of parts that make up a product of two operands. With
+# two parts, high x high, high x low and low x high; low x low is too small to count
 PART_PRODUCTS = {1: 1, 2: 3}
 
 
@@ -62,11 +66,12 @@ def _count_guide_work(
     """The work of the guide's kernel, which marks the pairs of all blocks of a pass."""
     operands, shape = guide.operands, guide.shape
     flops = moved = 0.0
-    for a, rows in enumerate(scheduled.grid.rows):
-        for b in scheduled.grid.visits(a):
-            m, columns = rows.stop - rows.start, scheduled.grid.columns[b]
-            n = columns.stop - columns.start
+    for row_block, rows in enumerate(scheduled.grid.rows):
+        for column_block in scheduled.grid.visits(row_block):
+            columns = scheduled.grid.columns[column_block]
+            m, n = rows.stop - rows.start, columns.stop - columns.start
             flops += 2.0 * m * n * operands.width / operands.item * PART_PRODUCTS[operands.parts]
+            # features of the guide are read, and marks, of one bit, are written
             moved += (m + n) * operands.width * operands.parts + guide.marks_per_pair * m * n / 8
     blocks, seconds = len(scheduled.grid), _seconds(gpu, operands.precision, flops, moved)
     tile, kernel = (shape.query_tile_rows, shape.block_n), guide.kernel.file.removesuffix(".cu")
@@ -76,35 +81,46 @@ def _count_guide_work(
 def _kernel_and_products(
     name: str, scheduled: ScheduledPass, schedule: Schedule, operands: Operands
 ) -> Iterator[tuple[str, int, int, float, float]]:
-    """(kernel, blocks, launches, operations, bytes) of a pass's kernel, and of its products."""
-    item = config.OPERAND_BYTES[operands.precision]
-    pairs, read, cached, launches = 0.0, 0, 0, 0  # logits, bytes, bytes, number
+    """(kernel, blocks, launches, operations, bytes) of a pass's kernel, and of its cuBLAS products.
+
+    The same tuple with 0 blocks stands for the products, if there are any.
+    """
+    item_bytes = config.OPERAND_BYTES[operands.precision]
+    computed_logits, read_bytes, cached_bytes, launches = 0.0, 0, 0, 0
     is_gradient = scheduled.purpose is Purpose.GRADIENT
-    teacher = schedule.teacher  # its products are computed beside those of the student
-    teacher_width = 0 if teacher is None else teacher.width * teacher.parts
+    # the logits of a teacher are computed by the same launches
+    teacher = schedule.teacher
+    teacher_row_bytes = 0 if teacher is None else teacher.width * teacher.parts
     cublas_products = _Products(operands)
-    for a, rows in enumerate(scheduled.grid.rows):
-        for b in scheduled.grid.visits(a):
-            columns = scheduled.grid.columns[b]
+    for row_block, rows in enumerate(scheduled.grid.rows):
+        for column_block in scheduled.grid.visits(row_block):
+            columns = scheduled.grid.columns[column_block]
             m, n = rows.stop - rows.start, columns.stop - columns.start
-            is_half = scheduled.grid.triangle and rows == columns and scheduled.column_sums
+            on_diagonal = scheduled.grid.triangle and rows == columns and scheduled.column_sums
+            is_halved = on_diagonal and scheduled.shape.square  # one triangle of tiles is computed
             is_cached = is_gradient and columns.stop <= schedule.cached_columns
-            pairs += 0 if is_cached else m * n / (2 if is_half and scheduled.shape.square else 1)
-            cached += m * n * item * is_cached
-            read += (m + n) * (operands.width * operands.parts + teacher_width)
+            computed_logits += 0 if is_cached else m * n / (2 if is_halved else 1)
+            cached_bytes += m * n * item_bytes * is_cached
+            read_bytes += (m + n) * (operands.width * operands.parts + teacher_row_bytes)
+            # a block of one pass has a second launch, `check_references`
             launches += 1 + (scheduled.purpose is Purpose.ONE_PASS)
             if scheduled.dq_accumulator is not None and not scheduled.in_registers:
                 cublas_products.add(m, n, 0, False, scheduled.dq_accumulator.dq_copies)
-            same = schedule.call.symmetric and rows == columns
-            if scheduled.dk_accumulator is not None and not scheduled.in_registers and not same:
+            # for a diagonal block of views, the product above serves rows and columns
+            is_both = schedule.call.symmetric and rows == columns
+            if scheduled.dk_accumulator is not None and not scheduled.in_registers and not is_both:
                 cublas_products.add(m, n, scheduled.dk_accumulator.first_row - columns.start, True)
-    written = pairs * item if scheduled.gradients and not scheduled.in_registers else 0
-    written += schedule.cached[0].bytes if scheduled.caching_kernel else 0
+    writes_blocks = scheduled.gradients and not scheduled.in_registers
+    written_bytes = computed_logits * item_bytes if writes_blocks else 0
+    written_bytes += schedule.cached[0].bytes if scheduled.caching_kernel else 0
     features = (operands.width + (0 if teacher is None else teacher.width)) / operands.item
-    flops = 2.0 * pairs * features * PART_PRODUCTS[operands.parts] * (1 + scheduled.in_registers)
+    # a kernel that keeps dL/dx in registers computes a second matrix product, which gives dQ
+    kernel_products = 1 + scheduled.in_registers
+    flops = 2.0 * computed_logits * features * PART_PRODUCTS[operands.parts] * kernel_products
     kernel = scheduled.kernel.file.removesuffix(".cu")
-    blocks = len(scheduled.grid)
-    yield kernel, blocks, launches, flops, read + written + 2 * cached
+    # cached exponentials are read, and overwritten by gradient blocks
+    moved_bytes = read_bytes + written_bytes + 2 * cached_bytes
+    yield kernel, len(scheduled.grid), launches, flops, moved_bytes
     if cublas_products.number:
         sides = ("dQ", scheduled.dq_accumulator), ("dK", scheduled.dk_accumulator)
         gradients = " and ".join(side for side, accumulator in sides if accumulator is not None)
@@ -124,12 +140,14 @@ class _Products:
         self.operands, self.number, self.flops, self.bytes = operands, 0, 0.0, 0.0
 
     def add(self, m: int, n: int, border: int, is_key_side: bool, dq_copies: int = 1) -> None:
-        """Add the products of a block of m x n logits that compute dK, or dQ.
+        """Add the products of a block of m x n logits that compute dK (`is_key_side`) or dQ.
 
-        `border`: the first row of dK in the workspace, counted from the first key of the block.
+        `border`: the first key whose accumulator is in the workspace, counted from the first key of
+        the block; keys before it have another accumulator.
+        `dq_copies`: partial sums of dQ that are computed at once.
         """
         precision, width = self.operands.precision, self.operands.gradient_width
-        real, item = config.ACCUMULATOR_BYTES[precision], self.operands.item
+        sum_bytes, item_bytes = config.ACCUMULATOR_BYTES[precision], self.operands.item
         for keys in divide_keys(m, n, width, precision, border):
             rows, terms = m, keys.stop - keys.start
             if is_key_side:
@@ -137,26 +155,28 @@ class _Products:
             for product in divide_terms(precision, terms, dq_copies, False):
                 self.number += 1
                 self.flops += 2.0 * rows * width * product.terms * product.batch
-                moved = item * (rows + width) * product.terms + 2 * real * rows * width
-                self.bytes += product.batch * moved
+                operand_bytes = item_bytes * (rows + width) * product.terms
+                moved_bytes = operand_bytes + 2 * sum_bytes * rows * width  # sums: read, written
+                self.bytes += product.batch * moved_bytes
 
 
 def _count_one_launch_work(schedule: Schedule, gpu: DeviceModel) -> Work:
+    """The work of the method fused, which is one launch."""
     launch, call = schedule.one_launch, schedule.call
     assert launch is not None
     m, n, d = call.shape
-    outs = [out for out in (call.query_gradient, call.key_gradient) if out is not None]
-    logits = m * n / (2 if call.symmetric else 1)
+    gradients = [out for out in (call.query_gradient, call.key_gradient) if out is not None]
+    logits = m * n / (2 if call.symmetric else 1)  # one triangle, if queries are the keys
     features = [call.query] if call.symmetric else [call.query, call.key]
-    flops = 2.0 * d * (logits + m * n * len(outs))
-    moved = sum(z.rows * z.row_bytes for z in (*features, *outs))
-    # the kernel multiplies in float32, also features of 16 bits: it uses no tensor cores
+    flops = 2.0 * d * (logits + m * n * len(gradients))
+    moved = sum(z.rows * z.row_bytes for z in (*features, *gradients))
+    # without tensor cores, the kernel multiplies features of 16 bits in float32 too
     seconds = _seconds(gpu, "fp64" if call.compute == "fp64" else "fp32", flops, moved)
     return Work("loss and gradient", "fused/fused", (64, 64), (m, n), 1, 1, flops, moved, seconds)
 
 
 def _seconds(gpu: DeviceModel, precision: str, flops: float, moved: float) -> float:
-    """The least time of a step, at the peaks of the device."""
-    # all precisions without a rate of their own multiply 16-bit operands
+    """The least time of a step: of its operations or of its bytes, whichever takes longer."""
+    # precisions without a rate of their own multiply 16-bit operands
     rate = gpu.flops.get(precision, gpu.flops["16 bits"])
     return max(flops / rate, moved / gpu.bandwidth)
