@@ -1,4 +1,7 @@
-"""One pass by operations on arrays: what each block adds to sums and gradients."""
+"""One pass of `ArrayBlocks` by operations on arrays: what each block adds to sums and gradients.
+
+x are logits of a block in natural units, [m, n], without biases; -inf at excluded pairs.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from ..problem import LOG2_E, Array, Gradients, Problem, as_sets
 from ..targets import PositivePairs
 from .naive import Matrix, exclude_pairs, matrix_sums, sigmoid_terms
 
-Sides = tuple[Array | None, Array | None]  # for rows, for columns
-# (reference, factor) of rows, and of columns
+Sides = tuple[Array | None, Array | None]  # for the softmax of rows, of columns
+# (row reference [M], row factor [M], column reference [N], column factor [N]); the last two
+# are None if columns have no softmax
 Factors = tuple[Array, Array, Array | None, Array | None]
 
 
@@ -76,7 +80,7 @@ class ArrayPass:
         return reference, factor, column_reference, column_factor
 
     def run_row_block(self, a: int, rows: slice) -> None:
-        """Compute the blocks of some rows, from left to right."""
+        """Compute the blocks of row block `a`, from left to right, and complete dQ of its rows."""
         problem, gradients = self.problem, self.gradients
         query, norms = self.backend.unit_rows(problem, problem.query[rows])
         sums = None
@@ -103,7 +107,7 @@ class ArrayPass:
             self._store(sums, query, norms, rows, False, gradients.query)
 
     def finish(self) -> None:
-        """The gradients of keys are complete: store them."""
+        """Complete dK and store it, after all row blocks have added to it."""
         gradients, problem = self.gradients, self.problem
         if gradients is None or not self.want_key:
             return
@@ -115,7 +119,10 @@ class ArrayPass:
     def _store(
         self, g: Array, z: Array, norms: Norms, rows: slice, is_key_side: bool, out: Array
     ) -> None:
-        """Complete gradients of `rows`, through the normalisation, to their destination."""
+        """Complete the gradient `g` of unit rows `z` and write it to `out` (None: only the dots).
+
+        Subtracts linear terms, writes `Gradients.dots`, and differentiates the normalisation.
+        """
         gradients, xp = self.gradients, self.xp
         assert gradients is not None
         for linear_gradient in self.linear[is_key_side]:
@@ -138,7 +145,7 @@ class ArrayPass:
     # -- one block
 
     def _block(self, rows: slice, columns: slice, query: Array, key: Array) -> Array | None:
-        """Apply the epilogue to a block. Returns dL/dx times the scale, for a gradient."""
+        """Apply the epilogue to a block. Returns scale dL/dx [m, n]; None if it has no gradient."""
         xp, problem, epilogue = self.xp, self.problem, self.epilogue
         m, n = len(query), len(key)
         x = Matrix(xp, m, n, self.dtype)
@@ -213,13 +220,14 @@ class ArrayPass:
         return left_out_of_rows, left_out_of_columns
 
     def _exponents(self, x: Array) -> Array:
-        """Of negatives, without biases."""
+        """Exponents of negatives without biases, from logits: they differ only with `hardness`."""
         if self.exponent_ratio is None:
             return x
         return x * self.xp.asarray(self.exponent_ratio, self.dtype)
 
     def _biases(self, rows: slice, columns: slice) -> Sides:
-        """[1, n] of the keys of rows, and [m, 1] of those of columns, which are rows."""
+        """Biases [1, n] of keys for the softmax of rows, and [m, 1] of queries, which are keys, for
+        the softmax of columns; None: no biases."""
         key_bias, query_bias = self.problem.key_bias, self.problem.query_bias
         return (
             None if key_bias is None else key_bias[None, columns],
@@ -233,7 +241,7 @@ class ArrayPass:
         problem, vectors = self.problem, self.backend.vectors
         x, memory = self._exponents(x), self.xp.empty_like(x)
         sides = [(stats.rows.part(rows), 1)]
-        # of a triangle, the square has the other half
+        # If columns share the sums of rows, they have no sums here: the square has all rows
         if stats.columns is not None and stats.columns is not stats.rows:
             sides.append((stats.columns.part(columns), 0))
         biases = self._biases(rows, columns)
@@ -246,7 +254,7 @@ class ArrayPass:
     def _taught(
         self, problem: TaughtProblem, x: Array, rows: slice, columns: slice
     ) -> Array | None:
-        """Apply the epilogue to a block, with the logits of a teacher."""
+        """Apply an epilogue of distillation to a block, from x and the teacher's logits t."""
         query, key = (
             self.backend.unit_rows(problem, z)[0]
             for z in (problem.teacher_query[rows], problem.teacher_key[columns])
@@ -291,7 +299,7 @@ class ArrayPass:
         self, factors: Factors, x: Array, rows: slice, columns: slice,
         biases: Sides = (None, None), left_out: Sides = (None, None),
     ) -> Array:  # fmt: skip
-        """The probabilities of rows, and of columns, times their factors."""
+        """scale dL/dx at negatives: probabilities of rows, and of columns, times their factors."""
         row_reference, row_factor, column_reference, column_factor = factors
         g = self._probabilities(x, biases[0], left_out[0], row_reference[rows, None])
         g *= row_factor[rows, None]
@@ -304,7 +312,7 @@ class ArrayPass:
     def _probabilities(
         self, x: Array, bias: Array | None, left_out: Array | None, reference: Array
     ) -> Array:
-        """exp(x - reference), at most 1: x with the biases of keys, of those not left out."""
+        """exp(x + bias - reference), at most 1, and 0 at pairs that are left out."""
         xp = self.xp
         y = x - reference if bias is None else (x + bias.astype(x.dtype)) - reference
         if left_out is not None:
@@ -314,7 +322,7 @@ class ArrayPass:
     def _sigmoid(
         self, sigmoid: Sigmoid, x: Matrix, index: Array, rows: slice, pairs: PositivePairs | None
     ) -> Array:
-        """Adds the losses of a pairwise sigmoid; returns dL/dx."""
+        """Add the losses of a pairwise sigmoid to `sigmoid`; returns scale dL/dx."""
         xp = self.xp
         losses, g = sigmoid_terms(xp, x, index, xp.asarray(self.problem.bias, self.dtype), pairs)
         sigmoid.losses[rows] += losses

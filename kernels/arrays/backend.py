@@ -1,8 +1,8 @@
 """Passes over blocks by operations on arrays, NumPy's or CuPy's: for options that no kernel takes.
 
-A block of logits and what follows from it are arrays that fit the workspace, so memory is linear in
-the batch. `naive` has the same operations on one block, and exponents are natural there as well.
-Nothing reads an element of an array on the host.
+`solve` runs the passes with this backend. The arrays of a block fit the workspace, so memory is
+linear in the batch; `array_pass` has the operations on a block. Exponents are natural. The host
+reads no element of an array.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from ..problem import Array, Gradients, Problem, as_sets
 from ..solve import Vectors
 from .array_pass import ArrayPass
 
-BLOCK_ARRAYS = 8  # arrays of a block's size that are alive at once, at most
-ROW_ARRAYS = (
-    6  # of a row block's features: these in the compute dtype, products, float64 for the norms
-)
-MOST_ROWS = 8192  # of a block: with more, nothing is faster
+# The largest number of arrays that are alive at once: with the shape of a block of logits; and with
+# the features of its rows or columns (in the compute dtype, products, float64 for the norms)
+BLOCK_ARRAYS, ROW_ARRAYS = 8, 6
+MOST_ROWS = 8192  # the largest side of a block, in logits: larger blocks are not faster
 
 MakeRows = Callable[[Array, Problem], Any]  # features as linear terms see them: `linear.Rows`
 
@@ -37,7 +36,7 @@ class ArrayBlocks:
     def __init__(
         self, problem: Problem, gradients: Gradients | None, vectors: Vectors, make_rows: MakeRows
     ) -> None:
-        """`make_rows` are needed by linear terms, such as that of label smoothing."""
+        """`make_rows` makes the `linear.Rows` of features, which linear terms need."""
         self.vectors, self.xp, self.make_rows = vectors, vectors.xp, make_rows
         self.dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         self.key_rows = self._key_rows(problem, gradients)
@@ -46,12 +45,15 @@ class ArrayBlocks:
     # -- memory: sums of dK, then blocks
 
     def _key_rows(self, problem: Problem, gradients: Gradients | None) -> int:
-        """How many rows of dK are summed in the workspace at once; 0 if in their destination."""
+        """How many rows of dK a pass accumulates in the workspace; 0: dK accumulates in its
+        destination, or no dK is wanted."""
         out = None if gradients is None or problem.symmetric else gradients.key
         if out is None or self.summed_in_place(out):
             return 0
         n, d = out.shape
-        if problem.compares_with_limits:  # both passes visit the same blocks: the same pairs count
+        # A pair near a limit must count in both passes or in none. Equal blocks round its product
+        # equally, so dK is not divided into ranges
+        if problem.compares_with_limits:
             return int(n)
         return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
@@ -60,7 +62,7 @@ class ArrayBlocks:
         return bool(out.dtype == self.dtype and out.dtype.isnative)
 
     def _block(self, problem: Problem) -> tuple[int, int]:
-        """Rows and columns of a block. ValueError if the workspace has no room for any."""
+        """(rows, columns) of a block. ValueError if the workspace has no room for small blocks."""
         m, n, d = problem.shape
         width = d + problem.auxiliary_width
         item = self.dtype.itemsize
@@ -84,7 +86,7 @@ class ArrayBlocks:
         return min(m, side), min(n, side)
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
-        """All blocks of the square: also of a triangle, whose other half follows from it."""
+        """All blocks of the square, also for a `triangle`, whose other half is computed, too."""
         (m, n, _), (rows, columns) = problem.shape, self.block
         return Grid(slices(m, rows), slices(n, columns))
 
@@ -146,7 +148,7 @@ class ArrayBlocks:
         return query, query if problem.symmetric else self.make_rows(problem.key, problem)
 
     def unit_rows(self, problem: Problem, features: Array) -> tuple[Array, Norms]:
-        """Rows in the compute dtype, and their norms."""
+        """Rows in the compute dtype, normalised if the loss normalises, and their norms."""
         return normalized_rows(self.xp, features, problem.normalize, self.dtype)
 
     # -- the pass

@@ -4,7 +4,9 @@ Three matrix products, one M x N matrix, and a few passes over it. This is not f
 memory, but it shows what the passes compute, and it can return the logits. Exponents are natural.
 Nothing reads an element of an array on the host.
 
-M x N matrices have one further element after the last, at the index of positives that a row lacks.
+M x N matrices (`Matrix`) have one further element after the last, at the index of a positive that a
+row lacks: code that sets positives aside needs no branch. x are logits in natural units, and
+`index` [M] or [M, P] has the positions of the positives in `x.flat`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution, Vectors
 from ..targets import PositivePairs, find_limits, guide_problem
 
-# The largest number of M x N arrays at one time, without and with options of the softmax
+# The largest number of M x N arrays that exist at one time, without and with options of the softmax
 MATRICES, MATRICES_WITH_OPTIONS = 4, 10
 
 
@@ -107,7 +109,10 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
 def _find_left_out(
     xp: Any, problem: Problem, dots: Matrix, index: Array
 ) -> tuple[Array, Array | None]:
-    """Whether rows, and columns of a two-sided loss, leave out a pair, by these products."""
+    """Masks [M, N]: whether rows, and columns of a two-sided loss (else None), leave out a pair.
+
+    A pair is left out if its product in `dots` is above the limit, which is set in `problem`.
+    """
     at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
     problem.limits = find_limits(xp, problem, at_positives)
     limit = problem.limits.astype(dots.flat.dtype)
@@ -115,14 +120,14 @@ def _find_left_out(
 
 
 class Matrix:
-    """An M x N matrix, and one element more."""
+    """An M x N matrix `all`, in a vector `flat` with one element more, for missing positives."""
 
     def __init__(self, xp: Any, m: int, n: int, dtype: Any) -> None:
         self.flat = xp.zeros(m * n + 1, dtype)
         self.all = self.flat[:-1].reshape(m, n)
 
     def like(self, xp: Any) -> Matrix:
-        """Another one."""
+        """A matrix of zeros of the same shape and dtype."""
         m, n = self.all.shape
         return Matrix(xp, m, n, self.flat.dtype)
 
@@ -155,7 +160,7 @@ def _softmax(
     vectors: Vectors, problem: Problem, x: Matrix, positive_logits: Array, index: Array,
     left_out: tuple[Array | None, Array | None], dense: _Dense,
 ) -> tuple[Solution, Array, Finalized]:  # fmt: skip
-    """Per-row losses, log-sum-exps and dL/dx; and what these follow from.
+    """Losses, log-sum-exps and dL/dx (without the scale), and the vectors that `finalize` returns.
 
     Positives are kept out of the sums, because in softplus(LSE of the negatives - positive) nothing
     cancels but logits. They are put back at the end.
@@ -213,9 +218,11 @@ def matrix_sums(
     xp: Any, x: Array, axis: int, moments: bool, bias: Array | None, left_out: Array | None,
     p: Array, moment_logits: Array | None = None,
 ) -> Sums:  # fmt: skip
-    """From the negatives' logits along one axis: their sums, and in `p` their exponentials.
-    Exponents are differences of logits: x, with its bias, minus the largest one. Moments are of
-    `moment_logits`, or of x without its bias."""
+    """Sums over the negatives' logits x along `axis` (1: of rows, 0: of columns).
+
+    Writes the exponentials, exp(x + bias - the largest exponent), into `p`. Moments are of
+    `moment_logits`; None: of x without `bias`.
+    """
     if moment_logits is None:
         moment_logits = x
     if bias is not None:
@@ -235,14 +242,14 @@ def matrix_sums(
 
 
 def _sum_factors(xp: Any, sums: Sums, direction: Direction) -> Array:
-    """What makes probabilities of exponentials."""
+    """[n] factors of exponentials relative to `sums.max`, which make them probabilities."""
     return xp.exp2(sums.max - direction.reference) * direction.reference_probability
 
 
 def exclude_pairs(
     problem: Problem, x: Array, rows: slice, columns: slice, pairs: PositivePairs | None
 ) -> None:
-    """x = -inf at pairs of equal ids, and of different groups, but for positive `pairs`."""
+    """Set x to -inf at pairs of equal ids and of different groups, except for positive `pairs`."""
     for row_names, column_names, equal in (
         (problem.query_ids, problem.key_ids, True),
         (problem.query_groups, problem.key_groups, False),
@@ -256,8 +263,9 @@ def exclude_pairs(
 def sigmoid_terms(
     xp: Any, x: Matrix, index: Array, bias: Array, pairs: PositivePairs | None
 ) -> tuple[Array, Array]:
-    """softplus(-t z) = -log sigmoid(t z), z = x + bias, t = 1 at positives and -1 elsewhere: the
-    sums of rows, float64; and the derivatives by x, 0 at excluded pairs."""
+    """The terms softplus(-t z) of a pairwise sigmoid, with z = x + bias, t = 1 at positives and -1
+    at negatives. Returns their sums over rows, [m] float64, and their derivatives by x, [m, n], 0
+    at excluded pairs."""
     sign = x.like(xp)
     sign.flat[:] = 1
     sign.flat[index] = -1
@@ -281,7 +289,7 @@ def _sigmoid(
     xp: Any, problem: Problem, x: Matrix, index: Array, row_nans: Array,
     pairs: PositivePairs | None,
 ) -> tuple[Solution, Array]:  # fmt: skip
-    """The losses of a pairwise sigmoid, and dL/dx."""
+    """The solution of a pairwise sigmoid, and dL/dx [M, N] without the scale."""
     losses, g = sigmoid_terms(xp, x, index, xp.asarray(problem.bias, x.flat.dtype), pairs)
     g *= problem.upstream[:, None].astype(g.dtype)
     solution = Solution(losses + row_nans)

@@ -12,7 +12,7 @@ from ..problem import Array, Problem, fast_replace
 
 @dataclass(eq=False)
 class TaughtProblem(Problem):
-    """A softmax without positives, whose targets are the softmax of a teacher's logits."""
+    """The student's softmax, without positives; the targets are the teacher's softmax."""
 
     teacher_query: Array = None  # [M, E]
     teacher_key: Array = None  # [N, E]

@@ -5,7 +5,8 @@
 The first pass keeps the sums of rows and columns of both models. The mean of the student's logits
 under the teacher's softmax, sum_j p^T_ij x_ij, is a moment of the teacher's sums. The second pass
 computes the logits of both models again, and their probabilities from the sums of the first pass.
-Probabilities of student and teacher are computed alike, so that those of equal logits cancel to 0.
+Probabilities of student and teacher are computed by the same operations, so that the gradient is 0
+where their logits are equal. p is the student's softmax, p^T the teacher's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def solver_by_passes(problem: Problem) -> Callable[[Any, Backend, Gradients | No
 def solve_distillation(
     problem: TaughtProblem, backend: Backend, gradients: Gradients | None
 ) -> Solution:
-    """Loss, log-sum-exps and gradients."""
+    """Loss, log-sum-exps of the student, and gradients of its features, in two passes."""
     vectors, xp = backend.vectors, backend.vectors.xp
     m, n, _ = problem.shape
     gradients = vectors.with_dots(problem, gradients)
@@ -88,7 +89,7 @@ def _side(
 def _gradient(
     problem: TaughtProblem, rows: Direction, columns: Direction | None
 ) -> SoftmaxGradient:
-    """Probabilities, with the weights of losses."""
+    """The gradient epilogue of one model: reference exponents, and factors with row shares."""
     row_weight = problem.row_direction_weight * problem.scale
     a = problem.upstream * row_weight * rows.reference_probability
     zeros = 0.0 * problem.upstream  # no row has a positive

@@ -16,8 +16,11 @@ def statistics(
     stats: TaughtStatistics, x: Array, t: Array, c: float, teacher_c: float, rows: slice,
     columns: slice,
 ) -> Callable[[], None]:  # fmt: skip
-    """What adds the sums of a tile to `stats`: x and t are raw products of the student and of the
-    teacher. Both go through the same loops, so that of equal logits the sums are equal."""
+    """Sum a tile of both models. Returns a function that merges these sums into `stats`.
+
+    x and t are dot products of the student and of the teacher, `c` and `teacher_c` the factors that
+    make them base-2 logits. Both go through the same loops, so that equal logits have equal sums.
+    """
     parts: list[tuple[Sums, Sums]] = []
     m, n = x.shape
     for values, factor, row_sums, column_sums in (

@@ -12,7 +12,7 @@ from ..problem import Array, Problem, fast_replace
 
 @dataclass
 class PrefixStatistics(Statistics):
-    """The sums of each prefix. The fields of `Statistics` are those of all features."""
+    """The sums of each prefix. The fields of `Statistics` are the sums with all features."""
 
     prefixes: Sequence[Statistics] = ()
 

@@ -36,7 +36,7 @@ class PrefixWorker(Worker):
         self.merges: list[Callable[[], None] | None] = []
 
     def further_tile(self, number: int, m: int, n: int) -> Array:
-        """A further tile, in addition to the logits of the block."""
+        """[m, n] memory for the products of a prefix, in addition to the tile of all features."""
         return self.further[number, : m * n].reshape(m, n)
 
     def block(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
@@ -149,7 +149,7 @@ class PrefixWorker(Worker):
 
 @compiled
 def multiply_by_ratios(x, row_ratio, column_ratio, out):  # type: ignore[no-untyped-def]
-    """out = x times its ratios."""
+    """out_ij = x_ij row_ratio_i column_ratio_j: from products of rows to those of unit prefixes."""
     wide_vectors()
     for i in range(x.shape[0]):
         row, to, ratio = x[i], out[i], row_ratio[i]
@@ -159,7 +159,8 @@ def multiply_by_ratios(x, row_ratio, column_ratio, out):  # type: ignore[no-unty
 
 @compiled
 def chain(g, x, row_ratio, column_ratio, row_dots, column_dots):  # type: ignore[no-untyped-def]
-    """x <- g times its ratios, from dL/dy in g to dL/dx, y = x times the ratios; dots += g y."""
+    """The chain rule of y = x times the ratios: g is dL/dy, and dL/dx overwrites x. Adds g y to the
+    dots of rows and of columns."""
     wide_vectors()
     for i in range(x.shape[0]):
         row, gi, ratio = x[i], g[i], row_ratio[i]
