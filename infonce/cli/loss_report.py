@@ -34,7 +34,7 @@ def _directions(result: LossAndGrad) -> dict[str, float | None]:
 
 
 def retrieval(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
-    """Share of positives that are ranked first, and among the first five; NaN ranks nothing."""
+    """Share of positives that rank first, and among the first five; None if the loss is NaN."""
     if result.metrics is None or not math.isfinite(result.loss):
         return None
     top1, top5 = result.metrics.top(1), result.metrics.top(5)

@@ -122,7 +122,7 @@ def bounds(query: Array, key: Array, want: InfoNCE, scale: float, form: str) -> 
 
 
 def errors(got: InfoNCE, want: InfoNCE) -> list[Array]:
-    """Sizes of the errors, by `QUANTITIES`."""
+    """Absolute errors of the elements, an array for each of `QUANTITIES`."""
     pairs = zip(got.parts(), want.parts(), strict=True)
     return [np.abs(g - w).astype(np.float64) for g, w in pairs]
 

@@ -24,12 +24,13 @@ class Captured:
 
         # Arrays stay allocated, a 0-d scale among the options too: the graph reads their memory
         self._arguments = inputs, options
-        self._pool = cupy.cuda.MemoryPool()  # has the graph's temporary memory
+        self._pool = cupy.cuda.MemoryPool()  # owns the graph's temporary memory and results
         self._stream = cupy.cuda.Stream(non_blocking=True)
         before = cupy.cuda.get_current_stream().record()
         with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
             self._stream.wait_event(before)
-            function(*inputs, **options)  # compiles, and fills the pool
+            # compile kernels, and fill the pool: neither is allowed during the capture
+            function(*inputs, **options)
             self._stream.synchronize()
             self._stream.begin_capture()
             try:

@@ -91,7 +91,7 @@ def grad_cache(
 
 
 def _require_gradients(function: Any) -> None:
-    """TypeError for what returns no gradients, as far as that is known without a call."""
+    """TypeError for a function that is known, without a call, to return no gradients."""
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -107,7 +107,7 @@ def _require_gradients(function: Any) -> None:
 
 
 def _require_detached(options: Mapping[str, Any]) -> None:
-    """ValueError for tensors whose gradients autograd would wait for in vain."""
+    """ValueError for tensors that require a gradient, because autograd will not give them one."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return
@@ -123,7 +123,7 @@ def _require_detached(options: Mapping[str, Any]) -> None:
 
 
 def require_batch(inputs: Any, chunk: Any) -> None:
-    """TypeError or ValueError for what is no batch, or cannot be cut into chunks."""
+    """TypeError or ValueError unless `inputs` are a list or tuple, and `chunk` at least 1."""
     if not validation.is_integer(chunk):
         raise TypeError(f"chunk: expected an integer, got {validation.what(chunk)}")
     if chunk < 1:
@@ -136,12 +136,12 @@ def require_batch(inputs: Any, chunk: Any) -> None:
 
 
 def chunk_slices(rows: int, chunk: int) -> list[slice]:
-    """Slices of at most `chunk` rows; of no rows, an empty one."""
+    """Slices of at most `chunk` rows, which cover `rows` rows; one empty slice for 0 rows."""
     return [slice(i, min(i + chunk, rows)) for i in range(0, max(rows, 1), chunk)]
 
 
 def one_each(name: str, value: Any, n: int) -> list[Any]:
-    """One callable for all inputs, or one for each."""
+    """A list of n callables: `value` n times, or its n items. Errors name the argument `name`."""
     each = list(value) if isinstance(value, (list, tuple)) else [value] * n
     if len(each) != n:
         raise ValueError(f"{name}: expected one callable or {n} of them, got {len(each)}")

@@ -18,8 +18,8 @@ from .measure import DTYPES, Array, Case, Outcome, Run
 GEMM = 8192  # side of the matrix product that everything is compared with
 MOST_INPUTS = 8  # sets of random inputs that take turns, so that none stays in the L2 cache
 TURN = 0.15  # seconds that a contender's turn takes, about
-MOST_CALLS = 50  # in a turn
-SMALL = 3e-3  # calls shorter than this are also timed by the wall clock, Python included
+MOST_CALLS = 50  # calls in a turn
+SMALL = 3e-3  # seconds; shorter calls are also timed by the wall clock, Python included
 REFERENCE_ROWS = 2**17  # errors are measured up to here
 
 
