@@ -391,7 +391,7 @@ def main() -> None:
         module, function, *arguments = check.split(":")
         # Restore what checks set
         with (
-            patch.object(cost, "CHUNK", cost.CHUNK),
+            patch.object(cost, "LEAST_VISIT_BYTES", cost.LEAST_VISIT_BYTES),
             patch.object(ranks_run, "choose_block_runner", ranks_run.choose_block_runner),
             patch.object(validation, "gpu_missing", validation.gpu_missing),
             patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(NODE_SIZES[(len(NODE_SIZES) - 1) // 2])),
