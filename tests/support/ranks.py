@@ -87,7 +87,7 @@ def compare(case: dict[str, Any]) -> None:
     mine = [order[part[RANK]] for order, part in zip(orders, parts, strict=True)]
 
     single, spread = dict(options), dict(options, timeout=60)
-    cost.CHUNK = case.get("chunk", cost.CHUNK)
+    cost.LEAST_VISIT_BYTES = case.get("visit_bytes", cost.LEAST_VISIT_BYTES)
     os.environ["INFONCE_LOCAL_SIZE"] = str(NODE_SIZES[case.get("nodes", seed) % len(NODE_SIZES)])
     spread["method"] = case.get("method", "auto")
     spread["exchange"] = exchange = case.get("exchange", "auto")
@@ -174,7 +174,7 @@ cases = st.fixed_dictionaries({
     "method": st.sampled_from(["auto", "auto", "naive"]),
     "workspace": st.sampled_from([2**28, SMALL]),
     "exchange": st.sampled_from(["auto", "ring", "gather", "hierarchical"]),
-    "chunk": st.sampled_from([1, 2**26]),  # bytes
+    "visit_bytes": st.sampled_from([1, 2**26]),  # bytes
     "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
 })  # fmt: skip
 
