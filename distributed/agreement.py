@@ -338,7 +338,7 @@ def _list_shared_values(
         **{name: getattr(problem, name) for name in SHARED_OPTIONS},
         "metrics": problem.retrieval_ranks,
         "reduction": request.reduction,
-        "precision": problem.compute,
+        "precision": problem.compute_precision,
         "offload": request.offload,
         "wrt": sorted(request.wrt),
         "grad_out": None,

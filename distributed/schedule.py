@@ -121,7 +121,7 @@ def decide(
 
 def choose_sum_dtype(problem: Problem) -> np.dtype[Any]:
     """The dtype of dQ and dK while they accumulate and travel (vectors of sums are float64)."""
-    return np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+    return np.dtype(np.float64 if problem.compute_precision == "fp64" else np.float32)
 
 
 # -- transports and exchanges

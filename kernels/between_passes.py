@@ -231,7 +231,7 @@ class OwnNegatives:
 
     def __init__(self, xp: Any, problem: Problem) -> None:
         self.xp, self.problem = xp, problem
-        self.dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+        self.dtype = np.dtype(np.float64 if problem.compute_precision == "fp64" else np.float32)
         self.exponent_scale2 = problem.exponent_scale * LOG2_E  # from dot products to base 2
         self.rows = problem.own_rows or OwnRows(problem)
 

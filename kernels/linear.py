@@ -128,7 +128,7 @@ class LinearTerm:
     key_sums: Array | None = None
 
 
-class Rows(Protocol):
+class SegmentedRows(Protocol):
     """The rows u_i of queries or of keys, normalised if the loss normalises. Each backend has its
     own class with these two methods."""
 
@@ -163,7 +163,13 @@ class LinearGradient:
     """
 
     def __init__(
-        self, xp: Any, query: Rows, key: Rows, term: LinearTerm, is_key_side: bool, symmetric: bool
+        self,
+        xp: Any,
+        query: SegmentedRows,
+        key: SegmentedRows,
+        term: LinearTerm,
+        is_key_side: bool,
+        symmetric: bool,
     ) -> None:
         segments = term.segments.numbered(xp)
         assert segments.count is not None
@@ -214,7 +220,12 @@ class Summing(Protocol):
 
 
 def segment_sums(
-    xp: Any, problem: Problem, query: Rows, key: Rows, segments: Segments, columns: bool
+    xp: Any,
+    problem: Problem,
+    query: SegmentedRows,
+    key: SegmentedRows,
+    segments: Segments,
+    columns: bool,
 ) -> tuple[SegmentSums, SegmentSums | None]:
     """`Summing.segment_sums` of a backend that has all rows of `query` and `key`."""
     segments = segments.numbered(xp)

@@ -72,7 +72,7 @@ class Problem:
     query_ids: Array = None  # [M] int64, with key_ids [N]: pairs of equal ids are excluded,
     key_ids: Array = None  # except for the positive
     normalize: bool = False  # rows of `query` and `key` are divided by their norms
-    compute: str = "fp32"  # resolved precision of products and exponentials: no "auto"
+    compute_precision: str = "fp32"  # resolved precision of products and exponentials: no "auto"
     method: str = "auto"  # as the caller chose it: "auto" is not resolved
     workspace: int = WORKSPACE  # bytes
     retrieval_ranks: bool = False  # also count the keys that score above the positive

@@ -70,7 +70,7 @@ class _StaticChecks:
     bias: float | None  # None: the bias is an array, or the loss has no bias
     normalize: bool
     products_may_overflow: bool  # so every call checks norms: float64 on the host, not normalized
-    compute: str  # the precision of products, resolved: "fp64", "fp32", "bf16", ...
+    compute_precision: str  # the precision of products, resolved: "fp64", "fp32", "bf16", ...
     check_finite: bool
     wrt: frozenset[str]
     gradient_types: dict[str, tuple[Any, Any]]  # feature argument in `wrt` -> shape, dtype
@@ -133,7 +133,7 @@ def check(
     scale = static.scale
     if scale is None:  # an array, whose value may change from call to call
         scale = validation.scale(
-            loss, options.get("temperature"), options.get("scale"), static.compute
+            loss, options.get("temperature"), options.get("scale"), static.compute_precision
         )
     bias_is_array = loss.sigmoid and static.bias is None
     bias = validation.number("bias", bias) if bias_is_array else static.bias
@@ -249,7 +249,7 @@ def _request(
     if loss.joint and static.gradient_types:
         # float64, if products or gradients are float64. Without `normalize`, float32 holds the
         # gradients of float32 products; with it, a division by small norms may leave its range
-        wide = static.compute == "fp64"
+        wide = static.compute_precision == "fp64"
         if static.normalize:
             dtypes = {z.dtype for z in outs.values()}
             dtypes |= {dtype for _, dtype in static.gradient_types.values()}
@@ -320,8 +320,8 @@ def _check_static(
     dtypes = {z.dtype.name for z in arrays}
     if values["offload"]:
         validation.offload(loss, values["method"], query)
-    compute = validation.precision(values["precision"], dtypes, on_cpu)
-    scale = validation.scale(loss, values["temperature"], values["scale"], compute)
+    compute_precision = validation.precision(values["precision"], dtypes, on_cpu)
+    scale = validation.scale(loss, values["temperature"], values["scale"], compute_precision)
     if values["return_logits"] and values["method"] != "naive":
         got = f'got method="{values["method"]}"'
         raise ValueError(f'return_logits: expected method="naive", the one that keeps them, {got}')
@@ -334,15 +334,15 @@ def _check_static(
     grad_dtype = validation.grad_dtype(values["grad_dtype"])
     workspace = validation.workspace(values["workspace"])
     common_share = 1.0 / batch.rows if values["reduction"] == "mean" else 1.0
-    wide_on_host = on_host and "float64" in dtypes and compute == "fp64"
+    wide_on_host = on_host and "float64" in dtypes and compute_precision == "fp64"
     template = Problem(
         query, key, None, common_share,
         common_share=None if values["reduction"] == "none" else common_share,
         row_direction_weight=loss.row_direction_weight,
         column_direction_weight=loss.column_direction_weight,
         symmetric=loss.symmetric, joint=loss.joint, normalize=bool(values["normalize"]),
-        compute=compute, method=values["method"], workspace=workspace or WORKSPACE,
-        workspace_given=workspace is not None, retrieval_ranks=bool(values["metrics"]),
+        compute_precision=compute_precision, method=values["method"],
+        workspace=workspace or WORKSPACE, workspace_given=workspace is not None, retrieval_ranks=bool(values["metrics"]),
         scalar_grads=scalar_grads,
         moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
         **dict(softmax_options),
@@ -359,7 +359,7 @@ def _check_static(
         bias=bias if loss.sigmoid and plain_bias else None,
         normalize=bool(values["normalize"]),
         products_may_overflow=wide_on_host and not values["normalize"],
-        compute=compute,
+        compute_precision=compute_precision,
         check_finite=bool(values["check_finite"]),
         wrt=wrt,
         gradient_types={

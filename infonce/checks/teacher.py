@@ -63,7 +63,7 @@ def add_teacher(loss: Loss, request: Request, features: Sequence[Array], teacher
         if None not in temperatures:
             raise ValueError("teacher_temperature, teacher_scale: expected one of them, got both")
         try:
-            scale = validation.scale(loss, *temperatures, problem.compute)
+            scale = validation.scale(loss, *temperatures, problem.compute_precision)
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
     if static.check_finite:

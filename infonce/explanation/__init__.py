@@ -16,7 +16,7 @@ from typing import Any
 from .. import spec
 from ..checks import prefixes, validation
 from ..checks.teacher import ALL_LOSSES
-from ..kernels.gpu.schedule import Call, Loss, Matrix, Schedule, schedule
+from ..kernels.gpu.schedule import Call, LossForm, Matrix, Schedule, schedule
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPUS, DeviceModel
 from .work import Work, schedule_work
@@ -165,7 +165,7 @@ def explain(
     operands = last_schedule.operands
     return Explanation(
         _title(last_schedule.call), gpu.model, last_schedule.method,
-        operands.precision if operands is not None else call.compute,
+        operands.precision if operands is not None else call.compute_precision,
         work, _memory(schedules), max(map(_workspace_bytes, schedules)),
         sum(step.seconds for step in work), recorded, tuple(_notes(last_schedule)), last_schedule,
     )  # fmt: skip
@@ -220,13 +220,13 @@ def _make_schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Sched
     return [schedule(each, gpu.properties) for each in (lse, lse, taught)]
 
 
-def _softmax_of(kind: spec.Loss) -> Loss:
+def _softmax_of(kind: spec.Loss) -> LossForm:
     """The softmax or sigmoid of a loss."""
     if kind.sigmoid:
-        return Loss.PAIRS
+        return LossForm.PAIRS
     if kind.symmetric:
-        return Loss.VIEWS
-    return Loss.BOTH if kind.column_direction_weight else Loss.ROWS
+        return LossForm.VIEWS
+    return LossForm.BOTH if kind.column_direction_weight else LossForm.ROWS
 
 
 def _title(call: Call) -> str:
@@ -269,7 +269,7 @@ def _notes(chosen: Schedule) -> list[str]:
     names = ("queries", operands.query), ("keys", operands.key)
     notes = [f"{name} are read {rows.reading.value}" for name, rows in names]
     notes = notes[:1] if call.symmetric else notes
-    if operands.precision != call.compute:
+    if operands.precision != call.compute_precision:
         notes.append(f"{call.compute} is computed with operands in {operands.precision}")
     if chosen.cached_columns:
         notes.append(

@@ -171,7 +171,7 @@ def _count_one_launch_work(schedule: Schedule, gpu: DeviceModel) -> Work:
     flops = 2.0 * d * (logits + m * n * len(gradients))
     moved = sum(z.rows * z.row_bytes for z in (*features, *gradients))
     # without tensor cores, the kernel multiplies features of 16 bits in float32 too
-    seconds = _seconds(gpu, "fp64" if call.compute == "fp64" else "fp32", flops, moved)
+    seconds = _seconds(gpu, "fp64" if call.compute_precision == "fp64" else "fp32", flops, moved)
     return Work("loss and gradient", "fused/fused", (64, 64), (m, n), 1, 1, flops, moved, seconds)
 
 

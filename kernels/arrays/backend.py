@@ -27,7 +27,9 @@ from .array_pass import ArrayPass
 BLOCK_ARRAYS, ROW_ARRAYS = 8, 6
 MOST_ROWS = 8192  # the largest side of a block, in logits: larger blocks are not faster
 
-MakeRows = Callable[[Array, Problem], Any]  # features as linear terms see them: `linear.Rows`
+MakeRows = Callable[
+    [Array, Problem], Any
+]  # features as linear terms see them: `linear.SegmentedRows`
 
 
 class ArrayBlocks:
@@ -36,9 +38,9 @@ class ArrayBlocks:
     def __init__(
         self, problem: Problem, gradients: Gradients | None, vectors: Vectors, make_rows: MakeRows
     ) -> None:
-        """`make_rows` makes the `linear.Rows` of features, which linear terms need."""
+        """`make_rows` makes the `linear.SegmentedRows` of features, which linear terms need."""
         self.vectors, self.xp, self.make_rows = vectors, vectors.xp, make_rows
-        self.dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+        self.dtype = np.dtype(np.float64 if problem.compute_precision == "fp64" else np.float32)
         self.key_rows = self._key_rows(problem, gradients)
         self.block = self._block(problem)
 

@@ -32,13 +32,13 @@ def matrix_bytes(problem: Problem) -> int:
     """Bytes of all M x N matrices that exist at one time."""
     m, n, _ = problem.shape
     matrices = MATRICES if problem.plain else MATRICES_WITH_OPTIONS + problem.guided
-    return matrices * m * n * (8 if problem.compute == "fp64" else 4)
+    return matrices * m * n * (8 if problem.compute_precision == "fp64" else 4)
 
 
 def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> Solution:
     """Loss and gradients of `problem` from the full matrix of logits."""
     xp, (m, n, _) = vectors.xp, problem.shape
-    dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+    dtype = np.dtype(np.float64 if problem.compute_precision == "fp64" else np.float32)
     query, norms = normalized_rows(xp, problem.query, problem.normalize, dtype)
     key, key_norms = query, norms
     if not problem.symmetric:

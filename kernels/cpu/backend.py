@@ -20,7 +20,7 @@ from ..grid import Grid, positive_blocks, slices, without_other_groups
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, allows_online_softmax
-from .context import Context
+from .call_state import CallState
 from .one_block.solve import solve_in_one_block
 from .operands import DTYPES, Side, dots_at, find_norms, not_finite
 from .pass_state import PassState
@@ -63,15 +63,15 @@ class CPU:
         further_tiles: int = 0,
     ) -> None:  # fmt: skip
         """`ahead`, `further_tiles`: see `schedule.decide`."""
-        self.dtype = DTYPES[problem.compute]
+        self.dtype = DTYPES[problem.compute_precision]
         self.schedule = decide(problem, gradients, ahead, further_tiles)
         if problem.method == "naive":
             needed = self.schedule.memory.worker_bytes(*self.schedule.tile)
             require_memory(problem, needed)
         sides = self._make_sides(problem, problem.query, problem.key)
-        self.context = Context(self.dtype, *sides, self.schedule)
+        self.call_state = CallState(self.dtype, *sides, self.schedule)
         if problem.auxiliary_query is not None:
-            self.context.auxiliary_query, self.context.auxiliary_key = self._make_sides(
+            self.call_state.auxiliary_query, self.call_state.auxiliary_key = self._make_sides(
                 problem, problem.auxiliary_query, problem.auxiliary_key
             )
 
@@ -94,32 +94,34 @@ class CPU:
             not_finite_rows |= not_finite(problem.key).any()
         elif not_finite_rows.any():
             not_finite_rows[:] = True
-        context = self.context
-        if context.auxiliary_query is not None and context.auxiliary_key is not None:
-            not_finite_rows |= (bad_other := not_finite(context.auxiliary_query.features))
+        call_state = self.call_state
+        if call_state.auxiliary_query is not None and call_state.auxiliary_key is not None:
+            not_finite_rows |= (bad_other := not_finite(call_state.auxiliary_query.features))
             spoils_columns = (problem.symmetric or problem.two_sided) and bad_other.any()
-            not_finite_rows |= spoils_columns or not_finite(context.auxiliary_key.features).any()
+            not_finite_rows |= spoils_columns or not_finite(call_state.auxiliary_key.features).any()
         return np.where(not_finite_rows, np.nan, 0.0)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
     def positive_dots(self, problem: Problem) -> Array:
-        context = self.context
-        query, key = context.query, context.key
+        call_state = self.call_state
+        query, key = call_state.query, call_state.key
         # the problem may be `targets.guide_problem`, whose features are the guide's
         if (
-            context.auxiliary_query is not None
-            and problem.query is context.auxiliary_query.features
+            call_state.auxiliary_query is not None
+            and problem.query is call_state.auxiliary_query.features
         ):
-            query, key = context.auxiliary_query, context.auxiliary_key or key
+            query, key = call_state.auxiliary_query, call_state.auxiliary_key or key
         return dots_at(query, key, problem.positives)
 
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
         """See `infonce.kernels.linear.Summing`."""
-        return segment_sums(np, problem, self.context.query, self.context.key, segments, columns)
+        return segment_sums(
+            np, problem, self.call_state.query, self.call_state.key, segments, columns
+        )
 
     def has_online_softmax(self, problem: Problem, gradients: Gradients) -> bool:
         return problem.plain and allows_online_softmax(problem, gradients)
@@ -138,7 +140,7 @@ class CPU:
     ) -> None:
         # The log-sum-exp pass runs backwards, so that the gradient pass begins with the tiles that
         # are still in the buffers
-        context, schedule = self.context, self.schedule
+        call_state, schedule = self.call_state, self.schedule
         backwards = isinstance(epilogue, Statistics) and schedule.both_passes
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         if problem.query_groups is not None:
@@ -149,7 +151,7 @@ class CPU:
             grid = without_other_groups(grid, groups, has_positive, ids)
         order = RowBlockOrder(grid, backwards)
         row_blocks = iter(range(len(grid.rows)))
-        run = PassState(context, problem, grid, epilogue, gradients, order)
+        run = PassState(call_state, problem, grid, epilogue, gradients, order)
         threads = min(schedule.threads, len(grid.rows))
         total = len(grid)
 
@@ -162,7 +164,7 @@ class CPU:
             if worker is None:
                 return
             if backwards and worker.buffered is not None:
-                context.worker_memory[worker.buffered] = worker.memory
+                call_state.worker_memory[worker.buffered] = worker.memory
             else:
                 BUFFER_POOL.give(worker.memory)
 
@@ -177,5 +179,5 @@ class CPU:
                 in_threads(work, threads, order, report)
         run.finish()
         if isinstance(epilogue, SoftmaxGradient):
-            context.release()
+            call_state.release()
         report()

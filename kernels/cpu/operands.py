@@ -94,7 +94,7 @@ class Side:
     def sums(
         self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
     ) -> Array:
-        """See `infonce.kernels.linear.Rows`."""
+        """See `infonce.kernels.linear.SegmentedRows`."""
         sums = np.zeros((count, self.features.shape[1]))
         factor = np.ones(len(segment)) if factor is None else factor
         for rows, z in self.blocks():
@@ -102,7 +102,7 @@ class Side:
         return sums
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
-        """See `infonce.kernels.linear.Rows`."""
+        """See `infonce.kernels.linear.SegmentedRows`."""
         out = np.empty(len(segment))
         for rows, z in self.blocks():
             _segment_products(z, segment[rows], sums, itself, out[rows])

@@ -12,7 +12,7 @@ from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
 from ..grid import Grid
 from ..linear import LinearGradient
 from ..problem import LOG2_E, Array, Gradients, Problem
-from .context import Block, Context
+from .call_state import Block, CallState
 from .factors import SoftmaxFactors
 from .operands import Side, dots_at, row_dots, subtract
 from .resources import RowBlockOrder
@@ -23,14 +23,14 @@ class PassState:
 
     def __init__(
         self,
-        context: Context,
+        call_state: CallState,
         problem: Problem,
         grid: Grid,
         epilogue: Epilogue,
         gradients: Gradients | None,
         order: RowBlockOrder,
     ) -> None:
-        self.context, self.problem, self.grid = context, problem, grid
+        self.call_state, self.problem, self.grid = call_state, problem, grid
         self.epilogue, self.gradients, self.order = epilogue, gradients, order
         # dot products times `logit_scale` are exponents in base 2 (of a sigmoid: natural logits),
         # and those of positives times `positive_scale` are their logits
@@ -39,7 +39,7 @@ class PassState:
         if problem.hardness:
             self.logit_scale = float(problem.exponent_scale) * LOG2_E
         d = problem.shape[2]
-        dtype = context.dtype
+        dtype = call_state.dtype
 
         # vectors of length M or N in the compute dtype, converted once for all tiles
         self.key_bias, self.query_bias = (
@@ -70,7 +70,7 @@ class PassState:
                 self.query_pair_weights = problem.query_pair_weights.astype(dtype)
                 self.key_pair_weights = problem.key_pair_weights.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
-            dots = dots_at(context.query, context.key, problem.positives)
+            dots = dots_at(call_state.query, call_state.key, problem.positives)
             self.rank_threshold = self.positive_scale * dots
 
         # dK accumulates in its destination if the destination has the compute dtype, else in new
@@ -78,7 +78,7 @@ class PassState:
         self.column_gradients = gradients is not None and (
             grid.triangle or (gradients.want_key and not problem.symmetric)
         )
-        self.in_place = context.schedule.dk_accumulator_rows == 0
+        self.in_place = call_state.schedule.dk_accumulator_rows == 0
         self.first_row_blocks: dict[int, int] = {}
         if gradients is not None and self.column_gradients:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
@@ -102,7 +102,7 @@ class PassState:
         self.key_linear: list[LinearGradient] = []
         if isinstance(epilogue, SoftmaxGradient) and gradients is not None:
             linear_gradient = functools.partial(
-                LinearGradient, np, context.query, context.key, symmetric=problem.symmetric
+                LinearGradient, np, call_state.query, call_state.key, symmetric=problem.symmetric
             )
             if gradients.want_query:
                 self.query_linear = [
@@ -115,10 +115,10 @@ class PassState:
 
         self.kept_logits: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
-            self.kept_logits = context.take_kept_logits(grid)
-        elif isinstance(epilogue, Statistics) and context.schedule.both_passes:
-            context.keep_logits(problem, grid)
-            self.kept_logits = context.kept_logits
+            self.kept_logits = call_state.take_kept_logits(grid)
+        elif isinstance(epilogue, Statistics) and call_state.schedule.both_passes:
+            call_state.keep_logits(problem, grid)
+            self.kept_logits = call_state.kept_logits
 
     def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(bias of keys, limits) of a tile, first for its rows and then for its columns.
@@ -132,17 +132,19 @@ class PassState:
 
     def finish(self) -> None:
         """Store the gradients of the columns, after all blocks have added to them."""
-        gradients, context = self.gradients, self.context
+        gradients, call_state = self.gradients, self.call_state
         if gradients is None or not self.column_gradients or self.grid.triangle:
             return
         need_dots = gradients.dots is not None and not gradients.want_query
         buffer = None
-        if not context.key.readable_in_place:
-            buffer = np.empty((self.grid.largest[1], self.problem.shape[2]), context.dtype)
+        if not call_state.key.readable_in_place:
+            buffer = np.empty((self.grid.largest[1], self.problem.shape[2]), call_state.dtype)
         for columns in self.grid.columns:
             sums = self.column_accumulator(columns)
             destination = None if self.in_place else gradients.key
-            self.store(sums, context.key, columns, buffer, destination, need_dots, is_key_side=True)
+            self.store(
+                sums, call_state.key, columns, buffer, destination, need_dots, is_key_side=True
+            )
 
     def column_accumulator(self, columns: slice) -> Array:
         """The rows of the accumulator of dK that belong to some keys."""

@@ -63,7 +63,7 @@ def fits_one_block(problem: Problem) -> bool:
         return False
     if problem.label_nans is not None or problem.key_shard:
         return False
-    item = DTYPES[problem.compute].itemsize
+    item = DTYPES[problem.compute_precision].itemsize
     return bool((m * n + 2 * (m + n) * d) * item <= problem.workspace)
 
 
@@ -112,7 +112,7 @@ class WorkerMemory:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CPUSchedule:
     """How the passes of a call run."""
 
     tile: tuple[int, int]  # rows and columns
@@ -126,13 +126,13 @@ class Schedule:
 def decide(
     problem: Problem, gradients: Gradients | None, ahead: Gradients | None = None,
     further_tiles: int = 0,
-) -> Schedule:  # fmt: skip
+) -> CPUSchedule:  # fmt: skip
     """The schedule of a call by passes. ValueError if the workspace has no room for a worker.
 
     `ahead`: gradients that a later pass over ranks will accumulate: its tiles are those of this
     pass. `further_tiles`: see `WorkerMemory`.
     """
-    dtype = DTYPES[problem.compute]
+    dtype = DTYPES[problem.compute_precision]
     dq_in_place = gradients is not None and _accumulates_dq_in_place(problem, gradients, dtype)
     dk_rows = 0 if gradients is None else _dk_accumulator_rows(problem, gradients, dtype)
     has_gradients = gradients is not None or ahead is not None
@@ -148,14 +148,14 @@ def decide(
             least = least_workspace(problem, memory, tile, dk_rows)
             raise make_workspace_error(problem.shape, least, problem.workspace)
         threads = min(threads, room // memory.worker_bytes(*tile))
-    return Schedule(tile, threads, gradients is not None, dq_in_place, dk_rows, memory)
+    return CPUSchedule(tile, threads, gradients is not None, dq_in_place, dk_rows, memory)
 
 
 def worker_memory(
     problem: Problem, gradient: bool, dq_in_place: bool, further_tiles: int
 ) -> WorkerMemory:
     """What the buffers of a worker have to hold."""
-    dtype = DTYPES[problem.compute]
+    dtype = DTYPES[problem.compute_precision]
 
     def copied_width(*sides: Array) -> int:
         """The elements of a row of each side, if its rows are copied."""

@@ -33,15 +33,15 @@ class Worker:
     def __init__(self, state: PassState, first_row_block: int) -> None:
         """`first_row_block`: the row block that the worker computes first."""
         self.state = state
-        context, grid, d = state.context, state.grid, state.problem.shape[2]
+        call_state, grid, d = state.call_state, state.grid, state.problem.shape[2]
         bm, bn = grid.largest
 
-        sizes = context.schedule.memory
+        sizes = call_state.schedule.memory
         memory = self.buffered = None  # `buffered`: the block whose products `self.logits` has
         if isinstance(state.epilogue, SoftmaxGradient):
-            memory, self.buffered = context.take_worker_memory(grid, first_row_block)
+            memory, self.buffered = call_state.take_worker_memory(grid, first_row_block)
         if memory is None:
-            memory = BUFFER_POOL.take(sizes.worker_elements(bm, bn), context.dtype)
+            memory = BUFFER_POOL.take(sizes.worker_elements(bm, bn), call_state.dtype)
         self.memory = memory
         used_elements = 0
 
@@ -52,20 +52,20 @@ class Worker:
             return memory[used_elements - size : used_elements].reshape(shape)
 
         self.logits = buffer(sizes.block_elements(bm, bn))
-        self.query_buffer = None if context.query.readable_in_place else buffer(bm, d)
-        self.key_buffer = None if context.key.readable_in_place else buffer(bn, d)
+        self.query_buffer = None if call_state.query.readable_in_place else buffer(bm, d)
+        self.key_buffer = None if call_state.key.readable_in_place else buffer(bn, d)
         self.auxiliary_query_buffer, self.auxiliary_key_buffer = (
             None if side is None or side.readable_in_place else buffer(rows, side.features.shape[1])
-            for side, rows in ((context.auxiliary_query, bm), (context.auxiliary_key, bn))
+            for side, rows in ((call_state.auxiliary_query, bm), (call_state.auxiliary_key, bn))
         )
         self.auxiliary_tile: Array | None = None  # bits of a guide, or products of a teacher
         if state.gradients is not None:
             self.product = buffer(max(bm, bn), d)
-            self.dq = None if context.schedule.dq_in_place else buffer(bm, d)
+            self.dq = None if call_state.schedule.dq_in_place else buffer(bm, d)
         # Sums of a tile's rows and columns; `partial`: its column sums in the compute dtype
         sums = 2 if state.problem.moments else 1
         self.tile_rows, self.tile_columns = (Sums(*np.empty((1 + sums, n))) for n in (bm, bn))
-        self.partial = np.empty((sums, bn), context.dtype)
+        self.partial = np.empty((sums, bn), call_state.dtype)
 
     def run_row_block(self, row_block: int, report: Callable[[], None]) -> None:
         """Compute the tiles of one row block, from left to right (`order.backwards`: from right).
@@ -77,7 +77,7 @@ class Worker:
         state = self.state
         grid, gradients, order = state.grid, state.gradients, state.order
         rows = grid.rows[row_block]
-        q = state.context.query.block(rows, self.query_buffer)
+        q = state.call_state.query.block(rows, self.query_buffer)
         row_gradients = gradients is not None and (gradients.want_query or grid.triangle)
         is_first_tile = True
         column_blocks = grid.visits(row_block)
@@ -89,18 +89,18 @@ class Worker:
             if diagonal and state.limits is not None:
                 k = q  # the same array: x_ij and x_ji have the same digits beside a limit
             else:
-                k = state.context.key.block(columns, self.key_buffer)
-            x = self.block(row_block, column_block, q, k)
-            run_in_order = self.epilogue(x, rows, columns, diagonal)
+                k = state.call_state.key.block(columns, self.key_buffer)
+            x = self.tile_products(row_block, column_block, q, k)
+            run_in_order = self.apply_epilogue(x, rows, columns, diagonal)
             if row_gradients:
-                self.add_rows(x, k, rows, is_first_tile)
+                self.add_to_dq(x, k, rows, is_first_tile)
             add_columns = state.column_gradients and not diagonal
             if add_columns:
                 dk = state.column_accumulator(columns)
                 overwrites = state.first_row_blocks[column_block] == row_block
                 # Only the first row block writes dk before `order.wait`: the others wait for it
                 product = dk if overwrites and dk.flags.c_contiguous else self.product[: len(k)]
-                self.multiply(x, q, product, of_columns=True)
+                self.multiply_gradient(x, q, product, transposed=True)
             if run_in_order is not None or state.column_gradients:
                 order.wait(row_block, column_block)
             if run_in_order is not None:
@@ -115,10 +115,10 @@ class Worker:
             report()
         if row_gradients:
             if is_first_tile:
-                self.row_accumulator(rows)[...] = 0
-            self.finish_rows(rows, q)
+                self.dq_accumulator(rows)[...] = 0
+            self.finish_dq(rows, q)
 
-    def block(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
+    def tile_products(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
         """The tile's dot products x [m, n] of q and k, -inf for excluded pairs.
 
         The gradient pass takes products that the log-sum-exp pass has kept, if there are any. Sets
@@ -127,17 +127,19 @@ class Worker:
         state = self.state
         kept_memory = state.kept_logits.get((row_block, column_block))
         memory = self.logits if kept_memory is None else kept_memory
-        x, self.auxiliary_tile = state.context.schedule.memory.split_block(memory, len(q), len(k))
+        x, self.auxiliary_tile = state.call_state.schedule.memory.split_block(
+            memory, len(q), len(k)
+        )
         if kept_memory is not None and isinstance(state.epilogue, SoftmaxGradient):
             return x
         if self.buffered == (row_block, column_block):
             self.buffered = None
             return x
         self.buffered = None if kept_memory is not None else (row_block, column_block)
-        self.compute(x, q, k, state.grid.rows[row_block], state.grid.columns[column_block])
+        self.compute_products(x, q, k, state.grid.rows[row_block], state.grid.columns[column_block])
         return x
 
-    def compute(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
+    def compute_products(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
         """Compute the dot products of a tile into x, -inf for excluded pairs.
 
         In a pass that computes sums, positives become -inf, too, and their logits are stored in the
@@ -176,13 +178,13 @@ class Worker:
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """Compute the products [m, n] of the guide's features, or of the teacher's, into `out`."""
-        state, context = self.state, self.state.context
-        assert context.auxiliary_query is not None
-        assert context.auxiliary_key is not None
-        query = context.auxiliary_query.block(rows, self.auxiliary_query_buffer)
+        state, call_state = self.state, self.state.call_state
+        assert call_state.auxiliary_query is not None
+        assert call_state.auxiliary_key is not None
+        query = call_state.auxiliary_query.block(rows, self.auxiliary_query_buffer)
         key = query
         if not (state.grid.triangle and rows == columns):  # else rows and columns are the same
-            key = context.auxiliary_key.block(columns, self.auxiliary_key_buffer)
+            key = call_state.auxiliary_key.block(columns, self.auxiliary_key_buffer)
         np.matmul(query, key.T, out=out)
 
     def write_guide_bits(
@@ -202,7 +204,7 @@ class Worker:
             return None
         return ~np.isfinite(g)
 
-    def epilogue(
+    def apply_epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
         """Apply the pass's epilogue to a tile of products x, which it may overwrite by dL/dx.
@@ -332,23 +334,25 @@ class Worker:
         run_in_order()
         return None
 
-    def add_rows(self, x: Array, k: Array, rows: slice, is_first_tile: bool) -> None:
+    def add_to_dq(self, x: Array, k: Array, rows: slice, is_first_tile: bool) -> None:
         """dQ of the row block += x k, with dL/dx in the tile x; the first tile overwrites dQ."""
-        dq = self.row_accumulator(rows)
+        dq = self.dq_accumulator(rows)
         if is_first_tile:
-            self.multiply(x, k, dq)
+            self.multiply_gradient(x, k, dq)
             return
         product = self.product[: len(x)]
-        self.multiply(x, k, product)
+        self.multiply_gradient(x, k, product)
         if isinstance(self.state.epilogue, OnlineSoftmax):
             np.multiply(dq, self.rescale[:, None], out=dq, casting="same_kind")
         np.add(dq, product, out=dq)
 
-    def multiply(self, x: Array, features: Array, out: Array, of_columns: bool = False) -> None:
+    def multiply_gradient(
+        self, x: Array, features: Array, out: Array, transposed: bool = False
+    ) -> None:
         """out = x k, or x' q for the gradients of columns, with dL/dx in the tile x."""
-        np.matmul(x.T if of_columns else x, features, out=out)
+        np.matmul(x.T if transposed else x, features, out=out)
 
-    def row_accumulator(self, rows: slice) -> Array:
+    def dq_accumulator(self, rows: slice) -> Array:
         """The memory [m, D] in which dQ of these rows accumulates."""
         if self.dq is not None:
             return self.dq[: rows.stop - rows.start]
@@ -356,19 +360,19 @@ class Worker:
         assert self.state.gradients.query is not None
         return self.state.gradients.query[rows]
 
-    def finish_rows(self, rows: slice, q: Array) -> None:
+    def finish_dq(self, rows: slice, q: Array) -> None:
         """Store dQ of a row block, after its last tile."""
         state = self.state
         gradients = state.gradients
         assert gradients is not None
-        g = self.row_accumulator(rows)
+        g = self.dq_accumulator(rows)
         if isinstance(state.epilogue, OnlineSoftmax):
             self.finish_online_softmax(state.epilogue, g, rows)
         if state.grid.triangle:
             total = state.column_accumulator(rows)  # complete: all earlier row blocks have added
             g = np.add(total, g, out=total)
         destination = None if self.dq is None else gradients.query
-        side, add = state.context.query, gradients.add_query
+        side, add = state.call_state.query, gradients.add_query
         need_dots = gradients.dots is not None
         state.store(g, side, rows, self.query_buffer, destination, need_dots, add)
 
@@ -378,7 +382,7 @@ class Worker:
         g_i: sum_j 2^(c (x_ij - max_i)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y),
         where c is `logit_scale`, a_i the upstream gradient times the scale, y row i's positive.
         """
-        problem, context = self.state.problem, self.state.context
+        problem, call_state = self.state.problem, self.state.call_state
         sums, positive = stats.rows.part(rows), stats.positive_logits[rows]
         maximum = sums.max
         # the maximum and the moment are those of dot products
@@ -389,6 +393,6 @@ class Worker:
         a = problem.upstream[rows] * problem.row_direction_weight * float(problem.scale)
         sum_factor = a * end.reference_probability * np.exp2(maximum - end.reference)
         np.multiply(g, sum_factor[:, None], out=g, casting="same_kind")
-        positives = context.key.take(problem.positives[rows])
+        positives = call_state.key.take(problem.positives[rows])
         positive_gradient = -a * end.negative_probability
         g += np.multiply(positives, positive_gradient[:, None], out=positives, casting="same_kind")

@@ -10,12 +10,12 @@
 //
 // A row of zeros has zero gradient.
 //
-// FACTORS: rows are normalised, so they have factors and exponents. Without FACTORS, z = s = u and g = dU, and a thread
+// NORM_FACTORS: rows are normalised, so they have factors and exponents. Without NORM_FACTORS, z = s = u and g = dU, and a thread
 // needs fewer registers, so that more rows are in flight.
 #include "rows.cuh"
 
-#ifndef FACTORS
-#define FACTORS 0
+#ifndef NORM_FACTORS
+#define NORM_FACTORS 0
 #endif
 #ifndef LINEAR
 #define LINEAR 0  // 1: the loss has terms that are linear in the logits (kernels/linear.py)
@@ -86,12 +86,12 @@ struct Positives {
       if (SETS && begin) other /= each;
       if (other < 0 || other >= others) continue;
       double weight = gradient[pair];
-      if (FACTORS) weight *= own_factor * factor[other];
+      if (NORM_FACTORS) weight *= own_factor * factor[other];
       T x[LANE_FEATURES];
       get_group(x, z, other, column, n);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i)
-        g[i] += (T)weight * (FACTORS ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
+        g[i] += (T)weight * (NORM_FACTORS ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
     }
   }
 };
@@ -152,14 +152,14 @@ struct Finished {
     positives.add(g, row, column, n, factor);
     if (!with_row) return;
     get_group(x, z, row, column, n);
-    if (FACTORS)
+    if (NORM_FACTORS)
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i) x[i] = (T)ldexp((double)x[i], -exponent);
 #if LINEAR
     T u[LANE_FEATURES];  // the normalised row
 #pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) u[i] = FACTORS ? (T)(factor * x[i]) : x[i];
-    const double own_factor = FACTORS ? factor : 1;
+    for (int i = 0; i < LANE_FEATURES; ++i) u[i] = NORM_FACTORS ? (T)(factor * x[i]) : x[i];
+    const double own_factor = NORM_FACTORS ? factor : 1;
     linear.first.subtract(g, u, row, column, d, own_factor);
     linear.second.subtract(g, u, row, column, d, own_factor);
 #endif
@@ -189,7 +189,7 @@ __device__ __forceinline__ double signed_root(double divisor) {
 //     not written.
 //   - <g, s> of each row, which is the sum of P_ij x_ij over the row, is written to `dots` (null: not wanted). Without
 //     moments, the gradient of the scale is the sum of these numbers divided by the scale.
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || FACTORS && LINEAR ? 2 : FACTORS ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || NORM_FACTORS && LINEAR ? 2 : NORM_FACTORS ? 3 : 4)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
                                   const int* exponent, const __grid_constant__ Positives positives,
@@ -210,12 +210,12 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const Real* sum = acc + offset * acc_stride;
   const i64 row = first + offset;
   prefetch_row(sum, d * sizeof(Real), lane, lanes);
-  if (FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
+  if (NORM_FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
   if (!positives.partner && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
   const double divisor_root =
       signed_root(gradient_divisor[divisor_step * row]) * sqrt(feature_divisor ? *feature_divisor : 1.0);
   double dot = 0;
-#if !FACTORS  // reads the row once, and computes in the precision of the products
+#if !NORM_FACTORS  // reads the row once, and computes in the precision of the products
   const Real root = (Real)divisor_root;
 #pragma unroll 1
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {

@@ -110,7 +110,7 @@ def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Soluti
 
     # operands, destinations and the launch for them
     m, n, d = problem.shape
-    double = problem.compute == "fp64"
+    double = problem.compute_precision == "fp64"
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
     query = with_strides_in_whole_elements(problem.query)
     key = query if symmetric else with_strides_in_whole_elements(problem.key)

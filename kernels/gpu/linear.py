@@ -25,8 +25,8 @@ LANE_FEATURES, PIECE_THREADS = 8, 64
 JOIN_FEATURES, JOIN_THREADS = 64, 256
 
 
-class Rows:
-    """`infonce.kernels.linear.Rows` on a GPU: the rows of one side, queries or keys.
+class GPURows:
+    """`infonce.kernels.linear.SegmentedRows` on a GPU: the rows of one side, queries or keys.
 
     Sums of rows have the dtype of accumulators: float64 for fp64, otherwise float32.
     """
@@ -36,13 +36,15 @@ class Rows:
         self.real = np.dtype(np.float64 if launcher.precision == "fp64" else np.float32)
 
     @staticmethod
-    def of(features: Array, problem: Problem) -> Rows:
+    def of(features: Array, problem: Problem) -> GPURows:
         """The rows [n, d] of an array on the current device, outside of a pass."""
         device = cupy.cuda.Device()
-        precision = config.fastest_operand_precision(problem.compute, device_properties(device.id))
+        precision = config.fastest_operand_precision(
+            problem.compute_precision, device_properties(device.id)
+        )
         launcher = Launcher(device, precision, Queue())
         real = np.dtype(np.float64 if precision == "fp64" else np.float32)
-        return Rows(launcher, Features(launcher, problem.normalize, real, features))
+        return GPURows(launcher, Features(launcher, problem.normalize, real, features))
 
     def fields(self, first: int = 0) -> Fields:
         """The fields of struct Rows, from row `first` on."""
@@ -96,7 +98,7 @@ class Rows:
         )  # fmt: skip
         return out
 
-    def positive_products(self, key: Rows, positives: Array) -> Array:
+    def positive_products(self, key: GPURows, positives: Array) -> Array:
         """[M] or [M, P] float64: row i times `key` row j, for the positives j; 0 without one."""
         n, out = positives.size, cupy.empty(positives.shape)
         self.launcher.rows(
@@ -129,7 +131,7 @@ def _fields(term: LinearGradient | None) -> Fields:
 
 
 def linear_gradients(
-    terms: Sequence[LinearTerm], query: Rows, key: Rows, is_key_side: bool, symmetric: bool
+    terms: Sequence[LinearTerm], query: GPURows, key: GPURows, is_key_side: bool, symmetric: bool
 ) -> Fields:
     """The fields of struct LinearGradients: gradients of one or two linear terms for one side."""
     gradients = [LinearGradient(cupy, query, key, term, is_key_side, symmetric) for term in terms]
@@ -138,7 +140,7 @@ def linear_gradients(
 
 
 def finalize_linear_terms(
-    launcher: Launcher, problem: Problem, rows: Sequence[Rows], finalize_arguments: Fields
+    launcher: Launcher, problem: Problem, rows: Sequence[GPURows], finalize_arguments: Fields
 ) -> list[LinearTerm]:
     """Add label smoothing and class means to the results of the kernel `finalize`.
 

@@ -29,7 +29,7 @@ ROWS, COLUMNS, BOTH = 0, 1, 2  # argument `which` of feature_gradient: dQ, dK, o
 def _require_memory(problem: Problem, matrices: int) -> None:
     """MemoryError if matrices of `matrices` bytes, unit rows and their gradients do not fit."""
     m, n, d = problem.shape
-    needed = matrices + 2 * (m + n) * d * (8 if problem.compute == "fp64" else 4)
+    needed = matrices + 2 * (m + n) * d * (8 if problem.compute_precision == "fp64" else 4)
     free = cupy.get_default_memory_pool().free_bytes()
     if needed > free:  # asking the device takes long
         free += cupy.cuda.Device().mem_info[0]
@@ -64,7 +64,7 @@ def solve_by_naive_arrays(problem: Problem, gradients: Gradients | None) -> Solu
 def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients from the full matrix of logits, for a `plain` problem (no options)."""
     m, n, d = problem.shape
-    real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+    real = np.dtype(np.float64 if problem.compute_precision == "fp64" else np.float32)
     _require_memory(problem, 2 * m * n * real.itemsize)
     problem = materialize_vectors(problem, cupy)
     device = cupy.cuda.Device()

@@ -75,7 +75,7 @@ def _on_arrays(problem: Problem) -> bool:
 
 def _array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
     """The backend that computes blocks by operations on CuPy's arrays."""
-    return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.Rows.of)
+    return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.GPURows.of)
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:

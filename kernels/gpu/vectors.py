@@ -165,7 +165,9 @@ class TiledVectors(ElementwiseVectors):
     def without_passes(problem: Problem, queue: Queue) -> TiledVectors:
         """The vectors of one rank of many. Other objects run its passes, one for each block."""
         device = cupy.cuda.Device()
-        precision = config.fastest_operand_precision(problem.compute, device_properties(device.id))
+        precision = config.fastest_operand_precision(
+            problem.compute_precision, device_properties(device.id)
+        )
         return TiledVectors(Launcher(device, precision, queue), problem)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:

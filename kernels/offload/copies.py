@@ -25,7 +25,7 @@ from cupy.cuda import runtime
 
 from ..epilogues import Epilogue, Sums
 from ..gpu import select, shard
-from ..gpu.linear import Rows
+from ..gpu.linear import GPURows
 from ..gpu.vectors import ElementwiseVectors
 from ..grid import slices
 from ..problem import Array, Gradients, NotFinite, Problem
@@ -65,8 +65,8 @@ class GPU:
         self.vectors = ElementwiseVectors()
 
     @staticmethod
-    def rows(features: Array, problem: Problem) -> Rows:
-        return Rows.of(features, problem)
+    def rows(features: Array, problem: Problem) -> GPURows:
+        return GPURows.of(features, problem)
 
     @staticmethod
     def put(array: Array) -> Array:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..epilogues import Epilogue
-from ..linear import LinearGradient, Rows
+from ..linear import LinearGradient, SegmentedRows
 from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import Solution, Vectors
 
@@ -48,8 +48,8 @@ class HostCopies(Protocol):
         ...
 
 
-class DeviceRows(Rows, Protocol):
-    """`linear.Rows` on the device."""
+class DeviceRows(SegmentedRows, Protocol):
+    """`linear.SegmentedRows` on the device."""
 
     def subtract(self, term: LinearGradient, gradient: Array, dots: Array | None) -> None:
         """Add the gradient of a linear term to the complete gradient of these rows.

@@ -60,7 +60,7 @@ class RowBytes:
 
 def real_bytes(problem: Problem) -> int:
     """Bytes of an element of an accumulator."""
-    return 8 if problem.compute == "fp64" else 4
+    return 8 if problem.compute_precision == "fp64" else 4
 
 
 def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
@@ -76,7 +76,7 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
     leaving = max((min(g.dtype.itemsize, real) for g in out if g is not None), default=0)
     if gradients is not None and gradients.add_query:
         leaving = real
-    block_item = max(item, 2 if problem.compute in ("bf16", "fp16") else real)
+    block_item = max(item, 2 if problem.compute_precision in ("bf16", "fp16") else real)
     block = block_row_bytes(m, n, d + auxiliary, block_item, real)
     return RowBytes(feature, d * real, d * leaving, block)
 

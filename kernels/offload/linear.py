@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..grid import slices
-from ..linear import Rows
+from ..linear import SegmentedRows
 from ..problem import Array, Problem
 from .chunks import Arrivals
 from .device import HostCopies, OffloadDevice
 
 
 class StreamedRows:
-    """The rows of queries or of keys on the host: see `infonce.kernels.linear.Rows`."""
+    """The rows of queries or of keys on the host: see `infonce.kernels.linear.SegmentedRows`."""
 
     def __init__(
         self, device: OffloadDevice, copies: HostCopies, features: Array, problem: Problem,
@@ -21,7 +21,7 @@ class StreamedRows:
         self.device, self.copies, self.problem = device, copies, problem
         self.features, self.slices = features, slices(len(features), chunk_rows)
 
-    def chunks(self) -> Iterator[tuple[slice, Rows]]:
+    def chunks(self) -> Iterator[tuple[slice, SegmentedRows]]:
         """Each chunk on the device: (its rows, its features), while the next one is copied."""
         arrivals = Arrivals(self.device.xp, self.copies, [self.features], self.slices)
         for rows in self.slices:

@@ -26,11 +26,15 @@ class PrefixWorker(Worker):
 
     def __init__(self, state: PassState, first_row_block: int) -> None:
         super().__init__(state, first_row_block)
-        context, (bm, bn) = state.context, state.grid.largest
-        assert isinstance(context.query, PrefixSide)
-        assert isinstance(context.key, PrefixSide)
-        self.query, self.key, self.ranges = context.query, context.key, context.query.ranges
-        count = context.schedule.memory.further_tiles
+        call_state, (bm, bn) = state.call_state, state.grid.largest
+        assert isinstance(call_state.query, PrefixSide)
+        assert isinstance(call_state.key, PrefixSide)
+        self.query, self.key, self.ranges = (
+            call_state.query,
+            call_state.key,
+            call_state.query.ranges,
+        )
+        count = call_state.schedule.memory.further_tiles
         self.further = self.memory[-count * bm * bn :].reshape(count, bm * bn)
         self.tiles: list[Array] = []  # of each prefix: products, then dL/dx
         self.merges: list[Callable[[], None] | None] = []
@@ -39,13 +43,13 @@ class PrefixWorker(Worker):
         """[m, n] memory for the products of a prefix, in addition to the tile of all features."""
         return self.further[number, : m * n].reshape(m, n)
 
-    def block(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
+    def tile_products(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
         if isinstance(self.state.epilogue, PrefixGradient):
             shape = len(q), len(k)
             self.tiles = [self.further_tile(p, *shape) for p in range(len(self.ranges) - 1)]
             for prefix, x in enumerate(self.tiles):
                 self.add_range(x, q, k, prefix, self.tiles[prefix - 1])
-        x = super().block(row_block, column_block, q, k)
+        x = super().tile_products(row_block, column_block, q, k)
         self.tiles.append(x)
         return x
 
@@ -56,7 +60,7 @@ class PrefixWorker(Worker):
         if prefix:
             np.add(x, before, out=x)
 
-    def compute(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
+    def compute_products(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
         last = len(self.ranges) - 1
         if isinstance(self.state.epilogue, PrefixGradient):
             self.add_range(x, q, k, last, self.tiles[-1])
@@ -71,7 +75,7 @@ class PrefixWorker(Worker):
     def prefix_statistics(
         self, x: Array, rows: slice, columns: slice, prefix: int
     ) -> Callable[[], None] | None:
-        """The sums of a prefix, from its products x. See `Worker.epilogue`."""
+        """The sums of a prefix, from its products x. See `Worker.apply_epilogue`."""
         state, epilogue = self.state, self.state.epilogue
         assert isinstance(epilogue, PrefixStatistics)
         stats = epilogue.prefixes[prefix]
@@ -101,7 +105,7 @@ class PrefixWorker(Worker):
         multiply_by_ratios(x, self.query.ratios[prefix, rows], self.key.ratios[prefix, columns], y)
         return y
 
-    def epilogue(
+    def apply_epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
         state, epilogue = self.state, self.state.epilogue
@@ -142,9 +146,11 @@ class PrefixWorker(Worker):
 
         return run_in_order if merges else None
 
-    def multiply(self, x: Array, features: Array, out: Array, of_columns: bool = False) -> None:
+    def multiply_gradient(
+        self, x: Array, features: Array, out: Array, transposed: bool = False
+    ) -> None:
         for dx, columns in zip(self.tiles, self.ranges, strict=True):
-            np.matmul(dx.T if of_columns else dx, features[:, columns], out=out[:, columns])
+            np.matmul(dx.T if transposed else dx, features[:, columns], out=out[:, columns])
 
 
 @compiled

@@ -117,7 +117,7 @@ def test_blocks_without_a_common_group_are_not_computed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     visited = set()
-    block = Worker.block
+    block = Worker.tile_products
 
     def counted(self: Worker, a: int, b: int, *operands: Any) -> Any:
         visited.add((a, b))

@@ -112,7 +112,7 @@ def test_without_the_batch_blocks_with_a_positive_are_visited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     visited = []
-    block = Worker.block
+    block = Worker.tile_products
 
     def counted(self: Worker, a: int, b: int, *operands: Any) -> Any:
         visited.append((a, b))

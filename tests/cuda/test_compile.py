@@ -101,7 +101,7 @@ def compile_within_budget(
     defines = {
         "PRECISION": precision.upper(), "BLOCK_N": tile.block_n, "WARP_N": tile.warp_n,
         "STAGES": tile.stages, "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks,
-        "IDS": extras, "FACTORS": extras, "MOMENTS": moments, TILED[name]: option,
+        "IDS": extras, "NORM_FACTORS": extras, "MOMENTS": moments, TILED[name]: option,
         **more,
     }  # fmt: skip
     code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, PTXAS)
@@ -168,7 +168,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         gradient = name != "lse"
         assert sweep.stages(gradient, not gradient) >= 3
         assert sweep.shared(gradient, not gradient) <= DEVICES["sm_90a"].shared_memory
-        more = {"IDS": int(extras), "FACTORS": int(extras), "MOMENTS": int(moments)}
+        more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "MOMENTS": int(moments)}
         more |= {option: variant} if option else {}
         more |= {"MAXIMA": int(extras)} if name == "lse" else {}
         allowed = (SPILLS_EXTRAS if extras else budget) + moments * SPILLS_MOMENTS
@@ -212,7 +212,7 @@ def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: in
     sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], False, False, 1 + normalize)
     assert sweep is not None
     assert sweep.stages(False, False) == (4 if sweep.wide else 6)
-    more = {"FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
+    more = {"NORM_FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
     compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **more)
 
 
@@ -222,7 +222,7 @@ def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: in
 def test_sweep_of_a_teacher(precision: str, normalize: bool) -> None:
     sweep = config.teacher_sweep(precision, 1024, 1024, DEVICES["sm_90a"], normalize)
     assert sweep is not None
-    more = {"IDS": 0, "FACTORS": int(normalize), "COLUMNS": int(precision == "bf16")}
+    more = {"IDS": 0, "NORM_FACTORS": int(normalize), "COLUMNS": int(precision == "bf16")}
     compile_sweep("distill", precision, sweep, 96, (True, False), GRADIENT=1, **more)
 
 
@@ -247,7 +247,13 @@ def test_cached_exponentials(precision: str, columns: int, extras: bool, moments
     one_in(2, (precision == "bf16") + columns + extras + moments)
     sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras, moments)
     assert sweep is not None
-    more = {"IDS": int(extras), "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "CACHE": 1}
+    more = {
+        "IDS": int(extras),
+        "NORM_FACTORS": int(extras),
+        "COLUMNS": columns,
+        "MAXIMA": 0,
+        "CACHE": 1,
+    }
     allowed = SWEEPS["lse"][1] + moments * SPILLS_MOMENTS
     compile_sweep("lse", precision, sweep, allowed, (True, True), MOMENTS=int(moments), **more)
     defines = {"PRECISION": precision.upper(), "COLUMNS": columns}
@@ -268,7 +274,7 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
     assert sweep is not None
     for name in ("lse", "gradient"):
         gradient = name != "lse"
-        more = {"IDS": int(extras), "FACTORS": int(extras), "COLUMNS": 0, "SETS": 1}
+        more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": 0, "SETS": 1}
         allowed = SPILLS_EXTRAS if extras else SWEEPS[name][1]
         compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
     for name in ("lse", "gradient"):
@@ -278,7 +284,7 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
             tile = config.tile_for(element, 64, DEVICES["sm_80"], 2)
             more = {"LIMITS": 1, "BIAS": 1}
             compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1, **more)
-    defines = {"PRECISION": "FP32", "FACTORS": int(extras), "SETS": 1}
+    defines = {"PRECISION": "FP32", "NORM_FACTORS": int(extras), "SETS": 1}
     assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", PTXAS)[1]) <= 64
 
 
@@ -297,7 +303,7 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     assert sweep.stages(True, False) % sweep.k_slices == 0
     assert sweep.shared(True, False) <= device.shared_memory
     for columns in (0, 1):
-        more = {"IDS": int(extras), "FACTORS": int(extras), "COLUMNS": columns}
+        more = {"IDS": int(extras), "NORM_FACTORS": int(extras), "COLUMNS": columns}
         allowed = SWEEPS["gradient"][1]
         compile_sweep("narrow", precision, sweep, allowed, (True, False), **more)
 
@@ -327,7 +333,7 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
 @pytest.mark.parametrize("precision", ["FP32", "FP64"])
 def test_finish(precision: str, factors: int, linear: int, arch: str) -> None:
     one_in(3, (precision == "FP64") + factors + linear + list(DEVICES).index(arch))
-    defines = {"PRECISION": precision, "FACTORS": factors, "LINEAR": linear}
+    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "LINEAR": linear}
     assert spilled(compiler.compile_for("finish.cu", defines, arch, PTXAS)[1]) <= 32
 
 

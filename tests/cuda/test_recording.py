@@ -71,7 +71,7 @@ def recording(
         query, query if options.get("symmetric") else array(n, d), 14.0, 1 / m,
         array(m, dtype=np.int64) if labels else None,
         1 / m, query_ids=array(m, dtype=np.int64) if ids else None,
-        key_ids=array(n, dtype=np.int64) if ids else None, compute=precision,
+        key_ids=array(n, dtype=np.int64) if ids else None, compute_precision=precision,
         label_nans=array(m, dtype=np.float64) if labels else None, **options,
     )  # fmt: skip
     gradients = None
@@ -244,7 +244,9 @@ def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyP
     (m, n, d), into = (512, 4096, 384), recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
         query, key, dq, dk = (cupy.empty((rows, d), np.float32) for rows in (m, n, m, n))
-        problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute="fp32")
+        problem = Problem(
+            query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute_precision="fp32"
+        )
         gradients = Gradients(dq, dk)
         epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
         gpu = backend.GPU(problem, gradients, into, BlockPass.of(epilogue, False, True))
@@ -317,7 +319,7 @@ def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
         with cupy.cuda.using_allocator(into.malloc):
             query, key = cupy.empty((300, 70), dtype), cupy.empty((300, 70), dtype)
             positives = cupy.empty((300, 3), np.int64)
-            problem = Problem(query, key, 14.0, 1 / 300, positives, compute=precision)
+            problem = Problem(query, key, 14.0, 1 / 300, positives, compute_precision=precision)
             recorded.solution(problem, Gradients(query, key), into)
         set_defines = [(kernel, options.get("SETS", 0)) for kernel, options, *_ in launches(into)]
         assert looking & {kernel for kernel, _ in set_defines}
@@ -396,5 +398,5 @@ def test_one_launch_for_small_batches_without_a_long_side() -> None:
         for m, n, d, pays in of:
             into = recorder.Recorder()
             query, key = (cupy.ndarray((z, d), DTYPES[precision], into.malloc(16)) for z in (m, n))
-            problem = Problem(query, key, 14.0, 1 / m, compute=precision)
+            problem = Problem(query, key, 14.0, 1 / m, compute_precision=precision)
             assert (choose_method(problem) == "fused") == pays, (precision, m, n, d)

@@ -159,8 +159,8 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
         positives=cupy.asarray((np.arange(m) + m // 2 * (loss == "nt_xent")) % m) + 7 * m,
         row_direction_weight=0.5 if loss == "clip" else 1.0,
         column_direction_weight=0.5 * (loss == "clip"),
-        bias=-10.0 if loss == "siglip" else None, symmetric=loss == "nt_xent", compute=precision,
-        scalar_grads=True, moments=True,
+        bias=-10.0 if loss == "siglip" else None, symmetric=loss == "nt_xent",
+        compute_precision=precision, scalar_grads=True, moments=True,
     )  # fmt: skip
 
     class Ring:

@@ -81,7 +81,7 @@ def recording(
         problem = Problem(
             query, key, 14.0, 1 / sum(rows), None, 1 / sum(rows) if reduced else None,
             row_direction_weight, column_direction_weight, -10.0 if loss == "siglip" else None,
-            query_ids=ids, key_ids=ids, compute=precision, **options,
+            query_ids=ids, key_ids=ids, compute_precision=precision, **options,
         )  # fmt: skip
         wants_key = loss != "lit"
         gradients = (

@@ -132,7 +132,8 @@ def tiled_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     columns = engine.Memory(8 * z.n * tile.column_slots(z.m, z.n))
     defines = {
         "PRECISION": "BF16", "BLOCK_N": tile.block_n, "WARP_N": tile.warp_n, "STAGES": tile.stages,
-        "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks, "IDS": 0, "FACTORS": 0, "COLUMNS": 1,
+        "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks, "IDS": 0, "NORM_FACTORS": 0,
+        "COLUMNS": 1,
     }  # fmt: skip
     arguments = {
         "block": z.block(config.BLOCK_M, tile.block_n), "positive": engine.Memory(8 * z.m).ptr,
@@ -176,7 +177,7 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     columns = engine.Memory(8 * z.n * 2 * blocks)
     marks, positive = engine.Memory(4 * 32 * blocks), engine.Memory(8 * z.m)
     defines = {
-        "PRECISION": "BF16", **config.defines(sweep, False, True), "IDS": 0, "FACTORS": 0,
+        "PRECISION": "BF16", **config.defines(sweep, False, True), "IDS": 0, "NORM_FACTORS": 0,
         "COLUMNS": 1, "MAXIMA": 0, "CACHE": 0,
     }  # fmt: skip
     arguments = sweep_arguments(z, sweep) | {
@@ -216,7 +217,7 @@ def sweep_gradient(z: Features, seed: int = 0, edit: Edit | None = None) -> Any:
     u = to_device(np.zeros(z.m, np.float32))
     one_exponential = to_device(np.ones(1, np.int64))
     defines = {
-        "PRECISION": "BF16", **config.defines(sweep, True, False), "IDS": 0, "FACTORS": 0,
+        "PRECISION": "BF16", **config.defines(sweep, True, False), "IDS": 0, "NORM_FACTORS": 0,
         "COLUMNS": 0,
     }  # fmt: skip
     arguments = sweep_arguments(z, sweep) | {

@@ -132,7 +132,7 @@ def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: i
     """What a pass keeps fits the workspace, and blocks are few."""
     query, key = (np.broadcast_to(dtype(0), (rows, d)) for rows in (m, n))
     compute = "fp64" if dtype is np.float64 else "fp32"
-    problem = Problem(query, key, 1.0, 1.0, compute=compute, workspace=2**workspace)
+    problem = Problem(query, key, 1.0, 1.0, compute_precision=compute, workspace=2**workspace)
     gradients = Gradients(query, key) if gradient else None
     row = layout.row_bytes(problem, gradients)
     try:

@@ -161,7 +161,7 @@ class Drawing:
             query, key, 14.0, self.vector(rows) if each else 1 / m, positives,
             rng.choice([None, 1 / m]), bias=-10.0 if loss == "pairs" else None,
             symmetric=loss == "views", query_ids=long(m) if ids else None,
-            key_ids=long(n) if ids else None, normalize=self.some(3), compute=precision,
+            key_ids=long(n) if ids else None, normalize=self.some(3), compute_precision=precision,
             method=rng.choice(["auto"] * 7 + ["tiled"] * 3 + ["fused", "naive"]),
             workspace=workspace or WORKSPACE, workspace_given=workspace is not None,
             progress=(lambda *_: None) if self.some(16) else None,
@@ -241,7 +241,7 @@ class Drawing:
 
     @staticmethod
     def real(problem: Problem) -> str:
-        return "float64" if problem.compute == "fp64" else "float32"
+        return "float64" if problem.compute_precision == "fp64" else "float32"
 
     def sums(self, n: int, moments: bool) -> Sums:
         return Sums(self.vector(n), self.vector(n), self.vector(n) if moments else None)

@@ -12,7 +12,7 @@ from infonce.kernels.gpu import config
 from infonce.kernels.gpu.schedule import (
     ALIGNMENT,
     Call,
-    Loss,
+    LossForm,
     Matrix,
     Purpose,
     Reading,
@@ -30,21 +30,27 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "bf16x3": "float32", "bf16": "bf
 
 
 def a_call(
-    loss: Loss, m: int, n: int, d: int, compute: str = "bf16", wrt: str = "qk", **options: Any
+    loss: LossForm,
+    m: int,
+    n: int,
+    d: int,
+    compute_precision: str = "bf16",
+    wrt: str = "qk",
+    **options: Any,
 ) -> Call:
-    dtype = DTYPES[compute]
-    n = n if loss is Loss.ROWS else m
+    dtype = DTYPES[compute_precision]
+    n = n if loss is LossForm.ROWS else m
     query, key = Matrix.packed(m, d, dtype), Matrix.packed(n, d, dtype)
     dq = query if "q" in wrt else None
-    dk = key if "k" in wrt and loss is not Loss.VIEWS else None
-    return Call(loss, query, key, dq, dk, compute, "tiled", **options)
+    dk = key if "k" in wrt and loss is not LossForm.VIEWS else None
+    return Call(loss, query, key, dq, dk, compute_precision, "tiled", **options)
 
 
 def test_a_schedule_is_looked_up_by_its_call() -> None:
     """Equal calls on one device have one schedule; another call has another."""
-    call, device = a_call(Loss.BOTH, 4096, 4096, 512), DEVICES["h200"]
+    call, device = a_call(LossForm.BOTH, 4096, 4096, 512), DEVICES["h200"]
     found = tiled_schedule(call, device)
-    assert tiled_schedule(a_call(Loss.BOTH, 4096, 4096, 512), device) is found
+    assert tiled_schedule(a_call(LossForm.BOTH, 4096, 4096, 512), device) is found
     assert tiled_schedule(call, DEVICES["a100"]) != found
     assert tiled_schedule(replace(call, ids=True), device) != found
 
@@ -55,17 +61,18 @@ def aligned(made: Schedule, parts: Any) -> int:
 
 @settings(max_examples=300)
 @given(
-    loss=st.sampled_from(Loss), m=st.integers(1, 5000).map(lambda k: 2 * k),
-    n=st.integers(1, 80000), d=st.integers(1, 1300), compute=st.sampled_from(sorted(DTYPES)),
+    loss=st.sampled_from(LossForm), m=st.integers(1, 5000).map(lambda k: 2 * k),
+    n=st.integers(1, 80000), d=st.integers(1, 1300),
+    compute_precision=st.sampled_from(sorted(DTYPES)),
     wrt=st.sampled_from(["", "q", "k", "qk"]), device=st.sampled_from(["h200", "a100", "b200"]),
     workspace=st.sampled_from([None, 2**24, 2**28, 2**31]), normalize=st.booleans(),
 )  # fmt: skip
 def test_passes_fit_their_workspace_and_visit_all_blocks(
-    loss: Loss, m: int, n: int, d: int, compute: str, wrt: str, device: str,
+    loss: LossForm, m: int, n: int, d: int, compute_precision: str, wrt: str, device: str,
     workspace: int | None, normalize: bool,
 ) -> None:  # fmt: skip
     room = {} if workspace is None else {"workspace": workspace, "workspace_given": True}
-    call = a_call(loss, m, n, d, compute, wrt, normalize=normalize, **room)
+    call = a_call(loss, m, n, d, compute_precision, wrt, normalize=normalize, **room)
     try:
         made = schedule(call, DEVICES[device])
     except ValueError:
@@ -96,36 +103,36 @@ def test_passes_fit_their_workspace_and_visit_all_blocks(
 
 
 @pytest.mark.parametrize(
-    ("device", "compute", "kernel"),
+    ("device", "compute_precision", "kernel"),
     [("h200", "bf16", "sm90/sweep_guide"), ("h200", "fp16", "sm90/sweep_guide"),
      ("h200", "fp32", "tiled/guide"), ("a100", "bf16", "tiled/guide")],
 )  # fmt: skip
-def test_the_kernel_of_a_guide(device: str, compute: str, kernel: str) -> None:
-    guide = Matrix.packed(4096, 520, DTYPES[compute])
-    call = a_call(Loss.BOTH, 4096, 0, 64, compute, guide_query=guide, guide_key=guide)
+def test_the_kernel_of_a_guide(device: str, compute_precision: str, kernel: str) -> None:
+    guide = Matrix.packed(4096, 520, DTYPES[compute_precision])
+    call = a_call(LossForm.BOTH, 4096, 0, 64, compute_precision, guide_query=guide, guide_key=guide)
     works = schedule_work(schedule(call, DEVICES[device]), GPUS[device])
     assert next(works).kernel == kernel
 
 
 def test_the_decisions_of_one_call() -> None:
     """Those that docs/methods.md tells about."""
-    made = schedule(a_call(Loss.BOTH, 65536, 65536, 512), DEVICES["h200"])
+    made = schedule(a_call(LossForm.BOTH, 65536, 65536, 512), DEVICES["h200"])
     purposes = [scheduled.purpose for scheduled in made.passes]
     assert purposes == [Purpose.STATISTICS, Purpose.GRADIENT]
     assert [scheduled.kernel.name for scheduled in made.passes] == ["sweep_lse", "sweep_gradient"]
     assert len(made.passes[0].grid) == 1
     assert made.operands is not None
     assert made.operands.query.reading is Reading.IN_PLACE
-    one = schedule(a_call(Loss.ROWS, 4096, 65536, 512), DEVICES["h200"])
+    one = schedule(a_call(LossForm.ROWS, 4096, 65536, 512), DEVICES["h200"])
     assert [scheduled.purpose for scheduled in one.passes] == [Purpose.ONE_PASS]
-    views = schedule(a_call(Loss.VIEWS, 65536, 0, 128), DEVICES["h200"])
+    views = schedule(a_call(LossForm.VIEWS, 65536, 0, 128), DEVICES["h200"])
     assert [scheduled.kernel.name for scheduled in views.passes] == ["sweep_lse", "sweep_narrow"]
     assert not [part for part in views.passes[1].workspace if part.name == "gradient_block"]
     assert made.cached_columns == 0  # products of eight K-slices are no longer than what is saved
-    wide = schedule(a_call(Loss.BOTH, 16384, 16384, 576), DEVICES["h200"])
+    wide = schedule(a_call(LossForm.BOTH, 16384, 16384, 576), DEVICES["h200"])
     assert wide.cached_columns == 16384
     assert wide.passes[0].caching_kernel is not None
-    a100 = schedule(a_call(Loss.BOTH, 65536, 65536, 512), DEVICES["a100"])
+    a100 = schedule(a_call(LossForm.BOTH, 65536, 65536, 512), DEVICES["a100"])
     files = [scheduled.kernel.file for scheduled in a100.passes]
     assert files == ["tiled/lse.cu", "tiled/gradient.cu"]
 
@@ -133,7 +140,7 @@ def test_the_decisions_of_one_call() -> None:
 @pytest.mark.parametrize("wrt", ["k", "q", "qk"])
 def test_no_memory_is_reserved_that_no_pass_uses(wrt: str) -> None:
     """For one gradient alone, none for the other's accumulator."""
-    made = schedule(a_call(Loss.BOTH, 65536, 65536, 512, wrt=wrt), DEVICES["h200"])
+    made = schedule(a_call(LossForm.BOTH, 65536, 65536, 512, wrt=wrt), DEVICES["h200"])
     names = {part.name for scheduled in made.passes for part in scheduled.workspace}
     assert ("dq_accumulator" in names, "dk_accumulator" in names) == ("q" in wrt, "k" in wrt)
     taken = max(aligned(made, scheduled.workspace) for scheduled in made.passes)
@@ -150,7 +157,7 @@ def test_one_launch_is_for_small_plain_batches(
     rows: int, options: dict[str, Any], method: str
 ) -> None:
     """2^18 logits at most, of 2^28 multiply-adds, that fit the workspace."""
-    call = replace(a_call(Loss.ROWS, rows, 512, 512, "fp32"), method="auto", **options)
+    call = replace(a_call(LossForm.ROWS, rows, 512, 512, "fp32"), method="auto", **options)
     made = schedule(call, DEVICES["h200"])
     assert made.method == method
     assert (made.one_launch is not None) == (method == "fused")
@@ -158,7 +165,7 @@ def test_one_launch_is_for_small_plain_batches(
 
 def test_precisions_that_a_device_lacks() -> None:
     with pytest.raises(ValueError, match=r"precision: .* capability 75, which lacks the tensor"):
-        schedule(a_call(Loss.BOTH, 1024, 1024, 64), DEVICES["t4"])
+        schedule(a_call(LossForm.BOTH, 1024, 1024, 64), DEVICES["t4"])
 
 
 @pytest.mark.extras

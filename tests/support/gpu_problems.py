@@ -145,7 +145,7 @@ def evaluate(
         bias=bias if kind.sigmoid else None, symmetric=kind.symmetric,
         query_ids=None if ids is None else cupy.asarray(pair[0], np.int64),
         key_ids=None if ids is None else cupy.asarray(pair[1], np.int64),
-        normalize=normalize, compute=precision, method=method, workspace=workspace,
+        normalize=normalize, compute_precision=precision, method=method, workspace=workspace,
         retrieval_ranks=ranks, scalar_grads=gradient, moments=moments,
         progress=lambda *_: None,  # a call with `progress` runs its passes without a plan
     )  # fmt: skip

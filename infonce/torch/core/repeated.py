@@ -67,7 +67,7 @@ def evaluate(
         if template is None:
             return None
     scale = template.scale if scale is None else _read_number(scale)
-    low, high = SCALES[template.compute]
+    low, high = SCALES[template.compute_precision]
     if type(scale) not in NUMBER_TYPES or not low <= scale <= high:
         return None
     if kind.sigmoid:

@@ -40,7 +40,7 @@ def solve_in_one_block(
         return None
     problem = materialize_vectors(problem, np)
     m, n, d = problem.shape
-    dtype = DTYPES[problem.compute]
+    dtype = DTYPES[problem.compute_precision]
     query = key = readable_rows(problem.query, dtype, problem.normalize)
     if not problem.symmetric:
         key = readable_rows(problem.key, dtype, problem.normalize)

@@ -7,8 +7,8 @@
 #pragma once
 #include "block/block.cuh"
 
-#ifndef FACTORS
-#define FACTORS 0  // 1: rows are normalised by factors (rows.cuh)
+#ifndef NORM_FACTORS
+#define NORM_FACTORS 0  // 1: rows are normalised by factors (rows.cuh)
 #endif
 #ifndef IDS
 #define IDS 0  // 1: pairs of equal ids are left out

@@ -148,7 +148,7 @@ struct Distillation {
                                                            teacher_terms.in_column, teacher_column.v,
                                                            student_terms.column_exponent);
           float p = student_terms.gradient - teacher_terms.gradient;
-#if FACTORS
+#if NORM_FACTORS
           p *= student_rows.rows.factor[h] * consumer.student.columns.factor[get_column(i, lane)];
 #endif
           x[i] = p;

@@ -85,7 +85,7 @@ struct Online {
         e[i] = exp2_(fmaf(Options::exponent(x[i], get_pair(i, rows, columns)), c, -reference[h]));
         tile_sum[h] += e[i];
         if (MOMENTS) moment[h] = fmaf(e[i], x[i], moment[h]);
-#if FACTORS
+#if NORM_FACTORS
         e[i] *= consumer.columns.factor[get_column(i, lane)];  // the row's norm factor is applied to dQ
 #endif
       }

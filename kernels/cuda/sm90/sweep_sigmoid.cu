@@ -172,7 +172,7 @@ struct SigmoidLoss {
         }
         tile_sums[h].gradient += x[i];
         if (MOMENTS) sums[h].moment = fmaf(x[i], product, sums[h].moment);
-#if FACTORS
+#if NORM_FACTORS
         x[i] *= rows.factor[h] * consumer.columns.factor[get_column(i, lane)];
 #endif
       }

@@ -7,7 +7,7 @@
 // Numbers of the tile's rows and columns in shared memory, which `prepare` copies.
 struct TileShared {
   i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix; unused with SETS
-  Real row_factor[BLOCK_M], column_factor[BLOCK_N];  // FACTORS: factors that normalise rows (rows.cuh)
+  Real row_factor[BLOCK_M], column_factor[BLOCK_N];  // NORM_FACTORS: factors that normalise rows (rows.cuh)
   Options::RowNumbers<BLOCK_M> rows;
   Options::ColumnNumbers<BLOCK_N> columns;
 #if GUIDE
@@ -44,7 +44,7 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
   __syncthreads();  // all epilogues have read the numbers of the last tile before these copies
   const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;  // of the block, from this tile on
   if (!SETS) fetch(s.positive, b.positives + t.row, rows);
-  if (FACTORS) {
+  if (NORM_FACTORS) {
     fetch(s.row_factor, b.q.factor + t.row, rows);
     fetch(s.column_factor, b.k.factor + t.column, columns);
   }
@@ -58,9 +58,9 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
 #endif
 }
 
-// FACTORS: x_ij *= f_i f_j, so that products of rows s become products of normalised rows (rows.cuh).
+// NORM_FACTORS: x_ij *= f_i f_j, so that products of rows s become products of normalised rows (rows.cuh).
 __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, const Position& p) {
-  if (!FACTORS) return;
+  if (!NORM_FACTORS) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll

@@ -73,7 +73,7 @@ def valid_scale(problem: Problem) -> Any:
     if not isinstance(problem.scale, cupy.ndarray):
         return problem.scale
     scale = problem.scale.astype(np.float64)
-    low, high = SCALES["fp64" if problem.compute == "fp64" else "fp32"]
+    low, high = SCALES["fp64" if problem.compute_precision == "fp64" else "fp32"]
     return cupy.where((scale >= low) & (scale <= high), scale, np.nan)
 
 

@@ -17,7 +17,7 @@ from ..tiled.gradient import GradientRun
 from ..tiled.gradient_blocks import (
     FACTOR_SOURCES,
     RANGES_STRUCTURE,
-    Factors,
+    GradientFactors,
     allocate_ranges,
     find_ranges,
 )
@@ -57,7 +57,7 @@ class Distillation:
     Without weights, `Factors` give probabilities: a_i e_ij, that of key j in the softmax of row i.
     """
 
-    factors: tuple[Factors, Factors]  # of the student, and of the teacher
+    factors: tuple[GradientFactors, GradientFactors]  # of the student, and of the teacher
     row_weight: Array  # [M] float64: dL / d(loss of the row), times the scale
     column_weight: Array | None  # [N] float64, the same of columns, of a two-sided loss
     row_sums: Array  # [2, M] float64 out: (target, excess) of kernels/cuda/block/distill.cuh
@@ -69,7 +69,7 @@ class Distillation:
 def probability_factors(
     buffers: Buffers, rows: ModelDirections, columns: ModelDirections | None,
     scales: tuple[Fields, Fields],
-) -> tuple[Factors, Factors]:  # fmt: skip
+) -> tuple[GradientFactors, GradientFactors]:  # fmt: skip
     """The factors of the probabilities of student and teacher.
 
     `scales` are struct Scale of each model. One exponential serves rows and columns of both models
@@ -92,7 +92,7 @@ def probability_factors(
     flags[0] &= flags[1]
     flags[1][:] = flags[0]
     student, teacher = (
-        Factors(buffers.launcher, buffers.real, shape, *model)
+        GradientFactors(buffers.launcher, buffers.real, shape, *model)
         for model in zip(sources, scales, ranges, strict=True)
     )
     return student, teacher

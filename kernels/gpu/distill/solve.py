@@ -52,8 +52,8 @@ def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients |
 
 def _with_one_precision(problem: TaughtProblem) -> TaughtProblem:
     """The problem in a precision that is accurate for the features of both models."""
-    if problem.compute != "fp64" and problem.teacher_query.dtype != problem.query.dtype:
-        return fast_replace(problem, compute="fp32")
+    if problem.compute_precision != "fp64" and problem.teacher_query.dtype != problem.query.dtype:
+        return fast_replace(problem, compute_precision="fp32")
     return problem
 
 

@@ -4,7 +4,7 @@
 kernels/gpu/config, and kernels/gpu/tiled and fused.py run the schedule.
 """
 
-from .call import BlockPass, Call, Loss, Matrix, Purpose
+from .call import BlockPass, Call, LossForm, Matrix, Purpose
 from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule
 from .fused import OneLaunch, one_launch
 from .matrix_products import divide_keys, divide_terms
@@ -26,7 +26,7 @@ __all__ = [
     "BlockPass",
     "Call",
     "GuideSchedule",
-    "Loss",
+    "LossForm",
     "Matrix",
     "OneLaunch",
     "OperandRows",

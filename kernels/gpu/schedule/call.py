@@ -13,7 +13,7 @@ from ...problem import WORKSPACE, Array, Gradients, Problem
 ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtype -> bytes of an element
 
 
-class Loss(Enum):
+class LossForm(Enum):
     """The softmaxes or the sigmoid of a loss, which decide the sums that passes compute."""
 
     ROWS = "a softmax over the keys of each query"  # info_nce, lit
@@ -105,12 +105,12 @@ class Call:
     Fields have the names of the fields of `Problem`. A bool says whether the call has the option.
     """
 
-    loss: Loss
+    loss: LossForm
     query: Matrix
     key: Matrix
     query_gradient: Matrix | None = None  # the destination of dQ; None: not wanted
     key_gradient: Matrix | None = None  # the destination of dK
-    compute: str = "fp32"  # resolved precision of products and exponentials: no "auto"
+    compute_precision: str = "fp32"  # resolved precision of products and exponentials: no "auto"
     method: str = "auto"
     workspace: int = WORKSPACE  # bytes
     workspace_given: bool = False  # by the caller, so that it is never exceeded
@@ -157,7 +157,7 @@ class Call:
         sums = None if classes is None else classes.in_sums
         return Call(
             _find_loss(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
-            problem.compute, problem.method, problem.workspace, problem.workspace_given,
+            problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
             problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
             problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
@@ -184,12 +184,12 @@ class Call:
     @property
     def symmetric(self) -> bool:
         """Whether queries are keys."""
-        return self.loss is Loss.VIEWS
+        return self.loss is LossForm.VIEWS
 
     @property
     def two_sided(self) -> bool:
         """Whether rows and columns have a softmax, and queries are not keys."""
-        return self.loss is Loss.BOTH
+        return self.loss is LossForm.BOTH
 
     @property
     def gradient(self) -> bool:
@@ -209,12 +209,12 @@ class Call:
         """The guide's features as a call, whose dot products are compared with limits."""
         assert self.guide_query is not None
         assert self.guide_key is not None
-        compute = self.compute
+        compute = self.compute_precision
         if compute != "fp64" and self.guide_query.dtype != self.query.dtype:
             compute = "fp32"  # is accurate for features of all dtypes but float64
         return Call(
-            self.loss, self.guide_query, self.guide_key, compute=compute, normalize=self.normalize,
-            has_limits=True,
+            self.loss, self.guide_query, self.guide_key, compute_precision=compute,
+            normalize=self.normalize, has_limits=True,
         )  # fmt: skip
 
     @property
@@ -266,7 +266,9 @@ class Call:
         combined = bool(self.row_numbers and self.pair_options)
         options = self.linear_terms or self.joint or self.own or combined
         return (
-            self.loss is Loss.ROWS and self.set_size == 1 and not (self.retrieval_ranks or options)
+            self.loss is LossForm.ROWS
+            and self.set_size == 1
+            and not (self.retrieval_ranks or options)
         )
 
 
@@ -274,9 +276,9 @@ def _describe_matrix(array: Array | None) -> Matrix | None:
     return None if array is None else Matrix.of(array)
 
 
-def _find_loss(problem: Problem) -> Loss:
+def _find_loss(problem: Problem) -> LossForm:
     if problem.bias is not None:
-        return Loss.PAIRS
+        return LossForm.PAIRS
     if problem.symmetric:
-        return Loss.VIEWS
-    return Loss.BOTH if problem.two_sided else Loss.ROWS
+        return LossForm.VIEWS
+    return LossForm.BOTH if problem.two_sided else LossForm.ROWS

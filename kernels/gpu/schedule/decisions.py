@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import config
 from ..config import DeviceProperties, Needs, Sweep, Tile
-from .call import ITEM, Call, Loss, Matrix
+from .call import ITEM, Call, LossForm, Matrix
 from .fused import TILE, OneLaunch, one_launch
 from .method import choose_method
 from .operands import OperandRows, Operands, Reading
@@ -103,8 +103,8 @@ def schedule_one_launch(call: Call, device: DeviceProperties) -> OneLaunch:
     tiles = -(-m // TILE) * (call.query_gradient is not None)
     tiles += -(-n // TILE) * (call.key_gradient is not None)
     return one_launch(
-        call.shape, dtype, call.compute == "fp64", call.symmetric, call.two_sided,
-        call.loss is Loss.PAIRS, call.normalize, call.ids, tiles, call.workspace,
+        call.shape, dtype, call.compute_precision == "fp64", call.symmetric, call.two_sided,
+        call.loss is LossForm.PAIRS, call.normalize, call.ids, tiles, call.workspace,
         device.multiprocessors,
     )  # fmt: skip
 
@@ -120,7 +120,7 @@ def common_dtype(*dtypes: str) -> str:
 
 def choose_precision(call: Call, device: DeviceProperties) -> str:
     """The precision of the operands. ValueError if the device lacks its arithmetic."""
-    operand_precision = config.fastest_operand_precision(call.compute, device)
+    operand_precision = config.fastest_operand_precision(call.compute_precision, device)
     # whether the bits of x_ij may differ from those of x_ji, or between blocks
     bits_vary = operand_precision in config.OPERAND_PARTS
     if call.limits_given:  # a block over ranks: other blocks have other feature divisors
@@ -288,7 +288,7 @@ def divide_workspace(
         staged_key=operands.key.reading is not Reading.IN_PLACE,
         staged_copy_bytes=operands.staged_copy_bytes,
         columns=call.two_sided or symmetric,
-        rows=call.loss is Loss.PAIRS or call.taught or (one_pass and needs_dq_only),
+        rows=call.loss is LossForm.PAIRS or call.taught or (one_pass and needs_dq_only),
         dq_copies=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient and not (dq_in_place if symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),
@@ -345,7 +345,7 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     return (
         call.block is None and call.gradient
         and sweep is not None and min_k_slices is not None and sweep.k_slices >= min_k_slices
-        and call.loss in (Loss.ROWS, Loss.BOTH)
+        and call.loss in (LossForm.ROWS, LossForm.BOTH)
         and not (call.retrieval_ranks or call.pair_options or needs_no_cache)
     )  # fmt: skip
 

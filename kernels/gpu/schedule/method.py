@@ -45,7 +45,7 @@ def logit_bytes(asked: Problem | Call, has_default_softmax: bool) -> int:
     """Bytes of the logits and dL/dx. Options of the softmax need more matrices of this size."""
     m, n, _ = asked.shape
     matrices = 2 if has_default_softmax else MATRICES_WITH_OPTIONS
-    return matrices * m * n * (8 if asked.compute == "fp64" else 4)
+    return matrices * m * n * (8 if asked.compute_precision == "fp64" else 4)
 
 
 def _require_one_launch(asked: Problem | Call) -> None:

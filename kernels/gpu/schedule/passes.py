@@ -12,7 +12,7 @@ from typing import Any
 from ...grid import Grid, slices
 from .. import config
 from ..config import BlockSizes, GuideNeeds, Needs, Sweep, Tile
-from .call import Call, Loss, Purpose
+from .call import Call, LossForm, Purpose
 from .matrix_products import count_first_block_sums
 from .operands import Operands
 
@@ -124,8 +124,10 @@ def scheduled_kernel(
 
     `gradient`, `sums`: a sweep writes gradient blocks, or adds up columns (`Sweep.stages`).
     """
-    options = {"PRECISION": precision.upper(), "IDS": int(call.ids), "FACTORS": int(call.normalize),
-               **defines}  # fmt: skip
+    options = {
+        "PRECISION": precision.upper(), "IDS": int(call.ids),
+        "NORM_FACTORS": int(call.normalize), **defines,
+    }  # fmt: skip
     if call.set_size > 1:
         options["SETS"] = 1
     options |= call.pair_defines(defines.get("COLUMNS", 0))
@@ -158,7 +160,7 @@ class PassScheduler:
         call, block = self.call, self.call.block
         if block is not None:
             return self.block_passes(block.purpose, block.triangle)
-        if call.loss is Loss.PAIRS:
+        if call.loss is LossForm.PAIRS:
             return self.gradients(Purpose.SIGMOID, False)
         if call.taught:
             return self.gradients(Purpose.DISTILLATION, False)

@@ -23,7 +23,7 @@ from ...solve import Solution, make_solution
 from ...targets import with_limits
 from ..device.launcher import device_properties
 from ..device.launches import Queue
-from ..linear import Rows
+from ..linear import GPURows
 from ..schedule import BlockPass, Call, Purpose, ScheduledPass, tiled_schedule
 from .buffers import Buffers
 from .gradient import SoftmaxRun
@@ -128,7 +128,7 @@ class GPU:
     # -- other methods of `solve.Backend` and `linear.Summing`
 
     @property
-    def linear_rows(self) -> tuple[Rows, Rows]:
+    def linear_rows(self) -> tuple[GPURows, GPURows]:
         """Queries and keys, for linear terms."""
         return self.buffers.linear_rows
 

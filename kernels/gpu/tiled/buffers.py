@@ -17,7 +17,7 @@ from .. import config
 from ..device.arguments import NATURAL, Fields, address
 from ..device.launcher import Launcher
 from ..device.launches import Queue
-from ..linear import Rows
+from ..linear import GPURows
 from ..schedule import ALIGNMENT, Part, Schedule, ScheduledPass
 from ..vectors import TiledVectors
 from .gradient_blocks import CachedExponentials
@@ -193,9 +193,9 @@ class Buffers:
         return [self.query] if self.key is self.query else [self.query, self.key]
 
     @cached_property
-    def linear_rows(self) -> tuple[Rows, Rows]:
+    def linear_rows(self) -> tuple[GPURows, GPURows]:
         """Queries and keys, for linear terms."""
-        rows = [Rows(self.launcher, side) for side in self.sides]
+        rows = [GPURows(self.launcher, side) for side in self.sides]
         return rows[0], rows[-1]
 
     def to_products(self, values: Array, value_scale: Fields) -> Array:

@@ -27,8 +27,8 @@ from .gradient_blocks import (
     RANGE_THREADS,
     Accumulator,
     CachedExponentials,
-    Factors,
     GradientBlock,
+    GradientFactors,
     allocate_ranges,
     find_ranges,
 )
@@ -254,7 +254,7 @@ class GradientRun(PassRun):
             self.launcher.vectors(
                 "add_copies", size, sums=sums, n=size, copies=accumulator.dq_copies
             )  # fmt: skip
-        defines = {"FACTORS": int(problem.normalize)}
+        defines = {"NORM_FACTORS": int(problem.normalize)}
         if problem.set_size > 1:
             defines["SETS"] = 1
         linear: dict[str, Any] = {}
@@ -338,7 +338,7 @@ class SoftmaxRun(GradientRun):
                 {"row_reference": sources["row_reference"], "column_reference": column_reference,
                  "m": m, "n": n, "out": self.ranges},
             )  # fmt: skip
-        self.factors = Factors(
+        self.factors = GradientFactors(
             self.launcher, buffers.real, (m, n), sources, self.logit_scale, self.ranges
         )
 

@@ -145,7 +145,7 @@ def find_ranges(
     )  # fmt: skip
 
 
-class Factors:
+class GradientFactors:
     """The vectors from which kernels compute a gradient block P = (dL/dx) / gradient_divisor.
 
     With x2_ij a logit in base 2, and r_i = row_reference, s_j = column_reference the reference

@@ -15,7 +15,7 @@ from .. import config
 from ..device.arguments import NATURAL, Fields, address
 from ..device.launcher import Launcher
 from ..device.launches import Queue
-from ..linear import Rows
+from ..linear import GPURows
 from ..schedule import Schedule
 from ..vectors import TiledVectors
 from .operands import OperandSide, find_feature_divisors, launch_over_block, to_products
@@ -53,7 +53,7 @@ class Guide:
         """
         (m, n, _), upstream = problem.shape, problem.upstream
         limits, row_nans = cupy.empty(m), None if problem.symmetric else cupy.empty(m)
-        query, key = (Rows(self.launcher, side) for side in (self.query, self.key))
+        query, key = (GPURows(self.launcher, side) for side in (self.query, self.key))
         key_count = 0 if problem.symmetric else n  # keys that the kernel checks after the queries
         self.launcher.rows(
             "guide_limits", m + key_count, file="block/guide_rows.cu", query=query.fields(),

@@ -3,7 +3,7 @@
 // log-sum-exps in base 2, rounded), and the factors a, u and v of struct Factors (tiled/gradient.cu has the equations):
 //     P_ij = a_i 2^(c x_ij - R_i) + v_j 2^(c x_ij - C_j), or
 //     P_ij = 2^(c x_ij - R_i) (a_i + u_i v_j)     if one exponential serves both sides (`one_exponential`).
-// Without COLUMNS, only the term with a_i is left. The option FACTORS has nothing to do with a, u and v: with it,
+// Without COLUMNS, only the term with a_i is left. The option NORM_FACTORS has nothing to do with a, u and v: with it,
 // P_ij is also multiplied by the norm factors of row i and column j.
 #pragma once
 #include "sm90/sweep/logits.cuh"
@@ -85,7 +85,7 @@ struct LogitGradient {
       const float2 column_reference = j % 2 ? make_float2(slice_references.z, slice_references.w)
                                             : make_float2(slice_references.x, slice_references.y);
       float2 column_factor = make_float2(1, 1);  // norm factors
-#if FACTORS
+#if NORM_FACTORS
       column_factor = *(const float2*)&consumer.columns.factor[8 * j + 2 * lane.t];
 #endif
 #pragma unroll
@@ -107,7 +107,7 @@ struct LogitGradient {
           x0 = fmaf(e0, a0, exp2_(finite(fmaf(y0, c, -column_reference.x))) * v0);
           x1 = fmaf(e1, a1, exp2_(finite(fmaf(y1, c, -column_reference.y))) * v1);
         }
-        if (FACTORS) {
+        if (NORM_FACTORS) {
           x0 *= row_factor(h) * column_factor.x;
           x1 *= row_factor(h) * column_factor.y;
         }
@@ -121,7 +121,7 @@ struct LogitGradient {
   }
   // The norm factor of this thread's row h.
   __device__ __forceinline__ float row_factor(int h) const {
-#if FACTORS
+#if NORM_FACTORS
     return rows.factor[h];
 #else
     return 1;

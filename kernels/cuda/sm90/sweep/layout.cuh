@@ -24,7 +24,7 @@
 #define SHARED 232448  // bytes of shared memory that a launch gives to a thread block
 #endif
 // Whether epilogues read factors or numbers of options, for each column of a tile, from shared memory.
-#define HAS_COLUMN_NUMBERS (FACTORS || !__is_empty(Options::ColumnNumbers<1>))
+#define HAS_COLUMN_NUMBERS (NORM_FACTORS || !__is_empty(Options::ColumnNumbers<1>))
 // Whether K-slices of queries are loaded together with K-slices of keys, because queries do not stay in shared memory.
 #define STREAMED (WIDE || PRECISION == FP16X3)
 

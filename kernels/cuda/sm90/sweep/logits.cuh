@@ -9,7 +9,7 @@ struct Rows : Options::RowNumbers<2> {
   int positive[2];  // column of the positive in the block, or -1; with SETS, `prepare` looks up all positives
   int diagonal;     // if queries are keys, the column of the query tile's first row; otherwise a number far away
   int unpadded_columns;  // columns of the block without padding; 0 if the query tile has padding, rows beyond the block
-#if FACTORS
+#if NORM_FACTORS
   float factor[2];  // norm factors
 #endif
 #if GUIDE
@@ -26,7 +26,7 @@ struct Rows : Options::RowNumbers<2> {
       const i64 row = lane.get_row(query_tile, h);
       const bool inside = row < b.q.rows;
       positive[h] = inside && !SETS ? column(b, b.positives[row]) : -1;
-#if FACTORS
+#if NORM_FACTORS
       factor[h] = inside ? b.q.factor[row] : 0;
 #endif
       Options::copy_rows(*this, b, [&](auto& to, auto from) { to[h] = inside ? from[row] : 0; });
@@ -70,7 +70,7 @@ __device__ __forceinline__ int find_slice_position(int column) {
 // The numbers of the columns of a consumer's tile, in shared memory. Numbers of 8 bytes, such as ids, and norm factors
 // are in the order of the columns. Other numbers of 4 bytes are in the order of `find_slice_position`.
 struct Columns : Options::ColumnNumbers<TILE_COLUMNS> {
-#if FACTORS
+#if NORM_FACTORS
   alignas(8) float factor[TILE_COLUMNS];  // norm factors
 #endif
   // One of the consumer's warpgroups writes the numbers, one column for each thread. A barrier has to follow.
@@ -78,7 +78,7 @@ struct Columns : Options::ColumnNumbers<TILE_COLUMNS> {
     if (lane.half != 0) return;
     const i64 column = tile * TILE_COLUMNS + lane.thread;
     const bool inside = column < b.k.rows;
-#if FACTORS
+#if NORM_FACTORS
     factor[lane.thread] = inside ? b.k.factor[column] : 0;
 #endif
     Options::copy_columns(*this, b, [&](auto& to, auto from) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void set_aside_positives(float (&x)[64], const int (&
 // normalize=True: products of features become products of unit rows, by the norm factors of row and column.
 __device__ __forceinline__ void apply_factors(float (&x)[64], const Rows& rows, const Columns& columns,
                                               const Lane& lane) {
-#if FACTORS
+#if NORM_FACTORS
 #pragma unroll
   for (int i = 0; i < 64; ++i)
     x[i] *= rows.factor[i / 2 % 2] * columns.factor[get_column(i, lane)];

@@ -11,19 +11,19 @@ from ..grid import Grid
 from ..problem import Array, Problem
 from .operands import Side
 from .resources import BUFFER_POOL
-from .schedule import Schedule
+from .schedule import CPUSchedule
 
 Block = tuple[int, int]  # (row block, column block)
 
 
 @dataclass(eq=False)
-class Context:
+class CallState:
     """Operands of a call, its schedule, and the logits that a pass keeps for the next pass."""
 
     dtype: np.dtype[Any]  # dtype of products and accumulators
     query: Side
     key: Side
-    schedule: Schedule
+    schedule: CPUSchedule
     auxiliary_query: Side | None = None  # features of a guide, or of a teacher
     auxiliary_key: Side | None = None
     # Logits that the log-sum-exp pass keeps for the gradient pass, as far as the workspace has room
