@@ -342,8 +342,8 @@ def _check_static(
         column_direction_weight=loss.column_direction_weight,
         symmetric=loss.symmetric, joint=loss.joint, normalize=bool(values["normalize"]),
         compute_precision=compute_precision, method=values["method"],
-        workspace=workspace or WORKSPACE, workspace_given=workspace is not None, retrieval_ranks=bool(values["metrics"]),
-        scalar_grads=scalar_grads,
+        workspace=workspace or WORKSPACE, workspace_given=workspace is not None,
+        retrieval_ranks=bool(values["metrics"]), scalar_grads=scalar_grads,
         moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
         **dict(softmax_options),
     )  # fmt: skip

@@ -270,7 +270,7 @@ def _notes(chosen: Schedule) -> list[str]:
     notes = [f"{name} are read {rows.reading.value}" for name, rows in names]
     notes = notes[:1] if call.symmetric else notes
     if operands.precision != call.compute_precision:
-        notes.append(f"{call.compute} is computed with operands in {operands.precision}")
+        notes.append(f"{call.compute_precision} is computed with operands in {operands.precision}")
     if chosen.cached_columns:
         notes.append(
             f"the exponentials of {chosen.cached_columns} columns are cached between passes"

@@ -8,11 +8,11 @@
 constexpr int SORT_THREADS = 1024, SORT_ROWS = 2 * SORT_THREADS;
 
 // Sorts each run of SORT_ROWS rows by their labels, by a bitonic sort; a thread block sorts a run. `sorted` gets the
-// labels in ascending order, and `order` the rows that have these labels. If `classes` is 1, labels are classes, and a
-// row i with a negative label is a class by itself: its label becomes -1 - i, which no other row has. `ids` (null: not
+// labels in ascending order, and `order` the rows that have these labels. If `negative_apart` is 1, a row i
+// with a negative label is a class by itself: its label becomes -1 - i, which no other row has. `ids` (null: not
 // wanted) gets the label of each row i, in the order of the rows.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-sort_labels(const i64* labels, i64 n, i64 classes, i64* ids, i64* sorted, i64* order) {
+sort_labels(const i64* labels, i64 n, i64 negative_apart, i64* ids, i64* sorted, i64* order) {
   __shared__ i64 label[SORT_ROWS];
   __shared__ int row[SORT_ROWS];
   const i64 first = blockIdx.x * (i64)SORT_ROWS;
@@ -20,7 +20,7 @@ sort_labels(const i64* labels, i64 n, i64 classes, i64* ids, i64* sorted, i64* o
     const i64 i = first + at;
     i64 id = 0x7fffffffffffffffLL;  // fills the last run: the largest number, so that it is sorted after all rows
     if (i < n) {
-      id = classes && labels[i] < 0 ? -1 - i : labels[i];
+      id = negative_apart && labels[i] < 0 ? -1 - i : labels[i];
       if (ids) ids[i] = id;
     }
     label[at] = id, row[at] = at;
@@ -73,12 +73,12 @@ extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64
 // class of two rows without a sum, each row gets its only positive instead.
 //   - positives: the other row of the class, if the class has two rows and no sum; else -1
 //   - present: 1 if the class has other rows, so that the row has a positive; else 0
-//   - place: the index of the class among the sums of classes, or -1 if the class has no sum. The rows of such a class
+//   - segment: the index of the class among the sums of classes, or -1 if the class has no sum. The rows of such a class
 //     are at least `least` neighbours in the sorted order, so a multiple of `least` is among their positions. The first
 //     such multiple, divided by `least`, is the index. So no two classes have one index, and nothing is counted.
 //   - others: the number of other rows of the class, or 0 if the class has no sum
 extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64 n, i64 least,
-                                        i64* positives, double* present, i64* place, i64* others) {
+                                        i64* positives, double* present, i64* segment, i64* others) {
   const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (at >= n) return;
   const i64 row = order[at], label = sorted[at];
@@ -86,7 +86,7 @@ extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64
   const i64 end = at + labels_before(sorted, at, n, label, 1), size = end - begin;  // the class: [begin, end)
   positives[row] = size == 2 && least > 2 ? order[begin + end - 1 - at] : -1;
   present[row] = size > 1;
-  place[row] = size < least ? -1 : (begin + least - 1) / least;
+  segment[row] = size < least ? -1 : (begin + least - 1) / least;
   others[row] = size < least ? 0 : size - 1;
 }
 

@@ -2,7 +2,7 @@
 // kernels on tiles, and are compiled together. kernels/gpu/vectors.py launches most of them.
 //
 //     vectors/sums.cuh      sums of rows and columns, and the losses from them: begin, merge_partial_sums,
-//                           add_partial_sums, add_copies, limits, add_bias, raise_scale, finalize, totals
+//                           add_partial_sums, add_dq_copies, limits, add_bias, raise_scale, finalize, totals
 //     vectors/linear.cuh    label smoothing, class means, joint losses: join_rows, finalize_linear
 //     vectors/online.cuh    losses in one pass: check_references, add_repeated, end_online
 //     vectors/factors.cuh   factors of gradient blocks: ranges, check_spread, factors, divide_factors, to_products

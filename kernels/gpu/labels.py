@@ -36,7 +36,7 @@ def _sorted(
     runs = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
     launcher.launch(
         "labels.cu", "sort_labels", -(-n // SORT_ROWS), SORT_THREADS,
-        {"labels": labels, "n": n, "classes": negative_apart, "ids": ids, "sorted": runs[0],
+        {"labels": labels, "n": n, "negative_apart": negative_apart, "ids": ids, "sorted": runs[0],
          "order": runs[1]},
     )  # fmt: skip
     # merge sorted runs of `run_rows` rows in pairs, until one run is left
@@ -71,7 +71,7 @@ def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Cla
     """
     least_rows = 2 if decoupled else 3
     outputs = plan.run_by_plan(_classes, labels, least_rows, not unsigned, graphs=True)
-    segment = outputs["place"]  # of each row, or -1
+    segment = outputs["segment"]  # of each row, or -1
     in_sums = Segments(segment, segment, -(-len(labels) // least_rows), outputs["order"])
     row_classes = Classes(outputs["ids"], outputs["ids"], in_sums=in_sums, others=outputs["others"])
     return row_classes, outputs["positives"], outputs["present"]
@@ -84,8 +84,13 @@ def _classes(
     n = len(labels)
     ids = cupy.empty(n, np.int64)
     labels, order = _sorted(labels, queue, ids, negative_apart)
-    positives, place, others = cupy.empty((3, n), np.int64)
-    outputs = {"positives": positives, "present": cupy.empty(n), "place": place, "others": others}
+    positives, segment, others = cupy.empty((3, n), np.int64)
+    outputs = {
+        "positives": positives,
+        "present": cupy.empty(n),
+        "segment": segment,
+        "others": others,
+    }
     _launcher(queue).launch(
         "labels.cu", "find_classes", -(-n // THREADS), THREADS,
         {"sorted": labels, "order": order, "n": n, "least": least, **outputs},

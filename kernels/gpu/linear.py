@@ -92,7 +92,7 @@ class GPURows:
         """
         n, d = self.features.shape
         out = cupy.empty(n)
-        self.launcher.rows(
+        self.launcher.launch_rows(
             "segment_products", n, d, file="linear.cu", rows=self.fields(), n=n, d=d,
             segment=segment, sums=sums, itself=itself, out=out,
         )  # fmt: skip
@@ -101,7 +101,7 @@ class GPURows:
     def positive_products(self, key: GPURows, positives: Array) -> Array:
         """[M] or [M, P] float64: row i times `key` row j, for the positives j; 0 without one."""
         n, out = positives.size, cupy.empty(positives.shape)
-        self.launcher.rows(
+        self.launcher.launch_rows(
             "positive_products", n, file="linear.cu", query=self.fields(), key=key.fields(), n=n,
             d=self.features.shape[1], each=n // max(1, len(positives)), positives=positives,
             out=out,
@@ -117,7 +117,7 @@ class GPURows:
         normalisation.
         """
         n, d = gradient.shape
-        self.launcher.rows(
+        self.launcher.launch_rows(
             "subtract_linear", n, file="linear.cu", rows=self.fields(first), n=n, d=d,
             g=matrix(gradient), dots=dots, **_fields(term),
         )  # fmt: skip
@@ -171,7 +171,7 @@ def finalize_linear_terms(
         vectors["class_products"] = query.products(classes.rows, sums, itself)
         vectors["class_linear"], vectors["others"] = cupy.empty(m), problem.classes.others
         terms.append(LinearTerm(classes, vectors["class_linear"], None, sums, sums))
-    launcher.vectors(
+    launcher.launch_vectors(
         "finalize_linear", m,
         g={"f": finalize_arguments, "label_smoothing": problem.label_smoothing,
            "joint": problem.joint, "row_keys": max(1, n - problem.symmetric), "column_keys": m,

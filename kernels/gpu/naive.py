@@ -82,11 +82,11 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
     # rows u of queries and v of keys, normalised if asked, and logits x
     def unit_rows(z: Array) -> tuple[Array, Array, Array]:
         """Rows [n, d], [n] inverse norms, and [n] NaN flags (NaN or 0) of features."""
-        u, inverse, bad = cupy.empty(z.shape, real), cupy.empty(len(z)), cupy.empty(len(z))
+        u, inverse, row_nans = cupy.empty(z.shape, real), cupy.empty(len(z)), cupy.empty(len(z))
         features = matrix(with_strides_in_whole_elements(z))
         launch("unit_rows", len(z), z=features, d=d, normalize=normalize, u=u,
-               inverse=inverse, bad=bad)  # fmt: skip
-        return u, inverse, bad
+               inverse=inverse, row_nans=row_nans)  # fmt: skip
+        return u, inverse, row_nans
 
     u, u_inverse, u_bad = unit_rows(problem.query)
     v, v_inverse, v_bad = (u, u_inverse, u_bad) if symmetric else unit_rows(problem.key)

@@ -162,7 +162,7 @@ class QueuedVectors(VectorsOverRanks):
 
     def merge(self, sums: Sums, other: Sums) -> None:
         n = sums.max.size
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "merge_sums", n, sums=sums_fields(sums), other=sums_fields(other), n=n
         )  # fmt: skip
 
@@ -170,7 +170,7 @@ class QueuedVectors(VectorsOverRanks):
         ranks, k = numbers.shape
         out = cupy.empty(k, dtype)
         for i, divisor in enumerate(divisors):
-            self.launcher.vectors(
+            self.launcher.launch_vectors(
                 "sum_over_ranks", 1, numbers=address(numbers[0], i), ranks=ranks, stride=k,
                 divisor=divisor, is_float=out.dtype == np.float32, out=address(out, i),
             )  # fmt: skip
@@ -179,13 +179,13 @@ class QueuedVectors(VectorsOverRanks):
     def shard_positives(self, start: int, m: int) -> Array:
         """[m] int64: the positive of row i of a shard is key start + i of the batch."""
         positives = cupy.empty(m, np.int64)
-        self.launcher.vectors("shard_positives", m, start=start, m=m, positives=positives)
+        self.launcher.launch_vectors("shard_positives", m, start=start, m=m, positives=positives)
         return positives
 
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
         n = len(positives)
         local = cupy.empty(n, np.int64)
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "local_positives", n, positives=positives, n=n, start=keys.start, stop=keys.stop,
             total=total, local=local,
         )  # fmt: skip
@@ -193,7 +193,7 @@ class QueuedVectors(VectorsOverRanks):
 
     def add(self, sums: Array, other: Array) -> None:
         is_float = sums.dtype == np.float32
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "add", sums.size, sums=sums, other=other, n=sums.size, is_float=is_float
         )
 
@@ -208,7 +208,7 @@ class QueuedVectors(VectorsOverRanks):
         if array is None and to.flags.c_contiguous:
             self.queue.clear(to.data, to.nbytes)
             return
-        self.launcher.rows(
+        self.launcher.launch_rows(
             "assign", n, d, file="finish.cu", sums=array, other=other, n=n, d=d, out=matrix(to)
         )
 

@@ -135,7 +135,7 @@ class Scalars:
         if problem.hardness:
             self._raised = cupy.empty(1)
             self.exponent_scale, _ = scalar(self._raised)
-            launcher.vectors(
+            launcher.launch_vectors(
                 "raise_scale", 1, scale=self.scale, by=problem.hardness, out=self._raised
             )
 
@@ -230,7 +230,7 @@ class TiledVectors(ElementwiseVectors):
         defaults: Fields, any_key: Array | None, m: int, n: int,
     ) -> None:  # fmt: skip
         """Begin a log-sum-exp pass: set sums to sums of nothing, and write default vectors."""
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
             positive=positive, set_size=1 if positive is None else positive.size // m, m=m, n=n,
             defaults=defaults, any_key_not_finite=any_key,
@@ -239,7 +239,7 @@ class TiledVectors(ElementwiseVectors):
     def find_limits(self, problem: Problem, dots: Array) -> Array:
         m = len(dots)
         out = cupy.empty(m)
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "limits", m, dots=dots, positives=problem.positives, each=problem.set_size, m=m,
             margin=problem.false_negative_margin, out=out,
         )  # fmt: skip
@@ -288,7 +288,7 @@ class TiledVectors(ElementwiseVectors):
             "positive_gradient": positive_gradient, "log_scale_grad": log_scale_grad,
             "positive_logit": positive_logits, "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
-        self.launcher.vectors("finalize", m, f=finalize_arguments)
+        self.launcher.launch_vectors("finalize", m, f=finalize_arguments)
         terms: Sequence[LinearTerm] = ()
         if problem.linear_terms:
             terms = linear.finalize_linear_terms(
@@ -314,7 +314,7 @@ class TiledVectors(ElementwiseVectors):
         m = len(sums.max)
         vectors = cupy.empty((4, m))
         joined = Sums(vectors[0], vectors[1], None if sums.moment is None else vectors[2])
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "join_rows", m // 2, sums=sums_fields(sums), upstream=upstream, n=m // 2,
             joined=sums_fields(joined), joined_upstream=vectors[3],
         )  # fmt: skip
@@ -325,7 +325,7 @@ class TiledVectors(ElementwiseVectors):
         row_factor, losses, bias_grad, positive = cupy.empty((4, m))
         log_scale_grad = cupy.empty(m) if problem.moments else None
         problem, defaults = self.materialize_vectors(problem)
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.scalars.scale,
             row_factor=row_factor, losses=losses, bias_grad=bias_grad,
             log_scale_grad=log_scale_grad, positive=positive,
@@ -359,7 +359,7 @@ class TiledVectors(ElementwiseVectors):
             m, out = 0, None
         else:
             queries, out = problem.query, cupy.empty(m) if out is None else out
-        self.launcher.rows(
+        self.launcher.launch_rows(
             "not_finite", n + m, d, keys=matrix(problem.key), n=n, queries=matrix(queries), m=m,
             d=d, label_nans=problem.label_nans, out=out, any_key_not_finite=any_key,
         )  # fmt: skip
@@ -368,7 +368,7 @@ class TiledVectors(ElementwiseVectors):
     def add_nans(self, losses: Array, row_nans: Array | None, any_key: Array) -> Array:
         """Add `row_nans` (None: 0) and `any_key` to losses."""
         m = len(losses)
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "mark_not_finite", m, m=m, losses=losses, row_nans=row_nans, any_key_not_finite=any_key
         )
         return losses

@@ -117,13 +117,13 @@ def test_blocks_without_a_common_group_are_not_computed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     visited = set()
-    block = Worker.tile_products
+    tile_products = Worker.tile_products
 
     def counted(self: Worker, a: int, b: int, *operands: Any) -> Any:
         visited.add((a, b))
-        return block(self, a, b, *operands)
+        return tile_products(self, a, b, *operands)
 
-    monkeypatch.setattr(Worker, "block", counted)
+    monkeypatch.setattr(Worker, "tile_products", counted)
     rows = 128 if name == "nt_xent" else 64
     features = one_problem(name, rows=rows).features
     groups = np.arange(rows) // 16 % 4

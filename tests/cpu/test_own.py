@@ -112,13 +112,13 @@ def test_without_the_batch_blocks_with_a_positive_are_visited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     visited = []
-    block = Worker.tile_products
+    tile_products = Worker.tile_products
 
     def counted(self: Worker, a: int, b: int, *operands: Any) -> Any:
         visited.append((a, b))
-        return block(self, a, b, *operands)
+        return tile_products(self, a, b, *operands)
 
-    monkeypatch.setattr(Worker, "block", counted)
+    monkeypatch.setattr(Worker, "tile_products", counted)
     monkeypatch.setattr(schedule, "MIXED_SIDE", 8)
     query, key, own, _ = problem(m=32, n=64)
     infonce.info_nce_loss(query, key, own=own, scale=3.0, in_batch=False, method="tiled")

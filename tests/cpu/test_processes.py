@@ -51,7 +51,7 @@ from infonce.kernels.cpu import worker
 
 seen, stays = set(), threading.Semaphore(0)
 inside, go_on = threading.Event(), threading.Event()
-block = worker.Worker.block
+tile_products = worker.Worker.tile_products
 
 def look(*of):
     seen.update(blas())
@@ -59,14 +59,14 @@ def look(*of):
         inside.set()
         go_on.wait(30)
         seen.update(blas())
-    return block(*of)
+    return tile_products(*of)
 
 def start():
     thread = threading.Thread(target=loss)
     thread.start()
     return thread
 
-worker.Worker.block = look
+worker.Worker.tile_products = look
 start().join()
 loss()
 print(seen, blas() == before)

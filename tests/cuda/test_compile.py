@@ -247,13 +247,7 @@ def test_cached_exponentials(precision: str, columns: int, extras: bool, moments
     one_in(2, (precision == "bf16") + columns + extras + moments)
     sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras, moments)
     assert sweep is not None
-    more = {
-        "IDS": int(extras),
-        "NORM_FACTORS": int(extras),
-        "COLUMNS": columns,
-        "MAXIMA": 0,
-        "CACHE": 1,
-    }
+    more = dict(IDS=int(extras), NORM_FACTORS=int(extras), COLUMNS=columns, MAXIMA=0, CACHE=1)
     allowed = SWEEPS["lse"][1] + moments * SPILLS_MOMENTS
     compile_sweep("lse", precision, sweep, allowed, (True, True), MOMENTS=int(moments), **more)
     defines = {"PRECISION": precision.upper(), "COLUMNS": columns}

@@ -110,8 +110,8 @@ class HostQueue(Queue):
             host(a["out"].data.ptr, 1, 1, 1, "f8")[...] = DIVISOR
         elif function == "end_online":
             host(a["gradient_divisor"], 1, a["n"], a["n"], "f8")[...] = self.row_divisors[self.rows]
-        elif function == "add_copies":
-            sums = host(a["sums"].data.ptr, a["copies"], a["n"], a["n"], np.float32)
+        elif function == "add_dq_copies":
+            sums = host(a["sums"].data.ptr, a["dq_copies"], a["n"], a["n"], np.float32)
             sums[0] = sums.sum(0)
         elif function == "finish":
             real = np.float64 if self.precision == "fp64" else np.float32
@@ -192,7 +192,7 @@ def gradients_of_blocks(
             return made
 
         problem = Problem(array(query), array(key), 1.0, 1 / m, cupy.empty(m, np.int64),
-                          compute=precision, workspace=workspace)  # fmt: skip
+                          compute_precision=precision, workspace=workspace)  # fmt: skip
         gradients = Gradients(
             cupy.empty_like(problem.query), cupy.empty_like(problem.key), None, *wrt
         )

@@ -244,9 +244,7 @@ def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyP
     (m, n, d), into = (512, 4096, 384), recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
         query, key, dq, dk = (cupy.empty((rows, d), np.float32) for rows in (m, n, m, n))
-        problem = Problem(
-            query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute_precision="fp32"
-        )
+        problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, "i8"), compute_precision="fp32")
         gradients = Gradients(dq, dk)
         epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
         gpu = backend.GPU(problem, gradients, into, BlockPass.of(epilogue, False, True))
@@ -371,9 +369,9 @@ def test_sums_of_few_queries_are_batched() -> None:
     for wrt in ((True, True), (True, False)):
         found = record(256, 65536, 128, "fp32", wrt=wrt)
         assert found["_gemm"] <= 6 + 3 * wrt[1]
-        assert found["add_copies"] == 1
-    assert not record(256, 65536, 128, "bf16")["add_copies"]
-    assert not record(256, 65536, 128, "fp32", wrt=(False, True))["add_copies"]
+        assert found["add_dq_copies"] == 1
+    assert not record(256, 65536, 128, "bf16")["add_dq_copies"]
+    assert not record(256, 65536, 128, "fp32", wrt=(False, True))["add_dq_copies"]
 
 
 def test_calls_of_many_steps_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

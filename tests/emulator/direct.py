@@ -137,7 +137,7 @@ def tiled_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     }  # fmt: skip
     arguments = {
         "block": z.block(config.BLOCK_M, tile.block_n), "positive": engine.Memory(8 * z.m).ptr,
-        "row_pairs": rows.ptr, "row_stride": z.m, "column_pairs": columns.ptr,
+        "row_partials": rows.ptr, "row_stride": z.m, "column_partials": columns.ptr,
         "column_stride": z.n, "row_moments": 0, "column_moments": 0,
     }  # fmt: skip
     positive = engine.Memory(8 * z.m)
@@ -181,8 +181,8 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
         "COLUMNS": 1, "MAXIMA": 0, "CACHE": 0,
     }  # fmt: skip
     arguments = sweep_arguments(z, sweep) | {
-        "positive": positive.ptr, "row_pairs": rows.ptr, "row_stride": z.m,
-        "column_pairs": columns.ptr, "column_stride": z.n, "written_tiles": marks.ptr,
+        "positive": positive.ptr, "row_partials": rows.ptr, "row_stride": z.m,
+        "column_partials": columns.ptr, "column_stride": z.n, "written_tiles": marks.ptr,
         "cached": {"references": 0, "stride": 0, "uncached_tiles": 0},
         "gradient_block": NO_GRADIENT_BLOCK,
         "gradient_map": np.zeros(1, "V128"), "row_moments": 0, "column_moments": 0,

@@ -55,10 +55,10 @@ __device__ __forceinline__ double block_max(double x) {
 // --- features ---------------------------------------------------------------------------------------------
 
 // One thread block computes one row u of U. inverse[row] is u / z: 1 / |z| (0 for a row of zeros), or 1 without
-// `normalize`. bad[row] is NaN if a feature of the row is not finite, else 0.
+// `normalize`. row_nans[row] is NaN if a feature of the row is not finite, else 0.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, double* inverse,
-          double* bad) {
+          double* row_nans) {
   const i64 row = blockIdx.x;
   int exponent = 0;
   if (normalize && z.dtype == DTYPE_FLOAT64) {
@@ -78,7 +78,7 @@ unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, doubl
   if (normalize) factor = square_sum == 0 ? 0 : ldexp(1 / sqrt(square_sum), -exponent);  // zeros have no direction
   if (threadIdx.x == 0) {
     inverse[row] = factor;
-    bad[row] = zero_sum;
+    row_nans[row] = zero_sum;
   }
   for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) u[row * d + k] = (Real)(z.get(row, k) * factor);
 }

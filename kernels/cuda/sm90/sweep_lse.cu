@@ -366,8 +366,8 @@ struct Lse {
 };
 
 //   - positive [rows]: base-2 logits of positives
-//   - row_pairs [ROW_SLOTS segments, row_stride]: pairs (r, sum)
-//   - column_pairs [ROW_GROUPS thread blocks, column_stride]: pairs (r, sum), undefined in tiles without a bit
+//   - row_partials [ROW_SLOTS segments, row_stride]: pairs (r, sum)
+//   - column_partials [ROW_GROUPS thread blocks, column_stride]: pairs (r, sum), undefined in tiles without a bit
 //   - written_tiles [thread blocks, 32]: bit i of word l says whether the block has written the pairs of tile 32 l + i
 //   - row_moments, column_moments (MOMENTS): sums of 2^(c x - r) x in the layout of the pairs, x a product and no logit
 //   - cached, gradient_block, gradient_map (CACHE): exponentials are written to `gradient_block`
@@ -376,8 +376,8 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-          const __grid_constant__ Block block, i64 segments, double* positive, float2* row_pairs,
-          i64 row_stride, float2* column_pairs, i64 column_stride, u32* written_tiles,
+          const __grid_constant__ Block block, i64 segments, double* positive, float2* row_partials,
+          i64 row_stride, float2* column_partials, i64 column_stride, u32* written_tiles,
           const __grid_constant__ CachedExponentials cached, const __grid_constant__ GradientBlock gradient_block,
           const __grid_constant__ TensorMap gradient_map, float* row_moments, float* column_moments) {
   SweepShared<Lse>& shared = sweep_shared<Lse>();
@@ -390,8 +390,8 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
 #endif
   const i64 own_pairs = (ROW_GROUPS * (i64)blockIdx.x + lane.row_group()) * column_stride + Lse::column(lane);
   Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive,
-          Partials{row_pairs, row_moments}, row_stride,
-          Partials{column_pairs, column_moments}.from(own_pairs), written_tiles,
+          Partials{row_partials, row_moments}, row_stride,
+          Partials{column_partials, column_moments}.from(own_pairs), written_tiles,
           (float)logit_factor(block.scale.get() * LOG2_E), cached, out};
   if (COLUMNS && block.column_tiles * TILES_PER_KEY_TILE > MAX_WRITTEN_TILES) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);

@@ -31,7 +31,7 @@ struct Online {
   const float* references;  // [rows]: r_i
   const double* before;     // [rows]: rows' sums over earlier blocks of columns, against r_i
   double* positive;         // these four: see the kernel
-  float2* row_pairs;
+  float2* row_partials;
   i64 row_stride;
   float* row_moments;
   GradientStrip out;  // writes to the gradient block
@@ -114,7 +114,7 @@ struct Online {
       }
       const i64 at = (ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h);
       if (lane.t == 0 && row(h) < b.q.rows) {
-        row_pairs[at] = make_float2(high[h], sum[h]);
+        row_partials[at] = make_float2(high[h], sum[h]);
         if (MOMENTS) row_moments[at] = moment[h];
       }
     }
@@ -124,8 +124,8 @@ struct Online {
 
 //   - references [rows]: r_i. before [rows]: rows' sums over earlier blocks; 0 in the first block
 //   - positive [rows]: base-2 logits of positives
-//   - row_pairs [ROW_SLOTS segments, row_stride]: (largest product, or LOW if it was not searched; sum)
-//   - row_moments (MOMENTS): sums of e_ij x_ij, in the layout of row_pairs
+//   - row_partials [ROW_SLOTS segments, row_stride]: (largest product, or LOW if it was not searched; sum)
+//   - row_moments (MOMENTS): sums of e_ij x_ij, in the layout of row_partials
 //   - visited_tiles: null in the first launch; then the query tiles that are computed again (`is_visited`)
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
@@ -133,7 +133,7 @@ __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
              const __grid_constant__ Block block, i64 segments, const float* references,
-             const double* before, double* positive, float2* row_pairs, i64 row_stride,
+             const double* before, double* positive, float2* row_partials, i64 row_stride,
              const int* visited_tiles, const __grid_constant__ GradientBlock gradient_block,
              const __grid_constant__ TensorMap gradient_map, float* row_moments) {
   SweepShared<Online>& shared = sweep_shared<Online>();
@@ -141,7 +141,7 @@ sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ Tensor
   Online::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   const double scale = block.scale.get() * LOG2_E;
   Online online{block, lane, shared.consumer[lane.consumer & 1], references, before, positive,
-                row_pairs, row_stride, row_moments, GradientStrip(gradient_map, gradient_block, group.strips, lane),
+                row_partials, row_stride, row_moments, GradientStrip(gradient_map, gradient_block, group.strips, lane),
                 scale,
                 (float)scale};
   sweep(shared, q, k, block, (int)segments, online, lane, visited_tiles);

@@ -46,16 +46,16 @@ struct Partials {
 
 // The partial sums of all strips of a tile: of a row in each of WARPS_N strips, of a column in each of WARPS_M strips.
 struct StripSums {
-  Real2 row_pairs[WARPS_N][BLOCK_M], column_pairs[WARPS_M][BLOCK_N];
+  Real2 row_partials[WARPS_N][BLOCK_M], column_partials[WARPS_M][BLOCK_N];
 #if MOMENTS
   Real row_moments[WARPS_N][BLOCK_M], column_moments[WARPS_M][BLOCK_N];
-  __device__ __forceinline__ Partials rows(int warp) { return {row_pairs[warp], row_moments[warp]}; }
+  __device__ __forceinline__ Partials rows(int warp) { return {row_partials[warp], row_moments[warp]}; }
   __device__ __forceinline__ Partials columns(int warp) {
-    return {column_pairs[warp], column_moments[warp]};
+    return {column_partials[warp], column_moments[warp]};
   }
 #else
-  __device__ __forceinline__ Partials rows(int warp) { return {row_pairs[warp], nullptr}; }
-  __device__ __forceinline__ Partials columns(int warp) { return {column_pairs[warp], nullptr}; }
+  __device__ __forceinline__ Partials rows(int warp) { return {row_partials[warp], nullptr}; }
+  __device__ __forceinline__ Partials columns(int warp) { return {column_partials[warp], nullptr}; }
 #endif
 };
 
@@ -188,8 +188,8 @@ __device__ __forceinline__ void store_sums(StripSums& sums, const Block& b, cons
 // Writes the partial sums of all tiles of the block (store_sums), and to `positive` [rows, set_size] the base-2 logits
 // of the positives in the block.
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
-lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64 row_stride,
-    Real2* column_pairs, i64 column_stride, Real* row_moments, Real* column_moments) {
+lse(const __grid_constant__ Block block, double* positive, Real2* row_partials, i64 row_stride,
+    Real2* column_partials, i64 column_stride, Real* row_moments, Real* column_moments) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   __shared__ StripSums sums;
@@ -208,7 +208,7 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64
     exclude(x, shared, block, tile, p);
     if (!sum_strip(x, c, sums, shared, p)) sum_strip_by_own_maxima(x, c, sums, shared, p);
     __syncthreads();  // the writes of all strips' sums come before their reads
-    store_sums(sums, block, tile, c, Partials{row_pairs, row_moments}, row_stride,
-               Partials{column_pairs, column_moments}, column_stride);
+    store_sums(sums, block, tile, c, Partials{row_partials, row_moments}, row_stride,
+               Partials{column_partials, column_moments}, column_stride);
   }
 }

@@ -118,14 +118,14 @@ extern "C" __global__ void add_partial_sums(const Real2* partial_sums, const Rea
   if (moment_sums) moment_sums[i] += *gradient_divisor * (scale.get() / scale.bare()) * moment;
 }
 
-// Adds up `copies` vectors of n numbers, which follow one another in `sums`, into the first vector: accumulators of dQ,
+// Adds up `dq_copies` vectors of n numbers, which follow one another in `sums`, into the first vector: accumulators of dQ,
 // if its long sums over keys are computed as several shorter sums (kernels/gpu/schedule/matrix_products.py).
-extern "C" __global__ void add_copies(Real* sums, i64 n, i64 copies) {
+extern "C" __global__ void add_dq_copies(Real* sums, i64 n, i64 dq_copies) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
   Real sum = sums[i];
 #pragma unroll 8
-  for (i64 copy = 1; copy < copies; ++copy) sum += sums[copy * n + i];
+  for (i64 copy = 1; copy < dq_copies; ++copy) sum += sums[copy * n + i];
   sums[i] = sum;
 }
 

@@ -43,7 +43,7 @@ class Launcher:
     """Launches kernels on `queue`, which runs or records them.
 
     `device` is the current device. `precision` is the precision of operands for which `launch`
-    compiles kernels (`run` takes it from the schedule).
+    compiles kernels (`launch_scheduled` takes it from the schedule).
     """
 
     def __init__(self, device: Any, precision: str, queue: Queue) -> None:
@@ -64,7 +64,7 @@ class Launcher:
         parameters = signature(file, kernel, given_options(defines))
         self.queue.launch(function, parameters, grid, block, shared, arguments)
 
-    def run(
+    def launch_scheduled(
         self, kernel: schedule.ScheduledKernel, blocks: int, arguments: Mapping[str, Any]
     ) -> None:
         """Launch a scheduled kernel, which has its threads and -D options, in `blocks` blocks."""
@@ -74,7 +74,7 @@ class Launcher:
         parameters = signature(kernel.file, kernel.name, given_options(kernel.defines))
         self.queue.launch(function, parameters, blocks, kernel.threads, kernel.shared, arguments)
 
-    def rows(
+    def launch_rows(
         self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,
         file: str = "rows.cu", defines: Mapping[str, int] | None = None, **arguments: Any,
     ) -> None:  # fmt: skip
@@ -89,7 +89,9 @@ class Launcher:
         blocks = blocks if most is None else min(blocks, most)
         self.launch(file, kernel, blocks, 256, arguments, **(defines or {}))
 
-    def vectors(self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any) -> None:
+    def launch_vectors(
+        self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any
+    ) -> None:
         """Launch a kernel of vectors.cu on `elements` elements, with `threads` threads for each."""
         self.launch("vectors.cu", kernel, -(-elements * threads // 128), 128, arguments)
 

@@ -26,7 +26,7 @@ class Purpose(Enum):
     """What a pass computes."""
 
     STATISTICS = "log-sum-exp"
-    RANKS = "ranks"  # retrieval ranks
+    RETRIEVAL_RANKS = "ranks"  # retrieval ranks
     GRADIENT = "gradient"
     ONE_PASS = "log-sum-exp and gradient"
     SIGMOID = "sigmoid loss"
@@ -89,7 +89,9 @@ class BlockPass:
             case Statistics():
                 return BlockPass(Purpose.STATISTICS, triangle, epilogue.columns is not None)
             case RetrievalRanks():
-                return BlockPass(Purpose.RANKS, triangle, epilogue.column_rank is not None)
+                return BlockPass(
+                    Purpose.RETRIEVAL_RANKS, triangle, epilogue.column_rank is not None
+                )
             case SoftmaxGradient():
                 two_sided = epilogue.column_reference is not None
                 return BlockPass(Purpose.GRADIENT, triangle, two_sided, accumulates)

@@ -182,7 +182,7 @@ class PassScheduler:
             return ()
         if purpose is Purpose.STATISTICS:
             return (self.statistics(triangle, block.column_sums),)
-        if purpose is Purpose.RANKS:
+        if purpose is Purpose.RETRIEVAL_RANKS:
             grid = self.grid(self.division.gradient, self.call.symmetric, triangle)
             return (self.ranks(grid, block.column_sums),)
         return self.gradients(purpose, triangle)
@@ -259,7 +259,9 @@ class PassScheduler:
         """The pass of retrieval ranks, which counts the logits above those of positives."""
         kernel = self.kernel("ranks", self.tile, COLUMNS=int(columns))
         memory = self.memory(grid, gradient=False, rows=False, columns=False)
-        return ScheduledPass(Purpose.RANKS, grid, self.tile, kernel, memory, column_sums=columns)
+        return ScheduledPass(
+            Purpose.RETRIEVAL_RANKS, grid, self.tile, kernel, memory, column_sums=columns
+        )
 
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[ScheduledPass, ...]:
         """The gradient passes: one pass, if the accumulator of dK has room for all keys.

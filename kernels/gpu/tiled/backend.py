@@ -27,13 +27,14 @@ from ..linear import GPURows
 from ..schedule import BlockPass, Call, Purpose, ScheduledPass, tiled_schedule
 from .buffers import Buffers
 from .gradient import SoftmaxRun
-from .lse import RanksRun, StatisticsRun
+from .lse import RetrievalRanksRun, StatisticsRun
 from .one_pass import OnlineRun, SigmoidRun
 
 # The run of a pass, by its purpose
 RUNS: dict[Purpose, Any] = {
-    Purpose.STATISTICS: StatisticsRun, Purpose.RANKS: RanksRun, Purpose.GRADIENT: SoftmaxRun,
-    Purpose.ONE_PASS: OnlineRun, Purpose.SIGMOID: SigmoidRun,
+    Purpose.STATISTICS: StatisticsRun, Purpose.RETRIEVAL_RANKS: RetrievalRanksRun,
+    Purpose.GRADIENT: SoftmaxRun, Purpose.ONE_PASS: OnlineRun,
+    Purpose.SIGMOID: SigmoidRun,
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ class GPU:
         if self.buffers.guide is not None:
             problem = self.buffers.guide.with_limits(problem, vectors)
         epilogues: dict[Purpose, Epilogue] = {
-            Purpose.STATISTICS: stats, Purpose.RANKS: stats.retrieval_ranks,
+            Purpose.STATISTICS: stats, Purpose.RETRIEVAL_RANKS: stats.retrieval_ranks,
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
         }  # fmt: skip
         if problem.has_limits:

@@ -205,7 +205,7 @@ class Buffers:
     def add_bias(self, logits: Array, bias: Array, by: float, out: Array) -> None:
         """out = logits + by * bias: base-2 logits; `by` is +-log2 e for biases in natural units."""
         n = len(logits)
-        self.launcher.vectors("add_bias", n, x=logits, bias=bias, by=by, n=n, out=out)
+        self.launcher.launch_vectors("add_bias", n, x=logits, bias=bias, by=by, n=n, out=out)
 
     def list_queries_by_key(self, problem: Problem) -> tuple[Array, Array, Array]:
         """List the queries of each key: the inverse of `positives`, for dK at positives.
@@ -221,10 +221,12 @@ class Buffers:
             order = zeros[n:]
             if not problem.no_local_positives:
                 begin, taken, order = cupy.empty(n, np.int64), order, cupy.empty(m, np.int64)
-                launcher.vectors("count_queries", m, positives=positives, m=m, end=end)
-                launcher.vectors("place_queries", n, n=n, begin=begin, end=end, taken=taken)
-                launcher.vectors("list_queries", m, positives=positives, m=m, end=end, order=order)
-                launcher.vectors("sort_queries", n, begin=begin, end=end, n=n, order=order)
+                launcher.launch_vectors("count_queries", m, positives=positives, m=m, end=end)
+                launcher.launch_vectors("place_queries", n, n=n, begin=begin, end=end, taken=taken)
+                launcher.launch_vectors(
+                    "list_queries", m, positives=positives, m=m, end=end, order=order
+                )
+                launcher.launch_vectors("sort_queries", n, begin=begin, end=end, n=n, order=order)
             self._queries_by_key = order, begin, end
         return self._queries_by_key
 
@@ -232,7 +234,7 @@ class Buffers:
         """`factor` (float64) over the gradient divisor of struct Ranges, in the dtype of sums."""
         n = len(factor)
         out = cupy.empty(n, self.real)
-        self.launcher.vectors("divide_factors", n, x=factor, n=n, ranges=ranges, out=out)
+        self.launcher.launch_vectors("divide_factors", n, x=factor, n=n, ranges=ranges, out=out)
         return out
 
     def add_partial_sums(
@@ -246,7 +248,7 @@ class Buffers:
         divisor to `moment_sums`. The kernel of the same name in vectors/sums.cuh has the formulas.
         """
         n = rows.stop - rows.start
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "add_partial_sums", n, partial_sums=partial_sums, moments=moments, slots=slots,
             stride=n, n=n, gradient_divisor=ranges, scale=scale,
             first_sums=address(first_sums, rows.start),

@@ -251,8 +251,8 @@ class GradientRun(PassRun):
 
         if accumulator.dq_copies > 1:
             sums, size = accumulator.array, accumulator.copy_stride
-            self.launcher.vectors(
-                "add_copies", size, sums=sums, n=size, copies=accumulator.dq_copies
+            self.launcher.launch_vectors(
+                "add_dq_copies", size, sums=sums, n=size, dq_copies=accumulator.dq_copies
             )  # fmt: skip
         defines = {"NORM_FACTORS": int(problem.normalize)}
         if problem.set_size > 1:
@@ -261,7 +261,7 @@ class GradientRun(PassRun):
         if self.linear_fields:
             defines["LINEAR"] = 1
             linear["linear"] = self.linear_fields[accumulator is not self.dq_accumulator]
-        self.launcher.rows(
+        self.launcher.launch_rows(
             "finish", n, d, file="finish.cu", defines=defines, **linear,
             acc=accumulator.pointer(rows.start), acc_stride=accumulator.stride,
             first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
@@ -372,7 +372,7 @@ class SoftmaxRun(GradientRun):
         kernel = self.scheduled.cached_kernel
         strips, n = -(-self.query_operand.rows // config.STRIP), self.key_operand.rows
         assert kernel is not None
-        self.launcher.run(
+        self.launcher.launch_scheduled(
             kernel, strips * -(-n // CACHED_BLOCK_COLUMNS),
             {
                 "b": self.block_fields(rows, columns, False), "f": factors,

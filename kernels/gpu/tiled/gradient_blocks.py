@@ -175,7 +175,7 @@ class GradientFactors:
         self.column_reference = self.v = None
         if sources["column_reference"] is not None:
             self.column_reference, self.v = cupy.empty((2, n), real)
-        launcher.vectors(
+        launcher.launch_vectors(
             "factors", max(m, n), f=sources, m=m, n=n, scale=scale, ranges=ranges,
             out={
                 "row_reference": self.row_reference, "a": self.a, "u": self.u,

@@ -55,7 +55,7 @@ class Guide:
         limits, row_nans = cupy.empty(m), None if problem.symmetric else cupy.empty(m)
         query, key = (GPURows(self.launcher, side) for side in (self.query, self.key))
         key_count = 0 if problem.symmetric else n  # keys that the kernel checks after the queries
-        self.launcher.rows(
+        self.launcher.launch_rows(
             "guide_limits", m + key_count, file="block/guide_rows.cu", query=query.fields(),
             key=key.fields(), m=m, n=key_count, d=self.query.features.shape[1],
             positives=problem.positives, each=problem.set_size, margin=problem.guide_margin,

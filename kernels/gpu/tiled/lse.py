@@ -71,8 +71,8 @@ class StatisticsRun(PassRun):
             column_side, column_slots = "row", 0
         arguments = {
             "positive": address(stats.positive_logits, rows.start),
-            "row_pairs": memory["row_partials"], "row_moments": memory.get("row_moments"),
-            "row_stride": m, "column_pairs": memory.get(f"{column_side}_partials"),
+            "row_partials": memory["row_partials"], "row_moments": memory.get("row_moments"),
+            "row_stride": m, "column_partials": memory.get(f"{column_side}_partials"),
             "column_moments": memory.get(f"{column_side}_moments"), "column_stride": n,
         }  # fmt: skip
         if isinstance(shape, config.Sweep):
@@ -97,7 +97,7 @@ class StatisticsRun(PassRun):
         n = rows.stop - rows.start
         # the maxima of portable kernels are products, the maxima of sweeps are base-2 logits
         scale = self.logit_scale if isinstance(self.shape, config.Tile) else BASE_2
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "merge_partial_sums", n, threads=4, partial_sums=self.memory[f"{side}_partials"],
             moments=self.memory.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
             logit_scale=self.logit_scale, sums=sums_fields(sums, rows.start),
@@ -105,7 +105,7 @@ class StatisticsRun(PassRun):
         )  # fmt: skip
 
 
-class RanksRun(PassRun):
+class RetrievalRanksRun(PassRun):
     """Counts, for each row and column, the logits above the logit of its positive.
 
     The log-sum-exp pass has computed the logits of positives before.

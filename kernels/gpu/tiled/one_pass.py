@@ -60,7 +60,7 @@ class OnlineRun(GradientRun):
             arguments = {
                 "references": reference, "before": row_sum,
                 "positive": address(self.epilogue.positive_logits, start),
-                "row_pairs": self.partials, "row_stride": n, "row_moments": self.moments,
+                "row_partials": self.partials, "row_stride": n, "row_moments": self.moments,
                 "visited_tiles": visited_tiles, **self.gradient_arguments(),
             }  # fmt: skip
             self.launch(self.scheduled.kernel, rows, columns, arguments, segments=segments)
@@ -96,7 +96,7 @@ class OnlineRun(GradientRun):
     def end_rows(self, rows: slice) -> None:
         """Complete the sums, the gradient divisors and dQ of `rows`, and add their terms to dK."""
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "end_online", n, reference=address(self.references, start),
             rows=sums_fields(sums, start), positive=address(self.epilogue.positive_logits, start),
             positives=address(self.problem.positives, start),
@@ -156,7 +156,7 @@ class SigmoidRun(GradientRun):
     def end_rows(self, rows: slice) -> None:
         """Add the positives of `rows`, which blocks leave out, to losses and sums; complete dQ."""
         start, n, epilogue = rows.start, rows.stop - rows.start, self.epilogue
-        self.launcher.vectors(
+        self.launcher.launch_vectors(
             "sigmoid_positives", n, logits=address(epilogue.positive_logits, start),
             a=address(self.row_factor, start), n=n,
             positives=address(self.problem.positives, start),

@@ -48,7 +48,7 @@ class Features:
             n, d = features.shape
             self.factor = cupy.empty(n, real)
             self.exponent = cupy.empty(n, np.int32)
-            launcher.rows(
+            launcher.launch_rows(
                 "row_norms", n, z=matrix(features), n=n, d=d, factor=self.factor,
                 exponent=self.exponent,
             )  # fmt: skip
@@ -111,7 +111,7 @@ class OperandSide(Features):
         If `weight` (of all rows) is given, row i is multiplied by weight[i] / gradient_divisor[0].
         """
         operand = self.staged_operand(rows, buffer)
-        self.launcher.rows(
+        self.launcher.launch_rows(
             "stage", operand.rows, self.layout.features, z=matrix(self.features, rows.start),
             n=operand.rows, d=self.features.shape[1], exponent=address(self.exponent, rows.start),
             feature_divisor=self.feature_divisor, weight=address(weight, rows.start),
@@ -148,7 +148,7 @@ def launch_over_block(
             "k": key_side.tensor_map(k, config.BLOCK_M),
             "segments": segments or shape.segments(q.rows, k.rows, triangle), **arguments,
         }  # fmt: skip
-    query_side.launcher.run(kernel, blocks, arguments)
+    query_side.launcher.launch_scheduled(kernel, blocks, arguments)
 
 
 def find_feature_divisors(
@@ -165,7 +165,7 @@ def find_feature_divisors(
     largest, divisors = launcher.queue.zeroed_array(2, np.uint32), cupy.empty(3)
     for side in divided:
         (n, d), index = side.features.shape, sides.index(side)
-        launcher.rows(
+        launcher.launch_rows(
             "find_largest", n, d, most=8 * multiprocessors, z=matrix(side.features), n=n, d=d,
             largest_bits=address(largest, index),
         )  # fmt: skip
@@ -188,7 +188,7 @@ def to_products(
     """
     n = len(values)
     out = cupy.empty(n, real)
-    launcher.vectors(
+    launcher.launch_vectors(
         "to_products", n, values=values, value_scale=value_scale, n=n, scale=logit_scale, out=out
     )
     return out

@@ -53,7 +53,7 @@ constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;  // the last warpgroup has
 // NEW_QUERY_TILE: all consumer warpgroups have ended the last query tile. Tiles alternate between consumers over
 // all query tiles, so in a new query tile a consumer may get a key tile that the other consumer had before. It then
 // reads the column sums that the other consumer wrote: both consumers keep the sums of 64 rows in the same place in
-// `column_pairs` (sweep_lse.cu). NEW_QUERY_TILE also separates two uses of GRADIENT_WRITTEN.
+// `column_partials` (sweep_lse.cu). NEW_QUERY_TILE also separates two uses of GRADIENT_WRITTEN.
 //
 // GRADIENT_WRITTEN: consumer 0 has written its gradients of the query tile, to which consumer 1 adds its own
 // (sweep_narrow.cu).
