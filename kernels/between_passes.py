@@ -121,8 +121,9 @@ def finalize(
     if log_scale_grad is not None:  # a feature that is not finite has made it NaN already
         log_scale_grad = problem.upstream * log_scale_grad
 
-    # -scale dL/dx at the positives: `pull` is complete; `inserted_pull`, which the gradient pass
-    # inserts at positives, lacks what the linear terms of label smoothing add
+    # -scale dL/dx at the positives. With label smoothing e, a target has 1 - e at the positive and
+    # e / count at each key. The gradient pass inserts `inserted_pull`, of the first part; linear
+    # terms pull at each key by e / count (`smoothing_pull`). `pull` is the sum of both
     inserted_pull = _times(row_upstream, row_targets.pull(rows.negative_probability))
     if columns is not None:
         inserted_pull = inserted_pull + column_upstream * column_targets.pull(

@@ -1,6 +1,7 @@
 """The loss of each row, or of each column, from the sum of its negatives and its positive's logit.
 
-`targets` calls this for one direction of a loss, after the log-sum-exp pass. A GPU has the same
+`targets.finalize_with_targets` calls this, by `Vectors.direction`, for one direction of a loss
+after the log-sum-exp pass. A GPU has the same
 formulas in kernels/cuda/direction_losses.cuh.
 """
 

@@ -1,11 +1,13 @@
 """The targets of rows: sets of positives, margins, label smoothing. Also the limits of negatives,
 and the positives of a pairwise sigmoid that are pairs of equal ids.
 
-`between_passes.finalize` calls this file for a softmax, and this file calls `direction_losses`. If
-the target of a row is one positive with probability 1, `direction_losses` has all formulas: n is
-the log-sum-exp of the negatives, p the logit of the positive, the loss is softplus(n - p), and the
-gradient at the positive is -sigmoid(n - p). This file adds the terms of other targets. All
-positives of a row, P of them, count as one positive, whose logit m is their log-sum-exp:
+`between_passes.finalize` calls this file for a softmax. This file gets a function for one direction
+of a loss, `Vectors.direction`, which calls `direction_losses`. If the target of a row is one
+positive with probability 1, `direction_losses` has all formulas: n is the log-sum-exp of the
+negatives, p the logit of the positive, the loss is softplus(n - p), and the gradient at the
+positive is -sigmoid(n - p). This file adds the terms of other targets. The target of a row with P
+labels >= 0 has probability (1 - e) / P at each of these positives, plus e / K at each key. All
+positives of a row count as one positive, whose logit m is their log-sum-exp:
 
     loss = softplus(n - m) + (m - mean of their logits) + e (mean of their logits - mean of all)
     -dloss/dx at a positive = f sigmoid(n - m) + ((1 - e) / P - f) + e / K

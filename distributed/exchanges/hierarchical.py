@@ -13,7 +13,8 @@ t >= 2 runs during step t - 1. In tick t,
 
     keys of node h - t - 1 arrive from the counterpart on node h - 1,
     keys of node h - t are gathered inside the node,
-    sums of the keys of node h - t + 2 go to the ranks of this node that add them,
+    sums of the keys of node h - t + 2 go, inside this node, to the rank with the local rank of the
+        keys' owner, which adds them,
     sums of the keys of node h - t + 3, with this node's part, go to the counterpart on node h + 1.
 
 A tick is one exchange, so links inside nodes and links between nodes work at the same time. The

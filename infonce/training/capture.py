@@ -13,6 +13,9 @@ Array = Any
 class Captured:
     """What `capture` returns. Call it to compute again, on CuPy's current stream.
 
+    A call takes no arrays: it reads the arrays that `capture` got. Write new features into these.
+    Arrays of other shapes need another capture.
+
     Attributes
     ----------
     result : LossAndGrad or array

@@ -34,7 +34,11 @@ class CallState:
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
     def keep_logits(self, problem: Problem, grid: Grid) -> None:
-        """Allocate memory for the logits of as many blocks as the workspace has room for."""
+        """Allocate memory for the logits of as many blocks as the workspace has room for.
+
+        The log-sum-exp pass of a call with both passes calls this. The pass runs backwards, so the
+        last block of each worker is in column block 0.
+        """
         (m, n, d), schedule = problem.shape, self.schedule
         room = problem.workspace - schedule.threads * schedule.memory.worker_bytes(*grid.largest)
         room -= schedule.dk_accumulator_rows * d * self.dtype.itemsize

@@ -48,7 +48,13 @@ def choose_method(problem: Problem) -> str:
 
 def fits_one_block(problem: Problem) -> bool:
     """Whether `one_block` implements all options of the problem, and the workspace has room for its
-    logits."""
+    logits.
+
+    It implements ids, weights, a margin and normalisation. It refuses everything else that changes
+    the loss: sets of positives, groups, own negatives, biases of keys, limits, a guide, a teacher,
+    positive ids, label smoothing, `decoupled`, `hardness`, joint losses (`loss_follows_from_sums`
+    is False for most of them), and metrics, progress and shards.
+    """
     m, n, d = problem.shape
     if not 0 < m * n <= ONE_BLOCK_LOGITS or d == 0 or problem.method not in ("auto", "fused"):
         return False

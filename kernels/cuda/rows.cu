@@ -10,7 +10,7 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
   const i64 row = lanes_row(32);
   if (row >= n) return;
   int feature_exponent = 0, norm_exponent = 0;  // features are divided by 2^feature_exponent before the squares
-  if (z.dtype == DTYPE_FLOAT64) {
+  if (z.dtype == DTYPE_FLOAT64) {  // squares of other dtypes neither overflow nor underflow in double
     double largest = 0;
     for (i64 k = threadIdx.x % 32; k < d; k += 32) largest = fmax(largest, fabs(z.get(row, k)));
     feature_exponent = find_exponent(warp_max(largest));

@@ -242,7 +242,10 @@ class Plan:
             for step in recorder.steps
         ]
         self.steps, self.array_count = recorder.steps, len(recorder.sizes)
+        # the index in `words` of each parameter of the launches, in their order
         self.parameters = np.array(recorder.parameters, np.int64)
+        # 8-byte words: parameters of launches first, then arguments of other steps. A call writes
+        # its addresses to a copy of them, at `pointers`, and its numbers, at `numbers`
         launches, others = recorder.words, recorder.other_arguments
         first = self.first_other_word = len(launches.values)
         self.words = np.array([*launches.values, *others.values], np.uint64)
@@ -255,7 +258,7 @@ class Plan:
         self.pointer_offsets = offsets.view(np.uint64)
         self.numbers = np.array([position for position, _ in launches.numbers], np.int64)
         self.number_indices = np.array([index for _, index in launches.numbers], np.int64)
-        self.maps = recorder.maps
+        self.maps = recorder.maps  # tensor maps, which depend on addresses: made in each call
         # By addresses, numbers and the stream of a call. There are few keys, because a training
         # loop usually gets the same memory again, and a ring uses some buffers in turn
         self.bound_steps: dict[tuple[Any, ...], BoundSteps] = {}

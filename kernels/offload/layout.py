@@ -101,8 +101,10 @@ def least_workspace(rows: int, row: RowBytes) -> int:
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     """The largest chunks that fit the workspace.
 
-    If the smaller side fits with its gradient, it stays. Otherwise a quarter of the workspace is
-    for rows that stay. ValueError if there would be too many chunks (`grid.has_few_blocks`).
+    If the smaller side fits with its gradient, it stays in all passes. Otherwise a quarter of the
+    workspace is for rows that stay: of the side whose gradient a pass computes, so that the
+    gradient is complete before it leaves the device. ValueError if there would be too many chunks
+    (`grid.has_few_blocks`).
     """
     (m, n, _), workspace = problem.shape, problem.workspace
     row = row_bytes(problem, gradients)

@@ -81,7 +81,7 @@ def unit_rows(rows: dict[str, Any]) -> Any:
 
 def make_rows(
     monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool
-) -> list[linear.Rows]:
+) -> list[linear.GPURows]:
     monkeypatch.setattr(linear, "cupy", np)
     monkeypatch.setattr(
         linear, "order_by_segment", lambda segment: np.argsort(segment, kind="stable")
@@ -96,7 +96,7 @@ def make_rows(
             factor = 1 / mantissa
         side: Any = SimpleNamespace(features=z, factor=factor, exponent=exponent)
         kernels: Any = Kernels()
-        made.append(linear.Rows(kernels, side))
+        made.append(linear.GPURows(kernels, side))
     return made
 
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)
 if not MISSING:
     import cupy
     from infonce.kernels.gpu import labels as gpu_labels
-    from infonce.kernels.gpu.linear import Rows
+    from infonce.kernels.gpu.linear import GPURows
 
 # one sorted run of 2048 labels, two, an odd number of them, many
 SIZES = [1, 2, 65, 2048, 2049, 5000, 20000]
@@ -101,7 +101,7 @@ def test_labels_that_are_not_taken_make_the_loss_nan() -> None:
 def make_rows(z: Any, normalize: bool) -> Any:
     problem: Any = SimpleNamespace(compute_precision="fp64" if z.dtype == np.float64 else "bf16")
     problem.normalize = normalize
-    return Rows.of(cupy.asarray(z), problem)
+    return GPURows.of(cupy.asarray(z), problem)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -84,13 +84,13 @@ def test_features_are_staged_once_where_they_fit(
     row = config.padded(d, operands) * config.OPERAND_BYTES[operands]
     least = 5 * sum(len(z) for z in args) * row
     staged: list[str] = []
-    rows = Launcher.rows
+    launch_rows = Launcher.launch_rows
 
     def recorded(launcher: Any, kernel: str, *shape: int, **given: Any) -> None:
         staged.extend([kernel] * (kernel == "stage" and not given["weight"]))
-        rows(launcher, kernel, *shape, **given)
+        launch_rows(launcher, kernel, *shape, **given)
 
-    monkeypatch.setattr(Launcher, "rows", recorded)
+    monkeypatch.setattr(Launcher, "launch_rows", recorded)
     monkeypatch.setattr(gpu_recorded, "compile_kernels", lambda *_: None)  # which launches them too
     results = []
     for workspace in (least, least - 1):

@@ -17,8 +17,9 @@ LOSSES = ["info_nce", "nt_xent", "clip", "lit", "siglip"]
 KINDS = ["random", "aligned", "partly aligned", "opposed", "identical rows", "long"]  # of `pairs`
 
 # By dtype of the features: unit roundoff of the arithmetic; and bounds of errors, relative to the
-# float64 result on the same inputs, for unit rows and logits up to 200. (README's table of errors
-# is tested by tests/brute/test_precision.py.)
+# float64 result on the same inputs, for unit rows and logits up to 200. GRAD_BOUND is about one
+# roundoff of a gradient in 16 bits (2^-11, 2^-8), and 80 roundoffs of sums in float32. (README's table
+# of errors is tested by tests/brute/test_precision.py.)
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
 LOSS_BOUND = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
 GRAD_BOUND = {"float64": 1e-12, "float32": 5e-6, "float16": 6e-4, "bfloat16": 4e-3}
@@ -73,7 +74,9 @@ def assert_grad(
     """AssertionError if a gradient is too far from `want`: ||got - want|| <= bound ||want||.
 
     The rounding of a logit has an error of up to roundoff x logit, and so has every probability,
-    relatively: in a large batch such errors average out, in a small one they do not. `size` takes
+    relatively: in a large batch such errors average out, in a small one they do not. The factors 6
+    and 8 allow for the roundings on the way to a probability: of both operands, their product,
+    its scale, the reference exponent and the exponential (two more in a difference). `size` takes
     the place of ||want||. `terms` is the norm of the terms that cancel in the sums of `want`, as
     `cancelling` returns it.
     """

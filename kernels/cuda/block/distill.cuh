@@ -49,7 +49,8 @@ __device__ __forceinline__ Exponentials exponentials(Real x, Real c, const RowFa
 // Sums over the pairs of a row, or of a column, with the probabilities p of the student and q of the teacher, and y the
 // exponent of the student (the base-2 logarithm of p):
 //   - target: q y, for the loss. The kernels multiply the complete sum by the teacher's factor a or v of q.
-//   - excess (MOMENTS): (p - q) y, for the gradient of the scale.
+//   - excess (MOMENTS): (p - q) y, for the gradient of the scale, d loss / d log(scale) = sum (p - q) x. The logits x
+//     are y plus a number of the row, which cancels, because p and q both add up to 1.
 // y is near 0 for probable pairs, so an error of their q has little weight in both sums.
 struct DistillSums {
   Real target, excess;

@@ -57,7 +57,9 @@ enum : int { POSITIVE_TILE = 128 };  // rows, and columns, of the tiles of `posi
 // Marks of a guide, which tiled/guide.cu and sm90/sweep_guide.cu write. The mark of a pair is a bit: 1 if the product
 // of the guide's features is above the limit, so that the pair is left out. Columns are in groups of MARKED_COLUMNS.
 // Each row has four words of 32 marks for each group: the mark of column c of the group is bit `mark_bit(c)` of word
-// c / 2 % 4. In this order, all columns of a row that one thread has in its accumulators are in one word.
+// c / 2 % 4. In this order, all columns of a row that one thread has in its accumulators are in one word: lane t of
+// four has columns 8 k + 2 t and 8 k + 2 t + 1, which are bits 2 k and 2 k + 1 of word t. Words of row_marks decide for
+// the softmax of the row, and words of column_marks, in the same layout, for the softmax of the column.
 enum : int { MARKED_COLUMNS = 128 };
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
 // The index of the word with the mark of a pair, among the words of a block of `rows` rows.
@@ -332,8 +334,8 @@ struct All {
     (Each::copy_columns(to, from, copy), ...);
   }
 
-  // For the portable kernels: x becomes EXCLUDED if any option excludes the pair from both softmaxes. If an option
-  // SPLITS, these kernels also ask `in_row` and `in_column`.
+  // For the portable kernels: x becomes EXCLUDED (common.cuh: its exponential is 0) if any option excludes the pair
+  // from both softmaxes. If an option SPLITS, these kernels also ask `in_row` and `in_column`.
   template <class Pair>
   __device__ __forceinline__ static void exclude(Real& x, const Pair& p) {
     if (is_positive(p)) return;

@@ -29,10 +29,10 @@ extern "C" __global__ void mark_not_finite(i64 m, double* losses, const double* 
   if (i < m) losses[i] += *any_key_not_finite + (row_nans ? row_nans[i] : 0);
 }
 
-// After the pass: adds the positives of n rows to the sums over the negatives. logits[i] is the logit of the positive
-// without the bias, and z = logits[i] + bias.
-//     out[i] = -a[i] sigmoid(-z), which is dL/dx at the positive, with a = row_factor
-//     losses[i] += softplus(-z), bias_grad[i] += out[i], log_scale_grad[i] += out[i] x, with the product x
+// After the pass: adds the positives of n rows to the sums over the negatives. x is the product of a row and its
+// positive, logits[i] = scale x, and z = logits[i] + bias.
+//     out[i] = -a[i] sigmoid(-z), which is dL/dx at the positive, with a = row_factor = upstream scale
+//     losses[i] += softplus(-z), bias_grad[i] += out[i], log_scale_grad[i] += out[i] x
 // If the positive is not among these keys (positives[i] is -1), out[i] is 0, and nothing is added.
 extern "C" __global__ void sigmoid_positives(const double* logits, const double* a,
                                              const i64* positives, i64 n,

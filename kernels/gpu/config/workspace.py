@@ -172,7 +172,8 @@ def choose_dq_copies(
 
     A partial sum has `MAX_SUM_TERMS` terms (keys). If queries are few, the tiles of one partial sum
     do not occupy all multiprocessors. More copies do, but must be added up in the end. All copies
-    take at most 1/8 of the workspace. 1, if the precision does not limit the terms of a sum.
+    take at most 1/8 of the workspace. 1, if the precision does not limit the terms of a sum: only
+    that of fp16x3 does, because tensor cores truncate each addition, which would add up.
     """
     m, n, d = shape
     sums = -(-n // MAX_SUM_TERMS[precision]) if precision in MAX_SUM_TERMS else 1
@@ -238,6 +239,7 @@ def largest_blocks(
     row_bytes = needs.accumulator_row_bytes(d)
     max_dk_rows = max(1, workspace // 2 // row_bytes)
     dk_rows, overlaid = min(n, max_dk_rows) if needs.dk_in_workspace else 0, 0
+    # `max_dk_rows` take half of the workspace, so more than half of them take more than a quarter
     if needs.overlay_row_bytes and 2 * dk_rows > max_dk_rows:
         border = needs.overlay_border(n, d)
         if border and n - border <= max_dk_rows:
@@ -286,7 +288,7 @@ def choose_block_sizes(
     passes = needs.statistics_needs, needs.gradient_needs
     least = max(least_workspace(shape, each, block_n) for each in passes)  # bytes
     if workspace < least:
-        # the message names the caller's workspace, which includes the reserved bytes
+        # The message names the caller's workspace: this inverts `workspace_of_passes`
         least, workspace = (size + min(size, reserved) for size in (least, workspace))
         raise make_workspace_error(shape, least, workspace)
     caching = _block_sizes_with_cache(shape, needs, cache_bytes, block_n) if cache_bytes else None

@@ -128,7 +128,9 @@ def _losses(
 
     `sums` are (target, excess) of block/distill.cuh: the target is the sum of q y, with exponents
     y = c x - `rounded_reference`, in which kernels have rounded c and the reference. The loss is
-    -sum q log p without this rounding: log2 p = y `unrounded` + `rest`, and q adds up to 1.
+    -sum q log p without this rounding: log2 p = y `unrounded` + `rest`, and q adds up to 1. The
+    second result is the gradient of log(scale) from the excess; of a call without MOMENTS, it comes
+    from <dQ, q> in `TiledVectors.totals`.
     """
     # the factor of products in base-2 logits, and its quotient to the rounded factor
     c = problem.scale if isinstance(problem.scale, cupy.ndarray) else np.float64(problem.scale)

@@ -128,8 +128,9 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
             operand_precision in config.FLOAT16 and call.query.dtype != "float16"
         )
     if bits_vary and call.has_limits and (call.symmetric or call.limits_given):
-        # products are compared with limits: each must be the same number in all blocks and passes,
-        # and x_ji must equal x_ij
+        # Products are compared with limits. Both passes must leave out the same pairs, so a product
+        # must have the same bits in both. That holds if both compute x_ij in the same way, but not
+        # if one of them computes x_ji in place of x_ij, or a block with other divisors
         operand_precision = "fp32"
     if not config.supported(operand_precision, device):
         raise ValueError(
@@ -177,7 +178,9 @@ def reserved_bytes(call: Call, operand_precision: str) -> int:
 def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
     """Where kernels read the rows of `z`: in place if they can, otherwise from copies by block.
 
-    Kernels read 16 bytes at a time, of rows in the precision of the operands.
+    Kernels read 16 bytes at a time. So they read rows in place if rows are not normalised, have
+    the dtype of operands of this precision (none of operands in two parts), are contiguous, begin
+    at multiples of 16 bytes and have a multiple of 16 bytes.
     """
     in_place = (
         not call.normalize and config.READ_IN_PLACE.get(operand_precision) == z.dtype
@@ -360,6 +363,8 @@ def accumulates_in_place(out: Matrix, operands: Operands) -> bool:
 
 def overlay_bytes(out: Matrix | None, operands: Operands) -> int:
     """Bytes of a row of the destination `out` if accumulators can overlay it, otherwise 0.
+
+    Whether they do, `config.largest_blocks` decides by the room in the workspace.
 
     Rows of `out` must not be longer than rows of accumulators. Otherwise a complete row would
     overwrite accumulators of the next rows, which are not converted yet.

@@ -1,5 +1,6 @@
 // Launches: blocks run one after another, or some side by side. A scheduler, itself a fiber, resumes the threads
-// that need not wait.
+// that need not wait. Seeds let warps, lanes and copies lag (struct Pace of state.h): a missing barrier between warps
+// then shows by wrong results, and one between lanes of a warp by order.cpp.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
