@@ -43,7 +43,7 @@ class Kernels:
             if segment[at] >= 0:
                 a["out"][segment[at]] = terms[segment == segment[at]].sum(axis=0)
 
-    def rows(self, kernel: str, n: int, d: int = 0, /, *, file: str, **a: Any) -> None:
+    def launch_rows(self, kernel: str, n: int, d: int = 0, /, *, file: str, **a: Any) -> None:
         assert file == "linear.cu"
         if kernel == "positive_products":
             at = a["positives"].reshape(-1)

@@ -171,9 +171,8 @@ def choose_dq_copies(
     """The number of accumulators of each row of dQ: so many of its partial sums run at once.
 
     A partial sum has `MAX_SUM_TERMS` terms (keys). If queries are few, the tiles of one partial sum
-    do not occupy all multiprocessors. More copies do, but must be added up in the end. All copies
-    take at most 1/8 of the workspace. 1, if the precision does not limit the terms of a sum: only
-    that of fp16x3 does, because tensor cores truncate each addition, which would add up.
+    do not occupy all multiprocessors. More copies do, but must be added up in the end, and take at
+    most 1/8 of the workspace. Only in fp16x3 do truncations of tensor cores limit a sum: else 1.
     """
     m, n, d = shape
     sums = -(-n // MAX_SUM_TERMS[precision]) if precision in MAX_SUM_TERMS else 1
@@ -288,7 +287,7 @@ def choose_block_sizes(
     passes = needs.statistics_needs, needs.gradient_needs
     least = max(least_workspace(shape, each, block_n) for each in passes)  # bytes
     if workspace < least:
-        # The message names the caller's workspace: this inverts `workspace_of_passes`
+        # for the message, the caller's workspace: this inverts `workspace_of_passes`
         least, workspace = (size + min(size, reserved) for size in (least, workspace))
         raise make_workspace_error(shape, least, workspace)
     caching = _block_sizes_with_cache(shape, needs, cache_bytes, block_n) if cache_bytes else None
