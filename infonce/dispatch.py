@@ -33,6 +33,7 @@ def loss(
     `bias` is of SigLIP, `teacher` of distillation; `options` are the keywords that were passed.
     """
     if prefixes.has_prefixes(kind, options):
+        arrays.warn_of_lost_gradients(kind, caller_arrays, bias, options)
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, False)
         if result is not None:
             return result

@@ -262,7 +262,8 @@ def test_graphs(
     options: Any = {"scale": cupy.array(14.0), "precision": precision, "method": "tiled"}
     assert asked_again(monkeypatch, loss, sets, **options) >= 3
     (plan,) = gpu_plan._plans.values()
-    assert len(plan.bound_steps) <= 3
+    # addresses of few of the calls: pools hand out the same memory again after some calls
+    assert len(plan.bound_steps) <= smaller(6, 3)
 
 
 def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: Any) -> int:

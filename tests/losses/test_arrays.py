@@ -87,6 +87,13 @@ def test_scalars_lose_their_gradients_too(torch: Any, name: str, warned: set[str
         infonce.siglip_loss(*tensors, **{name: value})
 
 
+def test_prefixes_lose_their_gradients_too(torch: Any, warned: set[str]) -> None:
+    image, text = (torch.from_numpy(z) for z in pairs("random", 6, 6, 4, np.float32, 0))
+    with pytest.warns(UserWarning, match="no gradient will reach text, ") as caught:
+        infonce.clip_loss(image, text.requires_grad_(), scale=2.0, normalize=True, dims=[2, 4])
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_autograd_s_own_functions_lose_none(torch: Any, warned: set[str]) -> None:
     import infonce.torch
 
