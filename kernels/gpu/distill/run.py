@@ -14,7 +14,7 @@ from ..device.arguments import Fields, address
 from ..schedule import Operands, ScheduledPass
 from ..tiled.buffers import Buffers
 from ..tiled.gradient import GradientRun
-from ..tiled.gradient_blocks import (
+from ..tiled.gradient_factors import (
     FACTOR_SOURCES,
     RANGES_STRUCTURE,
     GradientFactors,

@@ -20,9 +20,8 @@ from ..device.launches import Queue
 from ..linear import GPURows
 from ..schedule import ALIGNMENT, Part, Schedule, ScheduledPass
 from ..vectors import TiledVectors
-from .gradient_blocks import CachedExponentials
 from .guide import Guide
-from .operands import OperandSide, find_feature_divisors, to_products
+from .operands import CachedExponentials, OperandSide, find_feature_divisors, to_products
 
 
 class Workspace:

@@ -20,19 +20,16 @@ from ..device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
 from ..linear import linear_gradients
 from ..schedule import CACHED_BLOCK_COLUMNS, ScheduledPass
 from .buffers import Buffers
-from .gradient_blocks import (
+from .gradient_factors import (
     FACTOR_SOURCES,
     LARGEST_ELEMENT,
-    NO_GRADIENT_BLOCK,
     RANGE_THREADS,
     Accumulator,
-    CachedExponentials,
-    GradientBlock,
     GradientFactors,
     allocate_ranges,
     find_ranges,
 )
-from .operands import Operand
+from .operands import NO_GRADIENT_BLOCK, CachedExponentials, GradientBlock, Operand
 from .run import PassRun
 
 

@@ -11,7 +11,7 @@ from .. import config
 from ..device.arguments import BASE_2, address, sums_fields
 from ..schedule import ScheduledPass
 from .buffers import Buffers
-from .gradient_blocks import NO_GRADIENT_BLOCK, NOTHING_CACHED
+from .operands import NO_GRADIENT_BLOCK, NOTHING_CACHED
 from .run import PassRun
 
 

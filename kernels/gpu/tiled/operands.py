@@ -1,8 +1,9 @@
-"""Features as operands of products: read in place, or staged, which copies them to a buffer."""
+"""Operands of matrix products: features, read in place or staged (copied); gradient blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ from ...problem import Array
 from .. import config
 from ..device.arguments import Fields, address, matrix
 from ..device.launcher import Launcher
-from ..schedule import OperandRows, Reading, ScheduledKernel
+from ..device.launches import Queue
+from ..device.tensor_map import SIZE
+from ..schedule import OperandRows, Reading, Schedule, ScheduledKernel
 
 
 @dataclass
@@ -192,3 +195,84 @@ def to_products(
         "to_products", n, values=values, value_scale=value_scale, n=n, scale=logit_scale, out=out
     )
     return out
+
+
+# --- gradient blocks, the operands of products that compute dQ and dK -----------------------------
+
+
+class GradientBlock:
+    """P = dL/dx of a block, divided by the gradient divisor, in the workspace.
+
+    There is room for `columns` columns. An element has the precision of the operands; with two
+    parts (bf16x3, fp16x3), a row has the first part of all elements, then the second part of all.
+    """
+
+    def __init__(self, memory: Array, columns: int, precision: str) -> None:
+        self.memory, self.precision = memory, precision
+        self.first_column = 0  # the column in memory at which the block begins
+        self.item = config.element_bytes(precision)  # bytes of an element, or of one of its parts
+        # in elements: from part to part of a row, and from row to row
+        self.part = config.gradient_stride(columns, precision)
+        self.stride = config.OPERAND_PARTS.get(precision, 1) * self.part
+
+    def from_column(self, first: int) -> GradientBlock:
+        """A gradient block in the same memory, which begins `first` columns later."""
+        rest = copy(self)
+        rest.first_column = self.first_column + first
+        return rest
+
+    @property
+    def data(self) -> int:
+        """Address of the first element."""
+        return int(self.memory.data.ptr) + self.first_column * self.item
+
+    @property
+    def fields(self) -> Fields:
+        """The fields of struct GradientBlock."""
+        return {"data": self.data, "stride": self.stride, "part": self.part}
+
+    def tensor_map(self, queue: Queue, rows: int) -> Any:
+        """The tensor map of `rows` rows, which a sweep stores in strips of 16 rows."""
+        width, stride = (self.stride - self.first_column) * self.item, self.stride * self.item
+        return queue.tensor_map(self.data, rows, width, stride, config.STRIP, self.precision)
+
+
+# Arguments of a sweep that writes no gradient block
+NO_GRADIENT_BLOCK: Fields = {
+    "gradient_block": {"data": 0, "stride": 0, "part": 0},
+    "gradient_map": np.zeros(SIZE, np.uint8).view(f"V{SIZE}"),
+}
+
+
+class CachedExponentials:
+    """Exponentials that the log-sum-exp pass stores, and of which the gradient pass computes P.
+
+    They belong to the first `columns` columns of the logit matrix, in all rows. They lie in the
+    layout of a gradient block, which then overwrites them (kernels/cuda/sm90/sweep_lse.cu).
+    """
+
+    def __init__(self, schedule: Schedule, memory: Mapping[str, Array], queue: Queue) -> None:
+        assert schedule.operands is not None
+        self.columns, m = schedule.cached_columns, schedule.call.shape[0]
+        self.block = GradientBlock(
+            memory["exponentials"], self.columns, schedule.operands.precision
+        )
+        self.tiles = -(-self.columns // config.BLOCK_M)  # key tiles
+        # [strips of 16 rows, tiles] float32: reference exponents, which were subtracted from logits
+        self.references = memory["references"]
+        # for each query tile, 1 if its exponentials are not cached, because its logits lie too far
+        # apart for one reference exponent in each strip and tile; 0 before the pass
+        self.uncached_tiles = queue.zeroed_array(-(-m // config.BLOCK_M), np.int32)
+
+    def has(self, columns: slice) -> bool:
+        """Whether the exponentials of a block of these columns are cached."""
+        return bool(columns.stop <= self.columns)
+
+    @property
+    def fields(self) -> Fields:
+        """The fields of struct CachedExponentials."""
+        return {"references": self.references, "stride": self.tiles,
+                "uncached_tiles": self.uncached_tiles}  # fmt: skip
+
+
+NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "uncached_tiles": 0}
