@@ -85,7 +85,7 @@ def test_matrices_are_arrays(device: OnHost) -> None:
     z = device.array(np.ones((6, 8), np.float16))[::2, 1:]
     u, inverse, bad = (device.array(np.zeros(shape)) for shape in ((3, 7), 3, 3))
     launch = infonce.kernels.kernel("unit_rows", PRECISION="FP64")
-    launch(3, 256, z=z, d=7, normalize=True, u=u, inverse=inverse, bad=bad)
+    launch(3, 256, z=z, d=7, normalize=True, u=u, inverse=inverse, row_nans=bad)
     ((_, _, _, _, (matrix, *rest), _),) = device.launches
     assert struct.unpack("=Qqqq", matrix.tobytes()) == (z.data.ptr, 16, 1, 3)
     assert rest == [7, 1, u.data.ptr, inverse.data.ptr, bad.data.ptr]
