@@ -262,15 +262,12 @@ def test_graphs(
     options: Any = {"scale": cupy.array(14.0), "precision": precision, "method": "tiled"}
     assert asked_again(monkeypatch, loss, sets, **options) >= 3
     (plan,) = gpu_plan._plans.values()
-    # addresses of few of the calls: pools hand out the same memory again after some calls
-    assert len(plan.bound_steps) <= smaller(6, 3)
+    assert len(plan.bound_steps) <= 3
 
 
 def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: Any) -> int:
     """How many graphs are launched where calls get the contents of two sets of arrays in turn, at
     the same addresses. Each gives the bits of a call without a plan."""
-    gc.collect()
-    cupy.get_default_memory_pool().free_all_blocks()  # what earlier tests left has odd sizes
     with monkeypatch.context() as patch:
         patch.setattr(gpu_select, "has_plan", lambda *_: False)
         wants = [results(loss, z, True, **options) for z in sets]
@@ -280,11 +277,13 @@ def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: A
         launched[0] += 1
         launch(*of)
 
-    given = [z.copy() for z in sets[0]]
-    # Pools take some calls to hand out the same memory again
+    # Pools take some calls to hand out the same memory again. The pool is new, because the pool of
+    # other tests has blocks that they have left, of odd sizes
     turns = smaller(4, 2) * (0, 0, 1, 1, 0, 1)
-    with monkeypatch.context() as patch:
+    new_pool = cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc)
+    with new_pool, monkeypatch.context() as patch:
         patch.setattr(cupy.cuda.runtime, "graphLaunch", graph_launch)
+        given = [z.copy() for z in sets[0]]
         for i in turns:
             for to, z in zip(given, sets[i], strict=True):
                 to[...] = z
