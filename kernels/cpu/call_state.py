@@ -81,15 +81,23 @@ class CallState:
         """A buffer of a worker of the log-sum-exp pass, for a worker that begins with `row_block`.
 
         Returns (buffer, block) if the buffer has the logits of the first block of `row_block`.
-        Returns (buffer, None) if its logits are of a block with which no worker begins. Returns
-        (None, None) if there is no such buffer.
+        Returns (buffer, None) if its logits are of no use: the worker does not begin with them,
+        and no other worker will. Returns (None, None) if there is no such buffer.
         """
         first_block = row_block, 0
-        if self.kept_grid == grid and first_block in self.worker_memory:
-            return self.worker_memory.pop(first_block), first_block
+        same_grid, threads = self.kept_grid == grid, self.schedule.threads
+        memory = self.worker_memory.pop(first_block, None) if same_grid else None
+        if memory is not None:
+            return memory, first_block
+        # If a worker begins with row block `threads` or later, another worker has computed two row
+        # blocks already. Its second row block may be one whose logits a buffer has: no worker will
+        # begin with that row block, and without this buffer the call would exceed its workspace.
+        any_buffer = not same_grid or row_block >= threads
         for block in list(self.worker_memory):
-            if self.kept_grid != grid or block[1] or block[0] >= self.schedule.threads:
-                return self.worker_memory.pop(block, None), None
+            if any_buffer or block[1] or block[0] >= threads:
+                memory = self.worker_memory.pop(block, None)
+                if memory is not None:  # another thread may have taken it
+                    return memory, None
         return None, None
 
     def release(self) -> None:

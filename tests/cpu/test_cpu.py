@@ -7,6 +7,7 @@ import sys
 import threading
 import tracemalloc
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
 from infonce.kernels.cpu import resources, schedule
+from infonce.kernels.cpu.call_state import CallState
 from infonce.kernels.cpu.loops import elementary
 from infonce.kernels.cpu.loops import tile_ops as tile
 from infonce.kernels.cpu.one_block import solve as one_block
+from infonce.kernels.grid import Grid
 from judge import LOSSES, arguments, judged, pairs
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -159,6 +162,20 @@ def test_memory_of_groups_of_unequal_sizes_stays_within_the_workspace() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert workspace / 2 < peak < workspace + 60 * 8 * n + 2**19
+
+
+def test_a_late_worker_takes_the_buffer_of_a_row_block_that_is_done() -> None:
+    """Two threads: one computes row blocks 0 and 1, before the other begins with row block 2."""
+    grid = Grid([slice(i, i + 1) for i in range(4)], [slice(0, 1)])
+    sizes = schedule.CPUSchedule((1, 1), 2, True, False, 0, Mock())
+    call = CallState(np.dtype("f4"), Mock(), Mock(), sizes, kept_grid=grid)
+    first, second = np.zeros(1, np.float32), np.ones(1, np.float32)
+    call.worker_memory = {(0, 0): first, (1, 0): second}
+    assert call.take_worker_memory(grid, 0) == (first, (0, 0))
+    assert call.take_worker_memory(grid, 2) == (second, None)  # no third buffer
+    call.worker_memory = {(0, 0): first}
+    assert call.take_worker_memory(grid, 1) == (None, None)  # of a worker that will begin with 0
+    assert call.take_worker_memory(grid, 0) == (first, (0, 0))
 
 
 def test_logits_that_fit_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
