@@ -197,6 +197,9 @@ def choose_exchange(
 ) -> str:  # fmt: skip
     """The exchange of a call: the `asked` exchange, or for "auto" the fastest exchange that fits.
 
+    On GPUs, a model of the machine predicts the times (cost.py). On CPUs there is no model: a
+    gather has the fewest messages, so "auto" is a gather if it fits, else a ring.
+
     `room` is the number of bytes for buffers on each rank. `nodes` are the ranks of each node.
     ValueError if the `asked` exchange does not fit into `room`, or if it needs the same number of
     ranks on each node. A ring always fits: its shards go round in pieces.

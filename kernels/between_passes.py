@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .direction_losses import Direction
+from .direction_losses import DirectionLosses
 from .epilogues import SoftmaxGradient, Statistics, Sums
 from .grid import slices
 from .linear import LinearTerm, add_class_means, find_label_smoothing
@@ -28,8 +28,8 @@ class Finalized:
     """What follows from complete sums: losses, and the vectors of the gradient pass."""
 
     losses: Array  # [M], both directions, without weights; [B] of a joint loss
-    rows: Direction
-    columns: Direction | None  # None: columns have no softmax
+    rows: DirectionLosses
+    columns: DirectionLosses | None  # None: columns have no softmax
     row_factor: Array  # [M] a of `SoftmaxGradient`
     column_factor: Array | None  # [N] b of `SoftmaxGradient`; None: columns have no softmax
     positive_gradient: Array  # [M] or [M, P], as in `SoftmaxGradient`
@@ -113,8 +113,9 @@ def finalize(
             xp, problem.label_smoothing, row_upstream, column_upstream, problem.joint
         )
 
-    # Sums may stay finite although a feature is not finite. So losses become NaN here: the loss of
-    # a query that is not finite, and all losses if a key is not finite
+    # Sums may stay finite although a feature is not finite: a maximum ignores NaN, and a logit of
+    # -inf counts as an excluded pair. So losses become NaN here: the loss of a query that is not
+    # finite, and all losses if a key is not finite
     losses = losses + backend.row_nans(problem)[: len(losses)]
     if own is not None:
         losses = losses + own.row_nans
@@ -142,6 +143,8 @@ def finalize(
         added = smoothing.added_positives[: len(row_upstream)].reshape(inserted_pull.shape)
         counted = 2.0 * added - 1.0 if problem.joint else 1.0 * added
         inserted_pull = inserted_pull + _times(smoothing_pull, counted)
+    # A positive's logit is x = scale (dot - margin). The dot products <dL/dq, q> have scale dot in
+    # the place of x, and so lack -scale margin dL/dx = margin pull
     if problem.dots_lack_margin:
         present = problem.positives[: len(pull)] >= 0
         log_scale_grad = problem.margin * as_sets(xp.where(present, pull, 0.0)).sum(axis=1)
@@ -223,8 +226,11 @@ class OwnRows:
 class OwnNegatives:
     """The own negatives of all rows of a problem. Row i has K keys of its own, o_ik:
 
-    g_ik = scale dL/dx_ik = a_i 2^(x2_ik - r_i)        a and r of `SoftmaxGradient`
+    g_ik = scale dL/dx_ik = a_i 2^(x2_ik - r_i)
     dO_ik = g_ik q_i        dQ_i += sum_k g_ik o_ik
+
+    x2_ik is the logit in base 2. r_i is the reference exponent of the row, about its log-sum-exp in
+    base 2. a_i is the upstream gradient of the row times the scale (see `SoftmaxGradient`).
 
     `finalize` calls `join`; the solver calls `finish` after the gradient pass. Both visit a part of
     the rows at a time, by operations on arrays of NumPy or CuPy.
@@ -255,8 +261,8 @@ class OwnNegatives:
             dots = xp.matmul(keys, query[:, :, None])[:, :, 0].astype(np.float64)
             if left_out is not None:
                 dots = xp.where(left_out, -np.inf, dots)
-            if problem.limits is not None:
-                dots = xp.where(dots > problem.limits[rows, None], -np.inf, dots)
+            if problem.query_limits is not None:
+                dots = xp.where(dots > problem.query_limits[rows, None], -np.inf, dots)
             yield _OwnPart(rows, query, query_norms, keys, key_norms, dots)
 
     def join(self, vectors: Any, stats: Statistics) -> None:

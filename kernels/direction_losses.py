@@ -20,7 +20,7 @@ ROUNDING = 2.0**-10
 
 
 @dataclass
-class Direction:
+class DirectionLosses:
     """The losses of one softmax, over the keys of each row or the queries of each column.
 
     All vectors are float64, with a number for each row, or for each column. n is the log-sum-exp of
@@ -39,7 +39,7 @@ class Direction:
 def finalize_direction(
     xp: Any, sums: Sums, positive: Array, decoupled: bool = False,
     softmax_mean: Array | None = None,
-) -> Direction:  # fmt: skip
+) -> DirectionLosses:  # fmt: skip
     """Losses of rows, or of columns, from the sums of their negatives and their positives' logits.
 
     `positive` has p in base 2, -inf without a positive. With E[x] the mean of the negatives' logits
@@ -71,7 +71,7 @@ def finalize_direction(
         if not decoupled:  # no negatives: the sigmoid is 0, and 0 times an infinity would be NaN
             positive_mean = xp.where(sums.sum == 0, 0.0, positive_mean)
         log_scale_grad = LN_2 * negative_probability * (negative_mean - positive_mean)
-    return Direction(
+    return DirectionLosses(
         loss, LN_2 * lse2, negative_probability, reference, probability, log_scale_grad
     )  # fmt: skip
 

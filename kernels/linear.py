@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .direction_losses import Direction
+from .direction_losses import DirectionLosses
 from .epilogues import Sums
 from .problem import LN_2, Array, Problem, as_sets
 from .targets import KeyMeans
@@ -142,10 +142,10 @@ class SegmentedRows(Protocol):
         """
         ...
 
-    def products(self, segment: Array, sums: Array, itself: float) -> Array:
-        """[n] float64: u_i . (sums[segment_i] - itself u_i).
+    def products(self, segment: Array, sums: Array, own_count: float) -> Array:
+        """[n] float64: u_i . (sums[segment_i] - own_count u_i).
 
-        `itself`: how often `sums` contain row i itself, which does not count.
+        `own_count`: how often `sums` contain row i itself, which does not count.
         """
         ...
 
@@ -153,13 +153,13 @@ class SegmentedRows(Protocol):
 class LinearGradient:
     """The gradient of a linear term with respect to the rows u_i of one side, queries or keys:
 
-    -dL/du_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i]
+    -dL/du_i = factor_i (sums[segment_i] - own_count u_i) + weighted[segment_i]
 
     - `segment` [n]: the segment of row i; `factor` [n]: its factor, None if this side has none.
     - `sums` [count, D]: sums of the rows of the other side; None if `factor` is None.
     - `weighted` [count, D]: sums of the rows of the other side times the factors of these rows;
       None if the other side has no factors.
-    - `itself`: 2 if queries are the keys, else 0.
+    - `own_count`: 2 if queries are the keys, else 0.
     """
 
     def __init__(
@@ -184,7 +184,8 @@ class LinearGradient:
             other_factor = own_factor
         # If queries are the keys, `sums` and `weighted` both contain row i itself. The pair i = i
         # does not count, so it is subtracted twice
-        self.segment, self.itself, self.factor = own_segment, 2.0 if symmetric else 0.0, own_factor
+        self.own_count = 2.0 if symmetric else 0.0
+        self.segment, self.factor = own_segment, own_factor
         grouping = other_segment, segments.count
         self.sums = self.weighted = None
         if own_factor is not None:
@@ -365,7 +366,7 @@ def find_label_smoothing(
 
 def add_class_means(
     xp: Any, problem: Problem, backend: Any, smoothing: LabelSmoothing | None, sums: Sums,
-    rows: Direction, row_upstream: Array,
+    rows: DirectionLosses, row_upstream: Array,
 ) -> LinearTerm:  # fmt: skip
     """Replace the losses of rows in classes of more than two rows (`decoupled`: of two or more).
 

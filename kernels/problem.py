@@ -32,8 +32,8 @@ FEW_LOGITS = 2**24  # M N up to which a GPU takes the scale's gradient from mome
 # a number of each query, and [N] vectors with a number of each key. Ranks and kernels/offload cut
 # them into the same parts as the features
 QUERY_VECTORS = (
-    "query_ids", "query_groups", "query_positive_ids", "query_pair_weights", "query_bias", "limits",
-    "guide_limits",
+    "query_ids", "query_groups", "query_positive_ids", "query_pair_weights", "query_bias",
+    "query_limits", "guide_query_limits",
 )  # fmt: skip
 KEY_VECTORS = (
     "key_ids", "key_groups", "key_positive_ids", "key_pair_weights", "key_bias", "key_limits",
@@ -105,12 +105,12 @@ class Problem:
     false_negative_margin: float = math.inf
     # [M] float64: dot products above which a row leaves out a negative (`targets.find_limits`).
     # These and the other limits are None until `with_limits` sets them, before the first pass
-    limits: Array = None
+    query_limits: Array = None
     key_limits: Array = None  # [N] the same for each column, if columns have a softmax
     guide_query: Array = None  # [M, E] features of the guide
     guide_key: Array = None  # [N, E]; `guide_query` itself if `symmetric`
     guide_margin: float = 0.0
-    guide_limits: Array = None  # [M] `limits` of the dot products of the guide's features
+    guide_query_limits: Array = None  # [M] the same as `query_limits`, for the guide's dot products
     guide_key_limits: Array = None  # [N]
     own: Array = None  # [M, K, D]: K further negatives of each row (`between_passes.OwnNegatives`)
     own_mask: Array = None  # [M, K] bool: which own negatives count; None: all
@@ -173,7 +173,7 @@ class Problem:
 
     @property
     def has_limits(self) -> bool:
-        """Whether `false_negative_margin` is set: negatives are compared with `limits`."""
+        """Whether `false_negative_margin` is set: negatives are compared with `query_limits`."""
         return self.false_negative_margin < math.inf
 
     def without_weights(self) -> Problem:
@@ -182,7 +182,7 @@ class Problem:
 
     @property
     def guided(self) -> bool:
-        """Whether a guide leaves out negatives by `guide_limits`."""
+        """Whether a guide leaves out negatives by `guide_query_limits`."""
         return self.guide_query is not None
 
     @property

@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .between_passes import Finalized, finalize
-from .direction_losses import Direction, finalize_direction
+from .direction_losses import DirectionLosses, finalize_direction
 from .epilogues import Epilogue, OnlineSoftmax, Sigmoid, SoftmaxGradient, Statistics, Sums
 from .grid import Grid, slices
 from .problem import Array, Gradients, NotFinite, Problem, materialize_vectors
@@ -263,7 +263,7 @@ class Vectors:
     def direction(
         self, sums: Sums, positive: Array, decoupled: bool = False,
         softmax_mean: Array | None = None,
-    ) -> Direction:  # fmt: skip
+    ) -> DirectionLosses:  # fmt: skip
         """`finalize_direction`: losses of rows, or of columns, from complete sums."""
         return finalize_direction(self.xp, sums, positive, decoupled, softmax_mean)
 

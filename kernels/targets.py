@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from .direction_losses import Direction
+from .direction_losses import DirectionLosses
 from .epilogues import Sums
 from .problem import LN_2, LOG2_E, Array, Problem, as_sets
 
@@ -84,7 +84,8 @@ def guide_problem(problem: Problem) -> Problem:
     """
     return replace(
         problem, query=problem.guide_query, key=problem.guide_key, guide_query=None,
-        guide_key=None, false_negative_margin=problem.guide_margin, limits=None, key_limits=None,
+        guide_key=None, false_negative_margin=problem.guide_margin, query_limits=None,
+        key_limits=None,
     )  # fmt: skip
 
 
@@ -100,12 +101,12 @@ def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
     if problem.has_limits:
         rows = vectors.find_limits(problem, backend.positive_dots(problem))
         columns = rows if columns_have_limits else None
-        limit_vectors |= {"limits": rows, "key_limits": columns}
-    if problem.guided and problem.guide_limits is None:  # a GPU has set the guide's limits already
+        limit_vectors |= {"query_limits": rows, "key_limits": columns}
+    if problem.guided and problem.guide_query_limits is None:  # a GPU may have set them already
         guide = guide_problem(problem)
         rows = vectors.find_limits(guide, backend.positive_dots(guide))
         columns = rows if columns_have_limits else None
-        limit_vectors |= {"guide_limits": rows, "guide_key_limits": columns}
+        limit_vectors |= {"guide_query_limits": rows, "guide_key_limits": columns}
     return replace(problem, **limit_vectors)
 
 
@@ -171,13 +172,15 @@ def find_targets(
     )  # fmt: skip
 
 
-def finalize_with_targets(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> Direction:
+def finalize_with_targets(
+    vectors: Any, problem: Problem, sums: Sums, target: Targets
+) -> DirectionLosses:
     """Losses of rows, or of columns, from complete sums of negatives and from targets."""
     xp = vectors.xp
     if problem.hardness and sums.moment is not None:
         # moments are sums of exponents, whose scale is `exponent_scale`: back to that of logits
         sums = replace(sums, moment=sums.moment * (problem.scale / problem.exponent_scale))
-    direction: Direction = vectors.direction(
+    direction: DirectionLosses = vectors.direction(
         sums, target.logit, problem.decoupled, target.softmax_mean
     )
     moments = direction.log_scale_grad is not None

@@ -1,7 +1,7 @@
 """The communicator of MPI, through mpi4py.
 
 Arrays and values travel as data messages. Control messages tell the other ranks that this rank has
-failed, has ended or waits.
+failed, has ended or waits. The top of base.py lists how a rank that fails, ends or hangs is found.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ additions depends only on the number of ranks.
 
 Keys are gathered once in a call. A later round has all keys from its beginning. So the later round
 visits the other shards first, in several visits if their sums are large (dK), and computes the
-local block last: the sums of one visit travel while the next block is computed.
+local block last: the sums of one visit travel while the next block is computed. If logits are
+compared with limits (`same_pairs`), a later round visits the same blocks as the first round, in its
+order.
 """
 
 from __future__ import annotations

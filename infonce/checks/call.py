@@ -115,7 +115,7 @@ def check(
     """
     labelled = labels is not None
     descriptions = describe_arrays(arrays)
-    cache_key = None
+    cache_key = None  # no cache for arrays that are neither of NumPy nor of CuPy
     if None not in descriptions:
         cache_key = _cache_key(loss, descriptions, labelled, bias, options, with_grad, batch)
     static = None if cache_key is None else _cache.get(cache_key)
@@ -127,7 +127,8 @@ def check(
             if len(_cache) >= MOST_CACHED:
                 _cache.clear()
             _cache[cache_key] = static
-        if static.xp is np and "normalize" not in options:  # arrays on a GPU are not read
+        # At the first call of a kind. Arrays on a GPU are not read: the host would wait for it
+        if static.xp is np and "normalize" not in options:
             norms.warn_if_far_from_one(loss, arrays)
 
     scale = static.scale
@@ -276,7 +277,12 @@ def _cache_key(
     loss: Loss, descriptions: Sequence[Any], labelled: bool, bias: Any, options: Mapping[str, Any],
     with_grad: bool, batch: Batch | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The key of a call in `_cache`; None if a plain option has a value of another type."""
+    """The key of a call in `_cache`.
+
+    None, and then every call is checked in full, if an option has a value that is not of the types
+    `PLAIN`. Exceptions are the options `PER_CALL` and an array as `scale` or `temperature`: their
+    values are checked in each call and are not part of the key.
+    """
     plain = options  # options whose values are part of the key
     types = tuple(map(type, options.values()))  # part of the key too, because True == 1
     if not PLAIN.issuperset(types):

@@ -18,8 +18,7 @@ from ..kernels.norms import has_moderate_squares, log2_norms
 from ..kernels.problem import Array
 from ..spec import Loss
 
-# Rows of an array whose norms are read for the warning: from this number to twice this number
-SAMPLE_ROWS = 16
+SAMPLE_ROWS = 16  # least number of rows whose norms are read for the warning, of all rows if fewer
 LARGEST_USUAL_NORM = 2.0  # norms from 1/2 to 2 cause no warning
 # Packages whose frames may lie between the code of the user and a check
 LIBRARIES = ("infonce", "torch", "jax", "numba")
@@ -77,13 +76,15 @@ _warned = False  # whether this process has warned of norms
 def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
     """Warn at the caller's line if norms of rows are far from 1. A process warns once.
 
-    Rows of zeros, and rows that are not finite, do not count.
+    `call.check` calls this for arrays in host memory, if the caller does not pass `normalize`, at
+    the first call of each kind. Rows of zeros, and rows that are not finite, do not count.
     """
     global _warned
     if _warned:
         return
     for name, z in list(zip(loss.arguments, arrays, strict=True))[:2]:
-        norms = log2_norms(z[:: max(1, len(z) // SAMPLE_ROWS)])  # base-2 logarithms
+        sample = z[:: max(1, len(z) // SAMPLE_ROWS)]  # fewer than 2 * SAMPLE_ROWS rows
+        norms = log2_norms(sample)  # base-2 logarithms
         norms = norms[np.isfinite(norms)]
         if len(norms) and max(norms.max(), -norms.min()) > math.log2(LARGEST_USUAL_NORM):
             _warned = True

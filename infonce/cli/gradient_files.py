@@ -44,10 +44,12 @@ def check_gradient_files(
 
 
 class GradientFiles:
-    """Gradients of features as .npy files in a folder, written all together or not at all.
+    """Gradients of features as .npy files in a folder, which change only if the call succeeds.
 
-    Inside the `with`, `arrays` are memory-mapped temporary files beside the final ones; `commit`
-    moves them into place. Whatever was not committed is removed at the end.
+    Inside the `with`, `arrays` are memory-mapped temporary files beside the final ones. `commit`
+    writes them to disk and then renames them to the final names, one after the other. What was not
+    committed is removed at the end. If the process is killed, temporary files stay; if it is
+    stopped between two renames, some files are new and some old, and each of them is complete.
     """
 
     def __init__(self, folder: Path, features: Mapping[str, Any], dtype: str | None) -> None:

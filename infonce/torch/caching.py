@@ -205,11 +205,12 @@ class _Tower:
             extremes = torch.tensor([n, -n], device=mesh.device_type)
             for group in mesh.get_all_groups():
                 dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-            most, least = extremes.tolist()
-            if most != -least:
+            most, minus_least = extremes.tolist()
+            least = -minus_least
+            if most != least:
                 raise ValueError(
                     "chunk: expected one number of chunks on all processes with fully_shard, got "
-                    f"{n} here, and from {-least} to {most} on all"
+                    f"{n} here, and from {least} to {most} on all"
                 )
 
 

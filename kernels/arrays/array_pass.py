@@ -128,7 +128,7 @@ class ArrayPass:
         for linear_gradient in self.linear[is_key_side]:
             term, wide = linear_gradient.part(rows), z.astype(np.float64)
             if term.factor is not None:
-                mean_term = term.sums[term.segment] - term.itself * wide
+                mean_term = term.sums[term.segment] - term.own_count * wide
                 g = g - (term.factor[:, None] * mean_term).astype(self.dtype)
             if term.weighted is not None:
                 g = g - term.weighted[term.segment].astype(self.dtype)
@@ -196,7 +196,7 @@ class ArrayPass:
             return None, None
         compared = []
         if problem.has_limits:
-            compared.append((x, problem.limits, problem.key_limits))
+            compared.append((x, problem.query_limits, problem.key_limits))
         if problem.guided:
             query, key = (
                 self.backend.unit_rows(problem, guide)[0]
@@ -204,7 +204,7 @@ class ArrayPass:
             )
             guide = query @ key.T
             guide[~xp.isfinite(guide)] = np.nan
-            compared.append((guide, problem.guide_limits, problem.guide_key_limits))
+            compared.append((guide, problem.guide_query_limits, problem.guide_key_limits))
         left_out_of_rows = left_out_of_columns = None
         for dots, limits, key_limits in compared:
             limit = limits[rows].astype(dots.dtype)[:, None]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..between_passes import Finalized, finalize
-from ..direction_losses import Direction
+from ..direction_losses import DirectionLosses
 from ..epilogues import Statistics, Sums
 from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import normalization_backward, normalized_rows
@@ -114,8 +114,8 @@ def _find_left_out(
     A pair is left out if its product in `dots` is above the limit, which is set in `problem`.
     """
     at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
-    problem.limits = find_limits(xp, problem, at_positives)
-    limit = problem.limits.astype(dots.flat.dtype)
+    problem.query_limits = find_limits(xp, problem, at_positives)
+    limit = problem.query_limits.astype(dots.flat.dtype)
     return dots.all > limit[:, None], dots.all > limit if problem.two_sided else None
 
 
@@ -241,7 +241,7 @@ def matrix_sums(
     return sums
 
 
-def _sum_factors(xp: Any, sums: Sums, direction: Direction) -> Array:
+def _sum_factors(xp: Any, sums: Sums, direction: DirectionLosses) -> Array:
     """[n] factors of exponentials relative to `sums.max`, which make them probabilities."""
     return xp.exp2(sums.max - direction.reference) * direction.reference_probability
 

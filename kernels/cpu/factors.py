@@ -35,7 +35,7 @@ class SoftmaxFactors:
     def __init__(
         self, epilogue: SoftmaxGradient, logit_scale: float, dtype: np.dtype[Any], same_logits: bool
     ) -> None:
-        """`same_logits`: rows and columns have the same logits."""
+        """`same_logits`: rows and columns have the same logits (no key bias, limits and guide)."""
         self.logit_scale, self.one_exponential = logit_scale, False
         self.row_reference, self.row_factor, rounded = rounded_reference(
             np, logit_scale, epilogue.row_reference, epilogue.row_factor, dtype
@@ -44,8 +44,8 @@ class SoftmaxFactors:
         if epilogue.column_reference is None or epilogue.column_factor is None:
             return
         high, low, least = rounded.max(), rounded.min(), epilogue.column_reference.min()
-        # one exponential serves while no term of a column underflows with a row's reference, and
-        # differences of references are exact enough
+        # One exponential serves both directions if a term that counts in its column is no less than
+        # about 2^-40 with the row's reference, and if `shared_row_factor` does not overflow float32
         close = high - least < 40 and high - low < 80
         self.one_exponential = bool(same_logits and close and max(abs(high), abs(low)) < EXACT)
         if self.one_exponential:

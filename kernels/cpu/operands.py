@@ -101,11 +101,11 @@ class Side:
             _add_to_segments(z, segment[rows], factor[rows], sums)
         return sums
 
-    def products(self, segment: Array, sums: Array, itself: float) -> Array:
+    def products(self, segment: Array, sums: Array, own_count: float) -> Array:
         """See `infonce.kernels.linear.SegmentedRows`."""
         out = np.empty(len(segment))
         for rows, z in self.blocks():
-            _segment_products(z, segment[rows], sums, itself, out[rows])
+            _segment_products(z, segment[rows], sums, own_count, out[rows])
         return out
 
 
@@ -198,7 +198,7 @@ def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
     sums = term.weighted if term.sums is None else term.sums
     weighted = sums if term.weighted is None else term.weighted
     has_weighted = 0.0 if term.weighted is None else 1.0
-    _subtract(g, z, term.segment[rows], factor, sums, has_weighted, weighted, term.itself)
+    _subtract(g, z, term.segment[rows], factor, sums, has_weighted, weighted, term.own_count)
 
 
 # --- loops that Numba compiles --------------------------------------------------------------------
@@ -277,26 +277,26 @@ def _add_to_segments(z, segment, factor, sums):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _segment_products(z, segment, sums, itself, out):  # type: ignore[no-untyped-def]
-    """out_i = z_i . (sums[segment_i] - itself z_i)."""
+def _segment_products(z, segment, sums, own_count, out):  # type: ignore[no-untyped-def]
+    """out_i = z_i . (sums[segment_i] - own_count z_i)."""
     wide_vectors()
     for i in range(z.shape[0]):
         zi, segment_sum = z[i], sums[segment[i]]
         total = 0.0
         for d in range(zi.size):
-            total += np.float64(zi[d]) * (segment_sum[d] - itself * np.float64(zi[d]))
+            total += np.float64(zi[d]) * (segment_sum[d] - own_count * np.float64(zi[d]))
         out[i] = total
 
 
 @compiled
 def _subtract(  # type: ignore[no-untyped-def]
-    g, z, segment, factor, sums, has_weighted, weighted, itself
+    g, z, segment, factor, sums, has_weighted, weighted, own_count
 ):
-    """g_i -= factor_i (sums[segment_i] - itself z_i) + has_weighted weighted[segment_i]."""
+    """g_i -= factor_i (sums[segment_i] - own_count z_i) + has_weighted weighted[segment_i]."""
     wide_vectors()
     for i in range(g.shape[0]):
         gi, zi, f = g[i], z[i], factor[i]
         segment_sum, weighted_sum = sums[segment[i]], weighted[segment[i]]
         for d in range(gi.size):
-            term = f * (segment_sum[d] - itself * np.float64(zi[d]))
+            term = f * (segment_sum[d] - own_count * np.float64(zi[d]))
             gi[d] = np.float64(gi[d]) - (term + has_weighted * weighted_sum[d])

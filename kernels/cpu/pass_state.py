@@ -46,10 +46,11 @@ class PassState:
             None if bias is None else (bias * (LOG2_E / self.logit_scale)).astype(dtype)
             for bias in (problem.key_bias, problem.query_bias)
         )
-        self.limits, self.key_limits, self.guide_limits, self.guide_key_limits = (
+        self.query_limits, self.key_limits, self.guide_query_limits, self.guide_key_limits = (
             None if limits is None else limits.astype(dtype)
             for limits in (
-                problem.limits, problem.key_limits, problem.guide_limits, problem.guide_key_limits
+                problem.query_limits, problem.key_limits,
+                problem.guide_query_limits, problem.guide_key_limits,
             )
         )  # fmt: skip
         # whether rows and columns have the same logits
@@ -126,7 +127,7 @@ class PassState:
         The keys of a column's softmax are the rows. A vector is None without its option.
         """
         return (
-            (part(self.key_bias, columns), part(self.limits, rows)),
+            (part(self.key_bias, columns), part(self.query_limits, rows)),
             (part(self.query_bias, rows), part(self.key_limits, columns)),
         )
 

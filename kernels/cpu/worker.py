@@ -86,7 +86,7 @@ class Worker:
                 raise Cancelled
             columns = grid.columns[column_block]
             diagonal = grid.triangle and row_block == column_block
-            if diagonal and state.limits is not None:
+            if diagonal and state.query_limits is not None:
                 k = q  # the same array: x_ij and x_ji have the same digits beside a limit
             else:
                 k = state.call_state.key.block(columns, self.key_buffer)
@@ -198,8 +198,8 @@ class Worker:
         """
         state = self.state
         self.multiply_auxiliary_features(rows, columns, g)
-        assert state.guide_limits is not None
-        limits = state.guide_limits[rows]
+        assert state.guide_query_limits is not None
+        limits = state.guide_query_limits[rows]
         if tile.mark_pairs(g, limits, part(state.guide_key_limits, columns), guide_bits):
             return None
         return ~np.isfinite(g)

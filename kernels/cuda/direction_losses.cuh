@@ -23,8 +23,8 @@
 // `decoupled`: the softmax leaves out the positive. Then the loss is ln 2 times gap, and negative_probability is 1.
 //
 // All numbers are float64. Without negatives, (max, sum, moment) is (-inf, 0, 0), and loss, negative_probability and
-// log_scale_grad are 0. Without a positive, the logit of the positive is -inf, and lse2 is the log-sum-exp of the
-// negatives. NaN stays NaN.
+// log_scale_grad are 0; if `decoupled`, the loss is -inf and log_scale_grad is -ln 2 times the positive's logit. For
+// rows without a positive, callers take `without_positive`, with a loss of 0 also if `decoupled`. NaN stays NaN.
 #pragma once
 
 constexpr double LOG2_E = 1.4426950408889634;
@@ -63,7 +63,7 @@ __device__ __forceinline__ double sigmoid2(double x) {
   return (x < 0 ? e : 1.0) / (1.0 + e);
 }
 
-struct Direction {
+struct DirectionLosses {
   double gap;                   // log-sum-exp of the negatives, base 2, less the positive's logit
   double loss;                  // natural units
   double negative_probability;  // of all negatives together, in the softmax
@@ -78,29 +78,30 @@ __device__ __forceinline__ bool is_nothing(double logit) {
 
 // `positive` is the base-2 logit of the positive. If a row has several positives, `positive` is their log-sum-exp, and
 // `mean` is the mean of their logits, weighted by the softmax over the positives. Otherwise `mean` is `positive`.
-__device__ __forceinline__ Direction finalize_direction(Sum negatives, double positive,
+__device__ __forceinline__ DirectionLosses finalize_direction(Sum negatives, double positive,
                                                         bool decoupled, double mean) {
-  Direction d;
+  DirectionLosses d;
   d.gap = (negatives.max - positive) + log2(negatives.sum);
   d.loss = decoupled ? LN_2 * d.gap : softplus2(d.gap);
   d.negative_probability = decoupled ? 1 : sigmoid2(d.gap);
   const bool lacks_positive = decoupled || is_nothing(positive);
   d.lse2 = lacks_positive ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
   const bool no_negatives = negatives.sum == 0;
+  // Without negatives, moment / sum is 0 / 0. If `decoupled`, the positive's logit remains. Otherwise the factor
+  // negative_probability is 0, or NaN if the positive is NaN, and is the result
   const double negative_mean = no_negatives && decoupled ? 0 : negatives.moment / negatives.sum;
-  // Without negatives, negative_mean is NaN, so it is left out: the result is 0, or NaN if the positive is NaN
   d.log_scale_grad = no_negatives && !decoupled ? LN_2 * d.negative_probability
                                                 : LN_2 * d.negative_probability * (negative_mean - mean);
   return d;
 }
 
-__device__ __forceinline__ Direction finalize_direction(Sum negatives, double positive,
+__device__ __forceinline__ DirectionLosses finalize_direction(Sum negatives, double positive,
                                                         bool decoupled = false) {
   return finalize_direction(negatives, positive, decoupled, positive);
 }
 
 // The direction of a row without a positive: loss 0, gap -inf, and the log-sum-exp of its negatives.
-__device__ __forceinline__ Direction without_positive(Sum negatives) {
+__device__ __forceinline__ DirectionLosses without_positive(Sum negatives) {
   const double lse2 = negatives.max + log2(negatives.sum);
   return {log2(0.0), 0, 0, lse2, 0};
 }

@@ -78,12 +78,12 @@ struct Positives {
   template <class T>
   __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
-    const i64 each = SETS ? set_size : 1;  // positives of a query
-    const i64 last = begin ? end[row] : (row + 1) * each;
-    for (i64 s = begin ? begin[row] : row * each; s < last; ++s) {
+    const i64 positive_count = SETS ? set_size : 1;  // positives of a query
+    const i64 last = begin ? end[row] : (row + 1) * positive_count;
+    for (i64 s = begin ? begin[row] : row * positive_count; s < last; ++s) {
       i64 other = partner ? partner[s] : s;
       const i64 pair = begin ? other : s;
-      if (SETS && begin) other /= each;
+      if (SETS && begin) other /= positive_count;
       if (other < 0 || other >= others) continue;
       double weight = gradient[pair];
       if (NORM_FACTORS) weight *= own_factor * factor[other];
@@ -98,12 +98,12 @@ struct Positives {
 
 #if LINEAR
 // A linear term t_i, which is subtracted from dL/du_i (kernels/linear.py):
-//     t_i = factor[i] (sums[segment_i] - itself u_i) + weighted[segment_i]
+//     t_i = factor[i] (sums[segment_i] - own_count u_i) + weighted[segment_i]
 struct LinearGradient {
   const i64* segment;           // segment of each row, -1 if the row has no linear term; null: 0 for all rows
   const double* factor;         // factor of each row; null: 0 for all rows
   const Real *sums, *weighted;  // [segments, d] sums of the other side's rows, without and with factors; null: 0
-  double itself;  // 2 if queries are keys, because `sums` and `weighted` contain u_i, which must not count; else 0
+  double own_count;  // 2 if queries are keys, because `sums` and `weighted` contain u_i, which must not count; else 0
 
   // Subtracts own_factor t_i from g. g and u are eight numbers of the row's gradient and of u_i, from feature `column`
   // on. `own_factor` is f_i, which g contains.
@@ -117,7 +117,7 @@ struct LinearGradient {
       const T term_factor = (T)(own_factor * factor[row]);
       get_reals(x, sums + row_segment * d + column, d - column);
 #pragma unroll
-      for (int i = 0; i < LANE_FEATURES; ++i) g[i] -= term_factor * (x[i] - (T)itself * u[i]);
+      for (int i = 0; i < LANE_FEATURES; ++i) g[i] -= term_factor * (x[i] - (T)own_count * u[i]);
     }
     if (weighted) {
       get_reals(x, weighted + row_segment * d + column, d - column);

@@ -118,10 +118,10 @@ join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const doubl
 
 // --- products, and gradients of rows ----------------------------------------------------------------------
 
-// out[i] = u_i . (sums[segment_i] - itself u_i), or 0 if row i has no segment (-1). `itself` is 1 if `sums` contain
-// u_i, which must not count, else 0. A warp, or half of a warp, computes a row.
+// out[i] = u_i . (sums[segment_i] - own_count u_i), or 0 if row i has no segment (-1). `own_count` is 1 if `sums`
+// contain u_i, which must not count, else 0. A warp, or half of a warp, computes a row.
 extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i64 n, i64 d,
-                                            const i64* segment, const Real* sums, double itself,
+                                            const i64* segment, const Real* sums, double own_count,
                                             double* out) {
   const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
   const i64 row = lanes_row(lanes);
@@ -137,7 +137,7 @@ extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i) {
         const double u = x[i] * inverse;
-        dot += u * (s[i] - itself * u);
+        dot += u * (s[i] - own_count * u);
       }
     }
   }
@@ -145,14 +145,14 @@ extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i
   if (lane == 0) out[row] = dot;
 }
 
-// out[i] = u_r . v_j, the product of query r = i / each with its positive, key j = positives[i]; 0 if j is -1. A query
-// has `each` positives, and n is their number over all queries. A warp computes a product.
+// out[i] = u_r . v_j, the product of query r = i / set_size with its positive, key j = positives[i]; 0 if j is -1. A
+// query has `set_size` positives, and n is their number over all queries. A warp computes a product.
 extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
-                                             const __grid_constant__ Rows key, i64 n, i64 d, i64 each,
+                                             const __grid_constant__ Rows key, i64 n, i64 d, i64 set_size,
                                              const i64* positives, double* out) {
   const i64 i = lanes_row(32);
   if (i >= n) return;
-  const i64 row = i / each, j = positives[i];
+  const i64 row = i / set_size, j = positives[i];
   double dot = 0;
   if (j >= 0) {
     const double query_inverse = query.inverse(row), key_inverse = key.inverse(j);
@@ -164,14 +164,14 @@ extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
 }
 
 // Subtracts a linear term from complete gradients g_i of rows z_i, if another kernel than finish.cu completed them.
-// A warp computes a row. With t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i] (null: 0), as in
+// A warp computes a row. With t_i = factor_i (sums[segment_i] - own_count u_i) + weighted[segment_i] (null: 0), as in
 // struct LinearGradient of finish.cu:
 //
 //     g_i    -= t_i, or, if rows are normalised, (t_i - u_i <t_i, u_i>) / |z_i|
 //     dots_i -= <t_i, u_i>, if `dots` is not null
 extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i64 n, i64 d,
                                            const i64* segment, const double* factor,
-                                           const Real* sums, const Real* weighted, double itself,
+                                           const Real* sums, const Real* weighted, double own_count,
                                            const __grid_constant__ Matrix g, double* dots) {
   const i64 row = lanes_row(32);
   if (row >= n) return;
@@ -180,7 +180,7 @@ extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i6
   const double inverse = rows.inverse(row);
   const auto u = [&](i64 k) { return rows.z.get(row, k) * inverse; };
   const auto term = [&](i64 k) {
-    const double class_term = factor ? factor[row] * (sums[row_segment * d + k] - itself * u(k)) : 0;
+    const double class_term = factor ? factor[row] * (sums[row_segment * d + k] - own_count * u(k)) : 0;
     return class_term + (weighted ? weighted[row_segment * d + k] : 0);
   };
   double dot = 0;  // <t_i, u_i>

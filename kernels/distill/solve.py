@@ -2,8 +2,9 @@
 
     loss_i = log sum_j exp(x_ij) - sum_j p^T_ij x_ij,    dloss_i / dx_ij = p_ij - p^T_ij
 
-The first pass keeps the sums of rows and columns of both models. The mean of the student's logits
-under the teacher's softmax, sum_j p^T_ij x_ij, is a moment of the teacher's sums. The second pass
+The first pass keeps the sums of rows and columns of both models. The sums of the teacher have a
+moment with the student's logits, sum_j exp(x^T_ij) x_ij, where x^T are the teacher's logits.
+Divided by the sum of exp(x^T_ij), it is the mean sum_j p^T_ij x_ij of the loss. The second pass
 computes the logits of both models again, and their probabilities from the sums of the first pass.
 Probabilities of student and teacher are computed by the same operations, so that the gradient is 0
 where their logits are equal. p is the student's softmax, p^T the teacher's.
@@ -14,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..direction_losses import Direction
+from ..direction_losses import DirectionLosses
 from ..epilogues import SoftmaxGradient, Sums
 from ..problem import LN_2, Array, Gradients, Problem, fast_replace
 from ..solve import Backend, Solution, Vectors, run_gradient_pass, solve_by_passes
 from .problem import TaughtGradient, TaughtProblem, TaughtStatistics
 
-Pair = tuple[Direction, Direction]  # of student and teacher
+Pair = tuple[DirectionLosses, DirectionLosses]  # of student and teacher
 
 
 def solver_by_passes(problem: Problem) -> Callable[[Any, Backend, Gradients | None], Solution]:
@@ -87,7 +88,7 @@ def _side(
 
 
 def _gradient(
-    problem: TaughtProblem, rows: Direction, columns: Direction | None
+    problem: TaughtProblem, rows: DirectionLosses, columns: DirectionLosses | None
 ) -> SoftmaxGradient:
     """The gradient epilogue of one model: reference exponents, and factors with row shares."""
     row_weight = problem.row_direction_weight * problem.scale

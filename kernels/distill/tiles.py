@@ -29,12 +29,12 @@ def statistics(
         assert row_sums is not None
         part_sums = [Sums(*np.empty((3, m)))]
         if column_sums is None:
-            tile.row_statistics(values, factor, *part_sums[0].arrays, None, None, None, x)
+            tile.row_statistics(values, factor, *part_sums[0].arrays, moment_logits=x)
         else:
             part_sums.append(Sums(*np.empty((3, n))))
             memory = np.empty((2, n), x.dtype)
             tile.row_and_column_statistics(
-                values, factor, *part_sums[0].arrays, *part_sums[1].arrays, *memory, x
+                values, factor, *part_sums[0].arrays, *part_sums[1].arrays, *memory, moment_logits=x
             )
             parts.append((column_sums.part(columns), part_sums[1]))
         parts.append((row_sums.part(rows), part_sums[0]))

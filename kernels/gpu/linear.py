@@ -85,16 +85,16 @@ class GPURows:
             )  # fmt: skip
         return out
 
-    def products(self, segment: Array, sums: Array, itself: float) -> Array:
+    def products(self, segment: Array, sums: Array, own_count: float) -> Array:
         """[n] float64 products of rows with the sums [count, d] of their segments.
 
-        `itself` is 1.0 if a row is left out of the sum of its own segment, otherwise 0.0.
+        `own_count` is 1.0 if a row is left out of the sum of its own segment, otherwise 0.0.
         """
         n, d = self.features.shape
         out = cupy.empty(n)
         self.launcher.launch_rows(
             "segment_products", n, d, file="linear.cu", rows=self.fields(), n=n, d=d,
-            segment=segment, sums=sums, itself=itself, out=out,
+            segment=segment, sums=sums, own_count=own_count, out=out,
         )  # fmt: skip
         return out
 
@@ -103,7 +103,7 @@ class GPURows:
         n, out = positives.size, cupy.empty(positives.shape)
         self.launcher.launch_rows(
             "positive_products", n, file="linear.cu", query=self.fields(), key=key.fields(), n=n,
-            d=self.features.shape[1], each=n // max(1, len(positives)), positives=positives,
+            d=self.features.shape[1], set_size=n // max(1, len(positives)), positives=positives,
             out=out,
         )  # fmt: skip
         return out
@@ -127,7 +127,7 @@ def _fields(term: LinearGradient | None) -> Fields:
     """The fields of struct LinearGradient of finish.cu; zeros for None."""
     names = "segment", "factor", "sums", "weighted"
     values: Fields = {name: getattr(term, name, None) for name in names}
-    return {**values, "itself": 0.0 if term is None else term.itself}
+    return {**values, "own_count": 0.0 if term is None else term.own_count}
 
 
 def linear_gradients(
@@ -149,7 +149,7 @@ def finalize_linear_terms(
     """
     query, key = rows
     m, n, _ = problem.shape
-    itself = float(problem.symmetric)  # a row is no negative of itself
+    own_count = float(problem.symmetric)  # a row is no negative of itself
     vectors: Fields = dict.fromkeys(
         ("row_products", "column_products", "class_products", "others",
          "row_linear", "column_linear", "class_linear")
@@ -157,7 +157,7 @@ def finalize_linear_terms(
     terms = []
     if problem.label_smoothing:
         query_sums, key_sums = None, key.sums(None, 1)
-        vectors["row_products"] = query.products(None, key_sums, itself)
+        vectors["row_products"] = query.products(None, key_sums, own_count)
         vectors["row_linear"] = cupy.empty(m)
         if problem.two_sided:
             query_sums = query.sums(None, 1)
@@ -168,7 +168,7 @@ def finalize_linear_terms(
     if problem.classes is not None:
         classes = problem.classes.in_sums
         sums = query.sums(classes.rows, classes.count, order=classes.order)
-        vectors["class_products"] = query.products(classes.rows, sums, itself)
+        vectors["class_products"] = query.products(classes.rows, sums, own_count)
         vectors["class_linear"], vectors["others"] = cupy.empty(m), problem.classes.others
         terms.append(LinearTerm(classes, vectors["class_linear"], None, sums, sums))
     launcher.launch_vectors(

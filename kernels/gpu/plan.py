@@ -5,10 +5,11 @@ arrays. The contents of arrays do not. So a call is recorded once, with placehol
 addresses of its arrays and for its numbers (device/recorder.py). A later call of the same kind
 replays the recording with its own addresses and numbers.
 
-If a call comes again with the same addresses and numbers, as in a training loop, its steps may be
-captured in CUDA graphs: one launch replaces many. Between calls, a plan keeps only the memory of
-graphs and of their products. A plan saves time if Python takes longer than the device, for batches
-of a few thousand rows. A call of more than `recorder.MAX_STEPS` steps gets no plan.
+If a call comes again with the same addresses, numbers and stream, as in a training loop, its steps
+are captured in CUDA graphs: one launch replaces many. The caller of `run_by_plan` asks for this by
+`graphs=True`, as `select.py` does for calls on one GPU. Between calls, a plan keeps only the memory
+of graphs and of their products. A plan saves time if Python takes longer than the device, for
+batches of a few thousand rows. A call of more than `recorder.MAX_STEPS` steps gets no plan.
 
 The inputs of a call are dataclasses that hold arrays. A plan depends on the shapes, strides and
 dtypes of the arrays, and on fields that cannot hold an array. A number in a field that can hold an
@@ -158,19 +159,19 @@ def _store(stored: dict[Any, Any], max_count: int, new_key: Any, new_value: Any)
 
 def _free_graphs(new_bytes: int) -> None:
     """Free the oldest graphs of all plans, until there is room for a graph of `new_bytes`."""
-    stored = chain.from_iterable(plans.values() for plans in (_plans, *_owned.values()))
+    stored = chain.from_iterable(store.values() for store in (_plans, *_owned.values()))
     plans = [plan for plan in stored if isinstance(plan, Plan)]
-    captures = [
+    with_graphs = [
         (steps.capture_number, plan.bound_steps, steps_key)
         for plan in plans
         for steps_key, steps in plan.bound_steps.items()
+        if steps.graph_bytes
     ]
     all_bytes = new_bytes + sum(plan.graph_bytes for plan in plans)
-    for _, bound_steps, steps_key in sorted(captures, key=itemgetter(0)):
+    for _, bound_steps, steps_key in sorted(with_graphs, key=itemgetter(0)):
         if all_bytes <= MAX_GRAPH_BYTES:
             break
-        if bound_steps[steps_key].graph_bytes:
-            all_bytes -= bound_steps.pop(steps_key).graph_bytes
+        all_bytes -= bound_steps.pop(steps_key).graph_bytes
 
 
 def _record(

@@ -17,7 +17,7 @@ from .. import problem as problems
 from .. import solve as two_passes
 from ..arrays.backend import ArrayBlocks
 from ..between_passes import Finalized
-from ..direction_losses import Direction
+from ..direction_losses import DirectionLosses
 from ..epilogues import Epilogue, Sigmoid, Statistics, Sums
 from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion
@@ -110,7 +110,9 @@ class VectorsOverRanks(ElementwiseVectors):
         without_partners = problems.fast_replace(problem, symmetric=False)
         get = self.plan(recorded.finalize, without_partners, sums, backend.not_finite).get
         rows, columns = (
-            Direction(get(f"{side}_loss"), get(f"{side}_lse"), None, get(f"{side}_reference"), 1.0)
+            DirectionLosses(
+                get(f"{side}_loss"), get(f"{side}_lse"), None, get(f"{side}_reference"), 1.0
+            )
             for side in ("row", "column")
         )
         positive_gradient = get("positive_gradient")

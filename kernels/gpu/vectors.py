@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import solve as two_passes
 from ..between_passes import Finalized
-from ..direction_losses import Direction
+from ..direction_losses import DirectionLosses
 from ..epilogues import Sigmoid, Statistics, Sums
 from ..linear import LinearTerm
 from ..problem import Array, NotFinite, Problem, fast_replace
@@ -76,7 +76,7 @@ _finalize_direction = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 moment, float64 positive, float64 mean, bool decoupled",
     "float64 loss, float64 lse, float64 probability, float64 reference, float64 log_scale_grad",
     """
-    const Direction d = finalize_direction(Sum{max, sum, moment}, positive, decoupled, mean);
+    const DirectionLosses d = finalize_direction(Sum{max, sum, moment}, positive, decoupled, mean);
     loss = d.loss, lse = LN_2 * d.lse2, reference = is_nothing(d.lse2) ? 0 : d.lse2;
     probability = d.negative_probability, log_scale_grad = d.log_scale_grad;
     """,
@@ -111,13 +111,13 @@ class ElementwiseVectors(two_passes.Vectors):
     def direction(
         self, sums: Sums, positive: Array, decoupled: bool = False,
         mean: Array | None = None,
-    ) -> Direction:  # fmt: skip
+    ) -> DirectionLosses:  # fmt: skip
         moment = 0.0 if sums.moment is None else sums.moment
         mean = positive if mean is None else mean
         loss, lse, probability, reference, log_scale_grad = _finalize_direction(
             sums.max, sums.sum, moment, positive, mean, decoupled
         )
-        return Direction(
+        return DirectionLosses(
             loss, lse, probability, reference, reference_probability=1.0,
             log_scale_grad=None if sums.moment is None else log_scale_grad,
         )  # fmt: skip
@@ -240,7 +240,7 @@ class TiledVectors(ElementwiseVectors):
         m = len(dots)
         out = cupy.empty(m)
         self.launcher.launch_vectors(
-            "limits", m, dots=dots, positives=problem.positives, each=problem.set_size, m=m,
+            "limits", m, dots=dots, positives=problem.positives, set_size=problem.set_size, m=m,
             margin=problem.false_negative_margin, out=out,
         )  # fmt: skip
         return out
@@ -299,8 +299,10 @@ class TiledVectors(ElementwiseVectors):
         probability = None  # only operations on arrays need it
         return Finalized(
             losses[loss_rows],
-            Direction(row_loss[loss_rows], lses[0, loss_rows], probability, row_reference, 1.0),
-            Direction(column_loss, lses[1], probability, column_reference, 1.0)
+            DirectionLosses(
+                row_loss[loss_rows], lses[0, loss_rows], probability, row_reference, 1.0
+            ),
+            DirectionLosses(column_loss, lses[1], probability, column_reference, 1.0)
             if two_sided else None,
             row_factor, column_factor, positive_gradient,
             None if log_scale_grad is None else log_scale_grad[loss_rows], terms,

@@ -38,8 +38,8 @@ class StreamedRows:
             total = chunk_sums if total is None else total + chunk_sums
         return total
 
-    def products(self, segment: Array, sums: Array, itself: float) -> Array:
+    def products(self, segment: Array, sums: Array, own_count: float) -> Array:
         out = self.device.vectors.zero_vector(len(segment))
         for rows, features in self.chunks():
-            out[rows] = features.products(segment[rows], sums, itself)
+            out[rows] = features.products(segment[rows], sums, own_count)
         return out

@@ -11,7 +11,9 @@ import numpy as np
 from ..cpu.operands import Side, find_norms, normalization_backward
 from ..problem import Array
 
-MOST_RATIO = 2.0**40  # of norms: then products of a prefix of unit rows do not underflow
+# Largest quotient of the norm of a row and the norm of its prefix. Up to this, products of prefixes
+# of unit rows do not underflow
+MOST_RATIO = 2.0**40
 
 
 @dataclass
@@ -29,14 +31,19 @@ class PrefixSide(Side):
         self.ratios, self.dots = np.ones(shape, self.dtype), np.empty(shape)
         for part, ratio in zip(self.ranges[:-1], self.ratios, strict=False):
             norms = find_norms(self.features[:, : part.stop], self.dtype)
-            far = any(
+            # Norms out of the dtype's range have an exponent; infinity makes `is_moderate` False
+            extreme = any(
                 each.exponent is not None and each.exponent.any() for each in (self.norms, norms)
             )
-            ratio[:] = np.inf if far else norms.inverse / np.where(inverse == 0, 1, inverse)
+            ratio[:] = np.inf if extreme else norms.inverse / np.where(inverse == 0, 1, inverse)
 
     @property
     def is_moderate(self) -> bool:
-        """Whether products of prefixes stay within the range of the compute dtype."""
+        """Whether products of prefixes stay within the range of the compute dtype.
+
+        The product of two prefixes of unit rows, times both ratios, is the product of their unit
+        vectors. If not, `solve_prefixes` leaves each prefix to a call of its own.
+        """
         return self.ratios is None or bool(self.ratios.max(initial=0.0) <= MOST_RATIO)
 
     def to_features(

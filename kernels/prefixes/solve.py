@@ -52,7 +52,16 @@ class PrefixCPU(CPU):
 
 
 def fits(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether `solve_prefixes` has all options of the call, and is faster than separate calls."""
+    """Whether `solve_prefixes` has all options of the call, and is faster than separate calls.
+
+    It refuses
+    - losses that are not a softmax over keys or over both sides: SigLIP, queries that are the keys;
+    - options: a margin, `decoupled`, `hardness`, retrieval ranks, ids, sets of positives, and those
+      that `loss_follows_from_sums` excludes: linear terms, groups, biases of keys, own negatives,
+      limits, a guide, and joint losses;
+    - a batch that fits one block, and a call of one pass (one softmax, no dK): separate calls are
+      faster.
+    """
     options = problem.margin or problem.decoupled or problem.hardness or problem.retrieval_ranks
     vectors = problem.query_ids, problem.label_nans, problem.bias
     has_options = problem.loss_follows_from_sums and problem.set_size == 1 and not options

@@ -30,7 +30,7 @@ WRAPPER = """
 #include "direction_losses.cuh"
 extern "C" void directions(long n, const double* in, double* out) {
   for (; n > 0; --n, in += 4, out += 4) {
-    const Direction d = finalize_direction(Sum{in[0], in[1], in[2]}, in[3]);
+    const DirectionLosses d = finalize_direction(Sum{in[0], in[1], in[2]}, in[3]);
     out[0] = d.loss, out[1] = d.negative_probability, out[2] = d.lse2, out[3] = d.log_scale_grad;
   }
 }

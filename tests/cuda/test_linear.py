@@ -48,17 +48,17 @@ class Kernels:
         if kernel == "positive_products":
             at = a["positives"].reshape(-1)
             u, v = unit_rows(a["query"]), unit_rows(a["key"])
-            dots = (np.repeat(u, a["each"], axis=0) * v[at]).sum(axis=1)
+            dots = (np.repeat(u, a["set_size"], axis=0) * v[at]).sum(axis=1)
             a["out"].reshape(-1)[:] = np.where(at < 0, 0.0, dots)
             return
         u, segment = unit_rows(a["rows"])[:n], a["segment"]
         segment = np.zeros(n, int) if segment is None else segment[:n]
         row_sums = 0.0 if a["sums"] is None else a["sums"][segment]
         if kernel == "segment_products":
-            a["out"][:] = (u * (row_sums - a["itself"] * u)).sum(axis=1) * (segment >= 0)
+            a["out"][:] = (u * (row_sums - a["own_count"] * u)).sum(axis=1) * (segment >= 0)
             return
         assert kernel == "subtract_linear"
-        t = 0.0 if a["factor"] is None else a["factor"][:n, None] * (row_sums - a["itself"] * u)
+        t = 0.0 if a["factor"] is None else a["factor"][:n, None] * (row_sums - a["own_count"] * u)
         if a["weighted"] is not None:
             t = t + a["weighted"][segment]
         inverse, radial = 1.0, ((t * u).sum(axis=1) * (segment >= 0))[:, None]
@@ -101,18 +101,18 @@ def make_rows(
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("set_size", [1, 3])
 def test_products_with_positives(
-    each: int, normalize: bool, monkeypatch: pytest.MonkeyPatch
+    set_size: int, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((40, 5)), rng.standard_normal((50, 5))
-    positives = rng.integers(-1, 50, (40, each))
+    positives = rng.integers(-1, 50, (40, set_size))
     query, key = make_rows(monkeypatch, q, k, normalize=normalize)
     if normalize:
         q, k = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in (q, k))
     wanted = np.where(positives < 0, 0.0, np.einsum("id,ipd->ip", q, k[positives]))
-    if each == 1:
+    if set_size == 1:
         positives, wanted = positives[:, 0], wanted[:, 0]
     np.testing.assert_allclose(query.positive_products(key, positives), wanted, atol=1e-12)
 

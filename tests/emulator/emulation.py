@@ -1,8 +1,9 @@
 """The pytest plugin for `-m emulated`, which tests/conftest.py loads.
 
-`import cupy` imports the stand-in for CuPy. Tests of tests/gpu run on it, each in a schedule that
-follows from its name. The emulator takes about a thousand times as long as a GPU, so only every nth
-case of a test with many parameters runs (`EVERY`).
+`import cupy` imports the stand-in for CuPy. Tests of tests/gpu run on it, each in a schedule of
+threads that follows from its name. Some files of tests/pairs and tests/emulator have the marker
+themselves, and run as a whole. The emulator takes about a thousand times as long as a GPU, so only
+every nth case of a test with many parameters runs (`EVERY`).
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ EVERY: dict[str, int] = {
 }  # fmt: skip
 
 
-SCHEDULES = 4  # random schedules; with threads in their order, a test has one of 5 schedules
+# Random schedules, with the seeds 1 to SCHEDULES. With seed 0, threads run in their order. A test
+# has one of these 5 seeds
+SCHEDULES = 4
 
 
 def asked_for(config: pytest.Config) -> bool:

@@ -195,7 +195,7 @@ class Drawing:
             problem.symmetric, problem.column_direction_weight = own, problem.row_direction_weight
         problem.key_shard, problem.no_local_positives = not own, not own and self.some(2)
         if problem.compares_with_limits:
-            problem.limits = self.vector(m)
+            problem.query_limits = self.vector(m)
             problem.key_limits = self.vector(n) if own or loss == "both" else None
         dtype, both = self.real(problem), own or loss == "both"
         ahead = None if self.some(4) else Gradients(want_key=False, add_query=True)

@@ -65,7 +65,7 @@ class Rows:
     def subtract(self, term: Any, gradient: Any, dots: Any) -> None:
         g = np.zeros_like(self.u)
         if term.factor is not None:
-            g += term.factor[:, None] * (term.sums[term.segment] - term.itself * self.u)
+            g += term.factor[:, None] * (term.sums[term.segment] - term.own_count * self.u)
         if term.weighted is not None:
             g += term.weighted[term.segment]
         products = (g * self.u).sum(axis=1)

@@ -37,7 +37,9 @@ NUMBER_TYPES = (float, int)
 # often awake: they also run the other operations of a model
 TORCH_MULTIPLY_ADDS = 2**21, 2**24  # the least and the most
 TORCH_WIDTH_LIMIT = 2**9  # features of a row, which are fewer
-_templates: dict[tuple[Any, ...], Problem | None] = {}  # None: such calls are checked each time
+# Problems of earlier calls, checked and without features. None: calls that no template describes,
+# which are checked each time (`_make_template`)
+_templates: dict[tuple[Any, ...], Problem | None] = {}
 
 
 def evaluate(
@@ -50,7 +52,7 @@ def evaluate(
     none. False for calls whose arguments nobody has checked (`autograd.apply_repeated`).
     """
     types = tuple(map(type, options.values()))  # a part of the template's key, because True == 1
-    if not PLAIN.issuperset(types):
+    if not PLAIN.issuperset(types):  # an array, which has to be checked in each call
         return None
     template_key = (
         kind, wrt, scale is None, bias is None, types, *options.items(),
@@ -86,7 +88,12 @@ def _make_template(
 ) -> Problem | None:  # fmt: skip
     """Check a call, and return its problem without features.
 
-    None: such a call cannot be computed here, and is checked each time.
+    None: such a call cannot be computed here, and is checked each time. These are calls with
+
+    - features that are not on the CPU, or of a dtype that NumPy lacks;
+    - features whose elements are checked: `check_finite`, and float64, whose products may overflow;
+    - reduction="none", a joint loss, or classes (`template_has_vectors`);
+    - more logits than fit one block.
     """
     numbers = [value for value in (scale, bias) if isinstance(value, Tensor)]
     on_cpu = all(tensor.is_cpu for tensor in (*features, *numbers))

@@ -111,7 +111,10 @@ def wait_awake(turn, number, most, after):  # type: ignore[no-untyped-def]
     while left > 0:
         for _ in range(8):
             x = math.sqrt(x + 1.0)
-        left = min(left, after) if loaded_again(turn) == number and left > after else left - 1
+        if loaded_again(turn) == number and left > after:
+            left = after
+        else:
+            left -= 1
     return x
 
 

@@ -16,8 +16,9 @@ from ..loops.elementary import wait_awake
 from ..resources import Guarded
 
 # Threads of a call wait awake for each other, because to fall asleep takes 20 to 50 us, and so does
-# to wake up. A step of a wait takes about 40 ns. After a wait, there are further steps until the
-# other thread has given up the GIL
+# to wake up. A step of a wait takes about 40 ns. When the number that a thread waits for appears,
+# the thread that wrote it still holds the GIL. The waiting thread would fall asleep if it asked for
+# the GIL at once, so it waits awake for some more steps (`STEPS_TO_END`, `STEPS_TO_BEGIN`)
 MOST_STEPS = 2000
 STEPS_TO_END, STEPS_TO_BEGIN = 20, 100
 

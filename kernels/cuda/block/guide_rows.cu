@@ -4,13 +4,13 @@
 
 // Writes three results. A warp computes one of m queries, or one of n keys. If queries are the keys, n is 0 and
 // row_nans is null.
-//   - limits[i]: the limit of row i, which is the largest product of query i with its positives (positives [m, each],
-//     -1 for none), plus `margin`; infinite without a positive.
+//   - limits[i]: the limit of row i, which is the largest product of query i with its positives (positives
+//     [m, set_size], -1 for none), plus `margin`; infinite without a positive.
 //   - row_nans[i]: NaN if a feature of query i is not finite, else label_nans[i] (null: 0).
 //   - *any_key_not_finite becomes NaN if a feature of a key is not finite. With `two_sided`, or if queries are the
 //     keys, also if a feature of a query is not finite, because the softmax of each column has all queries.
 extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, const __grid_constant__ Rows key, i64 m,
-                                        i64 n, i64 d, const i64* positives, i64 each, double margin,
+                                        i64 n, i64 d, const i64* positives, i64 set_size, double margin,
                                         i64 two_sided, const double* label_nans, double* limits, double* row_nans,
                                         double* any_key_not_finite) {
   constexpr int STEP = 32 * LANE_FEATURES;  // features of a warp at a time
@@ -29,7 +29,7 @@ extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, cons
   const bool is_not_finite = __any_sync(ALL_LANES, zero_sum != 0);
   double top = -INFINITY_;  // largest product with a positive; NaN if one is NaN
   bool has_positive = false;
-  for (i64 pair = row * each; !is_key && pair < (row + 1) * each; ++pair) {
+  for (i64 pair = row * set_size; !is_key && pair < (row + 1) * set_size; ++pair) {
     const i64 j = positives[pair];
     if (j < 0) continue;
     const double query_inverse = query.inverse(row), key_inverse = key.inverse(j);

@@ -60,7 +60,7 @@ struct Fused {
   Real* x;                                       // [max(parts, 2), M, N]: logits, then P
   double *row_inverse, *column_inverse;          // 1 / |z|
   double *row_nans, *column_nans;                // NaN if a feature of the row is not finite, else 0
-  double *row_gap, *column_gap;                  // Direction::gap, base 2
+  double *row_gap, *column_gap;                  // DirectionLosses::gap, base 2
   double *row_dot, *column_dot, *row_sum;        // sum_j P_ij x_ij, sum_i P_ij x_ij, sum_j P_ij
   Real *losses, *row_lse, *column_lse;           // out, natural units
   Real *loss, *scale_grad, *bias_grad;           // out, scalars

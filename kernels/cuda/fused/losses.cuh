@@ -14,7 +14,7 @@ __device__ __noinline__ void finalize(double c, double max, double sum, const Re
                                       double weight, double* gap, Real* lse, Real* reference,
                                       Real* factor) {
   const Sum negatives = {c * max, sum};
-  const Direction d = positive ? finalize_direction(negatives, c * (double)*positive)
+  const DirectionLosses d = positive ? finalize_direction(negatives, c * (double)*positive)
                                : without_positive(negatives);
   *gap = d.gap;
   *lse = (Real)(LN_2 * d.lse2);

@@ -189,7 +189,7 @@ struct Side {
 __device__ __forceinline__ void put(const Side& side, i64 i, double top, double sum, double positive,
                                     bool has_positive = true) {
   const Sum negatives = {LOG2_E * top, sum};
-  const Direction d = has_positive ? finalize_direction(negatives, LOG2_E * positive)
+  const DirectionLosses d = has_positive ? finalize_direction(negatives, LOG2_E * positive)
                                    : without_positive(negatives);
   side.gap[i] = d.gap;
   side.lse[i] = has_positive ? positive + d.loss : LN_2 * d.lse2;

@@ -46,8 +46,8 @@ __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool s
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
     const i64 size = arrays.bytes(i), padded_size = (size + 15) / 16 * 16;
-    const i64 each = (size + gridDim.x * 16 - 1) / (gridDim.x * 16) * 16, first = blockIdx.x * each;
-    const i64 own = first < size ? min(each, size - first) : 0;
+    const i64 block_bytes = (size + gridDim.x * 16 - 1) / (gridDim.x * 16) * 16, first = blockIdx.x * block_bytes;
+    const i64 own = first < size ? min(block_bytes, size - first) : 0;
     if (send) copy(buffer + first, arrays.at(i) + first, own);
     else copy(arrays.at(i) + first, buffer + first, own);
     buffer += padded_size;

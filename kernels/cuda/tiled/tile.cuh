@@ -77,9 +77,9 @@ template <typename Take>
 __device__ __forceinline__ void set_aside_positives(Products& x, const TileShared& s, const Block& b,
                                                     const Tile& t, const Position& p, Real instead,
                                                     Take take) {
-  const i64 first = b.first_column + t.column, each = b.positives_of_row();
-  for (i64 number = 0; number < each; ++number) {  // positive `number` of each row
-    const auto pair = [&](int row) { return (t.row + row) * each + number; };  // its index in b.positives
+  const i64 first = b.first_column + t.column, set_size = b.positives_of_row();
+  for (i64 number = 0; number < set_size; ++number) {  // positive `number` of each row
+    const auto pair = [&](int row) { return (t.row + row) * set_size + number; };  // its index in b.positives
     const auto column = [&](int row) {  // its column in the tile; outside of 0 .. BLOCK_N - 1 if it is in another tile
       if (!SETS) return s.positive[row] - first;
       return t.row + row < b.q.rows ? b.positives[pair(row)] - first : -1;

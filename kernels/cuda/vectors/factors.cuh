@@ -23,16 +23,19 @@ struct FactorSources {
 
 constexpr int RANGE_THREADS = 1024;
 constexpr double SPREAD = 40;  // largest difference, base 2, of log-sum-exps that one exponential serves
-// The gradient divisor is at least this share of each row's factor. Factors are divided by the gradient divisor, and
-// with a smaller one the quotients would overflow float32.
-constexpr double MIN_DIVISOR_SHARE = 0x1p-60;
+// The bound of dL/dx is at least this share of each row's factor. Factors are divided by the gradient divisor, which
+// follows from the bound, and with a smaller one the quotients would overflow float32.
+constexpr double MIN_BOUND_SHARE = 0x1p-60;
 
 // Finds the numbers of struct Ranges, by one thread block. The gradient divisor is `bound`, the largest possible size
 // of dL/dx, divided by `largest_element`, the size that the largest element of a gradient block should have.
 //
-// dL/dx_ij is the sum of a term of row i and a term of column j, so 2 times the largest term is a bound. The terms of a
-// row are at most as large as dL/dx at its positive. In two cases the row's factor is the bound of its terms instead:
-// with `by_factor` (several positives, or linear terms), and without `positive_gradient` (a sigmoid).
+// The bound is the largest of all rows (and columns) i of
+//   - a softmax: 2 |dL/dx at a positive of i|. dL/dx_ij is the sum of a term of row i and a term of column j, and the
+//     terms of a row are at most as large as dL/dx at its positive.
+//   - a softmax with several positives or linear terms (`by_factor`): also 2 |factor_i|, which bounds all terms.
+//   - a sigmoid (no `positive_gradient`): |factor_i|. Columns have no terms.
+// `largest_element` is 8192 if elements are float16, else 1 (tiled/gradient_factors.py).
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 by_factor,
        double largest_element, Ranges* out) {
@@ -45,7 +48,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
       high = fmax(high, f.row_reference[i]);
       low = fmin(low, f.row_reference[i]);
     }
-    const double share = by_factor ? 2 : f.positive_gradient ? MIN_DIVISOR_SHARE : 1;
+    const double share = by_factor ? 2 : f.positive_gradient ? MIN_BOUND_SHARE : 1;
     bound = fmax(bound, fabs(f.row_factor[i]) * share);
     if (f.positive_gradient) bound = fmax(bound, 2 * fabs(f.positive_gradient[i]));
   }

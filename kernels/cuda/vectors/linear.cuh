@@ -31,14 +31,14 @@ struct LinearFinalizeArguments {
 // column i if the loss has two directions.
 extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinalizeArguments g) {
   const FinalizeArguments& f = g.f;
-  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x, each = f.set_size;
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x, set_size = f.set_size;
   if (i >= f.m) return;
   const double scale = f.options.scale.bare(), e = g.label_smoothing, a = f.row_factor[i];
-  const i64* keys = f.positives + i * each;
+  const i64* keys = f.positives + i * set_size;
   double mean = 0;  // of the logits of the row's positives
   i64 count = 0;
-  for (i64 s = 0; s < each; ++s)
-    if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive[i * each + s]), ++count;
+  for (i64 s = 0; s < set_size; ++s)
+    if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive[i * set_size + s]), ++count;
   if (count) mean /= count;
   // Changes of the losses of row and column, of the gradient by log(scale), and of the sum of -dL/dx at the positives
   double loss = 0, column_term = 0, log_scale_grad = 0, at_positives = 0;
@@ -75,8 +75,8 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
       g.column_linear[i] = e * b / g.column_keys;
       f.column_loss[i] += column_term;
     }
-    for (i64 s = 0; s < each; ++s)
-      if (keys[s] >= 0) f.positive_gradient[i * each + s] += at_positive;
+    for (i64 s = 0; s < set_size; ++s)
+      if (keys[s] >= 0) f.positive_gradient[i * set_size + s] += at_positive;
   }
   f.row_loss[i] += loss;
   f.losses[i] += f.row_direction_weight * loss + f.column_direction_weight * column_term;

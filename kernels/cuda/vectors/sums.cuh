@@ -188,14 +188,14 @@ struct RowOptions {
   }
   // The direction of a row with this positive `logit`. `negatives` are sums over logits in the scale of exponents.
   // `mean`: see `finalize_direction`.
-  __device__ __forceinline__ Direction finalize(Sum negatives, double logit, double mean) const {
+  __device__ __forceinline__ DirectionLosses finalize(Sum negatives, double logit, double mean) const {
     negatives.moment *= to_logits();
     return finalize_direction(negatives, logit, decoupled, mean);
   }
   // The same for one positive, key `partner` (-1: none), whose base-2 logit in the scale of exponents is `positive`,
   // without its `bias`. The bias does not depend on the scale, so it is not in `mean`, from which the derivative by
   // log(scale) follows.
-  __device__ __forceinline__ Direction finalize_one(Sum negatives, double positive, i64 partner,
+  __device__ __forceinline__ DirectionLosses finalize_one(Sum negatives, double positive, i64 partner,
                                               double bias = 0) const {
     if (partner < 0) return without_positive(negatives);
     return finalize(negatives, logit(positive) + bias, logit(positive));
@@ -203,15 +203,15 @@ struct RowOptions {
 };
 
 // The limit of each row, for `false_negative_margin`: the product above which negatives are left out. It is the largest
-// product of the row with its positives, plus the margin, or infinite without a positive. `dots` [m, each] are the
-// products with `positives` [m, each], which are keys, or -1 for none. (targets.find_limits in Python.)
-extern "C" __global__ void limits(const double* dots, const i64* positives, i64 each, i64 m,
+// product of the row with its positives, plus the margin, or infinite without a positive. `dots` [m, set_size] are the
+// products with `positives` [m, set_size], which are keys, or -1 for none. (targets.find_limits in Python.)
+extern "C" __global__ void limits(const double* dots, const i64* positives, i64 set_size, i64 m,
                                   double margin, double* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= m) return;
   double top = -INFINITY_;
   bool any = false;
-  for (i64 pair = i * each; pair < (i + 1) * each; ++pair)
+  for (i64 pair = i * set_size; pair < (i + 1) * set_size; ++pair)
     if (positives[pair] >= 0) top = dots[pair] > top || isnan(dots[pair]) ? dots[pair] : top, any = true;
   out[i] = any ? top + margin : INFINITY_;
 }
@@ -260,7 +260,7 @@ __device__ __forceinline__ double log_scale_gradient(const FinalizeArguments& f,
 
 // Writes the results of row i. `a` is the row factor, `loss` has both directions, and `log_scale_grad` and
 // `at_positives` are the arguments of log_scale_gradient.
-__device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const Direction& row, double a,
+__device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const DirectionLosses& row, double a,
                                         double loss, double log_scale_grad, double at_positives) {
   f.losses[i] = loss + *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
   // log_scale_grad needs no NaN flag: it is NaN if a feature is not finite
@@ -274,23 +274,23 @@ __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const
 // `finalize` for row i if rows have several positives. All positives of a row count as one positive, whose logit is
 // their log-sum-exp (formulas: kernels/targets.py). There are no columns.
 __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
-  const i64 each = f.set_size, *keys = f.positives + i * each;  // positives of this row, -1 for none
-  const double* exponents = f.positive + i * each;
-  double* gradient = f.positive_gradient + i * each;
+  const i64 set_size = f.set_size, *keys = f.positives + i * set_size;  // positives of this row, -1 for none
+  const double* exponents = f.positive + i * set_size;
+  double* gradient = f.positive_gradient + i * set_size;
   // The base-2 logit of positive s, with margin and bias
   const auto biased = [&](i64 s) { return f.options.logit(exponents[s]) + f.options.bias(keys[s]); };
   // With `below` = logit - top, at most 0, and `scaled_part` = `below` without the bias, which depends on the scale:
   // total = sum of 2^below, sum = sum of `below`, unbiased = sum of scaled_part, weighted = sum of 2^below scaled_part
   double top = -INFINITY_, total = 0, sum = 0, unbiased = 0, weighted = 0;
   i64 count = 0;
-  for (i64 s = 0; s < each; ++s)
+  for (i64 s = 0; s < set_size; ++s)
     if (keys[s] >= 0) top = fmax(top, biased(s)), ++count;
-  for (i64 s = 0; s < each; ++s) {
+  for (i64 s = 0; s < set_size; ++s) {
     if (keys[s] < 0) continue;
     const double below = biased(s) - top, power = exp2(below), scaled_part = below - f.options.bias(keys[s]);
     total += power, sum += below, unbiased += scaled_part, weighted += power * scaled_part;
   }
-  Direction row = without_positive(f.rows.get(i));
+  DirectionLosses row = without_positive(f.rows.get(i));
   if (count) {
     const double positive_mean = weighted / total;  // mean of scaled_part under the softmax over the positives
     row = f.options.finalize(f.rows.get(i), top + log2(total), top + positive_mean);
@@ -298,7 +298,7 @@ __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
     row.log_scale_grad += LN_2 * (positive_mean - unbiased / count);
   }
   const double a = f.upstream[i] * (f.row_direction_weight * f.options.scale.bare());
-  for (i64 s = 0; s < each; ++s) {
+  for (i64 s = 0; s < set_size; ++s) {
     const double fraction = exp2(biased(s) - top) / total;  // probability in the softmax over the positives
     gradient[s] = keys[s] < 0 ? 0 : -a * (fraction * row.negative_probability + (1.0 / count - fraction));
   }
@@ -321,7 +321,7 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
   // A triangle has found the logit of the pair (i, partner) once, for the row of lower number
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
-  const Direction row = f.options.finalize_one(f.rows.get(i), positive, partner, f.options.bias(partner));
+  const DirectionLosses row = f.options.finalize_one(f.rows.get(i), positive, partner, f.options.bias(partner));
   const double a = upstream * (f.row_direction_weight * scale);
   double loss = f.row_direction_weight * row.loss, log_scale_grad = f.row_direction_weight * row.log_scale_grad;
   // -dL/dx at the positive: the part of this row (and its column), and the part of the row of the partner
@@ -331,7 +331,7 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
                  f.options.finalize_one(f.rows.get(partner), positive, i, f.options.bias(i))
                      .negative_probability;
   if (f.two_sided) {
-    const Direction column = f.options.finalize_one(f.columns.get(i), positive, partner);
+    const DirectionLosses column = f.options.finalize_one(f.columns.get(i), positive, partner);
     const double b = upstream * (f.column_direction_weight * scale);
     loss += f.column_direction_weight * column.loss;
     log_scale_grad += f.column_direction_weight * column.log_scale_grad;

@@ -47,7 +47,8 @@ class DeviceProperties:
         """Most bytes of temporary memory of a call whose caller gives no workspace.
 
         A call takes more than the default workspace only if that saves time: for cached
-        exponentials, and for buffers of exchanges over ranks.
+        exponentials and one pass with dK (`schedule/decisions.py`), and for buffers of exchanges
+        over ranks.
         """
         return self.memory // 32
 
@@ -57,8 +58,9 @@ def fastest_operand_precision(precision: str, device: DeviceProperties) -> str:
 
     Hopper multiplies 16-bit numbers fastest. There, two replacements are as accurate:
 
-    - "fp32" becomes "fp16x3". A float32 operand is the sum of two float16 parts, and a product is
-      the sum of three products of parts.
+    - "fp32" becomes "fp16x3". A float32 operand of 24 bits is the sum of two float16 parts of 11
+      bits, and a product is the sum of three products of parts: the fourth, of both small parts, is
+      below float32's rounding. Sums are short, against truncation (`MAX_SUM_TERMS`).
     - "tf32" becomes "fp16", which has the same mantissa and is twice as fast.
 
     Features and gradient blocks are divided by feature and gradient divisors, so that float16

@@ -269,10 +269,11 @@ def sweep_for(
 def teacher_sweep(
     precision: str, width: int, teacher_width: int, device: DeviceProperties, normalize: bool
 ) -> Sweep | None:
-    """The sweep that multiplies features of a student and of a teacher, or None.
+    """The sweep that multiplies features of a student and of a teacher (sm90/sweep_distill.cu).
 
-    `width`, `teacher_width`: bytes of their rows. Operands must be 16-bit numbers, and rows of both
-    must fit shared memory together.
+    `width`, `teacher_width`: bytes of their rows. Operands must have one 16-bit number a feature,
+    and query tiles of both must leave room in shared memory for LEAST_TEACHER_STAGES stages of the
+    pipeline. Otherwise None: the kernel is tiled/distill.cu.
     """
     sweep = sweep_for(precision, width, device, normalize)
     if sweep is None or precision in OPERAND_PARTS:

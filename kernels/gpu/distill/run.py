@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import cupy
 import numpy as np
 
-from ...direction_losses import Direction
+from ...direction_losses import DirectionLosses
 from ...problem import Array, Gradients, Problem
 from .. import config
 from ..device.arguments import Fields, address
@@ -24,7 +24,9 @@ from ..tiled.gradient_factors import (
 from ..tiled.operands import Operand, OperandSide, find_feature_divisors
 from ..vectors import Scalars
 
-ModelDirections = tuple[Direction, Direction]  # of student and teacher: rows, or columns
+ModelDirections = tuple[
+    DirectionLosses, DirectionLosses
+]  # of student and teacher: rows, or columns
 
 
 class Teacher:

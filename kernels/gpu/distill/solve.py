@@ -13,7 +13,7 @@ from dataclasses import replace
 import cupy
 import numpy as np
 
-from ...direction_losses import Direction
+from ...direction_losses import DirectionLosses
 from ...distill.problem import TaughtProblem, models
 from ...epilogues import Statistics, Sums
 from ...problem import LN_2, LOG2_E, Array, Gradients, Problem, fast_replace
@@ -65,7 +65,7 @@ def _statistics(model: Problem) -> Statistics:
     return stats
 
 
-def _direction(sums: Sums) -> Direction:
+def _direction(sums: Sums) -> DirectionLosses:
     """The log-sum-exps of rows or of columns: in base 2, they are the references of gradients."""
     no_positives = cupy.full(len(sums.max), -cupy.inf)
     return ElementwiseVectors().direction(sums, no_positives)
@@ -122,7 +122,7 @@ def _solve(
 
 def _losses(
     problem: Problem, buffers: Buffers, sums: Array, rounded_reference: Array,
-    direction: Direction,
+    direction: DirectionLosses,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Losses of rows, or of columns, and d loss / d log(scale), from complete sums.
 

@@ -163,7 +163,7 @@ class Call:
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
             problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
             problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
-            problem.has_limits, problem.limits is not None,
+            problem.has_limits, problem.query_limits is not None,
             _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
             _describe_matrix(teacher[0]), _describe_matrix(teacher[1]),
             bool(problem.margin or problem.decoupled or problem.hardness),
@@ -257,7 +257,7 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """Whether each row has one positive, and the softmax has no options."""
+        """Whether each row has one positive, and the softmax has no options but `ids`."""
         options = self.pair_options or self.row_numbers or self.weights
         options = options or self.own or self.linear_terms or self.joint
         return not (options or self.set_size > 1)

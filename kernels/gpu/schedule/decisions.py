@@ -302,7 +302,7 @@ def divide_workspace(
     # the largest blocks
     may_cache = may_cache_exponentials(call, operands, sweep)
     room_with_cache = room
-    if may_cache and not call.workspace_given:
+    if may_cache and not call.workspace_given:  # more than the default workspace, to save time
         room_with_cache = max(room, device.default_memory_limit)
     sizes = None
     if one_pass and not needs_dq_only:  # one pass with dK needs blocks of all keys
@@ -340,7 +340,8 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     - Rows are long, so that their product takes more time than the cache.
     - The loss has a softmax, and queries are not the keys: a triangle has no cache.
     - There are no retrieval ranks, whose pass would run between these two.
-    - Pairs have no options, which the kernel of cached exponentials does not take.
+    - Pairs have no options (groups, positive ids, limits, a guide, biases), which the kernel of
+      cached exponentials does not take. Ids are no such option.
     - The call does not want dQ only with one softmax: one pass computes it without a cache.
     """
     min_k_slices = MIN_CACHED_K_SLICES.get(operands.precision)

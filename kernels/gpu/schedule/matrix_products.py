@@ -23,10 +23,12 @@ LARGE_PRODUCT = 2**30
 PART_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # small parts of gradient blocks are multiplied by this: SMALL_PART_FACTOR of common.cuh
 SMALL_PART_FACTOR = {"fp16x3": 2048.0}
-# Products of the large parts are sums of at most MAX_SUM_TERMS terms. A factor corrects their mean
-# truncation bias. In units of 2^-24 of the sum, a sum of 512 terms loses 47 if all terms have one
-# sign, and 9 if signs are mixed; the correction is 27, about halfway. `truncation_bias` gives 19.2
-# (32 steps of 0.6). SUM_BIAS_FACTOR is 27 / 19.2.
+# Products of the large parts are sums of at most MAX_SUM_TERMS terms (512 for "fp16x3", which is
+# float32 on Hopper). Tensor cores truncate these sums, and a factor corrects their mean loss. In
+# units of 2^-24 of the sum, cuBLAS's sums of 512 terms lose 47 if all terms have one sign, and 9 if
+# signs are mixed (benchmarks/NOTES.md); the correction is 27, about halfway. `truncation_bias`,
+# measured in sums of half a K-slice, gives 19.2 (32 steps of 0.6): a longer sum loses more in each
+# step. SUM_BIAS_FACTOR is 27 / 19.2
 SUM_BIAS_FACTOR = 1.4
 
 

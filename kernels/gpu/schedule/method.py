@@ -20,14 +20,15 @@ def choose_method(asked: Problem | Call) -> str:
 
     "fused"   one launch, for a small batch or if the caller asks for it
     "tiled"   passes over blocks, for other batches or if the caller asks for it
-    "naive"   the whole matrix, if the caller asks for it, or asks for "fused" with options
+    "naive"   the whole matrix, if the caller asks for it, or asks for "fused" with an option that
+              the fused kernel lacks: it has `ids` and no other option (`plain`)
 
     ValueError for "fused" if the logits do not fit the workspace, or if `metrics` asks for ranks.
     """
     method = asked.method
     if method == "fused":
         _require_one_launch(asked)
-        # the fused kernel takes no options; "naive" keeps the logits, too, and takes all options
+        # "naive" keeps the logits, as "fused" does, and takes all options
         return "fused" if asked.plain else "naive"
     if method in ("naive", "tiled"):
         return method

@@ -73,7 +73,7 @@ class PairVectors:
 
         exponent_scale = buffers.scalars.exponent_scale
         row_limits, column_limits = (
-            products(dots, exponent_scale) for dots in (problem.limits, problem.key_limits)
+            products(dots, exponent_scale) for dots in (problem.query_limits, problem.key_limits)
         )
         self.row_bias, self.column_bias = problem.query_bias, problem.key_bias  # natural logits
         row_bias, column_bias = (

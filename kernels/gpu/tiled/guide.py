@@ -58,7 +58,7 @@ class Guide:
         self.launcher.launch_rows(
             "guide_limits", m + key_count, file="block/guide_rows.cu", query=query.fields(),
             key=key.fields(), m=m, n=key_count, d=self.query.features.shape[1],
-            positives=problem.positives, each=problem.set_size, margin=problem.guide_margin,
+            positives=problem.positives, set_size=problem.set_size, margin=problem.guide_margin,
             two_sided=problem.two_sided, label_nans=problem.label_nans, limits=limits,
             row_nans=row_nans, any_key_not_finite=vectors.any_key,
         )  # fmt: skip
@@ -70,7 +70,7 @@ class Guide:
         )  # fmt: skip
         both = problem.symmetric or problem.two_sided
         return replace(
-            problem, guide_limits=limits, guide_key_limits=limits if both else None,
+            problem, guide_query_limits=limits, guide_key_limits=limits if both else None,
             label_nans=row_nans, upstream=spoiled,
         )  # fmt: skip
 
@@ -85,7 +85,7 @@ class Guide:
             "feature_divisors": address(self.feature_divisors, 2),
         }
 
-        rows = to_products(self.launcher, problem.guide_limits, NATURAL, scale, self.real)
+        rows = to_products(self.launcher, problem.guide_query_limits, NATURAL, scale, self.real)
         # key i is the positive of query i, so a row and its column have the same limit
         self.limits = rows, None if problem.guide_key_limits is None else rows
         self.positives = problem.positives

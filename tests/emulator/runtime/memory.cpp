@@ -1,4 +1,10 @@
-// Arrays that end at a page that cannot be used, and the report of a thread that uses such a page.
+// Arrays that end at a page that cannot be used, and the report of a thread that uses such a page, such as
+//
+//     lse: an access 0 bytes beyond the end of array of 7200 bytes
+//       block 3, thread 70, after tiled/pipeline.cuh:120, at tiled/lse.cu:95
+//
+// `after` names the last synchronisation that the thread came to, and `at` the line of the access. Within the
+// alignment before the page, writes are found at the end of the launch (`find_damage`), and reads return NaN.
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>

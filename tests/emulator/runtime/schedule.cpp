@@ -278,6 +278,7 @@ void fail(Place at, const char* format, ...) {
     const Place place = at.file ? at : me().at;
     snprintf(text, sizeof text, "\n  block %u, thread %u, ", current->block.x, current->thread.x);
     state.error += text;
+    // A fault has no place of its own here, only that of the synchronisation before: engine.py adds "at FILE:LINE"
     const char* after = state.fault_library.empty() ? "" : "after ";
     if (!place.file) state.error += "before it came to any other";
     else state.error += after + std::string(place.file) + ":" + std::to_string(place.line);

@@ -29,7 +29,7 @@
 #define STREAMED (WIDE || PRECISION == FP16X3)
 
 constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS || TEACHER_SLICES ? 64 : 128;
-constexpr int CLUSTER_BLOCKS = WIDE ? 2 : 1;  // thread blocks of a cluster, which share a query tile
+constexpr int CLUSTER_BLOCKS = WIDE ? 2 : 1;  // thread blocks of a cluster: they divide a query tile, and share keys
 // A key tile has one or two tiles. A tile has TILE_COLUMNS (128) keys, and an epilogue computes one tile at a time.
 constexpr int TILES_PER_KEY_TILE = WIDE ? 2 : 1;
 // Groups of 64 rows of the query tile that a thread block has, since a warpgroup multiplies 64 rows

@@ -5,10 +5,10 @@
 // They drift apart by up to the STAGES of the ring, so that one runs its epilogue while the other multiplies.
 //
 // WIDE (rows of more than 1024 bytes): a thread block multiplies 128 rows with 256 keys. Shared memory delivers 128
-// bytes a clock, and products of 128 x 128 would read more. A cluster of two thread blocks shares the keys: each
-// fetches half of them, for both. The query tile of a cluster has 256 rows, as many as a key tile, so that a triangle
-// can be visited. With BF16X3, the three products of parts come one after another, with K-slices of their own.
-// Products with a small part come first.
+// bytes a clock, and products of 128 x 128 would read more. A cluster of two thread blocks divides a query tile of 256
+// rows and shares its keys: each block fetches half of the keys, for both, so that each key is loaded once for 256
+// rows. The query tile has as many rows as a key tile has keys, so that a triangle can be visited. With BF16X3, the
+// three products of parts come one after another, with K-slices of their own. Products with a small part come first.
 //
 // FP16X3: sums are taken in two levels, because tensor cores truncate when they add. The first level adds up half a
 // K-slice, products with a small part first. The second level adds these sums by additions that round.

@@ -48,7 +48,10 @@ class Memory(BaseMemory):
         self.stream = streams.get_current_stream()  # which uses it again
 
     def spoil(self) -> None:
-        """What the stream is asked for from now on does not read any more what is here."""
+        """Fill the memory with NaN, in stream order: work queued earlier still reads its values.
+
+        Not during a capture: the graph would fill the memory in each of its runs.
+        """
         if not self.stream.is_capturing():
             memory = self._memory
             self.stream.submit(lambda: ctypes.memset(memory.ptr, POISON, memory.size))

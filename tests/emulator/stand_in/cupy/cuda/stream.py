@@ -39,7 +39,7 @@ class Stream:
         self.ptr = 0 if null else next(_addresses)
         self.device_id = runtime.getDevice()
         self._written: list[Work] | None = None  # under capture
-        self._late: deque[Work] = deque()
+        self._waiting: deque[Work] = deque()
         _streams[self.ptr] = self
 
     @staticmethod
@@ -62,18 +62,20 @@ class Stream:
             self._written.append(work)
             return
         with _order:
-            self._late.append(work)
-            late = engine.SEED != 0 and self.ptr != 0
-            while self._late and not (late and chance.random() > SOON):
+            self._waiting.append(work)
+            delays = (
+                engine.SEED != 0 and self.ptr != 0
+            )  # a random schedule, another stream than null
+            while self._waiting and (not delays or chance.random() <= SOON):
                 self._step()
 
     def _step(self) -> None:
-        self._late.popleft()()
+        self._waiting.popleft()()
 
     def finish(self) -> None:
-        """All that was asked for is done."""
+        """Do all work that waits."""
         with _order:
-            while self._late:
+            while self._waiting:
                 self._step()
 
     def __del__(self) -> None:
@@ -91,7 +93,7 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        return not self._late
+        return not self._waiting
 
     def record(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
