@@ -176,7 +176,7 @@ def test_map_of_the_code() -> None:
     for question, *answers in rows:
         for answer in answers:
             found = place.findall(answer)
-            assert len(re.findall(r"\.(?:py|cuh?)`:", answer)) == len(found), question
+            assert len(re.findall(r"\.(?:py|cuh?|cpp)`:", answer)) == len(found), question
             for path, names in found:
                 missing = set(re.findall(r"[\w.]+", names)) - defined(ROOT / path)
                 assert not missing, f"{question}: not in {path}"

@@ -63,9 +63,8 @@ class Stream:
             return
         with _order:
             self._waiting.append(work)
-            delays = (
-                engine.SEED != 0 and self.ptr != 0
-            )  # a random schedule, another stream than null
+            # In a random schedule, work of other streams than the null stream waits
+            delays = engine.SEED != 0 and self.ptr != 0
             while self._waiting and (not delays or chance.random() <= SOON):
                 self._step()
 
