@@ -74,42 +74,59 @@ class StreamedPass:
     ) -> None:  # fmt: skip
         self.context, self.device = context, context.device
         self.problem, self.grid, self.epilogue, self.gradients = problem, grid, epilogue, gradients
-        (m, n, _), layout = problem.shape, context.layout
+        rows, self.columns = self.make_sides()
+        self.keys_stay, staying_rows = self.choose_staying_side()
+        sides = rows, self.columns
+        self.stay, self.stream = reversed(sides) if self.keys_stay else sides
+        self.runs = [(run, self.steps(run)) for run in self.divide_into_runs(staying_rows)]
+        self.done = 0  # blocks; for `progress`
+        self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
+
+    def make_sides(self) -> tuple[StreamedSide, StreamedSide]:
+        """The arrays of queries and of keys in host memory, and what becomes of their gradients."""
+        problem, gradients = self.problem, self.gradients
         queries, keys = [problem.query], [problem.key]
         if problem.auxiliary_key is not None:
             queries.append(problem.auxiliary_query)
             keys.append(problem.auxiliary_key)
-        rows, columns = StreamedSide(queries, grid.rows), StreamedSide(keys, grid.columns)
-        staying_rows, self.keys_stay = layout.staying_rows_without_gradients, n <= m
+        rows, columns = StreamedSide(queries, self.grid.rows), StreamedSide(keys, self.grid.columns)
         if gradients is not None:
-            staying_rows = layout.staying_rows
             if gradients.want_query:
                 rows.to, rows.add = gradients.query, gradients.add_query
-            if gradients.want_key:
+            if gradients.want_key and not problem.symmetric:  # dQ has all of a triangle's gradient
                 columns.to = gradients.key
             (rows if gradients.want_query else columns).dots = gradients.dots
-            if not layout.smaller_side_stays:  # the pass computes one gradient
-                self.keys_stay = gradients.want_key
-        if problem.symmetric:
-            self.keys_stay, columns.to = False, None
-        if isinstance(epilogue, SoftmaxGradient):
-            xp, (query, key) = self.device.vectors.xp, context.linear_rows(problem)
+        if isinstance(self.epilogue, SoftmaxGradient):
+            xp, (query, key) = self.device.vectors.xp, self.context.linear_rows(problem)
             for side, is_key_side in ((rows, False), (columns, True)):
                 if side.to is not None:
                     side.linear = [
                         LinearGradient(xp, query, key, term, is_key_side, problem.symmetric)
-                        for term in epilogue.linear
+                        for term in self.epilogue.linear
                     ]
-        self.columns = columns
-        self.stay, self.stream = (columns, rows) if self.keys_stay else (rows, columns)
+        return rows, columns
+
+    def choose_staying_side(self) -> tuple[bool, int]:
+        """(whether keys stay on the device, otherwise queries; how many rows stay at once).
+
+        The smaller side stays, unless only one gradient is computed: then its side stays, so that
+        the gradient is complete before it leaves. Queries stay if they are the keys.
+        """
+        (m, n, _), layout, gradients = self.problem.shape, self.context.layout, self.gradients
+        keys_stay, staying_rows = n <= m, layout.staying_rows_without_gradients
+        if gradients is not None:
+            staying_rows = layout.staying_rows
+            if not layout.smaller_side_stays:  # the pass computes one gradient
+                keys_stay = gradients.want_key
+        return keys_stay and not self.problem.symmetric, staying_rows
+
+    def divide_into_runs(self, staying_rows: int) -> list[list[slice]]:
+        """The runs of chunks that stay one after another, each while the other side is streamed."""
         chunks = self.stay.chunks
         all_rows = chunks[-1].stop - chunks[0].start
-        length = len(chunks) if all_rows <= staying_rows else staying_rows // layout.chunk_rows
-        # each run of chunks stays while the other side is streamed
-        runs = [list(chunks[i : i + length]) for i in range(0, len(chunks), length)]
-        self.runs = [(run, self.steps(run)) for run in runs]
-        self.done = 0  # blocks; for `progress`
-        self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
+        chunk_rows = self.context.layout.chunk_rows
+        length = len(chunks) if all_rows <= staying_rows else staying_rows // chunk_rows
+        return [list(chunks[i : i + length]) for i in range(0, len(chunks), length)]
 
     def steps(self, run: list[slice]) -> list[Step]:
         """The steps of a run.

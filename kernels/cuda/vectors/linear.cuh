@@ -29,11 +29,16 @@ struct LinearFinalizeArguments {
 
 // Adds the terms of label smoothing and of class means to the results of `finalize`. A thread computes row i, and
 // column i if the loss has two directions.
+//
+// Label smoothing e: the target of a row has 1 - e at its positives, and e / n at each of its n keys. So the loss
+// changes by e (mean logit of the positives - mean logit of all n keys), and dL/dx by row_factor e / count at each of
+// the `count` positives, and by -row_factor e / n at each key. The latter is a linear term.
+// Class means (SupCon): the positives are in the sum of the row, and the loss is the log-sum-exp minus their mean logit.
 extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinalizeArguments g) {
   const FinalizeArguments& f = g.f;
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x, set_size = f.set_size;
   if (i >= f.m) return;
-  const double scale = f.options.scale.bare(), e = g.label_smoothing, a = f.row_factor[i];
+  const double scale = f.options.scale.bare(), smoothing = g.label_smoothing, row_factor = f.row_factor[i];
   const i64* keys = f.positives + i * set_size;
   double mean = 0;  // of the logits of the row's positives
   i64 count = 0;
@@ -43,14 +48,13 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
   // Changes of the losses of row and column, of the gradient by log(scale), and of the sum of -dL/dx at the positives
   double loss = 0, column_term = 0, log_scale_grad = 0, at_positives = 0;
   const i64 others = g.class_products ? g.others[i] : 0;
-  // SupCon: the positives are in the sum of the row, and the loss is the log-sum-exp minus their mean logit
   if (others) {
     const Sum sum = f.rows.get(i);
     mean = scale * g.class_products[i] / others;
     loss = LN_2 * (sum.max + log2(sum.sum)) - mean;
     log_scale_grad = (sum.sum == 0 ? 0 : LN_2 * sum.moment / sum.sum) - mean;
   }
-  if (g.class_linear) g.class_linear[i] = others ? (1 - e) * a / others : 0;
+  if (g.class_linear) g.class_linear[i] = others ? (1 - smoothing) * row_factor / others : 0;
   if (g.row_products) {
     const bool any = count || others;
     const double margins = scale * f.options.margin * count;
@@ -60,19 +64,19 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
       total += scale * g.row_products[keys[0]] - margins - mean;
       n = 2 * n - 1;
     }
-    const double row_term = any ? e * (mean - total / n) : 0;
+    const double row_term = any ? smoothing * (mean - total / n) : 0;
     loss += row_term, log_scale_grad += row_term;
-    g.row_linear[i] = e * a / n;
-    at_positives = count ? e * a * ((double)count / n - 1) : 0;
-    double at_positive = e * a / (count ? count : 1);  // change of dL/dx at one positive
-    if (g.joint) at_positive += e * a / n;  // the linear term counts this pair twice
-    else if (f.symmetric && count) at_positive += e * f.row_factor[keys[0]];
+    g.row_linear[i] = smoothing * row_factor / n;
+    at_positives = count ? smoothing * row_factor * ((double)count / n - 1) : 0;
+    double at_positive = smoothing * row_factor / (count ? count : 1);  // change of dL/dx at one positive
+    if (g.joint) at_positive += smoothing * row_factor / n;  // the linear term counts this pair twice
+    else if (f.symmetric && count) at_positive += smoothing * f.row_factor[keys[0]];  // it is its positive's positive
     if (f.two_sided) {
-      const double b = f.column_factor[i];
-      column_term = any ? e * (mean - (scale * g.column_products[i] - margins) / g.column_keys) : 0;
-      at_positive += e * b;
-      at_positives += e * b * (1.0 / g.column_keys - 1);
-      g.column_linear[i] = e * b / g.column_keys;
+      const double column_factor = f.column_factor[i];
+      column_term = any ? smoothing * (mean - (scale * g.column_products[i] - margins) / g.column_keys) : 0;
+      at_positive += smoothing * column_factor;
+      at_positives += smoothing * column_factor * (1.0 / g.column_keys - 1);
+      g.column_linear[i] = smoothing * column_factor / g.column_keys;
       f.column_loss[i] += column_term;
     }
     for (i64 s = 0; s < set_size; ++s)

@@ -193,7 +193,11 @@ class Sweep:
         return 2 * self.blocks(rows, columns, triangle)
 
     def row_sums(self, rows: int, columns: int) -> int:
-        """All partial sums that launches of up to rows x columns leave for rows."""
+        """All partial sums that launches of up to rows x columns leave for rows.
+
+        Each row has `segment_slots` sums for each segment. A launch of fewer rows may have more
+        segments: at most one for each key tile, and MAX_ROUNDS segments for each worker.
+        """
         if self.wide:
             return rows * self.max_segments(rows, columns)
         tiles = -(-columns // BLOCK_M)

@@ -102,7 +102,15 @@ class Structure:
     ) -> Callable[[Mapping[str, Any]], list[Any]]:
         """A function of a dict `v` that runs `lines` and returns the values of `result`.
 
-        The function is compiled, because a loop over the fields would take longer than a launch.
+        The function is compiled, because a loop over the fields would take longer than a launch. Of
+        a kernel with the parameters (const double* x, i64 n), it is
+
+            def function(v):
+              if len(v) != 2: raise KeyError
+              v_0 = v['x']
+              v_1 = v['n']
+              return [(v_0 if v_0.__class__ is int else get_address(v_0)), int(v_1)]
+
         `names` are variables that `result` uses.
         """
         body = "\n  ".join([*lines, f"return [{', '.join(result)}]"])
