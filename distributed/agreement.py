@@ -28,7 +28,7 @@ from infonce.checks.call import Request, check
 from infonce.checks.rows import compared_as
 from infonce.checks.teacher import Teacher, add_teacher
 from infonce.checks.validation import Batch
-from infonce.spec import ARRAYS, NAMES, Loss
+from infonce.spec import ARRAY_OPTIONS, INTEGER_OPTIONS, Loss
 
 from .communicators.base import Communicator, RankError
 from .exchanges.partition import Partition
@@ -41,11 +41,11 @@ BUILTIN_ERRORS = {
 }
 Options = Mapping[str, Any]
 RankMessage = tuple[bytes, bytes]  # pickled report, pickled scalars
-# All options in `COMPILED` must be the same on all ranks. The checks of a call replace the values
-# of these four options ("auto" becomes a method, for example), so `_list_shared_values` lists these
-# options one by one. All others are fields of `Problem`
+# All options in `COMPILED_OPTIONS` must be the same on all ranks. The checks of a call replace the
+# values of these four options ("auto" becomes a method, for example), so `_list_shared_values`
+# lists these options one by one. All others are fields of `Problem`
 RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch"
-SHARED_OPTIONS = [name for name in spec.COMPILED if name not in RESOLVED_OPTIONS]
+SHARED_OPTIONS = [name for name in spec.COMPILED_OPTIONS if name not in RESOLVED_OPTIONS]
 # keywords of distributed/losses.py that must be the same on all ranks, and `dims`
 SHARED_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
 # scale -> temperature that may be given in its place; ranks compare scales, and send temperatures
@@ -267,7 +267,7 @@ def make_checked_message(
     labels, classes = call.labels, call.kind.classes
     array_types = {  # types of labels, ids and guides, which must be comparable over all ranks
         "labels": compared_as(labels) if classes else _describe_presence(labels),
-        **{name: compared_as(options.get(name)) for name in NAMES},
+        **{name: compared_as(options.get(name)) for name in INTEGER_OPTIONS},
         "guide": _describe_features(problem.guide_key),
     }
     if isinstance(problem, TaughtProblem):
@@ -332,7 +332,7 @@ def _list_shared_values(
         "scale": None,
         "bias": None,
         **array_types,
-        **{name: _describe_presence(call.options.get(name)) for name in ARRAYS},
+        **{name: _describe_presence(call.options.get(name)) for name in ARRAY_OPTIONS},
         "in_batch": call.options.get("in_batch", True),
         "method": "naive" if problem.method == "naive" else "tiled",
         **{name: getattr(problem, name) for name in SHARED_OPTIONS},

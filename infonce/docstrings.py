@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from .checks.keywords import Keywords, signature
 from .checks.teacher import ALL_LOSSES
-from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
+from .spec import COMPILED_OPTIONS, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
 # the section "Raises"
 ERRORS = """
@@ -105,8 +105,9 @@ def adapted(
 
     def add(function: _F) -> _F:
         usage = inspect.cleandoc(call).format(
-            loss=like.__name__, arguments=", ".join(loss.arguments), options=", ".join(COMPILED),
-            name=function.__name__, call_arguments=call_arguments,
+            loss=like.__name__, arguments=", ".join(loss.arguments),
+            options=", ".join(COMPILED_OPTIONS), name=function.__name__,
+            call_arguments=call_arguments,
         )  # fmt: skip
         example, _, usage = usage.partition("\n\n")
         parts = first, example, equation, usage, f"References\n----------\n{source}\n"

@@ -285,12 +285,13 @@ OPTIONS: dict[str, Option] = {
 # fmt: on
 DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 # Options that are constants of a program of jax.jit or torch.compile
-COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
+COMPILED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.compiled)
 # Options that are integers of samples: one array, or a pair (of queries [M], of keys [N])
-NAMES = ("ids", "groups", "positive_ids")
-VECTORS = ("weights", "key_bias")  # options that are vectors [M] or [N] of floats without gradient
+INTEGER_OPTIONS = ("ids", "groups", "positive_ids")
+# Options that are vectors [M] or [N] of floats without gradient
+VECTOR_OPTIONS = ("weights", "key_bias")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
-ARRAYS = (*VECTORS, "own_mask")
+ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
 # gradient is known. They compute gradients together with the loss. A gradient that underflows to 0
 # in float16 would stay 0, even if the upstream gradient has the factor of a GradScaler
@@ -381,8 +382,8 @@ SIGLIP = Loss(
 SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
-        *NAMES, *OWN_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness", "false_negative_margin",
-        "guide", "guide_margin", "metrics",
+        *INTEGER_OPTIONS, *OWN_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness",
+        "false_negative_margin", "guide", "guide_margin", "metrics",
     ),
 )  # fmt: skip
 GTE = Loss(

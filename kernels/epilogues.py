@@ -102,8 +102,9 @@ class Statistics:
 class RetrievalRanks:
     """Pass after the log-sum-exp pass: counts the logits above the positive's logit.
 
-    On one CPU, the log-sum-exp pass counts them by itself, because it knows the positives' logits
-    before it begins.
+    On one CPU, the log-sum-exp pass counts them by itself: it computes the dot products of the
+    positives before it begins (`PassState.rank_threshold`). Other backends know the positives'
+    logits only after that pass.
     """
 
     positive_logits: Array  # [M] base 2

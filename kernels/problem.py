@@ -212,7 +212,11 @@ class Problem:
 
     @property
     def exponent_scale(self) -> Any:
-        """The scale of negatives in exponents: the scale of the logits plus `hardness`."""
+        """The scale of negatives in exponents: the scale of the logits plus `hardness`.
+
+        First moments are sums of these exponents, and a GPU's passes also multiply positives by
+        this scale. `finalize_with_targets` and `Vectors.finalize` convert both to `scale`.
+        """
         return self.scale + self.hardness if self.hardness else self.scale
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import spec
 from ..arrays import describe_arrays, namespace, native
 from ..kernels.problem import (
     WORKSPACE,
@@ -25,7 +26,7 @@ from ..kernels.problem import (
     uses_moments,
 )
 from ..kernels.targets import count_positives, weigh_positives
-from ..spec import ARRAYS, BOOLEAN_OPTIONS, CHOICES, DEFAULTS, GRAD_ONLY, NAMES, Loss
+from ..spec import BOOLEAN_OPTIONS, CHOICES, DEFAULTS, GRAD_ONLY, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
 from .validation import Batch
@@ -91,7 +92,9 @@ class _StaticChecks:
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
 # Options whose values are checked in every call; also options in `NUMBERS`, if they are arrays
-PER_CALL = frozenset({"out", "grad_out", "progress", "guide", *NAMES, *ARRAYS})
+PER_CALL = frozenset(
+    {"out", "grad_out", "progress", "guide", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS}
+)
 NUMBERS = frozenset({"scale", "temperature"})
 MOST_TEMPLATE_LOGITS = 2**20  # M x N up to which the cache may hold vectors of M numbers
 MOST_CACHED = 256  # calls in `_cache`; one more empties it
@@ -99,15 +102,10 @@ _cache: dict[tuple[Any, ...], _StaticChecks] = {}  # key of a call (`_cache_key`
 
 
 def check(
-    loss: Loss,
-    arrays: Sequence[Array],
-    labels: Array | None,
-    bias: Any,
-    options: Mapping[str, Any],
-    with_grad: bool,
-    batch: Batch | None = None,
+    loss: Loss, arrays: Sequence[Array], labels: Array | None, bias: Any,
+    options: Mapping[str, Any], with_grad: bool, batch: Batch | None = None,
     grad_buffers: dict[str, Any] | None = None,
-) -> Request:
+) -> Request:  # fmt: skip
     """Check one call of a loss on `arrays`, its features as NumPy or CuPy arrays.
 
     `batch` is the batch of all ranks; None: the arrays are the whole batch. `grad_buffers` (name ->
@@ -120,9 +118,8 @@ def check(
         cache_key = _cache_key(loss, descriptions, labelled, bias, options, with_grad, batch)
     static = None if cache_key is None else _cache.get(cache_key)
     if static is None:
-        static = _check_static(
-            loss, arrays, descriptions, labelled, bias, options, with_grad, batch
-        )
+        call = loss, arrays, descriptions, labelled, bias, options, with_grad, batch
+        static = _check_static(*call)
         if cache_key is not None:
             if len(_cache) >= MOST_CACHED:
                 _cache.clear()
@@ -277,11 +274,10 @@ def _cache_key(
     loss: Loss, descriptions: Sequence[Any], labelled: bool, bias: Any, options: Mapping[str, Any],
     with_grad: bool, batch: Batch | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The key of a call in `_cache`.
+    """The key of a call in `_cache`; None, if an option has a value of other types than `PLAIN`.
 
-    None, and then every call is checked in full, if an option has a value that is not of the types
-    `PLAIN`. Exceptions are the options `PER_CALL` and an array as `scale` or `temperature`: their
-    values are checked in each call and are not part of the key.
+    Exceptions are the options `PER_CALL` and an array as `scale` or `temperature`: their values are
+    checked in each call, and are not part of the key.
     """
     plain = options  # options whose values are part of the key
     types = tuple(map(type, options.values()))  # part of the key too, because True == 1

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..spec import (
-    ARRAYS,
-    COMPILED,
+    ARRAY_OPTIONS,
+    COMPILED_OPTIONS,
     INFO_NCE,
     INFO_NCE_OWN,
-    NAMES,
+    INTEGER_OPTIONS,
     OPTIONS,
     PREFIX_OPTIONS,
     GradOptions,
@@ -68,12 +68,12 @@ def jax_function(loss: Loss) -> Keywords:
     names = [
         "temperature",
         "scale",
-        *NAMES,
+        *INTEGER_OPTIONS,
         "own",
         *PREFIX_OPTIONS,
-        *ARRAYS,
+        *ARRAY_OPTIONS,
         "guide",
-        *COMPILED,
+        *COMPILED_OPTIONS,
         "metrics",
     ]
     views: Keywords = {"labels": ("ArrayLike | None", None)} if _pairs_views(loss) else {}

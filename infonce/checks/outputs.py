@@ -26,8 +26,8 @@ def joined(
 ) -> tuple[Array, Array | None, dict[str, Array]]:  # fmt: skip
     """Memory for the gradients of a joint loss, whose two arguments are computed as one array.
 
-    `shape` is [2B, D] and `dtype` the dtype of that array, except on a GPU, if all gradients have
-    one dtype. Returns three values:
+    `shape` is [2B, D] and `dtype` the dtype of that array. On a GPU, if all gradients have one
+    dtype, the array has that dtype instead. Returns three values:
 
     - `rows`: an array for the gradients of all queries, followed by the gradients of all keys;
     - `rows` if its halves must be copied to the gradients; None if its halves are the gradients;

@@ -189,7 +189,7 @@ def is_pair(value: Any) -> bool:
 def sample_integers(
     xp: Any, loss: Loss, name: str, value: Any, m: int, n: int
 ) -> tuple[Array, Array]:
-    """Check integers of samples (`spec.NAMES`): one array, or a pair (of queries, of keys).
+    """Check integers of samples (`spec.INTEGER_OPTIONS`): an array, or a pair (queries, keys).
 
     Returns [m] int64 numbers of queries and [n] int64 numbers of keys. Two numbers are equal if and
     only if the caller's integers are equal. For a joint loss, whose rows are all queries and then

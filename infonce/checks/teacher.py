@@ -9,12 +9,19 @@ from ..arrays import describe_arrays, native
 from ..kernels.distill.problem import make_taught_problem
 from ..kernels.problem import Array
 from ..result import QueryKeyGrads
-from ..spec import LOSSES, NAMES, OWN_OPTIONS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
+from ..spec import INTEGER_OPTIONS, LOSSES, OWN_OPTIONS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
 from . import norms, validation
 from .call import Request
 
 # Distillation is not in `spec.LOSSES`, because its functions have arguments that no other loss has
-REFUSED = (*NAMES, *SOFTMAX_OPTIONS, *OWN_OPTIONS, *PREFIX_OPTIONS, "metrics", "return_logits")
+REFUSED = (
+    *INTEGER_OPTIONS,  # ids, groups, positive_ids
+    *SOFTMAX_OPTIONS,
+    *OWN_OPTIONS,  # own, own_mask, in_batch
+    *PREFIX_OPTIONS,
+    "metrics",
+    "return_logits",
+)
 # with a softmax over keys and one over queries (`two_sided`)
 DISTILL = Loss(
     "distill", ("query", "key"), QueryKeyGrads, row_direction_weight=0.5,

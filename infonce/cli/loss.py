@@ -15,11 +15,12 @@ from click.core import ParameterSource
 
 import infonce
 
+from .. import spec
 from ..checks import norms, validation
 from ..checks.teacher import ALL_LOSSES
 from ..reference import normalize
 from ..result import LossAndGrad
-from ..spec import ARRAYS, CHOICES, NAMES, OPTIONS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
+from ..spec import CHOICES, OPTIONS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
 from . import loss_report, machine
 from .common import (
     TEACHER,
@@ -59,13 +60,14 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
             switch += f"/{flag(f'no_{name}')}"
         elif name in CHOICES:
             type_ = click.Choice(CHOICES[name])
-        elif name in (*NAMES, "own", *ARRAYS):
+        elif name in (*spec.INTEGER_OPTIONS, "own", *spec.ARRAY_OPTIONS):
             type_ = PATH
         elif name in PREFIX_OPTIONS:
             type_ = List(int) if name == "dims" else List(float, distinct=False)
         decorate = click.option(
-            switch, type=type_, default=option.default, help=option.cli_help, multiple=name in NAMES
-        )
+            switch, type=type_, default=option.default, help=option.cli_help,
+            multiple=name in spec.INTEGER_OPTIONS,
+        )  # fmt: skip
         command = decorate(command)
     return command
 
@@ -157,7 +159,7 @@ def loss(
         raise click.UsageError(f"--labels is of {' and '.join(LABELLED)}")
     if labels is None and chosen.classes:
         raise click.UsageError(f"{kind}: expected --labels, the class of each row")
-    sides = {name: options.pop(name) for name in NAMES}
+    sides = {name: options.pop(name) for name in spec.INTEGER_OPTIONS}
     for name, files in sides.items():
         if len(files) > 2:
             raise click.UsageError(f"{flag(name)}: expected one file or two, got {len(files)}")
@@ -174,7 +176,7 @@ def loss(
     if plot is not None:
         check_destination(plot)
 
-    paths = {"labels": labels, **{name: options.pop(name) for name in ("own", *ARRAYS)}}
+    paths = {"labels": labels, **{name: options.pop(name) for name in ("own", *spec.ARRAY_OPTIONS)}}
     paths = {name: path for name, path in paths.items() if path is not None}
     if grad_out is not None:
         files = [split(source)[0] for source in sources.values()]
@@ -313,7 +315,11 @@ def _record(
             record = {name: values[0] for name, values in record.items()}
     if kind.sigmoid:
         record["bias"] = options.get("bias", kind.bias)
-    names = [name for name in SOFTMAX_OPTIONS if name not in ("guide", *ARRAYS, *kind.refused)]
+    names = [
+        name
+        for name in SOFTMAX_OPTIONS
+        if name not in ("guide", *spec.ARRAY_OPTIONS, *kind.refused)
+    ]
     record |= {name: options[name] for name in ("normalize", *names)}
     record |= {name: str(path) for name, path in paths.items()}
     record |= {"in_batch": options["in_batch"]} if "own" in paths else {}

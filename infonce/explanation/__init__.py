@@ -195,7 +195,7 @@ def _make_call(
         moments=bool(wrt & {"scale", "bias"})
         and uses_moments(m * n, bool(feature_names), False),
         # the largest possible number of classes of three rows or more, whose features are summed
-        classes=kind.classes, class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
+        classes=kind.classes, max_class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
         joint_copy_bytes=joint_copy_bytes,
     )  # fmt: skip
 

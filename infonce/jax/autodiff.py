@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from .. import dispatch
-from ..spec import ARRAYS, NAMES, VECTORS, Loss
+from ..spec import ARRAY_OPTIONS, INTEGER_OPTIONS, VECTOR_OPTIONS, Loss
 from . import axis
 from .callback import (
     TEACHER_INPUTS,
@@ -88,7 +88,7 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
         if value is not None and value.perturbed and name not in call.kind.locked
     }
     wanted = tuple(dtypes)
-    for name in (*VECTORS, "guide", *TEACHER_INPUTS):
+    for name in (*VECTOR_OPTIONS, "guide", *TEACHER_INPUTS):
         if any(leaf.perturbed for leaf in jax.tree.leaves(inputs[name])):
             raise ValueError(
                 f"{name}: expected an array that is not differentiated, as it gets no gradient, "
@@ -124,7 +124,7 @@ def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
         "scale": grads.get("scale"),
         "bias": grads.get("bias"),
         "labels": None,
-        **dict.fromkeys(("grad_out", "guide", *TEACHER_INPUTS, *NAMES, *ARRAYS)),
+        **dict.fromkeys(("grad_out", "guide", *TEACHER_INPUTS, *INTEGER_OPTIONS, *ARRAY_OPTIONS)),
     },)  # fmt: skip
 
 

@@ -26,7 +26,7 @@ except ImportError as error:
 from ..checks.teacher import Teacher
 from ..kernels.problem import SILENT
 from ..result import LossAndGrad
-from ..spec import ARRAYS, DTYPES_UNTIL_UPSTREAM, NAMES, Loss
+from ..spec import ARRAY_OPTIONS, DTYPES_UNTIL_UPSTREAM, INTEGER_OPTIONS, Loss
 
 # Names of the teacher's arrays in `inputs`, which are None if the loss has no teacher
 TEACHER_INPUTS = ("teacher_query", "teacher_key", "teacher_scale")
@@ -106,8 +106,8 @@ class TracedCall:
 def collect_options(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The options for `checks.call.check`: those of the call, and arrays of a callback."""
     options = {**dict(call.options), "scale": inputs["scale"], "wrt": frozenset(call.wrt)}
-    arrays = {name: inputs[name] for name in ("grad_out", *ARRAYS)}
-    for name in NAMES:
+    arrays = {name: inputs[name] for name in ("grad_out", *ARRAY_OPTIONS)}
+    for name in INTEGER_OPTIONS:
         value = inputs[name]
         is_pair = isinstance(value, tuple)
         arrays[name] = tuple(map(join_integers, value)) if is_pair else join_integers(value)

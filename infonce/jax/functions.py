@@ -26,8 +26,8 @@ from . import axis
 from .autodiff import differentiable_loss
 from .callback import TEACHER_INPUTS, Axis, SplitIntegers, TracedCall, stand_in
 
-# Keywords that `_apply` takes beyond the options of a compiled program (`spec.COMPILED`)
-ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.NAMES, *spec.ARRAYS)
+# Keywords that `_apply` takes beyond the options of a compiled program (`spec.COMPILED_OPTIONS`)
+ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS)
 
 
 def _apply(
@@ -75,8 +75,8 @@ def _apply(
         return (total, outs[-1][1]) if metrics else total
 
     # Checks of the arguments
-    arrays = {name: options.pop(name, None) for name in spec.ARRAYS}
-    sample_integers = {name: options.pop(name, None) for name in spec.NAMES}
+    arrays = {name: options.pop(name, None) for name in spec.ARRAY_OPTIONS}
+    sample_integers = {name: options.pop(name, None) for name in spec.INTEGER_OPTIONS}
     others = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
     # `dims` get here only if the loss has none, and are refused by `check_traced`
     others |= {name: options.pop(name, None) for name in spec.PREFIX_OPTIONS}
@@ -126,7 +126,7 @@ def require_known(kind: Loss, features: Sequence[Any], options: dict[str, Any]) 
     """TypeError for features that are no arrays, and for options that no compiled program takes."""
     require_arrays(dict(zip(kind.arguments, features, strict=True)))
     for name in options:
-        if name not in spec.COMPILED:
+        if name not in spec.COMPILED_OPTIONS:
             known = keywords.jax_function(kind)
             raise keywords.unexpected(f"infonce.jax.{kind.name}_loss()", name, known)
 
@@ -147,11 +147,11 @@ def check_traced(
     `infonce.checks` gets stand-ins for features and traced arrays. The values of traced arrays are
     checked when the program runs.
     """
-    positive = ("scale", "temperature", *spec.ARRAYS)  # their stand-ins are 1, others' are 0
+    positive = ("scale", "temperature", *spec.ARRAY_OPTIONS)  # their stand-ins are 1, others' are 0
     options = {
         **options,
         "wrt": (),
-        **{name: apply_to_each(_known_values, options.get(name)) for name in spec.NAMES},
+        **{name: apply_to_each(_known_values, options.get(name)) for name in spec.INTEGER_OPTIONS},
         "guide": jax.tree.map(_known_values, options.get("guide")),
         **{name: _known_values(options.get(name), 1) for name in positive},
     }
@@ -225,7 +225,7 @@ def exact_integers(value: Any) -> Any:
 
 
 def apply_to_each(function: Any, value: Any) -> Any:
-    """`function` of the value of an option of `spec.NAMES`: an array, a pair of arrays, or None."""
+    """`function` of a value of `spec.INTEGER_OPTIONS`: an array, a pair of arrays, or None."""
     if is_pair(value):
         return tuple(map(function, value))
     return None if value is None else function(value)

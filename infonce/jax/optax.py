@@ -27,8 +27,8 @@ def ntxent(embeddings: Any, labels: Any, temperature: Any = 0.07) -> Any:
     ``loss = mean_ip ( log( exp x_ip + sum_{j in N(i)} exp x_ij ) - x_ip )``.
 
     Memory is linear in the batch: the negatives of a row are one log-sum-exp, and its positives are
-    dot products, one in each step of a loop. The loop has as many steps as the largest class has
-    rows, or as the batch has rows if `labels` is an argument of the function that `jit` compiles.
+    dot products, one in each step of a loop. The loop has one step for each other row of the
+    largest class, or of the batch if `labels` is an argument of the function that `jit` compiles.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def ntxent(embeddings: Any, labels: Any, temperature: Any = 0.07) -> Any:
         """For each row, its logit with its n-th partner."""
         return (z * z[partner(n)]).sum(axis=1) / temperature
 
-    @jax.checkpoint
+    @jax.checkpoint  # the backward pass computes a step again, so it keeps no vectors of steps
     def add_partner_losses(total: Any, n: Any) -> Any:
         losses = jax.nn.softplus(negatives + logits(1) - logits(n))
         return total + jnp.where(n < size, losses, 0.0).sum(), None

@@ -24,8 +24,8 @@ from ..result import Metrics
 from ..spec import Loss
 from . import functions
 
-# Arguments with rows, which are split over the devices, beyond features and `spec.NAMES`
-ROW_ARGUMENTS = ("labels", *spec.ARRAYS, "guide", "teacher_query", "teacher_key")
+# Arguments with rows, which are split over the devices, beyond features and `spec.INTEGER_OPTIONS`
+ROW_ARGUMENTS = ("labels", *spec.ARRAY_OPTIONS, "guide", "teacher_query", "teacher_key")
 # Arguments that are one number, the same on all devices
 NUMBERS = ("scale", "temperature", "bias", "teacher_scale", "teacher_temperature")
 TEACHER_ARGUMENTS = (
@@ -147,7 +147,7 @@ def _run(
     """The loss of checked arguments, by the compiled function of `_compile`."""
     rows = PartitionSpec(names)
     row_arrays = {name: arguments.pop(name) for name in kind.arguments}
-    for name in spec.NAMES:
+    for name in spec.INTEGER_OPTIONS:
         if (integers := arguments.pop(name, None)) is not None:
             row_arrays[name] = functions.apply_to_each(functions.exact_integers, integers)
     for name in ROW_ARGUMENTS:

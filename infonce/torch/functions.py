@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import docstrings, losses, spec
 from ..checks import keywords, prefixes, validation
-from ..spec import GRAD_ONLY, VECTORS, Loss, LossOptions
+from ..spec import GRAD_ONLY, VECTOR_OPTIONS, Loss, LossOptions
 from .core import autograd, compiled
 
 # Keywords of losses in one process; others, such as `group` and `exchange`, are for processes
@@ -56,7 +56,7 @@ def _apply(
         if not isinstance(z, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
         _check_tensor(kind, name, z, features[0])
-    untracked = [(name, options[name]) for name in VECTORS if name in options]
+    untracked = [(name, options[name]) for name in VECTOR_OPTIONS if name in options]
     if (guide := options.get("guide")) is not None:
         untracked += [
             ("guide", z) for z in (guide if isinstance(guide, (tuple, list)) else [guide])

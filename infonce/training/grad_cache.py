@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checks import validation
 from ..result import LossAndGrad
-from ..spec import VECTORS
+from ..spec import VECTOR_OPTIONS
 
 EXPECTED = "loss_and_grad: expected a function X_loss_and_grad of infonce or infonce.distributed"
 Encode = Callable[[Any], Any]  # chunk of inputs -> features [rows, D], no graph kept
@@ -111,10 +111,10 @@ def _require_detached(options: Mapping[str, Any]) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return
-    for name in ("scale", "temperature", "bias", *VECTORS):
+    for name in ("scale", "temperature", "bias", *VECTOR_OPTIONS):
         if getattr(options.get(name), "requires_grad", False) is True:
             hint = f"{name}.detach() makes one"
-            if name not in VECTORS:
+            if name not in VECTOR_OPTIONS:
                 result = "scale" if name == "temperature" else name
                 hint += f", and out.grads.{result} is the gradient of {result}"
             raise ValueError(

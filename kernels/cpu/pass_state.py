@@ -71,6 +71,7 @@ class PassState:
                 self.query_pair_weights = problem.query_pair_weights.astype(dtype)
                 self.key_pair_weights = problem.key_pair_weights.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
+            # The positives' logits, ahead of the pass, so that the pass can count larger ones
             dots = dots_at(call_state.query, call_state.key, problem.positives)
             self.rank_threshold = self.positive_scale * dots
 

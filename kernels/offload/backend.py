@@ -45,6 +45,7 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
     """`solve.solve` of a problem whose arrays are on the host."""
     sizes, on_device_problem = layout(problem, gradients), _copy_vectors(device, problem)
     with device.copies() as copies:
+        # First of all: the system provides the memory of gradients while products run
         for to in _destinations(gradients):
             if to is not None:
                 copies.touch(to)

@@ -102,6 +102,7 @@ class HostCopies:
         self.touching: list[Future[None]] = []
 
     def touch(self, target: Array) -> None:
+        # Pinned memory has its pages already; `_touch` writes the pages of contiguous memory
         if target.flags.c_contiguous and not _pinned(target, target.dtype):
             parts = _parts_to_copy(target, target.nbytes)
             self.touching += [_pool("out").submit(_touch, target[part]) for part in parts]

@@ -49,12 +49,21 @@ class PrefixSide(Side):
     def to_features(
         self, g: Array, z: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
     ) -> Array:
-        """See `Side`. Each prefix is differentiated through its own norm."""
+        """See `Side`. Each prefix is differentiated through its own norm.
+
+        Prefix p of row z has the unit vector v_p = r_p (prefix of u), with u = z / |z| and the
+        ratio r_p = |z| / |prefix of z|. `g` is sum_p r_p dL/dv_p (`worker.chain` multiplies by
+        ratios), so for a feature in the prefixes p of P
+
+            dL/dz = (g - u sum_{p in P} r_p^2 <dL/dv_p, v_p>) / |z|
+
+        `dots` of all features is not used: `self.dots` has those of each prefix.
+        """
         if self.norms is None:
             return g
         if dtype.itemsize > g.itemsize:
             g = g.astype(dtype)
-        pull = np.zeros(len(g))
+        pull = np.zeros(len(g))  # the sum over the prefixes that have the features of `part`
         for prefix in reversed(range(len(self.ranges))):
             part, ratio = self.ranges[prefix], self.ratios[prefix, rows].astype(np.float64)
             pull += ratio * ratio * self.dots[prefix, rows]

@@ -108,6 +108,7 @@ def solve_prefixes(
         ]
         epilogue = PrefixGradient(**epilogues[-1].__dict__, prefixes=parts)
         run_gradient_pass(problem, backend, False, epilogue, gradients)
+    # Weights of prefixes are in `upstream` of each problem, so in all gradients, but not in losses
     losses = sum(w * each.losses for (_, w), each in zip(prefixes, finalized, strict=True))
     slopes: list[Any] = [each.log_scale_grad for each in finalized]
     dots = None if gradients is None else gradients.dots

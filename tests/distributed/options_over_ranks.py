@@ -94,7 +94,7 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
             options["labels"] = options["labels"][shards(rows, seed)[RANK]]
     elif "labels" in options:
         options["labels"] = options["labels"][mine[0]]
-    for side in spec.NAMES:
+    for side in spec.INTEGER_OPTIONS:
         if isinstance(options[side], tuple):
             options[side] = tuple(of[own] for of, own in zip(options[side], mine, strict=True))
         elif options[side] is not None:

@@ -171,7 +171,7 @@ def test_options(name: str, reduction: str) -> None:
                     close(gradient, want.grads[argument], 1e-11)
 
 
-@pytest.mark.parametrize("name", spec.VECTORS)
+@pytest.mark.parametrize("name", spec.VECTOR_OPTIONS)
 def test_vectors_get_no_gradient(name: str) -> None:
     query, key = features("info_nce")
 

@@ -35,9 +35,9 @@ def test_bad_calls_are_those_of_arrays(
         "temperature",
         "own",
         "metrics",
-        *spec.NAMES,
-        *spec.ARRAYS,
-        *spec.COMPILED,
+        *spec.INTEGER_OPTIONS,
+        *spec.ARRAY_OPTIONS,
+        *spec.COMPILED_OPTIONS,
         *spec.PREFIX_OPTIONS,
     }
     if spec.DEFAULTS.keys() & options.keys() - taken:

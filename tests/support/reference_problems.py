@@ -162,14 +162,14 @@ def call_of(problem, reduction="mean"):
     The weights of the returned problem are the row shares of the reduced loss.
     """
     softmax = taken(problem.name, problem.softmax)
-    named = {name for name in spec.NAMES if getattr(problem, name) is not None}
+    named = {name for name in spec.INTEGER_OPTIONS if getattr(problem, name) is not None}
     for names in spec.EXCLUSIVE:
         if {*names} <= softmax.keys() | named:
             del softmax[next(name for name in reversed(names) if name in softmax)]
     if "guide" not in softmax:
         softmax.pop("guide_margin", None)
     options = {"scale": problem.scale, "normalize": problem.normalize}
-    options |= {name: getattr(problem, name) for name in spec.NAMES}
+    options |= {name: getattr(problem, name) for name in spec.INTEGER_OPTIONS}
     if problem.labels is not None:
         options["labels"] = problem.labels
     weights = problem.have_loss().astype(float)

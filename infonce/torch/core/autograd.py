@@ -19,15 +19,15 @@ from torch import Tensor
 from ... import dispatch
 from ...checks.rows import is_pair
 from ...result import LossAndGrad, Metrics
-from ...spec import ARRAYS, DTYPES_UNTIL_UPSTREAM, NAMES, Loss
+from ...spec import ARRAY_OPTIONS, DTYPES_UNTIL_UPSTREAM, INTEGER_OPTIONS, Loss
 from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
-PAIRS = (*NAMES, "guide")  # options that are one array, or a pair (of queries, of keys)
-ARRAY_OPTIONS = frozenset({"temperature", *PAIRS, *ARRAYS})  # options that may be arrays
+PAIRS = (*INTEGER_OPTIONS, "guide")  # options that are one array, or a pair (of queries, of keys)
+POSSIBLE_ARRAYS = frozenset({"temperature", *PAIRS, *ARRAY_OPTIONS})  # options that may be arrays
 # Names of the arguments for which autograd computes no gradient
 UNTRACKED = (
-    "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *ARRAYS
+    "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *ARRAY_OPTIONS
 )  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
 # Dtype of features -> dtype of their gradients until these are multiplied by the upstream gradient
@@ -118,13 +118,13 @@ def untracked_values(labels: Any, options: Mapping[str, Any]) -> tuple[Any, ...]
         has_both = is_pair(value) or (two_items and name == "guide")
         pair: Any = value if has_both else (value, None)
         sides += pair
-    return (labels, *sides, *[get(name) for name in ARRAYS])
+    return (labels, *sides, *[get(name) for name in ARRAY_OPTIONS])
 
 
 def split_untracked(values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
     """Split values in the order of UNTRACKED into the labels, and the others by option name."""
     labels, *sides = values[: 1 + 2 * len(PAIRS)]
-    arrays = dict(zip(ARRAYS, values[1 + 2 * len(PAIRS) :], strict=True))
+    arrays = dict(zip(ARRAY_OPTIONS, values[1 + 2 * len(PAIRS) :], strict=True))
     for name, rows, columns in zip(PAIRS, sides[::2], sides[1::2], strict=True):
         arrays[name] = rows if columns is None else (rows, columns)
     return labels, arrays
@@ -149,7 +149,7 @@ class TorchCall:
     @property
     def untracked(self) -> tuple[Tensor | None, ...]:
         """The values of UNTRACKED, with None for values that are not tensors."""
-        if self.labels is None and ARRAY_OPTIONS.isdisjoint(self.options):
+        if self.labels is None and POSSIBLE_ARRAYS.isdisjoint(self.options):
             return NO_TENSORS
         return tuple(
             [
@@ -176,7 +176,7 @@ class TorchCall:
         if self.labels is not None:
             self.labels = _copy_array(self.labels)
         self.scale, self.bias = _copy_array(self.scale), _copy_array(self.bias)
-        for name in ARRAY_OPTIONS.intersection(options):
+        for name in POSSIBLE_ARRAYS.intersection(options):
             options[name] = _copy_array(options[name])
 
 

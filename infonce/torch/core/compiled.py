@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...checks import validation
-from ...spec import ARRAYS, COMPILED, DEFAULTS, INFO_NCE_OWN, LOSSES, Loss
+from ...spec import ARRAY_OPTIONS, COMPILED_OPTIONS, DEFAULTS, INFO_NCE_OWN, LOSSES, Loss
 from .autograd import (
     PAIRS,
     TENSOR_DTYPES_UNTIL_UPSTREAM,
@@ -29,8 +29,8 @@ from .autograd import (
 WIDEST_PRECISION = "fp64"
 # Python type of a default -> type in the schema. Only `workspace` defaults to None; it is int?.
 TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
-PLAIN_TYPES = (bool, str, int, float, type(None))  # of the options COMPILED
-SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
+PLAIN_TYPES = (bool, str, int, float, type(None))  # of the options COMPILED_OPTIONS
+SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED_OPTIONS)
 # `autograd.UNTRACKED` as names of the operator's arguments: "row ids" -> "row_ids"
 UNTRACKED_NAMES = [name.replace(" ", "_") for name in UNTRACKED]
 SCHEMA = (
@@ -53,14 +53,14 @@ def operator(
     """(loss, gradients of scale, bias, query, key and own), not yet times the upstream gradient.
 
     `others`: the values of UNTRACKED_NAMES; whether each of (scale, bias, *features) needs a
-    gradient; the values of COMPILED. A gradient that is not needed has no elements. Gradients of
-    scale and bias have the dtype of the loss. Gradients of features are float32 for float16
-    features, otherwise in the dtype of the features.
+    gradient; the values of COMPILED_OPTIONS. A gradient that is not needed has no elements.
+    Gradients of scale and bias have the dtype of the loss. Gradients of features are float32 for
+    float16 features, otherwise in the dtype of the features.
     """
     untracked, settings = others[: len(UNTRACKED_NAMES)], others[len(UNTRACKED_NAMES) + 1 :]
     loss, features, wanted = _read_arguments(kind, (query, key, own), others)
     labels, arrays = split_untracked(untracked)
-    options = {**dict(zip(COMPILED, settings, strict=True)), **arrays}
+    options = {**dict(zip(COMPILED_OPTIONS, settings, strict=True)), **arrays}
     result = evaluate(loss, features, labels, scale, bias, options, wanted)
     grads = {name: getattr(result.grads, name) for name in wanted}
     for name, value in (("scale", scale), ("bias", bias)):
@@ -122,7 +122,13 @@ def _backward(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
         (saved * upstream).to(dtype) if saved.numel() else None
         for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     )
-    return None, *features, scale, bias, *[None] * (len(UNTRACKED_NAMES) + 1 + len(COMPILED))
+    return (
+        None,
+        *features,
+        scale,
+        bias,
+        *[None] * (len(UNTRACKED_NAMES) + 1 + len(COMPILED_OPTIONS)),
+    )
 
 
 operator.register_autograd(_backward, setup_context=_save_for_backward)
@@ -142,17 +148,17 @@ def apply(
     settings = {**DEFAULTS, **options}
     settings["workspace"] = validation.workspace(settings["workspace"])
     untracked = untracked_values(labels, options)
-    others = options.keys() - {*COMPILED, *PAIRS, *ARRAYS}
+    others = options.keys() - {*COMPILED_OPTIONS, *PAIRS, *ARRAY_OPTIONS}
     fits = (
         all(x is None or isinstance(x, Tensor) for x in untracked)
-        and all(isinstance(settings[name], PLAIN_TYPES) for name in COMPILED)
+        and all(isinstance(settings[name], PLAIN_TYPES) for name in COMPILED_OPTIONS)
         and all(options[name] is None for name in others)
     )
     if metrics or not fits or settings["reduction"] == "none" or inside_transform():
         raise ValueError(
-            f"in a compiled graph: expected labels, {', '.join((*PAIRS, *ARRAYS))} as tensors, no "
-            "metrics, group, reduction='none' nor torch.func, and as options plain values of "
-            f"{', '.join(COMPILED)}"
+            f"in a compiled graph: expected labels, {', '.join((*PAIRS, *ARRAY_OPTIONS))} as "
+            "tensors, no metrics, group, reduction='none' nor torch.func, and as options plain "
+            f"values of {', '.join(COMPILED_OPTIONS)}"
         )
     if not isinstance(scale, Tensor):
         number = validation.scale(kind, temperature, scale, WIDEST_PRECISION)
@@ -167,5 +173,5 @@ def apply(
              for v in (scale, bias, *features)]  # fmt: skip
     return operator(
         kind.name, query, key, own, scale, bias, *untracked, needs,
-        *(settings[name] for name in COMPILED),
+        *(settings[name] for name in COMPILED_OPTIONS),
     )[0]  # fmt: skip

@@ -11,7 +11,7 @@ from ... import losses
 from ...checks import validation
 from .autograd import NO_SECOND_DERIVATIVE
 
-NAMES = ("scale", "query", "key")  # arguments that may have a gradient: the node's inputs
+GRADIENT_INPUTS = ("scale", "query", "key")  # arguments that may have a gradient: the node's inputs
 
 
 class _Distillation(torch.autograd.Function):
@@ -25,12 +25,16 @@ class _Distillation(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, options: dict[str, Any], teacher: tuple[Tensor, Tensor], *inputs: Any
     ) -> Tensor:
-        wanted = [n for n, need in zip(NAMES, ctx.needs_input_grad[2:], strict=True) if need]
+        wanted = [
+            n for n, need in zip(GRADIENT_INPUTS, ctx.needs_input_grad[2:], strict=True) if need
+        ]
         ctx.in_backward = options.get("reduction") == "none"
         result = _evaluate(options, teacher, inputs, () if ctx.in_backward else wanted)
         ctx.options, ctx.teacher, ctx.wanted = options, teacher, wanted
         ctx.dtypes = [getattr(z, "dtype", None) for z in inputs]
-        grads = [None if ctx.in_backward else getattr(result.grads, name) for name in NAMES]
+        grads = [
+            None if ctx.in_backward else getattr(result.grads, name) for name in GRADIENT_INPUTS
+        ]
         tensors = [z if isinstance(z, Tensor) else None for z in inputs]
         ctx.plain_scale = None if isinstance(inputs[0], Tensor) else inputs[0]
         ctx.save_for_backward(*(tensors if ctx.in_backward else grads))
@@ -46,7 +50,7 @@ class _Distillation(torch.autograd.Function):
             scale, *features = ctx.saved_tensors
             inputs = [ctx.plain_scale if scale is None else scale, *features]
             result = _evaluate(ctx.options, ctx.teacher, inputs, ctx.wanted, grad_out=upstream)
-            grads, upstream = [getattr(result.grads, name) for name in NAMES], None
+            grads, upstream = [getattr(result.grads, name) for name in GRADIENT_INPUTS], None
         return None, None, *(
             None if grad is None else (grad if upstream is None else grad * upstream).to(dtype)
             for grad, dtype in zip(grads, ctx.dtypes, strict=True)

@@ -20,9 +20,10 @@ FAST = {"contract", "nsz", "reassoc"}
 def compiled(function: Any) -> Any:
     """Compiled on first use, kept on disk, run without the GIL.
 
-    A function that another compiled function calls becomes part of the caller's code. LLVM would
-    optimise a function once for itself and once more for its caller, to other last bits. The
-    process that compiles would run the first version, and later processes the second.
+    `inline="always"` makes a function that another compiled function calls a part of the caller's
+    code. Without `inline`, LLVM would optimise the function once for itself and once more for its
+    caller, to other last bits. The process that compiles would run the first version, and later
+    processes, which load the code from disk, the second.
     """
     options = {"nogil": True, "cache": True, "error_model": "numpy", "inline": "always"}
     return njit(fastmath=FAST, **options)(function)

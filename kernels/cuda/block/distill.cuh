@@ -14,7 +14,8 @@ __device__ __forceinline__ Real outside_product(Real c) { return -fmin((Real)0x1
 
 // The factors of a row and of a column for one model, student or teacher. They are the factors of tiled/gradient.cu for
 // a loss with weight 1, so the probability of a pair is a e in the softmax of the row and v e' in the softmax of the
-// column, with e and e' of `Exponentials`. `weight` is a, or v, times the weight of the loss of this row or column.
+// column, with e and e' of `Exponentials`. References are log-sum-exps, rounded to Real: a and v are 1 but for the
+// rounding. `weight` is a, or v, times the weight of the loss of this row or column.
 struct RowFactors {
   Real reference, a, u, weight;
 };
@@ -47,7 +48,7 @@ __device__ __forceinline__ Exponentials exponentials(Real x, Real c, const RowFa
 }
 
 // Sums over the pairs of a row, or of a column, with the probabilities p of the student and q of the teacher, and y the
-// exponent of the student (the base-2 logarithm of p):
+// exponent of the student (`row_exponent`, the base-2 logarithm of p but for the rounding of its reference):
 //   - target: q y, for the loss. The kernels multiply the complete sum by the teacher's factor a or v of q.
 //   - excess (MOMENTS): (p - q) y, for the gradient of the scale, d loss / d log(scale) = sum (p - q) x. The logits x
 //     are y plus a number of the row, which cancels, because p and q both add up to 1.

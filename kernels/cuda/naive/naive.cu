@@ -178,7 +178,7 @@ feature_gradient(const Real* g, const Real* z, i64 m, i64 n, i64 d, i64 which,
 // --- losses -----------------------------------------------------------------------------------------------
 
 // Numbers of each row, or of each column, that follow from its logits.
-struct Side {
+struct DirectionResults {
   double *gap, *lse;   // gap n - p in base 2; log-sum-exp of all logits, natural units
   double *loss, *top;  // natural units; `top` is the largest logit of the negatives, written for rows only
   i64* rank;           // how many negatives have a larger logit than the positive
@@ -186,7 +186,7 @@ struct Side {
 
 // Writes the loss, the log-sum-exp and the gap of a row or column to element i of `side`. `top` is the largest logit of
 // its negatives, and `sum` the sum of their e^(x - top).
-__device__ __forceinline__ void put(const Side& side, i64 i, double top, double sum, double positive,
+__device__ __forceinline__ void put(const DirectionResults& side, i64 i, double top, double sum, double positive,
                                     bool has_positive = true) {
   const Sum negatives = {LOG2_E * top, sum};
   const DirectionLosses d = has_positive ? finalize_direction(negatives, LOG2_E * positive)
@@ -199,7 +199,7 @@ __device__ __forceinline__ void put(const Side& side, i64 i, double top, double 
 // One thread block computes row i, whose positive is key y. Also writes positive[i], the logit of the positive.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
-           const __grid_constant__ Side side, double* positive) {
+           const __grid_constant__ DirectionResults side, double* positive) {
   const i64 i = blockIdx.x, y = pairs.positives[i];
   const Real *row = x + i * n, p = y < 0 ? (Real)-INFINITY_ : row[y];
   double top = -INFINITY_, above = 0;
@@ -224,7 +224,7 @@ row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
 // One thread block computes 32 columns: lane l has column l, and warp w has every eighth row, so that a warp reads 32
 // neighbouring elements at a time. Key j is the positive of query j.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
-column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
+column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ DirectionResults side) {
   __shared__ double memory[NAIVE_THREADS / 32][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const i64 j = blockIdx.x * 32 + lane;

@@ -19,7 +19,7 @@ struct Arrays {
 
 // A mailbox in the memory of one GPU: two buffers of `room` bytes each, which swaps use alternately, and for each
 // thread block the number of a swap.
-struct Side {
+struct Mailbox {
   char* buffers;
   u32* arrived;  // [thread blocks] the number of the last swap whose part for this thread block is in a buffer
 };
@@ -61,7 +61,7 @@ __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool s
 // has read this rank's part of swap i - 2, whose buffer swap i overwrites.
 extern "C" __global__ void __launch_bounds__(SWAP_THREADS)
 swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays received,
-     const __grid_constant__ Side other, const __grid_constant__ Side own, u32* counters, i64 room) {
+     const __grid_constant__ Mailbox other, const __grid_constant__ Mailbox own, u32* counters, i64 room) {
   const u32 number = counters[blockIdx.x] + 1;
   const i64 turn = number % 2 * room;  // offset of the buffer of this swap
   share(sent, other.buffers + turn, true);

@@ -2,8 +2,8 @@
 // without matrix products. This is no sweep: each thread block visits its exponentials once.
 //
 // The cache holds e = 2^(c x_ij - h), as sweep_lse.cu wrote it, with one reference exponent h for 16 rows and 128
-// columns. R_i and C_j are the reference exponents of sweep/gradient.cuh for row i and column j, and a, u and v its
-// factors:
+// columns. R_i and C_j are the log-sum-exps of row i and column j in base 2, rounded; a, u and v are the factors of
+// rows (a, u) and columns (v) of struct Factors, whose equations are in tiled/gradient.cu:
 //
 //     P_ij = e 2^(h - R_i) (a_i + u_i v_j)                `one_exponential` for both directions
 //     P_ij = e (a_i 2^(h - R_i) + v_j 2^(h - C_j))        whatever the range of R and C

@@ -11,5 +11,5 @@
 
 constexpr Real MAX_REFERENCED_SUM = (Real)0x1p64;   // of one thread's terms of a row, over its tiles so far
 constexpr Real MIN_REFERENCED_SUM = (Real)0x1p-60;  // of all terms of a row so far
-constexpr int SHARERS = 4;  // threads that share a row in a sweep
+constexpr int SWEEP_ROW_THREADS = 4;  // threads that share a row in a sweep
 constexpr int ONLINE_TILE_ROWS = 128;  // rows that a sweep computes again together, if one of them is out of bounds

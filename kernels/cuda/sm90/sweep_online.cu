@@ -107,7 +107,7 @@ struct Online {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int lanes = 1; lanes < SHARERS; lanes *= 2) {
+      for (int lanes = 1; lanes < SWEEP_ROW_THREADS; lanes *= 2) {
         high[h] = fmaxf(high[h], __shfl_xor_sync(ALL_LANES, high[h], lanes));
         sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], lanes);
         if (MOMENTS) moment[h] += __shfl_xor_sync(ALL_LANES, moment[h], lanes);

@@ -82,7 +82,8 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
     Four more arguments make it cublasGemmStridedBatchedEx: the elements from product to product
     of A, of B and of C, and the number of products. On a stream under capture, cuBLAS uses the
     `workspace_bytes` at the address `workspace`, which have to exist as long as the graph is
-    launched; 0: new memory of CuPy's allocator. Other streams have cuBLAS's own workspace.
+    launched; 0: new memory of CuPy's allocator, whose pool belongs to the capture, as that of all
+    temporary memory in a capture. Other streams have cuBLAS's own workspace.
     """
     name, letters = "gemmEx", ONE_PRODUCT
     if len(arguments) > len(ONE_PRODUCT):

@@ -135,7 +135,7 @@ class Call:
     weights: bool = False  # weights of rows that are not part of the upstream gradient
     smoothing: bool = False  # label smoothing
     classes: bool = False  # the positives of a row are all others of its class
-    class_sums: int = 0  # most classes whose features are summed
+    max_class_sums: int = 0  # most classes whose features are summed
     joint: bool = False  # rows i and i + B of 2B have one softmax
     retrieval_ranks: bool = False
     moments: bool = False  # sums have first moments, from which the gradient of the scale follows

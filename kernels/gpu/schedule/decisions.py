@@ -171,7 +171,7 @@ def reserved_bytes(call: Call, operand_precision: str) -> int:
     """Bytes of the workspace for linear terms and joint losses, which passes cannot take."""
     smoothed_sides = (1 + call.two_sided) * call.smoothing
     return call.joint_copy_bytes + config.term_bytes(
-        call.shape, smoothed_sides, call.class_sums, config.ACCUMULATOR_BYTES[operand_precision]
+        call.shape, smoothed_sides, call.max_class_sums, config.ACCUMULATOR_BYTES[operand_precision]
     )
 
 

@@ -31,7 +31,7 @@ CUT = 2.0**-24  # of a sum, in a step of a tensor core
 LONGEST = {"fp32": 2}  # steps of a sum; others are as long as rows
 SMALLEST = {"fp64": 1e-290, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # 1e-24 for others
 # arrays, on the features' side
-PER_ROW = ("labels", "weights", "key_bias", *spec.NAMES, "grad_out")
+PER_ROW = ("labels", "weights", "key_bias", *spec.INTEGER_OPTIONS, "grad_out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class Call:
 
     @cached_property
     def reference(self) -> Any:
-        names = ["labels", *spec.NAMES, "scale", "bias", *self.softmax]
+        names = ["labels", *spec.INTEGER_OPTIONS, "scale", "bias", *self.softmax]
         options = {name: self.options[name] for name in names if name in self.options}
         unit = [z / n for z, n in zip(self.wide, self.lengths, strict=True)]
         found = getattr(reference, self.loss)(*unit, weights=self.row_weights[1], **options)

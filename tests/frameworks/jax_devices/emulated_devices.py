@@ -45,7 +45,15 @@ def evaluate(
     given = []
     for rank in range(R):
         absent = dict.fromkeys(
-            ("bias", "labels", "grad_out", "guide", *TEACHER_INPUTS, *spec.NAMES, *spec.ARRAYS)
+            (
+                "bias",
+                "labels",
+                "grad_out",
+                "guide",
+                *TEACHER_INPUTS,
+                *spec.INTEGER_OPTIONS,
+                *spec.ARRAY_OPTIONS,
+            )
         )
         arrays = {"features": tuple(shard(side, rank) for side in z)}
         arrays |= jax.tree.map(lambda of_all, rank=rank: shard(of_all, rank), by_row)

@@ -118,7 +118,7 @@ def drawn(name: str, seed: int) -> None:
     numbers = {"scale": jnp.asarray(given.pop("scale"))}
     if name == "siglip":
         numbers["bias"] = jnp.asarray(problem.bias)
-    arrays = ("labels", "guide", "own", *spec.NAMES, *spec.ARRAYS)
+    arrays = ("labels", "guide", "own", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS)
     by_row = {k: given.pop(k) for k in arrays if given.get(k) is not None}
     given = {k: v for k, v in given.items() if v is not None} | {"reduction": reduction}
     upstream = np.ones(rows)
