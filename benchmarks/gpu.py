@@ -9,7 +9,8 @@ torch.compile, a simple loop over panels, and other projects' losses where they 
 of which several sets take turns; contenders take turns too. Times are between CUDA events after a
 warm-up: of consecutive calls, or of calls that the host makes while the device is kept busy
 (`Section.ahead`); `wall` is the clock around a call and its result, Python included.
-Memory is beyond the inputs and the gradients. Errors are against float64 on the very inputs.
+Memory is beyond the inputs and the gradients. Errors are against float64 on the very inputs; of
+batches of more than `REFERENCE_ROWS` rows, those of random rows (`sampled`).
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ def run(name: str, section: Section, place: Device, rounds: int) -> Iterator[lis
         if c.workspace is not None:
             about["workspace_bytes"] = c.workspace
         rows = []
-        huge = c.rows > gpu.REFERENCE_ROWS
+        huge = c.rows > gpu.REFERENCE_ROWS  # no float64 reference: some rows are checked instead
         compared = measure.compare(place, c, section.methods, 1 if huge else rounds)
         place.release()
         if huge:
-            compared[0].update(sampled(place, c))
+            compared[0].update(sampled(place, c))  # of `auto`, the first method
         by_method = {row["method"]: row for row in compared}
         bare = by_method.get("products", {}).get("median_s")
         for row in compared:
@@ -97,9 +98,12 @@ def line(row: dict[str, Any]) -> str:
 
 
 def sampled(place: Device, c: Case, rows: int = 256) -> dict[str, float]:
-    """Errors of CLIP's log-sum-exps and gradients in some rows, for a batch beyond float64's
-    reach. The log-sum-exps of the other side, which these rows' gradients depend on, are taken as
-    they came: the next rows are theirs."""
+    """Errors of CLIP's log-sum-exps and gradients in `rows` random rows of each side.
+
+    For a batch whose float64 reference would take too long. The gradient of a row depends on the
+    log-sum-exps of the other side. These are taken from the call itself: the other turn of the loop
+    measures the errors of `rows` of them.
+    """
     features = place.inputs(c)[0]
     out = infonce.clip_loss_and_grad(
         *features, scale=c.scale, workspace=c.workspace, grad_dtype=c.grad_dtype

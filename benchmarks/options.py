@@ -37,7 +37,7 @@ SCALE = 50.0
 CLASSES = 1000
 GROUPS = 8
 PREFIXES = 5  # of twice as many features
-LONG = 0.25
+LONG = 0.25  # seconds
 OPTIONS: dict[str, dict[str, Any]] = {
     "margin": {"margin": 0.1},
     "hardness": {"hardness": 2.0},

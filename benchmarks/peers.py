@@ -66,7 +66,8 @@ class Device(gpu.Device):
     """The current GPU, with other projects among the contenders."""
 
     methods = (*contenders_gpu.METHODS, *WAYS, *PEERS)
-    # The host is ahead of the device when a call is timed, so that Python is not on the clock
+    # Of a section (`Section.ahead`). True: the host is ahead of the device when a call is timed, so
+    # that Python is not on the clock. False: calls are queued one after another
     ahead = False
 
     def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
@@ -247,7 +248,7 @@ def peer(name: str, rows: int) -> Callable[[Any, Any, Any], Any]:
     if name == "quack":
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-        return lambda query, key, scale: chunked_linear_cross_entropy(
+        return lambda query, key, scale: chunked_linear_cross_entropy(  # which takes no scale
             scale.to(query.dtype) * query, key, y
         )
     from memeff import MemoryEfficientCLIPLoss

@@ -21,10 +21,11 @@ class Section:
     table: str  # in which the results are shown
     cases: tuple[Case, ...]
     methods: tuple[str, ...]
-    goals: tuple[float | None, ...] = ()  # of `auto`, milliseconds, one a case
+    # of `auto` on an H200, milliseconds, one a case; NOTES.md has their origin
+    goals: tuple[float | None, ...] = ()
     by_wall: bool = False  # goals are of the wall clock
     roomy_goals: tuple[float | None, ...] = ()  # of `ROOMY`
-    ahead: bool = False  # calls are timed while the host is ahead of the device
+    ahead: bool = False  # calls are timed with the host ahead of the device, without Python
 
     def goal(self, method: str, i: int) -> float | None:
         """Of a method in case `i`, in seconds."""

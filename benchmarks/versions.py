@@ -86,6 +86,7 @@ def work() -> None:
 
 
 def turn(call: Any, rows: int) -> dict[str, float]:
+    """Seconds of a call on the device; up to `SMALL` rows also by the wall clock and the host's."""
     import cupy
 
     stream = cupy.cuda.get_current_stream()

@@ -35,6 +35,7 @@ from .exchanges.partition import Partition
 from .schedule import RankReport, RankSchedule, decide, find_exchange_room, require_options
 from .transports import choice as transports
 
+# errors that all ranks raise with their own type; any other type becomes a `RankError`
 BUILTIN_ERRORS = {
     error.__name__: error
     for error in (TypeError, ValueError, MemoryError, ImportError, OverflowError)
@@ -51,8 +52,9 @@ SHARED_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
 # scale -> temperature that may be given in its place; ranks compare scales, and send temperatures
 # only for the messages of errors
 TEMPERATURES = {"scale": "temperature", "teacher_scale": "teacher_temperature"}
-MAX_CACHED_REPORTS = 64
-UNBOUNDED_WORKSPACE = 2**62  # bytes, more than the memory of any machine
+MAX_CACHED_REPORTS = 64  # if there are as many, all are forgotten before the next is stored
+# bytes, more than the memory of any machine: "naive" holds all logits of a block at once
+UNBOUNDED_WORKSPACE = 2**62
 _packed_reports: dict[tuple[Any, ...], bytes] = {}  # pickled reports of earlier calls
 
 
@@ -104,8 +106,8 @@ def raise_first_failure(failures: Sequence[Failure], own_error: Exception | None
 def require_equal_values(values_by_rank: Sequence[Sequence[bytes]]) -> None:
     """Raise an `AgreedError` that names the first value in which a rank differs from rank 0.
 
-    Each rank has one or more pickled dictionaries of values by name. A later dictionary replaces
-    values of the dictionaries before it.
+    Each rank has one or more pickled dictionaries of values by name. A later dictionary (of
+    scalars) replaces values of the dictionary before it, which has None in their places.
     """
     for rank, packed in enumerate(values_by_rank):
         if packed == values_by_rank[0]:
@@ -155,7 +157,7 @@ class RankCall:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
             )
-        loss_count = queries.total // (2 if self.kind.joint else 1)
+        loss_count = queries.total // (2 if self.kind.joint else 1)  # gte: B losses of 2B queries
         batch = Batch(loss_count, keys.total, queries.starts[rank])
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
         if self.teacher is not None:
@@ -175,12 +177,16 @@ def agree_on_schedule(
     """This rank's checked call, and the schedule of all ranks.
 
     `read_error` is the error that reading the features has raised, or None. `AgreedError` on all
-    ranks if a rank's call is refused, or if calls differ.
+    ranks if a rank's call is refused, if calls differ, or if no schedule fits.
+
+    The check of a call needs the numbers of rows of all ranks: labels, for example, are indices of
+    the keys of all ranks. So there are two cases, a call like the last one and another call.
 
     1. A rank whose arrays have as many rows as in its last call checks its call, as if the numbers
        of rows of the other ranks had not changed either. Other ranks report only their numbers of
        rows. All ranks exchange these messages.
-    2. If all reports equal those of the last call, the schedule of the last call is used again.
+    2. If all reports equal those of the last call, the ranks compare only the scalars, and use the
+       schedule of the last call again.
     3. Otherwise, if a rank has not checked its call, all ranks check their calls with the numbers
        of rows that they know now, and exchange messages again.
     4. The ranks compare the values that must be equal, and decide a schedule.
@@ -218,6 +224,7 @@ def agree_on_schedule(
 
     # step 3
     reports = unpack_reports(messages)
+    # first the errors of unreadable arrays, because their numbers of rows are unknown
     read_failures = [report.failure if report.argument_rows is None else None for report in reports]
     raise_first_failure(read_failures, own_error)
     rows_by_rank = [report.argument_rows or [] for report in reports]
@@ -225,6 +232,8 @@ def agree_on_schedule(
         Partition([sum(rows) if call.kind.joint else rows[argument] for rows in rows_by_rank])
         for argument in (0, call.kind.key_argument)
     )
+    # A refusal counts only if every rank has as many rows as in its last call: otherwise the check
+    # of step 1 had wrong numbers of rows of other ranks
     every_rank_has_checked = all(report.shared_values or report.failure for report in reports)
     if every_rank_has_checked:
         raise_first_failure([report.failure for report in reports], own_error)
@@ -275,13 +284,14 @@ def make_checked_message(
             "two_sided": problem.two_sided,
             "teacher_key": _describe_features(problem.teacher_key),
         }
+    # weights on a GPU are not read, because the host would wait for the GPU
     weights, has_weights = options.get("weights"), problem.weights is not None
     may_be_positive = (
         weights is None or request.on_gpu or bool(np.any(arrays.native(weights, "weights")))
     )
     keywords = {name: call.rank_options.get(name) for name in SHARED_KEYWORDS}
     keywords["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
-    cache_key = (
+    cache_key = (  # `static` is one object for all calls with the same shapes, dtypes and options
         request.static, *keywords.values(), *array_types.values(),
         os.environ.get(transports.CUDA_AWARE), has_weights, may_be_positive,
     )  # fmt: skip

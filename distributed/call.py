@@ -29,7 +29,8 @@ def evaluate(
     """The result of one call on this rank, for the caller's arrays of this rank's rows.
 
     `rank_options` are the keywords that only the functions of distributed/losses.py have
-    (`losses.RANK_OPTIONS`). A call on one rank is a call of `infonce`.
+    (`losses.RANK_OPTIONS`). A call on one rank is a call of `infonce`, except `nt_xent` with
+    labels, which only the functions over ranks take.
     """
     if prefixes.has_prefixes(kind, options):
         dims = options["dims"], options.get("dim_weights")
@@ -42,7 +43,6 @@ def evaluate(
         over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
         return over_prefixes(kind, caller_arrays, options, evaluate_prefix)
     ranks = _connect_ranks(rank_options)
-    # `nt_xent` of one process takes no labels, so `nt_xent` with labels takes the path of ranks
     pairs_views = kind.symmetric and not kind.classes
     if ranks.size == 1 and not (pairs_views and labels is not None):
         require_options(options, rank_options)
@@ -62,7 +62,8 @@ def evaluate(
                 request, schedule = agree_on_schedule(call, features, read_error, ranks)
                 transport = transports.make(schedule.transport, ranks)
                 try:
-                    if schedule.may_lack_room:  # errors reach all ranks before arrays are sent
+                    # raise on all ranks before arrays are sent, so that no rank waits for arrays
+                    if schedule.may_lack_room:
                         run_on_all_ranks(
                             ranks, lambda: run.require_room(request, schedule, ranks.rank)
                         )
@@ -76,8 +77,8 @@ def evaluate(
                     result = dispatch.make_result(kind, request, solution, caller_arrays[0])
                 else:
                     result = dispatch.make_loss(request, solution, caller_arrays[0])
-                transport.finish()
-    except AgreedError as agreed:
+                transport.finish()  # last: the device works while the host makes the result
+    except AgreedError as agreed:  # all ranks raise it and stay in step: no `ranks.fail`
         raise agreed.error from None
     except BaseException as error:
         try:

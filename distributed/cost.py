@@ -79,10 +79,12 @@ class Prediction:
 
 # A gather computes dK of other ranks' keys in several visits, so that dK of one visit travels while
 # the next is computed
-LEAST_VISIT_BYTES = 2**26  # of dK, if there are several visits
+LEAST_VISIT_BYTES = 2**26  # 64 MiB of dK, if there are several visits
 MOST_VISITS = 4
-FLOPS = (2, 6)  # forward, backward: operations for each logit and feature
-NVLINK = Link(20e-6, 300e9)  # large messages; `Machine.inside` is measured in a ring
+# operations for each logit and feature: of the logits (forward); of the logits again, dQ and dK
+FLOPS = (2, 6)
+# large messages, for benchmarks/ranks/model.py; `Machine.inside` is measured in a ring
+NVLINK = Link(20e-6, 300e9)
 FEATURE_BYTES, DK_BYTES = 2, 4  # of one number of 16-bit features, and of dK in float32
 FORWARD_SUM_BYTES = 16  # max and sum of a column in float64, which travel in the forward pass
 FACTOR_BYTES = 24  # reference, factor and bound of a column, which travel in the backward pass
@@ -234,7 +236,8 @@ def fastest(
 ) -> str:  # fmt: skip
     """The exchange `among` these that takes the least time for a call as in `predict_ring`.
 
-    "hierarchical" is left out unless there are several nodes with several GPUs.
+    "hierarchical" is left out unless there are several nodes with several GPUs: it is a gather on
+    one node, and a ring over nodes of one GPU.
     """
     node_gpus = (machine or Machine()).node_gpus
     if not 1 < node_gpus < ranks:
@@ -257,6 +260,7 @@ def predict_memory(
         )
     vectors = VECTOR_BYTES * rows
     if offload:
+        # two buffers of features; in float32 two of leaving gradients, and three accumulators
         chunks = rows * dim * (2 * FEATURE_BYTES + 5 * DK_BYTES)
         block = rows * (rows * FEATURE_BYTES + dim * DK_BYTES)
         return min(workspace, chunks + block) + vectors

@@ -65,7 +65,7 @@ class PassesOverRanks:
         self.exchange, self.run_block_pass = exchange, run_block_pass
         self.same_pairs = problem.compares_with_limits  # see `Round.same_pairs`
         self.vectors, self.xp = vectors, vectors.xp
-        # whether the positives of a rank's rows are its own keys
+        # whether the positives of a rank's rows are its own keys: not in `info_nce` and `lit`
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.positives_are_local = pairs and not labelled
         m = len(problem.query)
@@ -250,8 +250,7 @@ class PassesOverRanks:
         self.round(results, key_arrays(problem), visit, types, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, row_values: Array) -> Array:
-        """A vector over these keys: the key that is the positive of this rank's row i has the value
-        of row i, and a key that is no row's positive has NaN."""
+        """[keys]: the value of row i at the key that is its positive, NaN at all other keys."""
         xp, n = self.xp, len(keys)
         index = self._index_among(keys, problem.positives)
         out = xp.full(n + 1, xp.nan)  # element n takes the values of rows with other positives
@@ -259,8 +258,8 @@ class PassesOverRanks:
         return out[:n]
 
     def _retrieval_ranks(self, problem: Problem, ranks: RetrievalRanks) -> None:
-        """Retrieval ranks, in a round of their own, in which the logits of positives travel. The
-        counts of columns go to the owners of the keys."""
+        """Retrieval ranks, in a further round: they need the complete logits of positives, which
+        travel with the keys. The counts of columns go to the owners of the keys."""
         by_columns = ranks.column_rank is not None
         own = [*key_arrays(problem), *([ranks.column_positive_logits] if by_columns else [])]
 
@@ -371,7 +370,8 @@ class PassesOverRanks:
         self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion
     ) -> bool:
         """Whether the block is the local block of a symmetric problem, and computes each pair of
-        rows once. Such a block overwrites dQ instead of adding to it, so it has to come first."""
+        rows once: without metrics in the first pass, and for gradients only with limits, so that
+        both leave out the same pairs. It overwrites dQ, and does not add to it: it comes first."""
         if not (problem.symmetric and keys.are_whole_shards and keys.are_own):
             return False
         if isinstance(epilogue, Statistics):

@@ -31,20 +31,22 @@ def solve_by_plan(
     `_build` runs the usual passes over ranks. `plan.run_by_plan` records and replays their launches
     and exchanges, as for a call on one GPU. `dtype` is the dtype of the loss.
 
-    None for a call that has no plan. Ranks with a plan and ranks without one send the same
-    exchanges, so each rank decides by itself.
+    None for a call that has no plan: then run.py runs the passes step by step. Ranks with a plan
+    and ranks without one send the same exchanges, so each rank decides by itself.
     """
     if (
         schedule.exchange != "gather"
         or ranks.size == 1
-        or transport.queued(Queue()) is None  # it cannot put exchanges into a queue of launches
+        or transport.queued(Queue()) is None  # the host takes part in exchanges: all but NCCL
         or 0 in (len(problem.query), *schedule.keys.rows)  # an empty shard
-        or problem.progress is not None
+        or problem.progress is not None  # the host reports progress between launches
+        # an option but `ids` changes logits or targets, or rows have several positives; `weights`
+        # of other problems are a part of `upstream` (run.py)
         or not problem.plain
         or problem.positives is not None  # the caller gave labels
-        or problem.symmetric
-        or problem.retrieval_ranks
-        or not problem.key.flags.c_contiguous
+        or problem.symmetric  # nt_xent, sup_con, gte
+        or problem.retrieval_ranks  # metrics
+        or not problem.key.flags.c_contiguous  # exchanges need contiguous arrays: run.py copies
     ):
         return None
     first_query = schedule.queries.starts[ranks.rank]
@@ -80,11 +82,12 @@ def _build(
     keys = Partition(list(key_rows))
     gather = Gather(vectors.xp, ranks.rank, exchanger, keys, key_arrays(problem))
     passes = PassesOverRanks(
-        problem, gradients, keys.starts[ranks.rank], keys, gather, run_block_pass, False,
-        vectors, choose_sum_dtype(problem),
+        problem, gradients, keys.starts[ranks.rank], keys, gather, run_block_pass,
+        labelled=False, vectors=vectors, sum_dtype=choose_sum_dtype(problem),
     )  # fmt: skip
     result = solve_by_passes(problem, passes, gradients)
     return {
+        # not if the loss is reduced: then the caller gets only the loss
         "losses": result.losses if problem.common_share is None else None,
         "row_lse": result.row_lse, "column_lse": result.column_lse,
         **totals(exchanger, vectors, result.loss, result, divisors, dtype),

@@ -53,7 +53,9 @@ def solve(
     if ddp:
         problem.upstream = problem.upstream * gradient_factor
 
-    # on GPUs: one plan for the whole call, if it has one
+    # On GPUs: one plan for the whole call, if it has one. `upstream` contains the weights. So a
+    # loss that follows from sums and the logits of positives does not need `weights` itself: a loss
+    # without linear terms, joint softmax, positive ids, `groups`, `own`, `key_bias` and limits
     if request.on_gpu:
         unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem
         by_plan: Solution | None = planned.solve_by_plan(
@@ -62,15 +64,15 @@ def solve(
         )  # fmt: skip
         if by_plan is not None:
             return by_plan
-        # Operations on arrays need the weights: the weights tell which rows have no positive.
-        # Kernels, which compute plain problems, need none.
+        # Kernels compute plain problems (one positive for each row, no option but `ids`), without
+        # weights. Operations on arrays need the weights, which tell which rows have no positive
         if unweighted.plain:
             problem = unweighted
 
     # positives, and classes over all ranks
     runner, first_query = choose_block_runner(request), schedule.queries.starts[ranks.rank]
     vectors, xp = runner.vectors, runner.vectors.xp
-    for name in key_array_names(problem):
+    for name in key_array_names(problem):  # exchanges send the bytes of contiguous arrays
         setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(xp, problem, first_query)
@@ -111,10 +113,11 @@ def solve(
 def apply_weights(
     request: Request, problem: Problem, loss_count: int, ranks: Communicator, transport: Transport
 ) -> float:
-    """Multiply upstream gradients by the weights of rows; return the sum of weights over ranks.
+    """Multiply upstream gradients by the weights w_i of rows; return W, the sum of the weights over
+    ranks: upstream_i = w_i / W in a mean, else w_i, times the caller's upstream gradient.
 
-    A mean is divided by this sum. A rank whose rows have no weights has the weight 1 for each loss.
-    `loss_count` is the number of losses over all ranks, by which `upstream` is divided already.
+    A rank whose rows have no weights has the weight 1 for each loss. `loss_count` is the number of
+    losses over all ranks, by which `upstream` of a mean is divided already.
     """
     own_weight = float(len(problem.query) // (2 if problem.joint else 1))
     if problem.weights is not None:
@@ -160,7 +163,8 @@ def _import_gpu_modules() -> tuple[Any, Any]:
 def shard_positives(xp: Any, problem: Problem, first_query: int) -> Array:
     """[M] the positives of a shard without labels, as indices of the keys of all ranks.
 
-    Row i of all ranks belongs to key i of all ranks; of 2B views, to the view B rows further on.
+    Row i of all ranks belongs to key i of all ranks. Of a rank's 2B views, a row belongs to the
+    view B rows further on (mod 2B), on the same rank.
     `first_query` is the index of the shard's first row in the batch.
     """
     m, row = len(problem.query), xp.arange(len(problem.query))
@@ -168,7 +172,11 @@ def shard_positives(xp: Any, problem: Problem, first_query: int) -> Array:
 
 
 def find_classes(passes: PassesOverRanks, problem: Problem, first_query: int) -> None:
-    """Set the positive of each row, a row of any rank, and the weight 0 of rows without one."""
+    """Set the positives of rows, which are rows of any rank, and the weight 0 of rows without one.
+
+    In a class of two rows, each is the positive of the other. Rows of other classes get -1, because
+    their positives are a linear term; so do all rows if the loss is `decoupled`.
+    """
     own_indices = passes.xp.arange(len(problem.query)) + first_query
     members = passes.members(problem.classes)
     problem.positives, has_positive = partners(passes.xp, members, own_indices, problem.decoupled)
@@ -255,7 +263,8 @@ def choose_block_runner(request: Request) -> BlockRunner:
     if request.offload:
         from infonce.kernels.offload import copies, layout
 
-        # both passes of a problem with a guide have the same blocks: they leave out the same pairs
+        # Both passes of a problem with a guide have the same blocks: they leave out the same pairs.
+        # Vectors are on the host, but a GPU's passes make them: `exponent_scaled`
         run_pass = partial(copies.run_block_pass, ahead=ahead if request.problem.guided else None)
         return BlockRunner(run_pass, Vectors(np, exponent_scaled=True), layout.layout)
     if request.on_gpu:
@@ -305,6 +314,7 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
             runner.require_room(block, fast_replace(
                 gradients, query=empty((m, d), schedule.sum_dtype), add_query=True,
                 key=empty((key_count, d), schedule.sum_dtype),
+                # dK of another rank's keys is a part of that rank's dQ if queries are keys
                 want_key=gradients.want_key or (problem.symmetric and not is_local),
             ))  # fmt: skip
     return None, None
@@ -313,7 +323,8 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
 def _find_blocks(request: Request, schedule: RankSchedule, rank: int) -> list[tuple[int, bool]]:
     """The different blocks of a round on this rank, the largest first.
 
-    Each block is (number of its keys, whether it is the local block).
+    Each block is (number of its keys, whether it is the local block). They are the visits of an
+    exchange that sends nothing. The round has no sums, so its blocks are the largest of a call.
     """
     blocks = set()
 

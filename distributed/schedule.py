@@ -92,7 +92,7 @@ def decide(
         _exclude_shared_gpus(availability, [report.gpu for report in reports], ranks)
     transport = transports.choose(rank_options["transport"], availability)
     if request.on_gpu and ranks.size == 1:
-        transport = "staged"  # nothing is sent
+        transport = "staged"  # nothing is sent, and this transport is always available
     nodes = group_ranks_by_node(ranks)
     exchange = choose_exchange(
         rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, nodes,
@@ -109,6 +109,7 @@ def decide(
         keys=keys,
         exchange=exchange,
         local_size=find_local_size(nodes),
+        # so many that the buffers of one piece take at most half of the workspace
         piece_count=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
@@ -152,6 +153,7 @@ def _exclude_shared_gpus(
 ) -> None:
     """Mark NCCL as unavailable on ranks that share a GPU: NCCL needs a GPU for each rank."""
     processes = ranks.peers.processes if ranks.peers else []
+    # unknown processes count as processes of one machine
     machines = [process.machine for process in processes] or [""] * ranks.size
     machine_gpus = list(zip(machines, gpus, strict=True))
     for rank, gpu in enumerate(machine_gpus):
@@ -200,7 +202,8 @@ def choose_exchange(
     On GPUs, a model of the machine predicts the times (cost.py). On CPUs there is no model: a
     gather has the fewest messages, so "auto" is a gather if it fits, else a ring.
 
-    `room` is the number of bytes for buffers on each rank. `nodes` are the ranks of each node.
+    `room` is the number of bytes for buffers on each rank, the smallest `find_exchange_room` of all
+    ranks. `nodes` are the ranks of each node.
     ValueError if the `asked` exchange does not fit into `room`, or if it needs the same number of
     ranks on each node. A ring always fits: its shards go round in pieces.
     """
@@ -209,7 +212,7 @@ def choose_exchange(
     d, item = problem.shape[2], problem.key.dtype.itemsize
     dk_travels = gradients is not None and (gradients.want_key or problem.symmetric)
     dk_bytes = d * choose_sum_dtype(problem).itemsize if dk_travels else 0
-    # bytes of one key in buffers of keys, and in buffers of sums
+    # bytes of one key in buffers of keys, and in buffers of sums (of columns; later of dK)
     key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(dk_bytes, COLUMN_SUM_BYTES)
     least_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
     size = find_local_size(nodes)
@@ -231,6 +234,7 @@ def choose_exchange(
     fitting = [name for name, needed in least_bytes.items() if needed <= room]
     if not on_gpu:
         return "gather" if "gather" in fitting else "ring"
+    # nodes that differ in size count as large as the largest one
     machine = cost.Machine(node_gpus=size or max(map(len, nodes)))
     return cost.fastest(keys.largest, d, len(keys.rows), machine, tuple(fitting))
 
@@ -269,7 +273,8 @@ def find_exchange_room(request: Request) -> int:
 def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool:
     """Whether the workspace may be too small for a block of a rank. All ranks get one answer.
 
-    Then all ranks call `run.require_room` before arrays are sent. Most calls skip this exchange.
+    Then all ranks call `run.require_room` before arrays are sent, and exchange its errors. Most
+    calls have enough room by this bound, and skip that step.
     """
     if problem.method == "naive":
         return True  # the workspace does not bound the logits of this method

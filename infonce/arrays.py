@@ -102,8 +102,9 @@ REFUSALS = (TypeError, ValueError, AttributeError, BufferError, RuntimeError, No
 
 
 def native(array: Array, name: str = "array") -> Array:
-    """A NumPy or CuPy array on the memory of `array`; a value that is no array is unchanged.
+    """A NumPy or CuPy array on the memory of `array`.
 
+    A value that is no array is unchanged: the check of its argument refuses or converts it.
     Subclasses of NumPy's become plain arrays. TypeError, naming the argument `name`, for masked
     arrays and for arrays whose memory cannot be read.
     """
@@ -159,7 +160,10 @@ def _view_cpu_tensor(tensor: Any) -> Array:
 
 
 def _view_cuda_tensor(tensor: Any) -> Array:
-    """A CuPy array on a tensor's memory, made without DLPack, which takes five times as long."""
+    """A CuPy array on a tensor's memory, made without DLPack, which takes five times as long.
+
+    Dtypes that `_torch_dtypes` lacks, such as bool, take DLPack.
+    """
     cupy = _cupy()
     dtype = _torch_dtypes().get(tensor.dtype)
     if dtype is None:
@@ -210,6 +214,8 @@ def converter_to(like: Array) -> Callable[[Array], Array]:
     return lambda array: array
 
 
+# Packages whose frames may lie between the code of the user and a warning
+LIBRARIES = ("infonce", "torch", "jax", "numba")
 _warned: set[str] = set()  # names of the losses for which `warn_of_lost_gradients` has warned
 
 
@@ -236,16 +242,28 @@ def warn_of_lost_gradients(
     warnings.warn(
         f"{loss.name}_loss: no gradient will reach {', '.join(names)}, which autograd watches: use "
         f"infonce.torch.{loss.name}_loss, or torch.no_grad() for the value without a gradient",
-        stacklevel=4,  # above this function, `dispatch.loss` and the loss: the caller
+        stacklevel=find_caller_level(),
     )
     _warned.add(loss.name)
+
+
+def find_caller_level() -> int:
+    """The `stacklevel` of the nearest frame outside of `LIBRARIES`, which is the user's code.
+
+    It counts from the function that calls this one, which is the function that warns.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def use_caller_stream(array: Array) -> Any:
     """Context in which CuPy computes on the caller's stream.
 
-    For a torch tensor on a GPU, this is torch's current stream of its device; otherwise it is
-    CuPy's current stream, which stays as it is.
+    For a torch tensor on a GPU, this is torch's current stream of its device, so that the call runs
+    after the kernels that compute the tensor, and before those that read the result. Otherwise it
+    is CuPy's current stream, which stays as it is.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:

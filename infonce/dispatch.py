@@ -34,7 +34,7 @@ def loss(
     """
     if prefixes.has_prefixes(kind, options):
         arrays.warn_of_lost_gradients(kind, caller_arrays, bias, options)
-        result = _in_one_pass(kind, caller_arrays, labels, bias, options, False)
+        result = _in_one_pass(kind, caller_arrays, labels, bias, options, with_grad=False)
         if result is not None:
             return result
         return prefixes.loss(
@@ -65,7 +65,7 @@ def loss_and_grad(
     they are not checked, unlike `options["out"]`, which is the caller's.
     """
     if prefixes.has_prefixes(kind, options):
-        result = _in_one_pass(kind, caller_arrays, labels, bias, options, True)
+        result = _in_one_pass(kind, caller_arrays, labels, bias, options, with_grad=True)
         if result is not None:
             return result  # type: ignore[no-any-return]
         return prefixes.loss_and_grad(
@@ -91,14 +91,17 @@ def _in_one_pass(
 ) -> Any:  # fmt: skip
     """The result of a call with `dims` whose prefixes share their matrix products, on the CPU.
 
-    None if the call does not allow that: then each prefix is a call of its own.
+    None if the call does not allow that: then `prefixes` makes each prefix a call of its own. Such
+    are calls on a GPU or with `offload`, calls that the condition below excludes, and calls that
+    `solve_prefixes` refuses: options and small batches (its `fits`), or too little workspace.
     """
     features = arrays.natives(caller_arrays, kind.arguments)
     if not all(isinstance(z, np.ndarray) for z in features):
         return None
     widths_and_weights, others = prefixes.check_and_read(kind, features, options)
     widest = widths_and_weights[-1][0]
-    # required: several prefixes, the widest with all features, and two arrays with gradients
+    # Excluded are one prefix, which has no products to share; a widest prefix without the last
+    # features, because `solve_prefixes` takes it as all; losses whose queries are the keys; and LiT
     if len(widths_and_weights) == 1 or widest < features[0].shape[1]:
         return None
     if kind.symmetric or kind.locked:
@@ -197,7 +200,11 @@ def solve(
 
 
 def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
-    """Raise a MemoryError with the message of `error`, and the method or workspace to use."""
+    """Raise a MemoryError with the message of `error`, and the method or workspace to use.
+
+    With `method="naive"` the logits did not fit the memory; with other methods the workspace did
+    not.
+    """
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
     message = f"{str(error).rstrip('.')}; use {advice}"
@@ -228,7 +235,8 @@ def _backend(offload: bool, on_gpu: bool) -> Any:
 
 def _reduced(request: Request, solution: Solution) -> Array:
     """The losses of rows [M] with `reduction="none"`, otherwise their mean or sum, 0-d."""
-    if solution.loss is not None:  # GPU kernels have reduced the losses
+    # reduced already: by kernels of a GPU, by the CPU's code for one block, or over ranks
+    if solution.loss is not None:
         return _scalar_array(request, solution.loss)
     row_shares = request.problem.row_shares
     losses = weigh_losses(request.static.xp, solution.losses, row_shares)
@@ -242,7 +250,7 @@ def _reduced(request: Request, solution: Solution) -> Array:
 def _scalar_array(request: Request, value: Array) -> Array:
     """A single number as a 0-d array in the dtype of the loss."""
     assert value is not None  # np.asarray(None, float) would silently be NaN
-    if request.on_gpu and value.dtype == request.dtype:
+    if request.on_gpu and value.dtype == request.dtype:  # on the CPU it may be a NumPy scalar
         return value
     return request.static.xp.asarray(value, dtype=request.dtype)
 
@@ -257,7 +265,8 @@ def _metrics(request: Request, solution: Solution, convert: Callable[[Array], Ar
     row_loss, column_loss = solution.mean_losses or (
         None if losses is None else losses.mean() for losses in solution.direction_losses
     )
-    # statistics are exponents in base 2; `hardness` gives the exponents of negatives another scale
+    # Statistics are exponents in base 2. With `hardness`, the exponents of negatives have the scale
+    # scale + hardness (`exponent_scale`), and logits have the scale alone
     exponent_to_logit = LN_2
     if problem.hardness:
         exponent_to_logit = LN_2 * problem.scale / problem.exponent_scale

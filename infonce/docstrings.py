@@ -57,7 +57,8 @@ def _example(function: str, with_grad: bool) -> str:
 def documented(function: _F) -> _F:
     """Complete the docstring of a loss, and list its keywords in its signature.
 
-    The docstring in the source has a first line, the equation, parameters and references.
+    `losses` applies this decorator to each function. The docstring in the source has a first line,
+    the equation, parameters and references.
     """
     with_grad = function.__name__.endswith("_and_grad")
     options = get_type_hints(GradOptions if with_grad else LossOptions)

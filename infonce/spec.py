@@ -170,8 +170,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "key_bias": Option(None, "float array [N], optional",
         """Bias of each key, added to its logits in the rows' softmax, positives included: pass
-        -log Q_j for keys that were sampled with probability Q_j. The bias gets no gradient. Not
-        with ``metrics=True``.""",
+        -log Q_j for keys that were sampled with probability Q_j. The bias gets no gradient. The
+        gradient of the scale has it in the probabilities, not in the logits. Not with
+        ``metrics=True``.""",
         cli_help="Added to the logits of each key, .npy.",
     ),
     "false_negative_margin": Option(math.inf, "float, default inf",
@@ -320,8 +321,8 @@ NOT_WITH_LABEL_SMOOTHING = ("decoupled", "hardness", "false_negative_margin", "g
 # Combinations that raise an error: all options of one of these tuples in one call
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     *(("label_smoothing", other) for other in NOT_WITH_LABEL_SMOOTHING),
-    ("groups", "label_smoothing", "ids"),
-    ("own", "label_smoothing"),
+    ("groups", "label_smoothing", "ids"),  # need a sum of features for each (group, id)
+    ("own", "label_smoothing"),  # sums of the keys' features lack own negatives
 )
 
 
@@ -336,8 +337,8 @@ class Loss:
     # factors of the softmax over the keys of each query, and over the queries of each key (0: none)
     row_direction_weight: float = 1.0
     column_direction_weight: float = 0.0
-    symmetric: bool = False  # queries are the keys, and a row is not compared with itself
-    square: bool = False  # as many keys as queries are required
+    symmetric: bool = False  # queries are the keys (gte: all rows of both); i = i does not count
+    square: bool = False  # as many keys as queries are required, except with `positive_ids`
     locked: tuple[str, ...] = ()  # arguments that never get a gradient
     sigmoid: bool = False  # a sigmoid of each pair, and no softmax
     scale: float | None = None  # default; None: the caller has to pass scale or temperature
@@ -377,7 +378,7 @@ LIT = Loss(
 )  # fmt: skip
 SIGLIP = Loss(
     "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
-    bias=-10.0, refused=(*SOFTMAX_OPTIONS, *OWN_OPTIONS, "metrics"),
+    bias=-10.0, refused=(*SOFTMAX_OPTIONS, *OWN_OPTIONS, "metrics"),  # its pass compares no logits
 )  # fmt: skip
 SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,

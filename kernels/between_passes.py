@@ -59,7 +59,7 @@ def finalize(
     `vectors` (`solve.Vectors`) has the operations on vectors. `stats` has the sums of the
     log-sum-exp pass, to which own negatives are added here. `gradient`: a gradient pass by blocks
     follows. `scale` multiplies all vectors of the gradient: it is `problem.scale`, or 1 in the
-    method naive, which multiplies dL/dx itself.
+    method naive, which multiplies dL/dx itself. `Vectors.finalize` and the method naive call this.
     """
     xp, positive_logits, row_sums = vectors.xp, stats.positive_logits, stats.rows
 
@@ -115,7 +115,8 @@ def finalize(
 
     # Sums may stay finite although a feature is not finite: a maximum ignores NaN, and a logit of
     # -inf counts as an excluded pair. So losses become NaN here: the loss of a query that is not
-    # finite, and all losses if a key is not finite
+    # finite, and all losses if a key is not finite (all rows of a joint loss are keys, so the NaNs
+    # of its first B rows suffice)
     losses = losses + backend.row_nans(problem)[: len(losses)]
     if own is not None:
         losses = losses + own.row_nans
@@ -149,14 +150,17 @@ def finalize(
         present = problem.positives[: len(pull)] >= 0
         log_scale_grad = problem.margin * as_sets(xp.where(present, pull, 0.0)).sum(axis=1)
 
-    # Blocks have 2B rows of a joint loss, and add dL/dx and its transpose if queries are the keys
+    # If queries are the keys, a gradient pass adds dL/dx and its transpose, so a pair of positives
+    # has the pulls of both rows. (Without a gradient pass they are not added: over ranks, that is
+    # an exchange, and the method naive adds the transpose itself.) Blocks have 2B rows of a joint
+    # loss, whose pull contains both rows already
     if problem.joint:
         row_factor, inserted_pull = xp.tile(row_factor, 2), xp.tile(inserted_pull, 2)
         # an array, also if the probability is the number 1
         probability = rows.reference_probability + xp.zeros_like(rows.reference)
         rows.reference = xp.tile(rows.reference, 2)
         rows.reference_probability = xp.tile(probability, 2)
-    elif problem.symmetric and gradient:  # over ranks, this is an exchange
+    elif problem.symmetric and gradient:
         inserted_pull = inserted_pull + backend.take_at_positives(problem, inserted_pull)
     return Finalized(
         losses, rows, columns, row_factor, column_factor, -inserted_pull, log_scale_grad,
@@ -229,8 +233,8 @@ class OwnNegatives:
     g_ik = scale dL/dx_ik = a_i 2^(x2_ik - r_i)
     dO_ik = g_ik q_i        dQ_i += sum_k g_ik o_ik
 
-    x2_ik is the logit in base 2. r_i is the reference exponent of the row, about its log-sum-exp in
-    base 2. a_i is the upstream gradient of the row times the scale (see `SoftmaxGradient`).
+    x2_ik is the logit in base 2. r_i and a_i are those of `SoftmaxGradient`: the reference exponent
+    of the row, and upstream_i row_direction_weight scale 2^(r_i - log-sum-exp_i).
 
     `finalize` calls `join`; the solver calls `finish` after the gradient pass. Both visit a part of
     the rows at a time, by operations on arrays of NumPy or CuPy.

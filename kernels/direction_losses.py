@@ -1,8 +1,7 @@
 """The loss of each row, or of each column, from the sum of its negatives and its positive's logit.
 
 `targets.finalize_with_targets` calls this, by `Vectors.direction`, for one direction of a loss
-after the log-sum-exp pass. A GPU has the same
-formulas in kernels/cuda/direction_losses.cuh.
+after the log-sum-exp pass. A GPU has the same formulas in kernels/cuda/direction_losses.cuh.
 """
 
 from __future__ import annotations
@@ -61,8 +60,9 @@ def finalize_direction(
         total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
         loss, negative_probability = softplus2(xp, gap), sigmoid2(xp, gap)
     lse2 = top + xp.log2(total)
-    # `sums.max` of a column may be an upper bound of its logits, instead of their maximum. Then
-    # `total` may be below 1, so `lse2` is below `top` and is the reference, with probability 1
+    # `sums.max` of a column may be an upper bound of its logits, if rows and columns share
+    # exponentials (`row_and_column_statistics` on the CPU). Then `total` may be below 1, so `lse2`
+    # is below `top` and is the reference, with probability 1
     reference, probability = xp.minimum(top, _finite(xp, lse2)), 1.0 / xp.maximum(total, 1.0)
     log_scale_grad = None
     if sums.moment is not None:
@@ -110,8 +110,9 @@ def rounded_reference(
 def weigh_losses(xp: Any, losses: Array, row_shares: Array | None) -> Array:
     """Losses of rows times their row shares (None: 1); the caller adds the products up.
 
-    A share of 0 also makes an infinite loss 0, such as the loss -inf of a decoupled row without
-    negatives. NaN stays NaN, so that a feature that is not finite is noticed.
+    Called when a loss is reduced. A share of 0 also makes an infinite loss 0, such as the loss -inf
+    of a decoupled row without negatives. NaN stays NaN, so that a feature that is not finite is
+    noticed.
     """
     if row_shares is None:
         return losses

@@ -25,7 +25,8 @@ class Sums:
     under their softmax. The identity is the value before any logit is added.
     """
 
-    max: Array  # [n] largest x2, or an upper bound near it; identity -inf
+    # [n] largest x2, or an upper bound if rows and columns share exponentials; identity -inf
+    max: Array
     sum: Array  # [n] sum_j 2^(x2_j - max); identity 0
     moment: Array = None  # [n] sum_j 2^(x2_j - max) x2_j; identity 0; None: not wanted
 
@@ -89,8 +90,8 @@ class Statistics:
 
     @property
     def retrieval_ranks(self) -> RetrievalRanks:
-        """The epilogue of the pass that counts retrieval ranks. Called when these statistics are
-        complete: the pass compares logits with the positives' logits."""
+        """The epilogue of the pass that counts retrieval ranks. A backend with such a pass asks for
+        it after the log-sum-exp pass: the pass compares logits with the positives' logits."""
         ranks = RetrievalRanks(self.positive_logits, self.row_rank)
         if self.column_rank is not None:  # key i is the positive of query i
             ranks.column_positive_logits = self.positive_logits
@@ -143,7 +144,8 @@ class OnlineSoftmax:
 
     With e_ij = 2^(x2_ij - max_i), dQ_i is sum_j e_ij k_j times a factor, minus the positive's part.
     The factor is known when row i has met all keys. Then dK_j follows from sum_i e_ij factor_i q_i,
-    which only a GPU computes. Any number near the maximum may replace max_i.
+    which only a GPU computes. A GPU replaces max_i by a number near the maximum, because it has to
+    choose one before the row's logits are known.
     """
 
     rows: Sums
@@ -156,6 +158,11 @@ class OnlineSoftmax:
 class Sigmoid:
     """SigLIP's losses and gradients in one pass: dL/dx needs no log-sum-exp.
 
+    With z = x + bias, and t = 1 at positives and -1 at negatives,
+
+        loss_i = sum_j softplus(-t_ij z_ij),    dL/dx_ij = -upstream_i t_ij sigmoid(-t_ij z_ij).
+
+    With positive ids, the terms of positives have weights (`targets`, above `PositivePairs`).
     Blocks add to the outputs, which begin at 0; they set `positive_logits`, which begin as NaN.
     """
 

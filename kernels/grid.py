@@ -80,7 +80,11 @@ def has_few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
 
 
 def least_block_side(m: int, n: int) -> int:
-    """The side, in logits, of the smallest square blocks for which `has_few_blocks` is true."""
+    """The side, in logits, of the smallest square blocks for which `has_few_blocks` is true.
+
+    m n / side^2 <= 4 sqrt(m n) makes it at least (m n)^(1/4) / 2. Blocks at the edge may be smaller
+    than others, so a larger side may be needed.
+    """
     side = max(1, math.isqrt(math.isqrt(m * n)) // 2)
     while not has_few_blocks(m, n, side, side):
         side += 1
@@ -107,6 +111,7 @@ def without_other_groups(
     out if the range of its queries' groups, from the smallest to the largest, is disjoint from the
     range of its keys' groups, and likewise for positive ids. `has_positive` [row blocks, column
     blocks] is the result of `positive_blocks` or `default_positive_blocks`.
+    Unsorted groups have wide ranges, so that few blocks are left out.
     """
     if not grid.rows or not grid.columns:
         return grid

@@ -310,7 +310,7 @@ def find_label_smoothing(
 
     These are all keys (of the row's group), without keys of the row's id, and with the positives.
     `positive_logits` (base 2, without margin) and `positive_bias` (natural units; None: no biases)
-    are [M] or [M, P]. The checks refuse label smoothing with both ids and groups.
+    are [M] or [M, P]. Ids with groups are refused: they need sums of all id-group pairs.
     """
     # The keys that take part: `parts`, and positives that `parts` leave out
     m, n, _ = problem.shape

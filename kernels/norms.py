@@ -43,7 +43,8 @@ def log2_norms(z: Array) -> Array:
 
 def has_moderate_squares(z: Array) -> bool:
     """Whether logits of float64 rows `z` certainly stay finite: the squares of all features add up
-    to less than 2^900, which leaves a factor 2^124 for the scale. Quick; False also for a NaN."""
+    to less than 2^900, which leaves a factor 2^124 for the scale. Quick; False also for a NaN. If
+    False, the checks compute `log2_norms`."""
     return bool(np.einsum("ij,ij->", z, z) < 2.0**900)
 
 
@@ -52,7 +53,7 @@ def normalized_rows(
 ) -> tuple[Array, Norms]:
     """Rows in the compute dtype `dtype`, divided by their norms if `normalize`; and the norms.
 
-    A row of zeros stays zero. Without `normalize`, the norms are None.
+    Without `normalize`, the norms are None.
     """
     if not normalize:
         return z.astype(dtype, copy=False), None
@@ -60,7 +61,7 @@ def normalized_rows(
     if z.dtype.itemsize == 8:  # squares of narrower dtypes stay within the range of float64
         wide, exponent = near_one(xp, wide)
     norms = xp.linalg.norm(wide, axis=1, keepdims=True)
-    norms[norms == 0] = np.inf
+    norms[norms == 0] = np.inf  # so that a row of zeros stays zero, and gets zero gradient
     return (wide / norms).astype(dtype), (norms, exponent)
 
 

@@ -134,20 +134,22 @@ class Problem:
 
     @property
     def plain(self) -> bool:
-        """Whether all rows have one positive, and no option but `ids` changes logits or targets."""
+        """Whether no option but `ids` (and `normalize`) changes logits (`plain_logits`) or targets
+        (`plain_targets`). Fast paths ask this."""
         return self.plain_logits and self.plain_targets
 
     @property
     def plain_logits(self) -> bool:
-        """Whether no option but `ids` adds, changes or leaves out a logit."""
+        """Whether the call has no groups, own negatives, biases of keys, `false_negative_margin`,
+        guide and teacher (`TaughtProblem`). Only the option `ids` may then leave out pairs."""
         # the chained `is` asks, in little time, whether all three are None
         has_arrays = not (self.query_groups is self.own is self.key_bias is None)
         return not has_arrays and not self.compares_with_limits
 
     @property
     def plain_targets(self) -> bool:
-        """Whether each row has one positive, no option of its loss such as `margin`, no weight, no
-        linear term, and no joint loss."""
+        """Whether each row has one positive, and the loss has no `margin`, `decoupled`, `hardness`,
+        weights, linear terms (label smoothing, classes), positive ids, and is not joint."""
         numbers = self.margin or self.decoupled or self.hardness
         others = numbers or self.linear_terms or self.joint
         one_positive = self.set_size == 1 and not self.has_positive_ids
@@ -155,8 +157,10 @@ class Problem:
 
     @property
     def loss_follows_from_sums(self) -> bool:
-        """Whether the loss of a row follows only from its sums and the logits of its positives.
-        `margin`, `decoupled` and `hardness` may be set: they are numbers in that formula."""
+        """Whether the loss of a row follows only from its sums and the logits of its positives: the
+        call has plain logits, no linear terms (label smoothing, classes), no positive ids, and no
+        joint loss. Weights, sets of positives, `margin`, `decoupled` and `hardness` may be set:
+        they are in that formula."""
         others = self.linear_terms or self.joint or self.has_positive_ids
         return self.plain_logits and not others
 
@@ -235,7 +239,7 @@ class Problem:
     @property
     def dots_lack_margin(self) -> bool:
         """Whether `Gradients.dots` lack the margin's part of the scale's gradient, which `finalize`
-        then computes."""
+        then computes. `solve`, on the gradient of the scale, has the formula."""
         return self.scale_grad_from_dots and self.margin != 0.0
 
     @property
@@ -268,11 +272,12 @@ def uses_moments(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:
     feature gradients. `logits` is the number of logits, M N, over all ranks.
 
         no feature gradients wanted     moments: they save the gradient pass
-        a GPU, at most FEW_LOGITS       moments: dL/dx is rounded there, to 8 bits for bfloat16
+        a GPU, at most 2^24 logits      moments: dL/dx is rounded there, to 8 bits for bfloat16
         a GPU, more logits              <dQ, q>: roundings average out; moments take 4 to 11% longer
         the CPU, in many blocks         <dQ, q>: dL/dx is not rounded to fewer bits
 
-    A batch in one block on the CPU (kernels/cpu/one_block) always has moments.
+    A batch in one block on the CPU (kernels/cpu/one_block) always has moments: its loops without
+    moments would be compiled as further variants.
     """
     return not feature_gradients or (logits <= FEW_LOGITS and not on_cpu)
 
@@ -332,4 +337,5 @@ class NotFinite:
 
     rows: Array  # [M] float64
     any_key: Array  # [1] float64; whoever reads the flags adds it to `rows`
-    queries_checked: bool = False  # `rows` already has the flags of the queries
+    # True: an earlier block has added the flags of the queries to `rows`, so only keys are checked
+    queries_checked: bool = False

@@ -161,9 +161,9 @@ def run_block_pass(
 def allows_online_softmax(problem: Problem, gradients: Gradients | None) -> bool:
     """Whether one pass can compute the losses of a softmax, and dQ (`OnlineSoftmax`).
 
-    It can if the losses need only sums of rows, rows have one positive, and no dK is wanted.
-    `Backend.has_online_softmax` may still refuse options of the logits. A pairwise sigmoid always
-    has one pass. A GPU decides in `divide_workspace`, and may compute dK in the same pass.
+    It computes no dK, whose terms need complete sums of rows, and no ranks. It needs a softmax over
+    keys alone, one positive a row, no linear terms; on the CPU no option but `ids` (`plain`). A
+    pairwise sigmoid always has one pass. A GPU decides in `divide_workspace`, and may have dK.
     """
     if gradients is None or gradients.want_key or problem.retrieval_ranks:
         return False
@@ -359,9 +359,9 @@ def run_gradient_pass(
     problem: Problem, backend: Backend, triangle: bool, epilogue: SoftmaxGradient | Sigmoid,
     gradients: Gradients,
 ) -> None:  # fmt: skip
-    """One pass for dQ and dK if all of dK can be accumulated at once. Otherwise a pass for dQ, then
-    one for each range of keys: logits are computed once more, but memory stays within the
-    workspace."""
+    """One pass for dQ and dK if all of dK can be accumulated at once. Otherwise, to stay within the
+    workspace, logits are computed twice: in a pass for dQ, then in one for each range of keys. If
+    queries are the keys: in one pass of the whole square, whose dQ needs no dK."""
     ranges = backend.key_ranges(problem)
     grid = backend.grid(problem, triangle and len(ranges) == 1)
     if problem.symmetric or not gradients.want_key or len(ranges) == 1:

@@ -49,7 +49,9 @@ class Targets:
     """The targets of all rows, or of all columns: m, f and the terms that they add to a loss."""
 
     logit: Array  # [M] m, base 2; -inf of a row without positives
-    softmax_mean: Array | None = None  # [M] sum of f x, base 2, without biases; None: `logit`
+    # [M] sum of f x, base 2, without biases: it replaces `logit` in the derivative by log(scale),
+    # because the scale does not multiply biases. None: `logit`
+    softmax_mean: Array | None = None
     excess: Array | None = None  # [M] loss minus softplus(n - m); None: 0
     excess_scale_grad: Array | None = None  # [M] derivative of `excess` by log(scale)
     fraction: Any = 1.0  # [M, P] f; 1.0: one positive
@@ -90,7 +92,7 @@ def guide_problem(problem: Problem) -> Problem:
 
 
 def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
-    """The problem with its limits, of rows and of columns. Called before the first pass.
+    """The problem with its limits, of rows and of columns. Solvers call this before the first pass.
 
     `false_negative_margin` has limits of the loss's own dot products, a guide has limits of the
     guide's. Column j has the limit of row j: key j is the positive of query j, or, if queries are
@@ -129,7 +131,8 @@ def find_targets(
     `logits` and `bias` (None: no biases) are [M] or [M, P], in base 2; `logits` lack biases and
     margins. `key_means` are of label smoothing; None: the loss has no label smoothing.
     """
-    # other problems have no rows without a positive
+    # with weights or classes a row may lack a positive, and a set may have fewer than P of them; in
+    # other problems each row has its positive
     if problem.weights is not None or logits.ndim > 1 or problem.classes is not None:
         logits = xp.where(problem.positives[: len(logits)] < 0, -xp.inf, logits)
     if problem.margin:

@@ -49,7 +49,7 @@ def record(path: Path, options: list[str]) -> int:
 
 def without_names(cubin: bytes) -> bytes:
     """The sections of an ELF file but those of symbols and their names."""
-    start, size, count = (
+    start, size, count = (  # of the table of sections, one of its entries, the number of entries
         *struct.unpack_from("<Q", cubin, 0x28),
         *struct.unpack_from("<2H", cubin, 0x3A),
     )

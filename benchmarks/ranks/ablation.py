@@ -53,7 +53,11 @@ VARIANTS: dict[str, tuple[str, str, float]] = {
 
 
 def logits_bytes(variant: str, batch: int, ranks: int) -> int:
-    """What the logits of a rank take at once."""
+    """What the logits of a rank take at once, for b = `batch` and n = `ranks`.
+
+    vanilla: b^2 logits, copies included. local loss: the largest block, of its b / n rows with the
+    keys of other ranks; its own keys are another block. Tiles over ranks: one block of (b / n)^2.
+    """
     rows = batch // ranks
     return {
         "vanilla": MATRICES * ITEM * batch**2, "local loss": ITEM * rows * (batch - rows),

@@ -110,7 +110,7 @@ def _figure(dim: int, machine: Machine, counts: list[int]) -> Any:
 
 def fastest_up_to(name: str, dim: int, ranks: int, machine: Machine | None = None) -> float:
     """Rows on each GPU up to which this is the fastest exchange, from the fewest for which it is;
-    0: for none; infinity: for any number."""
+    0: for none; infinity: up to 2^20 rows, the most that are tried."""
     rows = 2.0 ** np.arange(6, 20.01, 0.125)
     others = dropwhile(lambda b: fastest(b, dim, ranks, machine) != name, rows)
     batches = list(takewhile(lambda b: fastest(b, dim, ranks, machine) == name, others))
@@ -120,6 +120,7 @@ def fastest_up_to(name: str, dim: int, ranks: int, machine: Machine | None = Non
 def rows_in(room: float, dim: int, ranks: int, gpus: int | None = None) -> float:
     """Rows on each GPU whose gathered keys and sums fit `room` bytes: of all ranks, or with `gpus`
     on a node by the hierarchical exchange."""
+    # 24: reference, factor and bound of a key (`cost.FACTOR_BYTES`)
     row, shards = (dim * FEATURE_BYTES + 24, dim * DK_BYTES), [1] * ranks
     if gpus is None:
         return room / gather_bytes(shards, *row)

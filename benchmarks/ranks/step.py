@@ -81,7 +81,7 @@ def timing(
         return time.perf_counter() - began
 
     call(slice(64))  # compiles
-    if on_gpu and repeats > 1:  # a single step may take minutes: once is enough
+    if on_gpu and repeats > 1:  # a second, whole warm-up; a single step may take minutes
         call()
     if pool is not None:
         pool.free_all_blocks()
@@ -111,7 +111,7 @@ def timing(
         return None
     step = max(s for s, _, _, _ in everyone)
     moving, waited = (max(e[i] for e in everyone) / repeats for i in (2, 3))
-    useful = 8.0 * batch * batch * dim / ranks.size / step
+    useful = 8.0 * batch * batch * dim / ranks.size / step  # four products of 2 B B D operations
     table = Table(title=f"clip, {batch} x {dim} {dtype} over {ranks.size} ranks"
                         f"{', features in host memory' * options['offload']}",
                   title_justify="left", show_header=False)  # fmt: skip

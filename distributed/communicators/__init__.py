@@ -1,1 +1,1 @@
-"""Communicators: the interface that the ring needs, and its implementation by MPI."""
+"""Communicators: the interface that transports need, and its implementation by MPI."""

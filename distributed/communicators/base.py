@@ -33,7 +33,8 @@ Array = Any
 # distance -> (arrays sent to rank + distance, arrays received from rank - distance)
 Shifts = Mapping[int, tuple[Sequence[Array], Sequence[Array]]]
 TIMEOUT = 300.0  # seconds: the default of the argument `timeout`
-SHORT_VALUE = 2040  # bytes; most pickled values of an allgather are not longer
+# bytes; most pickled values of an allgather are not longer. With 8 bytes of its length: 2 KiB
+SHORT_VALUE = 2040
 LISTEN_INTERVAL = 0.05  # seconds between calls of `listen`
 BUSY_WAIT = 5e-3  # seconds of waiting before the first sleep; most waits end earlier
 DEVICE_BUSY_WAIT = 50e-3  # `BUSY_WAIT` for a device: a processor is slow after a sleep
@@ -153,8 +154,9 @@ class Communicator:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
 
     def bounded(self, function: Callable[[], Any], library: str) -> Any:
-        """The result of `function`, which may wait for ranks without a limit. It runs in a thread.
+        """The result of `function`, which may wait for ranks without a limit.
 
+        So `function` runs in a daemon thread, which is abandoned if this method raises an error.
         RankError as in `until`. An error of `function` also becomes a RankError, which names
         `library`.
         """

@@ -101,6 +101,7 @@ class MPIRanks(Communicator):
         self._active_changed = threading.Condition()
         self._worker: threading.Thread | None = None  # the background thread
         self._open = True  # until `free`
+        # otherwise only `wait` advances exchanges
         self._may_use_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         atexit.register(self._leave)
 
@@ -117,7 +118,8 @@ class MPIRanks(Communicator):
         return duplicate
 
     def free(self) -> None:
-        """Free the duplicates. All ranks call this when the caller frees the communicator."""
+        """Free the duplicates. MPI calls this on all ranks when the caller frees the communicator
+        (`delete_fn` in `connect`)."""
         atexit.unregister(self._leave)
         if self._data is None or self.broken:
             return

@@ -51,7 +51,8 @@ class Peers:
         }
 
     def gone(self) -> dict[int, str]:
-        """Watched ranks whose processes have ended, each with a message."""
+        """Watched ranks whose processes have ended, each with a message. A process whose start time
+        cannot be read (None) counts as running."""
         return {
             rank: f"rank {rank} (process {process.pid} on {process.host_name}) is gone"
             for rank, process in self.watched.items()

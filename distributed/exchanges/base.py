@@ -72,7 +72,8 @@ class Round:
     keep: Keep | None = None
     half: bool = False
     same_pairs: bool = False
-    # arrays that visits fill, except the sums; infonce/jax/rounds.py restores them
+    # Arrays that visits fill, except the sums. infonce/jax/rounds.py, whose callbacks run a call
+    # from its beginning, restores them
     results: Sequence[Array] = ()
 
     def reach(self, shards: int) -> int:
@@ -91,8 +92,11 @@ class Round:
         return shards // 2 if self.same_pairs else (shards - 1) // 2
 
     def is_left_to_other(self, index: int, distance: int, shards: int) -> bool:
-        """Whether rank (or node) `index` leaves out the shard that is `distance` before its own,
-        because the owner of that shard visits the pair of shards."""
+        """Whether rank (or node) `index` leaves out the shard that is `distance` before its own.
+
+        With `same_pairs`, the owner of that shard visits the pair of shards if it is half of all
+        `shards` away and has the higher number.
+        """
         return self.half and self.same_pairs and index < distance == shards / 2
 
 
@@ -100,5 +104,5 @@ class Exchange(Protocol):
     """How ranks get each other's keys."""
 
     def run(self, round: Round) -> None:
-        """Visit the keys of every rank."""
+        """Visit the keys of every rank, or of about half of the ranks: see `Round.half`."""
         ...

@@ -70,8 +70,9 @@ class Gather:
             self.xp.empty((own_sum_count + summed_reach, rows[r], *tail), dtype)
             for tail, dtype in types
         ]  # fmt: skip
-        # The order of the visits. Keys that arrive are one visit, also if they have sums: so a
-        # sigmoid loss has the same bits with gradients and without
+        # The local block comes first while keys arrive, else last, while sums go home. Keys that
+        # arrive are one visit, also if they have sums: so a sigmoid loss has the same bits with
+        # gradients and without
         local_first = pending is not None or round.same_pairs
         other_visits = list(self._list_visits(reach, summed_reach, () if local_first else types))
         if half and round.same_pairs and 2 * reach == n:
@@ -111,6 +112,7 @@ class Gather:
             transfer.wait()
         has_partial_sums = types and own_sum_count + summed_reach
         if round.combine is not None and round.keep is not None and has_partial_sums:
+            # `keep` does the last addition, for dK together with the rounding to its dtype
             round.keep(slice(0, rows[r]), *add_pairwise(partial_sums, round.combine, 2))
 
     def _gather(
@@ -143,7 +145,7 @@ class Gather:
             for d in range(1, reach + 1)
         }  # fmt: skip
         pending = self.transport.exchange(shifts)
-        if any(array is own[0] for array, _ in arriving):
+        if any(array is own[0] for array, _ in arriving):  # features: the local block hides them
             return pending, gathered
         pending.wait()
         return None, gathered

@@ -110,8 +110,8 @@ class Hierarchical:
             """Visit keys of this node. `keys.rows` count from the first key of the node, and may
             pass its last key: then the keys from the first key on take a second visit."""
             nonlocal visits
-            pipeline.advance(min(pipeline.begun + 1, 2))
-            visits = 2 * keys.steps + reach  # a visit of the gather counts as two
+            pipeline.advance(min(pipeline.begun + 1, 2))  # ticks 0 and 1, in the first two visits
+            visits = 2 * keys.steps + reach  # a visit of the gather may take two
             node_start = self.partition.starts[self.first_rank(0)]
             node_keys = self.gather.partition.total
             start, stop = keys.rows.start, keys.rows.stop

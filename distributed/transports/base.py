@@ -49,8 +49,8 @@ class Transport(Exchanger, Protocol):
         ...
 
     def queued(self, queue: Any) -> Queued | None:
-        """This transport through a queue of launches; None if exchanges need the host's work, so
-        that a plan cannot record them."""
+        """This transport through a queue of launches. None if exchanges need the host's work, so
+        that a plan cannot record them: then the call has no plan (planned.py)."""
         ...
 
     def allgather(self, numbers: Sequence[Array]) -> Array:

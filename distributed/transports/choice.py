@@ -85,7 +85,7 @@ def choose(asked: str, availability_by_rank: Sequence[Availability]) -> str:
     """The transport `asked`, or for "auto" the first one that all ranks can use.
 
     `availability_by_rank` has the transports of each rank. ValueError names a rank without the
-    transport.
+    transport `asked`; "auto" always finds one, because all ranks have "mpi" or "staged".
     """
     for name in availability_by_rank[0] if asked == "auto" else [asked]:
         reasons = [

@@ -59,7 +59,7 @@ def measuring(ranks: Communicator) -> Iterator[Callable[[], tuple[float, float]]
     - the seconds of the exchanges;
     - the seconds that other work waited for them.
 
-    The ranks must have made a call of the same kind before.
+    The ranks must have made a call of the same kind before: only transports that exist are timed.
     """
     transports = list(_get_transports(ranks).values())
     for transport in transports:
@@ -156,7 +156,10 @@ class CudaAware(OnDevice):
 
 
 class _ExchangeInWait:
-    """An exchange that the host makes in `wait`, while the device computes queued blocks."""
+    """An exchange that the host makes in `wait`, while the device computes queued blocks.
+
+    MPI knows no streams. So the host waits until the work before `exchange` is done (`ready`).
+    """
 
     def __init__(self, transport: OnDevice, ready: Any, shifts: Shifts) -> None:
         self.ranks, self.ready, self.shifts = transport.ranks, ready, shifts

@@ -172,6 +172,7 @@ class NodeCopies(Copies):
         super().__init__(rank, addresses, device)
         self.mailbox_memory = mailboxes
         at, size = self.in_use, self.word_bytes
+        # all messages are taken if no word "in use" is set
         self.close = weakref.finalize(
             self, mailboxes.close, lambda: not device.read(at, size).any()
         )
@@ -180,7 +181,8 @@ class NodeCopies(Copies):
 def connect(ranks: Communicator) -> NodeCopies | None:
     """Make and try the copies between the ranks of each node. All ranks call this together.
 
-    None if some rank of any node cannot make copies, or if this rank is the only one of its node.
+    None if some rank of any node cannot make copies, or if this rank is the only one of its node:
+    then NCCL makes all transfers of this rank.
     """
     nodes = [] if ranks.peers is None else ranks.peers.nodes
     node_ranks = next((members for members in nodes if ranks.rank in members), [])

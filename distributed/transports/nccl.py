@@ -23,7 +23,7 @@ Link = tuple[int, bool, bool]
 NCCL_UINT8 = 1  # NCCL's number for 8-bit unsigned integers: arrays of any dtype are sent as bytes
 # In a plan of two ranks, an exchange of at most this number of bytes by NCCL is launched after the
 # block that hides it: NCCL transfers them in about the time that the host takes to launch NCCL
-LATE_BYTES = 2**23
+LATE_BYTES = 2**23  # 8 MiB
 COPIES_PATIENCE = 0.5  # seconds for copies to end after an error, before NCCL is aborted
 
 
@@ -77,6 +77,7 @@ class NCCL(gpu.OnDevice):
         return _QueuedNCCL(self, Queue()).allgather(numbers)
 
     def queued(self, queue: Queue) -> Queued:
+        # a late launch was measured to save time between two ranks
         return _QueuedNCCL(self, queue, may_launch_late=self.ranks.size == 2)
 
     @property
@@ -205,7 +206,8 @@ class _QueuedNCCL:
     def __init__(self, transport: NCCL, queue: Queue, may_launch_late: bool = False) -> None:
         self.transport, self.queue = transport, queue
         self.may_launch_late = may_launch_late
-        # CUDA graphs take copies only, and no measured exchanges, whose events have times
+        # CUDA graphs take copies only, because NCCL may register the buffers of captured transfers;
+        # and no measured exchanges, whose events have times
         capturable = transport.all_copied and not transport.measured
         self.do = partial(queue.do, capturable=capturable)
 

@@ -33,8 +33,11 @@ from typing import Any
 
 SLOTS = 2  # for each sender
 MAILBOX_BYTES = 2**25  # of all slots of a rank
-LEAST_COPY_BYTES = 2**20  # if a node has more than two ranks; NCCL sends smaller messages
-# A kernel swaps at most this number of bytes, and of arrays, in each direction
+# If a node has more than two ranks. NCCL sends smaller messages: a small copy spends most of its
+# time between its steps
+LEAST_COPY_BYTES = 2**20
+# Between two ranks of a node, a kernel swaps up to this number of bytes, and of arrays, in each
+# direction. Copy engines carry more
 MOST_SWAP_BYTES, MOST_SWAP_ARRAYS = 2**20, 4
 SWAP_BLOCKS = 16  # thread blocks of swap.cu
 WORD_BYTES, LINE_BYTES = 4, 256  # of a word; the alignment of slots, of parts and of buffers
@@ -146,6 +149,7 @@ class Copies:
         while not done() and time.monotonic() < end:
             self.device.fill(mailbox, 1, self.word_bytes)
             self.device.fill(self.in_use, 0, self.word_bytes)
+            # 0x7F7F7F7F is above the number of any swap
             self.device.fill(arrived, 0x7F, SWAP_BLOCKS * WORD_BYTES)
             time.sleep(1e-3)
 

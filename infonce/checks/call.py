@@ -61,9 +61,7 @@ class Request:
 @dataclass(eq=False)
 class _StaticChecks:
     """The results of the checks that depend only on shapes, dtypes, devices and plain options.
-
-    They are kept in `_cache`, because a training loop repeats the same call.
-    """
+    They are kept in `_cache`, because a training loop repeats the same call."""
 
     xp: Any  # numpy or cupy
     batch: Batch
@@ -86,7 +84,7 @@ class _StaticChecks:
     offload: bool
     has_vectors: bool  # a call has labels, own negatives or an option in `PER_CALL`
     template: Problem  # the problem of such calls, without features, scale, bias and vectors
-    # `positives` and `upstream` are in the template, because they follow from no argument
+    # `positives` and `upstream` are arrays in the template: small calls on the CPU without vectors
     template_has_vectors: bool
 
 
@@ -96,7 +94,7 @@ PER_CALL = frozenset(
     {"out", "grad_out", "progress", "guide", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS}
 )
 NUMBERS = frozenset({"scale", "temperature"})
-MOST_TEMPLATE_LOGITS = 2**20  # M x N up to which the cache may hold vectors of M numbers
+MOST_TEMPLATE_LOGITS = 2**20  # M x N up to which a template holds vectors; also one block's most
 MOST_CACHED = 256  # calls in `_cache`; one more empties it
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}  # key of a call (`_cache_key`) -> its checks
 
@@ -109,8 +107,7 @@ def check(
     """Check one call of a loss on `arrays`, its features as NumPy or CuPy arrays.
 
     `batch` is the batch of all ranks; None: the arrays are the whole batch. `grad_buffers` (name ->
-    array) are an adapter's arrays for feature gradients: unlike `out` they are not checked.
-    """
+    array) are an adapter's arrays for feature gradients: unlike `out` they are not checked."""
     labelled = labels is not None
     descriptions = describe_arrays(arrays)
     cache_key = None  # no cache for arrays that are neither of NumPy nor of CuPy
@@ -137,7 +134,7 @@ def check(
     bias = validation.number("bias", bias) if bias_is_array else static.bias
     if static.check_finite:
         norms.require_finite(static.xp, loss.arguments, arrays)
-    if static.products_may_overflow and isinstance(scale, float):
+    if static.products_may_overflow and isinstance(scale, float):  # an array on a GPU is not read
         norms.require_finite_logits(loss, arrays, scale)
     query, key = arrays[0], arrays[loss.key_argument]
     if loss.joint:  # one softmax over all rows: queries and keys are the same 2B rows
@@ -171,7 +168,7 @@ def _add_vectors(
         )
         if decoupled:  # sums leave out the positives: classes serve as ids, which exclude pairs
             problem.query_ids = problem.key_ids = problem.classes.rows
-    elif labels is not None:
+    elif labels is not None:  # a row of nt_xent (symmetric) has one positive: its other view
         problem.positives, problem.label_nans, has_positive = rows.positives(
             xp, labels, m, static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
@@ -179,7 +176,7 @@ def _add_vectors(
         weights = rows.weights(xp, weights, m, batch is None)
     problem.weights = rows.row_weights(xp, weights, has_positive)
     shares: Any = static.common_share
-    if problem.weights is not None and batch is None:  # over ranks: see `distributed.run.weigh`
+    if problem.weights is not None and batch is None:  # ranks: `distributed.run.apply_weights`
         problem.row_shares = shares = rows.row_shares(xp, problem.weights, reduction)
         if reduction != "none":
             problem.common_share = 1.0
@@ -238,7 +235,7 @@ def _request(
     given_out: dict[str, Array] = {}
     if grad_buffers is not None:
         outs, given_out = {name: native(z) for name, z in grad_buffers.items()}, grad_buffers
-    elif with_grad and not (loss.joint and out is None):
+    elif with_grad and not (loss.joint and out is None):  # else `outputs.joined` makes them
         outs, given_out = outputs.gradient_arrays(
             xp, loss, arrays, out, static.gradient_types, static.grad_dtype
         )
@@ -259,9 +256,11 @@ def _request(
     elif want_query or want_key or "own" in outs:
         query_gradient = outs.get(loss.arguments[0])
         key_gradient = outs.get(loss.arguments[loss.key_argument]) if want_key else None
-        gradients = Gradients(query_gradient, key_gradient, None, want_query, want_key)
+        gradients = Gradients(
+            query_gradient, key_gradient, want_query=want_query, want_key=want_key
+        )
         gradients.own = outs.get("own")
-    if loss.joint and not static.offload:  # these copies count as part of the workspace
+    if loss.joint and not static.offload:  # a GPU's workspace counts the copies; offload: the host
         copies = [z for z in (query, joined, problem.guide_query) if z is not None]
         problem.joint_copy_bytes = sum([z.nbytes for z in copies])
     return Request(
@@ -308,6 +307,7 @@ def _check_static(
 ) -> _StaticChecks:  # fmt: skip
     """The checks that read no element of an array, only shapes, dtypes, devices and options."""
     values = _options(loss, options, with_grad)
+    # a rank may have no rows
     validation.features(loss.arguments, arrays, descriptions, 1 if batch is None else 0)
     query, key = arrays[0], arrays[loss.key_argument]
     on_host = descriptions[0][2] is None

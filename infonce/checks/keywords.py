@@ -35,7 +35,8 @@ TENSORS = {
     "own_mask": "Tensor | None",
 }
 # Further keywords for a loss over a process group of torch.distributed: the keywords of
-# infonce.distributed, with `group` instead of `comm`
+# infonce.distributed, with `group` instead of `comm`. `timeout` is in seconds. `gradient_scale` is
+# "ddp" here, and "global" there
 GROUP: Keywords = {
     "group": ("ProcessGroup | None", None),
     "transport": ('Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]', "auto"),

@@ -7,21 +7,20 @@ if rows are far from unit norm. `call.check` calls them.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..arrays import find_caller_level
 from ..kernels.norms import has_moderate_squares, log2_norms
 from ..kernels.problem import Array
 from ..spec import Loss
 
-SAMPLE_ROWS = 16  # least number of rows whose norms are read for the warning, of all rows if fewer
+# The warning reads the norms of at least so many rows of an array, of all rows if it has fewer
+SAMPLE_ROWS = 16
 LARGEST_USUAL_NORM = 2.0  # norms from 1/2 to 2 cause no warning
-# Packages whose frames may lie between the code of the user and a check
-LIBRARIES = ("infonce", "torch", "jax", "numba")
 
 LARGEST_LOGIT = 2.0**1010  # float64 ends at 2^1024: sums of less than 2^14 such numbers fit
 
@@ -45,11 +44,13 @@ def require_finite(xp: Any, names: Sequence[str], arrays: Sequence[Array]) -> No
 def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> None:
     """ValueError if logits of finite float64 features may exceed `LARGEST_LOGIT`.
 
-    The bound of a logit is the scale times the largest norms of both sides.
+    Without this check, logits of finite features could be infinite. The bound of a logit is the
+    scale times the largest norm of the queries times the largest norm of the keys and own
+    negatives. If queries are the keys, or the loss is joint, each row may be on both sides.
     """
     flat = [z.reshape(-1, z.shape[-1]) for z in arrays]
     if all(z.itemsize == 8 and has_moderate_squares(z) for z in flat):
-        return
+        return  # the quick bound: sums of squares below 2^900; a scale is at most 2^53
     # base-2 logarithm of the largest norm of each argument; NaN, which passes, if a feature is NaN
     norms = [log2_norms(z).max(initial=-np.inf) for z in flat]
     largest_dot = 2.0 * max(norms) if loss.joint else norms[0] + max(norms[1:] or norms)
@@ -92,17 +93,6 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
             warnings.warn(
                 f"norms of rows of {name} are {low} to {high}, expected about 1: "
                 "normalize=True divides rows by them; normalize=False is silent",
-                stacklevel=_find_caller_level(),
+                stacklevel=find_caller_level(),
             )
             return
-
-
-def _find_caller_level() -> int:
-    """The `stacklevel` of the nearest frame outside of `LIBRARIES`, which is the user's code.
-
-    It counts from the function that calls this one, which is the function that warns.
-    """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
-        level, frame = level + 1, frame.f_back
-    return level

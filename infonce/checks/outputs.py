@@ -15,7 +15,9 @@ from ..kernels.problem import Array
 from ..spec import Loss
 from .validation import FLOATS, is_array, is_float, what
 
-ALIGNMENT = 256  # bytes: the alignment of the memory that libraries allocate on a GPU
+# Bytes: the alignment of the memory that libraries allocate on a GPU. The second half of a joined
+# array is returned as an array of its own only if it has this alignment too (`joined`)
+ALIGNMENT = 256
 
 GradientTypes = Mapping[str, tuple[tuple[int, ...], Any]]  # argument -> shape, dtype
 

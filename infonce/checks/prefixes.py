@@ -24,7 +24,11 @@ Evaluate = Callable[[Sequence[Array], Mapping[str, Any]], Any]
 
 
 def has_prefixes(loss: Loss, options: Mapping[str, Any]) -> bool:
-    """Whether the call has `dims`, and the loss takes them. If not, a later check refuses them."""
+    """Whether the call has `dims`, and the loss takes them.
+
+    If the loss does not take them, the call goes on as one without prefixes, and `softmax.options`
+    raises the error.
+    """
     return options.get("dims") is not None and "dims" not in loss.refused
 
 
@@ -101,7 +105,8 @@ def loss_and_grad(
         grad_out = others.pop("grad_out", 1.0)
         if not isinstance(grad_out, (int, float)):
             grad_out = xp.asarray(arrays.native(grad_out, "grad_out"))
-        # the gradients of all prefixes are added up: in float32, if any destination has 16 bits
+        # The gradients of all prefixes are added up: in float32, if any destination has 16 bits, so
+        # that the sum is rounded to 16 bits once
         sums_in_float32 = any(z.dtype.itemsize < 4 for z in grads.values())
         sums = grads
         if sums_in_float32:

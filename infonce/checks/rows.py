@@ -126,7 +126,11 @@ def own_mask(xp: Any, mask: Any, own: Array) -> Array | None:
 
 
 def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> Array | None:
-    """`Problem.weights`: the weights of the caller, and 0 for rows without a positive."""
+    """`Problem.weights`: the weights of the caller (None: 1), and 0 for rows without a positive.
+
+    None if all weights are 1 and the host knows that each row has a positive. A GPU's
+    `has_positive` is not read, so there the result is an array.
+    """
     if has_positive is None or (xp is np and has_positive.all()):
         return weights
     ones_and_zeros = has_positive.astype(np.float64, copy=False)
@@ -139,7 +143,8 @@ def row_shares(xp: Any, weights: Array, reduction: str) -> Array:
         return weights
     if xp is not np:
         return _gpu_labels().row_shares(weights)
-    least = math.ulp(0.0)  # the smallest positive number: if all weights are 0, all shares are 0
+    # The smallest positive number keeps 0 / 0 away: if no row has a positive, all shares are 0
+    least = math.ulp(0.0)
     return weights / xp.maximum(weights.sum(), least)
 
 
@@ -268,7 +273,8 @@ def comparable(xp: Any, values: Array) -> Array:
 def compared_as(value: Any) -> str:
     """The integer type (`comparable`) of labels or integers of samples, as text.
 
-    It must be the same on all ranks: `distributed.agreement` compares the texts.
+    It must be the same on all ranks, because an int64 and a uint64 integer may have the same bits:
+    `distributed.agreement` compares the texts, and raises an error if they differ.
     """
     if value is None:
         return "not given"

@@ -69,8 +69,9 @@ def options(loss: Loss, values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def require_metrics(problem: Problem) -> None:
-    """ValueError if metrics are undefined: a row has several positives or none, or an option
-    changes the logits. Positives on a GPU are not read, so rows without one pass there."""
+    """ValueError if metrics are undefined: a row has several positives or none, or the call has
+    `key_bias`, `guide` or `false_negative_margin`, which change the logits that compete. Positives
+    on a GPU are not read: a row without one passes there, and has a rank without meaning."""
     positives = problem.positives
     not_one_each = positives is not None and positives.ndim > 1
     if isinstance(positives, np.ndarray) and problem.weights is not None:

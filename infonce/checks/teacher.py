@@ -19,7 +19,7 @@ REFUSED = (
     *SOFTMAX_OPTIONS,
     *OWN_OPTIONS,  # own, own_mask, in_batch
     *PREFIX_OPTIONS,
-    "metrics",
+    "metrics",  # no row has a positive, whose rank could be counted
     "return_logits",
 )
 # with a softmax over keys and one over queries (`two_sided`)

@@ -193,7 +193,7 @@ def shapes(
             f"{first}: expected an even number of rows, two views of each sample, "
             f"got shape {query.shape}"
         )
-    # without labels, key i is the positive of query i: InfoNCE and LiT need a key for each query
+    # without labels, key i is the positive of query i: InfoNCE needs a key for each query
     key_for_each_query = not (loss.square or loss.symmetric or loss.taught or labelled)
     if key_for_each_query and batch.columns < batch.rows:
         came = f"shape {key.shape}" if len(key) == batch.columns else f"{batch.columns} in all"
@@ -268,6 +268,7 @@ def as_array(name: str, value: Any, expected: str) -> Array:
 def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
     """The scale, from one of the two arguments, within the range of the precision `compute`.
 
+    The range, and why it ends there: `SCALES`.
     An array on a GPU becomes a 0-d array and is not read: if it is out of range, the loss is NaN.
     """
     if temperature is not None and scale is not None:
@@ -297,7 +298,9 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
 def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
     """The precision of products: the argument, or for "auto" the one that fits the dtypes.
 
-    `on_host`: the CPU computes. `dtypes` are the names of the dtypes of all features.
+    "auto" is fp64 if an array has float64. On a GPU, it is bf16 or fp16 if all arrays have that
+    dtype. In all other cases it is fp32. `on_host`: the CPU computes. `dtypes` are the names of the
+    dtypes of all features.
     """
     if precision == "auto":
         if "float64" in dtypes:

@@ -11,7 +11,7 @@ from .. import __version__
 from . import bench, demo, explain, info, loss
 from .common import error_message
 
-FAILED = 1  # at run time; 2 is for what cannot be worked with
+FAILED = 1  # a failure at run time; 2 means that the input is wrong (`common.Misuse`)
 INTERRUPTED = 130  # what shells report for Ctrl-C: 128 + SIGINT
 
 
@@ -23,8 +23,8 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:  # before click makes exit code 1 of it
             click.echo("infonce: interrupted", err=True)
-            # Where it hit code of an exec("..."), as imports run, Python would end as if killed by
-            # the signal: another exec makes it forget
+            # If Ctrl-C interrupted code of an exec("..."), which imports run, Python would end as
+            # if killed by the signal, without our exit code. Another exec prevents that
             exec("")
             ctx.exit(INTERRUPTED)
 

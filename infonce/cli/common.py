@@ -94,7 +94,9 @@ def optional(module: str, extra: str) -> Any:
 def one_line_errors(
     failure: type[click.ClickException] = Misuse, names: Mapping[str, str] | None = None
 ) -> Iterator[None]:
-    """Context in which errors become a `failure` with the same message; MemoryError never Misuse.
+    """Context in which errors become a `failure` with the same message.
+
+    A MemoryError is always a failure at run time (exit code 1), never `Misuse`.
 
     `names` replace the names of arguments that a message begins with.
     """
@@ -121,7 +123,7 @@ def errors_name(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # the system's
+        if error.errno is not None:  # the system's; our own errors name their file
             error.filename = os.fspath(path)
         raise
 
@@ -173,14 +175,14 @@ def peak_resident() -> int | None:
             import resource
 
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            peak *= 1 if sys.platform == "darwin" else 1024
+            peak *= 1 if sys.platform == "darwin" else 1024  # macOS: bytes, Linux: KiB
     return peak
 
 
 def reset_peak() -> bool:
     """Start `peak_resident` afresh; False if the system cannot."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # 5: VmHWM becomes VmRSS
     except OSError:
         return False
     return True

@@ -30,15 +30,19 @@ from .common import (
 
 Array = Any
 HIDDEN = 256
-IMAGES, HELD_OUT = 1797, 360
-LEARNING_RATE = 2e-3
+IMAGES, HELD_OUT = 1797, 360  # of all digits, and of those that no training sees
+LEARNING_RATE = 2e-3  # of the first step; it falls to 0 along half a cosine
 WEIGHT_DECAY = 0.3
 NOISE = 0.15  # added to training pixels, whose range is 1
-LARGEST_SCALE = 100.0
+LARGEST_SCALE = 100.0  # of the learned scale, as in the modules of infonce.torch
 
 
 class Adam:
-    """Adam (Kingma and Ba, 2015) with decoupled weight decay, in place on a list of arrays."""
+    """Adam (Kingma and Ba, 2015) with decoupled weight decay, in place on a list of arrays.
+
+    Step t: p -= c mean / (sqrt(square) + 1e-8) + rate decay p, with the running means of g and of
+    g^2 (they keep 0.9 and 0.999 of the last), and c = rate sqrt(1 - 0.999^t) / (1 - 0.9^t).
+    """
 
     def __init__(self, parameters: list[Array], decay: float) -> None:
         self.parameters, self.decay = parameters, decay
@@ -115,7 +119,7 @@ class Halves:
         return [g for encoder, dz in sides for g in encoder.backward(dz)]
 
     def evaluate(self, scale: Any, method: Any = "auto") -> Evaluation:
-        """Of the digits that are held out."""
+        """Loss and retrieval of the digits that are held out, without gradients."""
         u, v = (e.forward(x) for e, x in zip(self.encoders, self.held_out, strict=True))
         result = infonce.clip_loss_and_grad(
             u, v, scale=scale, normalize=True, method=method, wrt=(), metrics=True
@@ -215,7 +219,7 @@ def train(
     method: Any,
     seed: int,
 ) -> Run:
-    """Train on the digits that are not held out."""
+    """Train on the digits that are not held out. An epoch leaves out rows that fill no batch."""
     rng = np.random.default_rng(seed)
     halves = Halves(digits, rng, dim)
     log_scale = np.array(np.log(scale))

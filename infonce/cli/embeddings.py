@@ -33,7 +33,9 @@ SAFETENSORS: dict[str, np.dtype[Any]] = {
 
 
 def open_embeddings(source: str) -> Any:
-    """The array in `source`, memory-mapped if the format allows.
+    """The array in `source`. Memory-mapped: .npy, .safetensors, .pt and a single shard.
+
+    The others (.npz, .parquet, several shards) are read into memory.
 
     `source` is a path, or PATH:KEY for one array out of a file of several. Raises
     click.ClickException, naming the file, for anything that is not there or not what it should be.
@@ -48,7 +50,7 @@ def open_embeddings(source: str) -> Any:
         if path.suffix in KEYED:
             readers = (_npz, _safetensors, _pt, _parquet)
             return dict(zip(KEYED, readers, strict=True))[path.suffix](path, key)
-        if path.suffix != ".npy" and not _begins(path, MAGIC):
+        if path.suffix != ".npy" and not _begins(path, MAGIC):  # .npy under any name
             raise ValueError(f"{source}: expected {KNOWN}")
         return open_npy(path)
 
@@ -65,7 +67,10 @@ def open_npy(path: Path) -> Any:
 
 
 def split(source: str) -> tuple[Path, str | None]:
-    """The path, and the array's name if one follows a colon."""
+    """The path, and the array's name if one follows a colon.
+
+    A colon counts only behind a suffix of `KEYED`, and only if no file has the whole name.
+    """
     path, colon, key = source.rpartition(":")
     if colon and path.endswith(KEYED) and not Path(source).exists():
         return Path(path), key
@@ -163,7 +168,10 @@ def _parquet(path: Path, key: str | None) -> Any:
 
 
 def _shards(folder: Path) -> Any:
-    """The rows of all shards, in one array filled shard by shard."""
+    """The rows of all shards, by the numbers in their names, in one array.
+
+    A single shard stays mapped; several are copied shard by shard.
+    """
     paths = sorted(folder.glob("*.npy"), key=lambda p: [int(d) for d in _digits(p)])
     if not paths:
         raise ValueError(f"{folder}: expected .npy shards in this folder, got none")

@@ -94,7 +94,7 @@ def _memory_table(result: explanation.Explanation) -> Table:
 
 
 def _sizes(parts: dict[str, int]) -> str:
-    """Parts by name; the smallest together."""
+    """Parts by name; those below 1% of the largest together, as vectors."""
     small = [size for size in parts.values() if 100 * size < max(parts.values())]
     shown = [f"{name} {human(size)}" for name, size in parts.items() if size not in small]
     rest = [f"{len(small)} vectors {human(sum(small))}"] if small else []

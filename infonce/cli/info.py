@@ -55,7 +55,7 @@ def info(as_json: bool, compiles: bool) -> None:
         "blas": machine.blas(),
         "environment": machine.environment(),
         "backends": {"cpu": _cpu(), "cuda": cuda},
-        "gpu": machine.gpu() if can_compile else None,
+        "gpu": machine.gpu() if can_compile else None,  # which also asks for NVRTC's version
         "optional": _optional(),
         "cuda_libraries": libraries,
         "transports": _transports(on_gpu),
@@ -154,7 +154,11 @@ def _cuda_libraries() -> dict[str, str]:
 
 def common_calls(tensor_cores: bool) -> list[tuple[spec.Loss, str, int, int]]:
     """(loss, dtype, rows, width) whose kernels `--compile` compiles: small batches in one launch,
-    and large ones of all common widths."""
+    and large ones of all common widths.
+
+    `tensor_cores`: whether the GPU has capability 8.0, from which on kernels use them. Without them
+    there are no 16-bit products.
+    """
     dtypes = ("float32", "bfloat16", "float16") if tensor_cores else ("float32",)
     sizes = [(SMALL_ROWS, WIDTHS[0]), *((LARGE_ROWS, width) for width in WIDTHS)]
     return [
@@ -170,7 +174,7 @@ def _compile_seconds() -> dict[str, float]:
     device = cupy.cuda.Device()
 
     def call(loss: spec.Loss, dtype: str, rows: int, width: int) -> None:
-        with device:  # threads begin with the first
+        with device:  # a new thread begins on device 0
             z = cupy.ones((rows, width), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
             features = [z.copy() for _ in loss.arguments]
             labels = cupy.zeros(rows, int) if loss.classes else None

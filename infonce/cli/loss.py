@@ -46,7 +46,7 @@ from .gradient_files import GradientFiles, check_gradient_files
 PATH = click.Path(path_type=Path)
 LABELLED = ("info_nce", "sup_con")
 UNIT_NORMS = 0.95, 1.05  # least and largest norm of rows that count as normalized
-SAMPLE = 256  # rows whose norms are computed
+SAMPLE = 256  # the most rows whose norms are computed, in even steps over all rows
 
 
 def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +271,7 @@ def loss(
         if not math.isfinite(result.loss):
             raise click.ClickException(_why_not_finite(result.loss, inputs, names_in_errors))
     normalize_source = click.get_current_context().get_parameter_source("normalize")
-    if normalize_source is ParameterSource.DEFAULT:
+    if normalize_source is ParameterSource.DEFAULT:  # neither --normalize nor --no-normalize
         hint = _norms_hint(inputs, names_in_errors)
         if hint is not None:
             click.echo(f"infonce: {hint}", err=True)
@@ -291,8 +291,8 @@ def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
 
 
 def _reports_metrics(kind: Loss, options: Mapping[str, Any]) -> bool:
-    """Whether to report metrics by default: if each row has one positive, and no option changes
-    the logits."""
+    """Whether to report metrics by default: if each row has one positive, the loss has metrics, and
+    none of key_bias, guide, own and false_negative_margin is given."""
     labels = options.get("labels")
     single = labels is None or (
         labels.ndim == 1 and labels.dtype.kind in "iu" and labels.min(initial=0) >= 0

@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import spec
 from ..checks import prefixes, validation
+from ..checks.outputs import ALIGNMENT
 from ..checks.teacher import ALL_LOSSES
 from ..kernels.gpu.schedule import Call, LossForm, Matrix, Schedule, schedule
 from ..kernels.problem import WORKSPACE, uses_moments
@@ -179,21 +180,22 @@ def _make_call(
     `shape` is (M, N, D) of the arguments; `wrt` are the arguments whose gradients are wanted.
     """
     (m, n, d), feature_names = shape, wrt & set(kind.arguments)
-    joint_copy_bytes, gradient_dtype = 0, dtype
+    joint_copy_bytes = 0
     if kind.joint:  # features are copied to one array of 2M rows, which are queries and keys
         m = n = 2 * m
-        gradient_dtype = "float64" if dtype == "float64" else "float32"
-        copies = (dtype, gradient_dtype) if feature_names else (dtype,)
-        joint_copy_bytes = sum(m * Matrix.packed(m, d, z).row_bytes for z in copies)
+        row_bytes = Matrix.packed(m, d, dtype).row_bytes
+        # Halves of the array of gradients are the gradients, or are copied (`outputs.joined`)
+        copied = bool(feature_names) and m // 2 * row_bytes % ALIGNMENT != 0
+        joint_copy_bytes = (1 + copied) * m * row_bytes
     query, key = (Matrix.packed(rows, d, dtype) for rows in (m, n))
-    dq, dk = (Matrix.packed(rows, d, gradient_dtype) for rows in (m, n))
+    dq, dk = (Matrix.packed(rows, d, dtype) for rows in (m, n))
     wants_query = bool(feature_names) if kind.joint else kind.arguments[0] in wrt
     wants_key = not kind.symmetric and kind.arguments[-1] in wrt
     return Call(
         _softmax_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
-        validation.precision(precision, {dtype}, False),
+        validation.precision(precision, {dtype}, on_host=False),
         moments=bool(wrt & {"scale", "bias"})
-        and uses_moments(m * n, bool(feature_names), False),
+        and uses_moments(m * n, bool(feature_names), on_cpu=False),
         # the largest possible number of classes of three rows or more, whose features are summed
         classes=kind.classes, max_class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
         joint_copy_bytes=joint_copy_bytes,
@@ -214,14 +216,14 @@ def _make_schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Sched
     """
     if not kind.taught:
         return [schedule(call, gpu.properties)]
-    call = replace(call, method="tiled")
+    call = replace(call, method="tiled")  # on a GPU, distillation has no other method
     lse = replace(call, query_gradient=None, key_gradient=None, moments=False)
     taught = replace(call, teacher_query=call.query, teacher_key=call.key)
     return [schedule(each, gpu.properties) for each in (lse, lse, taught)]
 
 
 def _softmax_of(kind: spec.Loss) -> LossForm:
-    """The softmax or sigmoid of a loss."""
+    """The softmax or sigmoid of a loss. Views are rows that are queries and keys."""
     if kind.sigmoid:
         return LossForm.PAIRS
     if kind.symmetric:

@@ -38,8 +38,14 @@ def _gpu(
     - `bandwidth`: bytes per second.
     """
     block_bytes, multiprocessor_bytes = (KIB * size for size in shared)
+    # PORTABLE: INFONCE_KERNELS=portable in the environment limits all GPUs to portable kernels
     properties = DeviceProperties(
-        capability, multiprocessors, block_bytes, multiprocessor_bytes, memory * MIB, PORTABLE
+        capability,
+        multiprocessors,
+        block_bytes,
+        multiprocessor_bytes,
+        memory * MIB,
+        portable=PORTABLE,
     )
     precisions = ("16 bits", "tf32", "fp32", "fp64")
     flops = {name: 1e12 * rate for name, rate in zip(precisions, teraflops, strict=True)}

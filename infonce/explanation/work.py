@@ -49,6 +49,7 @@ def schedule_work(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
     if operands is None:
         return
     for scheduled in schedule.passes:
+        # the purpose "log-sum-exp and gradient" is shortened to its first part
         name = scheduled.purpose.value.partition(" and ")[0]
         if schedule.guide is not None:
             yield _count_guide_work(name, scheduled, schedule.guide, gpu)
@@ -83,7 +84,9 @@ def _kernel_and_products(
 ) -> Iterator[tuple[str, int, int, float, float]]:
     """(kernel, blocks, launches, operations, bytes) of a pass's kernel, and of its cuBLAS products.
 
-    The same tuple with 0 blocks stands for the products, if there are any.
+    The same tuple with 0 blocks stands for the products, if there are any. The operations of the
+    kernel are 2 (logits that are computed) D (`PART_PRODUCTS`) (1, or 2 with dQ in registers), with
+    D the features of the loss and of a teacher.
     """
     item_bytes = config.OPERAND_BYTES[operands.precision]
     computed_logits, read_bytes, cached_bytes, launches = 0.0, 0, 0, 0
@@ -105,7 +108,9 @@ def _kernel_and_products(
             # a block of one pass has a second launch, `check_references`
             launches += 1 + (scheduled.purpose is Purpose.ONE_PASS)
             if scheduled.dq_accumulator is not None and not scheduled.in_registers:
-                cublas_products.add(m, n, 0, False, scheduled.dq_accumulator.dq_copies)
+                cublas_products.add(
+                    m, n, 0, is_key_side=False, dq_copies=scheduled.dq_accumulator.dq_copies
+                )
             # for a diagonal block of views, the product above serves rows and columns
             is_both = schedule.call.symmetric and rows == columns
             if scheduled.dk_accumulator is not None and not scheduled.in_registers and not is_both:
@@ -152,7 +157,7 @@ class _Products:
             rows, terms = m, keys.stop - keys.start
             if is_key_side:
                 rows, terms = terms, rows
-            for product in divide_terms(precision, terms, dq_copies, False):
+            for product in divide_terms(precision, terms, dq_copies, is_first=False):
                 self.number += 1
                 self.flops += 2.0 * rows * width * product.terms * product.batch
                 operand_bytes = item_bytes * (rows + width) * product.terms

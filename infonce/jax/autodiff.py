@@ -1,7 +1,8 @@
 """The losses as differentiable functions of JAX: `functions._apply` calls `differentiable_loss`.
 
 Its forward pass computes loss and gradients in one callback (in `axis`, several), its backward pass
-multiplies the gradients by the upstream gradient.
+multiplies the gradients by the upstream gradient. With reduction="none", the backward pass computes
+the gradients, in a callback of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _refuse_second_derivative(call: TracedCall, primals: Any, tangents: Any) -> 
 def _compute_call(call: TracedCall, out: dict[str, Any], inputs: dict[str, Any]) -> None:
     """The callback: compute the call by `infonce.dispatch` when the program runs.
 
-    The results are written to the arrays of `out`, feature gradients without a copy.
+    The results are written to the arrays of `out`, feature gradients without a copy. JAX turns an
+    error into a JaxRuntimeError of the program.
     """
     grad_buffers = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     result = dispatch.loss_and_grad(
@@ -79,8 +81,9 @@ def differentiable_loss(call: TracedCall, inputs: dict[str, Any]) -> tuple[Any, 
 def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
     """The outputs of `differentiable_loss`, and the residuals for `_backward`: the gradients.
 
-    The leaves of `inputs` are JAX's pairs (value, perturbed). Arguments that are `perturbed` get a
-    gradient, except locked towers.
+    JAX calls it instead of `differentiable_loss` if the call is differentiated. The leaves of
+    `inputs` are JAX's pairs (value, perturbed). Arguments that are `perturbed` get a gradient,
+    except locked towers.
     """
     dtypes = {
         name: value.value.dtype
@@ -106,12 +109,14 @@ def _forward(call: TracedCall, inputs: dict[str, Any]) -> Any:
 def _backward(call: TracedCall, residuals: Any, cotangents: Any) -> tuple[Any]:
     """The gradients of `inputs`: those of `_forward` times the upstream gradient.
 
-    With reduction="none" they are computed here, from the upstream gradient of each row.
+    With reduction="none" they are computed here, from the upstream gradient of each row. The
+    cotangents of metrics and of the sum of weights are not read: metrics get no gradient, and no
+    differentiated argument changes the weights.
     """
     grads, inputs, dtypes = residuals
     wanted = dict(dtypes.by_name)
     upstream = cotangents[0]
-    if isinstance(upstream, SymbolicZero):
+    if isinstance(upstream, SymbolicZero):  # nothing that is differentiated depends on the loss
         upstream = jnp.zeros(upstream.shape, upstream.dtype)
     if inputs is not None:
         gradient_call = replace(call, metrics=False, wrt=tuple(wanted))

@@ -180,7 +180,8 @@ def add_callback(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> 
     """Add a callback to the traced program, which calls `fill(out, inputs)` when it runs.
 
     `fill` writes the arrays `out`, whose shapes and dtypes are `shapes`. It gets arrays of NumPy on
-    the host and of CuPy on a GPU, in the program's memory. Returns the traced arrays of `out`.
+    the host and of CuPy on a GPU, in the program's memory. Under `vmap` it runs once for each
+    element, one after another. Returns the traced arrays of `out`.
     """
     fill_buffers = functools.partial(_fill_buffers, fill)
     return buffer_callback(fill_buffers, shapes, vmap_method="sequential")(inputs)

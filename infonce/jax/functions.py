@@ -84,7 +84,7 @@ def _apply(
     call_axis = None
     if axis_name is not None:
         call_axis = axis.find_axis(axis_name, row_features(kind, features, guide, teacher))
-        require_method(options)
+        require_method(options)  # refuses "fused": callbacks keep no logits
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
     all_options = {**options, **sample_integers, **arrays, **others}

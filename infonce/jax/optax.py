@@ -85,6 +85,9 @@ def ntxent(embeddings: Any, labels: Any, temperature: Any = 0.07) -> Any:
         """For each row, its logit with its n-th partner."""
         return (z * z[partner(n)]).sum(axis=1) / temperature
 
+    # With the log-sum-exp Z_i of the negatives: log(exp x_ip + exp Z_i) - x_ip =
+    # softplus(Z_i - x_ip), and Z_i = negatives + logits(1). A row alone in its class is its own
+    # partner, and counts in no step, because n < size is false.
     @jax.checkpoint  # the backward pass computes a step again, so it keeps no vectors of steps
     def add_partner_losses(total: Any, n: Any) -> Any:
         losses = jax.nn.softplus(negatives + logits(1) - logits(n))

@@ -118,12 +118,12 @@ class Rounds:
         if not self._restore(round.results):
             span = slice(self.rank * k, (self.rank + 1) * k)
             own_sums = [total[span] for total in sums if own_sum_count]
-            visit(Keys(True, span, True, 0, 1), own, own_sums)
+            visit(Keys(True, span, are_whole_shards=True, step=0, steps=1), own, own_sums)
             for shards, is_left_to_other, has_sums in self._other_visits(round):
                 keys = slice(shards.start * k, shards.stop * k)
                 visit_arrays = [array[keys] for array in gathered]
                 visit_sums = [total[keys] for total in sums if has_sums]
-                if is_left_to_other:
+                if is_left_to_other:  # the visit only clears its sums
                     visit(*no_keys(visit_arrays), visit_sums)
                 else:
                     visit(Keys(False, keys, True, 0, 1), visit_arrays, visit_sums)
@@ -222,7 +222,7 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     """Find the callbacks of a call, by a rehearsal on stand-ins for `inputs`, while JAX traces.
 
     `inputs` are the arguments of a device, and the keys of all devices ("keys", "auxiliary_keys").
-    ValueError if the workspace has no room for a block.
+    ValueError on a CPU if the workspace has no room for a block; on a GPU, `run_callback` finds it.
     """
     axis = call.axis
     assert axis is not None
@@ -263,8 +263,9 @@ def run_callback(
 ) -> None:
     """Run one callback of a call when the program runs.
 
-    After an error, the outputs are NaN, and the first callback that meets it logs it. The error is
-    not raised, because the other devices would wait for ever.
+    An error makes the outputs NaN (integers: their largest value, a flag that is not zero), and the
+    first callback that meets it logs it; on a GPU, where flags are not read, each callback does.
+    The error is not raised, because the other devices would wait for ever.
     """
     try:
         with arrays.compute_context(inputs["keys"]):
@@ -339,13 +340,13 @@ def _check_call(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
 
         problem = request.problem = readable_by_kernels(problem)
     if problem.method == "naive":
-        problem.workspace = UNBOUNDED_WORKSPACE
+        problem.workspace = UNBOUNDED_WORKSPACE  # it does not bound the logits of this method
     # Decided from shapes only, because it changes which vectors travel, and JAX has to know them
     # while it traces. (The platform on which the program will run is not known then.)
     moments_pay = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
     problem.moments = problem.scalar_grads and moments_pay
     if request.gradients is None and "own" in request.wrt:
-        request.gradients = Gradients(want_query=False, want_key=False)
+        request.gradients = Gradients(want_query=False, want_key=False)  # of own negatives alone
     return request
 
 
@@ -353,10 +354,7 @@ def _solve(
     call: TracedCall, inputs: dict[str, Any], request: Request, rank: int, runner: BlockRunner,
     rounds: Rounds, sum_dtype: np.dtype[Any],
 ) -> Solution:  # fmt: skip
-    """This device's part of the loss and its gradients, by the passes over ranks.
-
-    `rank` is the index of this device.
-    """
+    """The part of the device with index `rank` of the loss and its gradients, by passes."""
     assert call.axis is not None
     problem, gradients, labelled = request.problem, request.gradients, inputs["labels"] is not None
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
@@ -376,11 +374,13 @@ def _solve(
         find_classes(passes, problem, first)
     elif problem.symmetric and labelled:
         unpaired = find_unpaired_rows(passes, problem, first)
-        if not isinstance(rounds, _Rehearsal):
+        if not isinstance(rounds, _Rehearsal):  # stand-ins of labels are no pairs
             require_pairs(problem, *unpaired)
     if problem.weights is not None:
-        problem.row_shares = problem.weights
+        problem.row_shares = problem.weights  # `axis.sum_over_devices` divides by their sum
         problem.upstream = problem.upstream * problem.weights
+    # Kernels read the weights from `upstream`; operations on arrays, for classes and other losses
+    # that sums and positives' logits do not determine (`loss_follows_from_sums`), from `weights`
     if request.on_gpu and not call.kind.classes and problem.loss_follows_from_sums:
         problem = problem.without_weights()
     solution = solver_by_passes(problem)(problem, passes, gradients)

@@ -157,7 +157,7 @@ def _run(
                 functions.exact_integers(value) if is_labels else jax.tree.map(jnp.asarray, value)
             )
     numbers = {name: arguments.pop(name) for name in NUMBERS if arguments.get(name) is not None}
-    if AxisType.Explicit in mesh.axis_types:
+    if AxisType.Explicit in mesh.axis_types:  # `jax.shard_map` does not split such arrays itself
         reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
         row_arrays = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, rows)), row_arrays)
     arguments = {name: value for name, value in arguments.items() if value is not None}

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from infonce.cli.demo import Encoder
 
 Array = Any
-HELD_OUT, DIM = 360, 32  # images that no training sees, first of all; width of the embeddings
+HELD_OUT, DIM = 360, 32  # number of first images, which no training sees; width of embeddings
 _digits = load_digits()
 _order = np.random.default_rng(0).permutation(len(_digits.images))
 images, classes = _digits.images[_order] / 16, _digits.target[_order]
@@ -26,7 +26,7 @@ def make_encoder(rng: np.random.Generator, width: int, dtype: Any = np.float32) 
 
 
 def make_views(batch: Array, rng: np.random.Generator) -> list[Array]:
-    """Two of each image: shifted by up to a pixel, brighter or darker, with noise."""
+    """Two views of each image: shifted by up to a pixel, brighter or darker, with noise."""
     moved_batches = []
     for _ in range(2):
         gain = rng.uniform(0.7, 1.3, (len(batch), 1, 1))

@@ -38,7 +38,13 @@ class InfoNCE:
 
 
 def compute(query: Array, key: Array, scale: float, form: str, wide: Any = None) -> InfoNCE:
-    """Products in the format, all else in float32 (fp64: float64). `wide` is another dtype."""
+    """Products in the format, all else in float32 (fp64: float64). `wide` is another dtype.
+
+    x = scale q k^T; n_i is the log-sum-exp of the negatives of row i;
+    loss_i = softplus(n_i - x_ii), lse_i = x_ii + loss_i;
+    dx_ij = exp(x_ij - lse_i), dx_ii = -sigmoid(n_i - x_ii); the gradient is scale / N dx k.
+    fp16: dx is multiplied by a power of two (`unit`), so that its largest number is 2^13 to 2^14.
+    """
     wide = wide or (np.float64 if form == "fp64" else np.float32)
     n = len(query)
     if form == "exact":
@@ -64,7 +70,12 @@ def exact(query: Array, key: Array, scale: float) -> InfoNCE:
 
 
 def bounds(query: Array, key: Array, want: InfoNCE, scale: float, form: str) -> InfoNCE:
-    """Bounds of the errors of `compute` against `want`, element by element."""
+    """Bounds of the errors of `compute` against `want`, element by element.
+
+    The letters of docs/explorer.md: `roundoff` is u_f, `sums` is u, `rho` the roundoff of the other
+    steps. `tiny` and `subnormal` are absolute errors of numbers near 0, of other steps and of
+    operands. `dropped` is the relative size of the product of second parts: bf16x3 leaves it out.
+    """
     roundoff, least, most = FORMATS[form]
     sums, low = (2.0**-53, -1022) if form == "fp64" else (2.0**-24, -126)
     rho, tiny, subnormal = 4 * sums, 2.0 ** (low - 20), 2.0**least * roundoff

@@ -53,7 +53,7 @@ class Rank(Communicator):  # type: ignore[misc]
         self.world, self.rank, self.size = world, rank, world.size
 
     def allgather(self, value: Any) -> list[Any]:
-        self._meet()
+        self._meet()  # until all ranks have read the values of the last allgather
         self.world.values[self.rank] = value
         self._meet()
         return list(self.world.values)
@@ -72,6 +72,7 @@ class Rank(Communicator):  # type: ignore[misc]
         return Arrival(self, source, receive)
 
     def fail(self, error: BaseException) -> None:
+        """A call that raises on this rank calls it: ranks that wait in `_meet` raise, too."""
         self.world.barrier.abort()
 
 

@@ -217,7 +217,10 @@ def sigmoid(x: Array) -> Array:
 
 
 def scale_slope(dot: Array, positive: Mask, margin: float = 0.0, **_: Any) -> Array:
-    """dx_ij / dscale of the logits of `softmax_loss`; it takes all options, and uses `margin`."""
+    """dx_ij / dscale of the logits of `softmax_loss`: ``dot_ij - margin * [j in P(i)]``.
+
+    It takes all options of `softmax_loss`; no other option changes this derivative.
+    """
     return dot - margin * positive
 
 

@@ -57,6 +57,8 @@ def distill(
     Notes
     -----
     ``dX_ij = dloss / dx_ij = weights_i (p_ij - p^T_ij)``; gradients follow as in `info_nce`.
+    `two_sided`: half of it, plus half of ``weights_j (p'_ij - p'^T_ij)``, with p' and p'^T the
+    softmax of x and of t over i.
 
     References
     ----------

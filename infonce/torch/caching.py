@@ -70,7 +70,7 @@ def grad_cache(
     Notes
     -----
     Dropout draws the same numbers both times: the states of PyTorch's random generators, on the CPU
-    and on the GPUs of inputs and parameters, are kept for each chunk.
+    and on the GPUs of inputs and parameters and the current GPU, are kept for each chunk.
 
     `DistributedDataParallel` and `fully_shard` synchronise gradients once, with the last chunk, if
     the encoder is a module; if it is a function that calls such modules, with each chunk.
@@ -108,7 +108,8 @@ def grad_cache(
         )
     value.backward()
 
-    # Step 3: gradients of the parameters. A module synchronises them in its last step.
+    # Step 3: gradients of the parameters. A module synchronises them in its last step. A tower
+    # whose outputs have no gradient, such as a frozen one, is not encoded again.
     steps = [
         (tower, i, [leaf.grad for leaf in leaves])
         for tower, leaves in zip(towers, outputs, strict=True)
@@ -138,7 +139,8 @@ class _Tower:
         self.chunks = chunk_slices(lengths[0], chunk)
         self.random_states: list[_RandomState] = []  # of each chunk, before it is first encoded
         self.parallel: list[Any] = []  # modules that synchronise gradients over processes
-        self.trained = True  # whether a parameter needs a gradient; functions count as trained
+        # whether a parameter needs a gradient; True for a function, whose parameters are not known
+        self.trained = True
         tensors = [z for entry in inputs for z in _list_arrays(entry)]
         if isinstance(encoder, nn.Module):
             parameters = list(encoder.parameters())

@@ -34,7 +34,7 @@ def _apply(
 
     `options` are the caller's keywords. Tensors as scale, temperature and bias get gradients.
     """
-    # A call like an earlier one skips the checks below
+    # A call like an earlier one skips the checks below. (Labels have to be checked in each call.)
     if labels is None:
         loss = autograd.apply_repeated(kind, features, bias, options)
         if loss is not None:
@@ -47,7 +47,7 @@ def _apply(
         group_options = options.keys() - ONE_PROCESS_OPTIONS - {"group"}
         if options.get("group") is None and group_options:
             raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
-        labels = options.pop("labels", labels)
+        labels = options.pop("labels", labels)  # nt_xent takes labels, only with a group
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
     if prefixes.has_prefixes(kind, options):
@@ -76,7 +76,8 @@ def _apply(
         if scale is not None:
             raise ValueError("temperature, scale: expected one of them, got both")
         has_value = not (torch.compiler.is_compiling() or autograd.inside_transform())
-        if has_value and not temperature.is_cuda:  # only for its errors
+        # Only for its errors. (To read a number of a GPU would wait for the device.)
+        if has_value and not temperature.is_cuda:
             validation.scale(kind, temperature, None, compiled.WIDEST_PRECISION)
         # autograd differentiates this division, which gives the temperature its gradient
         temperature, scale = None, 1.0 / temperature
@@ -213,7 +214,7 @@ def lit_loss(text: Tensor, image: Tensor, **options: Any) -> Any:
 
 @docstrings.adapted(losses.siglip_loss, DOC, keywords.torch_function)
 def siglip_loss(image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
-    return _apply(spec.SIGLIP, (image, text), options, None, bias)
+    return _apply(spec.SIGLIP, (image, text), options, bias=bias)
 
 
 @docstrings.adapted(losses.sup_con_loss, DOC, keywords.torch_function)

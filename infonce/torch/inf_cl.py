@@ -82,7 +82,7 @@ def cal_ring_loss(
     ``loss = -1/M sum_i log softmax(scale q k')_i,labels[i]``
     """
     options = {**world_group_option(), "reduction": "mean", **options}
-    if labels is not None:
+    if labels is not None:  # indices of this process's keys become indices of all keys
         labels = labels + first_row(options.get("group"), len(k))
     return cal_flash_loss(q, k, labels, scale, **options)
 

@@ -3,8 +3,8 @@
 
 The constructors, the calls and the random numbers that fill a memory bank are the same. What
 differs: the loss is float32 (float64 for float64). A temperature has to be positive. With
-`gather_distributed` the loss is that of all processes' rows, and their shards may differ in size.
-Other keywords are those of `infonce.torch.nt_xent_loss`.
+`gather_distributed` and no memory bank, the loss is that of all processes' rows, and their shards
+may differ in size. Other keywords are those of `infonce.torch.nt_xent_loss`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class NTXentLoss(_TwoViews):
     memory_bank_size : int or (rows, width), default 0
         Rows of the bank; 0: none. Its width is that of the first batch if it is not given.
     gather_distributed : bool, default False
-        The loss of all processes' rows; with a bank, which each process has, the rows of all
-        enter it.
+        The loss of all processes' rows. With a bank the loss is that of this process's rows, and
+        the rows of all processes enter the bank, which each process has.
     options
         Of `infonce.torch.nt_xent_loss` (`info_nce_loss` with a bank).
 
@@ -129,7 +129,8 @@ class MemoryBank(nn.Module):
         self.bank = nn.functional.normalize(torch.randn(self.size).type_as(self.bank), dim=-1)
 
     def rows(self, like: Tensor) -> Tensor:
-        """A copy of the bank, in the dtype and on the device of the features `like`."""
+        """A copy of the bank, in the dtype and on the device of the features `like`: `push`
+        changes the bank itself before the loss of the batch is computed."""
         if len(self.size) == 1:
             self.size = (*self.size, like.shape[1])
             self._fill()

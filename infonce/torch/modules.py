@@ -119,7 +119,9 @@ class _LossModule(nn.Module):
                 call_options.pop(name, None)
         if "log_scale" in call_options:
             log_scale = call_options.pop("log_scale")
-            with torch.no_grad():  # in place: beyond the limit, a clamped value has no gradient
+            # In place, so that a scale at the limit has a gradient, and can become smaller again.
+            # A clamp that autograd records has no gradient beyond the limit.
+            with torch.no_grad():
                 log_scale.clamp_(max=math.log(self.max_scale))
             call_options["scale"] = log_scale.exp()
         return {**call_options, **options}

@@ -273,6 +273,7 @@ class SigLipLoss(_OpenClip):
         logit_bias: Any = None,
         output_dict: bool = False,
     ) -> Any:
+        # None is no bias, as in open_clip. `infonce.torch.siglip_loss` takes -10 for None.
         bias = 0.0 if logit_bias is None else logit_bias
         loss = functions.siglip_loss(
             image_features, text_features, bias, **self._options(logit_scale)

@@ -157,7 +157,8 @@ class _Pairs:
         self.one_set = ref_labels is labels  # embeddings are their own references
         rows = len(labels), len(ref_labels)
         # `classes` and `ref_classes` are labels numbered from 0, `sizes` the references of a class.
-        # `degenerate`: no row has a positive, or no row has a negative. Then the loss is 0.
+        # `degenerate`: no row has a positive, or no row has a negative. Then the loss is 0
+        # (`zero_losses` of pytorch-metric-learning). In one set: a class for each row, or one class
         if self.one_set:
             classes, self.sizes = labels.unique(return_inverse=True, return_counts=True)[1:]
             self.classes = self.ref_classes = classes

@@ -72,7 +72,7 @@ class SupConLoss(DropIn):
         rows = features.flatten(2).transpose(0, 1).flatten(0, 1)  # views of samples: [V B, D]
         anchors = samples * (views if self.contrast_mode == "all" else 1)
         weights = {}
-        if anchors < len(rows):
+        if anchors < len(rows):  # "one": rows of later views are keys, but have no loss
             weights["weights"] = (torch.arange(len(rows), device=rows.device) < anchors).float()
         total = sup_con_loss(
             rows,

@@ -19,7 +19,8 @@ class Captured:
     Attributes
     ----------
     result : LossAndGrad or array
-        The same arrays after every call, with new contents.
+        The same arrays after every call, with new contents. Before the first call they hold
+        nothing: the capture records the computation, and does not run it.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Array, ...], options: Any):
@@ -28,7 +29,7 @@ class Captured:
         # Arrays stay allocated, a 0-d scale among the options too: the graph reads their memory
         self._arguments = inputs, options
         self._pool = cupy.cuda.MemoryPool()  # owns the graph's temporary memory and results
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream = cupy.cuda.Stream(non_blocking=True)  # a default stream cannot be captured
         before = cupy.cuda.get_current_stream().record()
         with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
             self._stream.wait_event(before)

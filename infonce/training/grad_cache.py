@@ -81,6 +81,7 @@ def grad_cache(
     out = loss_and_grad(*features, **options)
     if not hasattr(out, "grads"):
         raise TypeError(f"{EXPECTED}, got one that returns {validation.what(out)}")
+    # not strict: after the features, `out.grads` has the scale, and the bias of SigLIP
     for z, run, slices, gradient in zip(inputs, backwards, chunks, out.grads, strict=False):
         if run is None or gradient is None:
             continue
@@ -136,7 +137,10 @@ def require_batch(inputs: Any, chunk: Any) -> None:
 
 
 def chunk_slices(rows: int, chunk: int) -> list[slice]:
-    """Slices of at most `chunk` rows, which cover `rows` rows; one empty slice for 0 rows."""
+    """Slices of at most `chunk` rows, which cover `rows` rows.
+
+    One empty slice for 0 rows, which a rank may have: `encode` makes features [0, D] of it.
+    """
     return [slice(i, min(i + chunk, rows)) for i in range(0, max(rows, 1), chunk)]
 
 

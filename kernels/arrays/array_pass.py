@@ -312,7 +312,8 @@ class ArrayPass:
     def _probabilities(
         self, x: Array, bias: Array | None, left_out: Array | None, reference: Array
     ) -> Array:
-        """exp(x + bias - reference), at most 1, and 0 at pairs that are left out."""
+        """exp(x + bias - reference), and 0 at pairs that are left out. At most 1, also if the
+        reference was rounded to a number below the largest logit (`rounded_reference`)."""
         xp = self.xp
         y = x - reference if bias is None else (x + bias.astype(x.dtype)) - reference
         if left_out is not None:

@@ -1,8 +1,9 @@
 """Passes over blocks by operations on arrays, NumPy's or CuPy's: for options that no kernel takes.
 
-`solve` runs the passes with this backend. The arrays of a block fit the workspace, so memory is
-linear in the batch; `array_pass` has the operations on a block. Exponents are natural. The host
-reads no element of an array.
+They compute the blocks of a loss with a guide or a teacher, if features are on GPUs of several
+ranks or in host memory (kernels/gpu/shard.py: `_on_arrays`). `solve` runs the passes with them.
+The arrays of a block fit the workspace, so memory is linear in the batch; `array_pass` has the
+operations on a block. Exponents are natural. The host reads no element of an array.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class ArrayBlocks:
         # equally, so dK is not divided into ranges
         if problem.compares_with_limits:
             return int(n)
+        # otherwise dK takes half of the workspace at most, and leaves the rest to blocks
         return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
     def summed_in_place(self, out: Array) -> bool:
@@ -88,7 +90,8 @@ class ArrayBlocks:
         return min(m, side), min(n, side)
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
-        """All blocks of the square, also for a `triangle`, whose other half is computed, too."""
+        """All blocks of the square, also for a `triangle`: a block then adds only to its rows, and
+        its mirror image adds to the other rows."""
         (m, n, _), (rows, columns) = problem.shape, self.block
         return Grid(slices(m, rows), slices(n, columns))
 
@@ -112,6 +115,7 @@ class ArrayBlocks:
         spoiled |= spoiled.any() if problem.symmetric else ~self._finite(problem.key).all()
         if isinstance(problem, TaughtProblem):
             bad_teacher = ~self._finite(problem.teacher_query)
+            # the softmax of a column is over all queries of the teacher
             spoiled |= bad_teacher | (bad_teacher.any() & problem.two_sided)
             spoiled |= ~self._finite(problem.teacher_key).all()
         row_nans = xp.where(spoiled, np.nan, 0.0)
@@ -160,6 +164,7 @@ class ArrayBlocks:
     ) -> None:
         assert not isinstance(epilogue, OnlineSoftmax)
         if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
+            # ranks compare logits with the positives' logits, which a first pass finds
             self.run_pass(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
             epilogue = epilogue.retrieval_ranks
         run = ArrayPass(self, problem, grid, epilogue, gradients)

@@ -29,7 +29,7 @@ MATRICES, MATRICES_WITH_OPTIONS = 4, 10
 
 
 def matrix_bytes(problem: Problem) -> int:
-    """Bytes of all M x N matrices that exist at one time."""
+    """Bytes of all M x N matrices that exist at one time: the CPU asks whether they are free."""
     m, n, _ = problem.shape
     matrices = MATRICES if problem.plain else MATRICES_WITH_OPTIONS + problem.guided
     return matrices * m * n * (8 if problem.compute_precision == "fp64" else 4)
@@ -49,7 +49,8 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
             for z in (problem.guide_query, problem.guide_key)
         )
     problem = materialize_vectors(problem, xp)
-    problem.moments = problem.scalar_grads  # all logits are there
+    # the scale's gradient from moments: all logits are there, and feature gradients may be unwanted
+    problem.moments = problem.scalar_grads
     x = Matrix(xp, m, n, dtype)
     xp.matmul(query, key.T, out=x.all)
     present = problem.positives >= 0
@@ -186,9 +187,10 @@ def _softmax(
             stats.column_rank = (x.all > positive[None, :]).sum(axis=0)
         elif not problem.symmetric:
             stats.column_rank = None
-    if problem.own is not None:  # `finalize` adds their sums
+    if problem.own is not None:  # `finalize` adds their sums; `sums` keep those of the matrix
         stats.rows = Sums(*(None if vector is None else vector.copy() for vector in sums.arrays))
-    finalized = finalize(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
+    # no gradient pass by blocks: the transpose and the scale come below
+    finalized = finalize(vectors, problem, stats, gradient=False, backend=dense, scale=1.0)
     rows, columns = finalized.rows, finalized.columns
     upstream = problem.upstream
     if problem.joint:
@@ -198,6 +200,7 @@ def _softmax(
     if columns is not None and column_sums is not None:
         p *= _sum_factors(xp, column_sums, columns)[None, :].astype(dtype)
         g += p * (problem.column_direction_weight * upstream)[None, :].astype(dtype)
+    # rows i and i + B of a joint loss both have its whole pull, and g + g.T would count it twice
     rows_of_positive = 2 if problem.joint else 1
     gradient.flat[index] = finalized.positive_gradient / rows_of_positive
     solution = Solution(

@@ -40,7 +40,8 @@ def _by_whole_matrix(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _in_one_block(problem: Problem, gradients: Gradients | None) -> Solution:
-    """In one block; by passes if features or logits are not finite, or if a row has no positive."""
+    """In one block; by passes if features or logits are not finite, or if a row has no positive,
+    because the compiled call knows neither."""
     solution = solve_in_one_block(problem, gradients)
     return _by_passes(problem, gradients) if solution is None else solution
 
@@ -139,7 +140,8 @@ class CPU:
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         # The log-sum-exp pass runs backwards, so that the gradient pass begins with the tiles that
-        # are still in the buffers
+        # are still in the buffers (`CallState.worker_memory`). Over a triangle, and with ranks, it
+        # runs forwards, and the buffers are of no use
         call_state, schedule = self.call_state, self.schedule
         backwards = isinstance(epilogue, Statistics) and schedule.both_passes
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks

@@ -45,9 +45,11 @@ class CallState:
         places = {}
         used_elements = lacking_bytes = 0
         blocks = [(a, b) for a in range(len(grid.rows)) for b in grid.visits(a)]
-        for a, b in sorted(blocks, key=lambda block: block[1]):  # each row block keeps as many
+        # By column blocks, so that each row block keeps as many. A row block with more would be
+        # done early in the gradient pass, and its thread would wait for the others
+        for a, b in sorted(blocks, key=lambda block: block[1]):
             if not grid.triangle and a < schedule.threads and b == 0 and problem.method != "fused":
-                continue  # the last block of a worker stays in the worker's buffer
+                continue  # the last block of a worker stays in its buffer; `fused` keeps them all
             rows, columns = grid.rows[a], grid.columns[b]
             lengths = rows.stop - rows.start, columns.stop - columns.start
             elements = schedule.memory.block_elements(*lengths)
@@ -101,7 +103,7 @@ class CallState:
         return None, None
 
     def release(self) -> None:
-        """Return all memory to the pool, after the gradient pass."""
+        """Return all memory to the pool. `CPU.run_pass` calls this after the gradient pass."""
         if self.kept_memory is not None:
             BUFFER_POOL.give(self.kept_memory)
             self.kept_memory = None

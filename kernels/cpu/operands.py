@@ -110,7 +110,8 @@ class Side:
 
 
 def readable_in_place(z: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether BLAS can read features as operands of `dtype`, without a copy."""
+    """Whether BLAS can read features as operands of `dtype`, without a copy: elements of a row, or
+    of a column, are neighbours, and rows (columns) do not overlap."""
     item = z.dtype.itemsize
     return bool(
         z.dtype == dtype
@@ -135,6 +136,7 @@ def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rea
         return features if in_place else features.astype(dtype, order="C"), None
     side = Side(features, dtype, None)
     z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
+    # squares of narrower features, in float64, are always safe
     least, most = SAFE_SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
     if features.dtype not in DTYPES.values() or not features.dtype.isnative:
         features = features.astype(dtype)
@@ -142,7 +144,7 @@ def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rea
         features = features.copy()  # Numba would compile `unit_rows` for each layout
     if unit_rows(features, least, most, z, inverse):
         side.norms = Norms(inverse, None)
-    else:
+    else:  # a row has to be divided by a power of two first
         side.norms = find_norms(side.features, dtype)
         side.block(slice(0, len(features)), z)
     return z, side
@@ -218,8 +220,8 @@ def _not_finite(z, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def unit_rows(z, least, most, out, inverse):  # type: ignore[no-untyped-def]
-    """out_i = z_i / |z_i|, and 0 for a row of zeros. Whether all squared norms are 0 or within
-    [least, most]."""
+    """out_i = z_i / |z_i|, and 0 for a row of zeros. Returns whether all squared norms are within
+    [least, most], or 0 for a row of zeros; if not, stops at the first other row."""
     wide_vectors()
     for i in range(z.shape[0]):
         zi, to = z[i], out[i]

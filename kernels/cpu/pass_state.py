@@ -41,7 +41,8 @@ class PassState:
         d = problem.shape[2]
         dtype = call_state.dtype
 
-        # vectors of length M or N in the compute dtype, converted once for all tiles
+        # vectors of length M or N in the compute dtype, converted once for all tiles. Biases are in
+        # units of dot products, to which loops add them
         self.key_bias, self.query_bias = (
             None if bias is None else (bias * (LOG2_E / self.logit_scale)).astype(dtype)
             for bias in (problem.key_bias, problem.query_bias)
@@ -53,7 +54,7 @@ class PassState:
                 problem.guide_query_limits, problem.guide_key_limits,
             )
         )  # fmt: skip
-        # whether rows and columns have the same logits
+        # whether rows and columns have the same logits, so that one exponential can serve both
         self.same_logits = self.key_bias is None and not problem.compares_with_limits
         self.has_teacher, self.teacher_logit_scale = isinstance(problem, TaughtProblem), 1.0
         if isinstance(problem, TaughtProblem):
@@ -63,7 +64,7 @@ class PassState:
             self.factors = SoftmaxFactors(epilogue, self.logit_scale, dtype, self.same_logits)
             if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
                 self.teacher_factors = SoftmaxFactors(
-                    epilogue.teacher, self.teacher_logit_scale, dtype, True
+                    epilogue.teacher, self.teacher_logit_scale, dtype, same_logits=True
                 )
         elif isinstance(epilogue, Sigmoid):
             self.row_factor = epilogue.row_factor.astype(dtype)
@@ -99,7 +100,7 @@ class PassState:
                 if column_block not in self.first_row_blocks:
                     self.column_accumulator(columns)[...] = 0
 
-        # linear terms are added to dQ and dK before they are stored
+        # `store` subtracts these from dQ and dK
         self.query_linear: list[LinearGradient] = []
         self.key_linear: list[LinearGradient] = []
         if isinstance(epilogue, SoftmaxGradient) and gradients is not None:
@@ -133,7 +134,8 @@ class PassState:
         )
 
     def finish(self) -> None:
-        """Store the gradients of the columns, after all blocks have added to them."""
+        """Store the gradients of the columns. `CPU.run_pass` calls this when its workers end.
+        Over a triangle there is nothing to do: `Worker.finish_dq` has added them to dQ."""
         gradients, call_state = self.gradients, self.call_state
         if gradients is None or not self.column_gradients or self.grid.triangle:
             return
@@ -165,8 +167,8 @@ class PassState:
     ) -> None:
         """Complete the gradients `g` of `rows`, and write them to their destination.
 
-        Linear terms are added, and `g` is differentiated through the normalisation. If
-        `destination` is None, `g` is the destination.
+        Linear terms are subtracted (a `LinearGradient` is minus their gradient), and `g` is
+        differentiated through the normalisation. If `destination` is None, `g` is the destination.
         """
         assert self.gradients is not None
         linear = self.key_linear if is_key_side else self.query_linear

@@ -60,7 +60,8 @@ def _thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], 
 
 
 class _Blas(Guarded):
-    """Makes BLAS single-threaded while any pass runs, and then restores the caller's setting."""
+    """Makes BLAS single-threaded while any pass runs, because the workers of a pass are threads
+    already, and then restores the caller's setting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +73,7 @@ class _Blas(Guarded):
     def threads(self) -> int:
         """The number of workers to start: the number of threads that the caller lets BLAS use."""
         with self._lock:
+            # while a pass runs, the setting of BLAS is 1
             blas = self._before if self._users else self._numbers()
             cores = (
                 len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -116,6 +118,7 @@ class _Blas(Guarded):
 
     def _in_child(self) -> None:
         super()._in_child()
+        # of the threads that run passes, the child has at most the one that forked
         had_users = bool(self._users)
         self._users = [thread for thread in self._users if thread == threading.get_ident()]
         if had_users and not self._users:
@@ -146,8 +149,8 @@ class RowBlockOrder:
     their row blocks. So the bits do not depend on which worker is first. Workers take row blocks in
     the same order, so the row block that the others wait for is always under way.
 
-    `backwards`: in the reverse order, which a gradient pass never has. `done` counts the blocks
-    that workers have finished.
+    `backwards`: in the reverse order, which only a log-sum-exp pass has (`CPU.run_pass`). `done`
+    counts the blocks that workers have finished, for `Problem.progress`.
     """
 
     def __init__(self, grid: Grid, backwards: bool = False) -> None:
@@ -225,7 +228,8 @@ def in_threads(
 ) -> None:
     """Run `work` in each of `threads` threads. If one fails, the others stop.
 
-    The calling thread calls `report` every 0.1 seconds.
+    The calling thread calls `report` every 0.1 seconds, so `work` gets a function that does nothing
+    in its place: the caller's callback is not called in other threads.
     """
 
     def guarded() -> None:
@@ -245,8 +249,8 @@ def in_threads(
                 except RuntimeError as refusal:
                     if "new futures" not in str(refusal):  # a thread cannot start
                         raise
-                    break  # at exit, concurrent.futures refuses new work
-            if not futures:
+                    break  # at exit, concurrent.futures refuses new work: fewer threads do it all
+            if not futures:  # this thread does it all
                 guarded()
             pending = set(futures)
             while pending:
@@ -257,6 +261,7 @@ def in_threads(
             raise
         finally:
             wait(futures)
+    # the first is the error that made the other threads raise `Cancelled`
     errors = [f.exception() for f in futures if f.exception() is not None]
     for error in sorted(errors, key=lambda e: isinstance(e, Cancelled)):
         assert error is not None

@@ -21,14 +21,19 @@ from ..problem import Array, Gradients, Problem
 from .operands import DTYPES, readable_in_place
 from .resources import thread_count
 
-TILE = 2048, 1216  # rows x columns; rows of 2^n bytes would all map to the same cache sets
-# Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole
+# Rows x columns of a tile, the fastest that was measured (benchmarks/NOTES.md): large tiles have
+# long products and few sums. Rows of 2^n bytes would all map to the same cache sets
+TILE = 2048, 1216
+# Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole, so
+# smaller tiles compute fewer pairs twice
 TRIANGLE_SIDE = 896
-# With groups: rows of a tile of one group; side of a tile of several, of which smaller ones have
-# fewer pairs of different groups; and how many rows or columns of one group have their own tiles
+# With groups: most rows of a tile; most rows and columns of a tile of several groups, because
+# smaller tiles have fewer pairs of different groups; and a run of more than LEAST_RUN rows or
+# columns of one group has its own tiles
 GROUP_ROWS, MIXED_SIDE, LEAST_RUN = 1024, 384, 128
 PREFIX_TILE = 1024, 608  # a thread has a tile of each of several prefixes at once
-MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
+# Multiply-adds M N D; with fewer, a second thread takes longer than it saves
+MIN_THREADED_CALL = 2**26
 ONE_BLOCK_LOGITS = 2**20  # most logits of a call in one block
 
 # --- method ---------------------------------------------------------------------------------------
@@ -39,7 +44,7 @@ def choose_method(problem: Problem) -> str:
 
     "naive"      the whole matrix of logits, if the caller asks for it
     "one block"  one compiled call between products, for a small batch
-    "tiled"      passes over blocks, for other batches, and for a teacher
+    "tiled"      passes over blocks, for other batches, and always for a teacher
     """
     if problem.method == "naive" and not isinstance(problem, TaughtProblem):
         return "naive"
@@ -47,8 +52,8 @@ def choose_method(problem: Problem) -> str:
 
 
 def fits_one_block(problem: Problem) -> bool:
-    """Whether `one_block` implements all options of the problem, and the workspace has room for its
-    logits.
+    """Whether `one_block` implements all options of the problem, there are at most 2^20 logits
+    (`ONE_BLOCK_LOGITS`), and the workspace has room for them and for features and gradients.
 
     It implements ids, weights, a margin and normalisation. It refuses everything else that changes
     the loss: sets of positives, groups, own negatives, biases of keys, limits, a guide, a teacher,
@@ -148,7 +153,7 @@ def decide(
     if problem.method == "naive":  # over ranks: the tile is the whole block
         tile, threads = (max(1, m), max(1, n)), 1
     else:
-        room = problem.workspace - dk_rows * d * dtype.itemsize
+        room = problem.workspace - dk_rows * d * dtype.itemsize  # for tiles
         tile = largest_tile(problem, memory, threads, room)
         if memory.worker_bytes(*tile) > room:
             least = least_workspace(problem, memory, tile, dk_rows)
@@ -239,8 +244,11 @@ def _dk_accumulator_rows(problem: Problem, gradients: Gradients, dtype: np.dtype
     if out is None or (out.dtype == dtype and out.dtype.isnative):
         return 0
     n, d = out.shape
-    if problem.compares_with_limits:  # both passes visit the same blocks: the same pairs count
+    # With limits all rows: in ranges of keys the gradient pass would have other blocks, which round
+    # products otherwise, and a pair beside a limit might count in one pass only
+    if problem.compares_with_limits:
         return int(n)
+    # otherwise half of the workspace at most: the other half is for tiles
     return int(min(n, max(1, problem.workspace // 2 // (d * dtype.itemsize))))
 
 

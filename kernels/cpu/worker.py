@@ -114,7 +114,7 @@ class Worker:
             is_first_tile = False
             report()
         if row_gradients:
-            if is_first_tile:
+            if is_first_tile:  # the grid leaves out all blocks of these rows
                 self.dq_accumulator(rows)[...] = 0
             self.finish_dq(rows, q)
 
@@ -173,7 +173,7 @@ class Worker:
         if problem.query_groups is not None:
             groups = problem.query_groups[rows], problem.key_groups[columns]
             has_other_groups = any((numbers != groups[0][0]).any() for numbers in groups)
-            if has_other_groups:
+            if has_other_groups:  # else there is nothing to exclude
                 tile.exclude_pairs(x, *groups, False, *positive_ids)
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:

@@ -144,7 +144,9 @@ __device__ __forceinline__ int find_exponent(double largest) {
 
 // --- elementary functions ------------------------------------------------------------------------------
 
-__device__ __forceinline__ Real max_(Real a, Real b) { return fmax(a, b); }  // of a NaN and a number: the number
+// Of a NaN and a number: the number. So a maximum may hide a NaN, and the kernels find features that are not finite
+// separately (not_finite in rows.cu).
+__device__ __forceinline__ Real max_(Real a, Real b) { return fmax(a, b); }
 
 // For e = exp(-|x|): sigmoid(|x|) = 1 / (1 + e), and log(1 + e), both to relative accuracy, by one division.
 // log(1 + e) = 2 atanh(s) with s = e / (2 + e) in [0, 1/3], and 2 atanh(s) = s (2 + z p(z)) with z = s^2. p is a

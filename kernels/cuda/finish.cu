@@ -10,8 +10,8 @@
 //
 // A row of zeros has zero gradient.
 //
-// NORM_FACTORS: rows are normalised, so they have factors and exponents. Without NORM_FACTORS, z = s = u and g = dU, and a thread
-// needs fewer registers, so that more rows are in flight.
+// NORM_FACTORS: rows are normalised, so they have factors and exponents. Without NORM_FACTORS, z = s = u and g = dU,
+// and a thread needs fewer registers, so that more rows are in flight.
 #include "rows.cuh"
 
 #ifndef NORM_FACTORS

@@ -19,7 +19,7 @@ struct Segments {
 //
 // A place is PIECE_ROWS neighbouring rows of the order, and place p has the positions from p PIECE_ROWS on. A segment
 // may lie in one place or in several. Its rows in one place are a piece. First the pieces are summed, then the sums of
-// the pieces of each segment that has several.
+// the pieces of each segment that has several. So many threads share a long segment.
 
 constexpr int PIECE_ROWS = 64;
 constexpr int ROWS_AT_ONCE = 4;  // rows that a thread loads before it adds the first of them

@@ -3,8 +3,8 @@
 //
 // A row z is normalised, u = z / |z|, in two steps. The first, s = 2^-e z, is exact, and |s| is in [1/2, 1); `exponent`
 // is e. The second is u = f s with f = 2^e / |z| in (1, 2]; `factor` is f. Operands are rows s, and f multiplies the
-// products later. So 16-bit features are not rounded a second time, and operands and products of very long or very short
-// rows neither overflow nor underflow. A row of zeros has no direction: f = 0, u = 0.
+// products later. So 16-bit features are not rounded a second time, and operands and products of very long or very
+// short rows neither overflow nor underflow. A row of zeros has no direction: f = 0, u = 0.
 #pragma once
 #include "common.cuh"
 

@@ -21,7 +21,7 @@ class TaughtProblem(Problem):
 
     @property
     def plain_logits(self) -> bool:
-        return False
+        return False  # code for plain logits computes no teacher's logits
 
 
 def make_taught_problem(problem: Problem, query: Array, key: Array, scale: Any) -> TaughtProblem:
@@ -34,7 +34,8 @@ def make_taught_problem(problem: Problem, query: Array, key: Array, scale: Any) 
 
 
 def models(problem: TaughtProblem) -> tuple[Problem, Problem]:
-    """The softmax of the student, and that of the teacher, as problems without positives."""
+    """The softmax of the student, and that of the teacher, as problems without positives: each is
+    like a shard of keys that has none. A GPU runs the log-sum-exp pass of each by its kernels."""
     values = {field.name: getattr(problem, field.name) for field in fields(Problem)}
     values |= {"key_shard": True, "no_local_positives": True, "moments": False}
     student = Problem(**values)

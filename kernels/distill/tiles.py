@@ -16,7 +16,8 @@ def statistics(
     stats: TaughtStatistics, x: Array, t: Array, c: float, teacher_c: float, rows: slice,
     columns: slice,
 ) -> Callable[[], None]:  # fmt: skip
-    """Sum a tile of both models. Returns a function that merges these sums into `stats`.
+    """Sum a tile of both models. Returns a function that merges these sums into `stats`: a `Worker`
+    calls it in the order of the row blocks, or at once if columns have no sums.
 
     x and t are dot products of the student and of the teacher, `c` and `teacher_c` the factors that
     make them base-2 logits. Both go through the same loops, so that equal logits have equal sums.

@@ -59,7 +59,7 @@ def _barrier(device: int) -> Array:
     """[2] counters for the barrier over the grid: 0 before a launch, and reset to 0 by the kernel.
 
     Launches on one stream share two counters, because they run one after another. A graph under
-    capture gets its own counters, and sets them to 0.
+    capture may run on another stream, so it gets its own counters, and sets them to 0.
     """
     stream = cupy.cuda.get_current_stream()
     if stream.is_capturing():
@@ -114,7 +114,7 @@ def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Soluti
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
     query = with_strides_in_whole_elements(problem.query)
     key = query if symmetric else with_strides_in_whole_elements(problem.key)
-    if query.dtype != key.dtype:  # the kernel reads one dtype, the wider of the two
+    if query.dtype != key.dtype:  # the kernel reads one dtype: `schedule.decisions.common_dtype`
         dtype = np.promote_types(*(np.float32 if z.dtype.itemsize < 4 else z.dtype
                                    for z in (query, key)))  # fmt: skip
         query, key = query.astype(dtype), key.astype(dtype)
@@ -138,7 +138,7 @@ def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Soluti
     lse, column_lse, loss = item * m, item * 2 * m, item * (2 * m + n)  # bytes from `start`
     addresses = [base + offset for offset in launch.offsets]
     if not (symmetric or two_sided):
-        addresses[-2:] = 0, 0  # columns have no log-sum-exp
+        addresses[-2:] = 0, 0  # column_reference, column_factor: columns have no softmax
 
     # the arguments, in the order of FIELDS
     q = matrix_values(query)

@@ -144,12 +144,14 @@ def finalize_linear_terms(
 ) -> list[LinearTerm]:
     """Add label smoothing and class means to the results of the kernel `finalize`.
 
-    `finalize_arguments` are the arguments with which `finalize` has been launched; `rows` are
-    queries and keys. Returns the linear terms, whose gradients the gradient pass subtracts.
+    `TiledVectors.finalize` calls this after the launch of `finalize` with `finalize_arguments`.
+    `rows` are queries and keys. Returns the linear terms, whose gradients the gradient pass
+    subtracts.
     """
     query, key = rows
     m, n, _ = problem.shape
-    own_count = float(problem.symmetric)  # a row is no negative of itself
+    # 1: a row is left out of the sum over all keys, because it is no negative of itself
+    own_count = float(problem.symmetric)
     vectors: Fields = dict.fromkeys(
         ("row_products", "column_products", "class_products", "others",
          "row_linear", "column_linear", "class_linear")

@@ -112,6 +112,7 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
         solution = Solution(losses, rows.lse, direction_losses=(rows.loss, None))
         if problem.two_sided:
             columns = _Side(n)
+            # a thread block has 32 columns
             launch("column_losses", -(-n // 32), x=x, m=m, n=n, side=columns.fields)
             solution.losses = losses + problem.column_direction_weight * columns.loss
             solution.column_lse = columns.lse
@@ -121,6 +122,7 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
             if symmetric or columns is not None:
                 stats.column_rank = (columns or rows).rank
             solution.statistics = stats
+    # NaN flags: a query's makes the loss of its row NaN, a key's all losses
     solution.losses = solution.losses + u_bad + v_bad.sum()
     if problem.label_nans is not None:
         solution.losses += problem.label_nans

@@ -47,7 +47,10 @@ _compiled: set[tuple[int, Call]] = set()  # (device, kind of call) of `compile_k
 
 
 def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
-    """Compile the kernels of a call without a plan side by side, if it is the first of its kind."""
+    """Compile the kernels of a call without a plan side by side, if it is the first of its kind.
+
+    `select._by_passes` calls this before the first launch. A plan does it while it is recorded.
+    """
     kind = problem.query.device.id, Call.of(problem, gradients)
     if kind not in _compiled:
         _compiled.add(kind)
@@ -111,7 +114,10 @@ def finalize(
 ) -> dict[str, Array | None]:
     """Record the losses and factors of a rank's rows, from complete sums."""
     vectors = TiledVectors.without_passes(problem, queue)
-    finalized = vectors.finalize(problem, stats, False, True, None, not_finite)
+    # calls with such a plan are `plain`, and need no backend
+    finalized = vectors.finalize(
+        problem, stats, triangle=False, gradient=True, backend=None, not_finite=not_finite
+    )
     outputs: dict[str, Array | None] = {
         "losses": finalized.losses, "row_factor": finalized.row_factor,
         "column_factor": finalized.column_factor,

@@ -39,7 +39,12 @@ def run_block_pass(
 
     `not_finite` gets the NaN flags of the block, and `to_clear` are sums that are set to sums of
     nothing first. `ahead` are the gradients of a later pass of such blocks: this pass takes a
-    workspace of the later pass's size. Blocks with operations on arrays have no plan.
+    workspace of the later pass's size, so that CuPy's memory pool holds one of them.
+
+    Operations on arrays compute blocks with a guide or a teacher. Kernels compute all others: by a
+    plan, unless there is `progress`, a question (`BlockQuestion`), a linear term or an option that
+    changes logits or pairs (all but `ids` of `Problem.plain_logits`; `positive_ids`). Blocks
+    without a plan are launched step by step.
     """
     # blocks need no classes, and a plan would depend on the arrays of classes
     block = problems.fast_replace(readable_by_kernels(problem), classes=None)
@@ -59,7 +64,10 @@ def run_block_pass(
 
 
 def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
-    """ValueError if the workspace has no room for a block; for arguments see `run_block_pass`."""
+    """ValueError if the workspace has no room for a block; for arguments see `run_block_pass`.
+
+    `distributed.run.require_room` calls this before arrays are sent, so that all ranks raise.
+    """
     if _on_arrays(problem):
         _array_blocks(problem, gradients)
         return
@@ -69,7 +77,7 @@ def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients
 
 
 def _on_arrays(problem: Problem) -> bool:
-    """Whether operations on arrays compute blocks of this problem: kernels have no such blocks."""
+    """Whether the problem has a guide or a teacher: kernels compute no such blocks over ranks."""
     return problem.auxiliary_query is not None
 
 
@@ -138,7 +146,8 @@ class VectorsOverRanks(ElementwiseVectors):
         return loss, get("scale_grad"), get("bias_grad")
 
     def has_plan(self, problem: Problem) -> bool:
-        """Whether steps have plans: not for empty shards, with `progress`, or with options."""
+        """Whether steps have plans: not for empty shards, with `progress`, or with any option but
+        `ids` (`Problem.plain`). Otherwise they are operations on arrays."""
         return 0 not in problem.shape and problem.progress is None and problem.plain
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:

@@ -15,9 +15,9 @@ copied. A block has one streamed chunk and a piece, which is one staying chunk o
 Only complete sums leave the device, so the host needs memory only for features and gradients. The
 device's own backend computes a block, and vectors of length M or N are on the device. Copies run
 during the products: pieces arrive while the first streamed chunk is used, and leave while the last
-is used. A problem that fits the device is copied to the device first if its products cannot hide
-copies: a problem of one chunk, whose queries are the keys, or of one pass. All other problems are
-streamed, even if they fit.
+is used. A problem fits the device if features and gradients take at most half of the workspace. It
+is then copied to the device first if its products cannot hide copies: a problem of one chunk, whose
+queries are the keys, or of one pass. All other problems are streamed, even if they fit.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
                 copies.touch(to)
         room = room_for_blocks(problem, gradients)
         one_chunk = max(problem.shape[:2]) <= sizes.chunk_rows
-        # `room` is 0 if features and gradients do not fit. If they fit, they are copied first if
-        # products cannot hide copies: see the top of this file
+        # `room` is 0 if features and gradients take more than half of the workspace. Otherwise they
+        # are copied first if products cannot hide copies: see the top of this file
         if room and (one_chunk or problem.symmetric or allows_online_softmax(problem, gradients)):
             resident_problem = replace(on_device_problem, workspace=room, workspace_given=True)
             solution = _solve_resident(resident_problem, gradients, device, copies)
@@ -75,8 +75,8 @@ def run_block_pass(
 ) -> None:  # fmt: skip
     """`solve.run_block_pass` of a block whose arrays are on the host: a block of a rank.
 
-    `ahead` are the gradients of a later pass of the same block. This pass then has chunks of the
-    same sizes as that pass.
+    `ahead` are the gradients of a later pass of the same block: this pass has chunks of the same
+    sizes, so that both leave out the same pairs. None: this pass has larger chunks if they fit.
     """
     problem = replace(problem, classes=None, own=None, own_mask=None)  # blocks do not need them
     if to_clear is not None:
@@ -101,7 +101,7 @@ def run_block_pass(
             device_gradients,
             not_finite=None,
         )
-    if not isinstance(epilogue, SoftmaxGradient):
+    if not isinstance(epilogue, SoftmaxGradient):  # whose arrays are inputs
         copy_arrays(epilogue, map_arrays(device_epilogue, device.get))
     if gradients is not None and dots is not None:
         gradients.dots[...] = device.get(dots)
@@ -191,9 +191,10 @@ class Offload:
         return Grid(slices(m, self.layout.chunk_rows), slices(n, self.layout.chunk_rows), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
-        """Ranges of keys, so that NT-Xent's gradient pass visits the whole square of blocks.
+        """One range of keys, except if queries are the keys and do not all stay on the device.
 
-        In a triangle, the gradients of all rows would have to stay on the device.
+        Then there are several ranges, with which `solve.run_gradient_pass` visits the whole square
+        of blocks: in a triangle, the gradients of all rows would have to stay on the device.
         """
         n, square = problem.shape[1], problem.symmetric and not self.layout.smaller_side_stays
         return slices(n, self.layout.staying_rows if square else n)
@@ -238,6 +239,7 @@ class Offload:
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
+            # first the log-sum-exps: retrieval ranks need the logits of positives
             self.run_pass(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
             self.run_pass(problem, grid, epilogue.retrieval_ranks, None)
             return
@@ -248,7 +250,7 @@ class Offload:
         both_in_one_pass = problem.symmetric or self.layout.smaller_side_stays
         if gradients and gradients.want_query and gradients.want_key and not both_in_one_pass:
             self.run_pass(problem, grid, epilogue, replace(gradients, want_key=False))
-            if isinstance(epilogue, Sigmoid):  # a copy, because its losses are complete
+            if isinstance(epilogue, Sigmoid):  # losses are complete: the next pass adds to a copy
                 epilogue = map_arrays(epilogue, self.context.device.xp.array)
             self.run_pass(problem, grid, epilogue, replace(gradients, want_query=False, dots=None))
             return

@@ -119,8 +119,8 @@ class Departures:
     def leave(self, side: StreamedSide, part: Part) -> None:
         """Begin to copy the complete gradient of `part` to the host, rows `part.rows` of `side`.
 
-        The memory of `part` may be used again at once: a buffer has a copy, in the destination's
-        dtype if that is smaller.
+        The memory of `part` may be used again at once: a buffer has a copy. The copy has the
+        destination's dtype if that is smaller, and if the gradient is not added (`side.add`).
         """
         gradient = part.gradient
         if side.to is None or gradient is None:

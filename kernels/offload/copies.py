@@ -32,7 +32,7 @@ from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion, Solution
 from . import backend
 
-THREADS = 6  # in each direction
+THREADS = 6  # in each direction; with 8, calls took longer
 COPY_BYTES = 2**22  # most bytes that a thread copies at a time, unless a row is longer
 LEAST_COPY_BYTES = 2**20  # for fewer bytes, threads mainly wait for Python's global lock
 
@@ -119,7 +119,7 @@ class HostCopies:
     def leave(self, target: Array, source: Array, add: bool) -> Ticket:
         wait(self.touching)  # they write to the same memory
         ready = self.current.record()
-        if not add and _pinned(target, source.dtype):
+        if not add and _pinned(target, source.dtype):  # with `add`, threads of the CPU add
             self.outwards.wait_event(ready)
             source.data.copy_to_host_async(target.ctypes.data, source.nbytes, self.outwards)
             return self.ticket([], self.outwards.record(), target, source)

@@ -54,8 +54,8 @@ class DeviceRows(SegmentedRows, Protocol):
     def subtract(self, term: LinearGradient, gradient: Array, dots: Array | None) -> None:
         """Add the gradient of a linear term to the complete gradient of these rows.
 
-        The gradient is differentiated through the normalisation. `dots` (`Gradients.dots` of these
-        rows) gets the part of the term, too.
+        `term` is the negative gradient, so it is subtracted. It is differentiated through the
+        normalisation first. `dots` (`Gradients.dots` of these rows) gets the part of the term, too.
         """
         ...
 

@@ -73,7 +73,7 @@ def copy_arrays(target: Any, source: Any) -> None:
 
 
 def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
-    """The epilogue of one block, from the epilogue of a pass: views of its rows and columns.
+    """The epilogue of one block, from that of a pass: its rows and columns, in the same memory.
 
     Linear terms are left out, because `StreamedPass.leave` adds them to complete gradients.
     """
@@ -94,7 +94,8 @@ def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
         reference, factor, positive = (
             epilogue.column_reference, epilogue.column_factor, epilogue.column_positive_gradient,
         )  # fmt: skip
-        if reference is not None and factor is not None:  # key j is the positive of query j
+        if reference is not None and factor is not None:  # columns have a softmax
+            # None: key j is the positive of query j
             positive = (epilogue.positive_gradient if positive is None else positive)[columns]
             reference, factor = reference[columns], factor[columns]
         softmax = SoftmaxGradient(

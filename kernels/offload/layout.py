@@ -8,8 +8,8 @@ from ..grid import least_block_side, make_workspace_error
 from ..problem import Gradients, Problem
 
 # Chunks have this number of rows, times a power of two, if the workspace has room. The products of
-# such a chunk fill the 132 multiprocessors of an H100 or H200: 66 tiles of 128 rows by two tiles of
-# 256 features
+# such a chunk fill the 132 multiprocessors of an H100 or H200: for D = 512, 66 tiles of 128 rows by
+# two tiles of 256 features
 WAVE_ROWS = 8448
 # The first copy comes before all products, and the last copy after them, so chunks are limited:
 MOST_WAVES = 4  # times WAVE_ROWS: the most rows of one chunk
@@ -133,7 +133,8 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
         room = workspace - chunk_rows * bytes_per_row
         staying_rows = min(smaller, room // row.staying_bytes // chunk_rows * chunk_rows)
         smaller_side_stays = staying_rows == smaller
-    # the rest of the workspace is for blocks; without gradients, more rows can stay
+    # The rest of the workspace is for blocks. Without gradients, more rows can stay, because they
+    # have no accumulators
     block_bytes = workspace - staying_rows * row.staying_bytes - chunk_rows * row.streamed_bytes
     streamed_bytes = 2 * chunk_rows * (row.feature + row.leaving)
     without_gradients = (workspace - block_bytes - streamed_bytes) // row.feature
@@ -147,7 +148,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
 def room_for_blocks(problem: Problem, gradients: Gradients | None) -> int:
     """Bytes of the workspace for blocks, if all features and gradients are on the device.
 
-    0 if this is less than half of the workspace.
+    0 if this is less than half of the workspace: then `backend.solve` streams chunks.
     """
     arrays = [problem.query] if problem.symmetric else [problem.query, problem.key]
     if problem.auxiliary_key is not None:

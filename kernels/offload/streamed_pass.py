@@ -109,14 +109,15 @@ class StreamedPass:
     def choose_staying_side(self) -> tuple[bool, int]:
         """(whether keys stay on the device, otherwise queries; how many rows stay at once).
 
-        The smaller side stays, unless only one gradient is computed: then its side stays, so that
-        the gradient is complete before it leaves. Queries stay if they are the keys.
+        The smaller side stays. Exception: in a pass with gradients, the smaller side may not fit
+        (`Layout.smaller_side_stays`). Such a pass computes one gradient, and the side of this
+        gradient stays, so that it is complete before it leaves. Queries stay if they are the keys.
         """
         (m, n, _), layout, gradients = self.problem.shape, self.context.layout, self.gradients
         keys_stay, staying_rows = n <= m, layout.staying_rows_without_gradients
         if gradients is not None:
             staying_rows = layout.staying_rows
-            if not layout.smaller_side_stays:  # the pass computes one gradient
+            if not layout.smaller_side_stays:
                 keys_stay = gradients.want_key
         return keys_stay and not self.problem.symmetric, staying_rows
 
@@ -129,15 +130,17 @@ class StreamedPass:
         return [list(chunks[i : i + length]) for i in range(0, len(chunks), length)]
 
     def steps(self, run: list[slice]) -> list[Step]:
-        """The steps of a run.
+        """The steps of a run. If queries are the keys, the run meets itself first.
 
-        Pieces are single chunks in the first and last step, so that work begins when the first
-        chunk of the run has arrived, and the first gradient leaves before the last is complete.
-        With a guide all pieces are single chunks: then all passes have the same blocks, whose
-        products have the same bits, and so they leave out the same pairs.
+        - A pass without gradients: the first streamed chunk meets single chunks, so that work
+          begins when the first chunk of the run has arrived. Later chunks meet the whole run.
+        - A pass with gradients: the last streamed chunk meets single chunks, so that their
+          gradients leave one by one. Earlier chunks meet pieces of PIECE_CHUNKS chunks.
+        - With a guide all pieces are single chunks: then all passes have the same blocks, whose
+          products have the same bits, and so they leave out the same pairs.
         """
         run_rows, chunks = slice(run[0].start, run[-1].stop), self.stream.chunks
-        if self.problem.symmetric:
+        if self.problem.symmetric:  # a triangle leaves out the chunks before the run
             before = [] if self.grid.triangle else [p for p in chunks if p.stop <= run_rows.start]
             chunks = before + [p for p in chunks if p.start >= run_rows.stop]
         steps: list[Step] = [(None, [run_rows])] if self.problem.symmetric else []
@@ -258,7 +261,8 @@ class StreamedPass:
             no_local_positives=no_local,
             column_direction_weight=problem.block_column_weight,
             workspace=self.context.layout.block_bytes,
-            label_smoothing=0.0,  # linear terms are computed elsewhere, as own negatives are
+            # `leave` adds linear terms, `between_passes.OwnNegatives` computes own negatives
+            label_smoothing=0.0,
             own=None,
             own_mask=None,
             own_rows=None,

@@ -11,8 +11,9 @@ import numpy as np
 from ..cpu.operands import Side, find_norms, normalization_backward
 from ..problem import Array
 
-# Largest quotient of the norm of a row and the norm of its prefix. Up to this, products of prefixes
-# of unit rows do not underflow
+# Largest quotient of the norm of a row and the norm of its prefix. Up to this, a product of two
+# prefixes of unit rows is about 2^-80 times that of their unit vectors, and does not underflow
+# float32, whose range ends at 2^-126
 MOST_RATIO = 2.0**40
 
 
@@ -22,7 +23,7 @@ class PrefixSide(Side):
 
     ranges: Sequence[slice] = ()  # the features that each prefix adds
     ratios: Array = None  # [P, n] in the compute dtype; None: not normalised
-    dots: Array = None  # [P, n] float64: <dL/dv_i, v_i>
+    dots: Array = None  # [P, n] float64: <dL/dv_i, v_i>, which workers add up in the gradient pass
 
     def __post_init__(self) -> None:
         if self.norms is None:
@@ -57,6 +58,7 @@ class PrefixSide(Side):
 
             dL/dz = (g - u sum_{p in P} r_p^2 <dL/dv_p, v_p>) / |z|
 
+        One r_p is that of v_p = r_p u, the other that of 1 / |prefix of z| = r_p / |z|.
         `dots` of all features is not used: `self.dots` has those of each prefix.
         """
         if self.norms is None:

@@ -43,6 +43,7 @@ class PrefixCPU(CPU):
     ) -> None:
         self.sides: list[PrefixSide] = []
         self.ranges = [slice(*ends) for ends in pairwise((0, *widths))]
+        # one tile for each prefix but the last, and one for the products of unit vectors
         super().__init__(problem, gradients, further_tiles=len(widths) - 1 + problem.normalize)
 
     def make_side(self, problem: Problem, features: Array) -> Side:
@@ -76,7 +77,8 @@ def solve_prefixes(
     """The loss and gradients, and the log-sum-exps of the widest prefix.
 
     `prefixes` has (width, weight) of each prefix; the last prefix has all features. Returns None if
-    the call needs a pass for each prefix.
+    `fits` refuses, if the workspace is too small, or if a row is too long beside its prefix: then
+    `infonce/dispatch.py`, which calls this, computes each prefix by a call of its own.
     """
     if not fits(problem, gradients):
         return None
@@ -96,14 +98,17 @@ def solve_prefixes(
     backend.run_pass(problem, backend.grid(problem, False), sums, None)
 
     finalized = [
-        vectors.finalize(*each, False, gradients is not None, backend)
+        vectors.finalize(*each, triangle=False, gradient=gradients is not None, backend=backend)
         for each in zip(problems, stats, strict=True)
     ]
     if gradients is not None:
         scale, dtype = float(problem.scale) * LOG2_E, backend.dtype
         epilogues = [each.softmax_gradient(problem.symmetric) for each in finalized]
         parts = [
-            (SoftmaxFactors(each, scale, dtype, True), each.positive_gradient.astype(dtype))
+            (
+                SoftmaxFactors(each, scale, dtype, same_logits=True),
+                each.positive_gradient.astype(dtype),
+            )
             for each in epilogues
         ]
         epilogue = PrefixGradient(**epilogues[-1].__dict__, prefixes=parts)

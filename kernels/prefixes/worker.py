@@ -44,6 +44,8 @@ class PrefixWorker(Worker):
         return self.further[number, : m * n].reshape(m, n)
 
     def tile_products(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
+        """See `Worker`. In the gradient pass, `tiles` gets the products of all prefixes: those of
+        the last prefix may have been kept, those of the others are computed again."""
         if isinstance(self.state.epilogue, PrefixGradient):
             shape = len(q), len(k)
             self.tiles = [self.further_tile(p, *shape) for p in range(len(self.ranges) - 1)]
@@ -61,6 +63,11 @@ class PrefixWorker(Worker):
             np.add(x, before, out=x)
 
     def compute_products(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
+        """Compute the products of the last prefix into x, from those of the prefix before it.
+
+        In the log-sum-exp pass, also sum each prefix while its products are there: two tiles in
+        turns have the products of a prefix and of the next one. `apply_epilogue` returns `merges`.
+        """
         last = len(self.ranges) - 1
         if isinstance(self.state.epilogue, PrefixGradient):
             self.add_range(x, q, k, last, self.tiles[-1])
@@ -90,6 +97,7 @@ class PrefixWorker(Worker):
             out=logits,
             where=~np.isnan(positive_products[:, 0]),
         )
+        # new memory for each prefix: the sums of all prefixes are merged after the last
         sizes = 1 + (2 if state.problem.moments else 1)
         self.tile_rows, self.tile_columns = (Sums(*np.empty((sizes, n))) for n in x.shape)
         merge = self.statistics(stats, y, rows, columns, False)
@@ -108,6 +116,9 @@ class PrefixWorker(Worker):
     def apply_epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
+        """See `Worker`. In the gradient pass, `tiles` become sums of dL/dx, from the last prefix to
+        the first, and dots of unit vectors are added up: the first tile of a row, and the first row
+        block of a column, overwrites them."""
         state, epilogue = self.state, self.state.epilogue
         if isinstance(epilogue, PrefixGradient):
             positives, wider = state.problem.positives[rows][:, None], None

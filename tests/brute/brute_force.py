@@ -119,7 +119,13 @@ def softmax(
     call: Call, dot: torch.Tensor, scale: torch.Tensor, positive: Array, excluded: Array,
     sizes: Array, unit: float, width: int, bias: Array | None,
 ) -> Direction:  # fmt: skip
-    """Cross-entropy of each row. `sizes` are products of norms."""
+    """Cross-entropy of each row. `sizes` are products of norms |q| |k|, `width` is D.
+
+    `off` is the largest error of a row's logits:
+    unit ((8 + sqrt(D)) s |q| |k| + 4 |x| + 2 s |margin| + 4 |bias|).
+    The bound of its loss over K keys is
+    2 sum_j slopes_j (off + 8 unit) + unit (24 + 4 sqrt(K)) |loss|.
+    """
     o = call.softmax
     e, margin, hardness = (o.get(k, 0.0) for k in ("label_smoothing", "margin", "hardness"))
     decoupled = o.get("decoupled", False)

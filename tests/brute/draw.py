@@ -84,7 +84,7 @@ def softmax_options(
         drawn["decoupled"] = True
     elif form == 1:
         drawn["label_smoothing"] = rng.uniform(0, 0.99)
-    for name, other in spec.EXCLUSIVE[:3]:
+    for name, other in spec.EXCLUSIVE[:3]:  # label_smoothing: without each option drawn above
         if name in drawn:
             drawn.pop(other, None)
     return {name: value for name, value in drawn.items() if name not in loss.refused}
@@ -112,7 +112,10 @@ def draw_ids(loss: spec.Loss, rows: int, columns: int, rng: np.random.Generator)
 
 
 def is_ambiguous(call: Call, sides: list[np.ndarray]) -> bool:
-    """Whether rounding decides which negatives are above the limit."""
+    """Whether rounding decides which negatives are above the limit of false_negative_margin.
+
+    `draw` then leaves the option out.
+    """
     margin = call.softmax.get("false_negative_margin")
     if margin is None:
         return False

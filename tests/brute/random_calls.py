@@ -110,7 +110,9 @@ def gradient_share(got: Any, want: Any, bound: Any) -> float:
 
 
 def metrics_share(got: Any, call: Call, want: Judgement, rounding: float) -> float:
-    """Ranks between those without and with the logits about as large as the positive's."""
+    """Of the positive's logits. Infinity if a rank is wrong: less than the number of rivals that
+    are above the positive by more than the bounds, or more than the number of those that may be.
+    """
     rows = np.arange(len(want.dots))
     at = want.positive.argmax(axis=1)
     logits = np.where(want.excluded, -np.inf, call.scale * want.dots)

@@ -28,8 +28,8 @@ LEAST = 1e-36  # of a loss or gradient in float32: it has all digits from there 
 
 
 def table(page: str) -> dict[str, tuple[float, ...]]:
-    """By the dtype of features: the loss's factor of 1 + x, the gradient's, its rounding, and what
-    the absolute error of an element."""
+    """By the dtype of features: the loss's factor of 1 + x, the gradient's, its rounding, and the
+    absolute error of an element."""
     rows = ROW.findall((ROOT / page).read_text(encoding="utf-8"))
     return {name: tuple(float(number or 0) for number in numbers) for name, *numbers in rows}
 

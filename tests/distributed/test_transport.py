@@ -366,3 +366,14 @@ def test_messages_have_a_size_that_libraries_take(monkeypatch: pytest.MonkeyPatc
     pieces[1][:] = 0
     assert array.reshape(-1).view(np.uint8)[100:200].sum() == 0
     assert mpi._split_into_messages(array[:0]) == []
+
+
+def test_gradients_that_get_lost_are_named_at_the_caller_s_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("infonce.arrays._warned", set())
+    z = torch.eye(4, requires_grad=True)
+    with pytest.warns(UserWarning, match="no gradient will reach image, text") as caught:
+        distributed.clip_loss(z, z, scale=2.0, comm=Alone())
+    assert [warning.filename for warning in caught] == [__file__]

@@ -81,7 +81,10 @@ def asked_for(config: pytest.Config) -> bool:
 
 
 def begin() -> None:
-    """From now on, `import cupy` imports the stand-in, whether there is a GPU or not."""
+    """From now on, `import cupy` imports the stand-in, whether there is a GPU or not.
+
+    `pytest_configure` and record.py call it before CuPy is imported.
+    """
     sys.path.insert(0, str(HERE / "stand_in"))
     os.environ["INFONCE_CACHE_DIR"] = str(ROOT / "build" / "emulated")
     # One BLAS thread: waiting for more takes a fifth of all time, as matrix products are small

@@ -52,7 +52,7 @@ OPTIONS = (
     "-ffp-contract=off",
     "-fno-gnu-unique",
     "-w",
-    "-g1",
+    "-g1",  # lines, which `_error` reports
 )
 # The functions that the compiler's checks of bounds and alignment call are in runtime/, so the
 # libraries of the compiler are left out
@@ -72,7 +72,7 @@ _LINE = re.compile(r'#line (\d+) "([^"]+)"')
 _KERNEL = re.compile(r'extern "C" __global__ void\b[^{]*?\b(\w+)\s*\((?:[^(){}]*)\)\s*\{', re.S)
 _CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?char (\w+)\[\];")
-_launching = threading.Lock()
+_launching = threading.Lock()  # the runtime has the state of one launch
 
 
 class CompileError(RuntimeError):
@@ -195,7 +195,7 @@ def host_source(source: str) -> str:
             replaced = True
             continue
         if line.startswith('extern "C" __global__'):
-            head = "\n".join(text[i : i + 40])
+            head = "\n".join(text[i : i + 40])  # its parameters end in 40 lines
             if kernel := _KERNEL.match(head):
                 cluster = _CLUSTER.search(kernel[0])
                 kernels[kernel[1]] = cluster[1] if cluster else "1"

@@ -53,7 +53,7 @@ class CuBLAS:
     def _product(cls, function: Any, given: tuple[Any, ...]) -> int:
         to = cls.workspace
         stream.submit(cls.stream, lambda: ctypes.memset(to, POISON, WORKSPACE))
-        assert stream.get_current_stream().ptr == cls.stream
+        assert stream.get_current_stream().ptr == cls.stream  # the stand-in uses the current stream
         function(*(argument.value for argument in given))
         return 0
 

@@ -97,7 +97,10 @@ CALLS = [
 
 
 def make_inputs(call: Call) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """(features: unit rows, queries near their keys; options of the call)."""
+    """(features: unit rows, queries near their keys; options of the call).
+
+    The seed is the place of the call in `CALLS`: a new call belongs at the end.
+    """
     m, n, d = call.shape
     rng = np.random.default_rng(CALLS.index(call))
     z = [rng.standard_normal((rows, d)) / d**0.5 for rows in (m, n)]

@@ -136,6 +136,27 @@ def test_distillation_in_torch(dtype: str, two_sided: bool) -> None:
     np.testing.assert_allclose(temperature.grad, -9 * want.grads.scale, rtol=1e-4, atol=1e-6)
 
 
+def test_distillation_of_float16_features_keeps_small_gradients() -> None:
+    """They wait in float32 for the factor of a GradScaler. In float16 they would be 0."""
+    torch = pytest.importorskip("torch")
+    import infonce.torch as losses
+
+    query, key = (z.astype(np.float16) for z in Z)
+    teacher = [1.02 * z.astype(np.float64) for z in (query, key)]  # nearly the same logits
+    factor = 2.0**24
+    want = infonce.distill_loss_and_grad(
+        query.astype(np.float64), key.astype(np.float64), *teacher, scale=1e-3
+    )
+    assert 0 < np.abs(want.grads.query).max() < 2.0**-25
+    tensors = [torch.tensor(query, requires_grad=True), torch.tensor(key, requires_grad=True)]
+    others = [torch.tensor(z, dtype=torch.float32) for z in teacher]
+    (factor * losses.distill_loss(*tensors, *others, scale=1e-3)).backward()
+    for z, gradient in zip(tensors, want.grads[:2], strict=True):
+        assert z.grad.dtype == torch.float16
+        np.testing.assert_allclose(z.grad, factor * gradient, rtol=2e-2, atol=2e-3)
+        assert abs(z.grad).max() > 0
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler reads it
 def test_distillation_breaks_a_compiled_graph() -> None:
     torch = pytest.importorskip("torch")

@@ -32,7 +32,7 @@ from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.device.launches import Queue
 from random_problems import Drawing, Drawn
 
-MOST_STEPS = 4000  # that are recorded of a call
+MOST_STEPS = 4000  # that are recorded of a call; of a longer one the outcome is "too long"
 Step = tuple[Any, ...]
 
 
@@ -228,7 +228,10 @@ def record_vectors(drawn: Drawn, into: Recording) -> None:
 
 
 def record_call(drawing: Drawing, now: SimpleNamespace, index: int) -> tuple[str, list[Step], int]:
-    """The outcome of call `index`, its steps, and the bytes that it makes."""
+    """The outcome of call `index`, its steps, and the bytes that it makes.
+
+    Every fourth call is a block over ranks, and every 16th has steps on vectors of a rank as well.
+    """
     now.into = into = Recording()
     drawing.malloc = into.malloc
     with cupy.cuda.using_allocator(into.malloc):

@@ -64,6 +64,7 @@ class Drawing:
         self.rng, self.malloc = random.Random(seed), malloc
 
     def some(self, unlikely: int) -> bool:
+        """True one time in `unlikely`."""
         return self.rng.randrange(unlikely) == 0
 
     # -- arrays

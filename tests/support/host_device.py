@@ -93,6 +93,7 @@ class Host:
         self.workspace = 0  # bytes, for each block or for the whole problem
 
     def solve(self, problem: Any, gradients: Any) -> Any:
+        """A whole problem, which `offload` has copied to the device: see its backend.py."""
         assert problem.workspace_given  # so a whole problem takes no more than the workspace
         self.whole, self.workspace = True, problem.workspace
         return solver_by_passes(problem)(problem, CPU(problem, gradients), gradients)

@@ -36,6 +36,7 @@ SIZES = "1024,4096,8192"
 
 
 def _size(text: str) -> int:
+    """A number of rows: even, for the two views of nt_xent and the classes of sup_con."""
     size = int(text) if text.isdecimal() else 0
     if size < 2 or size % 2:
         raise ValueError(

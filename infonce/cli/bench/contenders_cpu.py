@@ -22,8 +22,8 @@ METHODS = ("products", "numpy", *LIBRARY, "torch")
 def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
     """A call of `method` on the features, gradients of features and scale included.
 
-    Raises ImportError if torch is missing, and MemoryError if the full matrix, in `MATRICES`
-    copies, has no room.
+    Raises ImportError if torch is missing, and MemoryError if the full matrix, in `MATRICES` (4)
+    copies, has no room; methods of `LIBRARY` are not checked here.
     """
     if method in LIBRARY:
         out = [np.empty_like(z) for z in case.select_gradients(features)]
@@ -39,7 +39,7 @@ def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
 
 def require(needed: int) -> None:
     """Raise MemoryError if so many bytes cannot be allocated without swapping."""
-    room = available_memory()
+    room = available_memory()  # 0: not known, and nothing is refused
     if room and needed > room:
         raise MemoryError(f"needs {human(needed)}, of which {human(room)} are free")
 

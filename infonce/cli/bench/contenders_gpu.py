@@ -122,7 +122,7 @@ def product(
         one, zero = one.astype(np.float32), zero.astype(np.float32)
     m, n = out.shape
     k = a.shape[0] if transpose_a else a.shape[1]
-    cublas.gemmEx(  # cuBLAS counts columns first: there all this is the transpose, out' = b' a'
+    cublas.gemmEx(  # columns come first in cuBLAS: out' = b' a'; -1: its default algorithm
         cupy.cuda.device.get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k,
         one.ctypes.data, b.data.ptr, CUDA_TYPE[b.dtype.name], b.shape[1],
         a.data.ptr, CUDA_TYPE[a.dtype.name], a.shape[1],

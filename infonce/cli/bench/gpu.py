@@ -47,6 +47,7 @@ class Device:
         return z.astype(DTYPES[dtype])
 
     def inputs(self, case: Case) -> list[list[Array]]:
+        """So many sets that the other sets fill the L2 cache; at most `MOST_INPUTS`."""
         cache = self.cupy.cuda.Device().attributes["L2CacheSize"]
         one = [self._unit_rows(*shape, case.dtype) for shape in case.shapes]
         sets = min(MOST_INPUTS, 1 + -(-cache // sum(z.nbytes for z in one)))
@@ -82,7 +83,7 @@ class Device:
         return torch if torch is not None and torch.cuda.is_available() else None
 
     def memory(self, method: str, run: Run) -> dict[str, int | None]:
-        if method == "captured":  # reserved with the graph
+        if method == "captured":  # its memory is reserved with the graph, not in a call
             return {"peak_bytes": None}
         self.release()
         torch, before = self._torch(), 0
@@ -130,7 +131,7 @@ class Device:
         seconds = self._elapsed(
             lambda: product(self.precision, self.product, self.square, self.square), 5
         )
-        self.rates += [2 * GEMM**3 / s / 1e9 for s in seconds[1:]]
+        self.rates += [2 * GEMM**3 / s / 1e9 for s in seconds[1:]]  # the first refills caches
 
     def skipped_errors(self) -> tuple[type[BaseException], ...]:
         return (Exception,)  # other projects' code fails in many ways

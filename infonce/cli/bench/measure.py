@@ -72,9 +72,13 @@ class Case:
 
     @property
     def products(self) -> float:
-        """Matrix products of 2 N N D operations that loss and gradient need, without the logits
-        being kept: all of them, or one triangle if rows are columns."""
-        if self.kind.joint:  # of 2 N rows
+        """Matrix products of 2 N N D operations that loss and gradient need if logits are not kept.
+
+        Clip, info_nce: the logits in both passes, dQ and dK. Sigmoid: the logits once, dQ and dK.
+        One gradient alone: the logits once, and it. If rows are columns: one triangle of the logits
+        in both passes, and dQ.
+        """
+        if self.kind.joint:  # two such products of 2 N rows, so four times as large
             return 8.0
         if self.kind.symmetric or self.kind.locked or self.wrt:
             return 2.0
@@ -140,12 +144,15 @@ def compare(
     rounds: int,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> list[dict[str, Any]]:
-    """One row of results for each method. They take turns, so that a slow minute hits them all."""
+    """One row of results for each method. They take turns, so that a slow minute hits them all.
+
+    A method that fails, or whose first call breaks `require_parity`, is `skipped`, with the reason.
+    """
     try:
         inputs = bench.inputs(case)
         reference = bench.reference(case, inputs[0])
     except bench.skipped_errors() as error:
-        bench.time_gemm()  # which every record has
+        bench.time_gemm()  # every record has its rate
         reason = _reason(error)
         return [{"size": case.rows, "method": method, "skipped": reason} for method in methods]
     running: dict[str, Run] = {}
@@ -216,7 +223,8 @@ def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]
 
 def errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
     """Relative errors: of the loss, and the largest ||g - g_ref|| / ||g_ref|| of a gradient. None
-    of bare products, which have no loss, and of a loss that is 0, without negatives."""
+    without a reference, of bare products, which have no loss, and of a loss that is 0, without
+    negatives: such contenders are timed unchecked."""
     loss, gradients = outcome
     loss = float(loss)
     if reference is None or float(reference[0]) == 0 or (loss != loss and not gradients):

@@ -2,9 +2,9 @@
 
 If any gradients are needed, the forward pass computes loss and gradients together, and the backward
 pass multiplies the gradients by the upstream gradient. Until then, gradients of float16 features
-are kept in float32 (`DTYPES_UNTIL_UPSTREAM`), so that they do not underflow before a GradScaler's
-factor arrives. Float32 takes twice the memory of float16. The alternative, a backward pass that
-computes the logits again, takes twice the time.
+are kept in float32 (`DTYPES_UNTIL_UPSTREAM`), in twice their memory, so that they do not underflow
+before a GradScaler's factor arrives. The backward pass computes the logits again, in twice the
+time, in three cases: reduction="none", a second backward pass, and inside of `torch.func`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def evaluate(
     is_plain = labels is None and "grad_out" not in more and more.get("metrics", False) is False
     if is_plain and features[0].is_cpu and options.get("group") is None:
         result = repeated.evaluate(kind, features, scale, bias, options, wrt)
-        if result is not None:
+        if result is not None:  # None: the call is checked in full below
             loss, grads = result
             names = (*kind.arguments, "scale", "bias")[: None if kind.sigmoid else -1]
             return LossAndGrad(loss, kind.grads(*map(grads.get, names)))
@@ -207,7 +207,7 @@ def apply_repeated(
     kind: Loss, features: Sequence[Tensor], bias: Any, options: dict[str, Any]
 ) -> Tensor | None:
     """The loss of a call like an earlier one (`repeated`), without checks, as `apply` returns it.
-    None: there is no such earlier call, so the caller checks the call and calls `apply`."""
+    None (no such call, gradients off, torch.compile, torch.func): the caller checks and applies."""
     if torch.compiler.is_compiling() or _compile_callback() or inside_transform():
         return None
     if not torch.is_grad_enabled():
@@ -223,11 +223,11 @@ def apply_repeated(
         return None
     needs = [x is not None and x.requires_grad for x in (*inputs, *features)]
     wanted = differentiated_names(kind, tuple(needs))
-    result = repeated.evaluate(kind, features, scale, bias, options, wanted, False)
+    result = repeated.evaluate(kind, features, scale, bias, options, wanted, may_be_first=False)
     if result is None or not wanted:
         return result and result[0]  # None, or the loss
     loss, grads = result
-    call = TorchCall(kind, None, scale, bias, options, False, loss, None, wanted)
+    call = TorchCall(kind, None, scale, bias, options, False, loss, wanted=wanted)
     call.grads = [grads.get(name) for name in ("scale", "bias", *kind.arguments)]
     node: Tensor = _LossNode.apply_unchecked(call, *inputs, *features)
     return node

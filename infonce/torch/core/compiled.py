@@ -24,8 +24,8 @@ from .autograd import (
     untracked_values,
 )
 
-# The precision with the widest range of scales, which the checks before the operator use. The
-# operator itself checks the range of the precision in which it computes.
+# The precision with the widest range of scales. Checks use it before the precision of the products
+# is known (here and in `functions._apply`); the full checks of the call then use the real range.
 WIDEST_PRECISION = "fp64"
 # Python type of a default -> type in the schema. Only `workspace` defaults to None; it is int?.
 TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
@@ -144,7 +144,11 @@ def apply(
     metrics: bool,
     options: dict[str, Any],
 ) -> Tensor:
-    """The loss as a call of the operator. ValueError for arguments that its schema cannot have."""
+    """The loss as a call of the operator. ValueError for arguments that its schema cannot have.
+
+    reduction="none" is refused too: its gradients follow from an upstream gradient of each row, and
+    the operator computes gradients before the upstream gradient is known.
+    """
     settings = {**DEFAULTS, **options}
     settings["workspace"] = validation.workspace(settings["workspace"])
     untracked = untracked_values(labels, options)

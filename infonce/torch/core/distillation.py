@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import losses
 from ...checks import validation
-from .autograd import NO_SECOND_DERIVATIVE
+from .autograd import NO_SECOND_DERIVATIVE, TENSOR_DTYPES_UNTIL_UPSTREAM
 
 GRADIENT_INPUTS = ("scale", "query", "key")  # arguments that may have a gradient: the node's inputs
 
@@ -62,11 +62,19 @@ def _evaluate(
 ) -> Any:
     """Loss and the gradients named in `wrt`, in one process or over the ranks of `group`.
 
-    `inputs` are (scale, query, key).
+    `inputs` are (scale, query, key). Over ranks, feature gradients are multiplied by the number of
+    ranks, because DDP averages over ranks (``gradient_scale="ddp"``). Gradients of float16 features
+    are float32 until they are multiplied by the upstream gradient (`spec.DTYPES_UNTIL_UPSTREAM`).
     """
     scale, query, key = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
     teacher_query, teacher_key = (z.detach() for z in teacher)
     keywords = {**options, **more, "scale": scale, "wrt": wrt}
+    if "grad_out" not in more:  # gradients wait for the upstream gradient
+        keywords["out"] = {
+            name: torch.empty_like(z, dtype=TENSOR_DTYPES_UNTIL_UPSTREAM[z.dtype])
+            for name, z in (("query", query), ("key", key))
+            if name in wrt and z.dtype in TENSOR_DTYPES_UNTIL_UPSTREAM
+        }
     function: Any = losses.distill_loss_and_grad
     if (group := keywords.pop("group", None)) is not None:
         from infonce import distributed

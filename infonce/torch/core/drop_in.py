@@ -64,7 +64,8 @@ def world_group_option(shared: bool = True) -> dict[str, Any]:
 def locate_shard(group: Any, rows: int) -> tuple[int, int, int]:
     """(index of this process's first row in the batch, rows of the batch, number of processes).
 
-    `rows` is the number of this process's rows. None as `group`: this process alone.
+    `rows` is the number of this process's rows. None as `group`: this process alone. Otherwise all
+    processes have to call this function, which is an allgather.
     """
     if group is None:
         return 0, rows, 1
@@ -88,7 +89,8 @@ def mean_over_ranks(losses: Tensor, group: Any) -> Tensor:
         return losses.mean()
     ranks = connect_group(group)
     sums, sizes = zip(*ranks.allgather((float(losses.sum()), len(losses))), strict=True)
-    # the value is the mean, the gradient that of this process's part times the processes
+    # value: sum of all losses / all rows. Gradient: processes * sum of own losses / all rows, which
+    # DDP divides by the processes and adds up
     part = losses.sum() * (ranks.size / sum(sizes))
     return part + (sum(sums) / sum(sizes) - part.detach())
 

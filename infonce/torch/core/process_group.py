@@ -1,7 +1,8 @@
 """A process group of torch.distributed as a communicator of `infonce.distributed`.
 
-Arrays on GPUs are sent by infonce's own NCCL transport if NCCL is available, as over MPI. A gloo
-group, which this module makes, sends host arrays and the small values of an allgather.
+Arrays on GPUs are sent by infonce's own NCCL transport if NCCL is available, as over MPI; otherwise
+through pinned host memory. A gloo group, which this module makes, sends host arrays and the small
+values of an allgather.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ...result import LossAndGrad
 from ...spec import Loss
 
 Array = Any
+# process group -> its communicator, so that one duplicate of the group serves all calls
 _communicators: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -64,7 +66,8 @@ class ProcessGroup(Communicator):
 
     def _duplicate(self) -> None:
         """Make a gloo group of the same processes."""
-        never = datetime.timedelta(days=7)  # timeout of gloo: `bounded` ends a wait earlier
+        # timeout of gloo, which has to be some number: `bounded` ends a wait after `timeout`
+        never = datetime.timedelta(days=7)
         self._group = self.bounded(
             lambda: dist.new_group(self._members, never, "gloo", use_local_synchronization=True),
             "gloo",
@@ -122,7 +125,8 @@ class ProcessGroup(Communicator):
             raise RankError(message)
 
     def fail(self, error: BaseException) -> None:
-        """Destroy the group: other ranks see the connection close."""
+        """Destroy the group: other ranks see the connection close. Later calls of this communicator
+        raise a RankError with the message of `error` (`broken`)."""
         if not self.broken:
             self.broken = str(error)
             if self._group is not None:

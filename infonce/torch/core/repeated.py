@@ -19,24 +19,16 @@ from torch import Tensor
 
 from ... import arrays
 from ...checks.call import DOUBLE, PLAIN, SINGLE, check
-from ...kernels.problem import (
-    SCALES,
-    SILENT,
-    Gradients,
-    Problem,
-    fast_replace,
-    materialize_vectors,
-)  # fmt: skip
+from ...kernels.problem import SCALES, SILENT, Gradients, Problem, fast_replace
 from ...spec import Loss
 
 MOST_TEMPLATES = 256  # with more, all are forgotten
-MOST_ROWS = 2**12  # of a call whose template holds vectors of rows: positives and upstream gradient
 NUMPY_DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
 NUMBER_TYPES = (float, int)
 # Matrix products that PyTorch computes faster than NumPy's BLAS, because the threads of PyTorch are
-# often awake: they also run the other operations of a model
-TORCH_MULTIPLY_ADDS = 2**21, 2**24  # the least and the most
-TORCH_WIDTH_LIMIT = 2**9  # features of a row, which are fewer
+# often awake: they also run the other operations of a model. Measured at 128 x 256 and 256 x 256
+TORCH_MULTIPLY_ADDS = 2**21, 2**24  # the least and the most multiply-adds of a product
+TORCH_WIDTH_LIMIT = 2**9  # rows have fewer features: MKL divides wider ones badly among threads
 # Problems of earlier calls, checked and without features. None: calls that no template describes,
 # which are checked each time (`_make_template`)
 _templates: dict[tuple[Any, ...], Problem | None] = {}
@@ -48,8 +40,9 @@ def evaluate(
 ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
     """(loss, gradients by argument name) of a call of which there is a template.
 
-    None: the caller has to check the call. `may_be_first`: whether to make a template if there is
-    none. False for calls whose arguments nobody has checked (`autograd.apply_repeated`).
+    None: the caller checks the call in full, which also names an error. `may_be_first`: whether to
+    make a template if there is none. False for calls whose arguments nobody has checked
+    (`autograd.apply_repeated`).
     """
     types = tuple(map(type, options.values()))  # a part of the template's key, because True == 1
     if not PLAIN.issuperset(types):  # an array, which has to be checked in each call
@@ -70,7 +63,7 @@ def evaluate(
             return None
     scale = template.scale if scale is None else _read_number(scale)
     low, high = SCALES[template.compute_precision]
-    if type(scale) not in NUMBER_TYPES or not low <= scale <= high:
+    if type(scale) not in NUMBER_TYPES or not low <= scale <= high:  # or a tensor on a GPU
         return None
     if kind.sigmoid:
         bias = template.bias if bias is None else _read_number(bias)
@@ -91,9 +84,11 @@ def _make_template(
     None: such a call cannot be computed here, and is checked each time. These are calls with
 
     - features that are not on the CPU, or of a dtype that NumPy lacks;
-    - features whose elements are checked: `check_finite`, and float64, whose products may overflow;
-    - reduction="none", a joint loss, or classes (`template_has_vectors`);
-    - more logits than fit one block.
+    - features whose elements are checked: `check_finite`, and float64 that is not normalized, whose
+      products may overflow;
+    - reduction="none";
+    - a joint loss, classes, own negatives, or more than 2^20 logits (`template_has_vectors`);
+    - options that one block lacks, or logits beyond the workspace (`fits_one_block`).
     """
     numbers = [value for value in (scale, bias) if isinstance(value, Tensor)]
     on_cpu = all(tensor.is_cpu for tensor in (*features, *numbers))
@@ -111,10 +106,7 @@ def _make_template(
 
     if not static.template_has_vectors or not fits_one_block(request.problem):
         return None
-    if request.problem.shape[0] > MOST_ROWS:
-        return static.template
-    vectors = materialize_vectors(request.problem, np)
-    return fast_replace(static.template, positives=vectors.positives, upstream=vectors.upstream)
+    return static.template
 
 
 @cache
@@ -129,7 +121,8 @@ def _solve_in_one_block() -> Any:
 def _choose_product(shape: tuple[int, int, int]) -> Any:
     """The function that computes the matrix products of a call; None: NumPy's BLAS.
 
-    `shape` is (queries, keys, features).
+    `shape` is (queries, keys, features). BLAS computes products of other sizes, and all products if
+    PyTorch has one thread, or if INFONCE_NUM_THREADS sets a number, which PyTorch does not read.
     """
     (m, n, d), (least, most) = shape, TORCH_MULTIPLY_ADDS
     if not least <= m * n * d <= most or d >= TORCH_WIDTH_LIMIT:
@@ -153,7 +146,11 @@ def _read_number(value: Any) -> Any:
 def _solve(
     kind: Loss, template: Problem, arrays: list[Any], scale: float, bias: Any, wrt: frozenset[str]
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
-    """Loss and gradients of a checked problem; None if it cannot be computed as one block."""
+    """Loss and gradients of a checked problem.
+
+    None if features or logits are not finite, or if memory does not suffice: then the caller checks
+    the call in full and computes it by `infonce.dispatch`.
+    """
     names = kind.arguments
     query, key = arrays[0], arrays[-1]
     query_out = np.empty(query.shape, query.dtype) if names[0] in wrt else None
@@ -162,7 +159,9 @@ def _solve(
         key_out = np.empty(key.shape, key.dtype)
     gradients = None
     if not (query_out is key_out is None):
-        gradients = Gradients(query_out, key_out, None, query_out is not None, key_out is not None)
+        gradients = Gradients(
+            query_out, key_out, want_query=query_out is not None, want_key=key_out is not None
+        )
     problem = fast_replace(template, query=query, key=key, scale=scale, bias=bias)
     try:
         with np.errstate(**SILENT):

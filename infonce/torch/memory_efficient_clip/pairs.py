@@ -44,6 +44,7 @@ class MemoryEfficient(DropIn):
         value = self.tau_plus if tau_plus is None else tau_plus
         require("tau_plus", value, 0.0, "use false_negative_margin, which drops likely positives")
         group = world_group() if self._shared and self.group is None else self.group
+        # "global": as in memeff, gradients are not multiplied by the number of processes
         shares = {} if group is None else {"group": group, "gradient_scale": "global"}
         return {"temperature": self.temperature, **shares, **self.options}
 

@@ -127,7 +127,9 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
     def _with_own(self, losses: Tensor, query: Tensor, documents: Tensor, own: Tensor) -> Tensor:
         """Add each row's hard negatives `own` [N, K, D] to the denominator of its loss.
 
-        `losses` [N] are log Z_i - x(q_i, d_i) without them. Returns [N].
+        `losses` [N] are log Z_i - x(q_i, d_i) without them. Returns the vector [N] of
+        ``log( exp losses_i + sum_k exp(x(q_i, h_ik) - x(q_i, d_i)) )``. Hard negatives k whose
+        cosine exceeds that of (q_i, d_i) by more than `margin` are left out.
         """
         query, documents, own = (z.to(losses.dtype) for z in (query, documents, own))
         positives = (query * documents).sum(dim=1, keepdim=True)

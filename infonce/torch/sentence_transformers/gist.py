@@ -153,6 +153,8 @@ class _Batch:
 
     def __init__(self, settings: Any, guides: list[Tensor]) -> None:
         self.guides = guides
+        # A guide's cosine may exceed the positive's by `guide_margin`. `margin` is a distance below
+        # the positive's cosine, so its sign is the opposite.
         self.options = {
             "temperature": settings.temperature, "normalize": True, "reduction": "none",
             "guide_margin": -float(getattr(settings, "margin", 0.0)),
@@ -174,7 +176,8 @@ class _Batch:
         """Losses [B] of rows against the rows of other samples, as negatives only.
 
         The keys are positives and rows. Positives are in group 1, all rows in group 0, so positives
-        are no negatives. They are keys because the guide's limit is that of row and positive.
+        are no negatives. They are keys because the guide's limit is that of row and positive. The
+        loss is decoupled, because the term of anchors and candidates has the positive already.
         """
         samples = torch.arange(len(rows), device=rows.device) + first_row(group, len(rows))
         row_groups = torch.zeros_like(samples)

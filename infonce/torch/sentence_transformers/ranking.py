@@ -68,7 +68,12 @@ def normalized(similarity_fct: Any) -> bool:
 
 def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
     """The loss of embeddings (queries, positives, negatives, ...), each [B, D], with the settings
-    of a loss: by one call if the directions are those of a loss of infonce, otherwise by terms."""
+    of a loss.
+
+    It is one call for the directions of a loss of infonce: query_to_doc (`info_nce_loss`, if all
+    negatives have one hardness), and without negatives and hardness both directions apart
+    (`clip_loss`) or all four together (`gte_loss`). Otherwise it has a call for each direction.
+    """
     if len(embeddings) < 2:
         raise ValueError(
             f"embeddings: expected queries and documents, got {len(embeddings)} column"
@@ -128,7 +133,12 @@ class _Batch:
         self.plain_pairs = not self.negatives and not self.hardness
 
     def to_documents(self) -> Any:
-        """Losses [B] of queries against all documents."""
+        """Losses [B] of queries against all documents.
+
+        If a query's own negatives k have a hardness h of their own (`apart`), with similarities s
+        and the positive p: ``log( exp loss_i + sum_k exp(scale (s_ik - s_ip) + h s_ik) )``, where
+        loss_i has no own negatives, and the weight exp(h s_ik) has no gradient.
+        """
         if not self.apart:
             return self.row_losses(self.queries, self.documents, hardness=self.hardness)
         others = self.row_losses(
@@ -144,8 +154,9 @@ class _Batch:
     def contrast_rows(self, rows: Tensor, keys: Tensor) -> Any:
         """Losses [B] of rows against keys of their own kind, queries or documents.
 
-        `rows` are the first of `keys`. Keys of the row's own sample are left out. The positive's
-        logit is that of query and document, so the logit of a row with itself is replaced by it.
+        `rows` are the first of `keys`. Keys of the row's own sample are left out. `row_losses`
+        takes the row itself, key i, as the positive: log-sum-exp - x(r_i, r_i). The real positive
+        is the pair of query and document, so x(r_i, r_i) is added, and x(q_i, d_i) subtracted.
         """
         others = self.row_losses(rows, keys, decoupled=True, ids=self.ids(len(keys) // len(rows)))
         positives = self.similarity(self.queries, self.positives)

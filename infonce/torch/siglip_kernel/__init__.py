@@ -47,7 +47,8 @@ def fused_siglip_loss(
 ) -> Any:
     """SigLIP's loss of unit rows, whose scale is ``exp(log_temperature)``.
 
-    ``loss = -1/B sum_ij log sigmoid(t_ij (scale <image_i, text_j> + bias))``
+    ``loss = -1/B sum_ij log sigmoid(t_ij (scale <image_i, text_j> + bias))``, t_ij = 1 for i = j,
+    else -1.
 
     Parameters
     ----------
@@ -93,10 +94,12 @@ def fused_siglip_plus_loss(
 ) -> Any:
     """SigLIP's loss of images and several captions of each, the mean over all pairs.
 
-    Pairs of equal group ids are positives. With the weights v of `positive_ids` of
-    `infonce.torch.siglip_loss`,
+    Pairs of equal group ids are positives, t_ij = 1; for others t_ij = -1.
 
     ``loss = -1/(N M) sum_ij v_ij log sigmoid(t_ij (scale <image_i, text_j> + bias))``
+
+    v_ij = (1 / k_i + 1 / k'_j) / 2 for positives, with k_i positives of image i and k'_j of caption
+    j, else 1: the weights of `positive_ids` of `infonce.torch.siglip_loss`.
 
     Parameters
     ----------
@@ -134,6 +137,7 @@ def fused_siglip_plus_loss(
     loss = functions.siglip_loss(
         img_features, txt_features, bias, scale=scale, positive_ids=ids, **options
     )
+    # `loss` is a mean over images, of all processes; divided by the captions, a mean over pairs
     _, captions, _ = locate_shard(options.get("group"), len(txt_features))
     return loss / captions
 
@@ -162,7 +166,7 @@ class DistributedSigLIPLoss(DropIn):
     logit_bias=None)``.
 
     ``loss = -1/N sum_ij log sigmoid(t_ij (logit_scale <image_i, text_j> + logit_bias))``, over the
-    rows of all processes
+    rows of all processes; t_ij = 1 for i = j, else -1.
 
     Parameters
     ----------
@@ -218,6 +222,7 @@ class DistributedSigLIPLoss(DropIn):
             shared = _shared(self.process_group, self.world_size)
         if shared:
             shared["exchange"] = self.strategy
+        # None is no bias. `infonce.torch.siglip_loss` takes -10 for None.
         bias = 0.0 if logit_bias is None else logit_bias
         options = {**shared, **self.options, "scale": logit_scale}
         return functions.siglip_loss(image_features, text_features, bias, **options)
@@ -373,7 +378,8 @@ def _count_positive_pairs(rows: Tensor, columns: Tensor, group: Any) -> Tensor:
 
 
 def _gather_ids(ids: Tensor, group: Any) -> Tensor:
-    """The ids of all processes, which may have different numbers of them."""
+    """The ids of all processes, which may have different numbers of them: they are padded, because
+    `gather_rows` takes equal numbers."""
     sizes = connect_group(group).allgather(len(ids))
     padded = ids.new_zeros(max(sizes))
     padded[: len(ids)] = ids

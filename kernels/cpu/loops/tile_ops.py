@@ -69,9 +69,10 @@ def exclude_diagonal(x):  # type: ignore[no-untyped-def]
 @compiled
 def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
     """guide_bits[i // 4, j] = the directions that leave out pair (i, j), whose guide product is
-    g[i, j], two bits for each of four rows. A product that is not finite leaves out no pair.
+    g[i, j], two bits for each of four rows. A product that is not finite sets no bit.
 
-    Returns whether all products are finite.
+    Returns whether all products are finite. If not, the caller makes the logits of the pairs whose
+    products are not finite NaN (`Worker.compute_products`).
     """
     wide_vectors()
     zero, high = g.dtype.type(0), g.dtype.type(np.inf)
@@ -249,6 +250,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """(max, sum) and moment of each row and column of the tile, with one exponential a logit.
 
+    Only for logits that are the same for rows and columns (`PassState.same_logits`).
     The exponential of a logit is e_ij = 2^(c x_ij - r_i), where r_i is the maximum of row i. The
     sum of column j adds e_ij 2^(r_i - top), where `top` is the largest r_i so far. If the logits of
     a column are far below the maxima of their rows, its terms may underflow. Then its sum is small,
@@ -315,8 +317,8 @@ def online_softmax(  # type: ignore[no-untyped-def]
     """x <- 2^(c (x - row_max)), where row_max is the running maximum of the raw products.
 
     `row_sum` and `row_moment` (or None) are the sum and the moment of the raw products so far. The
-    caller has to multiply earlier sums of gradients by rescale[i], which is 2^(c (old maximum -
-    new maximum)).
+    caller has to multiply dQ_i of earlier tiles by rescale[i] = 2^(c (old maximum - new maximum)),
+    because their exponentials had the old maximum (`Worker.add_to_dq`).
     """
     wide_vectors()
     zero, neg_inf = x.dtype.type(0), x.dtype.type(-np.inf)

@@ -78,7 +78,12 @@ def softmax(  # type: ignore[no-untyped-def]
     """Raw products x become dL/dx, for a gradient. `losses` [M] and `lse` [2, .] are written;
     `moments` [2, .] is memory for the sums' moments.
 
-    Returns (whether x is finite, the sum of the losses, d loss / d log(scale)).
+    Returns (whether x is finite, the sum of the losses, d loss / d log(scale)). If x is not finite,
+    nothing is computed, and the caller leaves the call to passes.
+
+    d loss / d log(scale) adds up upstream_i weight sigmoid(n - p) (E[x] - p) over the softmaxes of
+    rows and columns, where `weight` is that of the direction and E[x] the mean of the negatives'
+    logits (`kernels/direction_losses.py`). It is in base 2 until the end.
     """
     if not all_finite(x):
         return False, 0.0, 0.0
@@ -104,6 +109,7 @@ def softmax(  # type: ignore[no-untyped-def]
         tile.row_statistics(x, c, high[0, :m], total[0, :m], row_moment)
 
     # From sums to losses, and to references and factors of the gradient
+    # (`total` and `high` [1] then have the float64 factors and references of columns)
     one = np.ones(1, x.dtype)
     reference, factor = np.empty((2, max(m, n)), x.dtype), np.empty((2, max(m, n)), x.dtype)
     again, pull = np.empty(m), np.zeros((m, 1))

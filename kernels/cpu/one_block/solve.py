@@ -21,7 +21,8 @@ from .team import Team
 
 THREAD_SHARE = 2**21  # least multiply-adds for a thread: with fewer, it takes longer than it saves
 # From this width of rows on, their product with themselves is halved: the other half is a copy, and
-# takes less time. And threads divide the columns of x; of narrower rows, they divide the rows of x
+# takes less time. And threads divide the columns of x; of narrower rows, they divide the rows of x.
+# Each was measured to be the faster way (benchmarks/NOTES.md)
 WIDE = 256
 Product = Callable[..., Array]  # with the arguments of np.matmul
 NO_IDS = np.empty(0, np.int64)
@@ -32,8 +33,9 @@ def solve_in_one_block(
 ) -> Solution | None:
     """Loss and gradients of a problem that `fits_one_block`.
 
-    Returns None if features or logits are not finite, or if a row lacks a positive. `product`
-    computes the products instead of BLAS, in its own threads.
+    Returns None if features or logits are not finite, or if a row lacks a positive: the caller then
+    runs passes. `product` computes the products instead of NumPy's BLAS, in its own threads:
+    `infonce.torch` gives PyTorch's.
     """
     positives = problem.positives
     if problem.weights is not None and positives is not None and positives.min() < 0:
@@ -134,7 +136,8 @@ def _multiply_half(z: Array, x: Array, parts: int, part: int) -> None:
 def _threads(m: int, n: int, d: int, symmetric: bool) -> int:
     """The number of threads for products of m x n x d multiply-adds.
 
-    If queries are the keys, the product of logits may be halved.
+    A thread gets `THREAD_SHARE` or more, so two threads need 2^22. If queries are the keys, the
+    product of logits may be halved: two threads then need 2^23.
     """
     halved = symmetric and d >= WIDE
     most = min(m, n, m * n * d // (2 * THREAD_SHARE if halved else THREAD_SHARE))

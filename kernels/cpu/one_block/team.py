@@ -19,7 +19,7 @@ from ..resources import Guarded
 # to wake up. A step of a wait takes about 40 ns. When the number that a thread waits for appears,
 # the thread that wrote it still holds the GIL. The waiting thread would fall asleep if it asked for
 # the GIL at once, so it waits awake for some more steps (`STEPS_TO_END`, `STEPS_TO_BEGIN`)
-MOST_STEPS = 2000
+MOST_STEPS = 2000  # about 80 us; then the thread falls asleep
 STEPS_TO_END, STEPS_TO_BEGIN = 20, 100
 
 
@@ -41,7 +41,8 @@ class _Helper:
         threading.Thread(target=self._run, name="infonce", daemon=True).start()
 
     def begin(self, work: Callable[[], None], last: bool) -> None:
-        """Begin a piece of work. After the `last` piece, the thread does not wait awake."""
+        """Begin a piece of work. After the `last` piece of a call, the thread falls asleep at once:
+        awake, it would take a core from what the caller does next."""
         self._work, self._last, self._error = work, last, None
         self._begun.release()
         self._beginnings[0] += 1
@@ -72,7 +73,8 @@ class _Helper:
 class _Helpers(Guarded):
     """Idle helpers of earlier calls.
 
-    The exit of the process waits for busy helpers, because BLAS frees its memory at exit.
+    The exit of the process waits for busy helpers, because BLAS frees its memory at exit; but for a
+    second at most.
     """
 
     def __init__(self) -> None:
@@ -132,7 +134,11 @@ class Team:
             HELPERS.give(self._helpers)
 
     def share(self, work: Callable[[int], None], last: bool = False) -> None:
-        """Call `work` with 0, 1, ... at the same time, each in one thread; 0 in this thread."""
+        """Call `work` with 0, 1, ... at the same time, each in one thread; 0 in this thread.
+
+        If no helper could start, this thread does all pieces, one after another. `last`: the call
+        shares no further work.
+        """
         if self.threads == 1:
             work(0)
             return

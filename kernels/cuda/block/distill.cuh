@@ -8,8 +8,9 @@
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// Replaces the product of a pair outside of the matrix. Its logit c x is finite, because y in DistillSums must be, and
-// far below all others.
+// Replaces the product of a pair outside of the matrix. Its logit c x is -2^100, far below all others, or with a small
+// c the product is -2^126. It is finite, unlike EXCLUDED, because DistillSums multiply probabilities of 0 by the
+// exponent y, and 0 times an infinite y would be NaN.
 __device__ __forceinline__ Real outside_product(Real c) { return -fmin((Real)0x1p126, (Real)0x1p100 / c); }
 
 // The factors of a row and of a column for one model, student or teacher. They are the factors of tiled/gradient.cu for

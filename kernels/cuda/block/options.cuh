@@ -96,12 +96,16 @@ struct Option {
     MASKS = false,    // each pair is in the softmax of its row and of its column, or in neither: `excluded`
     SPLITS = false,   // a pair may be in one of the two softmaxes and not in the other: `in_row` and `in_column`
     SHIFTS = false,   // `exponent` may differ from x
-    SPARSE = false,   // a row of a tile often has no pair in a softmax
-    COMPARES = false  // the value of the product decides, so x_ij and x_ji have to be the same number
+    SPARSE = false,   // a row of a tile often has no pair in a softmax: sweep_lse.cu then leaves the row's sum as it is
+    // The value of the product decides. If queries are the keys, one pass may compute x_ij and another x_ji, and both
+    // passes have to leave out the same pairs: so x_ij and x_ji have to be the same number
+    COMPARES = false
   };
 
   // The numbers that the option needs of N rows and of N columns, by the names that their vectors have in `Block`.
-  // Arrays of columns are aligned to 16 bytes. Their elements have 8 bytes if the option MASKS, else 4 (or are Real).
+  // Arrays of columns are aligned to 16 bytes, because sweeps read four numbers of 4 bytes at once (SliceColumns).
+  // Sweeps keep elements of 8 bytes, such as ids, in another order than those of 4 bytes (`Columns` in
+  // sm90/sweep/logits.cuh).
   template <int N>
   struct RowNumbers {};
   template <int N>
@@ -281,7 +285,8 @@ struct GuideMarks : Option<GuideMarks> {
 };
 
 // Biases of keys are added to logits: key_bias. A bias in the softmax of a column is the same for all pairs of the
-// column, so it cancels, and one exponential serves both directions still.
+// column, so it cancels: the caller subtracts it from the log-sum-exp (`add_bias` in vectors/sums.cuh). So the bias may
+// stay in the exponential that serves both directions.
 struct Biases : Option<Biases> {
 #if BIAS
   enum : bool { SHIFTS = true };

@@ -1,5 +1,7 @@
-// method="fused": loss and gradient of a small or medium batch in one cooperative launch. It takes no options of the
-// softmax. fused/fused.cuh has the structures, fused/logits.cuh phases 0 and 1, fused/losses.cuh phases 2 and 3.
+// method="fused": loss and gradient of a small or medium batch in one cooperative launch: up to 2^18 logits, 2048
+// queries, 2048 keys, and 2^28 multiply-adds of the logits, or any batch for which the caller asks. It takes no option
+// but `ids`: all other calls go elsewhere (`choose_method` in kernels/gpu/schedule/method.py). fused/fused.cuh has the
+// structures, fused/logits.cuh phases 0 and 1, fused/losses.cuh phases 2 and 3.
 //
 // The products x_ij = q_i . k_j are computed once, and stay in the workspace (and the L2 cache). All thread
 // blocks go through the same phases. Barriers over the grid separate the phases:
@@ -184,6 +186,7 @@ fused(const __grid_constant__ Fused f) {
                          (t - query_tiles) % wide * FUSED_TILE, shared);
     }
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
+      // z = scale x + bias, so dL/dz is P / scale: dL/dscale = sum of P x / scale, dL/dbias = sum of P / scale
       const double dots = sum_vector(f.row_dot, f.m), sums = sum_vector(f.row_sum, f.m);
       if (threadIdx.x == 0) {
         *f.scale_grad = (Real)(dots / ((SYMMETRIC ? 2 : 1) * scale));  // SYMMETRIC: P has each pair twice

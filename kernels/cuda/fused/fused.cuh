@@ -74,8 +74,9 @@ union Vector {
   Real z[VECTOR_WIDTH];
 };
 
-// A barrier over the grid: all writes before the barrier come before all reads after it, in all thread blocks.
-// `arrived` counts the arrivals at all barriers so far, and `target` becomes the count at the end of this one.
+// A barrier over the grid: all writes before the barrier come before all reads after it, in all thread blocks. They all
+// run at once, because the launch is cooperative; otherwise the barrier could wait for a thread block that never
+// starts. `arrived` counts the arrivals at all barriers so far, and `target` becomes the count at the end of this one.
 __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
   target += gridDim.x;
   __syncthreads();  // all writes of this block come before its first thread's add_release

@@ -118,7 +118,9 @@ struct GapResult {
 // so that this short launch fetches its instructions once.
 __device__ __noinline__ GapResult gap_result(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
-// Phase 3: the loss of each row, P in the second matrix of f.x, and the sums of P_ij x_ij and of P_ij over each row.
+// Phase 3: the loss of each row, P in the second matrix of f.x, and the sums of P_ij x_ij and of P_ij over each row. At
+// a positive, P is -(upstream gradient) weight scale sigmoid(gap) of the row, plus the same of the column (TWO_SIDED)
+// or of the partner's row (SYMMETRIC). Of a sigmoid, gap is -(logit + bias) and the weight is 1.
 __device__ void compute_row_losses(const Fused& f, const Slope& s, double scale, double bias,
                                double* memory) {
   const Team team(f.m, memory);

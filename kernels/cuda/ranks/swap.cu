@@ -69,6 +69,7 @@ swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays receive
   __syncthreads();  // all threads have written their part, and read the counter
   if (threadIdx.x == 0) {
     store_release_system(other.arrived + blockIdx.x, number);
+    // The other GPU may be one swap ahead, so its number may be larger
     while ((int)(load_acquire_system(own.arrived + blockIdx.x) - number) < 0) __nanosleep(20);
     counters[blockIdx.x] = number;
   }

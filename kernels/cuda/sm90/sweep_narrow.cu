@@ -1,7 +1,7 @@
 // Gradient pass of narrow rows, of up to 256 bytes, as a sweep (sweep/sweep.cuh, IN_REGISTERS). P = dL/dx, divided by
 // the gradient divisor, stays in registers, and dQ += P K is accumulated at once. For rows this short, it would take
 // longer to write P and to read it twice than to compute the products. There is no dK: the caller uses this kernel if
-// queries are the keys, and visits all pairs, not a triangle.
+// queries are the keys, so that dQ has both gradients. It visits all pairs: a triangle would need dK for its columns.
 #include "sm90/sweep/gradient.cuh"
 
 constexpr int WIDTH = 64 * K_SLICES;  // elements of a row, with padding

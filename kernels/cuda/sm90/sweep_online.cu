@@ -1,7 +1,9 @@
 // Losses with one softmax in one pass, as a sweep (sweep/sweep.cuh): the gradient block e_ij = 2^(c x_ij - r_i), and
-// the sum of each of its rows. Row i of dL/dx is e_i times a factor u_i, which follows from the row's log-sum-exp and
-// so is known only at the end. cuBLAS multiplies E by keys at once, and each row of dQ gets its factor at the end. If
-// dK is wanted, a block has all keys, and cuBLAS multiplies E' by (u Q) when the block has been swept.
+// the sum of each of its rows. Row i of dL/dx is e_i times a factor u_i = a_i 2^(r_i - R_i), with R_i the row's
+// log-sum-exp in base 2, and a_i the upstream gradient times the weight of rows and the scale. So u_i is known only at
+// the end (`end_online` in vectors/online.cuh). cuBLAS multiplies E by keys at once, and each row of dQ gets its factor
+// at the end. dK = E' (u Q) needs u before the product. So if dK is wanted, a block has all keys, and cuBLAS multiplies
+// when the block has been swept.
 //
 // The caller chooses the reference exponents r_i (reference_exponents.cuh), so this kernel finds no maximum. If a sum
 // is outside its bounds after a tile, r_i does not serve. Then the kernel searches the tile for the largest product of
@@ -95,7 +97,8 @@ struct Online {
     sum[1] += tile_sum[1];
     const bool good = fmaxf(sum[0], sum[1]) <= MAX_REFERENCED_SUM && fminf(sum[0], sum[1]) >= least;
     if (__all_sync(ALL_LANES, good)) return;
-    // A sum of the strip is out of bounds: search the tile
+    // A sum of the strip is out of bounds: search the tile. A search too many costs only time, because check_references
+    // decides which query tiles are computed again
 #pragma unroll
     for (int h = 0; h < 2; ++h) high[h] = fmaxf(high[h], find_largest_exponent(x, h, rows, consumer.columns, lane));
   }

@@ -12,7 +12,7 @@ constexpr float MAX_SHORT_SERIES_LOGIT = -10.0f;
 constexpr bool USES_SHORT_SERIES = PARTS == 1;
 
 // How the losses of a tile are computed. DIVISION: logits have any size. WITH_POSITIVES (POSITIVE_IDS): the same, and
-// some pairs are positives.
+// some pairs of the tile are positives by their ids.
 enum { DIVISION, SERIES, SHORT_SERIES, WITH_POSITIVES };
 
 // Sums of a row, over the columns of one thread: of the losses, of P, and of P x (MOMENTS).
@@ -113,7 +113,7 @@ struct SigmoidLoss {
     }
   };
   // Whether tile t may have pairs of equal positive ids, by its bit in `positive_tiles`. Without `positive_tiles`, each
-  // tile may.
+  // tile may: the caller passes null if the block does not begin at a tile of the matrix.
   __device__ __forceinline__ bool may_have_equal_ids(int t) const {
     if (!b.positive_tiles) return true;
     const i64 query_tile = (u64)(b.first_row + lane.get_row(work.query_tile, 0)) / POSITIVE_TILE;

@@ -13,8 +13,9 @@
 // for each row and column. This happens rarely, and the result is right in each case.
 #include "tiled/tile.cuh"
 
-// Bounds of a sum that is exact up to rounding. Underflow takes less than 64 * 2^-126 from a sum, which is negligible
-// relative to 2^-80. Terms are at most 1, so only features that are not finite lead to a sum above 2^80.
+// Bounds of a sum that is exact up to rounding. A strip has at most 64 terms in a row or column. Underflow takes less
+// than 64 * 2^-126 from their sum, which is negligible relative to 2^-80. Terms are at most 1, so only features that
+// are not finite lead to a sum above 2^80.
 constexpr Real MIN_EXACT_SUM = (Real)0x1p-80, MAX_EXACT_SUM = (Real)0x1p80;
 
 // (m, sum of 2^(c (x - m))), and with MOMENTS the sum of 2^(c (x - m)) x; `top` is m, -inf for a sum of nothing.

@@ -30,16 +30,16 @@ constexpr int WARPS_M = BLOCK_M / WARP_M;  // warps in a column of warps of a ti
 constexpr int WARPS_N = BLOCK_N / WARP_N;  // warps in a row of warps of a tile
 constexpr int TILED_THREADS = WARPS_M * WARPS_N * 32;
 constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * K_SLICE;
-// Visits of the K-slices of a row. With two PARTS: small parts of queries with large parts of keys, large with small,
-// large with large
-constexpr int PASSES = PARTS == 2 ? 3 : 1;
+// Products of parts of a row, each of which visits the K-slices of the row. With two PARTS: small parts of queries with
+// large parts of keys, large with small, large with large
+constexpr int PART_PRODUCTS = PARTS == 2 ? 3 : 1;
 
 // --- tiles -----------------------------------------------------------------------------------------------
 
 struct Tile {
   int index;        // number of the tile in the order of visits, over all thread blocks
   i64 row, column;  // the first row and column of the tile, in the block
-  bool exists;      // false after the last tile
+  bool exists;      // false after the last tile: zeros are copied in its place, and nobody multiplies them
 };
 
 // The first tile of this thread block from number `index` on. Numbers go down 16 row tiles and then to the next column,
@@ -132,7 +132,7 @@ struct Pipeline {
     return TEACHER && is_teacher ? teacher_slices : row_slices;
   }
   // Number of K-slices of a tile, over all pairs of parts.
-  __device__ __forceinline__ int slices(bool is_teacher) const { return PASSES * count_row_slices(is_teacher); }
+  __device__ __forceinline__ int slices(bool is_teacher) const { return PART_PRODUCTS * count_row_slices(is_teacher); }
   // The block, of student or teacher, whose K-slices are being copied.
   __device__ __forceinline__ const Block& copied() const { return TEACHER && copies_teacher ? *teacher : block; }
 
@@ -158,9 +158,10 @@ struct Pipeline {
   // SIDE: 0 for queries, 1 for keys, whose rows come after the queries in a stage.
   template <int SIDE, int ROWS>
   __device__ __forceinline__ void start(const Share& share, const Operand& z) {
-    const int slices_per_row = count_row_slices(copies_teacher), pass = PASSES > 1 ? slice / slices_per_row : 0;
-    const int offset = (slice - pass * slices_per_row) * K_SLICE;
-    const i64 part = PASSES > 1 && pass == SIDE ? z.part : 0;
+    const int slices_per_row = count_row_slices(copies_teacher);
+    const int part_product = PART_PRODUCTS > 1 ? slice / slices_per_row : 0;
+    const int offset = (slice - part_product * slices_per_row) * K_SLICE;
+    const i64 part = PART_PRODUCTS > 1 && part_product == SIDE ? z.part : 0;
     const bool in_row = offset + (int)(threadIdx.x % 8) * 16 < (int)copied().width;
     char* to = stages + filled * STAGE_BYTES + SIDE * BLOCK_M * K_SLICE;
     share.start<ROWS>(to, z.stride, part + offset, in_row);

@@ -72,7 +72,8 @@ __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, 
 }
 
 // For each positive in the tile: calls `take` with the index of the positive in b.positives and its product, and
-// replaces the product by `instead`. Positives are kept out of sums and gradient blocks.
+// replaces the product by `instead`. Positives are kept out of sums and gradient blocks, because other kernels add them
+// in full precision afterwards: `finalize` or sigmoid_positives (vectors/) to losses, and `finish` to gradients.
 template <typename Take>
 __device__ __forceinline__ void set_aside_positives(Products& x, const TileShared& s, const Block& b,
                                                     const Tile& t, const Position& p, Real instead,

@@ -4,12 +4,14 @@
 #pragma once
 #include "common.cuh"
 
-// Numbers that all rows and columns share. They follow from the ranges of the vectors in FactorSources: from the largest
-// absolute gradients and factors, and from the largest and least log-sum-exps of rows and of columns.
+// Numbers that all rows and columns share. They follow from the ranges of the vectors in FactorSources: from the
+// largest absolute gradients and factors, and from the largest and least log-sum-exps of rows and of columns.
 struct Ranges {
   double gradient_divisor;  // gradient blocks hold P = (dL/dx) / gradient_divisor, to fit their element type
   double middle;            // halfway between the largest log-sum-exp of rows and the least of columns, base 2
-  i64 one_exponential;      // 1 if one exponential serves both directions
+  // 1 if one exponential serves both directions; 0: kernels compute an exponential for each direction. Kernels without
+  // COLUMNS do not read it, because rows need one exponential anyway
+  i64 one_exponential;
 };
 
 // The results of the log-sum-exp pass, from which factors follow. References are log-sum-exps, base 2. A factor is the
@@ -22,7 +24,10 @@ struct FactorSources {
 };
 
 constexpr int RANGE_THREADS = 1024;
-constexpr double SPREAD = 40;  // largest difference, base 2, of log-sum-exps that one exponential serves
+// One exponential serves both directions if the largest log-sum-exp of a row is less than SPREAD (base 2) above the
+// least of a column. Its factors u, and v without column_factor, are then below 2^(SPREAD / 2), because each has half
+// of the difference (`middle`). Of a larger difference, they could overflow float32.
+constexpr double SPREAD = 40;
 // The bound of dL/dx is at least this share of each row's factor. Factors are divided by the gradient divisor, which
 // follows from the bound, and with a smaller one the quotients would overflow float32.
 constexpr double MIN_BOUND_SHARE = 0x1p-60;
@@ -35,7 +40,9 @@ constexpr double MIN_BOUND_SHARE = 0x1p-60;
 //     terms of a row are at most as large as dL/dx at its positive.
 //   - a softmax with several positives or linear terms (`by_factor`): also 2 |factor_i|, which bounds all terms.
 //   - a sigmoid (no `positive_gradient`): |factor_i|. Columns have no terms.
-// `largest_element` is 8192 if elements are float16, else 1 (tiled/gradient_factors.py).
+// If the bound is 1e-300 or less, or not finite, the divisor is 1.
+// `largest_element` is 8192 if elements are float16, else 1: two norm factors, of at most 2 each, may multiply an
+// element, and 8192 x 2 x 2 = 32768 is below the largest float16 number, 65504.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 by_factor,
        double largest_element, Ranges* out) {

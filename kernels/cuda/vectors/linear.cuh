@@ -32,7 +32,8 @@ struct LinearFinalizeArguments {
 //
 // Label smoothing e: the target of a row has 1 - e at its positives, and e / n at each of its n keys. So the loss
 // changes by e (mean logit of the positives - mean logit of all n keys), and dL/dx by row_factor e / count at each of
-// the `count` positives, and by -row_factor e / n at each key. The latter is a linear term.
+// the `count` positives, and by -row_factor e / n at each key. The latter is a linear term. The change of the loss is a
+// multiple of the scale, so it is also the change of the derivative by log(scale).
 // Class means (SupCon): positives are in the sum of the row, and the loss is the log-sum-exp minus their mean logit.
 extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinalizeArguments g) {
   const FinalizeArguments& f = g.f;

@@ -57,7 +57,8 @@ check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
   const i64 first = blockIdx.x * (i64)ONLINE_TILE_ROWS, i = first + threadIdx.x;
   const SlotSums f = add_slots(pairs, moments, slots, n);
   const bool has_row = threadIdx.x < ONLINE_TILE_ROWS && i < n;
-  // Too large, because a slot has the sums of SWEEP_ROW_THREADS threads; or too small, if the sweep found a logit to refer to
+  // Too large, because a slot has the sums of SWEEP_ROW_THREADS threads; or too small, if the sweep found a logit to
+  // refer to
   bool outside = false;
   if (has_row)
     outside = f.most > SWEEP_ROW_THREADS * MAX_REFERENCED_SUM ||

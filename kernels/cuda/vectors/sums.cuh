@@ -8,8 +8,8 @@
 
 constexpr int MERGE_THREADS = 128;
 constexpr int MERGE_ROW_THREADS = 4;  // threads that share the slots of a row
-constexpr int MAX_SWEEP_BLOCKS = 512;  // thread blocks of a sweep
-constexpr int TILE_BITS = 32 * 32;  // bits, one for each tile, that a thread block of a sweep leaves: 32 words
+constexpr int MAX_SWEEP_BLOCKS = 512;  // thread blocks of a sweep, at most (asserted in kernels/gpu/tiled/lse.py)
+constexpr int MAX_WRITTEN_TILES = 32 * 32;  // as in sm90/sweep_lse.cu: bits of a thread block, one for each tile
 
 // The sums over two sets of logits together, with exponentials in the precision of products.
 __device__ __forceinline__ Sum merge(Sum a, Sum b) {
@@ -17,15 +17,15 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b) {
 }
 
 // Lists in `writers` the thread blocks of a sweep that have written sums of the columns of tile `tile`, in ascending
-// order, and returns their number. written_tiles [blocks, 32] has one bit for each of TILE_BITS tiles; a sweep of more
-// tiles has set all bits (sm90/sweep_lse.cu). All lanes of a warp call this.
+// order, and returns their number. written_tiles [blocks, 32] has one bit for each of MAX_WRITTEN_TILES tiles; a sweep
+// of more tiles has set all bits (sm90/sweep_lse.cu). All lanes of a warp call this.
 __device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks, i64 tile, int lane,
                                             int* writers) {
   int count = 0;
 #pragma unroll 8
   for (int first = 0; first < blocks; first += 32) {
     const int block = first + lane;
-    const bool here = block < blocks && written_tiles[block * 32 + tile % TILE_BITS / 32] >> tile % 32 & 1;
+    const bool here = block < blocks && written_tiles[block * 32 + tile % MAX_WRITTEN_TILES / 32] >> tile % 32 & 1;
     const u32 all = __ballot_sync(ALL_LANES, here);  // bit l: block first + l has written
     if (here) writers[count + __popc(all & ((1u << lane) - 1))] = block;
     count += __popc(all);
@@ -118,8 +118,8 @@ extern "C" __global__ void add_partial_sums(const Real2* partial_sums, const Rea
   if (moment_sums) moment_sums[i] += *gradient_divisor * (scale.get() / scale.bare()) * moment;
 }
 
-// Adds up `dq_copies` vectors of n numbers, which follow one another in `sums`, into the first vector: accumulators of dQ,
-// if its long sums over keys are computed as several shorter sums (kernels/gpu/schedule/matrix_products.py).
+// Adds up `dq_copies` vectors of n numbers, which follow one another in `sums`, into the first vector: accumulators of
+// dQ, if its long sums over keys are computed as several shorter sums (kernels/gpu/schedule/matrix_products.py).
 extern "C" __global__ void add_dq_copies(Real* sums, i64 n, i64 dq_copies) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -271,8 +271,10 @@ __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const
   f.row_factor[i] = a;
 }
 
-// `finalize` for row i if rows have several positives. All positives of a row count as one positive, whose logit is
-// their log-sum-exp (formulas: kernels/targets.py). There are no columns.
+// `finalize` for row i if rows have several positives. All P positives of a row count as one positive, whose logit m is
+// their log-sum-exp. With n the log-sum-exp of the negatives and f_s the share of positive s in the softmax over the
+// positives, loss = softplus(n - m) + (m - mean of their logits), and -dL/dx at positive s is
+// a (f_s sigmoid(n - m) + 1 / P - f_s). There are no columns. (More: kernels/targets.py)
 __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   const i64 set_size = f.set_size, *keys = f.positives + i * set_size;  // positives of this row, -1 for none
   const double* exponents = f.positive + i * set_size;
@@ -307,7 +309,9 @@ __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
 }
 
 // From complete sums to losses, and the factors of the gradient pass (solve.Vectors.finalize in Python). A thread
-// computes row i, and column i if the loss has two directions; key i is then the positive of query i.
+// computes row i, and column i if the loss has two directions; key i is then the positive of query i. With a and b the
+// factors of row and column, -dL/dx at the positive is a negative_probability of the row, plus b negative_probability
+// of the column, plus, if queries are the keys, the row's term of the partner.
 extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= f.m) return;

@@ -21,8 +21,8 @@ FLOAT16 = ("fp16", "fp16x3")  # precisions whose operands have float16 elements
 # precision -> dtype of features that kernels read without a copy in another format
 READ_IN_PLACE = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
                  "fp16": "float16"}  # fmt: skip
-# Tensor cores truncate when they add. For float32's accuracy, the sums that compute dQ and dK have
-# at most this many terms; sums of other precisions have no limit
+# Tensor cores truncate when they add. For float32's accuracy (on Hopper, fp32 becomes fp16x3), the
+# sums that compute dQ and dK have at most this many terms; sums of other precisions have no limit
 MAX_SUM_TERMS = {"fp16x3": 512}
 
 
@@ -56,7 +56,8 @@ class DeviceProperties:
 def fastest_operand_precision(precision: str, device: DeviceProperties) -> str:
     """The precision of operands that computes products of `precision` fastest on a device.
 
-    Hopper multiplies 16-bit numbers fastest. There, two replacements are as accurate:
+    Hopper multiplies 16-bit numbers fastest. There, two replacements are as accurate. All other
+    precisions stay, and all precisions stay on other devices and with INFONCE_KERNELS=portable.
 
     - "fp32" becomes "fp16x3". A float32 operand of 24 bits is the sum of two float16 parts of 11
       bits, and a product is the sum of three products of parts: the fourth, of both small parts, is
@@ -77,7 +78,8 @@ def truncation_bias(precision: str, width: int) -> float:
     Hopper's tensor cores add 32 bytes of each operand in one step, and then truncate the sum. A
     truncated sum is too small in absolute value. Sums whose terms have one sign lose most, and sums
     of mixed signs lose least. `loss_per_step` is halfway between the two measured losses, in
-    units of 2^-24 for each step (benchmarks/NOTES.md); it is 0 for all other precisions.
+    units of 2^-24 for each step (benchmarks/NOTES.md); it is 0 for all other precisions. Callers
+    multiply sums by 1 + the result.
     """
     loss_per_step = {"fp16x3": 0.6, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
     return loss_per_step.get(precision, 0.0) * 2.0**-24 * -(-width // 32)

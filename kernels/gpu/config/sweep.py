@@ -12,9 +12,14 @@ from functools import cached_property, lru_cache
 from .precision import K_SLICE, OPERAND_PARTS, DeviceProperties
 from .tile import BLOCK_M
 
+# Sweeps multiply 16-bit numbers. On Hopper, fp32 and tf32 become fp16x3 and fp16, so that portable
+# kernels remain for fp64, and for fp32 where limits need products of the same bits
+# (`schedule.decisions.choose_precision`)
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 STRIP = 16  # rows of a gradient block that a warp has: kernels/cuda/sm90/sweep/strip.cuh
-MAX_ROUNDS = 8  # most segments that a worker computes in turn, if query tiles have several
+# Most segments that a worker computes in turn, if query tiles have several. It bounds the memory of
+# their partial sums (`Sweep.row_sums`)
+MAX_ROUNDS = 8
 # Least and most segments of a query tile of wide rows. Then segments of a few query tiles are
 # computed at a time, so that their rows and keys stay in the L2 cache
 WIDE_SEGMENTS = 8, 64
@@ -34,7 +39,13 @@ WIDE_QUERY_TILE_COST = 3.0  # for wide rows, which are not loaded before the fir
 
 
 class Residency(Enum):
-    """The place where a sweep keeps the rows of queries, and dL/dx."""
+    """The place where a sweep keeps the rows of queries, and dL/dx.
+
+    RESIDENT is for rows of up to 1024 bytes, in all parts. Longer rows do not fit shared memory
+    beside the stages. Shared memory would be too slow for streamed products of 128 x 128: hence
+    128 x 256 for WIDE, and a cluster, so that each key is loaded once for 256 rows. STREAMED is for
+    fp16x3: its sums in two levels take twice the registers, so each consumer is one warpgroup.
+    """
 
     RESIDENT = "the query tile stays in shared memory"
     STREAMED = "the pipeline carries K-slices of queries and of keys"
@@ -160,7 +171,11 @@ class Sweep:
     # -- segments of the keys that a query tile meets, and the partial sums that they leave
 
     def segments(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """The number of segments of a query tile's keys that keeps all workers busy longest."""
+        """The number of segments of a query tile's keys with which the launch ends first.
+
+        With too few segments, workers are idle in the last round. But each segment costs the time
+        to begin and end a query tile (`_segments` has the formula).
+        """
         if self.in_registers:  # one thread block keeps all sums of a query tile in registers
             return 1
         return _segments(self, *self._tiles(rows, columns), triangle)
@@ -186,8 +201,11 @@ class Sweep:
         return self.segment_slots * self.segments(rows, columns, triangle)
 
     def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Partial sums that a launch leaves for each column: two for each thread block, or with a
-        teacher one for each query tile."""
+        """Partial sums that a launch leaves for each column.
+
+        There are two for each thread block: one for each 64 rows of its query tiles. With a
+        teacher, there is one for each query tile.
+        """
         if self.teacher_slices:
             return -(-rows // self.query_tile_rows)
         return 2 * self.blocks(rows, columns, triangle)
@@ -224,7 +242,15 @@ def defines(sweep: Sweep, gradient: bool, sums: bool) -> dict[str, int]:
 
 @lru_cache(4096)
 def _segments(sweep: Sweep, query_tiles: int, key_tiles: int, triangle: bool) -> int:
-    """The number of segments of a query tile's keys with the least `cost`."""
+    """The number of segments of a query tile's keys with the least `cost`: of equal costs, the
+    least number.
+
+    Workers compute segments in rounds, one each. A round takes the key tiles of a segment, and the
+    time to begin and end a query tile, so
+
+        cost = ceil(query tiles * segments / workers)
+               * (ceil(key tiles / segments) + query_tile_cost / k_slices).
+    """
     if triangle:
         key_tiles = key_tiles // 2 + key_tiles % 2  # the least that a query tile meets
     query_tile_cost = WIDE_QUERY_TILE_COST if sweep.wide else QUERY_TILE_COST
@@ -261,6 +287,7 @@ def sweep_for(
     if not device.has_sweeps or precision not in SWEEP_PRECISIONS:
         return None
     k_slices = -(-width // K_SLICE) * OPERAND_PARTS.get(precision, 1)
+    # 8 K-slices are 1024 bytes; `Residency` has the reasons
     residency = Residency.RESIDENT if k_slices <= 8 else Residency.WIDE
     if precision == "fp16x3":
         residency = Residency.STREAMED
@@ -291,9 +318,12 @@ def teacher_sweep(
 
 @lru_cache
 def register_sweep(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
-    """The sweep that keeps dL/dx in registers, or None.
+    """The sweep that keeps dL/dx in registers (sm90/sweep_narrow.cu), or None: `sweep` serves.
 
-    It serves rows of up to 256 bytes, if there are query tiles for half of the workers.
+    It serves rows of up to 256 bytes. For rows this short, writing a gradient block and reading it
+    twice would take longer than the products of the whole square of blocks, which this sweep
+    visits. There must be query tiles, of 64 rows each, for half of the workers. The others are
+    idle, because keys are not divided into segments. `choose_sweeps` asks only if queries are keys.
     """
     if sweep is None or sweep.k_slices > 2 or precision not in ("bf16", "fp16"):
         return None

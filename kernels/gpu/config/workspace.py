@@ -65,7 +65,7 @@ class Needs:
 
     @property
     def gradient_needs(self) -> Needs:
-        """The needs of the gradient pass."""
+        """The needs of the gradient pass. Only with a teacher does it add up columns."""
         return self if self.teacher_rows is not None else replace(self, columns=False)
 
     def accumulator_row_bytes(self, d: int) -> int:
@@ -151,9 +151,9 @@ def workspace_of_passes(workspace: int, reserved: int) -> int:
 
 
 def may_stage_all_rows(copy_bytes: int, workspace: int) -> bool:
-    """Whether the passes' workspace has room for staged copies of all rows.
+    """Whether a fifth of the passes' workspace has room for staged copies of all rows.
 
-    Otherwise each pass stages the rows of a block before it computes the block.
+    Then rows are staged once. Otherwise each pass stages the rows of a block before it computes it.
     """
     return copy_bytes <= workspace // 5
 
@@ -253,8 +253,8 @@ def largest_blocks(
         return needs.block_bytes(rows, columns, d, block_n) <= room
 
     if needs.sweep is not None and needs.gradient and not symmetric:
-        # The rows of all query tiles that run at once, or half as many, if the workspace also has
-        # room for rows / 4 columns. Otherwise blocks are square
+        # Rows for a query tile of each worker, so that none is idle, or for half of the workers (in
+        # two segments), if there is also room for rows / 4 columns. Otherwise blocks are square
         for divisor in (1, 2):
             rows = _even(m, min(m, needs.sweep.rows_at_once // divisor))
             if has_room(rows, min(n, rows // 4)):
@@ -307,7 +307,7 @@ def choose_block_sizes(
 def block_sizes_for_all_keys(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
 ) -> tuple[BlockSizes, BlockSizes, int] | None:
-    """`choose_block_sizes` for one pass with log-sum-exps, dQ and dK; None if too few rows fit.
+    """`choose_block_sizes` for one pass with dQ and dK; None (two passes) if too few rows fit.
 
     A block has all keys, because the sums of its rows must be complete before dK gains products
     with their queries.
@@ -341,7 +341,7 @@ def block_sizes_for_all_keys(
 def _block_sizes_with_cache(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
 ) -> tuple[BlockSizes, BlockSizes, int] | None:
-    """`choose_block_sizes` with a cache for as many columns as fit; None if too few fit.
+    """`choose_block_sizes` with a cache for as many columns as fit; None (no cache) if too few fit.
 
     Blocks have all rows. The exponentials of the first block are cached. Later, their memory holds
     the gradient blocks of all other blocks. Accumulators of dK overlay their destination only if

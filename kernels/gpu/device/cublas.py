@@ -51,7 +51,8 @@ def workspace(stream: int) -> int:
 
     `stream` is the stream's `streams.identity`. Graphs on one stream share the workspace, because
     they run one after another. The memory stays reserved until the process ends. Returns 0 if
-    `MAX_STREAMS` other streams have a workspace, or if no memory is left.
+    `MAX_STREAMS` other streams have a workspace, or if no memory is left: then the call's steps on
+    this stream never become graphs (`plan.Plan`).
     """
     device = runtime.getDevice()
     key = device, stream

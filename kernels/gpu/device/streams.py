@@ -30,7 +30,10 @@ def identity(stream: int) -> int:
 
 
 def note_capture(stream: Any) -> None:
-    """Remember a stream on which the caller captures a call, for `capture_under_way`."""
+    """Remember a stream on which the caller captures a call, for `capture_under_way`.
+
+    `plan.Plan.run` calls this in each call on a stream under capture.
+    """
     _captured[stream.ptr] = stream
 
 

@@ -166,5 +166,6 @@ class DistillationRun(GradientRun):
         divisor_one = self.epilogue.factors[0].ranges  # begins with the gradient divisor 1
         partial_sums, scale = self.memory[f"{side}_partials"], self.logit_scale
         self.buffers.add_partial_sums(
-            partial_sums, None, slots, divisor_one, scale, rows, sums[0], sums[1], None
-        )
+            partial_sums, moments=None, slots=slots, ranges=divisor_one, scale=scale, rows=rows,
+            first_sums=sums[0], second_sums=sums[1], moment_sums=None,
+        )  # fmt: skip

@@ -51,7 +51,11 @@ def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients |
 
 
 def _with_one_precision(problem: TaughtProblem) -> TaughtProblem:
-    """The problem in a precision that is accurate for the features of both models."""
+    """The problem in a precision that is accurate for the features of both models.
+
+    One kernel multiplies the features of both models, and has one format of operands. So if their
+    dtypes differ, both get fp32 (on Hopper fp16x3), or fp64 if the call has it.
+    """
     if problem.compute_precision != "fp64" and problem.teacher_query.dtype != problem.query.dtype:
         return fast_replace(problem, compute_precision="fp32")
     return problem
@@ -85,8 +89,9 @@ def _solve(
     teacher = Teacher(teacher_problem, schedule.teacher, buffers)
 
     # The epilogue of the distillation pass. NaN flags of both models make weights and losses NaN
-    nans = _row_nans(problem, vectors, False)
-    nans = nans + _row_nans(teacher_problem, vectors, problem.two_sided)
+    nans = _row_nans(problem, vectors, queries_spoil_all=False)
+    # the softmax of a column, whose probabilities are targets, is over all queries of the teacher
+    nans = nans + _row_nans(teacher_problem, vectors, queries_spoil_all=problem.two_sided)
     weight = (problem.upstream + nans) * problem.scale
     scales = buffers.logit_scale, teacher.logit_scale
     factors = probability_factors(buffers, rows, columns, scales)
@@ -116,7 +121,7 @@ def _solve(
     if problem.moments:
         log_scale_grad = problem.upstream * (slope + nans)
     dots = None if gradients is None else gradients.dots
-    loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, dots, None)
+    loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad=None)
     return Solution(losses, rows[0].lse, column_lse, scale_grad=scale_grad, loss=loss)
 
 
@@ -126,20 +131,23 @@ def _losses(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Losses of rows, or of columns, and d loss / d log(scale), from complete sums.
 
-    `sums` are (target, excess) of block/distill.cuh: the target is the sum of q y, with exponents
-    y = c x - `rounded_reference`, in which kernels have rounded c and the reference. The loss is
-    -sum q log p without this rounding: log2 p = y `unrounded` + `rest`, and q adds up to 1. The
-    second result is the gradient of log(scale) from the excess; of a call without MOMENTS, it comes
-    from <dQ, q> in `TiledVectors.totals`.
+    `sums` are (target, excess) of block/distill.cuh. The target is sum_j q y, with the exponents y
+    = c' x - h, where c' and h (`rounded_reference`) are c and the reference r, rounded to float32.
+    With u = c / c', which takes out the rounding,
+
+        log2 p = c x - r = u (y + h) - r,    loss = -sum_j q log p = -ln 2 (u target + u h - r),
+
+    because q adds up to 1. The second result is the gradient of log(scale) from the excess. In a
+    call without MOMENTS, this gradient comes from <dQ, q> in `TiledVectors.totals`.
     """
     # the factor of products in base-2 logits, and its quotient to the rounded factor
     c = problem.scale if isinstance(problem.scale, cupy.ndarray) else np.float64(problem.scale)
     c = c * (LOG2_E * buffers.logit_scale["factor"])
     if buffers.feature_divisors is not None:
         c = buffers.feature_divisors[2] * c
-    unrounded = c / c.astype(buffers.real)
-    rest = rounded_reference.astype(np.float64) * unrounded - direction.reference
-    losses = -LN_2 * (unrounded * sums[0] + rest)
+    u = c / c.astype(buffers.real)
+    rest = u * rounded_reference.astype(np.float64) - direction.reference
+    losses = -LN_2 * (u * sums[0] + rest)
     return cupy.maximum(losses, 0.0), LN_2 * sums[1]
 
 

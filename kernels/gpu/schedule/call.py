@@ -18,7 +18,8 @@ class LossForm(Enum):
 
     ROWS = "a softmax over the keys of each query"  # info_nce, lit
     BOTH = "a softmax over the keys of each query, and one over the queries of each key"  # clip
-    VIEWS = "a softmax over all other views: queries are keys"  # nt_xent, sup_con, gte
+    # nt_xent, sup_con, gte: rows are views of samples, and each view is a query and a key
+    VIEWS = "a softmax over all other views: queries are keys"
     PAIRS = "a sigmoid of each pair"  # siglip
 
 
@@ -132,7 +133,9 @@ class Call:
     teacher_query: Matrix | None = None  # features of the teacher; None: the call has no teacher
     teacher_key: Matrix | None = None
     row_numbers: bool = False  # margin, decoupled or hardness: options of the loss of a row
-    weights: bool = False  # weights of rows that are not part of the upstream gradient
+    # weights of the caller, and 0 for rows without a positive. `select.solve` leaves them out for
+    # kernels, which find them in the upstream gradient
+    weights: bool = False
     smoothing: bool = False  # label smoothing
     classes: bool = False  # the positives of a row are all others of its class
     max_class_sums: int = 0  # most classes whose features are summed
@@ -208,7 +211,10 @@ class Call:
 
     @property
     def guide_call(self) -> Call:
-        """The guide's features as a call, whose dot products are compared with limits."""
+        """The guide's features as a call, whose dot products are compared with limits.
+
+        Its precision is that of this call, unless the guide's features have another dtype.
+        """
         assert self.guide_query is not None
         assert self.guide_key is not None
         compute = self.compute_precision
@@ -257,14 +263,23 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """Whether each row has one positive, and the softmax has no options but `ids`."""
+        """Whether each row has one positive, and the softmax has no options but `ids`.
+
+        That is: no groups, positive ids, limits, guide, biases (`pair_options`), margin, decoupled,
+        hardness (`row_numbers`), weights, own negatives, label smoothing, classes or joint rows.
+        """
         options = self.pair_options or self.row_numbers or self.weights
         options = options or self.own or self.linear_terms or self.joint
         return not (options or self.set_size > 1)
 
     @property
     def loss_follows_from_row_sums(self) -> bool:
-        """Whether the loss and dQ follow from sums of rows only, so that one pass is enough."""
+        """Whether the loss and dQ follow from sums of rows only, so that one pass is enough.
+
+        That is: there is one softmax, over keys; a query has one positive; there are no retrieval
+        ranks, label smoothing, classes, joint rows or own negatives; and there is margin, decoupled
+        or hardness only without options of pairs (`pair_options`).
+        """
         combined = bool(self.row_numbers and self.pair_options)
         options = self.linear_terms or self.joint or self.own or combined
         return (

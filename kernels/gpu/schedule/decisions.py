@@ -27,12 +27,12 @@ from .passes import (
     scheduled_kernel,
 )  # fmt: skip
 
-# Precisions for which one pass computes log-sum-exps and gradients. Its elements 2^(x - r) have
-# reference exponents r that are not maxima (kernels/cuda/sm90/reference_exponents.cuh). Bfloat16
-# has the exponent range of float32, which such elements need, and float16 does not
+# Precisions for which one pass computes log-sum-exps and gradients. Its elements 2^(x - r), of
+# base-2 logits x, have reference exponents r that are not maxima (sm90/reference_exponents.cuh).
+# Bfloat16 has the exponent range of float32, which such elements need, and float16 does not
 ONE_PASS_PRECISIONS = ("bf16x3", "bf16")
-# Exponentials are cached for rows of at least this many K-slices. Products of shorter rows take
-# less time than the cache. Cached exponentials are bfloat16, or float32 for fp16x3
+# Exponentials are cached for rows of at least this many K-slices, in all parts: products of shorter
+# rows take less time than the cache. They are bfloat16, or float32 for fp16x3. Others cache none
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
 MAX_GROUP_BLOCK_SIDE = 8192  # most rows and columns of a block, if groups leave out blocks
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
@@ -112,7 +112,8 @@ def schedule_one_launch(call: Call, device: DeviceProperties) -> OneLaunch:
 def common_dtype(*dtypes: str) -> str:
     """The dtype to which one launch converts queries and keys of different dtypes.
 
-    It is the wider dtype of the two, and at least float32.
+    The fused kernel reads one dtype: the wider of the two, and at least float32, because neither
+    float16 nor bfloat16 has all numbers of the other.
     """
     wide = (np.dtype(np.float32 if ITEM[dtype] < 4 else dtype) for dtype in dtypes)
     return np.result_type(*wide).name
@@ -141,7 +142,12 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
 
 
 def choose_operands(call: Call, device: DeviceProperties) -> Operands:
-    """The operands of all products: their precision, and where kernels read their rows."""
+    """The operands of all products: their precision, and where kernels read their rows.
+
+    Rows that cannot be read in place are copied once, if the workspace has room for all copies
+    (`may_stage_all_rows`); otherwise each pass copies the rows of a block. Queries and keys of
+    different dtypes get one precision: one kernel multiplies them, and has one format of operands.
+    """
     operand_precision = choose_precision(call, device)
     query, key = (choose_rows(call, z, operand_precision) for z in (call.query, call.key))
     sides = ((query, call.query), (key, call.key))[: 2 - call.symmetric]
@@ -199,15 +205,17 @@ def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
 
 
 def product_bytes(operand_precision: str, query: OperandRows, key: OperandRows) -> int:
-    """Bytes of a row in the products that compute logits: one part, without extra zeros."""
+    """Bytes of one part of a row in products for logits, without zeros that only one side has."""
     return min(query.features, key.features) * config.element_bytes(operand_precision)
 
 
 def choose_sweeps(
     call: Call, operands: Operands, teacher: Operands | None, device: DeviceProperties
 ) -> tuple[Sweep | None, Sweep | None]:
-    """The sweep that replaces tiles, and the sweep of the gradient pass that keeps dL/dx in
-    registers. Each may be None."""
+    """The sweep that replaces tiles, and the gradient pass's sweep that keeps dL/dx in registers.
+
+    None: the tile, or the first sweep, serves. The second has no dK, so queries must be the keys.
+    """
     if teacher is not None:
         sweep = config.teacher_sweep(
             operands.precision, operands.width, teacher.width, device, call.normalize
@@ -225,7 +233,11 @@ def choose_sweeps(
 
 
 def choose_teacher(call: Call, operands: Operands) -> Operands:
-    """The teacher's features as operands, in the precision of the operands of the student."""
+    """The teacher's features as operands, in the precision of the student's operands.
+
+    One kernel multiplies the features of both models, and has one format of operands. If their
+    dtypes differ, distill/solve.py has chosen fp32 or fp64 (`_with_one_precision`).
+    """
     assert call.teacher_query is not None
     assert call.teacher_key is not None
     query, key = (
@@ -291,6 +303,7 @@ def divide_workspace(
         staged_key=operands.key.reading is not Reading.IN_PLACE,
         staged_copy_bytes=operands.staged_copy_bytes,
         columns=call.two_sided or symmetric,
+        # sums of rows in the gradient pass; `block_sizes_for_all_keys` sets them for dK in one pass
         rows=call.loss is LossForm.PAIRS or call.taught or (one_pass and needs_dq_only),
         dq_copies=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient and not (dq_in_place if symmetric else dk_in_place),
@@ -307,7 +320,7 @@ def divide_workspace(
     sizes = None
     if one_pass and not needs_dq_only:  # one pass with dK needs blocks of all keys
         sizes = config.block_sizes_for_all_keys(shape, needs, room_with_cache, tile.block_n)
-        one_pass = sizes is not None
+        one_pass = sizes is not None  # otherwise there are two passes
     statistics, gradient, size = sizes or config.choose_block_sizes(
         shape, needs, room, tile.block_n, symmetric, room_with_cache if may_cache else 0,
         reserved, MAX_GROUP_BLOCK_SIDE if call.host_groups else None,
@@ -322,9 +335,10 @@ def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None)
     """Whether one pass may compute log-sum-exps and gradients, if the workspace has room for it:
 
     - The call is no block over ranks, and wants gradients.
-    - The gradients of a row follow from the sums of the row: there is one softmax, over keys.
+    - The gradients of a row follow from its own sums: there is one softmax, over keys, with one
+      positive and few options (`Call.loss_follows_from_row_sums` has the list).
     - There is a sweep whose precision has the exponent range of float32 (`ONE_PASS_PRECISIONS`).
-    - Groups leave out no blocks.
+    - Groups leave out no blocks: blocks of all keys, which dK needs, have keys of all groups.
     """
     return (
         call.block is None and call.gradient and call.loss_follows_from_row_sums

@@ -12,7 +12,8 @@ from .call import Call
 # Bounds of small calls, for which one launch takes less time than a graph of several launches
 MAX_FUSED_MULTIPLY_ADDS = 2**28  # for all logits
 MAX_FUSED_LOGITS = 2**18
-MAX_FUSED_ROWS = 2048  # of queries, and of keys: one thread block reads all of them
+# Of queries, and of keys: one thread block visits all of them in turn, and the launch waits for it
+MAX_FUSED_ROWS = 2048
 
 
 def choose_method(asked: Problem | Call) -> str:

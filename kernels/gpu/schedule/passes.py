@@ -166,9 +166,10 @@ class PassScheduler:
             return self.gradients(Purpose.DISTILLATION, False)
         if self.division.one_pass:
             grid = self.grid(self.division.gradient, call.symmetric, False)
-            if call.key_gradient is not None:
+            if call.key_gradient is not None:  # blocks of all keys (`block_sizes_for_all_keys`)
                 grid = replace(grid, columns=slices(call.shape[1], call.shape[1]))
             return (self.gradient(Purpose.ONE_PASS, grid, *self.computed_gradients),)
+        # ranks need maxima of all rows, which a triangle does not leave
         statistics = self.statistics(call.symmetric and not call.retrieval_ranks, call.two_sided)
         ranks = (self.ranks(statistics.grid, call.two_sided),) if call.retrieval_ranks else ()
         gradients = self.gradients(Purpose.GRADIENT, call.symmetric) if call.gradient else ()
@@ -249,6 +250,8 @@ class PassScheduler:
             defines |= {"MAXIMA": int(call.retrieval_ranks), "CACHE": int(caches)}
             return self.kernel("sweep_lse", shape, gradient=caches, sums=True, **defines)
 
+        # in a block on the diagonal, columns have sums only if the launch visits one triangle of
+        # the block, for which tiles must be square
         return ScheduledPass(
             Purpose.STATISTICS, grid, shape, kernel(columns), memory, column_sums=columns,
             diagonal_kernel=kernel(columns and shape.square) if call.symmetric else None,
@@ -266,7 +269,10 @@ class PassScheduler:
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[ScheduledPass, ...]:
         """The gradient passes: one pass, if the accumulator of dK has room for all keys.
 
-        Otherwise the first pass computes dQ, and one pass for each range of keys computes dK.
+        Otherwise the first pass computes dQ, and one pass for each range of keys computes dK. If
+        queries are the keys, one pass always suffices. It visits a triangle if all rows have room
+        in the accumulator and gradient blocks are written to memory. Otherwise it visits the whole
+        square of blocks, and a block adds to the gradients of its rows only.
         """
         call, block_sizes = self.call, self.division.gradient
         n = call.shape[1]

@@ -86,7 +86,7 @@ class GPU:
         if finalized.own is not None and gradients is not None:
             finalized.own.finish(finalized, gradients)
         loss, scale_grad, _ = vectors.totals(
-            problem, finalized.losses, finalized.log_scale_grad, dots, None
+            problem, finalized.losses, finalized.log_scale_grad, dots, bias_grad=None
         )
         return make_solution(finalized, stats, loss, scale_grad)
 

@@ -165,7 +165,10 @@ class Buffers:
 
     def prepare(self, problem: Problem) -> None:
         """Find, before the first pass: the feature divisors of float16, then the scale of products,
-        then limits and biases in the unit of products, also those of a guide."""
+        then limits and biases in the unit of products, also those of a guide.
+
+        `GPU.run` calls this, and distill/solve.py for the distillation pass.
+        """
         self.feature_divisors = find_feature_divisors(
             self.launcher, self.sides, self.schedule.device.multiprocessors
         )

@@ -127,7 +127,7 @@ class GradientRun(PassRun):
         self.move_to_rows(accumulator, rows)
         is_first = self.begin_sums(accumulator, row_block)
         for keys in self.divide_keys():
-            overwrites = is_first and keys.start == 0
+            overwrites = is_first and keys.start == 0  # other ranges add to the same rows of dQ
             self.add_product(OP_N, keys, self.key_operand, accumulator, rows.start, overwrites)
 
     def move_to_rows(self, accumulator: Accumulator, rows: slice) -> None:

@@ -38,9 +38,11 @@ def find_ranges(
     lacks. References are log-sum-exps in base 2. The fields of struct Ranges are
 
     - gradient_divisor: a bound of abs(dL/dx) over `largest_element`. The bound is twice the largest
-      gradient at a positive, or 2^-60 of the largest factor if that is more; with `by_factor`, at
-      least twice the largest factor; without `positive_gradient`, the largest factor. If the bound
-      is below 1e-300 or not finite, the divisor is 1.
+      gradient at a positive, because dL/dx has a term of the row and a term of the column, each at
+      most the gradient at its positive; or 2^-60 of the largest factor if that is more, so that
+      factors over the divisor fit float32; with `by_factor`, at least twice the largest factor;
+      without `positive_gradient`, the largest factor. If the bound is below 1e-300 or not finite,
+      the divisor is 1.
     - middle: halfway between the largest reference of a row and the smallest of a column
     - one_exponential: 1 if one exponential serves row and column of a logit. The largest reference
       of a row is then less than 40 above the smallest of a column, and 80 above that of a row.
@@ -72,7 +74,8 @@ class GradientFactors:
         v_j = column_factor_j 2^(middle - C_j) / gradient_divisor         if `one_exponential`
         v_j = column_factor_j 2^(s_j - C_j) / gradient_divisor            otherwise
 
-    Without a softmax of columns, P_ij = e_ij a_i.
+    Without a softmax of columns, P_ij = e_ij a_i. The powers of two of a and v correct the rounding
+    of r and s.
     """
 
     def __init__(

@@ -24,7 +24,9 @@ from .operands import OperandSide, find_feature_divisors, launch_over_block, to_
 class Guide:
     """The guide's features as operands, and the limits with which their products are compared.
 
-    Order of calls: `with_limits`, `prepare`, then `mark` for each block of each pass.
+    The limit of a row is the largest product with its positives, plus `guide_margin`; infinity
+    without a positive. The order of calls: `with_limits` (by `GPU.solve`), `prepare` (by
+    `Buffers.prepare`), then `mark` for each block of each pass (by `PassRun.run`).
     """
 
     def __init__(self, problem: Problem, schedule: Schedule, queue: Queue) -> None:

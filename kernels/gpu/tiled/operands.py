@@ -159,8 +159,10 @@ def find_feature_divisors(
 ) -> Array | None:
     """Choose float16 divisors of queries and keys, so that operands neither overflow nor underflow.
 
-    Sets `feature_divisor` of the sides; there is one side if queries are the keys. Returns an array
-    of three numbers: the two divisors and their product. None: no side has a divisor.
+    A divisor is the power of two that brings the largest feature to [2^14, 2^15), because float16
+    overflows at 65504; it is 1 for a side whose features fit as they are. Sets `feature_divisor` of
+    the sides; there is one side if queries are the keys. Returns an array of three numbers: the two
+    divisors and their product. None: no side has a divisor.
     """
     divided = [side for side in sides if side.layout.has_divisor]
     if not divided:
@@ -168,6 +170,7 @@ def find_feature_divisors(
     largest, divisors = launcher.queue.zeroed_array(2, np.uint32), cupy.empty(3)
     for side in divided:
         (n, d), index = side.features.shape, sides.index(side)
+        # few warps, because each reads the largest number so far
         launcher.launch_rows(
             "find_largest", n, d, most=8 * multiprocessors, z=matrix(side.features), n=n, d=d,
             largest_bits=address(largest, index),

@@ -106,7 +106,7 @@ inline unsigned __ballot_sync(unsigned mask, int vote, AT) { return device::ball
 inline int __all_sync(unsigned mask, int vote, AT) { return device::ballot(mask, vote != 0, at) == mask; }
 inline int __any_sync(unsigned mask, int vote, AT) { return device::ballot(mask, vote != 0, at) != 0; }
 
-// Threads of a block take turns between synchronisations alone: plain reads and writes are atomic.
+// One thread runs at a time, until it comes to a synchronisation: plain reads and writes are atomic.
 template <class T, class U>
 NOT_WATCHED inline T atomicAdd(T* p, U x) { const T old = *p; *p = old + (T)x; return old; }
 template <class T, class U>

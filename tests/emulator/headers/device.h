@@ -48,7 +48,9 @@ int sync_block(int vote, Place at);  // whether any thread votes
 void sync_named(int barrier, int threads, Place at);
 void arrive_named(int barrier, int threads, Place at);
 void sync_cluster(Place at);
-void pause(bool other_processes, Place at);  // a thread that polls memory lets others go on
+// A thread that polls memory lets others go on. `other_processes`: whether another process may write that memory, so
+// that the launch waits longer before it reports a wait that never ends.
+void pause(bool other_processes, Place at);
 
 void init(uint64_t& mbarrier, unsigned arrivals, Place at);
 void fence_inits(Place at);
@@ -68,7 +70,7 @@ struct alignas(128) TensorMap {
   int64_t rows, width, stride, box_rows, item;
 };
 void load_box(void* to, const TensorMap& map, uint64_t& mbarrier, int x, int y, unsigned blocks, Place at);
-void fence_stores(Place at);  // see `written`
+void fence_stores(Place at);  // after it, TMA stores may read what this lane has written by stmatrix
 void store_box(const TensorMap& map, const void* from, int x, int y, Place at);
 void wait_for_stores(bool complete, Place at);  // else: until shared memory is read
 

@@ -27,7 +27,7 @@ inline u32 load_acquire_system(const u32* from, AT) {
 
 // --- numbers --------------------------------------------------------------------------------------------
 
-inline float exp2_(float x) {
+inline float exp2_(float x) {  // a subnormal result becomes 0, as by ex2.approx.ftz
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0 : y;
 }

@@ -174,9 +174,12 @@ class Call:
 
     @property
     def unit(self) -> float:
-        """Roundoff of a logit, relative to the lengths of its rows: of operands, of the sum of its
-        products. Hopper's tensor cores cut off up to 2^-24 of a sum for every 32 bytes of a row,
-        for which kernels correct the logits."""
+        """Roundoff of a logit, relative to the lengths of its rows of D features.
+
+        It is the larger of that of operands and of the sum of products, `single` (1 + sqrt(D) / 4).
+        Hopper's tensor cores cut off up to 2^-24 of a sum for every 32 bytes of a row, for which
+        kernels correct the logits: `cut` is added.
+        """
         width, single = self.features[0].shape[1], 2.0**-53
         cut = 0.0
         if self.precision != "fp64":
@@ -239,6 +242,7 @@ class Call:
 
     def losses_bound(self) -> Any:
         """Of each row's loss."""
+        # The slopes of a softmax's row add up to 2 at most: its probabilities and its targets
         summed = self.terms.sum(axis=1) if self.kind.sigmoid else 2.0
         least = 4 * self.unit * (1 + self.largest) * summed
         if "label_smoothing" in self.options:
@@ -258,6 +262,7 @@ class Call:
         return [through * scale * np.linalg.norm(error / length) for error, length in sizes]
 
     def _sums(self, terms: Any, z: Any) -> Any:
+        """Errors of the elements of dL/dx z: row errors add up, element errors in squares."""
         together = terms @ np.abs(z)
         apart = together if self.repeated else np.sqrt(np.square(terms) @ np.square(z))
         return self.row_error * together + self.element_error * apart

@@ -107,7 +107,8 @@ void sync_cluster(Place at) {
   note_acquire(state.cluster);
 }
 
-// Barriers of a block or a cluster no longer wait for a thread that ends.
+// Barriers of a block or a cluster no longer wait for a thread that ends. The thread calls it before `alive` is less.
+// Only a phase in which others have arrived already expects it; later phases expect `alive` threads.
 void thread_ended(Fiber& fiber) {
   Barrier& block = fiber.owner->named_barriers[0];
   const int left = fiber.owner->alive - 1;
@@ -129,6 +130,7 @@ Mbarrier* find_mbarrier(Block& block, int64_t offset) {
              ? block.mbarriers[(size_t)offset / 8] : nullptr;
 }
 
+// A TMA load that has arrived calls it (copies.cpp).
 void complete_bytes(Mbarrier& mbarrier, int64_t bytes) {
   mbarrier.bytes -= bytes;
   complete_if_all_have_arrived(mbarrier);

@@ -1,4 +1,9 @@
-// Copies: cp.async, and TMA from and to global memory.
+// Copies: cp.async, and TMA from and to global memory. In the plain schedule (seed 0) each copy is done when it begins.
+// In a random schedule
+// - half of all cp.async are done when they begin, the others in `wait_for_copies`;
+// - a TMA load waits in state.loads until the scheduler (schedule.cpp) calls `finish_load` between turns of threads;
+// - a TMA store reads shared memory when it begins or in a wait for stores; only a wait that is `complete`, or the end
+//   of the block, writes global memory.
 #include "state.h"
 
 namespace device {
@@ -22,7 +27,8 @@ void check(const TensorMap& map, int64_t shared, Place at) {
   if (shared % BOX_BYTES) fail(at, "TMA: expected a multiple of 128 in shared memory, got %ld", (long)shared);
 }
 
-// Copies rows of the box into every block of the cluster that `load.blocks` names
+// Copies rows of the box into every block of the cluster that `load.blocks` names. `current` is meanwhile the thread
+// that began the copy, for the report of a fault.
 void carry_out(const Load& load) {
   current = load.fiber;
   const TensorMap& map = load.map;
@@ -65,7 +71,8 @@ void write_box(const BoxStore& store) {
         memcpy(map.data + row * map.stride + byte, &store.box[(size_t)(r * BOX_BYTES + c)], 2);
     }
 }
-// Reads the shared memory of all stores of a thread, the oldest first; if `complete`, also writes global memory.
+// Reads the shared memory of all stores of a thread, the oldest first; if `complete`, also writes global memory. A wait
+// of the thread and the end of its block call it.
 void finish_stores(Fiber& fiber, bool complete) {
   for (BoxStore& store : fiber.stores)
     if (!store.read) read_box(store, *fiber.owner);
@@ -168,7 +175,8 @@ void wait_for_stores(bool complete, Place at) {
 
 // --- copies that are under way ----------------------------------------------------------------------------------
 
-// Does one of the loads that are under way, chosen at random. Returns whether there was one.
+// Does one of the loads that are under way, chosen at random. Returns whether there was one. Only the scheduler calls
+// it, after each round of turns of threads (`schedule`), and only a random schedule has such loads.
 bool finish_load() {
   if (state.loads.empty()) return false;
   const size_t i = state.next_random() % state.loads.size();
@@ -178,6 +186,7 @@ bool finish_load() {
   return true;
 }
 
+// The last thread of a block that ends calls it.
 void block_ended(Block& block) {
   for (const Load& load : state.loads)
     if (load.blocks >> block.rank & 1) fail(load.at, "TMA: block %u ends while this copy to it is under way", block.index.x);

@@ -129,7 +129,8 @@ std::string describe_address(const void* address, const char* inside) {
   return text;
 }
 
-// Reports writes beside an array that have not hit an unusable page
+// Reports writes beside an array that have not hit an unusable page, at the end of a launch. The bytes are repaired, so
+// that the next launch is not blamed.
 std::string find_damage() {
   const std::lock_guard<std::mutex> guard(arrays_lock);
   for (const auto& [start, array] : arrays)
@@ -141,6 +142,8 @@ std::string find_damage() {
   return "";
 }
 
+// The dynamic shared memory of a block: `new_shared` before it begins, `end_shared` when it ends, so that a later
+// access is a fault, and `free_shared` when all blocks beside it have ended
 char* new_shared(size_t bytes) {
   Array array{};
   while (!spare.empty() && !array.pages) {

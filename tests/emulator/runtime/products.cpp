@@ -200,7 +200,8 @@ void fence_products(Place at) { together(~0u, fence_all, nullptr, at); }
 void commit_products(Place at) { together(~0u, commit_all, nullptr, at); }
 void wait_for_products(int groups, Place at) { together(~0u, wait_all, &groups, at); }
 
-// Does the oldest product of a warp that is not done yet. Returns whether there was one.
+// Does the oldest product of a warp that is not done yet. Returns whether there was one. The scheduler calls it after
+// one of eight turns of the warp in a random schedule; what remains is done in `wait_for_products`.
 bool do_one_product(Warp& warp) {
   std::vector<WarpProduct>* oldest = warp.open_products.empty() ? nullptr : &warp.open_products;
   for (size_t i = warp.products.size(); i-- > 0;)

@@ -62,7 +62,7 @@ void thread_entry() {
   abort();
 }
 
-// Moves the static shared memory of a block to its address, which all blocks share.
+// Moves the static shared memory of a block, which has its turn now, to its address, which all blocks share.
 void bring_statics(Block& block) {
   const size_t bytes = state.launch.statics_end - state.launch.statics;
   if (state.blocks.size() == 1 || bytes == 0 || state.resident == &block) return;
@@ -120,7 +120,7 @@ bool run_warps(Block& block) {
     const size_t warp = warps.next();
     if (block.warps[warp].pace.skips_turn(WARP_TURNS)) continue;
     moved |= run_warp(block, warp, block.warps[warp].pace.lagging);
-    if (state.chance(8)) moved |= do_one_product(block.warps[warp]);
+    if (state.chance(8)) moved |= do_one_product(block.warps[warp]);  // else its wgmma waits for a later turn
   }
   return moved;
 }
@@ -142,7 +142,7 @@ bool run_round() {
   return moved;
 }
 
-// Runs one warp, although it rests: first of the blocks that do not rest, then of the others
+// Runs one warp, although it rests, if a round has moved nothing: first of the blocks that do not rest, then of others
 bool wake_one() {
   for (const bool resting : {false, true}) {
     Order blocks(state.blocks.size());
@@ -183,6 +183,7 @@ void schedule() {
   };
   while (alive()) {
     bool moved = run_round();
+    // Two loads on average, unless the copy engine rests. (The plain schedule has none: `load_box` does them.)
     if (!state.copy_engine.skips_turn(BLOCK_TURNS))
       while (!state.chance(3) && finish_load()) moved = true;
     // All other threads rest. If copies are under way, half of the time a copy is done before a thread is woken

@@ -108,7 +108,8 @@ struct Written {
   int64_t offset;
   unsigned lanes;
 };
-// How often a warp or a block has a turn: for a while always, or half of the time, or hardly ever
+// How often a warp, a block or the copy engine has a turn in a random schedule: for a while always (two times in five),
+// or half of the time, or 2 times of 64, or never
 struct Pace {
   unsigned rest = 0;     // number of turns, of 64, that are skipped on average
   unsigned turns = 0;    // number of turns until another pace
@@ -139,7 +140,7 @@ struct Block {
   std::vector<char> statics;  // the static shared memory, while another block runs
 };
 
-// A copy by TMA that is under way
+// A copy by TMA to shared memory that is under way
 struct Load {
   Fiber* fiber;  // which began the copy
   TensorMap map;
@@ -153,8 +154,8 @@ struct Device {
   Launch launch{};
   std::vector<Block> blocks;  // the blocks that run side by side
   Barrier cluster;
-  std::vector<Load> loads;
-  Pace copy_engine;
+  std::vector<Load> loads;  // those under way, in a random schedule only
+  Pace copy_engine;         // how often loads arrive
   Block* resident = nullptr;  // the block whose static shared memory is at its address
   bool random = false;
   uint64_t random_state = 1;
@@ -172,7 +173,7 @@ inline Block& my_block() { return *me().owner; }
 
 // schedule.cpp
 void wait_for(Wait wait, Place at);
-void let_others_go_first(Place at);  // at random
+void let_others_go_first(Place at);  // in a random schedule, one time in 8
 bool is_on_a_stack(const void* address);
 [[noreturn]] void unordered_access(const void* address, bool writes, const Fiber& other, bool other_writes,
                                    const void* instruction);

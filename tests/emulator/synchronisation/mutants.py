@@ -139,7 +139,7 @@ def sources_with(changed: dict[tuple[str, int], str]) -> Iterator[Path]:
 
 def in_child(sources: Path, function: Callable[[], Any]) -> Any:
     """What `function` returns in a process of its own, whose kernels are compiled from `sources`. A
-    string: why it did not end well."""
+    string: why it did not end well (signal 14: it took more than `SECONDS`)."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -249,6 +249,7 @@ def main() -> int:
                 continue
             if arguments.lines and mutant.line not in arguments.lines:
                 continue
+            # the shortest calls first: one that notices ends the search
             mine = sorted(
                 (name for name in names if i in calls[name][0]), key=lambda n: calls[n][1]
             )

@@ -65,7 +65,7 @@ def test_the_same_bits(
 
     got = all_bits()
     assert [template is not None for template in repeated._templates.values()] == [True]
-    monkeypatch.setattr(repeated, "evaluate", lambda *_: None)
+    monkeypatch.setattr(repeated, "evaluate", lambda *_, **__: None)
     assert all_bits() == got
 
 

@@ -26,11 +26,17 @@
 // Whether epilogues read factors or numbers of options, for each column of a tile, from shared memory.
 #define HAS_COLUMN_NUMBERS (NORM_FACTORS || !__is_empty(Options::ColumnNumbers<1>))
 // Whether K-slices of queries are loaded together with K-slices of keys, because queries do not stay in shared memory.
+// WIDE: they are too long. FP16X3: sums in two levels take registers, so a consumer is one warpgroup with 64 rows,
+// which multiplies all key tiles (sweep/streamed.cuh).
 #define STREAMED (WIDE || PRECISION == FP16X3)
 
+// WIDE: 256, so that each key is loaded once for 256 rows. IN_REGISTERS and TEACHER_SLICES: 64, so that a consumer is
+// one warpgroup, whose threads have registers for a second set of accumulators (dQ, or the teacher's products).
 constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS || TEACHER_SLICES ? 64 : 128;
 constexpr int CLUSTER_BLOCKS = WIDE ? 2 : 1;  // thread blocks of a cluster: they divide a query tile, and share keys
 // A key tile has one or two tiles. A tile has TILE_COLUMNS (128) keys, and an epilogue computes one tile at a time.
+// WIDE: two tiles, because products of 128 rows x 128 keys would read more than shared memory delivers
+// (sweep/streamed.cuh).
 constexpr int TILES_PER_KEY_TILE = WIDE ? 2 : 1;
 // Groups of 64 rows of the query tile that a thread block has, since a warpgroup multiplies 64 rows
 constexpr int ROW_GROUPS = QUERY_TILE_ROWS / 64 / CLUSTER_BLOCKS;
@@ -95,7 +101,8 @@ struct Work {
 //     one. So the segments of the few visited query tiles go to different thread blocks.
 //   - Otherwise, the first segment of all query tiles, then the second.
 // In a triangle, a query tile meets the key tiles from the diagonal on and half way round. So each pair of query tiles
-// meets once, and the work of query tiles differs by one key tile at most.
+// meets once, and the work of query tiles differs by one key tile at most: if the number of tiles is even, tiles t and
+// t + tiles / 2 are half way round from each other, and the first of them has the pair.
 __device__ __forceinline__ Work get_work(const Block& b, int segments, int item,
                                          bool skips_query_tiles) {
   const int query_tiles = (int)b.row_tiles, tiles = (int)b.column_tiles;
@@ -118,7 +125,9 @@ __device__ __forceinline__ Work get_work(const Block& b, int segments, int item,
   return w;
 }
 
-// Whether a sweep visits a query tile. `visited_tiles` has a number for each ONLINE_TILE_ROWS rows, 0 for no visit.
+// Whether a sweep visits a query tile. `visited_tiles` has a number for each ONLINE_TILE_ROWS (128) rows, 0 for no
+// visit: query tiles without cached exponentials (sweep_gradient.cu), or whose reference exponents did not serve
+// (sweep_online.cu). All other sweeps visit all query tiles.
 __device__ __forceinline__ bool is_visited(const int* visited_tiles, const Block& b, int query_tile) {
   constexpr int COUNT = (QUERY_TILE_ROWS + ONLINE_TILE_ROWS - 1) / ONLINE_TILE_ROWS;  // numbers of a query tile
   bool any = false;

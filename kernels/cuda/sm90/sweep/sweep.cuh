@@ -71,7 +71,8 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
     if (visited_tiles && !is_visited(visited_tiles, b, w.query_tile)) continue;
     const int row = w.query_tile * QUERY_TILE_ROWS + rank * OWN_ROWS;
 #if !STREAMED
-    // All consumers have read the rows of the last query tile before these loads
+    // All consumers have read the rows of the last query tile before these loads. For the first query tile, and below
+    // for the first use of each stage, the parity is 1. A new mbarrier has passed it, so the wait ends at once
     barrier_wait(s.queries_empty, (query_tiles & 1) ^ 1);
     barrier_expect(s.queries_full, sizeof s.q);
     for (int i = 0; i < K_SLICES; ++i)
@@ -201,7 +202,8 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   PipelineState pipe;
   u32 query_tiles = 0;  // begun so far
   // The two warpgroups of a consumer are in step, with one turn for both, if they share numbers of columns in shared
-  // memory, or if the ring is too short for one to run ahead of the other. Otherwise each half of the query tile has
+  // memory, or if the ring is too short for one to run ahead of the other: it has stages for two key tiles or fewer.
+  // Otherwise (narrow rows, whose epilogues take longer than products) each half of the query tile has
   // a ping-pong of its own: one half multiplies while both warpgroups of the other half run epilogues.
   constexpr bool IN_STEP = Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS || 2 * K_SLICES >= STAGES;
   const int ping_pong = PING_PONG + (IN_STEP ? 0 : 2 * lane.half);
@@ -311,7 +313,8 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   // The mbarriers have their initial values before any thread, or TMA, uses them
   if (CLUSTER_BLOCKS > 1) cluster_sync();
   else __syncthreads();
-  // Registers of a thread: consumers take those that the producer's warpgroup gives up
+  // Registers of a thread: consumers take those that the producer's warpgroup gives up. The sum over all warpgroups
+  // stays what the launch gives: 2 x 232 + 40 = 3 x 168, or 4 x 112 + 32 = 5 x 96
   if (lane.warpgroup < WARPGROUPS) {
     warpgroup_reg_alloc<CONSUMER_WARPGROUPS == 1 ? 232 : 112>();
     consume(s, b, segments, epilogue, lane, visited_tiles);

@@ -277,7 +277,7 @@ def apply(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
     out = out[0] if isinstance(out, tuple) else out
     values, options = host_values(given), {k: host_values(v) for k, v in options.items()}
     stream = streams.get_current_stream()
-    stream.finish()
+    stream.finish()  # NumPy reads the operands now, so earlier work has to be done
 
     def computed() -> Any:
         with np.errstate(all="ignore"):

@@ -25,7 +25,7 @@ _thread = threading.local()
 _streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
 events: WeakValueDictionary[int, Event] = WeakValueDictionary()
 _order = threading.RLock()  # a device does one thing after another
-chance = random.Random(0)
+chance = random.Random(0)  # emulation.py seeds it for each test
 SOON = 0.2  # chance that a stream does a piece of work before anyone waits for it
 
 
@@ -100,7 +100,7 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        if self._written is None:
+        if self._written is None:  # a graph does all its work in order
             self.submit(event._mark.reach)
 
     def is_capturing(self) -> bool:
@@ -161,6 +161,7 @@ class _Mark:
         self.stream, self.time = None, time.perf_counter()
 
     def reach(self) -> None:
+        """Do the work of the stream up to the mark: the host or another stream waits for it."""
         with _order:
             while (stream := self.stream) is not None:
                 stream._step()
