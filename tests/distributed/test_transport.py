@@ -368,6 +368,7 @@ def test_messages_have_a_size_that_libraries_take(monkeypatch: pytest.MonkeyPatc
     assert mpi._split_into_messages(array[:0]) == []
 
 
+@pytest.mark.extras
 def test_gradients_that_get_lost_are_named_at_the_caller_s_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
