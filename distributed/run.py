@@ -255,15 +255,17 @@ class BlockRunner:
 
 def choose_block_runner(request: Request) -> BlockRunner:
     """The block runner of a call: for offloaded features, for a GPU, or for the CPU."""
-    # The gradients that the gradient pass will compute. The log-sum-exp pass takes their sizes into
-    # account, so that both passes have a workspace, or tiles, of the same sizes
+    # The gradients that the gradient pass will compute. A log-sum-exp pass that knows them takes
+    # their sizes into account: then both passes have a workspace, or blocks, of the same sizes
     ahead = None
     if request.gradients is not None:
         ahead = Gradients(want_key=False, add_query=True)
     if request.offload:
         from infonce.kernels.offload import copies, layout
 
-        # Both passes of a problem with a guide have the same blocks: they leave out the same pairs.
+        # Products of a guide's features have other bits in a block of another shape. So both passes
+        # of a problem with a guide have the same blocks, and leave out the same pairs. Without a
+        # guide, the log-sum-exp pass may have larger chunks.
         # Vectors are on the host, but a GPU's passes make them: `exponent_scaled`
         run_pass = partial(copies.run_block_pass, ahead=ahead if request.problem.guided else None)
         return BlockRunner(run_pass, Vectors(np, exponent_scaled=True), layout.layout)

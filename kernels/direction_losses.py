@@ -93,11 +93,14 @@ def rounded_reference(
     - the factors, corrected for the rounding of the references, in `dtype`;
     - the rounded references in base 2, in float64.
 
-    A reference that is the largest logit is c times a number of a block, rounded. In float32, the
-    division yields this number. In float64, it may yield a neighbour; if two numbers times c reach
-    the reference, the smaller one is taken, because a reference that is too small does no harm: the
-    epilogue sets exponents above 0 to 0. A reference that is a log-sum-exp is no multiple of c: the
-    factor corrects its rounding, up to `ROUNDING`.
+    There are two kinds of references:
+
+    - The largest logit is c times a number of a block, rounded. In float32, the division yields
+      this number. In float64, it may yield a neighbour; if two numbers times c reach the reference,
+      the smaller one is taken, because a reference that is too small does no harm: the epilogue
+      sets exponents above 0 to 0.
+    - A log-sum-exp is no multiple of c. The factor, times 2^(rounded - reference), corrects its
+      rounding. A correction above 2^`ROUNDING` is cut off; corrections below 1 are not.
     """
     quotient = reference / c
     smaller = xp.nextafter(quotient, -np.inf)

@@ -35,7 +35,10 @@ def has_prefixes(loss: Loss, options: Mapping[str, Any]) -> bool:
 def read_prefixes(
     loss: Loss, features: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
-    """The (width, weight) of each prefix, in ascending order, and the options without them."""
+    """The (width, weight) of each prefix, in ascending order, and the options without them.
+
+    Weights are finite numbers of any sign; 1 if none are given.
+    """
     others = dict(options)
     dims, weights = others.pop("dims"), others.pop("dim_weights", None)
     widths = read_widths(dims, min(z.shape[-1] for z in features))
@@ -44,6 +47,7 @@ def read_prefixes(
     weights = [validation.number("dim_weights", w) for w in _as_list(weights)]
     if len(weights) != len(widths):
         raise ValueError(f"dim_weights: expected {len(widths)} numbers like dims, got {weights}")
+    # `validation.number` does not read arrays on a GPU: they are refused here
     if not all(isinstance(w, float) and math.isfinite(w) for w in weights):
         raise TypeError(f"dim_weights: expected numbers, got {validation.what(weights)}")
     return list(zip(widths, weights, strict=True)), others

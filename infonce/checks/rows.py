@@ -138,14 +138,16 @@ def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> A
 
 
 def row_shares(xp: Any, weights: Array, reduction: str) -> Array:
-    """[m] factor of each row's loss in the reduced loss. A mean divides weights by their sum."""
+    """[m] factor of each row's loss in the reduced loss. A mean divides weights by their sum.
+
+    If the sum is 0, all shares are 0: no row has a positive or, on a GPU, whose values are not
+    checked, all weights are 0.
+    """
     if reduction != "mean":
         return weights
     if xp is not np:
         return _gpu_labels().row_shares(weights)
-    # The smallest positive number keeps 0 / 0 away: if no row has a positive, all shares are 0
-    least = math.ulp(0.0)
-    return weights / xp.maximum(weights.sum(), least)
+    return weights / xp.maximum(weights.sum(), math.ulp(0.0))  # the smallest number above 0
 
 
 def weights(xp: Any, value: Any, m: int, whole_batch: bool) -> Array:
@@ -231,6 +233,7 @@ def guide(
 ) -> tuple[Array, Array]:
     """Check the guide: features with as many rows as `arrays`, the features of the loss.
 
+    Rows have any width, which is the same on both sides. The guide is on the loss's device.
     Returns the guide's features of queries and of keys: the same array, if the queries are the
     keys. For a joint loss, this array has the features of all queries, and then of all keys.
     """

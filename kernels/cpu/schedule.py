@@ -44,7 +44,8 @@ def choose_method(problem: Problem) -> str:
 
     "naive"      the whole matrix of logits, if the caller asks for it
     "one block"  one compiled call between products, for a small batch
-    "tiled"      passes over blocks, for other batches, and always for a teacher
+    "tiled"      passes over blocks, for other batches, and always for a teacher, for whose losses
+                 "naive" makes the whole matrix one tile (`decide`)
     """
     if problem.method == "naive" and not isinstance(problem, TaughtProblem):
         return "naive"
@@ -150,7 +151,7 @@ def decide(
     memory = worker_memory(problem, has_gradients, dq_in_place, further_tiles)
     m, n, d = problem.shape
     threads = thread_count() if m * n * d >= MIN_THREADED_CALL else 1
-    if problem.method == "naive":  # over ranks: the tile is the whole block
+    if problem.method == "naive":  # over ranks, or with a teacher: the tile is the whole block
         tile, threads = (max(1, m), max(1, n)), 1
     else:
         room = problem.workspace - dk_rows * d * dtype.itemsize  # for tiles
@@ -231,7 +232,11 @@ def least_workspace(
 
 
 def _accumulates_dq_in_place(problem: Problem, gradients: Gradients, dtype: np.dtype[Any]) -> bool:
-    """Whether dQ can accumulate in its destination."""
+    """Whether dQ can accumulate in its destination.
+
+    The destination must be contiguous and of the compute dtype, and overwritten (`add_query` adds).
+    If queries are the keys, workers of other row blocks add to the same rows, so it cannot.
+    """
     out = gradients.query
     if out is None or problem.symmetric or gradients.add_query or not gradients.want_query:
         return False

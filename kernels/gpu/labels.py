@@ -101,7 +101,10 @@ def _classes(
 
 
 def row_shares(weights: Array) -> Array:
-    """[n] row shares: weights [n], float64, divided by their sum."""
+    """[n] row shares: weights [n], float64, divided by their sum.
+
+    If the sum is 0, the smallest positive number divides them, and all shares are 0.
+    """
     n, out = len(weights), cupy.empty(len(weights))
     _launcher(Queue()).launch(
         "labels.cu", "find_shares", 1, SHARE_THREADS,

@@ -25,7 +25,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if device.id != cupy.cuda.runtime.getDevice():
         with device:
             return solve(problem, gradients)
-    if isinstance(problem, TaughtProblem):
+    if isinstance(problem, TaughtProblem):  # by blocks, whatever `method` asks for
         return solve_distillation_by_kernels(problem, gradients)
     unweighted = problem  # kernels find the weights of rows in the upstream gradient
     if problem.weights is not None and is_computed_by_kernels_only(problem):

@@ -99,8 +99,10 @@ def least_workspace(rows: int, row: RowBytes) -> int:
 
 
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
-    """The largest chunks that fit the workspace.
+    """The largest chunks that fit the workspace, up to `most_rows` rows.
 
+    The first copy precedes all products, and the last copy follows them. So very large chunks would
+    have long copies that no product hides.
     If the smaller side fits with its gradient, it stays in all passes. Otherwise a quarter of the
     workspace is for rows that stay: of the side whose gradient a pass computes, so that the
     gradient is complete before it leaves the device. ValueError if there would be too many chunks

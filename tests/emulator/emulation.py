@@ -90,9 +90,9 @@ def begin() -> None:
     # One BLAS thread: waiting for more takes a fifth of all time, as matrix products are small
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     threadpoolctl.threadpool_limits(1)
-    import foreign
+    import ctypes_libraries
 
-    foreign.install()
+    ctypes_libraries.install()
 
 
 def pytest_configure() -> None:

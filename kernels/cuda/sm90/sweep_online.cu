@@ -5,14 +5,14 @@
 // at the end. dK = E' (u Q) needs u before the product. So if dK is wanted, a block has all keys, and cuBLAS multiplies
 // when the block has been swept.
 //
-// The caller chooses the reference exponents r_i (reference_exponents.cuh), so this kernel finds no maximum. If a sum
+// The caller chooses the reference exponents r_i (online_references.cuh), so this kernel finds no maximum. If a sum
 // is outside its bounds after a tile, r_i does not serve. Then the kernel searches the tile for the largest product of
 // each row. `check_references` (vectors/online.cuh) sets new reference exponents from these products, and the caller
 // launches the kernel again for such query tiles (`visited_tiles`). The largest product of all may lie in an earlier
 // tile, in which the sum was still within its bounds. That tile is within the bounds of the new r_i, too.
 //
 // MOMENTS: also sums of e_ij x_ij.
-#include "sm90/reference_exponents.cuh"
+#include "sm90/online_references.cuh"
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/strip.cuh"
 

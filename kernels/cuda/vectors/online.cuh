@@ -1,8 +1,8 @@
 // Losses in one pass (sm90/sweep_online.cu): row sums against reference exponents that were chosen before the logits
-// were known (sm90/reference_exponents.cuh). After the sweep of a block of keys come check_references, the sweep again
+// were known (sm90/online_references.cuh). After the sweep of a block of keys come check_references, the sweep again
 // for query tiles whose reference exponents did not serve, and add_repeated. end_online comes after the last block.
 #pragma once
-#include "sm90/reference_exponents.cuh"
+#include "sm90/online_references.cuh"
 #include "vectors/sums.cuh"
 
 constexpr int ONLINE_ROW_THREADS = 4;  // threads that share the slots of a row

@@ -278,8 +278,8 @@ def sweep_for(
 ) -> Sweep | None:  # fmt: skip
     """The sweep for rows of `width` bytes in each part.
 
-    None, which means tiled kernels, for devices other than Hopper (compute capability 9.0) and for
-    precisions that no sweep has.
+    None, which means tiled kernels, for devices other than Hopper (compute capability 9.0), with
+    INFONCE_KERNELS=portable (`DeviceProperties.has_sweeps`), and for precisions that no sweep has.
 
     `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
     `number_count`, `name_count`: vectors for options of pairs, as in `Call`.

@@ -102,9 +102,11 @@ def _solve(
         None if columns is None else column_weight * weight, row_sums, column_sums,
     )  # fmt: skip
 
+    # One pass computes everything; or the first pass computes dQ and the sums for the losses, and
+    # the others ranges of dK. These add to copies of the sums, which nobody reads
     for before, scheduled in zip((None, *schedule.passes), schedule.passes, strict=False):
-        if before is not None and before.dk_accumulator is None:
-            # the pass of dQ has completed the losses: passes of dK add to sums that nobody reads
+        follows_dq = before is not None and before.dk_accumulator is None
+        if follows_dq:
             epilogue = replace(epilogue, row_sums=row_sums.copy(), column_sums=column_sums.copy())
         DistillationRun(buffers, problem, scheduled, epilogue, gradients, teacher).run()
 

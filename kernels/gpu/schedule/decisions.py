@@ -28,7 +28,7 @@ from .passes import (
 )  # fmt: skip
 
 # Precisions for which one pass computes log-sum-exps and gradients. Its elements 2^(x - r), of
-# base-2 logits x, have reference exponents r that are not maxima (sm90/reference_exponents.cuh).
+# base-2 logits x, have reference exponents r that are not maxima (sm90/online_references.cuh).
 # Bfloat16 has the exponent range of float32, which such elements need, and float16 does not
 ONE_PASS_PRECISIONS = ("bf16x3", "bf16")
 # Exponentials are cached for rows of at least this many K-slices, in all parts: products of shorter

@@ -23,7 +23,7 @@ class OnlineRun(GradientRun):
     """Log-sum-exps of rows, dQ and dK in one pass, for a loss with a softmax of rows only.
 
     The gradient block has e_ij = 2^(x2_ij - r_i), with base-2 logits x2 and reference exponents r
-    that are chosen before the logits are known (kernels/cuda/sm90/reference_exponents.cuh). The sum
+    that are chosen before the logits are known (kernels/cuda/sm90/online_references.cuh). The sum
     of row i gives its loss and its gradient divisor u_i. Then dQ_i = u_i sum_j e_ij k_j, and
     dK_j = sum_i e_ij (u_i q_i). u_i is known when row i has met all keys. So if dK is wanted, a
     block has all keys, and its products for dK come after its sums.

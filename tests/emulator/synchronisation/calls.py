@@ -141,9 +141,9 @@ def use_emulator() -> None:
     """From now on, `import cupy` is the stand-in."""
     emulator = Path(__file__).parents[1]
     sys.path[:0] = [str(emulator / "stand_in"), str(emulator)]
-    import foreign
+    import ctypes_libraries
 
-    foreign.install()
+    ctypes_libraries.install()
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 // The layout of a sweep (sweep/sweep.cuh): sizes, barriers, shared memory, and which thread has which rows and columns.
 #pragma once
 #include "block/options.cuh"
-#include "sm90/reference_exponents.cuh"
+#include "sm90/online_references.cuh"
 
 // --- rows, columns and threads: kernels/gpu/config/sweep.py computes the -D options ---------------------------------
 
