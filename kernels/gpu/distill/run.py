@@ -24,9 +24,8 @@ from ..tiled.gradient_factors import (
 from ..tiled.operands import Operand, OperandSide, find_feature_divisors
 from ..vectors import Scalars
 
-ModelDirections = tuple[
-    DirectionLosses, DirectionLosses
-]  # of student and teacher: rows, or columns
+# Of student and teacher: their rows, or their columns
+ModelDirections = tuple[DirectionLosses, DirectionLosses]
 
 
 class Teacher:
