@@ -60,8 +60,9 @@ def gradient_arrays(
     - the arrays of all wanted gradients: arrays of `out`, and new arrays for the others;
     - the arrays of `out`, as the caller passed them.
 
-    `arrays` are the features of the call. Arrays of `out` have their shapes, their device and the
-    dtype `grad_dtype` (None: any), and share no memory with them or with each other.
+    `arrays` are the features of the call. Arrays of `out` have their shapes and the dtype
+    `grad_dtype` (None: any), lie on the host or on a GPU as the features do, and share no memory
+    with the features or with each other. Over ranks, each rank checks its own arrays.
     """
     if out is None:
         return {name: xp.ndarray(*type_) for name, type_ in wanted.items()}, {}

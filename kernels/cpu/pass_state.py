@@ -183,6 +183,7 @@ class PassState:
             g = side.to_features(
                 g, features, dots, rows, (g if destination is None else destination).dtype
             )
+        # Both ways convert to the destination's dtype. (`to_features` only widens normalised rows.)
         if destination is not None and add:
             destination[rows] += g
         elif destination is not None:

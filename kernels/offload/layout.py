@@ -134,7 +134,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     if not smaller_side_stays:
         room = workspace - chunk_rows * bytes_per_row
         staying_rows = min(smaller, room // row.staying_bytes // chunk_rows * chunk_rows)
-        smaller_side_stays = staying_rows == smaller
+        smaller_side_stays = staying_rows == smaller  # with smaller chunks it may fit after all
     # The rest of the workspace is for blocks. Without gradients, more rows can stay, because they
     # have no accumulators
     block_bytes = workspace - staying_rows * row.staying_bytes - chunk_rows * row.streamed_bytes

@@ -88,7 +88,7 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
   __syncthreads();  // no thread continues before the first thread has seen all blocks arrive
 }
 
-// Whether query i and key j are an excluded pair, or (SYMMETRIC) the same row.
+// Whether query i and key j are an excluded pair, or (SYMMETRIC) the same row. fused/losses.cuh skips such pairs.
 __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
   return (SYMMETRIC && i == j) || (IDS && f.query_ids[i] == f.key_ids[j]);
 }

@@ -170,9 +170,9 @@ def choose_dq_copies(
 ) -> int:
     """The number of accumulators of each row of dQ: so many of its partial sums run at once.
 
-    A partial sum has `MAX_SUM_TERMS` terms (keys). If queries are few, the tiles of one partial sum
-    do not occupy all multiprocessors. More copies do, but must be added up in the end, and take at
-    most 1/8 of the workspace. Only in fp16x3 do truncations of tensor cores limit a sum: else 1.
+    A partial sum has `MAX_SUM_TERMS` keys. If queries are few, the tiles of one partial sum do not
+    occupy all multiprocessors. More accumulators do, must be added up, and take at most 1/8 of the
+    workspace. Only in fp16x3 (float32 on Hopper) do tensor cores' truncations limit a sum: else 1.
     """
     m, n, d = shape
     sums = -(-n // MAX_SUM_TERMS[precision]) if precision in MAX_SUM_TERMS else 1

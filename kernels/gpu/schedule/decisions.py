@@ -184,9 +184,10 @@ def reserved_bytes(call: Call, operand_precision: str) -> int:
 def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
     """Where kernels read the rows of `z`: in place if they can, otherwise from copies by block.
 
-    Kernels read 16 bytes at a time. So they read rows in place if rows are not normalised, have
-    the dtype of operands of this precision (none of operands in two parts), are contiguous, begin
-    at multiples of 16 bytes and have a multiple of 16 bytes.
+    Kernels read 16 bytes at a time. So they read rows in place if rows are not normalised (copies
+    are divided by a power of two: cuda/rows.cuh), have the dtype of operands of this precision
+    (none of operands in two parts), are contiguous, begin at multiples of 16 bytes and have a
+    multiple of 16 bytes.
     """
     in_place = (
         not call.normalize and config.READ_IN_PLACE.get(operand_precision) == z.dtype

@@ -7,6 +7,7 @@ void together(unsigned mask, Operation operation, void* mine, Place at) {
   let_others_go_first(at);
   const unsigned lane = current->lane();
   if (!(mask >> lane & 1)) fail(at, "lane %u is not in its mask %#x", lane, mask);
+  // One meeting for the full mask, and one for each lowest lane: so lanes of disjoint masks meet separately
   Lanes& lanes = my_warp().meetings[mask == ~0u ? 0 : 1 + __builtin_ctz(mask)];
   if (lanes.arrived.empty()) {
     lanes.mask = mask, lanes.operation = operation, lanes.at = at;
