@@ -56,6 +56,9 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 // products that read small parts divide by it (kernels/gpu/schedule/matrix_products.py).
 constexpr int SMALL_PART_FACTOR = 2048;
 constexpr int TILE_COLUMNS = 128;  // keys of one tile of a sweep, on Hopper
+// Bits of a thread block in `written_tiles`: one for each tile whose column sums sm90/sweep_lse.cu has written. They
+// are 32 words of 32 bits. vectors/sums.cuh reads them
+#define MAX_WRITTEN_TILES (32 * 32)
 
 __device__ __forceinline__ Real2 real2(Real x, Real y) {
   Real2 r;

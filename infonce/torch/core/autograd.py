@@ -9,7 +9,7 @@ time, in three cases: reduction="none", a second backward pass, and inside of `t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -53,20 +53,25 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _compile_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
-def evaluate(
-    kind: Loss,
-    features: Sequence[Tensor],
-    labels: Tensor | None,
-    scale: Any,
-    bias: Any,
-    options: dict[str, Any],
-    wrt: frozenset[str],
-    **more: Any,
-) -> LossAndGrad:
-    """Loss and the gradients named in `wrt`, as tensors.
+def empty_gradients(
+    features: Mapping[str, Tensor], wrt: Container[str], has_upstream: bool
+) -> dict[str, Tensor]:
+    """Memory of PyTorch for the gradients named in `wrt`, of `features` by name.
 
-    Gradients of features have the features' dtype with the upstream gradient (`grad_out` in
-    `more`), and that of TENSOR_DTYPES_UNTIL_UPSTREAM without it. PyTorch allocates them."""
+    Without the upstream gradient they have the dtypes of TENSOR_DTYPES_UNTIL_UPSTREAM."""
+    dtypes: Mapping[Any, Any] = {} if has_upstream else TENSOR_DTYPES_UNTIL_UPSTREAM
+    return {
+        name: torch.empty_like(z, dtype=dtypes.get(z.dtype), memory_format=torch.contiguous_format)
+        for name, z in features.items()
+        if name in wrt
+    }
+
+
+def evaluate(
+    kind: Loss, features: Sequence[Tensor], labels: Tensor | None, scale: Any, bias: Any,
+    options: dict[str, Any], wrt: frozenset[str], **more: Any,
+) -> LossAndGrad:  # fmt: skip
+    """Loss and the gradients named in `wrt`, as tensors. `more` has `grad_out`, or lacks it."""
     is_plain = labels is None and "grad_out" not in more and more.get("metrics", False) is False
     if is_plain and features[0].is_cpu and options.get("group") is None:
         result = repeated.evaluate(kind, features, scale, bias, options, wrt)
@@ -75,13 +80,8 @@ def evaluate(
             names = (*kind.arguments, "scale", "bias")[: None if kind.sigmoid else -1]
             return LossAndGrad(loss, kind.grads(*map(grads.get, names)))
     all_options = {**options, **more, "scale": scale, "wrt": wrt}
-    grad_buffers = {}
-    for name, z in zip(kind.arguments, features, strict=True):
-        if name in wrt:
-            dtype = z.dtype if "grad_out" in more else TENSOR_DTYPES_UNTIL_UPSTREAM.get(z.dtype)
-            grad_buffers[name] = torch.empty_like(
-                z, dtype=dtype, memory_format=torch.contiguous_format
-            )
+    features_by_name = dict(zip(kind.arguments, features, strict=True))
+    grad_buffers = empty_gradients(features_by_name, wrt, "grad_out" in more)
     group = all_options.pop("group", None)
     if group is None:
         return dispatch.loss_and_grad(kind, features, labels, bias, all_options, grad_buffers)

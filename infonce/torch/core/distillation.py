@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import losses
 from ...checks import validation
-from .autograd import NO_SECOND_DERIVATIVE, TENSOR_DTYPES_UNTIL_UPSTREAM
+from .autograd import NO_SECOND_DERIVATIVE, empty_gradients
 
 GRADIENT_INPUTS = ("scale", "query", "key")  # arguments that may have a gradient: the node's inputs
 
@@ -69,12 +69,7 @@ def _evaluate(
     scale, query, key = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
     teacher_query, teacher_key = (z.detach() for z in teacher)
     keywords = {**options, **more, "scale": scale, "wrt": wrt}
-    if "grad_out" not in more:  # gradients wait for the upstream gradient
-        keywords["out"] = {
-            name: torch.empty_like(z, dtype=TENSOR_DTYPES_UNTIL_UPSTREAM[z.dtype])
-            for name, z in (("query", query), ("key", key))
-            if name in wrt and z.dtype in TENSOR_DTYPES_UNTIL_UPSTREAM
-        }
+    keywords["out"] = empty_gradients({"query": query, "key": key}, wrt, "grad_out" in more)
     function: Any = losses.distill_loss_and_grad
     if (group := keywords.pop("group", None)) is not None:
         from infonce import distributed

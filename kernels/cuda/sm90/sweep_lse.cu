@@ -36,7 +36,6 @@
 #ifndef CACHE
 #define CACHE 0  // 1: exponentials are cached, see above
 #endif
-#define MAX_WRITTEN_TILES 1024  // bits of a thread block's `written_tiles`, 32 in each of 32 words; more: `begin`
 
 // In a cached tile, the reference exponents of rows are at most this far below the reference exponent of their strip.
 // Terms of a row that underflow are then negligible relative to the row's largest term.

@@ -9,7 +9,6 @@
 constexpr int MERGE_THREADS = 128;
 constexpr int MERGE_ROW_THREADS = 4;  // threads that share the slots of a row
 constexpr int MAX_SWEEP_BLOCKS = 512;  // thread blocks of a sweep, at most (asserted in kernels/gpu/tiled/lse.py)
-constexpr int MAX_WRITTEN_TILES = 32 * 32;  // as in sm90/sweep_lse.cu: bits of a thread block, one for each tile
 
 // The sums over two sets of logits together, with exponentials in the precision of products.
 __device__ __forceinline__ Sum merge(Sum a, Sum b) {
