@@ -147,6 +147,20 @@ def test_no_memory_is_reserved_that_no_pass_uses(wrt: str) -> None:
     assert made.workspace - taken <= 16 * ALIGNMENT
 
 
+@pytest.mark.parametrize("loss", [LossForm.ROWS, LossForm.BOTH])
+@pytest.mark.parametrize("teacher_width", [64, 256, 1024])
+def test_distillation_has_no_memory_for_a_cache_or_for_one_pass(
+    loss: LossForm, teacher_width: int
+) -> None:
+    teacher = Matrix.packed(16384, teacher_width, "bfloat16")
+    call = a_call(loss, 16384, 16384, 768, teacher_query=teacher, teacher_key=teacher)
+    made = tiled_schedule(call, DEVICES["h200"])
+    assert not made.cached_columns
+    assert not made.one_pass
+    assert {scheduled.purpose for scheduled in made.passes} == {Purpose.DISTILLATION}
+    assert made.workspace <= call.workspace
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "method"),
     [(512, {}, "fused"), (512, {"key_bias": True}, "tiled"), (512, {"set_size": 2}, "tiled"),

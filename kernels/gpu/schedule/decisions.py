@@ -353,8 +353,8 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     - The call is no block over ranks, and wants gradients.
     - The precision has cached exponentials (`MIN_CACHED_K_SLICES`).
     - Rows are long, so that their product takes more time than the cache.
-    - The loss has a softmax, and queries are not the keys: a triangle has no cache.
-    - There are no retrieval ranks, whose pass would run between these two.
+    - The loss is `ROWS` or `BOTH`. `VIEWS` has a triangle, and `PAIRS` no log-sum-exp pass.
+    - There is no teacher, and there are no retrieval ranks, whose pass would run between these two.
     - Pairs have no options (groups, positive ids, limits, a guide, biases), which the kernel of
       cached exponentials does not take. Ids are no such option.
     - The call does not want dQ only with one softmax: one pass computes it without a cache.
@@ -365,7 +365,7 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
         call.block is None and call.gradient
         and sweep is not None and min_k_slices is not None and sweep.k_slices >= min_k_slices
         and call.loss in (LossForm.ROWS, LossForm.BOTH)
-        and not (call.retrieval_ranks or call.pair_options or needs_no_cache)
+        and not (call.taught or call.retrieval_ranks or call.pair_options or needs_no_cache)
     )  # fmt: skip
 
 
