@@ -180,15 +180,16 @@ def agree_on_schedule(
     ranks if a rank's call is refused, if calls differ, or if no schedule fits.
 
     The check of a call needs the numbers of rows of all ranks: labels, for example, are indices of
-    the keys of all ranks. So there are two cases, a call like the last one and another call.
+    the keys of all ranks. A rank does not know the numbers of the other ranks before a message. So
+    each rank first assumes that the other ranks have as many rows as in the last call. The steps:
 
-    1. A rank whose arrays have as many rows as in its last call checks its call, as if the numbers
-       of rows of the other ranks had not changed either. Other ranks report only their numbers of
-       rows. All ranks exchange these messages.
+    1. A rank whose arrays have as many rows as in its last call checks its call under this
+       assumption. Any other rank reports only its numbers of rows. All ranks exchange these
+       messages.
     2. If all reports equal those of the last call, the ranks compare only the scalars, and use the
-       schedule of the last call again.
-    3. Otherwise, if a rank has not checked its call, all ranks check their calls with the numbers
-       of rows that they know now, and exchange messages again.
+       schedule of the last call again. Then step 2 is the last step.
+    3. If a rank has not checked its call, all ranks check their calls with the numbers of rows that
+       they know now, and exchange messages again.
     4. The ranks compare the values that must be equal, and decide a schedule.
     """
     shapes = [tuple(getattr(array, "shape", ())) for array in features]
@@ -232,8 +233,9 @@ def agree_on_schedule(
         Partition([sum(rows) if call.kind.joint else rows[argument] for rows in rows_by_rank])
         for argument in (0, call.kind.key_argument)
     )
-    # A refusal counts only if every rank has as many rows as in its last call: otherwise the check
-    # of step 1 had wrong numbers of rows of other ranks
+    # A rank has checked its call in step 1 if its check has passed (`shared_values`) or has refused
+    # the call (`failure`). If all ranks have, each rank has as many rows as in its last call. Then
+    # the checks had the right numbers of rows, and a refusal counts
     every_rank_has_checked = all(report.shared_values or report.failure for report in reports)
     if every_rank_has_checked:
         raise_first_failure([report.failure for report in reports], own_error)

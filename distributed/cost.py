@@ -57,7 +57,7 @@ class Machine:
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
     across: Link = Link(30e-6, 45e9)  # the network: 400 Gb/s a GPU
     node_gpus: int = 8  # GPUs of a node
-    # a gather; a hierarchical exchange has only `gather_call` and `gather_message`
+    # for a gather; a hierarchical exchange uses only `gather_call` and `gather_message`
     gather_call: float = 0.17e-3  # seconds a call: the agreement of ranks, and their sums
     gather_block: float = 0.06e-3  # seconds a block, in place of `start`
     gather_message: float = 1.5e-6  # seconds a message to one rank
@@ -79,16 +79,17 @@ class Prediction:
 
 # A gather computes dK of other ranks' keys in several visits, so that dK of one visit travels while
 # the next is computed
-LEAST_VISIT_BYTES = 2**26  # 64 MiB of dK, if there are several visits
+LEAST_VISIT_BYTES = 2**26  # 64 MiB: the least bytes of dK in each of several visits
 MOST_VISITS = 4
-# operations for each logit and feature: of the logits (forward); of the logits again, dQ and dK
+# operations for each logit and feature: forward, of the logits; backward, of the logits again, dQ
+# and dK
 FLOPS = (2, 6)
-# large messages, for benchmarks/ranks/model.py; `Machine.inside` is measured in a ring
+# NVLink with large messages, for benchmarks/ranks/model.py; `Machine.inside` is NVLink in a ring
 NVLINK = Link(20e-6, 300e9)
 FEATURE_BYTES, DK_BYTES = 2, 4  # of one number of 16-bit features, and of dK in float32
 FORWARD_SUM_BYTES = 16  # max and sum of a column in float64, which travel in the forward pass
 FACTOR_BYTES = 24  # reference, factor and bound of a column, which travel in the backward pass
-VECTOR_BYTES = 300  # of a row in all vectors: sums, log-sum-exps, factors, positives
+VECTOR_BYTES = 300  # bytes of a row in all vectors: sums, log-sum-exps, factors, positives
 
 
 def transfer_bytes(rows: float, dim: int) -> tuple[float, float]:
@@ -153,7 +154,7 @@ def predict_gather(
         seconds += moving(FORWARD_SUM_BYTES) + moving(FACTOR_BYTES)
         visits = visit_count(rows * ranks * dim * DK_BYTES, others)
         seconds += (visits - 1) * machine.gather_block
-        first_visit = others * backward / visits  # then its dK is sent
+        first_visit = others * backward / visits  # after the first visit, its dK is sent
         seconds += max(ranks * backward, first_visit + moving(dim * DK_BYTES))
     else:
         seconds += backward
@@ -203,12 +204,13 @@ EXCHANGES: dict[str, Callable[[float, int, int, Machine | None], Prediction]] = 
 
 
 def visit_count(size: float, shards: int) -> int:
-    """The number of visits in which a gather computes dK, `size` bytes, of `shards` other ranks."""
+    """The number of visits in which a gather computes dK of `shards` other ranks. `size` is the
+    number of bytes of dK."""
     return int(max(1, min(size // LEAST_VISIT_BYTES, MOST_VISITS, shards)))
 
 
 def gather_bytes(rows: list[int], key_bytes: int, sum_bytes: int) -> int:
-    """The most bytes that buffers of a gather take on a rank.
+    """The bytes that the buffers of a gather need, on the rank that needs most.
 
     `rows` are the numbers of keys of all shards. A key takes `key_bytes`, its sums `sum_bytes`.
     """
@@ -264,7 +266,7 @@ def predict_memory(
         chunks = rows * dim * (2 * FEATURE_BYTES + 5 * DK_BYTES)
         block = rows * (rows * FEATURE_BYTES + dim * DK_BYTES)
         return min(workspace, chunks + block) + vectors
-    key_bytes = dim * (2 * FEATURE_BYTES + 3 * DK_BYTES)  # of one key in all buffers of the ring
+    key_bytes = dim * (2 * FEATURE_BYTES + 3 * DK_BYTES)  # of one key, in all buffers of the ring
     pieces = -(-rows // max(1, workspace // 2 // key_bytes))  # of a shard
     piece = -(-rows // pieces)  # rows of a piece
     # dL/dx of one block, and its part of dQ

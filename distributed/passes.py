@@ -78,10 +78,11 @@ class PassesOverRanks:
     def round(
         self, results: Sequence[Array], own: list[Array], visit: Visit,
         types: Sequence[RowType] = (), combine: Combine | None = None, keep: Keep | None = None,
-        half: bool = False,
+        visits_half: bool = False,
     ) -> None:  # fmt: skip
-        """Visit the keys of all ranks: see `Round`, whose fields the arguments are."""
-        self.exchange.run(Round(own, visit, types, combine, keep, half, self.same_pairs, results))
+        """Visit the keys of all or about half of the ranks. The arguments are fields of `Round`."""
+        round = Round(own, visit, types, combine, keep, visits_half, self.same_pairs, results)
+        self.exchange.run(round)
 
     # -- the methods of a backend
 
@@ -200,54 +201,53 @@ class PassesOverRanks:
     def _log_sum_exps(self, problem: Problem, stats: Statistics) -> None:
         """The log-sum-exp pass. Sums of columns go to the owners of the keys."""
         xp = self.xp
-        # Not with metrics, for which rows meet all keys: then `columns` is None
-        half = problem.symmetric and stats.columns is stats.rows
+        # With metrics, rows meet all keys, and `columns` is None
+        visits_half = problem.symmetric and stats.columns is stats.rows
         row_sums = list_arrays(stats.row_sums)
         sum_count = len(row_sums)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            columns = []
-            if sums:
-                columns = make_sums(sums, stats.row_sums)
-            elif half and keys.are_own:
-                columns = [stats.rows]  # the local block: its triangle adds columns to rows
+            columns = make_sums(sums, stats.row_sums) if sums else []
+            if visits_half and keys.are_own:  # a triangle, whose columns are added to rows
+                columns = [stats.rows]
             block_epilogue = stats.for_block(columns)
-            to_clear = columns[0] if sums else None  # `_block` clears these sums
+            to_clear = columns[0] if sums else None
             for others in columns[1:]:
                 others.clear()
-            has_logits = self._block(problem, keys, arrays, block_epilogue, None, to_clear)
-            if to_clear is not None and not has_logits:
-                to_clear.clear()
-            if half and columns and sums:
-                # a NaN or infinity makes all losses of a symmetric loss NaN: the owner of the keys
-                # learns of one in this rank's rows from the column sums
+            if not self._block(problem, keys, arrays, block_epilogue, None, to_clear) and sums:
+                columns[0].clear()  # the block has no logits, so `_block` has not cleared the sums
+            if visits_half and sums:
+                # A NaN or infinity makes all losses of a symmetric loss NaN. The owner of the keys
+                # does not visit this rank's rows: NaN column sums tell the owner of NaNs in them
                 columns[0].sum += self.nan_flags.sum()
-                sums[-1][:] = xp.nan
-                sums[-1][: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
+                # not a sum: logits that only this rank computes, for the owner of the keys
+                logits_by_key = sums[-1]
+                logits_by_key[:] = xp.nan
+                logits_by_key[: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
 
         def combine(sums: list[Array], *further_sums: list[Array]) -> None:
             for arrived in further_sums:
                 pairs = (make_sums(each, stats.row_sums) for each in (sums, arrived))
                 for total, further in zip(*pairs, strict=True):
                     self.vectors.merge(total, further)
-                # the logits of positives, if `half`: one rank has the logit, the others have NaN
+                # with `visits_half`, logits of positives, in which NaN stands for no logit
                 for logits, others in zip(sums[sum_count:], arrived[sum_count:], strict=True):
                     logits[:] = xp.where(xp.isnan(logits), others, logits)
 
         def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
             own_sums = list_arrays([total.part(own_rows) for total in stats.column_sums])
-            if half:  # the sums of rows have begun: add to them
+            if visits_half:  # `own_sums` are the sums of rows, which visits have begun
                 combine([*own_sums, stats.positive_logits[own_rows]], sums, *others)
                 return
             combine(sums, *others)
             for own, arrived in zip(own_sums, sums, strict=True):
                 self.vectors.assign(own, arrived)
 
-        # vectors of numbers of keys that travel: column sums and, if `half`, positives' logits
-        vector_count = sum_count + half if problem.two_sided or half else 0
+        # number of vectors that travel: column sums; with `visits_half`, also logits of positives
+        vector_count = sum_count + visits_half if problem.two_sided or visits_half else 0
         types: list[RowType] = [((), np.float64)] * vector_count
         results = [*row_sums, stats.positive_logits, self.nan_flags]
-        self.round(results, key_arrays(problem), visit, types, combine, keep, half)
+        self.round(results, key_arrays(problem), visit, types, combine, keep, visits_half)
 
     def _by_keys(self, problem: Problem, keys: Keys, row_values: Array) -> Array:
         """[keys]: the value of row i at the key that is its positive, NaN at all other keys."""
@@ -291,7 +291,7 @@ class PassesOverRanks:
             if dq.dtype != self.sum_dtype:
                 dq = xp.empty(dq.shape, self.sum_dtype)
             vectors.assign(dq, 0.0)
-        half = problem.symmetric  # gradients visit each pair of shards once, also with metrics
+        visits_half = problem.symmetric  # also with metrics
         all_dots = gradients.dots
         dots = None if all_dots is None else xp.empty(len(all_dots))  # of one block
 
@@ -312,17 +312,17 @@ class PassesOverRanks:
             elif (block_dots := block_gradients.dots) is not None:
                 total = all_dots[: len(block_dots)]
                 vectors.add(total, block_dots)
-                if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
+                if visits_half and sums:  # sum_j <dK_j, k_j> of a block is its sum_i <dQ_i, q_i>
                     vectors.add(total, block_dots)
 
         def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
-            if not half:
+            if not visits_half:
                 vectors.assign(gradients.key[own_rows], sums[0], *(other[0] for other in others))
             elif dq is not None:  # queries are the keys, so dK of other ranks is a part of dQ
                 self._add([dq[own_rows]], sums, *others)
 
-        types: list[RowType] = [((d,), self.sum_dtype)] if gradients.want_key or half else []
-        self.round([], own, visit, types, self._add, keep, half)
+        types: list[RowType] = [((d,), self.sum_dtype)] if gradients.want_key or visits_half else []
+        self.round([], own, visit, types, self._add, keep, visits_half)
         if gradients.query is not None and dq is not gradients.query:
             vectors.assign(gradients.query, dq)
 

@@ -45,11 +45,11 @@ def solve(
         request.problem = arguments.readable_by_kernels(request.problem)
     problem, gradients = request.problem, request.gradients
 
-    # upstream gradients of rows, and the divisor of the loss
+    # upstream gradients of rows, and the sum of the weights over ranks (1 for each loss by default)
     loss_count = schedule.queries.total // (2 if schedule.joint else 1)  # losses over all ranks
-    loss_divisor, gradient_factor = float(loss_count), float(ranks.size if ddp else 1)
+    total_weight, gradient_factor = float(loss_count), float(ranks.size if ddp else 1)
     if schedule.weighted and problem.classes is None:  # with classes: after `find_classes`
-        loss_divisor = apply_weights(request, problem, loss_count, ranks, transport)
+        total_weight = apply_weights(request, problem, loss_count, ranks, transport)
     if ddp:
         problem.upstream = problem.upstream * gradient_factor
 
@@ -60,7 +60,7 @@ def solve(
         unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem
         by_plan: Solution | None = planned.solve_by_plan(
             schedule, unweighted, gradients, ranks, transport,
-            _sum_divisors(request, loss_divisor, gradient_factor), request.dtype,
+            _sum_divisors(request, total_weight, gradient_factor), request.dtype,
         )  # fmt: skip
         if by_plan is not None:
             return by_plan
@@ -85,7 +85,7 @@ def solve(
         weigh_positives(xp, problem, *count_positives_over_ranks(passes, problem))
     elif problem.classes is not None:
         find_classes(passes, problem, first_query)
-        loss_divisor = apply_weights(request, problem, loss_count, ranks, transport)
+        total_weight = apply_weights(request, problem, loss_count, ranks, transport)
     elif problem.symmetric and labelled:
         unpaired = find_unpaired_rows(passes, problem, first_query)
         run_on_all_ranks(ranks, lambda: require_pairs(problem, *unpaired))
@@ -94,7 +94,7 @@ def solve(
     result = solver_by_passes(problem)(problem, passes, gradients)
     if result.loss is None and request.reduction != "none":
         result.loss = weigh_losses(xp, result.losses, problem.row_shares).sum()
-    divisors = _sum_divisors(request, loss_divisor, gradient_factor)
+    divisors = _sum_divisors(request, total_weight, gradient_factor)
     sums = totals(transport, vectors, result.loss, result, divisors, request.dtype)
     if request.metrics and result.direction_losses is not None:
         rows_loss, columns_loss = result.direction_losses
@@ -113,16 +113,17 @@ def solve(
 def apply_weights(
     request: Request, problem: Problem, loss_count: int, ranks: Communicator, transport: Transport
 ) -> float:
-    """Multiply upstream gradients by the weights w_i of rows; return W, the sum of the weights over
-    ranks: upstream_i = w_i / W in a mean, else w_i, times the caller's upstream gradient.
+    """Apply the weights w_i of rows to `problem`; return W, the sum of the weights over all ranks.
 
-    A rank whose rows have no weights has the weight 1 for each loss. `loss_count` is the number of
-    losses over all ranks, by which `upstream` of a mean is divided already.
+    Afterwards `upstream` of row i is the caller's upstream gradient times w_i / W in a mean, and
+    times w_i otherwise. Before, `upstream` of a mean is divided by `loss_count`, the number of
+    losses over all ranks. So it is multiplied by w_i and by `loss_count` / W. On a rank whose rows
+    have no weights, each loss has the weight 1.
     """
     own_weight = float(len(problem.query) // (2 if problem.joint else 1))
     if problem.weights is not None:
         own_weight = transport.read(problem.weights.sum())
-        problem.row_shares = problem.weights
+        problem.row_shares = problem.weights  # not divided by W: `totals` divides the sum (a mean)
         problem.upstream = problem.upstream * problem.weights
     # the sum is 0 if no row has a positive; the loss is then 0, whatever its divisor
     total_weight = _exact_sum(ranks.allgather(own_weight)) or 1.0
@@ -132,9 +133,11 @@ def apply_weights(
 
 
 def _sum_divisors(request: Request, total_weight: float, gradient_factor: float) -> Divisors:
-    """The divisors of the loss, and of the gradients of scale and bias, summed over ranks.
+    """The divisors of two kinds of sums over ranks: of losses, and of gradients of scale and bias.
 
-    Every rank gets the whole gradient of scale and bias, so their factor for DDP is divided out.
+    `gradient_factor` is in `upstream`, because DDP averages gradients over ranks. The sums over
+    ranks are the whole gradients of scale and bias, which the average of DDP does not change. So
+    the second divisor takes `gradient_factor` out of these sums.
     """
     return total_weight if request.reduction == "mean" else 1.0, gradient_factor
 
@@ -333,9 +336,9 @@ def _find_blocks(request: Request, schedule: RankSchedule, rank: int) -> list[tu
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
         blocks.add((len(keys), keys.are_own and keys.are_whole_shards))
 
-    make_exchange(schedule, None, rank, [], _NoTransfers()).run(
-        Round([], visit, half=schedule.symmetric, same_pairs=request.problem.compares_with_limits)
-    )
+    same_pairs = request.problem.compares_with_limits
+    round = Round([], visit, visits_half=schedule.symmetric, same_pairs=same_pairs)
+    make_exchange(schedule, None, rank, [], _NoTransfers()).run(round)
     return sorted(blocks, reverse=True)
 
 

@@ -109,7 +109,7 @@ def decide(
         keys=keys,
         exchange=exchange,
         local_size=find_local_size(nodes),
-        # so many that the buffers of one piece take at most half of the workspace
+        # so many pieces that the buffers of one piece take at most half of the workspace
         piece_count=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
@@ -212,26 +212,28 @@ def choose_exchange(
     d, item = problem.shape[2], problem.key.dtype.itemsize
     dk_travels = gradients is not None and (gradients.want_key or problem.symmetric)
     dk_bytes = d * choose_sum_dtype(problem).itemsize if dk_travels else 0
-    # bytes of one key in buffers of keys, and in buffers of sums (of columns; later of dK)
+    # bytes of one key in buffers of keys, and in buffers of sums. The sums are the column's in the
+    # log-sum-exp pass, and dK in the gradient pass
     key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(dk_bytes, COLUMN_SUM_BYTES)
-    least_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
+    # exchange -> the bytes that its buffers need on a rank
+    buffer_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
     size = find_local_size(nodes)
     if size is not None:
-        least_bytes["hierarchical"] = cost.hierarchical_bytes(keys.rows, size, *key_and_sum_bytes)
+        buffer_bytes["hierarchical"] = cost.hierarchical_bytes(keys.rows, size, *key_and_sum_bytes)
     elif asked == "hierarchical":
         raise ValueError(
             'exchange: expected as many ranks on each node, one after another, for "hierarchical", '
             f'got nodes with ranks {", ".join(map(str, nodes))}; exchange="ring" takes any'
         )
     if asked != "auto":
-        if least_bytes[asked] > room:
+        if buffer_bytes[asked] > room:
             raise ValueError(
-                f"workspace: expected at least {2 * least_bytes[asked]} bytes to gather keys of "
+                f"workspace: expected at least {2 * buffer_bytes[asked]} bytes to gather keys of "
                 f'width {d} by exchange="{asked}", {keys.total} over {len(keys.rows)} ranks, got '
                 f'{problem.workspace}; "ring" takes less'
             )
         return asked
-    fitting = [name for name, needed in least_bytes.items() if needed <= room]
+    fitting = [name for name, needed in buffer_bytes.items() if needed <= room]
     if not on_gpu:
         return "gather" if "gather" in fitting else "ring"
     # nodes that differ in size count as large as the largest one

@@ -10,6 +10,8 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# What may come before the name of a CUDA kernel, such as __launch_bounds__(256, F(2))
+ATTRIBUTE = r"__\w+__\((?:[^()]|\([^()]*\))*\)\s*"
 PAGE = Path(__file__).parent / "files.md"
 ROOMS = ("infonce", "kernels", "distributed")
 START = """\
@@ -36,7 +38,8 @@ def definitions(path: Path) -> list[str]:
     """The names of public functions and classes at the top level of a file, or of its kernels."""
     text = path.read_text()
     if path.suffix != ".py":
-        return re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", text)
+        text = re.sub(r"(?m)^#.*\n", "", text)  # `#if` may be inside a signature
+        return re.findall(rf"__global__ void\s+(?:{ATTRIBUTE})*(\w+)\(", text)
     kinds = ast.FunctionDef, ast.ClassDef
     nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
     return [node.name for node in nodes if not node.name.startswith("_")]

@@ -91,17 +91,19 @@ def _in_one_pass(
 ) -> Any:  # fmt: skip
     """The result of a call with `dims` whose prefixes share their matrix products, on the CPU.
 
-    None if the call does not allow that: then `prefixes` makes each prefix a call of its own. Such
-    are calls on a GPU or with `offload`, calls that the condition below excludes, and calls that
-    `solve_prefixes` refuses: options and small batches (its `fits`), or too little workspace.
+    None if the call cannot share them: then `prefixes` makes each prefix a call of its own. These
+    calls cannot: calls on a GPU or with `offload`; calls that the condition below excludes; and
+    calls that `solve_prefixes` refuses, because of their options or small batches (`fits`), or of
+    too little workspace.
     """
     features = arrays.natives(caller_arrays, kind.arguments)
     if not all(isinstance(z, np.ndarray) for z in features):
         return None
     widths_and_weights, others = prefixes.check_and_read(kind, features, options)
     widest = widths_and_weights[-1][0]
-    # Excluded are one prefix, which has no products to share; a widest prefix without the last
-    # features, because `solve_prefixes` takes it as all; losses whose queries are the keys; and LiT
+    # Excluded are calls with one prefix, which has no products to share; calls whose widest prefix
+    # lacks the last features, because `solve_prefixes` computes its last prefix from all features;
+    # losses whose queries are the keys; and LiT
     if len(widths_and_weights) == 1 or widest < features[0].shape[1]:
         return None
     if kind.symmetric or kind.locked:

@@ -114,14 +114,15 @@ def finalize(
         )
 
     # Sums may stay finite although a feature is not finite: a maximum ignores NaN, and a logit of
-    # -inf counts as an excluded pair. So losses become NaN here: the loss of a query that is not
-    # finite, and all losses if a key is not finite (all rows of a joint loss are keys, so the NaNs
-    # of its first B rows suffice)
-    losses = losses + backend.row_nans(problem)[: len(losses)]
+    # -inf counts as an excluded pair. So NaN flags are added here. A query that is not finite sets
+    # the flag of its row, a key that is not finite sets all flags. A joint loss has B losses and 2B
+    # flags: all its rows are keys, so all flags are equal, and the first B suffice
+    nans = backend.row_nans(problem)[: len(losses)]
     if own is not None:
-        losses = losses + own.row_nans
-    if log_scale_grad is not None:  # a feature that is not finite has made it NaN already
-        log_scale_grad = problem.upstream * log_scale_grad
+        nans = nans + own.row_nans
+    losses = losses + nans
+    if log_scale_grad is not None:
+        log_scale_grad = problem.upstream * (log_scale_grad + nans)
 
     # -scale dL/dx at the positives. With label smoothing e, a target has 1 - e at the positive and
     # e / count at each key. The gradient pass inserts `inserted_pull`, of the first part; linear

@@ -61,7 +61,8 @@ class Problem:
     # int64, -1 for no key. [M]: the positive key of each row; [M, P]: its up to P positives. None:
     # `default_positives`
     positives: Array = None
-    # the share of every row; if there are `row_shares`, their common factor. None: no reduction
+    # the factor of all rows in the reduced loss, common_share sum_i losses_i row_shares_i. (Without
+    # `row_shares` they count as 1.) None: the loss is not reduced
     common_share: float | None = None
     row_direction_weight: float = 1.0  # factor, in `losses_i`, of the loss of the softmax over keys
     column_direction_weight: float = 0.0  # the same of the softmax over queries; 0: not computed

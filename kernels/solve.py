@@ -159,11 +159,12 @@ def run_block_pass(
 
 
 def allows_online_softmax(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether one pass can compute the losses of a softmax, and dQ (`OnlineSoftmax`).
+    """Whether one pass may compute the losses of a softmax, and dQ (`OnlineSoftmax`).
 
-    It computes no dK, whose terms need complete sums of rows, and no ranks. It needs a softmax over
-    keys alone, one positive a row, no linear terms; on the CPU no option but `ids` (`plain`). A
-    pairwise sigmoid always has one pass. A GPU decides in `divide_workspace`, and may have dK.
+    All of these hold: gradients are wanted, but not dK, whose terms need complete sums of rows;
+    no retrieval ranks; one softmax, over keys (no SigLIP); queries are not the keys; one positive a
+    row; no linear terms; options of targets or options of logits, but not both. On the CPU,
+    `CPU.has_online_softmax` also asks for `plain`. On a GPU, `may_compute_in_one_pass` decides.
     """
     if gradients is None or gradients.want_key or problem.retrieval_ranks:
         return False

@@ -55,14 +55,16 @@ class Round:
 
     If queries are keys, a rank's own shard is visited in one piece.
 
-    half : Rank r visits its own shard and the n // 2 shards before it, of n ranks. So a pair of
-        shards meets on one of its two ranks, which computes the sums of both. If n is even, shards
-        n / 2 apart meet on both ranks, and each of them computes only the sums of its own rows.
-        The local block has no sums for keys: they are the sums of its rows.
+    visits_half : Only if queries are keys. Of n ranks, rank r visits its own shard and the n // 2
+        shards before it. So a pair of shards meets on one of its two ranks, which computes the sums
+        of both shards. If n is even, shards n / 2 apart meet on both ranks, and each rank computes
+        only the sums of its own rows. The local block has no sums for keys, because the sums of its
+        rows are the sums of its keys.
     same_pairs : Logits are compared with limits. A product of another shape may be rounded
-        differently, so all rounds of a call visit the same keys together, this rank's own keys
-        first: then they leave out the same pairs. If n is even and `half`, the rank with the higher
-        number computes all sums of shards n / 2 apart, and the other rank leaves them out.
+        differently. So all rounds of a call visit the same keys together, this rank's own keys
+        first: then all rounds leave out the same pairs. If `visits_half` and n is even, the rank
+        with the higher number computes all sums of shards n / 2 apart, and the other rank computes
+        none of these sums.
     """
 
     own: list[Array]  # arrays of this rank's keys, which travel
@@ -70,7 +72,7 @@ class Round:
     types: Sequence[RowType] = ()  # row types of the sums; empty: no sums
     combine: Combine | None = None
     keep: Keep | None = None
-    half: bool = False
+    visits_half: bool = False
     same_pairs: bool = False
     # Arrays that visits fill, except the sums. infonce/jax/rounds.py, whose callbacks run a call
     # from its beginning, restores them
@@ -81,28 +83,28 @@ class Round:
 
         `shards` is the number of ranks (or nodes).
         """
-        return shards // 2 if self.half else shards - 1
+        return shards // 2 if self.visits_half else shards - 1
 
     def summed_reach(self, shards: int) -> int:
         """The distance of the farthest shard with sums; 0 if no other rank's shard has sums."""
         if not self.types:
             return 0
-        if not self.half:
+        if not self.visits_half:
             return shards - 1
         return shards // 2 if self.same_pairs else (shards - 1) // 2
 
     def is_left_to_other(self, index: int, distance: int, shards: int) -> bool:
         """Whether rank (or node) `index` leaves out the shard that is `distance` before its own.
 
-        With `same_pairs`, the owner of that shard visits the pair of shards if it is half of all
-        `shards` away and has the higher number.
+        With `visits_half` and `same_pairs`, the owner of that shard visits the pair of shards
+        instead, if the shards are half of all `shards` apart and the owner has the higher number.
         """
-        return self.half and self.same_pairs and index < distance == shards / 2
+        return self.visits_half and self.same_pairs and index < distance == shards / 2
 
 
 class Exchange(Protocol):
     """How ranks get each other's keys."""
 
     def run(self, round: Round) -> None:
-        """Visit the keys of every rank, or of about half of the ranks: see `Round.half`."""
+        """Visit the keys of every rank, or of about half of the ranks: see `Round.visits_half`."""
         ...

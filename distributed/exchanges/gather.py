@@ -48,7 +48,7 @@ class Gather:
         """See `Exchange`."""
         n, r = len(self.partition.rows), self.rank  # as at the top of this file
         rows, starts = self.partition.rows, self.partition.starts
-        own, visit, types, half = round.own, round.visit, round.types, round.half
+        own, visit, types = round.own, round.visit, round.types
         reach, summed_reach = round.reach(n), round.summed_reach(n)
         # rows_within[d]: the number of rows of the shards of ranks r - d, ..., r - 1
         rows_within = [0, *accumulate(rows[(r - d) % n] for d in range(1, reach + 1))]
@@ -64,8 +64,9 @@ class Gather:
         other_sums = [
             self.xp.empty((rows_within[summed_reach], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
-        # [ranks, rows] sums of this rank's keys: the first from this rank itself, unless `half`
-        own_sum_count = 0 if half else 1
+        # [ranks, rows] sums of this rank's keys. The first are of this rank's own queries; with
+        # `visits_half`, the local block computes none
+        own_sum_count = 0 if round.visits_half else 1
         partial_sums = [
             self.xp.empty((own_sum_count + summed_reach, rows[r], *tail), dtype)
             for tail, dtype in types
@@ -75,8 +76,9 @@ class Gather:
         # gradients and without
         local_first = pending is not None or round.same_pairs
         other_visits = list(self._list_visits(reach, summed_reach, () if local_first else types))
-        if half and round.same_pairs and 2 * reach == n:
-            # one of two ranks visits the farthest shard, which is a visit of its own
+        if round.visits_half and round.same_pairs and 2 * reach == n:
+            # only one of two ranks visits shards n / 2 apart, so the farthest shard is a visit of
+            # its own
             other_visits = [(reach, reach), *self._list_visits(reach - 1, reach - 1, ())]
         # None: the local block
         visits = [None, *other_visits] if local_first else [*other_visits, None]

@@ -19,8 +19,8 @@ t >= 2 runs during step t - 1. In tick t,
 
 A tick is one exchange, so links inside nodes and links between nodes work at the same time. The
 sums of a shard are always added in the same order: pairwise over the ranks of a node, and over
-nodes as in the ring. If each pair of shards meets on one rank only, shards go half way round the
-nodes.
+nodes as in the ring. If each rank visits only about half of the shards (`Round.visits_half`),
+shards go half way round the nodes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,11 @@ ranks has the keys of rank k = r - s (mod n). While a block is computed, two thi
 r - 1: the keys of the next block, and the running sums of the keys of this block, to which the
 ranks k, k + 1, ..., r - 1 have added. Rank r adds its own sums. So the sums of shard k are always
 added in the order k, k + 1, ... After the last step with sums, the sums are sent to the owner of
-the keys. A round has n steps, or about half as many if queries are keys (`Round.half`).
+the keys.
+
+A round has n steps. If queries are keys, a round may have about half of the steps
+(`Round.visits_half`). Then rank k computes no sums for its own keys in step 0, and the order of the
+additions begins with rank k + 1. The owner adds these sums to its sums of rows.
 
 There are two buffers of keys (of this block, and arriving) and three buffers of sums (of this
 block, arriving, and being sent). If the buffers would be larger than half of the workspace, shards
@@ -42,8 +46,8 @@ class Ring:
         ranks, rank = len(self.partition.rows), self.rank
         own, visit, types = round.own, round.visit, round.types
         steps = round.reach(ranks) + 1
-        # in a half round, the local block (step 0) has sums of rows only, which do not travel
-        first_summed_step = 1 if round.half else 0
+        # with `visits_half`, the local block (step 0) has sums of rows only, which do not travel
+        first_summed_step = 1 if round.visits_half else 0
         summed_steps = (
             range(first_summed_step, round.summed_reach(ranks) + 1) if types else range(0)
         )
@@ -72,7 +76,7 @@ class Ring:
             start = self.partition.starts[rank]
             own_rows = slice(pieces[rank].start - start, pieces[rank].stop - start)
             arrays: list[Array] = [array[own_rows] for array in own]
-            sums_to_send: list[Array] = []  # in the next step
+            sums_to_send: list[Array] = []  # the sums that the next step sends
             for step in range(steps):
                 # start the transfers that this step's block hides
                 owner, next_piece = (rank - step) % ranks, pieces[(rank - step - 1) % ranks]
@@ -116,11 +120,11 @@ class Ring:
 
             # send the last sums to the owner of the keys, and receive the sums of the own keys
             if summed_steps and round.keep is not None:
+                sums_of_own_keys = sums_to_send  # of one rank: all sums are of its own keys
                 if ranks > 1:
                     rows = pieces[rank].stop - pieces[rank].start
-                    complete = buffers((summed_steps[-1] + 1) % 3, rows, True)
+                    sums_of_own_keys = buffers((summed_steps[-1] + 1) % 3, rows, True)
                     distance_to_owner = ranks - summed_steps[-1]
-                    shift_to_owners = {distance_to_owner: (sums_to_send, complete)}
+                    shift_to_owners = {distance_to_owner: (sums_to_send, sums_of_own_keys)}
                     self.transport.exchange(shift_to_owners).wait()
-                    sums_to_send = complete
-                round.keep(own_rows, sums_to_send)
+                round.keep(own_rows, sums_of_own_keys)

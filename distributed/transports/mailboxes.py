@@ -25,7 +25,7 @@ from .peers import AT_LEAST, LINE_BYTES, MOST_SWAP_BYTES, SWAP_BLOCKS, Copies, S
 SWITCH = "INFONCE_COPY_ENGINES"  # environment variable; with the value 0, NCCL makes all transfers
 FLUSH = 2**30  # CU_STREAM_WAIT_VALUE_FLUSH of CUDA's driver
 LAST_WRITES = 1.0  # seconds that a process waits at its end for writes of others to its mailbox
-MOST_WORD_BYTES = 2**16  # of both kinds of words: enough for more ranks than a node has
+MOST_WORD_BYTES = 2**16  # of all words of a mailbox: enough for more ranks than a node has
 
 
 class Device:
@@ -47,8 +47,8 @@ class Device:
         runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, stream.ptr)
 
     def wait(self, stream: Any, at: int, number: int, how: int) -> None:
-        """Let the stream wait until the word at an address is `EQUAL` to a number, or `AT_LEAST` as
-        large."""
+        """Let the stream wait for the word at an address. `how` is `EQUAL` (until the word equals
+        `number`) or `AT_LEAST` (until the word is `number` or more)."""
         # Another GPU writes a piece, and then the word that says that the slot is full. The piece
         # may arrive after the word. A flush makes the piece visible to later work on this stream
         flush = self.flush if how == AT_LEAST else 0
@@ -86,7 +86,7 @@ class Device:
             })  # fmt: skip
 
     def fill(self, at: int, byte: int, size: int) -> None:
-        """Write `size` bytes of this value now, on a stream that waits for no other stream."""
+        """Set `size` bytes to `byte` now, on a stream that waits for no other stream."""
         own_stream = cupy.cuda.Stream(non_blocking=True)
         runtime.memsetAsync(at, byte, size, own_stream.ptr)
         own_stream.synchronize()
@@ -142,8 +142,9 @@ class Mailboxes:
     def close(self, are_taken: Callable[[], bool] = lambda: True) -> None:
         """Unmap the mailboxes of other ranks, after these ranks have taken all messages.
 
-        A rank that takes a message writes to this rank's mailbox, so the process must not end
-        before. `are_taken` tells whether all messages are taken.
+        A rank that takes a message of this rank writes to this rank's mailbox, so this process must
+        not end before. `are_taken` tells whether all messages of this rank are taken. The wait ends
+        after LAST_WRITES seconds.
         """
         end = time.monotonic() + LAST_WRITES
         with suppress(runtime.CUDARuntimeError), self.device:
@@ -211,7 +212,7 @@ def connect(ranks: Communicator) -> NodeCopies | None:
             addresses = mailboxes.open(ranks.rank, node_ranks, [handle for _, handle in handles])
             copies = NodeCopies(ranks.rank, mailboxes, addresses)
 
-    # try the copies, if all ranks have them, because each rank waits for the others
+    # Try the copies only if all ranks have copies, because each rank waits for the others
     works = all(ranks.allgather(alone or copies is not None))
     if works and copies is not None:
         works = _try_copies(copies)
@@ -223,7 +224,7 @@ def connect(ranks: Communicator) -> NodeCopies | None:
         copies.close()
     elif mailboxes is not None:
         mailboxes.close()
-    ranks.allgather(None)  # no rank has mapped the mailbox of another any more
+    ranks.allgather(None)  # after this, no rank maps the mailbox of another rank
     if mailboxes is not None:
         mailboxes.free()
     return None
@@ -237,7 +238,7 @@ def _try_copies(copies: Copies) -> bool:
     """
     ranks, stream = copies.ranks, cupy.cuda.Stream(non_blocking=True)
     own_index, small, large = ranks.index(copies.rank), LINE_BYTES, MOST_SWAP_BYTES + LINE_BYTES
-    sent = cupy.full(large, copies.rank % 251, np.uint8)  # each byte tells the sender
+    sent = cupy.full(large, copies.rank % 251, np.uint8)  # each byte stands for the sender
     received = cupy.full((2, len(ranks), large), 255, np.uint8)  # no sender has the byte 255
     sources, swaps, addresses = [], [], []
     for distance in range(1, len(ranks)):

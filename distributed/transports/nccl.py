@@ -22,7 +22,8 @@ Message = tuple[int, int]  # (bytes, the other rank)
 Link = tuple[int, bool, bool]
 NCCL_UINT8 = 1  # NCCL's number for 8-bit unsigned integers: arrays of any dtype are sent as bytes
 # In a plan of two ranks, an exchange of at most this number of bytes by NCCL is launched after the
-# block that hides it: NCCL transfers them in about the time that the host takes to launch NCCL
+# block that hides the exchange: NCCL transfers so few bytes in about the time that the host takes
+# to launch NCCL
 LATE_BYTES = 2**23  # 8 MiB
 COPIES_PATIENCE = 0.5  # seconds for copies to end after an error, before NCCL is aborted
 
@@ -61,7 +62,7 @@ class NCCL(gpu.OnDevice):
     def _run_bounded(self, function: Callable[[], Any]) -> Any:
         """The result of a function of NCCL that waits for other ranks, within the timeout.
 
-        It runs in another thread: see `Communicator.bounded`.
+        The function runs in another thread: see `Communicator.bounded`.
         """
 
         def on_device() -> Any:
@@ -99,7 +100,7 @@ class NCCL(gpu.OnDevice):
         began = self.record_time(self.stream)
         if form.links <= self.linked:
             form.launch(self, addresses)
-        else:  # NCCL connects ranks in their first transfer, and waits for them
+        else:  # NCCL connects ranks in their first transfer, in which the host waits for them
             self._run_bounded(lambda: form.launch(self, addresses))
             self.linked |= form.links
         if began is None:
@@ -133,11 +134,11 @@ class NCCL(gpu.OnDevice):
                 self.plans.clear()  # last, because freeing a graph may wait for its launches
 
     def _release(self, patience: float) -> None:
-        """End the waits of copies for other ranks in the work that is now queued. `patience` is the
-        most seconds."""
+        """End the waits for other ranks in the copies that are now queued. Stops after `patience`
+        seconds."""
         if self.copies is None:
             return
-        with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the call may end by such an error
+        with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the call may end with such an error
             ends = [stream.record() for stream in (self.call_stream, self.stream)]
             self.copies.release(lambda: all(event.done for event in ends), patience)
 
@@ -146,7 +147,7 @@ class NCCL(gpu.OnDevice):
         copies, self.copies = self.copies, None
         if copies is not None:
             copies.close()
-        self.ranks.allgather(None)  # no rank has mapped the mailbox of another any more
+        self.ranks.allgather(None)  # after this, no rank maps the mailbox of another rank
         if copies is not None:
             copies.mailbox_memory.free()
         self.communicator.destroy()
@@ -206,8 +207,9 @@ class _QueuedNCCL:
     def __init__(self, transport: NCCL, queue: Queue, may_launch_late: bool = False) -> None:
         self.transport, self.queue = transport, queue
         self.may_launch_late = may_launch_late
-        # CUDA graphs take copies only, because NCCL may register the buffers of captured transfers;
-        # and no measured exchanges, whose events have times
+        # A CUDA graph may have an exchange if both of these hold: copies carry all arrays, because
+        # NCCL may register the buffers of captured transfers; and exchanges are not measured,
+        # because events with times are no part of a graph
         capturable = transport.all_copied and not transport.measured
         self.do = partial(queue.do, capturable=capturable)
 

@@ -32,12 +32,12 @@ from itertools import zip_longest
 from typing import Any
 
 SLOTS = 2  # for each sender
-MAILBOX_BYTES = 2**25  # of all slots of a rank
-# If a node has more than two ranks. NCCL sends smaller messages: a small copy spends most of its
-# time between its steps
+MAILBOX_BYTES = 2**25  # bytes of all slots in a mailbox
+# The least bytes of a message that is copied, if a node has more than two ranks. NCCL sends smaller
+# messages, because a small copy spends most of its time between its steps
 LEAST_COPY_BYTES = 2**20
-# Between two ranks of a node, a kernel swaps up to this number of bytes, and of arrays, in each
-# direction. Copy engines carry more
+# If a node has two ranks, a kernel swaps up to this number of bytes, and of arrays, in each
+# direction. Copy engines carry larger messages, and messages of more arrays
 MOST_SWAP_BYTES, MOST_SWAP_ARRAYS = 2**20, 4
 SWAP_BLOCKS = 16  # thread blocks of swap.cu
 WORD_BYTES, LINE_BYTES = 4, 256  # of a word; the alignment of slots, of parts and of buffers
@@ -89,7 +89,8 @@ class Copies:
     - words "in use", one for each slot of this rank in another mailbox (`word_bytes`);
     - slots of `slot_bytes`, SLOTS for each other rank;
     - from `channel` on, the memory of swap.cu: two buffers of MOST_SWAP_BYTES; and for each thread
-      block the number of the last swap whose arrays have arrived, and the number of its last swap.
+      block two numbers of swaps: of the last swap whose arrays have arrived, and of the last swap
+      that the thread block has made.
     """
 
     def __init__(self, rank: int, mailboxes: dict[int, int], device: Any) -> None:
@@ -123,8 +124,9 @@ class Copies:
                 self.partner is not None
                 and max(map(padded_bytes, (swap.sent, swap.received))) <= MOST_SWAP_BYTES
             ):
-                # `swap.to` or `swap.source` may be on another node. Nothing is copied to that rank,
-                # but both partners launch the kernel, for the arrays that go the other way
+                # `swap.to` or `swap.source` may be on another node. The kernel copies nothing to or
+                # from that rank. Both partners still launch it, for the arrays of the other
+                # direction
                 sides = (self.mailboxes[r] + self.channel for r in (self.partner, self.rank))
                 self.device.swap(stream, swap, outgoing, incoming, *sides)
                 continue
@@ -139,10 +141,11 @@ class Copies:
                     self._receive(swap.source, turn % SLOTS, received, incoming, stream)
 
     def release(self, done: Callable[[], bool], patience: float = PATIENCE) -> None:
-        """End all waits of this rank's streams, until `done()` is true or for `patience` seconds.
+        """End the waits of this rank's streams for words, after an error or a timeout.
 
-        After an error, other ranks may never write the words. So this rank writes into its own
-        mailbox that all slots are full, that none is in use, and that later swaps have arrived.
+        Other ranks may never write these words. So this rank writes into its own mailbox that all
+        slots are full, that no slot is in use, and that later swaps have arrived. It writes again
+        and again, until `done()` is true or `patience` seconds have passed.
         """
         mailbox, end = self.mailboxes[self.rank], time.monotonic() + patience
         arrived = mailbox + self.channel + 2 * MOST_SWAP_BYTES
@@ -181,19 +184,21 @@ class Copies:
 
     @property
     def in_use(self) -> int:
-        """Address of the words that say which pieces of this rank the others have not taken yet."""
+        """Address of the words "in use" in this rank's mailbox: a word is 1 while the receiver
+        has not taken this rank's piece from the slot."""
         return self.mailboxes[self.rank] + self.word_bytes
 
     def _full_address(self, owner: int, source: int, slot: int) -> int:
-        """The word that says whether the owner's slot holds a piece from `source`."""
+        """Address of the word that is 1 while the owner's slot holds a piece from `source`."""
         return self.mailboxes[owner] + WORD_BYTES * (SLOTS * self.ranks.index(source) + slot)
 
     def _in_use_address(self, owner: int, to: int, slot: int) -> int:
-        """The word that says whether rank `to` has not taken the owner's piece from a slot."""
+        """Address of the word that is 1 while `to` has not taken the owner's piece from a slot."""
         return self._full_address(owner, to, slot) + self.word_bytes
 
     def _slot_address(self, owner: int, source: int, slot: int) -> int:
-        """The owner's slot for pieces from `source`. Slots are in the order of the next ranks."""
+        """Address of the owner's slot for pieces from `source`. Slots are in the order of their
+        senders, from the rank after the owner on."""
         distance = self.ranks.index(source) - self.ranks.index(owner)
         source_index = (distance - 1) % len(self.ranks)
         offset = 2 * self.word_bytes + self.slot_bytes * (SLOTS * source_index + slot)
@@ -203,7 +208,7 @@ class Copies:
 def padded_bytes(sizes: tuple[int, ...]) -> int:
     """Bytes that arrays of these sizes take in a buffer of swap.cu, which pads each to 16 bytes.
 
-    For too many arrays, more bytes than the buffer has.
+    For more than MOST_SWAP_ARRAYS arrays: a number of bytes that the buffer does not have.
     """
     if len(sizes) > MOST_SWAP_ARRAYS:
         return MOST_SWAP_BYTES + 1

@@ -84,8 +84,9 @@ class _StaticChecks:
     offload: bool
     has_vectors: bool  # a call has labels, own negatives or an option in `PER_CALL`
     template: Problem  # the problem of such calls, without features, scale, bias and vectors
-    # `positives` and `upstream` are arrays in the template: small calls on the CPU without vectors
-    template_has_vectors: bool
+    # the template has the default `positives` and `upstream` as arrays: small calls on the CPU that
+    # have no vectors of their own
+    template_has_defaults: bool
 
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
@@ -94,7 +95,7 @@ PER_CALL = frozenset(
     {"out", "grad_out", "progress", "guide", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS}
 )
 NUMBERS = frozenset({"scale", "temperature"})
-MOST_TEMPLATE_LOGITS = 2**20  # M x N up to which a template holds vectors; also one block's most
+MOST_TEMPLATE_LOGITS = 2**20  # M x N for `template_has_defaults`; as many as one block may have
 MOST_CACHED = 256  # calls in `_cache`; one more empties it
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}  # key of a call (`_cache_key`) -> its checks
 
@@ -273,10 +274,10 @@ def _cache_key(
     loss: Loss, descriptions: Sequence[Any], labelled: bool, bias: Any, options: Mapping[str, Any],
     with_grad: bool, batch: Batch | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The key of a call in `_cache`; None, if an option has a value of other types than `PLAIN`.
+    """The key of a call in `_cache`. It has the types of all options, and values of options.
 
-    Exceptions are the options `PER_CALL` and an array as `scale` or `temperature`: their values are
-    checked in each call, and are not part of the key.
+    If all types are in `PLAIN`, the key has all values. Otherwise it lacks the values of `PER_CALL`
+    and arrays of `NUMBERS`. If any other value (but a list as `wrt`) is not plain, it is None.
     """
     plain = options  # options whose values are part of the key
     types = tuple(map(type, options.values()))  # part of the key too, because True == 1
@@ -309,10 +310,9 @@ def _check_static(
     values = _options(loss, options, with_grad)
     # a rank may have no rows
     validation.features(loss.arguments, arrays, descriptions, 1 if batch is None else 0)
-    query, key = arrays[0], arrays[loss.key_argument]
+    query, key, is_whole_batch = arrays[0], arrays[loss.key_argument], batch is None
     on_host = descriptions[0][2] is None
     on_cpu = on_host and not values["offload"]
-    is_whole_batch = batch is None
     batch = batch or Batch(len(query), len(key))
     square = loss.square and values["positive_ids"] is None
     validation.shapes(loss, query, key, labelled, batch, square)
@@ -338,7 +338,7 @@ def _check_static(
     common_share = 1.0 / batch.rows if values["reduction"] == "mean" else 1.0
     wide_on_host = on_host and "float64" in dtypes and compute_precision == "fp64"
     template = Problem(
-        query, key, None, common_share,
+        query=query, key=key, scale=None, upstream=common_share,
         common_share=None if values["reduction"] == "none" else common_share,
         row_direction_weight=loss.row_direction_weight,
         column_direction_weight=loss.column_direction_weight,
@@ -350,9 +350,9 @@ def _check_static(
         **dict(softmax_options),
     )  # fmt: skip
     has_vectors = labelled or loss.classes or loss.has_own or not PER_CALL.isdisjoint(options)
-    template_has_vectors = on_cpu and is_whole_batch and not (has_vectors or loss.joint)
-    template_has_vectors = template_has_vectors and logits <= MOST_TEMPLATE_LOGITS
-    if template_has_vectors:
+    template_has_defaults = on_cpu and is_whole_batch and not (has_vectors or loss.joint)
+    template_has_defaults = template_has_defaults and logits <= MOST_TEMPLATE_LOGITS
+    if template_has_defaults:
         template = materialize_vectors(template, np)
     return _StaticChecks(
         xp=namespace(query),
@@ -380,7 +380,7 @@ def _check_static(
         offload=bool(values["offload"]),
         has_vectors=has_vectors,
         template=fast_replace(template, query=None, key=None),
-        template_has_vectors=template_has_vectors,
+        template_has_defaults=template_has_defaults,
     )
 
 

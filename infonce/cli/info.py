@@ -30,16 +30,18 @@ OPTIONAL = {  # library -> the extra that brings it
 }
 WIDTHS = (128, 256, 384, 512, 768, 1024)
 SMALL_ROWS, LARGE_ROWS = 64, 8192
-MOST_AT_ONCE = 8  # calls that compile: each takes a workspace
+MOST_AT_ONCE = 8  # calls that compile at once; each call takes a workspace
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--compile/--no-compile", "compiles", default=False,
-    help="Compile the GPU kernels of common calls (all losses; float32, bfloat16, float16; widths "
-    f"{', '.join(map(str, WIDTHS))}) into the cache, side by side, and time them: first calls then "
-    "compile nothing. Without a GPU nothing is compiled, and the exit status is 1.",
+    help="Compile the GPU kernels of common calls (all losses but distill, without options; "
+    f"float32, bfloat16, float16; widths {', '.join(map(str, WIDTHS))}) into the cache, side by "
+    "side, and time them. Such calls compile nothing later. Calls of distill, and calls with "
+    "options such as normalize, may compile further kernels. Without a GPU nothing is compiled, "
+    "and the exit status is 1.",
 )  # fmt: skip
 def info(as_json: bool, compiles: bool) -> None:
     """Versions, processor, GPU, backends, optional libraries and caches of this machine."""
@@ -62,7 +64,7 @@ def info(as_json: bool, compiles: bool) -> None:
         "workspace_bytes": WORKSPACE,
         "compiled_code": _cache(),
         "compiled_kernels": str(compiler.cache_directory()),
-        "compile_seconds": _compile_seconds() if can_compile and compiles else {},
+        "compile_seconds": _compile_common_calls() if can_compile and compiles else {},
     }
     if as_json:
         click.echo(to_json(report))
@@ -153,11 +155,11 @@ def _cuda_libraries() -> dict[str, str]:
 
 
 def common_calls(tensor_cores: bool) -> list[tuple[spec.Loss, str, int, int]]:
-    """(loss, dtype, rows, width) whose kernels `--compile` compiles: small batches in one launch,
-    and large ones of all common widths.
+    """(loss, dtype, rows, width) of the calls whose kernels `--compile` compiles: small batches in
+    one launch, and large batches of all common widths.
 
-    `tensor_cores`: whether the GPU has capability 8.0, from which on kernels use them. Without them
-    there are no 16-bit products.
+    `tensor_cores`: whether kernels use tensor cores, which they do from compute capability 8.0 on.
+    Without tensor cores there are no 16-bit products.
     """
     dtypes = ("float32", "bfloat16", "float16") if tensor_cores else ("float32",)
     sizes = [(SMALL_ROWS, WIDTHS[0]), *((LARGE_ROWS, width) for width in WIDTHS)]
@@ -167,8 +169,9 @@ def common_calls(tensor_cores: bool) -> list[tuple[spec.Loss, str, int, int]]:
     ]  # fmt: skip
 
 
-def _compile_seconds() -> dict[str, float]:
-    """Compiles kernels of common calls into the cache. Seconds of each that was not there."""
+def _compile_common_calls() -> dict[str, float]:
+    """Compile the kernels of common calls into the cache. Returns, for each kernel that was not in
+    the cache, the seconds of its compilation."""
     import cupy
 
     device = cupy.cuda.Device()

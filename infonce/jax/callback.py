@@ -1,7 +1,8 @@
 """The parts of a call in a compiled program, for one device and for an axis of devices.
 
 `TracedCall` is known while JAX traces the program. The arrays (`inputs`) are known when the program
-runs, and a callback (`add_callback`) computes from them. autodiff.py and rounds.py use both.
+runs, and a callback (`add_callback`) computes results from the arrays. autodiff.py and rounds.py
+make the callbacks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ TEACHER_INPUTS = ("teacher_query", "teacher_key", "teacher_scale")
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class SplitIntegers:
-    """64-bit integers as pairs of 32-bit integers, for programs without `jax_enable_x64`."""
+    """64-bit integers as pairs of 32-bit integers, for programs without `jax_enable_x64`: these
+    programs have no 64-bit arrays."""
 
     halves: Any  # int32 [..., 2]
     dtype: np.dtype[Any]  # of the 64-bit integers
@@ -56,7 +58,7 @@ class SplitIntegers:
 
     @property
     def value(self) -> Any:
-        """The 64-bit integers. Only in a callback, where `halves` is an array of NumPy or CuPy."""
+        """The 64-bit integers. Only a callback reads them: there `halves` is of NumPy or CuPy."""
         return self.halves.view(self.dtype)[..., 0]
 
 
@@ -104,7 +106,7 @@ class TracedCall:
 
 
 def collect_options(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The options for `checks.call.check`: those of the call, and arrays of a callback."""
+    """The options for `checks.call.check`: the options of the call, and the arrays in `inputs`."""
     options = {**dict(call.options), "scale": inputs["scale"], "wrt": frozenset(call.wrt)}
     arrays = {name: inputs[name] for name in ("grad_out", *ARRAY_OPTIONS)}
     for name in INTEGER_OPTIONS:
@@ -117,7 +119,7 @@ def collect_options(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_teacher(call: TracedCall, inputs: dict[str, Any]) -> Teacher | None:
-    """The teacher, from the arrays of a callback; None if the loss has no teacher."""
+    """The teacher, from the arrays in `inputs`; None if the loss has no teacher."""
     query, key, scale = (inputs[name] for name in TEACHER_INPUTS)
     return Teacher(query, key, scale=scale) if call.kind.taught else None
 
@@ -125,13 +127,13 @@ def make_teacher(call: TracedCall, inputs: dict[str, Any]) -> Teacher | None:
 def output_shapes(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The shapes and dtypes of the results of a call: {"loss": ..., "metrics": {...}, **gradients}.
 
-    `gradients` are those in `call.wrt`, by name.
+    `gradients` are the gradients of the arguments in `call.wrt`, by name.
     """
     features = inputs["features"]
     m, n = len(features[0]), len(features[call.kind.key_argument])
     double = any(z.dtype == jnp.float64 for z in features)
     rows = (m,) if call.reduction == "none" else ()
-    # in programs without x64, float32 and int32
+    # float32 and int32 in programs without `jax_enable_x64`
     real, integer = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))
     both_directions = call.kind.column_direction_weight != 0
     shapes = {
@@ -146,7 +148,7 @@ def output_shapes(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     arguments |= {"scale": inputs["scale"], "bias": inputs["bias"]}
     struct = jax.ShapeDtypeStruct
     # Without `grad_out`, gradients are multiplied by the upstream gradient after the call. Until
-    # then those of float16 features are float32.
+    # then gradients of float16 features are float32.
     await_upstream = inputs["grad_out"] is None
 
     def gradient(array: Any) -> Any:
@@ -165,7 +167,7 @@ def output_shapes(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
 def write_out(
     call: TracedCall, result: LossAndGrad, out: dict[str, Any], written: Collection[str]
 ) -> None:
-    """Write a result to the buffers `out`. Gradients named in `written` are there already."""
+    """Write a result to the buffers `out`. Gradients named in `written` are in `out` already."""
     out["loss"][...] = result.loss
     with np.errstate(**SILENT):
         for name in call.wrt:
@@ -177,11 +179,11 @@ def write_out(
 
 
 def add_callback(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> Any:
-    """Add a callback to the traced program, which calls `fill(out, inputs)` when it runs.
+    """Add a callback to the traced program: when the program runs, it calls `fill(out, inputs)`.
 
-    `fill` writes the arrays `out`, whose shapes and dtypes are `shapes`. It gets arrays of NumPy on
-    the host and of CuPy on a GPU, in the program's memory. Under `vmap` it runs once for each
-    element, one after another. Returns the traced arrays of `out`.
+    `fill` writes the arrays `out`, whose shapes and dtypes are `shapes`. `out` and `inputs` are in
+    the program's memory, as arrays of NumPy on the host and of CuPy on a GPU. Under `vmap`, `fill`
+    runs once for each element, one after another. Returns the traced arrays of `out`.
     """
     fill_buffers = functools.partial(_fill_buffers, fill)
     return buffer_callback(fill_buffers, shapes, vmap_method="sequential")(inputs)
@@ -190,9 +192,9 @@ def add_callback(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> 
 def _fill_buffers(fill: Callable[[Any, Any], None], context: Any, out: Any, inputs: Any) -> None:
     """Call `fill` with the buffers that JAX passes, as arrays of NumPy or CuPy.
 
-    `context.stream` is the program's CUDA stream, which becomes CuPy's current stream.
+    `context.stream` is the program's CUDA stream. It is CuPy's current stream while `fill` runs.
     """
-    if jax.tree.leaves(inputs)[0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
+    if jax.tree.leaves(inputs)[0].__dlpack_device__()[0] == 1:  # DLPack's number for the host
         fill(jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, inputs))
         return
     from ..arrays import _cupy

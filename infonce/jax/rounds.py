@@ -45,7 +45,7 @@ from ..kernels.targets import weigh_positives
 from .callback import TracedCall, collect_options, join_integers, make_teacher, stand_in, write_out
 
 LOG = logging.getLogger("infonce.jax")
-# A type of 8 bytes. The bits of all numbers that travel, or go to later callbacks, are passed as it
+# All numbers that travel, or go to later callbacks, have 8 bytes, and are passed as this type
 BITS = np.dtype(np.int64)
 
 
@@ -92,7 +92,7 @@ class Rounds:
     has_partial_dk: bool = False  # whether the last round with sums has written `partial_dk`
     restored_count: int = 0  # elements of `results` that rounds have restored
     new_results: list[Array] = field(default_factory=list)  # of rounds visited by this callback
-    nothing_travels_later: bool = False  # after a round without results, the last one of a call
+    nothing_travels_later: bool = False  # True after a call's last round, which has no results
     # id of an array of this device's keys -> (the array, the same array for all devices' keys)
     gathered: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
@@ -104,8 +104,8 @@ class Rounds:
         n, k, xp = self.devices, len(self.keys) // self.devices, self.xp  # k: keys of a device
         own, visit, types = round.own, round.visit, round.types
 
-        # Sums [N] for the keys of all devices. A half round computes none for this device's keys.
-        summed_reach, own_sum_count = round.summed_reach(n), 0 if round.half else 1
+        # Sums [N] for the keys of all devices. With `visits_half`, there are none for own keys
+        summed_reach, own_sum_count = round.summed_reach(n), 0 if round.visits_half else 1
         sums: list[Array] = []
         if types and own_sum_count + summed_reach:
             self.has_partial_dk = any(row_shape for row_shape, _ in types)  # dK has rows [D]
@@ -155,8 +155,9 @@ class Rounds:
         reach, summed_reach = round.reach(n), round.summed_reach(n)
         # (farthest, nearest) distance of shards without sums for keys, and with them
         distances = [(reach, summed_reach + 1), (summed_reach, 1)]
-        # Only one of two devices visits shards n / 2 apart, so these are a visit of their own
-        if round.half and round.same_pairs and 2 * reach == n:
+        # Only one of two devices visits shards n / 2 apart, so the farthest shard is a visit of its
+        # own
+        if round.visits_half and round.same_pairs and 2 * reach == n:
             distances = [(reach, reach), (reach - 1, 1)]
         for far, near in distances:
             first, count = (r - far) % n, far - near + 1
@@ -222,7 +223,7 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     """Find the callbacks of a call, by a rehearsal on stand-ins for `inputs`, while JAX traces.
 
     `inputs` are the arguments of a device, and the keys of all devices ("keys", "auxiliary_keys").
-    ValueError on a CPU if the workspace has no room for a block; on a GPU, `run_callback` finds it.
+    ValueError if the workspace has no room for a block on a CPU; `run_callback` checks it on a GPU.
     """
     axis = call.axis
     assert axis is not None
@@ -263,9 +264,9 @@ def run_callback(
 ) -> None:
     """Run one callback of a call when the program runs.
 
-    An error makes the outputs NaN (integers: their largest value, a flag that is not zero), and the
-    first callback that meets it logs it; on a GPU, where flags are not read, each callback does.
-    The error is not raised, because the other devices would wait for ever.
+    An error makes the outputs NaN, and outputs that are integers their largest value: a flag for
+    later callbacks. On a CPU, only the first callback logs the error. On a GPU, flags are not read,
+    and each callback logs it. The error is not raised: other devices would wait for ever.
     """
     try:
         with arrays.compute_context(inputs["keys"]):
@@ -301,7 +302,7 @@ def _run_until_travel(
         arrived, out.get("partial_dk"),
     )  # fmt: skip
     if is_last and plan.has_partial_dk and call.kind.symmetric:
-        rounds.partial_dk[...] = 0  # visits write the sums for the keys of half of the devices
+        rounds.partial_dk[...] = 0  # visits write dK only of the keys of about half of the devices
     if request.gradients is not None:
         request.gradients.query, request.gradients.own = out.get("dq"), out.get("own")
     try:
@@ -340,9 +341,9 @@ def _check_call(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
 
         problem = request.problem = readable_by_kernels(problem)
     if problem.method == "naive":
-        problem.workspace = UNBOUNDED_WORKSPACE  # it does not bound the logits of this method
-    # Decided from shapes only, because it changes which vectors travel, and JAX has to know them
-    # while it traces. (The platform on which the program will run is not known then.)
+        problem.workspace = UNBOUNDED_WORKSPACE  # no workspace bounds the logits of this method
+    # `moments` changes which vectors travel, and JAX has to know these vectors while it traces. So
+    # it is decided from shapes (the platform that will run the program is not known yet)
     moments_pay = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
     problem.moments = problem.scalar_grads and moments_pay
     if request.gradients is None and "own" in request.wrt:

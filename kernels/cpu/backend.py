@@ -139,9 +139,10 @@ class CPU:
     def run_pass(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        # The log-sum-exp pass runs backwards, so that the gradient pass begins with the tiles that
-        # are still in the buffers (`CallState.worker_memory`). Over a triangle, and with ranks, it
-        # runs forwards, and the buffers are of no use
+        # The log-sum-exp pass runs backwards if a gradient pass follows, so that it ends with the
+        # tiles with which the gradient pass begins. The buffers of workers still have the logits of
+        # these tiles (`CallState.left_buffers`). Over a triangle, and with `retrieval_ranks`, the
+        # pass runs forwards. Workers then end with other tiles, and give their buffers to the pool
         call_state, schedule = self.call_state, self.schedule
         backwards = isinstance(epilogue, Statistics) and schedule.both_passes
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
@@ -166,7 +167,7 @@ class CPU:
             if worker is None:
                 return
             if backwards and worker.buffered is not None:
-                call_state.worker_memory[worker.buffered] = worker.memory
+                call_state.left_buffers[worker.buffered] = worker.memory
             else:
                 BUFFER_POOL.give(worker.memory)
 

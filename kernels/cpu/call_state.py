@@ -30,26 +30,32 @@ class CallState:
     kept_logits: dict[Block, Array] = field(default_factory=dict)
     kept_memory: Array | None = None
     kept_grid: Grid | None = None
-    # The buffers of workers of the log-sum-exp pass, by the block whose logits a buffer still has
-    worker_memory: dict[Block, Array] = field(default_factory=dict)
+    # Buffers that workers of a backward log-sum-exp pass have left to the gradient pass, by the
+    # block whose logits a buffer still has
+    left_buffers: dict[Block, Array] = field(default_factory=dict)
 
     def keep_logits(self, problem: Problem, grid: Grid) -> None:
         """Allocate memory for the logits of as many blocks as the workspace has room for.
 
-        The log-sum-exp pass of a call with both passes calls this. The pass runs backwards, so the
-        last block of each worker is in column block 0.
+        The log-sum-exp pass of a call with both passes calls this before it begins. A backward pass
+        (`CPU.run_pass` decides) ends in column block 0. So the last block of each worker is in
+        column block 0, and its logits stay in the worker's buffer.
         """
         (m, n, d), schedule = problem.shape, self.schedule
         room = problem.workspace - schedule.threads * schedule.memory.worker_bytes(*grid.largest)
         room -= schedule.dk_accumulator_rows * d * self.dtype.itemsize
+        # A forward pass leaves no buffers, and the method `fused` keeps all blocks
+        forwards = grid.triangle or problem.retrieval_ranks
+        leaves_buffers = not forwards and problem.method != "fused"
         places = {}
         used_elements = lacking_bytes = 0
         blocks = [(a, b) for a in range(len(grid.rows)) for b in grid.visits(a)]
         # By column blocks, so that each row block keeps as many. A row block with more would be
         # done early in the gradient pass, and its thread would wait for the others
         for a, b in sorted(blocks, key=lambda block: block[1]):
-            if not grid.triangle and a < schedule.threads and b == 0 and problem.method != "fused":
-                continue  # the last block of a worker stays in its buffer; `fused` keeps them all
+            # Skip the last block of each worker, whose logits stay in the worker's buffer
+            if leaves_buffers and a < schedule.threads and b == 0:
+                continue
             rows, columns = grid.rows[a], grid.columns[b]
             lengths = rows.stop - rows.start, columns.stop - columns.start
             elements = schedule.memory.block_elements(*lengths)
@@ -79,25 +85,26 @@ class CallState:
         self.kept_logits = {}
         return kept_logits
 
-    def take_worker_memory(self, grid: Grid, row_block: int) -> tuple[Array | None, Block | None]:
-        """A buffer of a worker of the log-sum-exp pass, for a worker that begins with `row_block`.
+    def take_left_buffer(self, grid: Grid, row_block: int) -> tuple[Array | None, Block | None]:
+        """One of `left_buffers`, for a worker of the gradient pass that begins with `row_block`.
 
-        Returns (buffer, block) if the buffer has the logits of the first block of `row_block`.
-        Returns (buffer, None) if its logits are of no use: the worker does not begin with them,
-        and no other worker will. Returns (None, None) if there is no such buffer.
+        Returns (buffer, block) if a buffer has the logits of `block`, the first of `row_block`.
+        Otherwise returns (buffer, None) if no worker will begin with the block of a buffer: the
+        worker takes the memory, and computes its logits. Otherwise returns (None, None).
         """
         first_block = row_block, 0
         same_grid, threads = self.kept_grid == grid, self.schedule.threads
-        memory = self.worker_memory.pop(first_block, None) if same_grid else None
+        memory = self.left_buffers.pop(first_block, None) if same_grid else None
         if memory is not None:
             return memory, first_block
-        # If a worker begins with row block `threads` or later, another worker has computed two row
-        # blocks already. Its second row block may be one whose logits a buffer has: no worker will
-        # begin with that row block, and without this buffer the call would exceed its workspace.
+        # A worker that begins with row block `threads` or later is late: another worker has taken a
+        # second row block already. A buffer may have logits of that second row block. No worker
+        # will begin with them, so the late worker takes the buffer: with new memory, the call would
+        # exceed its workspace.
         any_buffer = not same_grid or row_block >= threads
-        for block in list(self.worker_memory):
+        for block in list(self.left_buffers):
             if any_buffer or block[1] or block[0] >= threads:
-                memory = self.worker_memory.pop(block, None)
+                memory = self.left_buffers.pop(block, None)
                 if memory is not None:  # another thread may have taken it
                     return memory, None
         return None, None
@@ -107,5 +114,5 @@ class CallState:
         if self.kept_memory is not None:
             BUFFER_POOL.give(self.kept_memory)
             self.kept_memory = None
-            while self.worker_memory:
-                BUFFER_POOL.give(self.worker_memory.popitem()[1])
+            while self.left_buffers:
+                BUFFER_POOL.give(self.left_buffers.popitem()[1])

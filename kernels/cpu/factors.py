@@ -24,14 +24,17 @@ Arguments = tuple[Any, Any]
 class SoftmaxFactors:
     """Reference exponents and factors of a softmax gradient, in the dtype of products.
 
-    With the base-2 logit e_ij, which is `logit_scale` times the dot product x_ij, dL/dx of a
+    With dot products x_ij and c = `logit_scale`, the base-2 logit of a pair is c x_ij. dL/dx of a
     negative, times the scale, is
 
-        row_factor_i 2^(e_ij - row_reference_i) + column_factor_j 2^(e_ij - column_reference_j),
+        row_factor_i 2^(c (x_ij - row_reference_i))
+            + column_factor_j 2^(c (x_ij - column_reference_j)),
 
-    or, with `one_exponential` for rows and columns,
+    or, if `one_exponential` (one exponential then serves both directions),
 
-        2^(e_ij - row_reference_i) (row_factor_i + shared_row_factor_i shared_column_factor_j).
+        2^(c (x_ij - row_reference_i)) (row_factor_i + shared_row_factor_i shared_column_factor_j).
+
+    So `row_reference` and `column_reference` are reference exponents (base 2) divided by c.
     """
 
     def __init__(
@@ -39,20 +42,23 @@ class SoftmaxFactors:
     ) -> None:
         """`same_logits`: rows and columns have the same logits (no key bias, limits and guide)."""
         self.logit_scale, self.one_exponential = logit_scale, False
-        self.row_reference, self.row_factor, rounded = rounded_reference(
+        self.row_reference, self.row_factor, row_reference2 = rounded_reference(
             np, logit_scale, epilogue.row_reference, epilogue.row_factor, dtype
         )
         self.two_sided = epilogue.column_reference is not None
         if epilogue.column_reference is None or epilogue.column_factor is None:
             return
-        high, low, least = rounded.max(), rounded.min(), epilogue.column_reference.min()
-        # One exponential serves both directions if a term that counts in its column is no less than
-        # about 2^-40 with the row's reference, and if `shared_row_factor` does not overflow float32
-        close = high - least < 40 and high - low < 80
-        self.one_exponential = bool(same_logits and close and max(abs(high), abs(low)) < EXACT)
+        highest_row, lowest_row = row_reference2.max(), row_reference2.min()
+        lowest_column = epilogue.column_reference.min()
+        # With the first condition, a term that counts in its column is at least about 2^-40 with
+        # the reference of its row, and `shared_row_factor` is below 2^20. With both conditions,
+        # `shared_row_factor` does not underflow float32: it is above about 2^-80
+        close = highest_row - lowest_column < 40 and highest_row - lowest_row < 80
+        exact = max(abs(highest_row), abs(lowest_row)) < EXACT
+        self.one_exponential = bool(same_logits and close and exact)
         if self.one_exponential:
-            middle = 0.5 * (high + least)
-            self.shared_row_factor = np.exp2(rounded - middle).astype(dtype)
+            middle = 0.5 * (highest_row + lowest_column)
+            self.shared_row_factor = np.exp2(row_reference2 - middle).astype(dtype)
             column_exponentials = np.exp2(middle - epilogue.column_reference)
             self.shared_column_factor = (epilogue.column_factor * column_exponentials).astype(dtype)
         else:
@@ -64,7 +70,10 @@ class SoftmaxFactors:
         self, x: Array, rows: slice, columns: slice, row_arguments: Arguments,
         column_arguments: Arguments, guide_bits: Array | None,
     ) -> None:  # fmt: skip
-        """Replace the dot products x of a tile by dL/dx times the scale, all pairs as negatives.
+        """Replace the dot products x of a tile by dL/dx times the scale.
+
+        The formula is that of negatives, for all pairs. The caller then replaces the values at
+        positives (`tile_ops.insert_positives`), if there are any.
 
         `row_arguments` and `column_arguments` are (bias of keys, limits): `PassState.directions`.
         """

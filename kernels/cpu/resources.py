@@ -48,8 +48,10 @@ class Guarded:
 def _thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], Any]]:
     """The functions that get and set the number of threads of a BLAS library.
 
-    They are OpenBLAS's own, if they are found: threadpoolctl's take longer, which small batches
-    notice, and from version 3.8 on they heed only the first thread that sets a number.
+    They are OpenBLAS's own functions, if these are found. The functions of threadpoolctl take
+    longer, which small batches notice. From version 3.8 on, only the first thread that sets a
+    number by threadpoolctl can change it: numbers of other threads are ignored while that thread
+    is alive.
     """
     symbol = getattr(library, "_get_symbol", lambda name: None)
     if library.internal_api == "openblas" and library.threading_layer == "pthreads":
@@ -71,9 +73,10 @@ class _Blas(Guarded):
         self._only_openblas = False  # set when the libraries are first looked up
 
     def threads(self) -> int:
-        """The number of workers to start: the number of threads that the caller lets BLAS use."""
+        """The number of workers to start, at least 1: the smallest of the number of cores of this
+        process and, for each BLAS library, the number of threads that the caller lets it use."""
         with self._lock:
-            # while a pass runs, the setting of BLAS is 1
+            # while a pass runs, the setting of BLAS is 1: the numbers before the pass count
             blas = self._before if self._users else self._numbers()
             cores = (
                 len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -113,12 +116,12 @@ class _Blas(Guarded):
         for (_, set_number), number, before in zip(
             self._functions or [], threads, self._before, strict=True
         ):
-            if before != 1:  # else the passes did not change it
+            if before != 1:  # a library that had one thread needs no change
                 set_number(number)
 
     def _in_child(self) -> None:
         super()._in_child()
-        # of the threads that run passes, the child has at most the one that forked
+        # Only the thread that forked goes on in the child: only its passes are still running
         had_users = bool(self._users)
         self._users = [thread for thread in self._users if thread == threading.get_ident()]
         if had_users and not self._users:
@@ -129,7 +132,8 @@ BLAS = _Blas()
 
 
 def thread_count() -> int:
-    """The number of worker threads: INFONCE_NUM_THREADS, or the number that BLAS may use."""
+    """The number of worker threads: INFONCE_NUM_THREADS, if set. Otherwise the smallest of the
+    number of cores of this process and the numbers of threads that BLAS libraries may use."""
     value = os.environ.get("INFONCE_NUM_THREADS", "")
     if value:
         if not value.isdigit() or int(value) < 1:
@@ -157,7 +161,7 @@ class RowBlockOrder:
         self.done = 0
         self.cancelled = False
         self.backwards = backwards
-        # for each column block, a stack of the row blocks that have not added; the last one is next
+        # for each column block: the row blocks that have not added, of which the last is next
         self._row_blocks: list[list[int]] = [[] for _ in grid.columns]
         row_blocks = range(len(grid.rows))
         for a in row_blocks if backwards else reversed(row_blocks):
@@ -177,6 +181,8 @@ class RowBlockOrder:
     def advance(self, row_block: int, column: int) -> None:
         """Let the next row block add to column block `column`."""
         with self._condition:
+            # `row_block` may be anywhere in the list: workers that add nothing to columns advance
+            # without `wait`
             self._row_blocks[column].remove(row_block)
             self.done += 1
             self._condition.notify_all()
@@ -228,8 +234,8 @@ def in_threads(
 ) -> None:
     """Run `work` in each of `threads` threads. If one fails, the others stop.
 
-    The calling thread calls `report` every 0.1 seconds, so `work` gets a function that does nothing
-    in its place: the caller's callback is not called in other threads.
+    The calling thread calls `report` every 0.1 seconds. `work` gets a function that does nothing,
+    so that no other thread calls `report`, which calls the caller's `progress`.
     """
 
     def guarded() -> None:
@@ -261,7 +267,8 @@ def in_threads(
             raise
         finally:
             wait(futures)
-    # the first is the error that made the other threads raise `Cancelled`
+    # Raise the error of the thread that failed. The other threads raised `Cancelled` because
+    # of this error, so `Cancelled` is sorted to the end
     errors = [f.exception() for f in futures if f.exception() is not None]
     for error in sorted(errors, key=lambda e: isinstance(e, Cancelled)):
         assert error is not None

@@ -53,13 +53,18 @@ def choose_method(problem: Problem) -> str:
 
 
 def fits_one_block(problem: Problem) -> bool:
-    """Whether `one_block` implements all options of the problem, there are at most 2^20 logits
-    (`ONE_BLOCK_LOGITS`), and the workspace has room for them and for features and gradients.
+    """Whether `one_block` can compute the problem: all of these hold.
 
-    It implements ids, weights, a margin and normalisation. It refuses everything else that changes
-    the loss: sets of positives, groups, own negatives, biases of keys, limits, a guide, a teacher,
-    positive ids, label smoothing, `decoupled`, `hardness`, joint losses (`loss_follows_from_sums`
-    is False for most of them), and metrics, progress and shards.
+    - There are 1 to 2^20 logits (`ONE_BLOCK_LOGITS`), and D is not 0.
+    - The method is "auto" or "fused".
+    - The workspace has room for the logits, and for features and gradients of all rows.
+    - `loss_follows_from_sums` is true: there are no groups, own negatives, biases of keys,
+      `false_negative_margin`, guide, teacher, label smoothing, classes and positive ids, and the
+      loss is not joint.
+    - There are no sets of positives, and `decoupled` and `hardness` are not set.
+    - There are no retrieval ranks, no `progress`, no `label_nans`, and `key` has all keys.
+
+    So ids, weights, a margin and normalisation are the options that `one_block` implements.
     """
     m, n, d = problem.shape
     if not 0 < m * n <= ONE_BLOCK_LOGITS or d == 0 or problem.method not in ("auto", "fused"):

@@ -39,7 +39,7 @@ class Worker:
         sizes = call_state.schedule.memory
         memory = self.buffered = None  # `buffered`: the block whose products `self.logits` has
         if isinstance(state.epilogue, SoftmaxGradient):
-            memory, self.buffered = call_state.take_worker_memory(grid, first_row_block)
+            memory, self.buffered = call_state.take_left_buffer(grid, first_row_block)
         if memory is None:
             memory = BUFFER_POOL.take(sizes.worker_elements(bm, bn), call_state.dtype)
         self.memory = memory
@@ -91,6 +91,7 @@ class Worker:
             else:
                 k = state.call_state.key.block(columns, self.key_buffer)
             x = self.tile_products(row_block, column_block, q, k)
+            # `run_in_order` adds to sums of columns; None: this pass has no such step
             run_in_order = self.apply_epilogue(x, rows, columns, diagonal)
             if row_gradients:
                 self.add_to_dq(x, k, rows, is_first_tile)
@@ -98,7 +99,8 @@ class Worker:
             if add_columns:
                 dk = state.column_accumulator(columns)
                 overwrites = state.first_row_blocks[column_block] == row_block
-                # Only the first row block writes dk before `order.wait`: the others wait for it
+                # Only the first row block writes to dk before `order.wait`: no other row block uses
+                # dk before the first row block calls `order.advance`
                 product = dk if overwrites and dk.flags.c_contiguous else self.product[: len(k)]
                 self.multiply_gradient(x, q, product, transposed=True)
             if run_in_order is not None or state.column_gradients:

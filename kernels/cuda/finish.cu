@@ -60,12 +60,13 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
 
 // The positives of the rows that are completed. A positive is a pair of such a row and its partner, a row of the other
 // side. Gradient blocks do not contain the pair's dL/dx.
-//   - Rows are queries, or query i and key i are partners (`begin` is null): partner[i, s] is the key of positive s.
-//   - Rows are keys (`begin` is not null): the pairs of key j are partner[begin[j] .. end[j]), and each is an index in
+//   - Rows are queries, or query i and key i are partners (`begin` is null): entries[i * set_size + s] is the partner
+//     of row i in its positive s, and entries are in the order of `gradient`.
+//   - Rows are keys (`begin` is not null): entries[begin[j] .. end[j]) are the pairs of key j. A pair is an index in
 //     `gradient`. Without SETS this index is the query; with SETS it is query * set_size + s.
 struct Positives {
   const double* gradient;  // [queries, set_size] dL/dx at the positives
-  const i64* partner;      // -1 for no partner; null: row i has the partner i
+  const i64* entries;      // partners (-1 for none) or pairs, see above; null: row i has the partner i
   const i64 *begin, *end;  // [keys], or null
   i64 set_size;            // positives of a query; 1 without SETS
   i64 others;              // number of rows of the other side; row i >= others has no partner i
@@ -79,19 +80,19 @@ struct Positives {
   __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
     const i64 positive_count = SETS ? set_size : 1;  // positives of a query
-    const i64 last = begin ? end[row] : (row + 1) * positive_count;
-    for (i64 s = begin ? begin[row] : row * positive_count; s < last; ++s) {
-      i64 other = partner ? partner[s] : s;
-      const i64 pair = begin ? other : s;
-      if (SETS && begin) other /= positive_count;
-      if (other < 0 || other >= others) continue;
+    const i64 stop = begin ? end[row] : (row + 1) * positive_count;  // one past the row's last entry
+    for (i64 at = begin ? begin[row] : row * positive_count; at < stop; ++at) {
+      const i64 entry = entries ? entries[at] : at;
+      const i64 pair = begin ? entry : at;
+      const i64 partner = SETS && begin ? entry / positive_count : entry;
+      if (partner < 0 || partner >= others) continue;
       double weight = gradient[pair];
-      if (NORM_FACTORS) weight *= own_factor * factor[other];
+      if (NORM_FACTORS) weight *= own_factor * factor[partner];
       T x[LANE_FEATURES];
-      get_group(x, z, other, column, n);
+      get_group(x, z, partner, column, n);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i)
-        g[i] += (T)weight * (NORM_FACTORS ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
+        g[i] += (T)weight * (NORM_FACTORS ? (T)ldexp((double)x[i], -exponent[partner]) : x[i]);
     }
   }
 };
@@ -141,7 +142,7 @@ struct Finished {
   T g[LANE_FEATURES];  // the gradient g of the opening comment
   T x[LANE_FEATURES];  // the row s of the opening comment; not set if `with_row` is false
 
-  // `sum` is the row of the accumulator, which is multiplied by |root| root: root is the `signed_root` of its divisor.
+  // `sum` is the row of the accumulator. The row is multiplied by |root| and by root, the `signed_root` of its divisor.
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
                                       const LinearGradients& linear, const Matrix& z, i64 row, i64 column,
                                       i64 d, double factor, int exponent, bool with_row = true) {
@@ -211,7 +212,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const i64 row = first + offset;
   prefetch_row(sum, d * sizeof(Real), lane, lanes);
   if (NORM_FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
-  if (!positives.partner && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
+  if (!positives.entries && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
   const double divisor_root =
       signed_root(gradient_divisor[divisor_step * row]) * sqrt(feature_divisor ? *feature_divisor : 1.0);
   double dot = 0;

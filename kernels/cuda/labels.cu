@@ -75,8 +75,8 @@ extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64
 //   - present: 1 if the class has other rows, so that the row has a positive; else 0
 //   - segment: the index of the class among the sums of classes, or -1 if the class has no sum. The rows of a class
 //     with a sum are at least `least` neighbours in the sorted order, so a multiple of `least` is among their
-//     positions. The first such multiple, divided by `least`, is the index. So no two classes have one index, and
-//     nothing is counted.
+//     positions. The first such multiple, divided by `least`, is the index, from 0 to (n - 1) / least rounded down. So
+//     no two classes have one index, and nothing is counted. Some indices may have no class.
 //   - others: the number of other rows of the class, or 0 if the class has no sum
 extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64 n, i64 least,
                                         i64* positives, double* present, i64* segment, i64* others) {

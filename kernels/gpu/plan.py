@@ -138,9 +138,8 @@ def forget() -> None:
 def _store(stored: dict[Any, Any], max_count: int, new_key: Any, new_value: Any) -> None:
     """Store a plan, or `BoundSteps` of a plan.
 
-    If there are `max_count` already, the one that was stored first is removed.
-    While a capture is under way, no graph is freed. Values with graphs stay then, and `new_value`
-    is not stored if all values have graphs.
+    If there are `max_count` already, the one that was stored first is removed. While a capture is
+    under way, no graph is freed: values with graphs stay. If all have graphs, nothing is stored.
     """
     with _lock:
         while len(stored) >= max_count and new_key not in stored:
@@ -177,10 +176,7 @@ def _free_graphs(new_bytes: int) -> None:
 def _record(
     recorder: Recorder, build: Build, inputs: Sequence[Any], caller_arrays: Sequence[Array]
 ) -> dict[str, Array | None]:
-    """Record `build`, and return its results at placeholder addresses.
-
-    `caller_arrays` are the arrays of its inputs.
-    """
+    """The results of `build`, whose inputs hold `caller_arrays`, recorded at placeholders."""
     stand_ins = iter([recorder.stand_in(array) for array in caller_arrays])
     numbers = (Placeholder(i) for i in range(2**30))
     with cupy.cuda.using_allocator(recorder.malloc):
@@ -294,18 +290,19 @@ class Plan:
         addresses += shared.ptr, *[memory.ptr for memory in separate.values()]
 
         current = cupy.cuda.get_current_stream()
-        capturing = current.is_capturing()  # by the caller, whose graph then gets all steps
-        if capturing:
+        captured = current.is_capturing()  # by the caller, whose graph then gets all steps
+        if captured:
             note_capture(current)
         stream = current.ptr
-        steps_key = capturing, identity(stream), *addresses, *numbers
+        steps_key = captured, identity(stream), *addresses, *numbers
         bound = self.bound_steps.get(steps_key)
-        # The first call with these addresses and numbers launches steps, the second captures graphs
+        # The first call with these addresses and numbers launches steps. The second makes graphs,
+        # unless another stream is under capture: to free old graphs would end that capture
         if bound is None:
             starts = self._starts(caller_arrays, shared.ptr, separate)
             bound = self._bind(starts, numbers, stream)
             _store(self.bound_steps, MAX_BOUND_STEPS, steps_key, bound)
-        elif not (bound.final or capturing):
+        elif not (bound.final or captured):
             with _lock:
                 if not capture_under_way():
                     starts = self._starts(caller_arrays, shared.ptr, separate)
@@ -362,7 +359,8 @@ class Plan:
         """All steps, with CUDA graphs of those that may be captured; `plain` has no graphs.
 
         A graph contains the addresses of its call's memory, which is allocated until all steps are
-        queued. So two threads never launch one graph at the same time.
+        queued. Meanwhile, calls of other threads get other memory, and so have other keys in
+        `bound_steps` and other graphs. So two threads never launch one graph at the same time.
         """
         if self.product_memory is not None:
             starts[self.product_memory] = workspace(identity(stream))

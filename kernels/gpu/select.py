@@ -39,14 +39,16 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients by passes over blocks.
 
-    Without a `workspace` of the caller, a call may take more than the default, to cache
-    exponentials. If the device has no room for that, the call runs again with the default.
+    If the caller gives no `workspace`, the schedule may exceed the default workspace, for cached
+    exponentials or for one pass with dK. If the device has no room for that, the call runs again
+    within the default workspace.
     """
     try:
         return _by_passes(problem, gradients)
     except MemoryError:
         if problem.workspace_given:
             raise
+    # as if the caller had given the default workspace: the schedule then does not exceed it
     return _by_passes(replace(problem, workspace_given=True), gradients)
 
 

@@ -15,9 +15,15 @@ copied. A block has one streamed chunk and a piece, which is one staying chunk o
 Only complete sums leave the device, so the host needs memory only for features and gradients. The
 device's own backend computes a block, and vectors of length M or N are on the device. Copies run
 during the products: pieces arrive while the first streamed chunk is used, and leave while the last
-is used. A problem fits the device if features and gradients take at most half of the workspace. It
-is then copied to the device first if its products cannot hide copies: a problem of one chunk, whose
-queries are the keys, or of one pass. All other problems are streamed, even if they fit.
+is used. A problem fits the device if features and gradients take at most half of the workspace.
+Three kinds of problems that fit are copied to the device as a whole before the first pass, because
+their products cannot hide copies:
+
+- queries and keys are one chunk each;
+- the queries are the keys;
+- the loss is a softmax, and one pass may compute the losses and dQ (`allows_online_softmax`).
+
+All other problems are streamed, even if they fit.
 """
 
 from __future__ import annotations
@@ -42,17 +48,17 @@ from .streamed_pass import StreamedCall, StreamedPass
 
 
 def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) -> Solution:
-    """`solve.solve` of a problem whose arrays are on the host."""
+    """Loss and gradients of a problem whose arrays are on the host, computed by `device`."""
     sizes, on_device_problem = layout(problem, gradients), _copy_vectors(device, problem)
     with device.copies() as copies:
-        # First of all: the system provides the memory of gradients while products run
+        # Touch the gradients before all else: the system provides their memory while products run
         for to in _destinations(gradients):
             if to is not None:
                 copies.touch(to)
         room = room_for_blocks(problem, gradients)
         one_chunk = max(problem.shape[:2]) <= sizes.chunk_rows
-        # `room` is 0 if features and gradients take more than half of the workspace. Otherwise they
-        # are copied first if products cannot hide copies: see the top of this file
+        # `room` is 0 if features and gradients take more than half of the workspace: then they are
+        # streamed. The top of this file has the reason of the other conditions
         if room and (one_chunk or problem.symmetric or allows_online_softmax(problem, gradients)):
             resident_problem = replace(on_device_problem, workspace=room, workspace_given=True)
             solution = _solve_resident(resident_problem, gradients, device, copies)

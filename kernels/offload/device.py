@@ -71,7 +71,7 @@ class OffloadDevice(Protocol):
         ...
 
     def solve(self, problem: Problem, gradients: Gradients | None) -> Solution:
-        """`solve.solve` of a problem whose arrays are on the device."""
+        """Loss and gradients of a problem whose arrays are on the device."""
         ...
 
     def run_block_pass(

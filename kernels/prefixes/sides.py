@@ -11,9 +11,9 @@ import numpy as np
 from ..cpu.operands import Side, find_norms, normalization_backward
 from ..problem import Array
 
-# Largest quotient of the norm of a row and the norm of its prefix. Up to this, a product of two
-# prefixes of unit rows is about 2^-80 times that of their unit vectors, and does not underflow
-# float32, whose range ends at 2^-126
+# Largest quotient of the norm of a row and the norm of its prefix. If no quotient is larger, a
+# product of two prefixes of unit rows is at least 2^-80 times the product of the unit vectors of
+# these prefixes, and does not underflow float32, whose range ends at 2^-126
 MOST_RATIO = 2.0**40
 
 
@@ -43,7 +43,7 @@ class PrefixSide(Side):
         """Whether products of prefixes stay within the range of the compute dtype.
 
         The product of two prefixes of unit rows, times both ratios, is the product of their unit
-        vectors. If not, `solve_prefixes` leaves each prefix to a call of its own.
+        vectors. If False, `solve_prefixes` computes nothing, and each prefix gets its own call.
         """
         return self.ratios is None or bool(self.ratios.max(initial=0.0) <= MOST_RATIO)
 

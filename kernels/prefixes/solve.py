@@ -57,18 +57,21 @@ def fits(problem: Problem, gradients: Gradients | None) -> bool:
 
     It refuses
     - losses that are not a softmax over keys or over both sides: SigLIP, queries that are the keys;
-    - options: a margin, `decoupled`, `hardness`, retrieval ranks, ids, sets of positives, and those
-      that `loss_follows_from_sums` excludes: linear terms, groups, biases of keys, own negatives,
-      limits, a guide, and joint losses;
-    - a batch that fits one block, and a call of one pass (one softmax, no dK): separate calls are
-      faster.
+    - options: a margin, `decoupled`, `hardness`, retrieval ranks, ids, sets of positives,
+      `label_nans`, and those that `loss_follows_from_sums` excludes: linear terms, groups, biases
+      of keys, own negatives, `false_negative_margin`, a guide, a teacher, positive ids, and joint
+      losses;
+    - the methods "naive" and "fused";
+    - a batch that fits one block, and a call that one pass may compute (`allows_online_softmax`:
+      one softmax, no dK): separate calls are faster.
     """
-    options = problem.margin or problem.decoupled or problem.hardness or problem.retrieval_ranks
-    vectors = problem.query_ids, problem.label_nans, problem.bias
-    has_options = problem.loss_follows_from_sums and problem.set_size == 1 and not options
-    has_options = has_options and not problem.symmetric and all(v is None for v in vectors)
+    refused_options = problem.margin or problem.decoupled or problem.hardness
+    refused_fields = problem.query_ids, problem.label_nans, problem.bias
+    supported = problem.loss_follows_from_sums and problem.set_size == 1 and not refused_options
+    supported = supported and not (problem.symmetric or problem.retrieval_ranks)
+    supported = supported and all(field is None for field in refused_fields)
     tiled = problem.method in ("auto", "tiled") and not fits_one_block(problem)
-    return bool(has_options and tiled and not allows_online_softmax(problem, gradients))
+    return bool(supported and tiled and not allows_online_softmax(problem, gradients))
 
 
 def solve_prefixes(
@@ -77,8 +80,10 @@ def solve_prefixes(
     """The loss and gradients, and the log-sum-exps of the widest prefix.
 
     `prefixes` has (width, weight) of each prefix; the last prefix has all features. Returns None if
-    `fits` refuses, if the workspace is too small, or if a row is too long beside its prefix: then
-    `infonce/dispatch.py`, which calls this, computes each prefix by a call of its own.
+    `fits` refuses, if the workspace is too small, or if norms are not moderate
+    (`PrefixSide.is_moderate`): the norm of a row is then extreme, or so much larger than the norm
+    of a prefix of the row that products of prefixes could underflow. If the result is None, the
+    caller, `infonce/dispatch.py`, computes each prefix by a call of its own.
     """
     if not fits(problem, gradients):
         return None

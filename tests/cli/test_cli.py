@@ -173,7 +173,7 @@ def test_compile_says_what_it_compiled(monkeypatch):
     monkeypatch.setattr(info, "_cuda_libraries", lambda: libraries)
     monkeypatch.setattr(info, "_transports", lambda on_gpu: {})
     for seconds, said in (({}, "were in the cache"), ({"lse.cu": 1.5}, "")):
-        monkeypatch.setattr(info, "_compile_seconds", lambda seconds=seconds: seconds)
+        monkeypatch.setattr(info, "_compile_common_calls", lambda seconds=seconds: seconds)
         result = run("info", "--compile")
         assert result.exit_code == 0
         assert said in result.stderr

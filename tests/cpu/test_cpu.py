@@ -170,15 +170,19 @@ def test_a_late_worker_takes_the_buffer_of_a_row_block_that_is_done() -> None:
     sizes = schedule.CPUSchedule((1, 1), 2, True, False, 0, Mock())
     call = CallState(np.dtype("f4"), Mock(), Mock(), sizes, kept_grid=grid)
     first, second = np.zeros(1, np.float32), np.ones(1, np.float32)
-    call.worker_memory = {(0, 0): first, (1, 0): second}
-    assert call.take_worker_memory(grid, 0) == (first, (0, 0))
-    assert call.take_worker_memory(grid, 2) == (second, None)  # no third buffer
-    call.worker_memory = {(0, 0): first}
-    assert call.take_worker_memory(grid, 1) == (None, None)  # of a worker that will begin with 0
-    assert call.take_worker_memory(grid, 0) == (first, (0, 0))
+    call.left_buffers = {(0, 0): first, (1, 0): second}
+    assert call.take_left_buffer(grid, 0) == (first, (0, 0))
+    assert call.take_left_buffer(grid, 2) == (second, None)  # no third buffer
+    call.left_buffers = {(0, 0): first}
+    assert call.take_left_buffer(grid, 1) == (None, None)  # of a worker that will begin with 0
+    assert call.take_left_buffer(grid, 0) == (first, (0, 0))
 
 
-def test_logits_that_fit_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("metrics", [False, True])
+def test_logits_that_fit_are_not_computed_twice(
+    metrics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"scale": 3.0, "method": "tiled", "metrics": metrics}
     monkeypatch.setattr(schedule, "TILE", (32, 32))
     args = pairs("random", 96, 96, 8, np.float32, 3)
     counts = {}
@@ -193,14 +197,15 @@ def test_logits_that_fit_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch)
             return matmul(*a, **k)
 
         monkeypatch.setattr(cpu.np, "matmul", counted)
-        out = infonce.clip_loss_and_grad(*args, scale=3.0, method="tiled", workspace=workspace)
+        out = infonce.clip_loss_and_grad(*args, workspace=workspace, **options)
         results.append(bits(out))
         monkeypatch.setattr(cpu.np, "matmul", matmul)
         counts[workspace] = calls
     assert counts[2**20] == 3 * 9  # 3 products a tile, 9 tiles
     assert 3 * 9 < counts[2**15] < 4 * 9
-    # no room but the worker's own, in which the first pass ends where the second begins
-    assert counts[2**13] == 4 * 9 - 1
+    # no room but the worker's own, in which the first pass ends where the second begins; not so
+    # with a pass that counts ranks between them
+    assert counts[2**13] == 4 * 9 - (not metrics)
     assert results[0] == results[1] == results[2]
 
 

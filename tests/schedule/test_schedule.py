@@ -43,6 +43,7 @@ def a_call(
     query, key = Matrix.packed(m, d, dtype), Matrix.packed(n, d, dtype)
     dq = query if "q" in wrt else None
     dk = key if "k" in wrt and loss is not LossForm.VIEWS else None
+    options.setdefault("workspace_given", "workspace" in options)
     return Call(loss, query, key, dq, dk, compute_precision, "tiled", **options)
 
 

@@ -309,8 +309,9 @@ class _LossNode(_ReverseModeOnly):
         call = ctx.call
         grads, call.grads = call.grads, None
         if grads is not None:
-            # The first backward pass multiplies the forward pass's gradients in place. A second
-            # one (retain_graph) computes them again. On a GPU `item()` would wait for the device.
+            # The first backward pass uses up the gradients of the forward pass: it returns them, or
+            # multiplies them, mostly in place. A second backward pass (retain_graph) computes the
+            # gradients again. On a GPU `item()` would wait, so only upstream on the CPU is read.
             is_one = type(upstream) is Tensor and upstream.is_cpu and upstream.item() == 1.0
             dtypes = ctx.dtypes
             if dtypes is None:

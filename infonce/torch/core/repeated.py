@@ -22,15 +22,15 @@ from ...checks.call import DOUBLE, PLAIN, SINGLE, check
 from ...kernels.problem import SCALES, SILENT, Gradients, Problem, fast_replace
 from ...spec import Loss
 
-MOST_TEMPLATES = 256  # with more, all are forgotten
+MOST_TEMPLATES = 256  # if there are as many, all are forgotten before the next is stored
 NUMPY_DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
 NUMBER_TYPES = (float, int)
-# Matrix products that PyTorch computes faster than NumPy's BLAS, because the threads of PyTorch are
-# often awake: they also run the other operations of a model. Measured at 128 x 256 and 256 x 256
+# Matrix products that PyTorch computes faster than NumPy's BLAS: PyTorch's threads also run the
+# other operations of a model, and so are often awake. Measured at 128 x 256 and 256 x 256
 TORCH_MULTIPLY_ADDS = 2**21, 2**24  # the least and the most multiply-adds of a product
 TORCH_WIDTH_LIMIT = 2**9  # rows have fewer features: MKL divides wider ones badly among threads
-# Problems of earlier calls, checked and without features. None: calls that no template describes,
-# which are checked each time (`_make_template`)
+# Key of a call -> its template: the checked problem of an earlier call, without features. None: a
+# call that cannot have a template (`_make_template`), and is checked each time
 _templates: dict[tuple[Any, ...], Problem | None] = {}
 
 
@@ -38,11 +38,11 @@ def evaluate(
     kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any],
     wrt: frozenset[str], may_be_first: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
-    """(loss, gradients by argument name) of a call of which there is a template.
+    """(loss, gradients by argument name) of a call that has a template.
 
-    None: the caller checks the call in full, which also names an error. `may_be_first`: whether to
-    make a template if there is none. False for calls whose arguments nobody has checked
-    (`autograd.apply_repeated`).
+    None if this function does not compute the call: then the caller checks the call in full, and
+    that check names an error. `may_be_first`: whether to make a template if there is none. False
+    for calls whose arguments nobody has checked (`autograd.apply_repeated`).
     """
     types = tuple(map(type, options.values()))  # a part of the template's key, because True == 1
     if not PLAIN.issuperset(types):  # an array, which has to be checked in each call
@@ -63,7 +63,7 @@ def evaluate(
             return None
     scale = template.scale if scale is None else _read_number(scale)
     low, high = SCALES[template.compute_precision]
-    if type(scale) not in NUMBER_TYPES or not low <= scale <= high:  # or a tensor on a GPU
+    if type(scale) not in NUMBER_TYPES or not low <= scale <= high:  # no number: on a GPU
         return None
     if kind.sigmoid:
         bias = template.bias if bias is None else _read_number(bias)
@@ -87,7 +87,7 @@ def _make_template(
     - features whose elements are checked: `check_finite`, and float64 that is not normalized, whose
       products may overflow;
     - reduction="none";
-    - a joint loss, classes, own negatives, or more than 2^20 logits (`template_has_vectors`);
+    - a joint loss, classes, own negatives, or more than 2^20 logits (`template_has_defaults`);
     - options that one block lacks, or logits beyond the workspace (`fits_one_block`).
     """
     numbers = [value for value in (scale, bias) if isinstance(value, Tensor)]
@@ -104,7 +104,7 @@ def _make_template(
         return None
     from ...kernels.cpu.schedule import fits_one_block
 
-    if not static.template_has_vectors or not fits_one_block(request.problem):
+    if not static.template_has_defaults or not fits_one_block(request.problem):
         return None
     return static.template
 
@@ -121,8 +121,9 @@ def _solve_in_one_block() -> Any:
 def _choose_product(shape: tuple[int, int, int]) -> Any:
     """The function that computes the matrix products of a call; None: NumPy's BLAS.
 
-    `shape` is (queries, keys, features). BLAS computes products of other sizes, and all products if
-    PyTorch has one thread, or if INFONCE_NUM_THREADS sets a number, which PyTorch does not read.
+    `shape` is (queries, keys, features). PyTorch computes the products if all of these hold: their
+    size is within `TORCH_MULTIPLY_ADDS` and `TORCH_WIDTH_LIMIT`; PyTorch has several threads; and
+    INFONCE_NUM_THREADS, which PyTorch does not read, sets no number of threads.
     """
     (m, n, d), (least, most) = shape, TORCH_MULTIPLY_ADDS
     if not least <= m * n * d <= most or d >= TORCH_WIDTH_LIMIT:
@@ -166,7 +167,7 @@ def _solve(
     try:
         with np.errstate(**SILENT):
             solution = _solve_in_one_block()(problem, gradients, _choose_product(problem.shape))
-    except MemoryError:  # the checked call raises it again, with advice on what to use instead
+    except MemoryError:  # the full call raises a MemoryError again, with advice on what to use
         return None
     if solution is None or solution.loss is None:
         return None

@@ -79,7 +79,7 @@ struct Marks {
 #endif
 };
 
-// A pair of a row and a column: `rows` and `columns` have the numbers that options need, of several rows and columns,
+// A pair of a row and a column: `rows` and `columns` have the values that options need, of several rows and columns,
 // and `row` and `column` are the indices of this pair in them.
 template <class Rows, class Columns>
 struct Pair : Marks {  // without a guide, Marks has no members and takes no memory
@@ -102,14 +102,14 @@ struct Option {
     COMPARES = false
   };
 
-  // The numbers that the option needs of N rows and of N columns, by the names that their vectors have in `Block`.
-  // Arrays of columns are aligned to 16 bytes, because sweeps read four numbers of 4 bytes at once (SliceColumns).
+  // The values that the option needs of N rows and of N columns, by the names that their vectors have in `Block`.
+  // Arrays of columns are aligned to 16 bytes, because sweeps read four values of 4 bytes at once (SliceColumns).
   // Sweeps keep elements of 8 bytes, such as ids, in another order than those of 4 bytes (`Columns` in
   // sm90/sweep/logits.cuh).
   template <int N>
-  struct RowNumbers {};
+  struct RowValues {};
   template <int N>
-  struct ColumnNumbers {};
+  struct ColumnValues {};
   // Calls `copy` with each array in `to` and the array in `from` that has its name.
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To&, const From&, Copy) {}
@@ -142,9 +142,9 @@ struct EqualIds : Option<EqualIds> {
 #if IDS
   enum : bool { MASKS = true };
   template <int N>
-  struct RowNumbers { i64 query_ids[N]; };
+  struct RowValues { i64 query_ids[N]; };
   template <int N>
-  struct ColumnNumbers { i64 key_ids[N]; };
+  struct ColumnValues { i64 key_ids[N]; };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
     copy(to.query_ids, from.query_ids);
@@ -165,9 +165,9 @@ struct OtherGroups : Option<OtherGroups> {
 #if GROUPS
   enum : bool { MASKS = true, SPARSE = true };
   template <int N>
-  struct RowNumbers { i64 query_groups[N]; };
+  struct RowValues { i64 query_groups[N]; };
   template <int N>
-  struct ColumnNumbers { alignas(16) i64 key_groups[N]; };
+  struct ColumnValues { alignas(16) i64 key_groups[N]; };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
     copy(to.query_groups, from.query_groups);
@@ -188,12 +188,12 @@ struct OtherGroups : Option<OtherGroups> {
 struct PositiveIds : Option<PositiveIds> {
 #if POSITIVE_IDS
   template <int N>
-  struct RowNumbers {
+  struct RowValues {
     i64 query_positive_ids[N];
     Real query_pair_weights[N];
   };
   template <int N>
-  struct ColumnNumbers {
+  struct ColumnValues {
     alignas(16) i64 key_positive_ids[N];
     alignas(16) Real key_pair_weights[N];
   };
@@ -220,7 +220,7 @@ struct Limits : Option<Limits> {
 #if LIMITS
   enum : bool { MASKS = LIMITS == 1, SPLITS = LIMITS == 2, SPARSE = true, COMPARES = true };
   template <int N>
-  struct RowNumbers { Real row_limits[N]; };
+  struct RowValues { Real row_limits[N]; };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
     copy(to.row_limits, from.row_limits);
@@ -233,7 +233,7 @@ struct Limits : Option<Limits> {
   }
 #elif LIMITS == 2
   template <int N>
-  struct ColumnNumbers { alignas(16) Real column_limits[N]; };
+  struct ColumnValues { alignas(16) Real column_limits[N]; };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
     copy(to.column_limits, from.column_limits);
@@ -291,7 +291,7 @@ struct Biases : Option<Biases> {
 #if BIAS
   enum : bool { SHIFTS = true };
   template <int N>
-  struct ColumnNumbers { alignas(16) Real column_bias[N]; };
+  struct ColumnValues { alignas(16) Real column_bias[N]; };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
     copy(to.column_bias, from.column_bias);
@@ -307,7 +307,7 @@ struct Biases : Option<Biases> {
 #endif
 #if BIAS == 2
   template <int N>
-  struct RowNumbers { Real row_bias[N]; };
+  struct RowValues { Real row_bias[N]; };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
     copy(to.row_bias, from.row_bias);
@@ -327,9 +327,9 @@ struct All {
   };
 
   template <int N>
-  struct RowNumbers : Each::template RowNumbers<N>... {};
+  struct RowValues : Each::template RowValues<N>... {};
   template <int N>
-  struct ColumnNumbers : Each::template ColumnNumbers<N>... {};
+  struct ColumnValues : Each::template ColumnValues<N>... {};
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
     (Each::copy_rows(to, from, copy), ...);

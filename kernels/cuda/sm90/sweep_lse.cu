@@ -9,18 +9,19 @@
 // kernel that merges them.
 // Reference exponents. One exponential e_ij = 2^(c x_ij - r) serves both directions: it is added to the sum of the row
 // and to the sum of the column, because all 16 rows of a strip share r. r need not be a maximum. As long as each sum is
-// within float32's range, a term that is lost would not change the sum, and c x - r is as exact as c x. So r is a
-// multiple of 32, 0 at first, and the same for almost all strips and tiles. While r stays the same, new terms are
-// added without a new factor.
+// within the bounds of sweep/columns.cuh, terms that underflow are negligible relative to the sum, and c x - r is as
+// exact as c x. So r is a multiple of 32, 0 at first, and the same for almost all strips and tiles. While r stays the
+// same, new terms are added without a new factor.
 // If the sum of a row is too large, or the sum of a row or column so small that terms may have been lost, r does not
 // serve (sum_with_shared_reference). Then the tile is summed again with a reference exponent for each row
 // (sum_with_own_references), and the largest of these becomes the strip's r. Columns whose sums are still too small are
 // summed once more with their own reference exponents. This happens rarely, and the result is right in each case.
 //
 // MOMENTS: each sum of 2^(c x - r) has a sum of 2^(c x - r) x, in another array.
-// Options (block/options.cuh): a pair may be in the sum of its row and not in the sum of its column, or the other way
-// round. A reference exponent has to serve only the pairs in a sum. A sum without pairs is 0, and every reference
-// exponent serves it. An option may replace x in the exponent. Moments keep x.
+// Options (block/options.cuh). SPLITS: a pair may be in the sum of its row and not of its column, or the other way
+// round. SPARSE: a row of a tile often has no pair in its sum. A reference exponent has to serve only the pairs in a
+// sum. A sum without pairs is 0, and every reference exponent serves it. An option may replace x in the exponent.
+// Moments keep x.
 // CACHE: the exponentials are written to the memory of the gradient block, and the reference exponents of all strips
 // and tiles to an array. The gradient pass then needs no products for these logits (cached_gradient.cu). Cached
 // exponentials are rounded to bfloat16. If gradient blocks have two parts, exponentials are float32: the words of the
@@ -80,7 +81,7 @@ struct Lse {
   float reference;     // reference exponent of the strip
   bool steady;         // whether the sums of all rows of the strip have the reference exponent of the strip
   Partial column_sum;  // sum of this thread's column over all query tiles so far
-  Partial strip_sum;   // sum of this thread's column over this warp's strip of the tile (KEEPS_OWN_STRIP)
+  Partial strip_sum;   // sum of this thread's column over this warp's strip (if KEEPS_OWN_STRIP: sweep/partial.cuh)
 
   // This thread's row h, in the block.
   __device__ __forceinline__ i64 row(int h) const { return lane.get_row(work.query_tile, h); }
@@ -142,7 +143,7 @@ struct Lse {
     tiles_with_sums |= below(end - 32 * lane.lane) & ~below(first - 32 * lane.lane);
   }
 
-  // Adds tile t with the strip's reference exponent. If it does not serve, returns false and leaves the rows' sums.
+  // Adds tile t with the strip's reference exponent. Returns false, and changes no sum of a row, if it does not serve.
   __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64], int t) {
     const float shift[2] = {reference, reference};
     Partial tile_sums[2] = {{reference}, {reference}};  // of the two rows
@@ -207,6 +208,7 @@ struct Lse {
     }
     steady = false;
     if (fabsf(top) < (float)INFINITY_) reference = top;
+    // If `top` is not finite (no pairs, or a NaN or infinity), exponentials do not have the strip's `reference`
     return __all_sync(ALL_LANES, fits_cache && reference == top);
   }
 
@@ -219,7 +221,7 @@ struct Lse {
   template <bool OWN>
   __device__ __forceinline__ bool sum_tile(const float (&x)[64], int t, const float (&shift)[2],
                                        const float* weight, float top, Partial (&tile_sums)[2]) {
-    bool good = true, small[TILE_SLICES / 2];  // small[s]: see TileColumns::require_empty
+    bool good = true, small[TILE_SLICES / 2];  // SPLITS: whether this lane's sum of group s is below MIN_EXACT_SUM
     const TileColumns tile_columns{x, rows, consumer.columns, lane, c};
 #if CACHE
     u32 words[PIECE / 4 * PARTS];
@@ -268,14 +270,14 @@ struct Lse {
       if (32 * (s + 1) % PIECE == 0)
         out->store_piece(words, first_row(), t * TILE_COLUMNS + 32 * (s + 1) - PIECE, lane);
 #endif
-      // The next slice's numbers are loaded before the sums are written: reads of shared memory do not pass writes
+      // The next slice's values are loaded before the sums are written: reads of shared memory do not pass writes
       if (s + 1 < TILE_SLICES / 2) columns = SliceColumns(consumer.columns, 2 * s + 2, lane);
       if (!COLUMNS) continue;
       // The sum of this lane's column of the group over the strip
       Partial strip_column = {top, join_columns(thread_sums, lane.lane, Plus()), 0};
       if (MOMENTS) strip_column.moment = join_columns(moments, lane.lane, Plus());
       if constexpr (Options::SPLITS) {
-        // A pair that its row leaves out may be far above the row's reference exponent: columns always get their own
+        // A pair that is only in the column's sum may be far above the row's reference exponent: columns get their own
         if (OWN) strip_column = tile_columns.sum_with_own_references(s);
         if (strip_column.sum > MAX_TILE_SUM || (MOMENTS && fabsf(strip_column.moment) > MAX_TILE_MOMENT)) good = false;
         small[s] = strip_column.sum < MIN_EXACT_SUM;
@@ -322,7 +324,7 @@ struct Lse {
     }
   }
 
-  // Leaves the rows' sums of the segment in `row_partials`.
+  // Stores the rows' sums of the segment in `row_partials`.
   __device__ __forceinline__ void end_query_tile(const Work& w) {
     if (CACHE) out->end(lane);
 #pragma unroll
@@ -345,7 +347,7 @@ struct Lse {
         row_partials.set((ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h), all);
     }
     if (!COLUMNS) return;
-    // In a triangle, the tile on the diagonal leaves no column sums (`end_tile`)
+    // In a triangle, `end_tile` stores no column sums of the tile on the diagonal
     const int tiles = (int)b.column_tiles, first = w.first + (b.triangle && w.first == w.query_tile);
     record_column_sums(first, min(w.end, tiles));
     record_column_sums(max(first - tiles, 0), w.end - tiles);  // key tiles beyond the last one (Work)

@@ -10,7 +10,8 @@
 // One exponential of a logit serves both directions, because all rows and columns of a strip, the 64 x WARP_N logits of
 // a warp, share one m, the maximum of the strip. A row or a column whose logits are all far below m can lose all its
 // digits. The sum of such a row or column is below MIN_EXACT_SUM, and then the strip is summed again, with a maximum
-// for each row and column. This happens rarely, and the result is right in each case.
+// for each row and column. The same happens if a row or column has no pair in the strip, because its sum is 0: at the
+// padding after the last row or column of a block, or if options leave all its pairs out.
 #include "tiled/tile.cuh"
 
 // Bounds of a sum that is exact up to rounding. A strip has at most 64 terms in a row or column. Underflow takes less

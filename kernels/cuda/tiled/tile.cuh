@@ -4,12 +4,12 @@
 #pragma once
 #include "tiled/product.cuh"
 
-// Numbers of the tile's rows and columns in shared memory, which `prepare` copies.
+// Values of the tile's rows and columns in shared memory, which `prepare` copies.
 struct TileShared {
   i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix; unused with SETS
   Real row_factor[BLOCK_M], column_factor[BLOCK_N];  // NORM_FACTORS: factors that normalise rows (rows.cuh)
-  Options::RowNumbers<BLOCK_M> rows;
-  Options::ColumnNumbers<BLOCK_N> columns;
+  Options::RowValues<BLOCK_M> rows;
+  Options::ColumnValues<BLOCK_N> columns;
 #if GUIDE
   u32 row_marks[4 * BLOCK_M];  // four words of each row: the marks of the group of columns that the tile lies in
   int first_marked;            // the tile's first column, from the first column of this group on
@@ -18,7 +18,7 @@ struct TileShared {
 
   // The pair of a row and a column of the tile, as options take it.
   __device__ __forceinline__ auto pair(int row, int column) const {
-    return Pair<Options::RowNumbers<BLOCK_M>, Options::ColumnNumbers<BLOCK_N>>{marks(row, column), rows,
+    return Pair<Options::RowValues<BLOCK_M>, Options::ColumnValues<BLOCK_N>>{marks(row, column), rows,
                                                                                columns, row, column};
   }
   __device__ __forceinline__ Marks marks(int row, int column) const {
@@ -31,17 +31,17 @@ struct TileShared {
   }
 };
 
-// Starts to copy the numbers of N rows or columns, of which the first `existing` exist; zeros stand for the others.
+// Starts to copy the values of N rows or columns, of which the first `existing` exist; zeros stand for the others.
 template <int N, class T>
 __device__ __forceinline__ void fetch(T (&to)[N], const T* from, i64 existing) {
   for (int i = threadIdx.x; i < N; i += TILED_THREADS)
     cp_async_number(&to[i], i < existing ? from + i : from, i < existing);
 }
 
-// Starts to copy the numbers that the epilogue of tile t needs. They arrive while the tile is multiplied: tile_product
+// Starts to copy the values that the epilogue of tile t needs. They arrive while the tile is multiplied: tile_product
 // waits for them.
 __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Tile& t) {
-  __syncthreads();  // all epilogues have read the numbers of the last tile before these copies
+  __syncthreads();  // all epilogues have read the values of the last tile before these copies
   const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;  // of the block, from this tile on
   if (!SETS) fetch(s.positive, b.positives + t.row, rows);
   if (NORM_FACTORS) {

@@ -16,8 +16,9 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b) {
 }
 
 // Lists in `writers` the thread blocks of a sweep that have written sums of the columns of tile `tile`, in ascending
-// order, and returns their number. written_tiles [blocks, 32] has one bit for each of MAX_WRITTEN_TILES tiles; a sweep
-// of more tiles has set all bits (sm90/sweep_lse.cu). All lanes of a warp call this.
+// order, and returns their number. written_tiles [blocks, 32] has one bit for each of MAX_WRITTEN_TILES tiles. If a
+// sweep has more tiles, each thread block first writes empty sums for all columns, and then sets all bits (`begin` in
+// sm90/sweep_lse.cu). All lanes of a warp call this.
 __device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks, i64 tile, int lane,
                                             int* writers) {
   int count = 0;
@@ -47,12 +48,13 @@ struct Sums {
 // Adds the partial sums of one block of logits to the sums of n rows (or n columns), always in one order.
 //   - A slot is one partial sum of a row: (max, sum), and a moment unless `moments` is null. `partial_sums` and
 //     `moments` are [slots, stride], with one slot for each row.
-//   - `scale` makes logits of the maxima. The maxima of tiled/lse.cu are products. The maxima of a sweep are base-2
-//     logits already, so the caller passes scale = ln 2, and c = scale log2(e) is 1. `logit_scale` makes logits of the
-//     products in moments.
+//   - The maxima, times c = scale log2(e), are base-2 logits. The maxima of tiled/lse.cu are products, and `scale` is
+//     the scale of the logits. The maxima of a sweep are base-2 logits already, so `scale` is ln 2, and c is 1.
+//   - Moments have products as factors. Moments, times logit_scale log2(e), have base-2 logits as factors.
 //   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
 //   - If `written_tiles` is not null, the sums belong to columns of a sweep (sm90/sweep_lse.cu). Each thread block of
-//     the sweep has two slots, which are valid for the columns of the tiles in its bits of `written_tiles`.
+//     the sweep has two slots, one for each group of 64 rows of its query tiles. The slots are valid for the columns of
+//     the tiles in the block's bits of `written_tiles`.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, const __grid_constant__ Sums sums,
@@ -261,9 +263,9 @@ __device__ __forceinline__ double log_scale_gradient(const FinalizeArguments& f,
 // `at_positives` are the arguments of log_scale_gradient.
 __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const DirectionLosses& row, double a,
                                         double loss, double log_scale_grad, double at_positives) {
-  f.losses[i] = loss + *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
-  // log_scale_grad needs no NaN flag: it is NaN if a feature is not finite
-  if (f.log_scale_grad) f.log_scale_grad[i] = log_scale_gradient(f, i, log_scale_grad, at_positives);
+  const double nan = *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
+  f.losses[i] = loss + nan;
+  if (f.log_scale_grad) f.log_scale_grad[i] = nan + log_scale_gradient(f, i, log_scale_grad, at_positives);
   f.row_loss[i] = row.loss;
   f.row_reference[i] = get_reference(row.lse2);
   put_lse(f, f.row_lse, i, row.lse2);

@@ -44,11 +44,12 @@ class DeviceProperties:
 
     @property
     def default_memory_limit(self) -> int:
-        """Most bytes of temporary memory of a call whose caller gives no workspace.
+        """Most bytes that a call may take in place of the default workspace.
 
-        A call takes more than the default workspace only if that saves time: for cached
-        exponentials and one pass with dK (`schedule/decisions.py`), and for buffers of exchanges
-        over ranks.
+        The limit holds for calls whose caller gives no workspace, and for all memory of their
+        passes together. A call takes more than the default workspace only if that saves time: for
+        cached exponentials and for one pass with dK (`schedule/decisions.py`). The buffers of an
+        exchange over ranks have the same limit.
         """
         return self.memory // 32
 

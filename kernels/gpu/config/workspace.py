@@ -171,8 +171,8 @@ def choose_dq_copies(
     """The number of accumulators of each row of dQ: so many of its partial sums run at once.
 
     A partial sum has `MAX_SUM_TERMS` keys. If queries are few, the tiles of one partial sum do not
-    occupy all multiprocessors. More accumulators do, must be added up, and take at most 1/8 of the
-    workspace. Only in fp16x3 (float32 on Hopper) do tensor cores' truncations limit a sum: else 1.
+    occupy all multiprocessors, but the tiles of several do. Their accumulators must be added up,
+    and take at most 1/8 of the workspace. Only fp16x3 (float32 on Hopper) has partial sums: else 1.
     """
     m, n, d = shape
     sums = -(-n // MAX_SUM_TERMS[precision]) if precision in MAX_SUM_TERMS else 1
@@ -202,8 +202,7 @@ class BlockSizes:
     def column_blocks(self, n: int) -> list[slice]:
         """The column blocks of n columns.
 
-        No block contains the border of the overlaid rows of dK, or the border of the cached
-        columns.
+        No block contains the border of dK's overlaid rows, or the border of the cached columns.
         """
         borders = sorted({0, self.overlaid, self.cached_columns, n})
         return [block for a, b in pairwise(borders) for block in slices(b, self.columns, a)]
@@ -226,10 +225,11 @@ def largest_blocks(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
     most_side: int | None = None,
 ) -> BlockSizes:  # fmt: skip
-    """The largest blocks that fit, nearly square.
+    """The largest blocks that fit, nearly square with one exception.
 
     The rows that a block reads for its copies and products are proportional to its sides, so square
-    blocks read least. `symmetric`: row blocks are column blocks.
+    blocks read least. The exception is the gradient pass of a sweep, unless queries are the keys
+    (`symmetric`): its blocks have a query tile for each worker, and as many columns as fit.
 
     Accumulators of dK take up to half of the workspace. If they would take more than a quarter, the
     first of them overlay dK's destination, provided that the others then fit.
@@ -253,8 +253,8 @@ def largest_blocks(
         return needs.block_bytes(rows, columns, d, block_n) <= room
 
     if needs.sweep is not None and needs.gradient and not symmetric:
-        # Rows for a query tile of each worker, so that none is idle, or for half of the workers (in
-        # two segments), if there is also room for rows / 4 columns. Otherwise blocks are square
+        # A query tile for each worker. If these rows leave no room for rows / 4 columns, a query
+        # tile for two workers, which take a segment each. If these leave none: square blocks
         for divisor in (1, 2):
             rows = _even(m, min(m, needs.sweep.rows_at_once // divisor))
             if has_room(rows, min(n, rows // 4)):
@@ -377,7 +377,7 @@ def _block_sizes_with_cache(
 
 
 def _largest(most: int, has_room: Callable[[int], bool]) -> int:
-    """The largest size that has room: `most`, a multiple of BLOCK_M, or a power of 2 below it."""
+    """The largest size that has room: `most`, a multiple of BLOCK_M, or a smaller power of 2."""
     if has_room(most):
         return most
     low, high = 0, -(-most // BLOCK_M)

@@ -2,8 +2,9 @@
 
 A source is named by its path in `kernels/cuda`, such as "tiled/lse.cu". Before compilation, the
 text of a header replaces its `#include`. `#line` directives say from which file and line the text
-comes, for error messages. The digest of the whole text is the key of the cache on disk, so that a
-changed header compiles its kernels again. `cupy.RawModule` loads the machine code from the cache.
+comes, for error messages. The key of the cache on disk is a digest of the whole text, the compiler
+options and NVRTC's version: if a header changes, its kernels are compiled again. `cupy.RawModule`
+loads the machine code from the cache.
 """
 
 from __future__ import annotations

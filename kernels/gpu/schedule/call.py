@@ -63,7 +63,7 @@ class Matrix:
         return self.columns * ITEM[self.dtype]
 
     @property
-    def has_vector_rows(self) -> bool:
+    def has_aligned_rows(self) -> bool:
         """Whether each row begins at a multiple of 16 bytes, and rows do not overlap."""
         aligned = self.row_stride % 16 == 0 and self.offset == 0
         return aligned and self.row_stride >= self.row_bytes
@@ -116,7 +116,7 @@ class Call:
     compute_precision: str = "fp32"  # resolved precision of products and exponentials: no "auto"
     method: str = "auto"
     workspace: int = WORKSPACE  # bytes
-    workspace_given: bool = False  # by the caller, so that it is never exceeded
+    workspace_given: bool = True  # False: `workspace` is the default, which a call may exceed
     normalize: bool = False
     ids: bool = False
     groups: bool = False

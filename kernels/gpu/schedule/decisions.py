@@ -31,8 +31,9 @@ from .passes import (
 # base-2 logits x, have reference exponents r that are not maxima (sm90/online_references.cuh).
 # Bfloat16 has the exponent range of float32, which such elements need, and float16 does not
 ONE_PASS_PRECISIONS = ("bf16x3", "bf16")
-# Exponentials are cached for rows of at least this many K-slices, in all parts: products of shorter
-# rows take less time than the cache. They are bfloat16, or float32 for fp16x3. Others cache none
+# By precision, the least K-slices of a row, all its parts together, for which exponentials are
+# cached: products of shorter rows take less time than the cache. All other precisions have no
+# cache. Cached exponentials are bfloat16 for bf16, and float32 for fp16x3
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
 MAX_GROUP_BLOCK_SIDE = 8192  # most rows and columns of a block, if groups leave out blocks
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
@@ -122,17 +123,17 @@ def common_dtype(*dtypes: str) -> str:
 def choose_precision(call: Call, device: DeviceProperties) -> str:
     """The precision of the operands. ValueError if the device lacks its arithmetic."""
     operand_precision = config.fastest_operand_precision(call.compute_precision, device)
-    # whether the bits of x_ij may differ from those of x_ji, or between blocks
-    bits_vary = operand_precision in config.OPERAND_PARTS
-    if call.limits_given:  # a block over ranks: other blocks have other feature divisors
-        bits_vary = bits_vary or (
-            operand_precision in config.FLOAT16 and call.query.dtype != "float16"
-        )
-    if bits_vary and call.has_limits and (call.symmetric or call.limits_given):
-        # Products are compared with limits. Both passes must leave out the same pairs, so a product
-        # must have the same bits in both. That holds if both compute x_ij in the same way, but not
-        # if one of them computes x_ji in place of x_ij, or a block with other divisors
-        operand_precision = "fp32"
+    # Products are compared with limits. Both passes must leave out the same pairs, so a product has
+    # to have the same bits in both, also if one computes x_ji in place of x_ij. A block over ranks
+    # (`limits_given`) does not tell whether queries are the keys of the whole call
+    if call.has_limits and (call.symmetric or call.limits_given):
+        # With two parts, products of a small part of one side and a large part of the other side
+        # are added in a fixed order of the sides, so the sums x_ij and x_ji have different orders
+        bits_vary = operand_precision in config.OPERAND_PARTS
+        # Float16 operands of other features have divisors, which are different in other blocks
+        has_divisors = operand_precision in config.FLOAT16 and call.query.dtype != "float16"
+        if bits_vary or (call.limits_given and has_divisors):
+            operand_precision = "fp32"
     if not config.supported(operand_precision, device):
         raise ValueError(
             f'precision: expected "fp32" or "fp64" on a device of compute capability '
@@ -184,14 +185,16 @@ def reserved_bytes(call: Call, operand_precision: str) -> int:
 def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
     """Where kernels read the rows of `z`: in place if they can, otherwise from copies by block.
 
-    Kernels read 16 bytes at a time. So they read rows in place if rows are not normalised (copies
-    are divided by a power of two: cuda/rows.cuh), have the dtype of operands of this precision
-    (none of operands in two parts), are contiguous, begin at multiples of 16 bytes and have a
-    multiple of 16 bytes.
+    Kernels read rows in place if all of these hold:
+
+    - Rows are not normalised. (Copies of such rows are divided by a power of two: cuda/rows.cuh.)
+    - Rows have the dtype of operands of this precision. No dtype is that of operands in two parts.
+    - Rows begin at multiples of 16 bytes, and have such a multiple: kernels read 16 at a time.
+    - The elements of a row are adjacent. Rows do not overlap, but may have gaps between them.
     """
     in_place = (
         not call.normalize and config.READ_IN_PLACE.get(operand_precision) == z.dtype
-        and z.has_vector_rows and z.row_bytes % 16 == 0
+        and z.has_aligned_rows and z.row_bytes % 16 == 0
         and (z.column_stride == ITEM[z.dtype] or z.columns == 1)
     )  # fmt: skip
     features = z.columns if in_place else config.padded(z.columns, operand_precision)
@@ -236,8 +239,8 @@ def choose_sweeps(
 def choose_teacher(call: Call, operands: Operands) -> Operands:
     """The teacher's features as operands, in the precision of the student's operands.
 
-    One kernel multiplies the features of both models, and has one format of operands. If their
-    dtypes differ, distill/solve.py has chosen fp32 or fp64 (`_with_one_precision`).
+    One kernel multiplies the features of both models, and has one format of operands.
+    If their dtypes differ, `_with_one_precision` (distill/solve.py) has chosen fp32 or fp64.
     """
     assert call.teacher_query is not None
     assert call.teacher_key is not None
@@ -258,7 +261,7 @@ def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
     columns_too = call.two_sided or call.symmetric  # pairs have marks for columns
     sweep = None
     if operand_precision not in config.OPERAND_PARTS:
-        # a guide has no ids; factors of normalised keys are one vector of numbers of columns
+        # a guide has no ids; the factors of normalised keys are one more vector of columns
         numbers = guide.number_count + guide.normalize
         sweep = config.sweep_for(operand_precision, width, device, False, number_count=numbers)
     shape = sweep or config.tile_for(operand_precision, guide.shape[2], device, guide.number_count)
@@ -316,7 +319,7 @@ def divide_workspace(
     # the largest blocks
     may_cache = may_cache_exponentials(call, operands, sweep)
     room_with_cache = room
-    if may_cache and not call.workspace_given:  # more than the default workspace, to save time
+    if may_cache and not call.workspace_given:  # may exceed the default workspace, to save time
         room_with_cache = max(room, device.default_memory_limit)
     sizes = None
     if one_pass and not needs_dq_only:  # one pass with dK needs blocks of all keys
@@ -351,13 +354,13 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     """Whether the log-sum-exp pass may leave exponentials to the gradient pass:
 
     - The call is no block over ranks, and wants gradients.
-    - The precision has cached exponentials (`MIN_CACHED_K_SLICES`).
-    - Rows are long, so that their product takes more time than the cache.
+    - There is a sweep, its precision has a cache, and rows are long enough (`MIN_CACHED_K_SLICES`).
     - The loss is `ROWS` or `BOTH`. `VIEWS` has a triangle, and `PAIRS` no log-sum-exp pass.
     - There is no teacher, and there are no retrieval ranks, whose pass would run between these two.
     - Pairs have no options (groups, positive ids, limits, a guide, biases), which the kernel of
       cached exponentials does not take. Ids are no such option.
-    - The call does not want dQ only with one softmax: one pass computes it without a cache.
+    - The call wants dK, or its loss needs more than sums of rows. (With bf16, one pass without a
+      cache computes dQ from sums of rows: `may_compute_in_one_pass`.)
     """
     min_k_slices = MIN_CACHED_K_SLICES.get(operands.precision)
     needs_no_cache = call.loss_follows_from_row_sums and call.key_gradient is None
@@ -372,7 +375,7 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
 def accumulates_in_place(out: Matrix, operands: Operands) -> bool:
     """Whether gradients can accumulate in their destination `out`."""
     return (
-        out.dtype == operands.accumulator_dtype and out.has_vector_rows
+        out.dtype == operands.accumulator_dtype and out.has_aligned_rows
         and out.columns == operands.gradient_width and out.column_stride == ITEM[out.dtype]
     )  # fmt: skip
 
@@ -380,9 +383,8 @@ def accumulates_in_place(out: Matrix, operands: Operands) -> bool:
 def overlay_bytes(out: Matrix | None, operands: Operands) -> int:
     """Bytes of a row of the destination `out` if accumulators can overlay it, otherwise 0.
 
-    Whether they do, `config.largest_blocks` decides by the room in the workspace.
-
-    Rows of `out` must not be longer than rows of accumulators. Otherwise a complete row would
+    `config.largest_blocks` decides by the room in the workspace whether accumulators overlay `out`.
+    A row of `out` must not be longer than a row of accumulators. Otherwise a complete row would
     overwrite accumulators of the next rows, which are not converted yet.
     """
     if out is None or not out.is_contiguous or out.offset:

@@ -1,6 +1,6 @@
 """The choice of a call's method on a GPU: naive, fused or tiled.
 
-select.py asks before a call runs, with its `Problem`; `schedule` asks with the `Call`.
+`select.solve` asks with the `Problem` of a call, and `decisions.schedule` asks with its `Call`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from .call import Call
 # Bounds of small calls, for which one launch takes less time than a graph of several launches
 MAX_FUSED_MULTIPLY_ADDS = 2**28  # for all logits
 MAX_FUSED_LOGITS = 2**18
-# Of queries, and of keys: one thread block visits all of them in turn, and the launch waits for it
+# Most queries, and most keys. For a tile of dQ, one thread block visits all keys one after another,
+# and for a tile of dK all queries: the launch waits for that block
 MAX_FUSED_ROWS = 2048
 
 
@@ -40,13 +41,16 @@ def choose_method(asked: Problem | Call) -> str:
     )  # fmt: skip
     if not is_small or not asked.plain or asked.retrieval_ranks:
         return "tiled"
-    return "fused" if logit_bytes(asked, True) <= asked.workspace else "tiled"
+    return "fused" if logit_bytes(asked, plain=True) <= asked.workspace else "tiled"
 
 
-def logit_bytes(asked: Problem | Call, has_default_softmax: bool) -> int:
-    """Bytes of the logits and dL/dx. Options of the softmax need more matrices of this size."""
+def logit_bytes(asked: Problem | Call, *, plain: bool) -> int:
+    """Bytes of the logits and dL/dx of a call that is or is not `plain` (`Call.plain`).
+
+    Options of the softmax need more matrices of this size.
+    """
     m, n, _ = asked.shape
-    matrices = 2 if has_default_softmax else MATRICES_WITH_OPTIONS
+    matrices = 2 if plain else MATRICES_WITH_OPTIONS
     return matrices * m * n * (8 if asked.compute_precision == "fp64" else 4)
 
 
@@ -57,7 +61,7 @@ def _require_one_launch(asked: Problem | Call) -> None:
             'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
             "with metrics=True"
         )
-    lacking = logit_bytes(asked, asked.plain) - asked.workspace
+    lacking = logit_bytes(asked, plain=asked.plain) - asked.workspace
     if lacking > 0:
         m, n, _ = asked.shape
         raise ValueError(

@@ -134,7 +134,7 @@ class GradientRun(PassRun):
         """Let the accumulator of dQ begin at `rows`, if it has the rows of one block at a time."""
         memory = self.scheduled.dq_accumulator
         if not (self.grid.triangle or memory is None or memory.in_place):
-            accumulator.first = rows.start
+            accumulator.first_row = rows.start
 
     def add_to_columns(self, queries: Operand, columns: slice, is_first: bool) -> None:
         """dK += P' Q for the columns of a block; if `is_first`, the products overwrite the sums."""
@@ -142,7 +142,7 @@ class GradientRun(PassRun):
         if accumulator is None:
             return
         # keys before the accumulator's first row have their sums in its overlay
-        for keys in self.divide_keys(accumulator.first - columns.start):
+        for keys in self.divide_keys(accumulator.first_row - columns.start):
             first_row = columns.start + keys.start
             self.add_product(OP_T, keys, queries, accumulator, first_row, is_first)
 
@@ -198,11 +198,12 @@ class GradientRun(PassRun):
             self.finish(self.dq_accumulator, rows, self.gradients.query)
 
     def end(self) -> None:
-        """Complete dK after all blocks have added to it.
+        """Complete dK, or dQ in a triangle, after all blocks have added to it.
 
-        Sums that overlay their destination are float32, twice as wide as its rows. Some rows at a
-        time are completed in the memory of the gradient block, which is free now, and copied to the
-        destination. In ascending order, a copy overwrites only sums of rows that are complete.
+        Sums may overlay their destination. Then some rows at a time, in ascending order, are
+        completed in the memory of the gradient block, which is free now, and copied to the
+        destination. A row of the destination is not longer than a row of sums (`overlay_bytes` in
+        schedule/decisions.py), so a copy overwrites only sums of rows that are complete.
         """
         accumulator, gradients = self.dk_accumulator, self.gradients
         accumulator_rows = self.scheduled.dk_accumulator
@@ -217,15 +218,16 @@ class GradientRun(PassRun):
             converted = cupy.ndarray(destination.shape, destination.dtype, memory)
             self.finish(accumulator, rows, converted, rows.start)
             self.launcher.queue.copy(destination.data, converted.data, destination.nbytes)
-        self.finish(accumulator, slice(accumulator.first, self.grid.columns[-1].stop), out)
+        # last, because the sums of the overlaid rows have filled the memory of these rows, too
+        self.finish(accumulator, slice(accumulator.first_row, self.grid.columns[-1].stop), out)
 
     def finish(
-        self, accumulator: Accumulator, rows: slice, out: Array, first: int = 0
+        self, accumulator: Accumulator, rows: slice, out: Array, first_out_row: int = 0
     ) -> None:  # fmt: skip
         """Complete the gradients of `rows`, which are queries or keys, and write them to `out`.
 
         The kernel multiplies sums by the gradient divisor, adds positives and linear terms, and
-        differentiates through the normalisation. Row 0 of `out` gets the gradient of row `first`.
+        differentiates through the normalisation. Row 0 of `out` is row `first_out_row`.
         """
         buffers, problem, gradients = self.buffers, self.problem, self.gradients
         assert gradients is not None
@@ -237,14 +239,14 @@ class GradientRun(PassRun):
             if self.row_divisors is not None:
                 gradient_divisor, divisor_step = self.row_divisors, 1
             side, other, dots, add = buffers.query, buffers.key, gradients.dots, gradients.add_query
-            partners = {"partner": problem.positives, "begin": None, "end": None}
+            entries = {"entries": problem.positives, "begin": None, "end": None}
         else:
             side, other, add = buffers.key, buffers.query, False
             dots = None if gradients.want_query else gradients.dots
             order = begin = end = None
             if not buffers.paired:
                 order, begin, end = buffers.list_queries_by_key(problem)
-            partners = {"partner": order, "begin": begin, "end": end}
+            entries = {"entries": order, "begin": begin, "end": end}
 
         if accumulator.dq_copies > 1:
             sums, size = accumulator.array, accumulator.copy_stride
@@ -264,12 +266,13 @@ class GradientRun(PassRun):
             first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
             exponent=side.exponent,
             positives={
-                "gradient": self.positive_gradient, **partners, "set_size": problem.set_size,
+                "gradient": self.positive_gradient, **entries, "set_size": problem.set_size,
                 "others": len(other.features), "z": matrix(other.features), "factor": other.factor,
                 "exponent": other.exponent,
             },
             gradient_divisor=gradient_divisor, divisor_step=divisor_step,
-            feature_divisor=other.feature_divisor, dots=dots, out=matrix(out, -first), add=add,
+            feature_divisor=other.feature_divisor, dots=dots, add=add,
+            out=matrix(out, -first_out_row),
         )  # fmt: skip
 
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:

@@ -120,8 +120,8 @@ class Accumulator:
 
     array: Array  # [dq_copies, rows, stride], or the destination of the gradients
     stride: int  # elements from row to row
-    first: int  # the first row of dQ or dK in `array`
-    overlay: Accumulator | None = None  # has the rows before `first`, in the gradients' memory
+    first_row: int  # of dQ or dK, in `array`
+    overlay: Accumulator | None = None  # has rows before `first_row`, in the gradients' memory
     dq_copies: int = 1  # 1 for dK
 
     @property
@@ -131,7 +131,7 @@ class Accumulator:
 
     def pointer(self, row: int) -> int:
         """The address of a row of dQ or dK, in its first copy."""
-        if self.overlay is not None and row < self.first:
+        if self.overlay is not None and row < self.first_row:
             return self.overlay.pointer(row)
-        offset = (row - self.first) * self.stride * self.array.dtype.itemsize
+        offset = (row - self.first_row) * self.stride * self.array.dtype.itemsize
         return int(self.array.data.ptr + offset)

@@ -23,8 +23,8 @@
 #ifndef SHARED
 #define SHARED 232448  // bytes of shared memory that a launch gives to a thread block
 #endif
-// Whether epilogues read factors or numbers of options, for each column of a tile, from shared memory.
-#define HAS_COLUMN_NUMBERS (NORM_FACTORS || !__is_empty(Options::ColumnNumbers<1>))
+// Whether epilogues read values of each column of a tile from shared memory: norm factors, or values of options.
+#define HAS_COLUMN_VALUES (NORM_FACTORS || !__is_empty(Options::ColumnValues<1>))
 // Whether K-slices of queries are loaded together with K-slices of keys, because queries do not stay in shared memory.
 // WIDE: they are too long. FP16X3: sums in two levels take registers, so a consumer is one warpgroup with 64 rows,
 // which multiplies all key tiles (sweep/streamed.cuh).
@@ -148,7 +148,7 @@ struct SweepShared {  // TMA boxes begin at multiples of 1024 bytes, because all
 #endif
   alignas(16) char k[STAGES][STAGE_BYTES];               // the ring of stages
   typename Epilogue::WarpgroupShared group[WARPGROUPS];  // what a warpgroup writes of a tile
-  typename Epilogue::ConsumerShared consumer[2];         // numbers of the columns of a consumer's tile
+  typename Epilogue::ConsumerShared consumer[2];         // values of the columns of a consumer's tile
   // mbarriers of each stage. full: TMA has written the stage. empty: all READERS have read it
   alignas(8) u64 full[STAGES], empty[STAGES];
   u64 queries_full, queries_empty;  // the same for the query tile `q`

@@ -4,8 +4,8 @@
 #pragma once
 #include "sm90/sweep/sweep.cuh"
 
-// The numbers of a thread's two rows of a query tile, in registers. h = 0 is the first row, h = 1 the second.
-struct Rows : Options::RowNumbers<2> {
+// The values of a thread's two rows of a query tile, in registers. h = 0 is the first row, h = 1 the second.
+struct Rows : Options::RowValues<2> {
   int positive[2];  // column of the positive in the block, or -1; with SETS, `prepare` looks up all positives
   int diagonal;     // if queries are keys, the column of the query tile's first row; otherwise a number far away
   int unpadded_columns;  // columns of the block without padding; 0 if the query tile has padding, rows beyond the block
@@ -60,20 +60,20 @@ struct Rows : Options::RowNumbers<2> {
   }
 };
 
-// Where the number of a tile's column is in shared memory. In this order, the numbers of a thread's four columns of a
+// Where the value of a tile's column is in shared memory. In this order, the values of a thread's four columns of a
 // slice are contiguous: of the 16 columns of a slice, column 8 j + 2 t + e is at position 4 t + 2 j + e.
 __device__ __forceinline__ int find_slice_position(int column) {
   const int i = column % 16;
   return column - i + i % 8 / 2 * 4 + i / 8 * 2 + i % 2;
 }
 
-// The numbers of the columns of a consumer's tile, in shared memory. Numbers of 8 bytes, such as ids, and norm factors
-// are in the order of the columns. Other numbers of 4 bytes are in the order of `find_slice_position`.
-struct Columns : Options::ColumnNumbers<TILE_COLUMNS> {
+// The values of the columns of a consumer's tile, in shared memory. Values of 8 bytes, such as ids, and norm factors
+// are in the order of the columns. Other values of 4 bytes are in the order of `find_slice_position`.
+struct Columns : Options::ColumnValues<TILE_COLUMNS> {
 #if NORM_FACTORS
   alignas(8) float factor[TILE_COLUMNS];  // norm factors
 #endif
-  // One of the consumer's warpgroups writes the numbers, one column for each thread. A barrier has to follow.
+  // One of the consumer's warpgroups writes the values, one column for each thread. A barrier has to follow.
   __device__ __forceinline__ void publish(const Block& b, i64 tile, const Lane& lane) {
     if (lane.half != 0) return;
     const i64 column = tile * TILE_COLUMNS + lane.thread;
@@ -92,8 +92,8 @@ __device__ __forceinline__ int get_column(int i, const Lane& lane) {
   return i / 4 * 8 + 2 * lane.t + i % 2;
 }
 
-// The numbers of this thread's four columns of slice `s`, in registers.
-struct SliceColumns : Options::ColumnNumbers<4> {
+// The values of this thread's four columns of slice `s`, in registers.
+struct SliceColumns : Options::ColumnValues<4> {
   __device__ __forceinline__ SliceColumns(const Columns& columns, int s, const Lane& lane) {
     Options::copy_columns(*this, columns, [&](auto& to, auto& from) {
 #pragma unroll

@@ -99,7 +99,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       for (int i = 0; i < TILES_PER_KEY_TILE; ++i) {
         const int tile = first_tile + i;
         if (TILES_PER_KEY_TILE > 1 && (i64)tile * TILE_COLUMNS >= b.k.rows) break;  // no keys in the second half
-        lane.sync_warpgroup();  // the last tile's column numbers are read before `publish` overwrites them
+        lane.sync_warpgroup();  // the last tile's column values are read before `publish` overwrites them
         epilogue.publish(tile);
         lane.sync_warpgroup();  // the writes of `publish` come before the reads of `tile`
         epilogue.tile(x[i], tile);

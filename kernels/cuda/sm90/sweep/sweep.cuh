@@ -37,14 +37,14 @@
 //
 // A class Epilogue is the rest of a kernel. It has these functions, which the consumers call in this order:
 //     begin_query_tile(work)     before the first tile of a query tile
-//     publish(tile)              writes numbers of the tile's columns to shared memory, while the products run
+//     publish(tile)              writes values of the tile's columns to shared memory, while the products run
 //     tile(x, tile)              computes with the products x; with a teacher: tile(x, y, tile), y of the teacher
 //     end_tile(tile)             after `tile`; if Epilogue::SUMS, after a barrier of the warpgroup
 //     end_query_tile(work)       after the last tile of a query tile
 //     end()                      after the last query tile, if Epilogue::SUMS
 // The parameter `tile` is the number of a tile of 128 columns of the block. Two constants say what a class needs:
 //     SUMS                       `tile` writes sums of columns, which `end_tile` reads: a barrier is between them
-//     PUBLISHES                  `publish` writes more than the numbers of HAS_COLUMN_NUMBERS
+//     PUBLISHES                  `publish` writes more than the values of HAS_COLUMN_VALUES
 // IN_REGISTERS, `multiply_by_keys(keys)` starts the product of the last tile's dL/dx with its keys.
 #pragma once
 #include "sm90/sweep/layout.cuh"
@@ -201,11 +201,11 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   const u32 rows = shared_descriptor(shared_address(s.q) + lane.half * 64 * K_SLICE);
   PipelineState pipe;
   u32 query_tiles = 0;  // begun so far
-  // The two warpgroups of a consumer are in step, with one turn for both, if they share numbers of columns in shared
-  // memory, or if the ring is too short for one to run ahead of the other: it has stages for two key tiles or fewer.
-  // Otherwise (narrow rows, whose epilogues take longer than products) each half of the query tile has
-  // a ping-pong of its own: one half multiplies while both warpgroups of the other half run epilogues.
-  constexpr bool IN_STEP = Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS || 2 * K_SLICES >= STAGES;
+  // The two warpgroups of a consumer are in step, with one turn for both, if they share values of columns (such as
+  // norm factors) in shared memory, or if the ring has stages for two key tiles or fewer, too few for one warpgroup to
+  // run ahead of the other. Otherwise (narrow rows, whose epilogues take longer than products) each half of the query
+  // tile has a ping-pong of its own: one half may multiply while both warpgroups of the other half run epilogues.
+  constexpr bool IN_STEP = Epilogue::PUBLISHES || HAS_COLUMN_VALUES || 2 * K_SLICES >= STAGES;
   const int ping_pong = PING_PONG + (IN_STEP ? 0 : 2 * lane.half);
   // Threads of both consumers that meet at a ping-pong barrier
   const int ping_pong_threads = 2 * 128 * (IN_STEP ? CONSUMER_WARPGROUPS : 1);
@@ -243,8 +243,8 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       else issue_products(x, s, rows, pipe, lane);
       // The turn passes to the other consumer, whose products run after these
       named_barrier_arrive(ping_pong + (lane.consumer ^ 1), ping_pong_threads);
-      // This consumer has read the column numbers of its last tile before `publish` overwrites them: all its
-      // warpgroups that share these numbers have met at its ping-pong barrier since
+      // This consumer has read the column values of its last tile before `publish` overwrites them: all its warpgroups
+      // that share these values have met at its ping-pong barrier after they read them
       epilogue.publish(tile);
       warpgroup_wait<0>();
       if (!IN_REGISTERS) release_stage(s, pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1, lane);
@@ -254,7 +254,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       fence_accumulators(x);
       if (TEACHER_SLICES) fence_accumulators(y);
       // The writes of `publish` come before the reads of `tile`
-      if (Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS) lane.sync_consumer();
+      if (Epilogue::PUBLISHES || HAS_COLUMN_VALUES) lane.sync_consumer();
       if constexpr (TEACHER_SLICES) epilogue.tile(x, y, tile);
       else epilogue.tile(x, tile);
       if (Epilogue::SUMS) lane.sync_warpgroup();  // all warps' sums are written before end_tile reads them
