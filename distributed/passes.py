@@ -218,7 +218,7 @@ class PassesOverRanks:
                 columns[0].clear()  # the block has no logits, so `_block` has not cleared the sums
             if visits_half and sums:
                 # A NaN or infinity makes all losses of a symmetric loss NaN. The owner of the keys
-                # does not visit this rank's rows: NaN column sums tell the owner of NaNs in them
+                # does not visit this rank's rows: if a row has a NaN, the sums for the owner get it
                 columns[0].sum += self.nan_flags.sum()
                 # not a sum: logits that only this rank computes, for the owner of the keys
                 logits_by_key = sums[-1]
@@ -370,8 +370,8 @@ class PassesOverRanks:
         self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion
     ) -> bool:
         """Whether the block is the local block of a symmetric problem, and computes each pair of
-        rows once: without metrics in the first pass, and for gradients only with limits, so that
-        both leave out the same pairs. It overwrites dQ, and does not add to it: it comes first."""
+        rows once. It does so in the first pass without metrics, and for gradients only with limits:
+        then both passes leave out the same pairs. It comes first, because it overwrites dQ."""
         if not (problem.symmetric and keys.are_whole_shards and keys.are_own):
             return False
         if isinstance(epilogue, Statistics):

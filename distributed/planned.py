@@ -1,6 +1,6 @@
 """A gather on GPUs as one plan: all launches and exchanges of a call over ranks.
 
-run.py asks for a plan first. If the call has none, run.py runs the same passes itself.
+run.py calls `solve_by_plan` first. If the call has no plan, run.py runs the same passes itself.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def solve_by_plan(
     `_build` runs the usual passes over ranks. `plan.run_by_plan` records and replays their launches
     and exchanges, as for a call on one GPU. `dtype` is the dtype of the loss.
 
-    None for a call that has no plan: then run.py runs the passes step by step. Ranks with a plan
-    and ranks without one send the same exchanges, so each rank decides by itself.
+    None for a call that has no plan: then run.py runs the same passes, whose blocks may have plans
+    of their own (`shard.run_block_pass`). Ranks with a plan and ranks without one send the same
+    exchanges, so each rank decides by itself.
     """
     if (
         schedule.exchange != "gather"
@@ -40,8 +41,9 @@ def solve_by_plan(
         or transport.queued(Queue()) is None  # the host takes part in exchanges: all but NCCL
         or 0 in (len(problem.query), *schedule.keys.rows)  # an empty shard
         or problem.progress is not None  # the host reports progress between launches
-        # an option but `ids` changes logits or targets, or rows have several positives; `weights`
-        # of other problems are a part of `upstream` (run.py)
+        # Rows have several positives, or an option other than `ids` changes logits or targets. A
+        # call with `weights` may have a plan: if its loss follows from sums, run.py has removed
+        # `weights` from `problem`, because `upstream` contains them
         or not problem.plain
         or problem.positives is not None  # the caller gave labels
         or problem.symmetric  # nt_xent, sup_con, gte

@@ -116,9 +116,9 @@ def apply_weights(
     """Apply the weights w_i of rows to `problem`; return W, the sum of the weights over all ranks.
 
     Afterwards `upstream` of row i is the caller's upstream gradient times w_i / W in a mean, and
-    times w_i otherwise. Before, `upstream` of a mean is divided by `loss_count`, the number of
-    losses over all ranks. So it is multiplied by w_i and by `loss_count` / W. On a rank whose rows
-    have no weights, each loss has the weight 1.
+    times w_i otherwise. Before the call, `upstream` of a mean is divided by `loss_count`, the
+    number of losses over all ranks. So this function multiplies `upstream` by w_i and, in a mean,
+    by `loss_count` / W. On a rank whose rows have no weights, each loss has the weight 1.
     """
     own_weight = float(len(problem.query) // (2 if problem.joint else 1))
     if problem.weights is not None:
@@ -143,7 +143,7 @@ def _sum_divisors(request: Request, total_weight: float, gradient_factor: float)
 
 
 def _exact_sum(values: Sequence[float]) -> float:
-    """The sum, rounded once; NaN or infinity if a value is."""
+    """The sum, rounded once. If a value is NaN or infinite, so is the sum."""
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
@@ -177,8 +177,8 @@ def shard_positives(xp: Any, problem: Problem, first_query: int) -> Array:
 def find_classes(passes: PassesOverRanks, problem: Problem, first_query: int) -> None:
     """Set the positives of rows, which are rows of any rank, and the weight 0 of rows without one.
 
-    In a class of two rows, each is the positive of the other. Rows of other classes get -1, because
-    their positives are a linear term; so do all rows if the loss is `decoupled`.
+    In a class of two rows, each row is the positive of the other row. Rows of other classes get -1,
+    because their positives are a linear term. If the loss is `decoupled`, all rows get -1.
     """
     own_indices = passes.xp.arange(len(problem.query)) + first_query
     members = passes.members(problem.classes)
@@ -214,15 +214,15 @@ def find_unpaired_rows(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Find views of `nt_xent` that are not a pair: two rows must be each other's label.
 
-    Returns two arrays [M]: whether a row is unpaired, and the label of the row that its label
-    names.
+    Returns two arrays [M]: whether a row is unpaired, and the label of its partner. The partner of
+    a row is the row that the label of the row names.
     """
     xp, own_indices = passes.xp, passes.xp.arange(len(problem.positives)) + first_query
     labels_of_partners = passes.take_at_positives(problem, problem.positives)
     unpaired = labels_of_partners != own_indices
     unpaired |= (problem.positives == own_indices) | (problem.positives < 0)
-    if problem.label_nans is not None:
-        unpaired |= xp.isnan(problem.label_nans)
+    if problem.known_row_nans is not None:
+        unpaired |= xp.isnan(problem.known_row_nans)
     return unpaired, labels_of_partners
 
 
@@ -282,7 +282,8 @@ def choose_block_runner(request: Request) -> BlockRunner:
     from infonce.kernels.cpu.backend import CPU
 
     # If logits are compared with limits, both passes have tiles of the same sizes, and so leave out
-    # the same pairs. Other losses need none: they have the same bits with gradients and without
+    # the same pairs. In other calls the log-sum-exp pass does not know the gradients, so that the
+    # loss has the same bits with gradients and without
     tiles_ahead = ahead if request.problem.compares_with_limits else None
 
     def make_backend(problem: Problem, gradients: Gradients | None) -> Backend:
@@ -328,8 +329,9 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
 def _find_blocks(request: Request, schedule: RankSchedule, rank: int) -> list[tuple[int, bool]]:
     """The different blocks of a round on this rank, the largest first.
 
-    Each block is (number of its keys, whether it is the local block). They are the visits of an
-    exchange that sends nothing. The round has no sums, so its blocks are the largest of a call.
+    Each block is (number of its keys, whether it is the local block). The function finds them by
+    the visits of an exchange that sends nothing. The round of this exchange has no sums, so its
+    blocks are the largest of a call.
     """
     blocks = set()
 

@@ -168,8 +168,9 @@ def _exclude_shared_gpus(
 def group_ranks_by_node(ranks: Communicator) -> list[list[int]]:
     """The ranks of each node.
 
-    INFONCE_LOCAL_SIZE is the number of ranks on each node, if it is set. Otherwise the processes
-    of a machine are the ranks of a node.
+    INFONCE_LOCAL_SIZE, if it is set, is the number of ranks on each node: it can divide the ranks
+    of one machine into several nodes. Otherwise the ranks whose processes run on one machine are
+    the ranks of a node. If the processes of the ranks are unknown, all ranks are on one node.
     """
     setting = os.environ.get("INFONCE_LOCAL_SIZE", "")
     if setting:
@@ -179,7 +180,7 @@ def group_ranks_by_node(ranks: Communicator) -> list[list[int]]:
                 f"INFONCE_LOCAL_SIZE: expected a divisor of the {ranks.size} ranks, got {setting!r}"
             )
         return [list(range(r, r + size)) for r in range(0, ranks.size, size)]
-    nodes = ranks.peers.nodes if ranks.peers else []
+    nodes = ranks.peers.nodes if ranks.peers else []  # empty: unknown processes
     return nodes or [list(range(ranks.size))]
 
 

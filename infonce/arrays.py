@@ -25,7 +25,7 @@ NO_CONTEXT = contextlib.nullcontext()
 
 
 def _is_instance(array: Array, module: str, class_name: str) -> bool:
-    """Whether `array` is of a class of a library, which is not imported for this question."""
+    """Whether `array` is of a class of the library `module`. The library is not imported here."""
     library = sys.modules.get(module)
     return library is not None and isinstance(array, getattr(library, class_name))
 
@@ -53,7 +53,7 @@ def gpu_missing() -> str | None:
 def on_gpu(array: Array) -> bool:
     """Whether `array`, a result of `native`, is a CuPy array.
 
-    Its attribute `__cuda_array_interface__` would tell too, but takes longer to build.
+    The attribute `__cuda_array_interface__` of CuPy arrays would tell too, but takes longer.
     """
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
@@ -96,8 +96,8 @@ def namespace(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else _cupy()
 
 
-# Errors by which a library says that it cannot export an array. Errors of a device are of
-# subclasses: `native` compares classes exactly, so that it raises them unchanged
+# Classes of the errors of a library that cannot export an array. Errors of a device are of
+# subclasses of these: `native` compares classes exactly, and so raises errors of a device unchanged
 REFUSALS = (TypeError, ValueError, AttributeError, BufferError, RuntimeError, NotImplementedError)
 
 
@@ -250,7 +250,7 @@ def warn_of_lost_gradients(
 def find_caller_level() -> int:
     """The `stacklevel` of the nearest frame outside of `LIBRARIES`, which is the user's code.
 
-    It counts from the function that calls this one, which is the function that warns.
+    The level counts from the function that calls `find_caller_level`: the function that warns.
     """
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
@@ -297,7 +297,8 @@ def _torch_stream_pointer(torch: Any, device: int) -> int:
 
 @contextlib.contextmanager
 def _use_device(torch: Any, cupy: Any, device: int, stream_pointer: int) -> Iterator[None]:
-    """Context in which CuPy computes on `device`, not its current one, and on torch's stream."""
+    """Context in which CuPy computes on `device`, which may not be its current device, and on
+    torch's stream."""
     with cupy.cuda.Device(device), _as_cupy_stream(torch, cupy, device, stream_pointer):
         yield
 

@@ -61,8 +61,8 @@ def loss_and_grad(
 ) -> LossAndGrad:
     """The loss, and the gradients of the arguments in `options["wrt"]` (default: of all).
 
-    `grad_buffers` (argument -> array) are arrays of an adapter, into which feature gradients go;
-    they are not checked, unlike `options["out"]`, which is the caller's.
+    `grad_buffers` (argument -> array) are arrays of an adapter, into which feature gradients go.
+    They are not checked. The arrays `options["out"]`, which are the caller's, are checked.
     """
     if prefixes.has_prefixes(kind, options):
         result = _in_one_pass(kind, caller_arrays, labels, bias, options, with_grad=True)
@@ -91,19 +91,19 @@ def _in_one_pass(
 ) -> Any:  # fmt: skip
     """The result of a call with `dims` whose prefixes share their matrix products, on the CPU.
 
-    None if the call cannot share them: then `prefixes` makes each prefix a call of its own. These
-    calls cannot: calls on a GPU or with `offload`; calls that the condition below excludes; and
-    calls that `solve_prefixes` refuses, because of their options or small batches (`fits`), or of
-    too little workspace.
+    None if the prefixes cannot share products: then `prefixes` makes each prefix a call of its own.
+    Such calls are: calls on a GPU or with `offload`; calls that the conditions below exclude; and
+    calls that `solve_prefixes` refuses, because of their options or small batches (`fits`), or
+    because of too little workspace.
     """
     features = arrays.natives(caller_arrays, kind.arguments)
     if not all(isinstance(z, np.ndarray) for z in features):
         return None
     widths_and_weights, others = prefixes.check_and_read(kind, features, options)
     widest = widths_and_weights[-1][0]
-    # Excluded are calls with one prefix, which has no products to share; calls whose widest prefix
-    # lacks the last features, because `solve_prefixes` computes its last prefix from all features;
-    # losses whose queries are the keys; and LiT
+    # These calls are excluded: calls with one prefix, which has no products to share; calls whose
+    # widest prefix lacks the last features, because `solve_prefixes` computes its last prefix from
+    # all features; losses whose queries are the keys; and LiT
     if len(widths_and_weights) == 1 or widest < features[0].shape[1]:
         return None
     if kind.symmetric or kind.locked:
@@ -171,8 +171,8 @@ def _lse(
 ) -> Callable[[], Any] | None:
     """A function that returns the log-sum-exps, or None: SigLIP has none.
 
-    `LossAndGrad.lse` calls it when it is first read, because a conversion to the caller's library
-    takes a noticeable part of a small call.
+    `LossAndGrad.lse` calls the function when the caller first reads `lse`, because a conversion to
+    the caller's library takes a noticeable part of the time of a small call.
     """
     row_lse, column_lse = solution.row_lse, solution.column_lse
     if row_lse is not None and row_lse.dtype != request.dtype:

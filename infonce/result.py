@@ -132,7 +132,7 @@ class LossAndGrad:
 
     @property
     def lse(self) -> Any:
-        if callable(self._lse):  # a function that converts them: see `dispatch._lse`
+        if callable(self._lse):  # a function that converts the log-sum-exps: see `dispatch._lse`
             self._lse = self._lse()
         return self._lse
 

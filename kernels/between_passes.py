@@ -305,6 +305,7 @@ class OwnNegatives:
         for part in self._parts():
             rows = part.rows
             x2 = part.dots * self.exponent_scale2
+            # r_i is at least the largest logit, but for rounding: `minimum` keeps 2^(x2 - r) <= 1
             g = factor[rows, None] * xp.exp2(xp.minimum(x2 - reference[rows, None], 0.0))
             products[rows] = (g * xp.where(xp.isneginf(x2), 0.0, part.dots)).sum(axis=1)
             g = g.astype(self.dtype)

@@ -60,9 +60,9 @@ def finalize_direction(
         total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
         loss, negative_probability = softplus2(xp, gap), sigmoid2(xp, gap)
     lse2 = top + xp.log2(total)
-    # `sums.max` of a column may be an upper bound of its logits, if rows and columns share
-    # exponentials (`row_and_column_statistics` on the CPU). Then `total` may be below 1, so `lse2`
-    # is below `top` and is the reference, with probability 1
+    # `sums.max` of a column may be above the column's largest logit, if rows and columns share
+    # exponentials (`row_and_column_statistics` on the CPU). Then `total` may be below 1. If it is,
+    # `lse2` is below `top`: the reference is `lse2`, and the reference's probability is 1
     reference, probability = xp.minimum(top, _finite(xp, lse2)), 1.0 / xp.maximum(total, 1.0)
     log_scale_grad = None
     if sums.moment is not None:
@@ -100,7 +100,7 @@ def rounded_reference(
       the smaller one is taken, because a reference that is too small does no harm: the epilogue
       sets exponents above 0 to 0.
     - A log-sum-exp is no multiple of c. The factor, times 2^(rounded - reference), corrects its
-      rounding. A correction above 2^`ROUNDING` is cut off; corrections below 1 are not.
+      rounding. A correction above 2^`ROUNDING` is cut off; corrections below 1 are kept.
     """
     quotient = reference / c
     smaller = xp.nextafter(quotient, -np.inf)

@@ -103,9 +103,9 @@ class Statistics:
 class RetrievalRanks:
     """Pass after the log-sum-exp pass: counts the logits above the positive's logit.
 
-    On one CPU, the log-sum-exp pass counts them by itself: it computes the dot products of the
-    positives before it begins (`PassState.rank_threshold`). Other backends know the positives'
-    logits only after that pass.
+    A call of one process on the CPU needs no such pass. It computes the dot products of positives
+    before the log-sum-exp pass (`PassState.rank_threshold`), which then counts the logits. Other
+    backends know the positives' logits only after the log-sum-exp pass.
     """
 
     positive_logits: Array  # [M] base 2
@@ -121,8 +121,9 @@ class SoftmaxGradient:
     """Gradient pass: scale dL/dx_ij = a_i 2^(x2_ij - r_i) + b_j 2^(x2_ij - r'_j) at negatives.
 
     The reference exponents r and r' are subtracted before exp2. Each is at least the largest logit
-    of its row (column), and at most the log-sum-exp. The factors have the rest of the log-sum-exp:
-    a_i = upstream_i row_direction_weight scale 2^(r_i - log-sum-exp_i), and b_j likewise.
+    of its row (column), and at most the log-sum-exp. The factors have the rest of the division by
+    the sum: a_i = upstream_i row_direction_weight scale 2^(r_i - log-sum-exp_i), with the
+    log-sum-exp in base 2, and b_j likewise.
     """
 
     row_reference: Array  # r [M], base 2

@@ -51,12 +51,13 @@ def slices(end: int, step: int, start: int = 0) -> list[slice]:
 
 
 def slice_runs(numbers: Array, step: int, least_run: int, mixed_step: int) -> list[slice]:
-    """Slices that cover a vector of groups, such that a slice lies inside a long run of one group.
+    """Slices that cover a vector of groups, in which long runs of one group have their own slices.
 
-    A run of more than `least_run` equal numbers is divided into slices of nearly equal length, at
-    most `step`. The numbers between two such runs are divided into slices of at most `mixed_step`.
-    A block of two such slices then has one group of queries and one of keys, so that
-    `without_other_groups` can leave it out.
+    A run of more than `least_run` equal numbers is long. Each long run is divided into slices of
+    nearly equal length, at most `step`. The numbers between two long runs are divided into slices
+    of at most `mixed_step`, which may have several groups. If the rows and the columns of a block
+    are slices of long runs, the block has one group of queries and one group of keys, and
+    `without_other_groups` leaves it out if the two groups differ and no positive is in it.
     """
     bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]  # of runs
     parts_so_far, end = [], 0

@@ -308,7 +308,8 @@ def find_label_smoothing(
 ) -> LabelSmoothing:
     """The mean logit of each row, or of both rows of a joint loss, over the keys that take part.
 
-    These are all keys (of the row's group), without keys of the row's id, and with the positives.
+    Without groups all keys take part, with groups all keys of the row's group. With ids, keys with
+    the row's id do not. The positives of the row take part in any case.
     `positive_logits` (base 2, without margin) and `positive_bias` (natural units; None: no biases)
     are [M] or [M, P]. Ids with groups are refused: they need sums of all id-group pairs.
     """
@@ -320,18 +321,19 @@ def find_label_smoothing(
         parts = [(1.0, Segments(xp.zeros(m, xp.int64), xp.zeros(n, xp.int64), 1))]
     else:
         parts = [(1.0, Segments(problem.query_groups, problem.key_groups))]
-        positive_groups = as_sets(backend.take_at_positives(problem, problem.key_groups))
-        added_positives = (sets >= 0) & (positive_groups != problem.query_groups[:, None])
+        groups_at_positives = as_sets(backend.take_at_positives(problem, problem.key_groups))
+        added_positives = (sets >= 0) & (groups_at_positives != problem.query_groups[:, None])
     if problem.query_ids is not None:
         parts.append((-1.0, Segments(problem.query_ids, problem.key_ids)))
-        positive_ids = as_sets(backend.take_at_positives(problem, problem.key_ids))
-        added_positives = (sets >= 0) & (positive_ids == problem.query_ids[:, None])
+        ids_at_positives = as_sets(backend.take_at_positives(problem, problem.key_ids))
+        added_positives = (sets >= 0) & (ids_at_positives == problem.query_ids[:, None])
 
     def sum_over_added(values: Array) -> Array:
         """[M] the sum of values at positives over the positives that `parts` leave out."""
         return xp.where(added_positives, as_sets(values), 0.0).sum(axis=1)
 
-    # Sums of their logits in natural units. Each positive takes part, with its margin
+    # Sums of the logits of the keys that take part, in natural units. All positives take part, and
+    # their logits have the margin
     positives_of_row = (sets >= 0).sum(axis=1)
     margins = problem.scale * problem.margin * positives_of_row
     row_sum = sum_over_added(positive_logits * LN_2) - margins
@@ -347,7 +349,7 @@ def find_label_smoothing(
             column_sum = column_sum + sign * problem.scale * column_sums.products
             column_count = column_count + sign * column_sums.number
 
-    # Means. A row or column without such keys has a count of 1, and the mean 0
+    # Means over these keys. If no key takes part for a row (column), its count is 1 and its mean 0
     row_count, column_count = xp.maximum(row_count, 1.0), xp.maximum(column_count, 1.0)
     rows = KeyMeans(row_sum / row_count, row_count, row_bias / row_count)
     columns = KeyMeans(column_sum / column_count, column_count) if problem.two_sided else None

@@ -61,8 +61,8 @@ class Problem:
     # int64, -1 for no key. [M]: the positive key of each row; [M, P]: its up to P positives. None:
     # `default_positives`
     positives: Array = None
-    # the factor of all rows in the reduced loss, common_share sum_i losses_i row_shares_i. (Without
-    # `row_shares` they count as 1.) None: the loss is not reduced
+    # the factor of all rows in the reduced loss, common_share sum_i losses_i row_shares_i, where
+    # row_shares_i is 1 if `row_shares` is None. None: the loss is not reduced
     common_share: float | None = None
     row_direction_weight: float = 1.0  # factor, in `losses_i`, of the loss of the softmax over keys
     column_direction_weight: float = 0.0  # the same of the softmax over queries; 0: not computed
@@ -70,8 +70,8 @@ class Problem:
     symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
     key_shard: bool = False  # `key` is a part of all keys; a positive outside of it is -1
     no_local_positives: bool = False  # no positive is in `key`: all positives are -1
-    query_ids: Array = None  # [M] int64, with key_ids [N]: pairs of equal ids are excluded,
-    key_ids: Array = None  # except for the positive
+    query_ids: Array = None  # [M] int64: pairs of equal ids are excluded, except for positives
+    key_ids: Array = None  # [N] int64 ids of keys, likewise
     normalize: bool = False  # rows of `query` and `key` are divided by their norms
     compute_precision: str = "fp32"  # resolved precision of products and exponentials: no "auto"
     method: str = "auto"  # as the caller chose it: "auto" is not resolved
@@ -79,13 +79,15 @@ class Problem:
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None  # called as blocks are done
     workspace_given: bool = True  # False: `workspace` is the default, which a GPU may exceed
-    label_nans: Array = None  # [M] float64 added to losses: NaN if the row's label is invalid, or 0
+    # [M] float64 added to losses: 0, or NaN for a row whose label is invalid, or whose features of
+    # the guide (in a GPU's call) are not finite. None: all are 0
+    known_row_nans: Array = None
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
     moments: bool = False  # sums have moments, for the gradient of the scale (`uses_moments`)
     weights: Array = None  # [M] float64 weights of the rows' losses, 0 without a positive; None: 1
     row_shares: Array = None  # [M] float64 row shares, from `weights`; None: all are equal
-    query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
-    key_groups: Array = None  # excluded, except for the positive
+    query_groups: Array = None  # [M] int64: pairs of different groups are excluded, if not positive
+    key_groups: Array = None  # [N] int64 groups of keys, likewise
     # the groups of queries and of keys as NumPy arrays, from which a GPU's call finds the blocks
     # without a common group. None if features are on the CPU, groups on a GPU, or labels are given
     host_groups: tuple[Array, Array] | None = None
@@ -102,19 +104,20 @@ class Problem:
     label_smoothing: float = 0.0
     hardness: float = 0.0
     key_bias: Array = None  # [N] float64, added to the logits of each key, in natural units
-    query_bias: Array = None  # [M] `key_bias` if queries are the keys: rows are keys of columns
+    # [M] `key_bias` itself if queries are the keys: rows are the keys of columns. None: no bias
+    query_bias: Array = None
     false_negative_margin: float = math.inf
     # [M] float64: dot products above which a row leaves out a negative (`targets.find_limits`).
     # These and the other limits are None until `with_limits` sets them, before the first pass
     query_limits: Array = None
-    key_limits: Array = None  # [N] the same for each column, if columns have a softmax
+    key_limits: Array = None  # [N] the same for each column; None: columns have no sums
     guide_query: Array = None  # [M, E] features of the guide
     guide_key: Array = None  # [N, E]; `guide_query` itself if `symmetric`
     guide_margin: float = 0.0
     guide_query_limits: Array = None  # [M] the same as `query_limits`, for the guide's dot products
-    guide_key_limits: Array = None  # [N]
+    guide_key_limits: Array = None  # [N] the same as `key_limits`, for the guide's dot products
     own: Array = None  # [M, K, D]: K further negatives of each row (`between_passes.OwnNegatives`)
-    own_mask: Array = None  # [M, K] bool: which own negatives count; None: all
+    own_mask: Array = None  # [M, K] bool: True for own negatives that count; None: all count
     # a `between_passes.OwnRows` that reads `own` from host memory; None: `own` is read in place
     own_rows: Any = None
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
@@ -244,7 +247,7 @@ class Problem:
         return self.scale_grad_from_dots and self.margin != 0.0
 
     @property
-    def pair_counts(self) -> float:
+    def pair_count(self) -> float:
         """How often the sum of `Gradients.dots` contains the term dL/dx_ij x_ij of a pair: twice if
         queries are the keys, because dQ_i then has terms of row i as a query and as a key."""
         return 2.0 if self.symmetric and self.scale_grad_from_dots else 1.0

@@ -143,7 +143,7 @@ def run_block_pass(
 
     The larger problem is over ranks or in host memory. `triangle`: visit only a triangle of this
     block, whose queries are its keys. The sums `to_clear`, in the memory of an earlier block, are
-    emptied first. The NaN flags of this block are added to `not_finite`, if the pass has it.
+    emptied first. The NaN flags of this block are added to `not_finite`, unless it is None.
     """
     if callable(epilogue):
         epilogue(backend, problem)
@@ -163,7 +163,7 @@ def allows_online_softmax(problem: Problem, gradients: Gradients | None) -> bool
 
     All of these hold: gradients are wanted, but not dK, whose terms need complete sums of rows;
     no retrieval ranks; one softmax, over keys (no SigLIP); queries are not the keys; one positive a
-    row; no linear terms; options of targets or options of logits, but not both. On the CPU,
+    row; no linear terms; `plain_targets` or `plain_logits` is true. On the CPU,
     `CPU.has_online_softmax` also asks for `plain`. On a GPU, `may_compute_in_one_pass` decides.
     """
     if gradients is None or gradients.want_key or problem.retrieval_ranks:
@@ -254,8 +254,8 @@ class Vectors:
 
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
         """The positives as indices within the range `keys`; -1 for a positive outside, and for -1.
-        A range over ranks may go on from the last of `total` keys to key 0: its stop is above
-        `total`."""
+        A range over ranks may go on from the last of `total` keys to key 0: then `keys.stop` is
+        above `total`."""
         local = positives - keys.start
         local = self.xp.where(local < 0, local + total, local)
         inside = (positives >= 0) & (local >= 0) & (local < keys.stop - keys.start)
@@ -286,8 +286,9 @@ class Vectors:
         problem, xp = materialize_vectors(problem, self.xp), self.xp
         (m, n, _), moments = problem.shape, problem.moments
         rows = self.identity(m, moments)
-        # The columns of a triangle are rows of the other half, so they share the sums of rows. The
-        # `max` of these may be only a bound. Metrics report it, so they take the whole square
+        # The columns of a triangle are rows of the other half, so columns share the sums of rows.
+        # The `max` of shared sums may be above the largest logit. Metrics report the largest logit,
+        # so a call with metrics visits the whole square
         columns = rows if problem.symmetric and not problem.retrieval_ranks else None
         if problem.two_sided:
             columns = self.identity(n, moments)
@@ -340,13 +341,13 @@ class Vectors:
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
         """(reduced loss, gradient of the scale, gradient of the bias), 0-d each.
 
-        The loss is None here, and the caller reduces `losses`; a GPU reduces them here. Gradients
-        that are not wanted are None. `log_scale_grad` and `dots` (`Finalized`, `Gradients`) are the
-        sources of the scale's gradient; `bias_grad` [M] is times the scale.
+        The loss is None, because the caller reduces `losses`; the method of a GPU reduces them.
+        Gradients that are not wanted are None. The gradient of the scale follows from
+        `log_scale_grad` (`Finalized`) and `dots` (`Gradients`). `bias_grad` [M] is times the scale.
         """
         scale = problem.scale
         total_bias_grad = None if bias_grad is None else bias_grad.sum() / scale
-        parts = (log_scale_grad, 1.0), (dots, problem.pair_counts)
+        parts = (log_scale_grad, 1.0), (dots, problem.pair_count)
         scale_parts = [part.sum() / counts for part, counts in parts if part is not None]
         return None, sum(scale_parts) / scale if scale_parts else None, total_bias_grad
 
@@ -361,8 +362,8 @@ def run_gradient_pass(
     gradients: Gradients,
 ) -> None:  # fmt: skip
     """One pass for dQ and dK if all of dK can be accumulated at once. Otherwise, to stay within the
-    workspace, logits are computed twice: in a pass for dQ, then in one for each range of keys. If
-    queries are the keys: in one pass of the whole square, whose dQ needs no dK."""
+    workspace, logits are computed twice: in a pass for dQ, then in one for each range of keys; or,
+    if queries are the keys, in one pass of the whole square, whose dQ has all terms."""
     ranges = backend.key_ranges(problem)
     grid = backend.grid(problem, triangle and len(ranges) == 1)
     if problem.symmetric or not gradients.want_key or len(ranges) == 1:
@@ -370,7 +371,7 @@ def run_gradient_pass(
         return
     if gradients.want_query:
         backend.run_pass(problem, grid, epilogue, replace(gradients, want_key=False))
-        if isinstance(epilogue, Sigmoid):  # losses are complete: later passes add to other vectors
+        if isinstance(epilogue, Sigmoid):  # losses are complete: later passes add to unused memory
             _, unused = backend.vectors.sigmoid(problem)
             epilogue = replace(unused, row_factor=epilogue.row_factor)
     for keys in ranges:

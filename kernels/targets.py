@@ -139,7 +139,7 @@ def find_targets(
         logits = logits - problem.scale * problem.margin * LOG2_E
     e = problem.label_smoothing
 
-    if logits.ndim == 1:  # one positive: m = p, f = 1
+    if logits.ndim == 1:  # one positive: m = p, P = 1, f = 1, so the offset (1 - e) / P - f is -e
         biased, softmax_mean = (logits, None) if bias is None else (logits + bias, logits)
         if key_means is None:
             return Targets(biased, softmax_mean)

@@ -7,12 +7,13 @@ infonce/torch/core/process_group.py by torch.distributed. A caller may pass anot
 
 No rank waits for ever:
 
-- A rank that raises an error, or ends between calls, tells the other ranks. These raise a
-  `RankError`.
+- A rank that raises an error tells the other ranks, which raise a `RankError`. Over MPI, a rank
+  that ends between calls tells them too.
 - If a rank is killed, the ranks that see its process notice it within 0.05 s of waiting
   (processes.py: `Peers.gone`, which mpi.py: `MPIRanks.listen` asks), and tell the other ranks.
-- If a rank hangs, the other ranks raise a `RankError` with its number after the timeout. They know
-  its number because waiting ranks tell each other that they wait, after half of the timeout.
+- If a rank hangs, the other ranks raise a `RankError` after the timeout. Over MPI, the error names
+  the rank that hangs: after half of the timeout, waiting ranks announce that they wait
+  (`announce_wait`), and the rank that hangs announces nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Array = Any
 # distance -> (arrays sent to rank + distance, arrays received from rank - distance)
 Shifts = Mapping[int, tuple[Sequence[Array], Sequence[Array]]]
 TIMEOUT = 300.0  # seconds: the default of the argument `timeout`
-# bytes; most pickled values of an allgather are not longer. With 8 bytes of its length: 2 KiB
+# bytes for the pickled value in a message of an allgather; most values fit. The message has 2 KiB,
+# because the length of the value takes 8 bytes
 SHORT_VALUE = 2040
 LISTEN_INTERVAL = 0.05  # seconds between calls of `listen`
 BUSY_WAIT = 5e-3  # seconds of waiting before the first sleep; most waits end earlier
@@ -54,7 +56,8 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when sent arrays may be overwritten and received arrays may be read.
 
-        A transport of GPU arrays returns earlier: then this holds for later work of the stream.
+        A transport of GPU arrays may return earlier. Then only work that the caller queues on the
+        stream afterwards may overwrite the sent arrays and read the received arrays.
         """
         ...
 
@@ -72,8 +75,8 @@ class Communicator:
     last_schedule : RankSchedule or None
         The schedule of the last call of the ranks, which the next call often has again.
     waited, moving : float
-        Seconds of all shifts so far: that this rank waited for them, and that they were under way.
-        benchmarks/ranks/step.py reads both.
+        Seconds that this rank has waited for shifts, and seconds that shifts were under way, both
+        since the start. mpi.py counts them, and benchmarks/ranks/step.py reads them.
     """
 
     rank: int
@@ -112,11 +115,17 @@ class Communicator:
         `until` calls this every `LISTEN_INTERVAL` seconds while it waits.
         """
 
-    def overdue(self) -> None:
-        """Tell the other ranks that this rank waits; `until` does so after half of the timeout."""
+    def announce_wait(self) -> None:
+        """Tell the other ranks that this rank waits. `until` calls this after half of the timeout.
 
-    def silent(self) -> str:
-        """The ranks that have not said that they wait (`overdue`), as words for a `RankError`."""
+        The method does nothing in a communicator whose ranks cannot tell this.
+        """
+
+    def name_silent_ranks(self) -> str:
+        """Words for a `RankError`: the ranks that have not announced that they wait.
+
+        They are "another rank" in a communicator whose ranks do not announce it.
+        """
         return "another rank"
 
     def fail(self, error: BaseException) -> None:
@@ -133,20 +142,20 @@ class Communicator:
         The thread does not sleep in the first `busy_wait` seconds.
         """
         began = now = time.monotonic()
-        next_listen, is_overdue = began + LISTEN_INTERVAL, False
+        next_listen, has_announced = began + LISTEN_INTERVAL, False
         while not done():
             now = time.monotonic()
             if now >= next_listen:
                 self.listen()
                 next_listen = now + LISTEN_INTERVAL
-            if self.timeout is not None and now - began > self.timeout / 2 and not is_overdue:
-                self.overdue()
-                is_overdue = True
+            if self.timeout is not None and now - began > self.timeout / 2 and not has_announced:
+                self.announce_wait()
+                has_announced = True
             if self.timeout is not None and now - began > self.timeout:
                 self.listen()
                 raise RankError(
-                    f"rank {self.rank} waited {self.timeout:g} s for {self.silent()}; a rank may "
-                    "have stopped, or not called the same loss (timeout= sets the limit)"
+                    f"rank {self.rank} waited {self.timeout:g} s for {self.name_silent_ranks()}; "
+                    "a rank may have stopped, or not called the same loss (timeout= sets the limit)"
                 )
             if now - began < busy_wait:
                 _yield_core()
@@ -154,11 +163,11 @@ class Communicator:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
 
     def bounded(self, function: Callable[[], Any], library: str) -> Any:
-        """The result of `function`, which may wait for ranks without a limit.
+        """The result of `function`, whose own wait for other ranks may have no limit.
 
-        So `function` runs in a daemon thread, which is abandoned if this method raises an error.
-        RankError as in `until`. An error of `function` also becomes a RankError, which names
-        `library`.
+        `function` runs in a daemon thread, so that the caller can stop to wait for it. The thread
+        is abandoned if this method raises an error: a RankError as in `until`. An error of
+        `function` also becomes a RankError, which names `library`.
         """
         results: list[Any] = []
         errors: list[BaseException] = []
@@ -179,7 +188,8 @@ class Communicator:
     def blame(self, error: BaseException, library: str) -> RankError:
         """The RankError for an error of a library. It names a rank that has ended, if there is one.
 
-        A connection breaks before the end of its process is known, so this listens for a second.
+        The method listens for a second, because a connection to a rank breaks before other ranks
+        can know that the process of the rank has ended.
         """
         for _ in range(50):
             self.listen()

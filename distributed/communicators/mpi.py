@@ -89,7 +89,8 @@ class MPIRanks(Communicator):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.broken: str | None = None  # message of the error that ended this communicator
         self.peers = Peers()
-        self.allgather_count = 0  # by which ranks see whether a message is of the same step
+        # allgathers so far. Control messages carry it, so that ranks ignore those of earlier steps
+        self.allgather_count = 0
         self._process = os.getpid()  # a forked process is no rank
         self._data: Any = None  # the duplicate for data messages
         self._control: Any = None  # the duplicate for control messages
@@ -101,7 +102,7 @@ class MPIRanks(Communicator):
         self._active_changed = threading.Condition()
         self._worker: threading.Thread | None = None  # the background thread
         self._open = True  # until `free`
-        # otherwise only `wait` advances exchanges
+        # whether a background thread advances exchanges; if not, only `wait` advances them
         self._may_use_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         atexit.register(self._leave)
 
@@ -265,17 +266,17 @@ class MPIRanks(Communicator):
         with contextlib.suppress(self.MPI.Exception):
             self._sent = [s for s in self._sent if not s[0].Test()]
 
-    def overdue(self) -> None:
+    def announce_wait(self) -> None:
         self._send_to_all(WAITING)
 
-    def silent(self) -> str:
-        quiet = [
+    def name_silent_ranks(self) -> str:
+        silent_ranks = [
             f"rank {r}" for r in range(self.size)
             if r != self.rank and self._waiting.get(r) != self.allgather_count
         ]  # fmt: skip
-        if self._control is None and len(quiet) > 1:
-            return "another rank"  # control messages need the duplicates, which are not made yet
-        return ", ".join(quiet) if quiet else "ranks that wait too"
+        if self._control is None and len(silent_ranks) > 1:
+            return "another rank"  # no rank can announce its wait before the duplicates are made
+        return ", ".join(silent_ranks) if silent_ranks else "ranks that wait too"
 
     def fail(self, error: BaseException) -> None:
         if self.broken or self.size == 1:

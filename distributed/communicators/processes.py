@@ -15,7 +15,7 @@ class Process(NamedTuple):
     machine: str  # boot id of the kernel: host names are neither unique nor the same in containers
     namespace: str  # process namespace, which containers have of their own
     pid: int
-    start_time: str  # tells the process from a later one with the same pid; "": unknown
+    start_time: str  # differs from that of a later process with the same pid; "": unknown
 
 
 def identity() -> Process:
@@ -51,8 +51,8 @@ class Peers:
         }
 
     def gone(self) -> dict[int, str]:
-        """Watched ranks whose processes have ended, each with a message. A process whose start time
-        cannot be read (None) counts as running."""
+        """Watched rank whose process has ended -> message. A process whose start time cannot be
+        read (None) counts as running."""
         return {
             rank: f"rank {rank} (process {process.pid} on {process.host_name}) is gone"
             for rank, process in self.watched.items()

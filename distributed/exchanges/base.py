@@ -96,10 +96,14 @@ class Round:
     def is_left_to_other(self, index: int, distance: int, shards: int) -> bool:
         """Whether rank (or node) `index` leaves out the shard that is `distance` before its own.
 
-        With `visits_half` and `same_pairs`, the owner of that shard visits the pair of shards
-        instead, if the shards are half of all `shards` apart and the owner has the higher number.
+        Rank `index` does so if all of these hold: `visits_half`; `same_pairs`; the two shards are
+        `shards` / 2 apart; and the owner of the other shard has the higher number. Then the owner
+        visits the pair of shards.
         """
-        return self.visits_half and self.same_pairs and index < distance == shards / 2
+        half_apart = 2 * distance == shards
+        # the owner is rank index - distance (mod shards), above `index` if index - distance < 0
+        owner_is_higher = index < distance
+        return self.visits_half and self.same_pairs and half_apart and owner_is_higher
 
 
 class Exchange(Protocol):

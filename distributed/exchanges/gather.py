@@ -3,9 +3,10 @@
 Rank r of n ranks has its own keys and one buffer with the keys of the w shards before its own: of
 ranks r - w, ..., r - 1 (mod n), in this order. w is n - 1, or n // 2 if each pair of shards meets
 on one rank. The rank computes its local block while the keys of other ranks arrive, and then one
-block with the keys of all other ranks. The sums of these keys go to the ranks that own the keys.
-Each rank receives up to n - 1 partial sums of its own keys and adds them pairwise. The order of the
-additions depends only on the number of ranks.
+block with all keys of the buffer. If each pair of shards meets on one rank and n is even, this may
+be two blocks instead: one with the shard n / 2 before its own, and one with the other shards. The
+sums of these keys go to the ranks that own the keys. Each rank receives up to n - 1 partial sums of
+its own keys and adds them pairwise. The order of the additions depends only on the number of ranks.
 
 Keys are gathered once in a call. A later round has all keys from its beginning. So the later round
 visits the other shards first, in several visits if their sums are large (dK), and computes the
@@ -71,9 +72,10 @@ class Gather:
             self.xp.empty((own_sum_count + summed_reach, rows[r], *tail), dtype)
             for tail, dtype in types
         ]  # fmt: skip
-        # The local block comes first while keys arrive, else last, while sums go home. Keys that
-        # arrive are one visit, also if they have sums: so a sigmoid loss has the same bits with
-        # gradients and without
+        # If keys have to arrive, the local block comes first, so that it is computed meanwhile.
+        # Otherwise it comes last, while sums go home. If it comes first, sums of any size (dK)
+        # divide no visit: a sigmoid loss has only one round, which has sums only with gradients.
+        # So the round has the same visits, and the loss the same bits, with gradients and without
         local_first = pending is not None or round.same_pairs
         other_visits = list(self._list_visits(reach, summed_reach, () if local_first else types))
         if round.visits_half and round.same_pairs and 2 * reach == n:
@@ -147,7 +149,8 @@ class Gather:
             for d in range(1, reach + 1)
         }  # fmt: skip
         pending = self.transport.exchange(shifts)
-        if any(array is own[0] for array, _ in arriving):  # features: the local block hides them
+        if any(array is own[0] for array, _ in arriving):
+            # features of keys take long, so the caller computes the local block while they arrive
             return pending, gathered
         pending.wait()
         return None, gathered

@@ -51,10 +51,15 @@ class NodeExchanger:
     def among_all_ranks(
         self, node_shifts: Shifts
     ) -> dict[int, tuple[Sequence[Array], Sequence[Array]]]:
-        """The same shifts, by distances among all ranks, which are equal on all ranks."""
+        """The shifts `node_shifts` of local ranks, as shifts of the ranks of all nodes.
+
+        A shift by d inside nodes becomes two shifts: by d, and by d - `local_size`. In one of them
+        this rank sends its arrays, and in the other it sends none; likewise for received arrays.
+        All ranks need both shifts, because all ranks of an exchange pass the same distances.
+        """
         shifts: dict[int, tuple[Sequence[Array], Sequence[Array]]] = {}
         for distance, (send, receive) in node_shifts.items():
-            # a shift may wrap around: the first rank of a node follows the last
+            # a shift wraps if it passes the last rank of the node, which the first rank follows
             send_wraps = self.local_rank + distance >= self.local_size
             receive_wraps = self.local_rank < distance
             for wraps in (False, True):

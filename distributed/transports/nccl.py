@@ -1,4 +1,4 @@
-"""The transport of NCCL. Copy engines carry large arrays between GPUs of a node (peers.py)."""
+"""The transport of NCCL, in which copies carry many messages between GPUs of a node (peers.py)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def why_unavailable() -> str | None:
 
 
 class NCCL(gpu.OnDevice):
-    """Sends and receives of NCCL. Copy engines carry large arrays between GPUs of a node."""
+    """Sends and receives of NCCL, and copies of the messages that `Copies.take` accepts."""
 
     name = "nccl"
+    # copies by copy engines or by the kernel swap.cu; None: NCCL sends all messages
     copies: mailboxes.NodeCopies | None = None
 
     def __init__(self, ranks: Communicator) -> None:
@@ -199,9 +200,10 @@ class _AllGather:
 class _QueuedNCCL:
     """The transport through a queue, which runs the exchanges or records them for a plan.
 
-    `may_launch_late`: an exchange by copy engines, or of at most `LATE_BYTES` by NCCL, is launched
-    when the caller waits for it. So the block that hides the exchange is launched first: the block
-    does not wait for the launch of the exchange, and gets multiprocessors first.
+    `may_launch_late`: an exchange is launched only when the caller waits for it, if this rank
+    receives at most `LATE_BYTES` of it by NCCL (none, if copies carry all arrays). So the block
+    that hides the exchange is launched first: the block does not wait for the launch of the
+    exchange, and gets multiprocessors first.
     """
 
     def __init__(self, transport: NCCL, queue: Queue, may_launch_late: bool = False) -> None:

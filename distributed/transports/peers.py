@@ -1,5 +1,6 @@
-"""Copies to other GPUs of this node by copy engines, which take no multiprocessors.
+"""Copies between the GPUs of a node: by copy engines, or by a kernel (swap.cu).
 
+Copy engines take no multiprocessors. Copies by them work as follows.
 Each rank has a mailbox in the memory of its GPU, which all ranks of its node map (CUDA IPC). A
 mailbox has two slots for each other rank of the node, and 32-bit words, two for each slot:
 
@@ -14,12 +15,12 @@ Streams wait for words and write them. Neither the host nor a kernel takes part,
 may capture all steps. Each rank sends one piece and receives one piece in turns, so pieces advance
 even if all streams of a GPU share one queue.
 
-If a node has two ranks, a kernel (swap.cu) exchanges small arrays, because a small copy spends most
-of its time between its steps. The kernel writes to the other GPU, and waits for the arrays of the
-other GPU.
+If a node has two ranks, a kernel (swap.cu) exchanges small arrays, because a small copy by a copy
+engine spends most of its time between its steps. The kernel writes to the other GPU, and waits for
+the arrays of the other GPU.
 
-nccl.py decides which arrays are copied. mailboxes.py has the memory of GPUs and the operations on
-their streams.
+`Copies.take` decides which messages are copied; NCCL sends the others. `Copies.run` chooses between
+copy engines and the kernel. mailboxes.py has the memory of GPUs and the operations on streams.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def divide_into_pieces(sizes: tuple[int, ...], slot_bytes: int) -> list[list[Par
 
 
 class Copies:
-    """Copies between this rank and the other ranks of its node.
+    """Copies between this rank and the other ranks of its node, by copy engines or by swap.cu.
 
     `mailboxes` has the address, in this process, of the mailbox of each rank of the node. `device`
     has the operations on streams (`mailboxes.Device`). A mailbox has these parts, in this order:
@@ -104,13 +105,19 @@ class Copies:
         self.channel = 2 * self.word_bytes + self.slot_bytes * slot_count
 
     def take(self, rank: int, size: int) -> bool:
-        """Whether a message of `size` bytes to or from `rank` goes by copies."""
+        """Whether a message of `size` bytes to or from `rank` is copied, and not sent by NCCL.
+
+        A message is copied if both of these hold: `rank` is another rank of this node; and the node
+        has two ranks, or the message has at least `LEAST_COPY_BYTES`.
+        """
         on_this_node = rank in self.mailboxes and rank != self.rank
         return on_this_node and (size >= LEAST_COPY_BYTES or self.partner is not None)
 
     def run(self, swaps: Sequence[Swap], addresses: Sequence[int], stream: Any) -> None:
         """Queue swaps on the stream.
 
+        The kernel swap.cu makes a swap if the node has two ranks and the arrays of each direction
+        fit its buffer. Copy engines make all other swaps.
         `addresses` has, for each swap, the addresses of sent arrays and then of received arrays.
         All ranks call this with matching swaps in the same order.
         """

@@ -68,14 +68,14 @@ class _StaticChecks:
     scale: float | None  # None: the scale is an array, which is checked in every call
     bias: float | None  # None: the bias is an array, or the loss has no bias
     normalize: bool
-    products_may_overflow: bool  # so every call checks norms: float64 on the host, not normalized
+    products_may_overflow: bool  # float64 on the host, not normalized: every call checks norms
     compute_precision: str  # the precision of products, resolved: "fp64", "fp32", "bf16", ...
     check_finite: bool
     wrt: frozenset[str]
     gradient_types: dict[str, tuple[Any, Any]]  # feature argument in `wrt` -> shape, dtype
     grad_dtype: np.dtype[Any] | None  # None: the dtype of the features
     want_query: bool  # the gradient of the first argument is wanted
-    want_key: bool  # of the keys, if they are an argument of their own
+    want_key: bool  # the keys are an argument of their own, whose gradient is wanted
     reduction: str
     common_share: float  # factor of every row's loss in the reduced loss, if rows have no weights
     dtype: np.dtype[Any]  # of the loss
@@ -170,7 +170,7 @@ def _add_vectors(
         if decoupled:  # sums leave out the positives: classes serve as ids, which exclude pairs
             problem.query_ids = problem.key_ids = problem.classes.rows
     elif labels is not None:  # a row of nt_xent (symmetric) has one positive: its other view
-        problem.positives, problem.label_nans, has_positive = rows.positives(
+        problem.positives, problem.known_row_nans, has_positive = rows.positives(
             xp, labels, m, static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
     if (weights := get("weights")) is not None:
@@ -208,11 +208,11 @@ def _set_groups(
     problem: Problem, loss: Loss, static: _StaticChecks, arrays: Sequence[Array],
     options: Mapping[str, Any], default_positives: bool,
 ) -> None:  # fmt: skip
-    """Set the groups of queries and keys in `problem`.
+    """Set the groups of queries and keys in `problem`. With `in_batch=False`, all queries are in
+    one group and all keys in another, so that no key is a negative.
 
-    With `in_batch=False`, all queries are in one group and all keys in another: no key is a
-    negative. `default_positives`: the positives follow from the numbers of the rows, so the host
-    knows which blocks have positives, and a GPU may leave out other blocks by their groups.
+    `default_positives`: the positive of row i follows from the index i. Then the host knows which
+    blocks have a positive, and a GPU may leave out other blocks, those without a common group.
     """
     xp, sizes = static.xp, (len(arrays[0]), len(arrays[loss.key_argument]))
     groups = options.get("groups")
@@ -261,7 +261,7 @@ def _request(
             query_gradient, key_gradient, want_query=want_query, want_key=want_key
         )
         gradients.own = outs.get("own")
-    if loss.joint and not static.offload:  # a GPU's workspace counts the copies; offload: the host
+    if loss.joint and not static.offload:  # with `offload`, the copies are not in a GPU's workspace
         copies = [z for z in (query, joined, problem.guide_query) if z is not None]
         problem.joint_copy_bytes = sum([z.nbytes for z in copies])
     return Request(
@@ -276,8 +276,8 @@ def _cache_key(
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """The key of a call in `_cache`. It has the types of all options, and values of options.
 
-    If all types are in `PLAIN`, the key has all values. Otherwise it lacks the values of `PER_CALL`
-    and arrays of `NUMBERS`. If any other value (but a list as `wrt`) is not plain, it is None.
+    If all types are in `PLAIN`, the key has all values. Otherwise the key lacks the values of
+    `PER_CALL` and the arrays of `NUMBERS`; it is None if any other option but `wrt` is not plain.
     """
     plain = options  # options whose values are part of the key
     types = tuple(map(type, options.values()))  # part of the key too, because True == 1

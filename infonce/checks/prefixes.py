@@ -1,7 +1,8 @@
 """The option `dims`: the weighted sum of the losses of several prefixes of the features.
 
 `check_and_read` checks the options. In `loss` and `loss_and_grad`, each prefix is a call of its
-own. They compute what `dispatch._in_one_pass`, which `dispatch` tries first, cannot compute.
+own. `dispatch` tries `dispatch._in_one_pass` first, and calls these two functions if
+`_in_one_pass` cannot compute the call.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def has_prefixes(loss: Loss, options: Mapping[str, Any]) -> bool:
 def read_prefixes(
     loss: Loss, features: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
-    """The (width, weight) of each prefix, in ascending order, and the options without them.
+    """(width, weight) of each prefix in ascending order, and `options` without these two options.
 
-    Weights are finite numbers of any sign; 1 if none are given.
+    Weights are finite numbers of any sign; they are 1 if the caller gives none.
     """
     others = dict(options)
     dims, weights = others.pop("dims"), others.pop("dim_weights", None)
@@ -90,7 +91,10 @@ def loss(
 def loss_and_grad(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> LossAndGrad:
-    """The same sum with its gradients; log-sum-exps, metrics and logits are the widest prefix's."""
+    """The sum of the losses of all prefixes, with its gradients.
+
+    Log-sum-exps, metrics and logits in the result are those of the widest prefix.
+    """
     with arrays.use_caller_stream(caller_arrays[0]):
         features = arrays.natives(caller_arrays, kind.arguments)
         widths_and_weights, others = check_and_read(kind, features, options)

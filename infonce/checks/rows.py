@@ -24,16 +24,19 @@ from .validation import as_array, features, integers, numbers, what
 def positives(
     xp: Any, labels: Array, m: int, n: int, none_or_sets: bool
 ) -> tuple[Array, Array | None, Array | None]:
-    """Check labels that are indices of keys, in [0, n). Returns three values:
+    """Check labels, which are indices of keys. Returns three values:
 
     - positives: [m] int64, the key of each row, or -1 for none. With `none_or_sets` also [m, P]:
       the keys of each row in ascending order, after -1 for each missing key.
-    - label_nans: on a GPU, `Problem.label_nans`; on the host None.
-    - has_positive: [m], whether a row has a positive. None on a GPU without `none_or_sets`.
+    - label_nans: with cupy, `Problem.known_row_nans`; with numpy None.
+    - has_positive: [m], whether a row has a positive. None with cupy, if not `none_or_sets`.
 
-    `none_or_sets`: a row may have no positive (a negative label), or several ([m, P]). On the host,
-    a label out of range is an error. On a GPU, where to read it would wait for the GPU, the row
-    gets the loss NaN.
+    `none_or_sets`: a row may have no positive (a negative label), or several ([m, P]).
+
+    If features are in host memory (`xp` is numpy), a label of n or more is an error. A negative
+    label becomes -1: without `none_or_sets`, the caller refuses it (`distributed.run`). If features
+    are on a GPU (`xp` is cupy), no label is read, because to read it would wait for the GPU: the
+    row of a label of n or more, or of a negative one without `none_or_sets`, gets the loss NaN.
     """
     labels = integers(xp, "labels", labels, m, none_or_sets)
     if xp is not np:
@@ -51,9 +54,10 @@ def positives(
     if outside.any():
         first = np.argwhere(outside)[0]
         at = int(first[0]) if labels.ndim == 1 else tuple(map(int, first))
+        or_none = ", or negative ones for none" if none_or_sets else ""
         raise ValueError(
-            f"labels: expected values in [0, {n}), or negative ones for none, got "
-            f"{labels[tuple(first)]} at position {at}"
+            f"labels: expected values in [0, {n}){or_none}, got {labels[tuple(first)]} at "
+            f"position {at}"
         )
     labels = np.ascontiguousarray(labels, dtype=np.int64)
     labels, repeated = _sorted_sets(np.maximum(labels, -1))
@@ -88,8 +92,8 @@ def classes(
     """Check labels that are classes, one for each of n rows. Returns three values:
 
     - the classes; a row with a negative label is a class by itself.
-    - positives [n] and has_positive [n], by `linear.partners`; None over ranks, because the rows
-      are not the `whole_batch`. There, `first` is the number of the first row in the batch.
+    - positives [n] and has_positive [n], by `linear.partners`; both are None over ranks, because
+      the rows are not the `whole_batch`. `first` is the index of the first row in the batch.
     """
     labels = integers(xp, "labels", labels, n)
     unsigned, labels = is_uint64(labels), comparable(xp, labels)
@@ -128,8 +132,8 @@ def own_mask(xp: Any, mask: Any, own: Array) -> Array | None:
 def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> Array | None:
     """`Problem.weights`: the weights of the caller (None: 1), and 0 for rows without a positive.
 
-    None if all weights are 1 and the host knows that each row has a positive. A GPU's
-    `has_positive` is not read, so there the result is an array.
+    None if all weights are 1 and the host knows that each row has a positive. `has_positive` on a
+    GPU is not read, so with it the result is an array.
     """
     if has_positive is None or (xp is np and has_positive.all()):
         return weights
@@ -140,8 +144,8 @@ def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> A
 def row_shares(xp: Any, weights: Array, reduction: str) -> Array:
     """[m] factor of each row's loss in the reduced loss. A mean divides weights by their sum.
 
-    If the sum is 0, all shares are 0: no row has a positive or, on a GPU, whose values are not
-    checked, all weights are 0.
+    If the sum is 0, all shares are 0. The sum is 0 if no row has a positive, or if all weights on a
+    GPU, which are not checked, are 0.
     """
     if reduction != "mean":
         return weights
@@ -153,7 +157,7 @@ def row_shares(xp: Any, weights: Array, reduction: str) -> Array:
 def weights(xp: Any, value: Any, m: int, whole_batch: bool) -> Array:
     """Check weights: [m] float64, at least 0 and, if the rows are the `whole_batch`, not all 0.
 
-    Values on a GPU are not read, so that there both conditions are not checked.
+    Weights on a GPU are not read, so neither condition is checked for them.
     """
     value = numbers(xp, "weights", value, m)
     if isinstance(value, np.ndarray):
@@ -276,8 +280,8 @@ def comparable(xp: Any, values: Array) -> Array:
 def compared_as(value: Any) -> str:
     """The integer type (`comparable`) of labels or integers of samples, as text.
 
-    It must be the same on all ranks, because an int64 and a uint64 integer may have the same bits:
-    `distributed.agreement` compares the texts, and raises an error if they differ.
+    The type must be the same on all ranks, because an int64 and a uint64 integer may have the same
+    bits: `distributed.agreement` compares the texts, and raises an error if they differ.
     """
     if value is None:
         return "not given"

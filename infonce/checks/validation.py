@@ -37,12 +37,12 @@ def is_float(dtype: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of NumPy or CuPy."""
+    """Whether the value is an array of NumPy or CuPy."""
     return isinstance(value, np.ndarray) or on_gpu(value)
 
 
 class Batch(NamedTuple):
-    """The size of the whole batch, and where this rank's rows, if it has any, lie in the batch."""
+    """The size of the whole batch, and the place of this rank's rows in the batch."""
 
     rows: int  # queries of all ranks
     columns: int  # keys of all ranks
@@ -54,7 +54,7 @@ SHORT.maxstring = SHORT.maxother = 80
 
 
 def what(value: Any) -> str:
-    """What came: the words for a wrong value in an error message, in one line.
+    """A wrong value in words, for the end of an error message ("got ..."), in one line.
 
     An array is described by type, shape and dtype, any other value by type and `repr`.
     """
@@ -84,7 +84,7 @@ def flag(name: str, value: Any) -> None:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer of Python or NumPy, and neither a bool nor a time difference."""
+    """Whether the value is an integer of Python or NumPy, but no bool and no time difference."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
@@ -220,10 +220,10 @@ def offload(loss: Loss, method: str, query: Array) -> None:
 
 
 def number(name: str, value: Any, infinite: bool = False) -> Any:
-    """A finite float, or inf if `infinite` allows it.
+    """The value as a finite float, or as inf if `infinite` allows inf.
 
-    An array of one number on the host becomes the number. On a GPU it becomes a 0-d array and is
-    not read, because to read it would wait for the device.
+    An array of one number on the host becomes the number. An array of one number on a GPU becomes a
+    0-d array and is not read, because to read it would wait for the device.
     """
     # plain numbers skip `native`: it reads sys.modules, which torch.compile may fail to trace
     if type(value) not in (int, float):

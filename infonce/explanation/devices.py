@@ -19,8 +19,8 @@ class DeviceModel:
 
     model: str  # the name that CUDA reports, as in benchmark records
     properties: DeviceProperties
-    # precision of operands -> floating-point operations per second; "16 bits" for all precisions
-    # that are not keys
+    # precision of operands -> floating-point operations per second. The key "16 bits" is for all
+    # precisions that are no key of their own
     flops: dict[str, float]
     bandwidth: float  # bytes per second, to and from the GPU's memory
 

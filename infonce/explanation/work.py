@@ -111,9 +111,10 @@ def _kernel_and_products(
                 cublas_products.add(
                     m, n, 0, is_key_side=False, dq_copies=scheduled.dq_accumulator.dq_copies
                 )
-            # for a diagonal block of views, the product above serves rows and columns
-            is_both = schedule.call.symmetric and rows == columns
-            if scheduled.dk_accumulator is not None and not scheduled.in_registers and not is_both:
+            # in a diagonal block of views, the product for dQ is the whole gradient
+            dq_is_all = schedule.call.symmetric and rows == columns
+            needs_dk = scheduled.dk_accumulator is not None and not dq_is_all
+            if needs_dk and not scheduled.in_registers:
                 cublas_products.add(m, n, scheduled.dk_accumulator.first_row - columns.start, True)
     writes_blocks = scheduled.gradients and not scheduled.in_registers
     written_bytes = computed_logits * item_bytes if writes_blocks else 0

@@ -1,8 +1,9 @@
 """The losses as differentiable functions of JAX: `functions._apply` calls `differentiable_loss`.
 
-Its forward pass computes loss and gradients in one callback (in `axis`, several), its backward pass
-multiplies the gradients by the upstream gradient. With reduction="none", the backward pass computes
-the gradients, in a callback of its own.
+The forward pass of that function computes loss and gradients, in one callback, or in several
+callbacks over an axis of devices (axis.py). The backward pass multiplies the gradients by the
+upstream gradient. With reduction="none", the backward pass computes the gradients, in callbacks of
+its own.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def make_varying(axis: Axis, inputs: dict[str, Any]) -> tuple[Axis, dict[str, An
 
 
 def _varying_axes(x: Any) -> frozenset[Any]:
-    """The axes over which x varies; none if JAX does not check them."""
+    """The axes over which x varies; an empty set if JAX does not check over which axes x varies."""
     array_type = jax.typeof(x)
     if hasattr(array_type, "mat"):  # in newer versions of JAX; before, `vma`
         return frozenset(array_type.mat.varying)

@@ -91,8 +91,8 @@ def grad_cache(
     # Step 1: outputs for all rows, without a graph. They are the leaves of the loss's graph.
     with torch.no_grad():
         outputs = [tower.encode() for tower in towers]
-    # Autocast caches converted weights. In older versions of PyTorch, those made without a graph
-    # would be used with a graph too.
+    # Autocast caches converted weights. Older versions of PyTorch would use weights that were
+    # converted without a graph in step 3 too, which needs weights with a graph.
     torch.clear_autocast_cache()
     for tower, leaves in zip(towers, outputs, strict=True):
         for leaf in leaves:

@@ -18,7 +18,8 @@ from ..checks import keywords, prefixes, validation
 from ..spec import GRAD_ONLY, VECTOR_OPTIONS, Loss, LossOptions
 from .core import autograd, compiled
 
-# Keywords of losses in one process; others, such as `group` and `exchange`, are for processes
+# Keywords of a loss in one process. Other keywords, such as `group` and `exchange`, are for a loss
+# over several processes
 ONE_PROCESS_OPTIONS = frozenset({*LossOptions.__annotations__, "metrics"})
 FEATURE_DTYPES = {getattr(torch, name) for name in validation.FLOATS}
 

@@ -119,7 +119,7 @@ class ArrayBlocks:
             spoiled |= bad_teacher | (bad_teacher.any() & problem.two_sided)
             spoiled |= ~self._finite(problem.teacher_key).all()
         row_nans = xp.where(spoiled, np.nan, 0.0)
-        return row_nans if problem.label_nans is None else row_nans + problem.label_nans
+        return row_nans if problem.known_row_nans is None else row_nans + problem.known_row_nans
 
     def _finite(self, features: Array) -> Array:
         xp, out = self.xp, self.xp.empty(len(features), bool)

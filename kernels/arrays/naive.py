@@ -82,8 +82,8 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
 
     finite = xp.isfinite(query).all(axis=1) & xp.isfinite(key).all()
     row_nans = xp.where(finite, 0.0, np.nan)
-    if problem.label_nans is not None:
-        row_nans += problem.label_nans
+    if problem.known_row_nans is not None:
+        row_nans += problem.known_row_nans
     own = None
     if problem.bias is not None:
         solution, g = _sigmoid(xp, problem, x, index, row_nans, pairs)

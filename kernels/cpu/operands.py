@@ -15,8 +15,9 @@ from ..norms import near_one
 from ..problem import Array
 from .loops.elementary import compiled, wide_vectors
 
-# Least and largest squared norm of rows that are normalised without a division by a power of two,
-# by the bytes of an element of products: products of their elements neither over- nor underflow
+# {bytes of an element of the compute dtype: (least, largest) squared norm of a row}. A float64 row
+# within these bounds is normalised as it is. Other float64 rows are divided by a power of two
+# first: otherwise their squares, or their features in the compute dtype, could over- or underflow
 SAFE_SQUARES = {4: (2.0**-100, 2.0**100), 8: (2.0**-900, 2.0**900)}
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 
@@ -136,13 +137,13 @@ def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rea
         return features if in_place else features.astype(dtype, order="C"), None
     side = Side(features, dtype, None)
     z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
-    # squares of narrower features, in float64, are always safe
-    least, most = SAFE_SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
+    # squares of features that are narrower than float64 stay within the range of float64
+    bounds = SAFE_SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
     if features.dtype not in DTYPES.values() or not features.dtype.isnative:
         features = features.astype(dtype)
     if not (features.flags.c_contiguous and features.flags.aligned):
         features = features.copy()  # Numba would compile `unit_rows` for each layout
-    if unit_rows(features, least, most, z, inverse):
+    if unit_rows(features, *bounds, z, inverse):
         side.norms = Norms(inverse, None)
     else:  # a row has to be divided by a power of two first
         side.norms = find_norms(side.features, dtype)
@@ -164,18 +165,17 @@ def not_finite(features: Array) -> Array:
 def find_norms(features: Array, dtype: np.dtype[Any]) -> Norms:
     """The norms of rows, for products in `dtype`.
 
-    A float64 row is divided by a power of two first, if its squares over- or underflow, or if its
-    norm is out of the range of `dtype`.
+    A float64 row with a squared norm outside of `SAFE_SQUARES` is divided by a power of two first.
     """
     squares = np.empty(len(features))
     for rows, z in Side(features, DTYPES["fp64"], None).blocks():
         squares[rows] = np.einsum("id,id->i", z, z)
     exponent = None
     if features.dtype.itemsize == 8:
-        least, most = SAFE_SQUARES[dtype.itemsize]
+        least, largest = SAFE_SQUARES[dtype.itemsize]
         low, high = np.minimum.reduce(squares, initial=1.0), np.maximum.reduce(squares, initial=1.0)
-        if not least <= low <= high <= most:
-            beyond = np.flatnonzero(~((squares >= least) & (squares <= most)))
+        if not least <= low <= high <= largest:
+            beyond = np.flatnonzero(~((squares >= least) & (squares <= largest)))
             exponent = np.zeros_like(squares, np.int32)
             for index in np.array_split(beyond, -(-len(beyond) // 1024)):
                 z, exponent[index] = near_one(np, features[index].astype(np.float64))
@@ -219,16 +219,16 @@ def _not_finite(z, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def unit_rows(z, least, most, out, inverse):  # type: ignore[no-untyped-def]
-    """out_i = z_i / |z_i|, and 0 for a row of zeros. Returns whether all squared norms are within
-    [least, most], or 0 for a row of zeros; if not, stops at the first other row."""
+def unit_rows(z, least, largest, out, inverse):  # type: ignore[no-untyped-def]
+    """out_i = z_i / |z_i|, and 0 for a row of zeros. Returns True if each row is a row of zeros, or
+    has a squared norm within [least, largest]. Stops at the first other row, and returns False."""
     wide_vectors()
     for i in range(z.shape[0]):
         zi, to = z[i], out[i]
         square = 0.0
         for d in range(zi.size):
             square += np.float64(zi[d]) * np.float64(zi[d])
-        if not least <= square <= most and (square != 0.0 or np.any(zi != 0)):
+        if not least <= square <= largest and (square != 0.0 or np.any(zi != 0)):
             return False
         inverse[i] = 0.0 if square == 0.0 else 1.0 / math.sqrt(square)
         for d in range(zi.size):

@@ -19,7 +19,7 @@ from .resources import RowBlockOrder
 
 
 class PassState:
-    """A visit of every block of a grid, with its vectors in the compute dtype and its sum of dK."""
+    """The data of one visit of all blocks: vectors in the compute dtype, and the sum of dK."""
 
     def __init__(
         self,
@@ -124,9 +124,9 @@ class PassState:
             self.kept_logits = call_state.kept_logits
 
     def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """(bias of keys, limits) of a tile, first for its rows and then for its columns.
+        """((bias of keys, limits) for the rows of a tile, (bias of keys, limits) for its columns).
 
-        The keys of a column's softmax are the rows. A vector is None without its option.
+        The keys of a column's softmax are the rows. A vector is None if the call lacks its option.
         """
         return (
             (part(self.key_bias, columns), part(self.query_limits, rows)),
@@ -183,7 +183,7 @@ class PassState:
             g = side.to_features(
                 g, features, dots, rows, (g if destination is None else destination).dtype
             )
-        # Both ways convert to the destination's dtype. (`to_features` only widens normalised rows.)
+        # Both branches convert to the destination's dtype. `to_features` only widens unit rows
         if destination is not None and add:
             destination[rows] += g
         elif destination is not None:

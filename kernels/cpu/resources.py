@@ -290,7 +290,7 @@ class BufferPool(Guarded):
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.limit = limit  # most bytes that the pool keeps
+        self.limit = limit  # largest number of bytes that the pool keeps
         self._buffers: list[Array] = []
 
     def take(self, elements: int, dtype: np.dtype[Any]) -> Array:

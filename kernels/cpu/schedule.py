@@ -27,14 +27,18 @@ TILE = 2048, 1216
 # Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole, so
 # smaller tiles compute fewer pairs twice
 TRIANGLE_SIDE = 896
-# With groups: most rows of a tile; most rows and columns of a tile of several groups, because
-# smaller tiles have fewer pairs of different groups; and a run of more than LEAST_RUN rows or
-# columns of one group has its own tiles
-GROUP_ROWS, MIXED_SIDE, LEAST_RUN = 1024, 384, 128
+# Tiles of a problem with groups (`slice_runs` divides rows and columns):
+GROUP_ROWS = 1024  # largest number of rows of a tile
+# A run of rows or columns of one group that is longer than LEAST_RUN is divided into slices of its
+# own, so that whole tiles of different groups can be left out
+LEAST_RUN = 128
+# Largest length of a slice between such runs, which may have several groups: smaller tiles have
+# fewer pairs of different groups
+MIXED_SIDE = 384
 PREFIX_TILE = 1024, 608  # a thread has a tile of each of several prefixes at once
 # Multiply-adds M N D; with fewer, a second thread takes longer than it saves
 MIN_THREADED_CALL = 2**26
-ONE_BLOCK_LOGITS = 2**20  # most logits of a call in one block
+ONE_BLOCK_LOGITS = 2**20  # largest number of logits of a call in one block
 
 # --- method ---------------------------------------------------------------------------------------
 
@@ -62,7 +66,7 @@ def fits_one_block(problem: Problem) -> bool:
       `false_negative_margin`, guide, teacher, label smoothing, classes and positive ids, and the
       loss is not joint.
     - There are no sets of positives, and `decoupled` and `hardness` are not set.
-    - There are no retrieval ranks, no `progress`, no `label_nans`, and `key` has all keys.
+    - There are no retrieval ranks, no `progress`, no `known_row_nans`, and `key` has all keys.
 
     So ids, weights, a margin and normalisation are the options that `one_block` implements.
     """
@@ -78,7 +82,7 @@ def fits_one_block(problem: Problem) -> bool:
         or problem.hardness
     ):
         return False
-    if problem.label_nans is not None or problem.key_shard:
+    if problem.known_row_nans is not None or problem.key_shard:
         return False
     item = DTYPES[problem.compute_precision].itemsize
     return bool((m * n + 2 * (m + n) * d) * item <= problem.workspace)
@@ -266,7 +270,10 @@ def _dk_accumulator_rows(problem: Problem, gradients: Gradients, dtype: np.dtype
 
 
 def divide_into_tiles(problem: Problem, tile: tuple[int, int], triangle: bool) -> Grid:
-    """The blocks of the logit matrix. Runs of rows or columns of one group have their own."""
+    """The tiles of the logit matrix: on the CPU, a block of the `Grid` is one tile.
+
+    With groups, a long run of rows or columns of one group is divided into slices of its own.
+    """
     m, n, _ = problem.shape
     rows: Sequence[slice]
     columns: Sequence[slice]

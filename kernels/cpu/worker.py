@@ -175,7 +175,7 @@ class Worker:
         if problem.query_groups is not None:
             groups = problem.query_groups[rows], problem.key_groups[columns]
             has_other_groups = any((numbers != groups[0][0]).any() for numbers in groups)
-            if has_other_groups:  # else there is nothing to exclude
+            if has_other_groups:  # otherwise the tile has only pairs of one group
                 tile.exclude_pairs(x, *groups, False, *positive_ids)
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
@@ -265,7 +265,7 @@ class Worker:
             epilogue.losses[rows], epilogue.bias_grad[rows],
             None if moments is None else moments[rows],
         )  # fmt: skip
-        if problem.has_positive_ids:  # they name all positives of a tile
+        if problem.has_positive_ids:  # equal positive ids are all positives of a tile
             pairs = (
                 problem.query_positive_ids[rows], problem.key_positive_ids[columns],
                 state.query_pair_weights[rows], state.key_pair_weights[columns],
@@ -281,7 +281,7 @@ class Worker:
     def count_higher_logits(
         self, ranks: RetrievalRanks, x: Array, rows: slice, columns: slice
     ) -> Callable[[], None] | None:
-        """Add to retrieval ranks of rows. Returns the same step of columns, to be run in order."""
+        """Add to the ranks of rows. Returns the step that adds to the ranks of columns, or None."""
         scale = self.state.positive_scale
         count_above(x, scale, ranks.positive_logits[rows], ranks.row_rank[rows])
         if ranks.column_rank is None:
@@ -295,7 +295,7 @@ class Worker:
         """Sum the exponentials of a tile by row, and by column if columns have sums.
 
         Returns the step that merges the sums of the tile into those of the pass, if it has to run
-        in the order of the row blocks; None: it has run.
+        in the order of the row blocks; None: the step has run already.
         """
         state = self.state
         m, n = x.shape
@@ -327,8 +327,7 @@ class Worker:
                 assert stats.columns is not None
                 tile.merge(*stats.columns.part(columns).arrays, *tile_columns.arrays)
                 if stats.column_rank is not None:
-                    threshold = state.rank_threshold[columns]
-                    ranks = stats.column_rank[columns]
+                    threshold, ranks = state.rank_threshold[columns], stats.column_rank[columns]
                     count_above_columns(x, state.positive_scale, threshold, ranks)
 
         if stats.columns is not None:
@@ -364,8 +363,7 @@ class Worker:
 
     def finish_dq(self, rows: slice, q: Array) -> None:
         """Store dQ of a row block, after its last tile."""
-        state = self.state
-        gradients = state.gradients
+        state, gradients = self.state, self.state.gradients
         assert gradients is not None
         g = self.dq_accumulator(rows)
         if isinstance(state.epilogue, OnlineSoftmax):
@@ -379,21 +377,23 @@ class Worker:
         state.store(g, side, rows, self.query_buffer, destination, need_dots, add)
 
     def finish_online_softmax(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
-        """Complete dQ of an online softmax, whose weights were not divided by their sum yet.
+        """Complete dQ of an online softmax, whose exponentials were not divided by their sum yet.
 
         g_i: sum_j 2^(c (x_ij - max_i)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y),
-        where c is `logit_scale`, a_i the upstream gradient times the scale, y row i's positive.
+        where c is `logit_scale`, a_i upstream_i row_direction_weight scale, and y row i's positive.
         """
         problem, call_state = self.state.problem, self.state.call_state
         sums, positive = stats.rows.part(rows), stats.positive_logits[rows]
-        maximum = sums.max
-        # the maximum and the moment are those of dot products
-        maximum *= self.state.logit_scale
+        # `sums` are views of `stats.rows`, whose maxima and moments are those of dot products. They
+        # become those of base-2 logits in place: `between_passes.finalize` reads `stats.rows` after
+        # the pass
+        sums.max *= self.state.logit_scale
         if sums.moment is not None:
             sums.moment *= self.state.logit_scale
         end = finalize_direction(np, sums, positive)
         a = problem.upstream[rows] * problem.row_direction_weight * float(problem.scale)
-        sum_factor = a * end.reference_probability * np.exp2(maximum - end.reference)
+        # `reference_probability` is 2^(reference - lse), so `sum_factor` is a 2^(max - lse)
+        sum_factor = a * end.reference_probability * np.exp2(sums.max - end.reference)
         np.multiply(g, sum_factor[:, None], out=g, casting="same_kind")
         positives = call_state.key.take(problem.positives[rows])
         positive_gradient = -a * end.negative_probability

@@ -30,12 +30,13 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
 }
 
 // Finds features that are not finite, because the losses that depend on them must be NaN. A NaN flag is a number that
-// is added to a loss: NaN or 0. out[row] is NaN if a feature of query `row` is not finite, else label_nans[row] (null:
-// 0). *any_key_not_finite, which is 0 before, becomes NaN if a feature of a key is not finite. Several warps may write
-// this NaN. There are n keys, then m queries; m is 0 if queries are keys.
+// is added to a loss: NaN or 0. out[row] is NaN if a feature of query `row` is not finite, else known_row_nans[row]
+// (null: 0). *any_key_not_finite, which is added to all losses, becomes NaN if a feature of a key is not finite, and
+// otherwise keeps its value. Several warps may write this NaN. There are n keys, then m queries; m is 0 if queries are
+// keys.
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
-                                      const double* label_nans, double* out,
+                                      const double* known_row_nans, double* out,
                                       double* any_key_not_finite) {
   const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
   const bool is_query = lanes_row(lanes) >= n;
@@ -52,7 +53,7 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   const u32 nan_lanes = __ballot_sync(ALL_LANES, sum != 0);
   const bool is_not_finite = lanes == 32 ? nan_lanes : nan_lanes >> (threadIdx.x & 16) & 0xffff;
   if (lane || !inside) return;
-  if (is_query) out[row] = is_not_finite ? NAN_ : label_nans ? label_nans[row] : 0;
+  if (is_query) out[row] = is_not_finite ? NAN_ : known_row_nans ? known_row_nans[row] : 0;
   else if (is_not_finite) *any_key_not_finite = NAN_;
 }
 

@@ -34,8 +34,11 @@ def make_taught_problem(problem: Problem, query: Array, key: Array, scale: Any) 
 
 
 def models(problem: TaughtProblem) -> tuple[Problem, Problem]:
-    """The softmax of the student, and that of the teacher, as problems without positives: each is
-    like a shard of keys that has none. A GPU runs the log-sum-exp pass of each by its kernels."""
+    """The softmax of the student, and the softmax of the teacher, as problems without positives.
+
+    The fields are those of a shard of keys that contains no positive. A GPU runs the log-sum-exp
+    pass of each problem by its kernels.
+    """
     values = {field.name: getattr(problem, field.name) for field in fields(Problem)}
     values |= {"key_shard": True, "no_local_positives": True, "moments": False}
     student = Problem(**values)
@@ -77,6 +80,7 @@ class TaughtStatistics(Statistics):
 
 @dataclass
 class TaughtGradient(SoftmaxGradient):
-    """The gradient of the student's logits, minus `teacher`, the same formula of the teacher's."""
+    """Gradient pass of distillation: the formula of `SoftmaxGradient` for the student's logits,
+    minus the same formula for the teacher's logits, whose vectors are in `teacher`."""
 
     teacher: SoftmaxGradient | None = None

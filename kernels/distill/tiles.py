@@ -16,11 +16,16 @@ def statistics(
     stats: TaughtStatistics, x: Array, t: Array, c: float, teacher_c: float, rows: slice,
     columns: slice,
 ) -> Callable[[], None]:  # fmt: skip
-    """Sum a tile of both models. Returns a function that merges these sums into `stats`: a `Worker`
-    calls it in the order of the row blocks, or at once if columns have no sums.
+    """Sum the exponentials of a tile, of the student's logits and of the teacher's, with moments.
 
-    x and t are dot products of the student and of the teacher, `c` and `teacher_c` the factors that
-    make them base-2 logits. Both go through the same loops, so that equal logits have equal sums.
+    Returns a function that merges these sums into `stats`: a `Worker` calls it in the order of the
+    row blocks, or at once if columns have no sums. x and t are dot products of the student and of
+    the teacher; c x and `teacher_c` t are their base-2 logits. Both models go through the same
+    loops, so that equal logits have equal sums.
+
+    The moments of both models are sums of the student's logits c x_ij, times the exponentials of
+    the model: of the student for the gradient of the scale, of the teacher for the mean of the
+    student's logits under the teacher's probabilities, which the loss contains.
     """
     parts: list[tuple[Sums, Sums]] = []
     m, n = x.shape
@@ -39,7 +44,8 @@ def statistics(
             )
             parts.append((column_sums.part(columns), part_sums[1]))
         parts.append((row_sums.part(rows), part_sums[0]))
-        for part in part_sums:  # moments of the student's logits; the loops multiplied by `factor`
+        # The loops multiply the moments of x by `factor`. Base-2 logits of the student are c x
+        for part in part_sums:
             part.moment *= c / factor
 
     def merge() -> None:

@@ -32,7 +32,7 @@ from .schedule.fused import THREADS, TILE, one_launch
 FIELDS = (
     "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_direction_weight",
     "column_direction_weight", "common_share", "row_shares", "upstream", "upstreams",
-    "positives", "label_nans", "query_ids", "key_ids", "gradient", "parts", "x", "row_inverse",
+    "positives", "known_row_nans", "query_ids", "key_ids", "gradient", "parts", "x", "row_inverse",
     "column_inverse",
     "row_nans", "column_nans", "row_gap", "column_gap", "row_dot", "column_dot", "row_sum",
     "losses", "row_lse", "column_lse", "loss", "scale_grad", "bias_grad", "row_reference",
@@ -154,7 +154,7 @@ def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Soluti
         problem.row_direction_weight, problem.column_direction_weight,
         problem.common_share or 0.0,
         address(problem.row_shares), upstream, address(each), address(problem.positives),
-        address(problem.label_nans), address(problem.query_ids), address(problem.key_ids),
+        address(problem.known_row_nans), address(problem.query_ids), address(problem.key_ids),
         problem.scalar_grads or gradients is not None, launch.parts,
         *addresses[:10], start, start + lse, start + column_lse,
         start + loss, start + loss + item, start + loss + 2 * item, *addresses[10:],

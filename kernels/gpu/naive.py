@@ -124,8 +124,8 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
             solution.statistics = stats
     # NaN flags: a query's makes the loss of its row NaN, a key's all losses
     solution.losses = solution.losses + u_bad + v_bad.sum()
-    if problem.label_nans is not None:
-        solution.losses += problem.label_nans
+    if problem.known_row_nans is not None:
+        solution.losses += problem.known_row_nans
     solution.logits = x
     if gradients is None and not problem.scalar_grads:
         return solution

@@ -112,7 +112,7 @@ def rehearse(build: Build, *inputs: Any) -> Recorder:
 
 # Plans by kind of call. A queue stands for a kind whose calls have too many steps for a plan
 _plans: dict[tuple[Any, ...], Plan | Queue] = {}
-_captures = count()  # numbers of captures: the graphs of the oldest are freed first
+_captures = count()  # numbers of captures: graphs that were captured first are freed first
 # A thread that frees a graph ends the capture of another thread, so threads take turns
 _lock = threading.RLock()
 _owned: WeakValueDictionary[int, OwnedPlans] = WeakValueDictionary()
@@ -157,7 +157,7 @@ def _store(stored: dict[Any, Any], max_count: int, new_key: Any, new_value: Any)
 
 
 def _free_graphs(new_bytes: int) -> None:
-    """Free the oldest graphs of all plans, until there is room for a graph of `new_bytes`."""
+    """Free the graphs of all plans that were captured first, until `new_bytes` have room."""
     stored = chain.from_iterable(store.values() for store in (_plans, *_owned.values()))
     plans = [plan for plan in stored if isinstance(plan, Plan)]
     with_graphs = [
@@ -207,7 +207,7 @@ class BoundSteps:
     memory: tuple[Any, ...]  # the graphs, and the arrays with the parameters of launches
     final: bool  # the steps are graphs, or never become graphs
     graph_bytes: int = 0
-    capture_number: int = 0  # in the order of the captures of all plans
+    capture_number: int = 0  # captures of all plans are numbered from 0 on, in their order
 
 
 class Plan:

@@ -1,7 +1,8 @@
 """What plans record: the solution of a call, a block over ranks, steps on vectors over ranks.
 
-Each function takes dataclasses of arrays and the queue for its launches. It returns the arrays that
-it makes, by name (`plan.Build`). select.py and shard.py pass these functions to `plan.run_by_plan`.
+Each function takes dataclasses of arrays and the queue for its launches: a `Recorder` records them,
+and a plain `Queue` launches them. It returns the arrays that it makes, by name (`plan.Build`).
+select.py and shard.py pass these functions to `plan.run_by_plan`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .vectors import TiledVectors
 def solution(
     problem: Problem, gradients: Gradients | None, queue: Queue
 ) -> dict[str, Array | None]:
-    """Record all passes of a call. `solution_from_outputs` has the inverse of its dictionary."""
+    """Queue all passes of a call. `solution_from_outputs` has the inverse of the dictionary."""
     gpu = GPU(problem, gradients, queue)
     solved = gpu.solve(problem, gradients)
     outputs = {
@@ -79,7 +80,7 @@ def block(
     gradients: Gradients | None, not_finite: NotFinite | None, to_clear: Sums | None,
     ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    """Record the pass of a block over ranks; for arguments see `shard.run_block_pass`.
+    """Queue the pass of a block over ranks; for arguments see `shard.run_block_pass`.
 
     The pass writes into its arguments, so there are no new arrays.
     """
@@ -97,7 +98,7 @@ def block(
 
 
 def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
-    """Record the begin of a log-sum-exp pass over ranks: sums of nothing, default vectors."""
+    """Queue the start of a log-sum-exp pass over ranks: sums of nothing, default vectors."""
     caller_upstream = problem.upstream
     problem, stats = TiledVectors.without_passes(problem, queue).statistics(problem)
     columns = stats.columns or Sums(None, None)
@@ -112,7 +113,7 @@ def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
 def finalize(
     problem: Problem, stats: Statistics, not_finite: NotFinite, queue: Queue
 ) -> dict[str, Array | None]:
-    """Record the losses and factors of a rank's rows, from complete sums."""
+    """Queue the step from complete sums to the losses and factors of a rank's rows."""
     vectors = TiledVectors.without_passes(problem, queue)
     # calls with such a plan are `plain`, and need no backend
     finalized = vectors.finalize(
@@ -138,7 +139,7 @@ def totals(
     problem: Problem, losses: Array, log_scale_grad: Array | None, dots: Array | None,
     bias_grad: Array | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    """Record the sums of a rank's losses and of its gradients of scale and bias, in float64."""
+    """Queue the sums of a rank's losses and of its gradients of scale and bias, in float64."""
     vectors = TiledVectors.without_passes(problem, queue)
     vectors.double, vectors.out = True, np.dtype(np.float64)
     sums = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)

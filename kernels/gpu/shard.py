@@ -41,10 +41,11 @@ def run_block_pass(
     nothing first. `ahead` are the gradients of a later pass of such blocks: this pass takes a
     workspace of the later pass's size, so that CuPy's memory pool holds one of them.
 
-    Operations on arrays compute blocks with a guide or a teacher. Kernels compute all others: by a
-    plan, unless there is `progress`, a question (`BlockQuestion`), a linear term or an option that
-    changes logits or pairs (all but `ids` of `Problem.plain_logits`; `positive_ids`). Blocks
-    without a plan are launched step by step.
+    Operations on arrays compute blocks with a guide or a teacher. Kernels compute all other blocks.
+    A block has a plan if it has none of these: `progress`; a question (`BlockQuestion`) in place of
+    an epilogue; linear terms (label smoothing, classes); the options `groups`, `own`, `key_bias`,
+    `false_negative_margin` and `positive_ids`. Kernels of a block without a plan are launched step
+    by step.
     """
     # blocks need no classes, and a plan would depend on the arrays of classes
     block = problems.fast_replace(readable_by_kernels(problem), classes=None)
@@ -55,9 +56,9 @@ def run_block_pass(
         )
         return
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
-    by_kernels = problem.plain_logits and not (problem.has_positive_ids or callable(epilogue))
-    by_kernels = by_kernels and not getattr(epilogue, "linear", ())
-    if problem.progress is None and by_kernels:
+    may_have_plan = problem.progress is None and problem.plain_logits
+    may_have_plan = may_have_plan and not (problem.has_positive_ids or callable(epilogue))
+    if may_have_plan and not getattr(epilogue, "linear", ()):
         gpu_plan.run_by_plan(recorded.block, *parts)
     else:
         recorded.block(*parts, Queue())
@@ -146,8 +147,8 @@ class VectorsOverRanks(ElementwiseVectors):
         return loss, get("scale_grad"), get("bias_grad")
 
     def has_plan(self, problem: Problem) -> bool:
-        """Whether steps have plans: not for empty shards, with `progress`, or with any option but
-        `ids` (`Problem.plain`). Otherwise they are operations on arrays."""
+        """Whether steps have plans: the shards are not empty, there is no `progress`, and no option
+        but `ids` is set (`Problem.plain`). All other steps are operations on arrays."""
         return 0 not in problem.shape and problem.progress is None and problem.plain
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
@@ -236,4 +237,4 @@ _NO_VECTORS = dict.fromkeys(problems.QUERY_VECTORS + problems.KEY_VECTORS)
 
 def _bare(problem: Problem) -> Problem:
     """The problem without fields that steps on vectors do not read, so that plans are shared."""
-    return problems.fast_replace(problem, normalize=False, label_nans=None, **_NO_VECTORS)
+    return problems.fast_replace(problem, normalize=False, known_row_nans=None, **_NO_VECTORS)

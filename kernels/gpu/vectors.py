@@ -159,7 +159,9 @@ class TiledVectors(ElementwiseVectors):
         # results are float64 for float64 features, else float32; the caller converts other dtypes
         self.double = problem.query.dtype == np.float64 or launcher.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
-        self.any_key = cupy.empty(1)  # 0, or NaN if a feature of any key is not finite
+        # NaN flag of all losses: 0 at first (`begin`, `begin_sigmoid`), then NaN if a feature on
+        # which all losses depend is not finite: of any key, or of a guide (`Guide.with_limits`)
+        self.any_key = cupy.empty(1)
 
     @staticmethod
     def without_passes(problem: Problem, queue: Queue) -> TiledVectors:
@@ -343,27 +345,27 @@ class TiledVectors(ElementwiseVectors):
         return self.find_and_add_nans(problem, sigmoid.losses, self.any_key)
 
     def find_and_add_nans(self, problem: Problem, losses: Array, any_key: Array) -> Array:
-        """Add NaN to losses that depend on a feature that is not finite. `any_key` [1] is 0."""
+        """Add NaN to losses that depend on a feature that is not finite; see `find_row_nans`."""
         return self.add_nans(losses, self.find_row_nans(problem, any_key), any_key)
 
     def find_row_nans(
-        self, problem: Problem, any_key: Array, out: Array | None = None, known: bool = False
+        self, problem: Problem, any_key: Array, out: Array | None = None, only_keys: bool = False
     ) -> Array | None:
-        """Find the NaN flags of queries, and write NaN into `any_key` [1] for a NaN flag of a key.
+        """Find the NaN flags of queries; a key that is not finite sets `any_key` [1] to NaN.
 
         Returns [M] flags of queries, in `out` if it is given: NaN for a feature that is not finite,
-        else `Problem.label_nans` or 0. Returns None if queries are the keys, or if the flags of
-        queries are `known`.
+        else `Problem.known_row_nans` or 0. Returns None, and checks only keys, if queries are the
+        keys, or if `only_keys` is true.
         """
         m, n, d = problem.shape
         queries = None
-        if problem.symmetric or known:
+        if problem.symmetric or only_keys:
             m, out = 0, None
         else:
             queries, out = problem.query, cupy.empty(m) if out is None else out
         self.launcher.launch_rows(
             "not_finite", n + m, d, keys=matrix(problem.key), n=n, queries=matrix(queries), m=m,
-            d=d, label_nans=problem.label_nans, out=out, any_key_not_finite=any_key,
+            d=d, known_row_nans=problem.known_row_nans, out=out, any_key_not_finite=any_key,
         )  # fmt: skip
         return out
 
@@ -384,12 +386,10 @@ class TiledVectors(ElementwiseVectors):
             "vectors.cu", "totals", 1, 1024,
             {
                 "losses": losses, "m": len(losses), "common_share": problem.common_share or 0.0,
-                "row_shares": problem.row_shares,
-                "log_scale_grad": log_scale_grad, "dots": dots,
+                "row_shares": problem.row_shares, "log_scale_grad": log_scale_grad, "dots": dots,
                 "count": 0 if dots is None else len(dots),
-                "pair_counts": problem.pair_counts, "bias_grad": bias_grad,
-                "scale": self.scalars.scale, "out": out,
-                "is_float": not self.double,
+                "pair_count": problem.pair_count, "bias_grad": bias_grad,
+                "scale": self.scalars.scale, "out": out, "is_float": not self.double,
             },
         )  # fmt: skip
         return (

@@ -107,7 +107,7 @@ def run_block_pass(
             device_gradients,
             not_finite=None,
         )
-    if not isinstance(epilogue, SoftmaxGradient):  # whose arrays are inputs
+    if not isinstance(epilogue, SoftmaxGradient):  # the arrays of a SoftmaxGradient do not change
         copy_arrays(epilogue, map_arrays(device_epilogue, device.get))
     if gradients is not None and dots is not None:
         gradients.dots[...] = device.get(dots)
@@ -189,18 +189,19 @@ class Offload:
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         """The grid of blocks, whose rows and columns are chunks.
 
-        All passes of a problem with a guide visit the same blocks, so that they leave out the same
-        pairs. They visit the whole square, because the gradient pass has no room for a triangle.
+        With a guide, all passes visit the same blocks, so that they leave out the same pairs. These
+        blocks are the whole square, because the gradient pass may have no room for a triangle
+        (`key_ranges`).
         """
         m, n, _ = problem.shape
         triangle = triangle and not problem.guided
         return Grid(slices(m, self.layout.chunk_rows), slices(n, self.layout.chunk_rows), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
-        """One range of keys, except if queries are the keys and do not all stay on the device.
+        """Several ranges if queries are the keys and only some stay on the device; else one range.
 
-        Then there are several ranges, with which `solve.run_gradient_pass` visits the whole square
-        of blocks: in a triangle, the gradients of all rows would have to stay on the device.
+        If there are several, `solve.run_gradient_pass` visits the whole square of blocks. In a
+        triangle, the gradients of all rows would have to stay on the device.
         """
         n, square = problem.shape[1], problem.symmetric and not self.layout.smaller_side_stays
         return slices(n, self.layout.staying_rows if square else n)
@@ -250,9 +251,9 @@ class Offload:
             self.run_pass(problem, grid, epilogue.retrieval_ranks, None)
             return
         if isinstance(epilogue, Statistics) and not grid.triangle and problem.symmetric:
-            epilogue = replace(epilogue, columns=None)  # rows see all pairs of the square
-        # Otherwise dQ and dK need a pass each: after one run of the staying side, the gradient of a
-        # streamed chunk would not be complete
+            epilogue = replace(epilogue, columns=None)  # in the whole square, rows meet all keys
+        # If both sides are too large to stay, dQ and dK need a pass each: after one run of the
+        # staying side, the gradient of a streamed chunk would not be complete
         both_in_one_pass = problem.symmetric or self.layout.smaller_side_stays
         if gradients and gradients.want_query and gradients.want_key and not both_in_one_pass:
             self.run_pass(problem, grid, epilogue, replace(gradients, want_key=False))

@@ -34,7 +34,7 @@ def arrive(
     return [copies.arrive(to, z[chunk]) for to, z in zip(targets, arrays, strict=True)]
 
 
-def most_chunk_rows(chunks: Sequence[slice]) -> int:
+def longest_chunk_rows(chunks: Sequence[slice]) -> int:
     """The number of rows of the longest chunk."""
     return max((chunk.stop - chunk.start for chunk in chunks), default=0)
 
@@ -80,7 +80,7 @@ class Arrivals:
         self, xp: Any, copies: HostCopies, arrays: Sequence[Array], chunks: Sequence[slice]
     ) -> None:
         self.copies, self.arrays, self.chunks = copies, arrays, deque(chunks)
-        rows = most_chunk_rows(chunks)
+        rows = longest_chunk_rows(chunks)
         self.buffers = deque([empty_like(xp, z, rows) for z in arrays] for _ in chunks[:2])
         self.arriving = self.start()
 
@@ -94,7 +94,7 @@ class Arrivals:
         return targets, arrive(self.copies, targets, self.arrays, chunk)
 
     def take(self) -> list[Array]:
-        """The next chunk on the device, for later work. The chunk before must not be used after."""
+        """The next chunk on the device. After this call, nobody may use the chunk before it."""
         assert self.arriving is not None
         targets, tickets = self.arriving
         self.arriving = self.start()
@@ -112,15 +112,16 @@ class Departures:
         self.leaving: deque[Ticket] = deque()
 
     def wait(self) -> None:
-        """Let later work wait for the copies under way, for example to add to the same rows."""
+        """Make later work wait for the copies under way: call this before work on the same rows."""
         while self.leaving:
             self.leaving.popleft().wait()
 
     def leave(self, side: StreamedSide, part: Part) -> None:
         """Begin to copy the complete gradient of `part` to the host, rows `part.rows` of `side`.
 
-        The memory of `part` may be used again at once: a buffer has a copy. The copy has the
-        destination's dtype if that is smaller, and if the gradient is not added (`side.add`).
+        The memory of `part` may be used again at once, because a buffer has a copy of the gradient.
+        The copy has the destination's dtype if both of these hold: that dtype is smaller, and the
+        gradient overwrites the destination (`side.add` is False).
         """
         gradient = part.gradient
         if side.to is None or gradient is None:

@@ -33,7 +33,7 @@ from ..solve import BlockQuestion, Solution
 from . import backend
 
 THREADS = 6  # in each direction; with 8, calls took longer
-COPY_BYTES = 2**22  # most bytes that a thread copies at a time, unless a row is longer
+COPY_BYTES = 2**22  # largest number of bytes of one copy by a thread, unless a row is longer
 LEAST_COPY_BYTES = 2**20  # for fewer bytes, threads mainly wait for Python's global lock
 
 

@@ -52,10 +52,11 @@ class DeviceRows(SegmentedRows, Protocol):
     """`linear.SegmentedRows` on the device."""
 
     def subtract(self, term: LinearGradient, gradient: Array, dots: Array | None) -> None:
-        """Add the gradient of a linear term to the complete gradient of these rows.
+        """Subtract `term` from the complete gradient of these rows.
 
-        `term` is the negative gradient, so it is subtracted. It is differentiated through the
-        normalisation first. `dots` (`Gradients.dots` of these rows) gets the part of the term, too.
+        `LinearGradient` is minus the gradient of a linear term, so this adds that gradient. `term`
+        is first differentiated through the normalisation. `dots` (`Gradients.dots` of these rows)
+        gets the part of the term, too.
         """
         ...
 

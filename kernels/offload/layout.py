@@ -12,11 +12,11 @@ from ..problem import Gradients, Problem
 # two tiles of 256 features
 WAVE_ROWS = 8448
 # The first copy comes before all products, and the last copy after them, so chunks are limited:
-MOST_WAVES = 4  # times WAVE_ROWS: the most rows of one chunk
+MOST_WAVES = 4  # times WAVE_ROWS: the largest number of rows of one chunk
 FEWEST_CHUNKS = 3  # of a side with at least FEWEST_CHUNKS * WAVE_ROWS rows
 PIECE_CHUNKS = 2  # chunks of the staying side in one block, in a pass with gradients
 GRADIENT_BLOCK_COLUMNS = 4224  # columns of a gradient block; products of fewer columns are slower
-CHUNK_ROW_MULTIPLE = 128  # a chunk of more rows than this has a multiple of it
+CHUNK_ROW_MULTIPLE = 128  # chunks of more rows have a multiple of it, or a whole side
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def least_workspace(rows: int, row: RowBytes) -> int:
 
 
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
-    """The largest chunks that fit the workspace, up to `most_rows` rows.
+    """The largest chunks that fit the workspace, up to `row_limit` rows.
 
     The first copy precedes all products, and the last copy follows them. So very large chunks would
     have long copies that no product hides.
@@ -112,14 +112,14 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     row = row_bytes(problem, gradients)
     smaller, larger = min(m, n), max(m, n)
     bytes_per_row = row.streamed_bytes + row.block
-    most_rows = max(WAVE_ROWS, min(MOST_WAVES * WAVE_ROWS, -(-larger // FEWEST_CHUNKS)))
+    row_limit = max(WAVE_ROWS, min(MOST_WAVES * WAVE_ROWS, -(-larger // FEWEST_CHUNKS)))
 
     def chunk_rows_in(room: int) -> int:
         """The rows of the largest chunk that fits `room` bytes with its block."""
-        most, rows = min(room // bytes_per_row, most_rows), WAVE_ROWS
-        while 2 * rows <= most:
+        limit, rows = min(room // bytes_per_row, row_limit), WAVE_ROWS
+        while 2 * rows <= limit:
             rows *= 2
-        return min(rows, most)
+        return min(rows, limit)
 
     # the smaller side stays if chunks of the other side then have WAVE_ROWS rows
     rows, staying_rows = chunk_rows_in(workspace - smaller * row.staying_bytes), smaller
@@ -162,10 +162,12 @@ def room_for_blocks(problem: Problem, gradients: Gradients | None) -> int:
     return left if 2 * left >= problem.workspace else 0
 
 
-def _even(n: int, most: int) -> int:
-    """Rows of a chunk, at most `most`, such that n rows are divided into chunks of equal size."""
-    rows = -(-n // -(-n // max(1, most)))
+def _even(n: int, limit: int) -> int:
+    """Rows of a chunk, at most `limit`, such that n rows are divided into chunks of equal size."""
+    rows = -(-n // -(-n // max(1, limit)))
     if rows <= CHUNK_ROW_MULTIPLE:
         return rows
     rounded = -(-rows // CHUNK_ROW_MULTIPLE) * CHUNK_ROW_MULTIPLE
-    return min(n, rounded if rounded <= most else most // CHUNK_ROW_MULTIPLE * CHUNK_ROW_MULTIPLE)
+    if rounded > limit:
+        rounded = limit // CHUNK_ROW_MULTIPLE * CHUNK_ROW_MULTIPLE
+    return min(n, rounded)

@@ -13,7 +13,7 @@ from .chunks import Arrivals
 from .device import Ticket
 from .streamed_pass import StreamedCall
 
-MOST_LEAVING = 2  # gradients of parts of the rows that are on their way to the host
+MOST_LEAVING = 2  # largest number of gradients that are on their way to the host at once
 
 
 class StreamedOwnRows:

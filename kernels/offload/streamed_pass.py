@@ -25,7 +25,7 @@ from .chunks import (
     are_disjoint,
     arrive,
     empty_like,
-    most_chunk_rows,
+    longest_chunk_rows,
 )
 from .device import HostCopies, OffloadDevice, Ticket
 from .epilogues import block_epilogue
@@ -174,9 +174,9 @@ class StreamedPass:
         all_pieces = [piece for _, pieces in steps for piece in pieces]
         arrivals = Arrivals(self.device.xp, self.context.copies, self.stream.arrays, chunks)
         staying_run, arriving = self.hold(run)
-        stream_accumulator = self.accumulator(self.stream, most_chunk_rows(chunks))
+        stream_accumulator = self.accumulator(self.stream, longest_chunk_rows(chunks))
         block_accumulator = self.accumulator(
-            self.columns, most_chunk_rows(all_pieces if self.keys_stay else chunks)
+            self.columns, longest_chunk_rows(all_pieces if self.keys_stay else chunks)
         )
         for i, (chunk, pieces) in enumerate(steps):
             streamed_part = None

@@ -58,15 +58,15 @@ def fits(problem: Problem, gradients: Gradients | None) -> bool:
     It refuses
     - losses that are not a softmax over keys or over both sides: SigLIP, queries that are the keys;
     - options: a margin, `decoupled`, `hardness`, retrieval ranks, ids, sets of positives,
-      `label_nans`, and those that `loss_follows_from_sums` excludes: linear terms, groups, biases
-      of keys, own negatives, `false_negative_margin`, a guide, a teacher, positive ids, and joint
-      losses;
+      `known_row_nans`, and those that `loss_follows_from_sums` excludes: linear terms, groups,
+      biases of keys, own negatives, `false_negative_margin`, a guide, a teacher, positive ids, and
+      joint losses;
     - the methods "naive" and "fused";
     - a batch that fits one block, and a call that one pass may compute (`allows_online_softmax`:
       one softmax, no dK): separate calls are faster.
     """
     refused_options = problem.margin or problem.decoupled or problem.hardness
-    refused_fields = problem.query_ids, problem.label_nans, problem.bias
+    refused_fields = problem.query_ids, problem.known_row_nans, problem.bias
     supported = problem.loss_follows_from_sums and problem.set_size == 1 and not refused_options
     supported = supported and not (problem.symmetric or problem.retrieval_ranks)
     supported = supported and all(field is None for field in refused_fields)

@@ -290,7 +290,7 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     """dL/dx and the gathered gradient in registers; stages hold whole tiles."""
     one_in(2, (precision == "fp16") + width // 128 + extras)
     device = DEVICES["sm_90a"]
-    sweep = config.register_sweep(
+    sweep = config.choose_register_sweep(
         config.sweep_for(precision, width, device, extras), precision, 10**5
     )
     assert sweep is not None

@@ -27,8 +27,8 @@ def test_which_rows_are_narrow() -> None:
         ("tf32", 256, 10**5, False), ("bf16", 256, 100, False),
     ]:  # fmt: skip
         sweep = config.sweep_for(precision, width, device, False)
-        assert (config.register_sweep(sweep, precision, rows) is not None) == narrow
-    assert config.register_sweep(None, "bf16", 10**5) is None
+        assert (config.choose_register_sweep(sweep, precision, rows) is not None) == narrow
+    assert config.choose_register_sweep(None, "bf16", 10**5) is None
 
 
 def test_sweeps_are_for_hopper() -> None:

@@ -72,7 +72,7 @@ def recording(
         array(m, dtype=np.int64) if labels else None,
         1 / m, query_ids=array(m, dtype=np.int64) if ids else None,
         key_ids=array(n, dtype=np.int64) if ids else None, compute_precision=precision,
-        label_nans=array(m, dtype=np.float64) if labels else None, **options,
+        known_row_nans=array(m, dtype=np.float64) if labels else None, **options,
     )  # fmt: skip
     gradients = None
     if gradient:

@@ -125,6 +125,17 @@ def test_the_report_follows_from_the_call(monkeypatch: pytest.MonkeyPatch) -> No
         Mirror().message(scale=3.0)
 
 
+def test_labels_of_views_may_not_be_negative() -> None:
+    """NT-Xent refuses negative labels, so the error for a large label does not offer them."""
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    for last, error in (
+        (8, r"labels: expected values in \[0, 8\), got 8 at position 3$"),
+        (-1, r"labels: expected two rows .* got 3 at position 2, whose own is -1"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            distributed.nt_xent_loss(x, np.array([1, 0, 3, last]), scale=1.0, comm=Mirror())
+
+
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(
     ("values", "named"),

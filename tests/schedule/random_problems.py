@@ -166,7 +166,7 @@ class Drawing:
             method=rng.choice(["auto"] * 7 + ["tiled"] * 3 + ["fused", "naive"]),
             workspace=workspace or WORKSPACE, workspace_given=workspace is not None,
             progress=(lambda *_: None) if self.some(16) else None,
-            label_nans=self.vector(m) if positives is not None else None, scalar_grads=scalars,
+            known_row_nans=self.vector(m) if positives is not None else None, scalar_grads=scalars,
             moments=scalars and uses_moments(m * n, gradients is not None, False),
             row_direction_weight=0.5 if loss == "both" else 1.0,
             column_direction_weight=0.5 if loss == "both" else 0.0, **options,

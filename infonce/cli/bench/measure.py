@@ -129,7 +129,10 @@ class Bench(Protocol):
         ...
 
     def skipped_errors(self) -> tuple[type[BaseException], ...]:
-        """Errors by which a contender is skipped: it cannot run here."""
+        """Errors after which a contender is skipped: it cannot run here, or its results are wrong.
+
+        They contain ValueError, which `require_parity` raises for wrong results.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:

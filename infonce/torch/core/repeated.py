@@ -23,7 +23,7 @@ from ...kernels.problem import SCALES, SILENT, Gradients, Problem, fast_replace
 from ...spec import Loss
 
 MOST_TEMPLATES = 256  # if there are as many, all are forgotten before the next is stored
-NUMPY_DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
+TEMPLATE_DTYPES = {torch.float32, torch.float64}  # of features in calls that have a template
 NUMBER_TYPES = (float, int)
 # Matrix products that PyTorch computes faster than NumPy's BLAS: PyTorch's threads also run the
 # other operations of a model, and so are often awake. Measured at 128 x 256 and 256 x 256
@@ -63,7 +63,8 @@ def evaluate(
             return None
     scale = template.scale if scale is None else _read_number(scale)
     low, high = SCALES[template.compute_precision]
-    if type(scale) not in NUMBER_TYPES or not low <= scale <= high:  # no number: on a GPU
+    # `_read_number` leaves a tensor on a GPU as it is, so this scale is no number
+    if type(scale) not in NUMBER_TYPES or not low <= scale <= high:
         return None
     if kind.sigmoid:
         bias = template.bias if bias is None else _read_number(bias)
@@ -83,7 +84,8 @@ def _make_template(
 
     None: such a call cannot be computed here, and is checked each time. These are calls with
 
-    - features that are not on the CPU, or of a dtype that NumPy lacks;
+    - features, a scale or a bias in a tensor that is not on the CPU;
+    - features of another dtype than float32 and float64 (`TEMPLATE_DTYPES`);
     - features whose elements are checked: `check_finite`, and float64 that is not normalized, whose
       products may overflow;
     - reduction="none";
@@ -92,7 +94,7 @@ def _make_template(
     """
     numbers = [value for value in (scale, bias) if isinstance(value, Tensor)]
     on_cpu = all(tensor.is_cpu for tensor in (*features, *numbers))
-    if not on_cpu or not NUMPY_DTYPES.keys() >= {z.dtype for z in features}:
+    if not on_cpu or not {z.dtype for z in features} <= TEMPLATE_DTYPES:
         return None
     if scale is not None:
         options["scale"] = scale

@@ -102,13 +102,13 @@ def loaded_again(typingctx: Any, pointed: Any) -> Any:
 
 
 @compiled
-def wait_awake(turn, number, most, after):  # type: ignore[no-untyped-def]
-    """Wait until turn[0] is `number`, but at most `most` steps; then take `after` more steps.
+def wait_awake(turn, number, step_limit, after):  # type: ignore[no-untyped-def]
+    """Wait until turn[0] is `number`, but at most `step_limit` steps; then take `after` more.
 
     A step takes about 40 ns. It is a chain of square roots, so that the core's other hardware
     thread can use the core.
     """
-    left, x = most, 1.5
+    left, x = step_limit, 1.5
     while left > 0:
         for _ in range(8):
             x = math.sqrt(x + 1.0)

@@ -20,9 +20,10 @@ from .loops import sigmoid, softmax
 from .team import Team
 
 THREAD_SHARE = 2**21  # least multiply-adds for a thread: with fewer, it takes longer than it saves
-# From this width of rows on, their product with themselves is halved: the other half is a copy, and
-# takes less time. And threads divide the columns of x; of narrower rows, they divide the rows of x.
-# Each was measured to be the faster way (benchmarks/NOTES.md)
+# Least number of features of a row for both of these, which were measured to be the faster ways
+# (benchmarks/NOTES.md):
+# - If queries are the keys, threads compute half of x, and copy it to the other half.
+# - Otherwise, threads divide the columns of x among them. (For fewer features, they divide rows.)
 WIDE = 256
 Product = Callable[..., Array]  # with the arguments of np.matmul
 NO_IDS = np.empty(0, np.int64)
@@ -106,7 +107,7 @@ def _multiply(query: Array, key: Array, x: Array, team: Team, product: Product) 
 
 
 def _multiply_part(query: Array, key: Array, x: Array, parts: int, part: int) -> None:
-    """Columns of x for wide rows, else rows of x."""
+    """Compute a part of x: columns, if features have a width of `WIDE` or more; otherwise rows."""
     if query.shape[1] >= WIDE:
         columns = _part(len(key), parts, part)
         np.matmul(query, key[columns].T, out=x[:, columns])
@@ -118,19 +119,23 @@ def _multiply_part(query: Array, key: Array, x: Array, parts: int, part: int) ->
 def _multiply_half(z: Array, x: Array, parts: int, part: int) -> None:
     """Products of the rows of a part with themselves, and with the next parts around a ring.
 
-    Each pair of parts is computed once, and copied to the other half of x.
+    Each thread has one part. Each pair of parts is multiplied once, and its products are copied to
+    the other half of x.
     """
-    rows = _part(len(z), parts, part)
-    np.matmul(z[rows], z[rows].T, out=x[rows, rows])
+    own = _part(len(z), parts, part)
+    np.matmul(z[own], z[own].T, out=x[own, own])
     for step in range(1, parts // 2 + 1):
-        near, far = rows, _part(len(z), parts, (part + step) % parts)
-        if 2 * step == parts:  # two opposite parts meet twice: each computes a half
-            first, last = sorted((near, far), key=lambda side: side.start)
-            middle = (first.start + first.stop) // 2
-            half = slice(first.start, middle) if near is first else slice(middle, first.stop)
-            near, far = half, last
-        np.matmul(z[near], z[far].T, out=x[near, far])
-        x[far, near] = x[near, far].T
+        rows, columns = own, _part(len(z), parts, (part + step) % parts)
+        if 2 * step == parts:
+            # The parts are opposite in the ring, so the threads of both come here with this pair.
+            # The rows of x of the upper part are halved. The thread of the upper part computes the
+            # first half, the thread of the lower part the second half
+            upper, lower = sorted((own, columns), key=lambda side: side.start)
+            middle = (upper.start + upper.stop) // 2
+            rows = slice(upper.start, middle) if own is upper else slice(middle, upper.stop)
+            columns = lower
+        np.matmul(z[rows], z[columns].T, out=x[rows, columns])
+        x[columns, rows] = x[rows, columns].T
 
 
 def _threads(m: int, n: int, d: int, symmetric: bool) -> int:
@@ -140,8 +145,8 @@ def _threads(m: int, n: int, d: int, symmetric: bool) -> int:
     product of logits may be halved: two threads then need 2^23.
     """
     halved = symmetric and d >= WIDE
-    most = min(m, n, m * n * d // (2 * THREAD_SHARE if halved else THREAD_SHARE))
-    return min(thread_count(), most) if most > 1 else 1
+    limit = min(m, n, m * n * d // (2 * THREAD_SHARE if halved else THREAD_SHARE))
+    return min(thread_count(), limit) if limit > 1 else 1
 
 
 def _store(

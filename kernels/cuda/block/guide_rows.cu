@@ -6,12 +6,12 @@
 // row_nans is null.
 //   - limits[i]: the limit of row i, which is the largest product of query i with its positives (positives
 //     [m, set_size], -1 for none), plus `margin`; infinite without a positive.
-//   - row_nans[i]: NaN if a feature of query i is not finite, else label_nans[i] (null: 0).
+//   - row_nans[i]: NaN if a feature of query i is not finite, else known_row_nans[i] (null: 0).
 //   - *any_key_not_finite becomes NaN if a feature of a key is not finite. With `two_sided`, or if queries are the
 //     keys, also if a feature of a query is not finite, because the softmax of each column has all queries.
 extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, const __grid_constant__ Rows key, i64 m,
                                         i64 n, i64 d, const i64* positives, i64 set_size, double margin,
-                                        i64 two_sided, const double* label_nans, double* limits, double* row_nans,
+                                        i64 two_sided, const double* known_row_nans, double* limits, double* row_nans,
                                         double* any_key_not_finite) {
   constexpr int STEP = 32 * LANE_FEATURES;  // features of a warp at a time
   const int first = threadIdx.x % 32 * LANE_FEATURES;
@@ -48,7 +48,7 @@ extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, cons
   if (is_not_finite && (is_key || two_sided || !row_nans)) *any_key_not_finite = NAN_;
   if (is_key) return;
   limits[row] = has_positive ? top + margin : INFINITY_;
-  if (row_nans) row_nans[row] = is_not_finite ? NAN_ : label_nans ? label_nans[row] : 0;
+  if (row_nans) row_nans[row] = is_not_finite ? NAN_ : known_row_nans ? known_row_nans[row] : 0;
 }
 
 // out = upstream gradients of n rows, NaN for losses that depend on a feature of the guide that is not finite: so their

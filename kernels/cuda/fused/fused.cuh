@@ -53,7 +53,7 @@ struct Fused {
   double upstream;            // upstream gradient of all rows; unused if there are `upstreams`
   const double* upstreams;    // [M] upstream gradient of each row, or null
   const i64* positives;       // [M], or null: the other view of a sample if SYMMETRIC, else key i for query i
-  const double* label_nans;   // [M] or null, added to losses: NaN for labels out of range, else 0
+  const double* known_row_nans;  // [M] or null, added to losses: NaN for labels out of range, else 0
   const i64 *query_ids, *key_ids;
   i64 gradient;                                  // whether gradients are wanted
   i64 parts;                                     // number of parts of the features in phase 1

@@ -130,7 +130,7 @@ __device__ void compute_row_losses(const Fused& f, const Slope& s, double scale,
     double row_nan = 0;  // NaN if a feature of the row or of any key is not finite
     for (i64 j = team.lane; j < f.n; j += team.lanes) row_nan += f.column_nans[j];
     row_nan = team.sum(row_nan) + f.row_nans[i];
-    if (f.label_nans) row_nan += f.label_nans[i];
+    if (f.known_row_nans) row_nan += f.known_row_nans[i];
 
     // `here`: dL/dx at the positive. `dot`, `total`: sums of P_ij x_ij and of P_ij
     double loss = 0, dot = 0, total = 0, here;

@@ -57,8 +57,9 @@ __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool s
 // `sent` is written to `other`, the mailbox of the other GPU, and `received` is read from `own`. `counters` has, for
 // each thread block, the number of the last swap; both GPUs launch the same number of thread blocks.
 //
-// Two buffers suffice: a rank that begins swap i has received the other rank's part of swap i - 1, so the other rank
-// has read this rank's part of swap i - 2, whose buffer swap i overwrites.
+// Two buffers suffice. Swap i of rank A overwrites the buffer in which rank B received A's part of swap i - 2. B has
+// read that part before, for this reason: A has ended swap i - 1, so A has received B's part of swap i - 1. B sent that
+// part after B's swap i - 2 had ended, in which B read A's part.
 extern "C" __global__ void __launch_bounds__(SWAP_THREADS)
 swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays received,
      const __grid_constant__ Mailbox other, const __grid_constant__ Mailbox own, u32* counters, i64 room) {

@@ -5,10 +5,10 @@
 // columns. R_i and C_j are the log-sum-exps of row i and column j in base 2, rounded; a, u and v are the factors of
 // rows (a, u) and columns (v) of struct Factors, whose equations are in tiled/gradient.cu:
 //
-//     P_ij = e 2^(h - R_i) (a_i + u_i v_j)                `one_exponential` for both directions
-//     P_ij = e (a_i 2^(h - R_i) + v_j 2^(h - C_j))        whatever the range of R and C
+//   - If one exponential serves both directions (`one_exponential`): P_ij = e 2^(h - R_i) (a_i + u_i v_j)
+//   - Otherwise, for R and C of any range: P_ij = e (a_i 2^(h - R_i) + v_j 2^(h - C_j))
 //
-// Each is multiplied by the norm factors of row i and column j, if there are any. Query tiles without a cache
+// P_ij is also multiplied by the norm factors of row i and column j, if there are any. Query tiles without a cache
 // (`uncached_tiles`) get arbitrary values here. The caller computes them again by sweep_gradient.cu, which overwrites
 // these values.
 #include "block/block.cuh"

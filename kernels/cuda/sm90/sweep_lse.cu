@@ -46,7 +46,7 @@ constexpr float MAX_CACHED_DISTANCE = 64;
 struct CachedExponentials {
   float* references;    // [strips of 16 rows, stride]: a reference exponent for each strip and tile
   i64 stride;
-  int* uncached_tiles;  // [query tiles of ONLINE_TILE_ROWS rows]: 1 if the gradient pass computes the logits again
+  int* uncached_tiles;  // [query tiles of VISITED_TILE_ROWS rows]: 1 if the gradient pass computes the logits again
 };
 
 struct Lse {
@@ -118,7 +118,7 @@ struct Lse {
     if (!CACHE) return;
     if (lane.lane == 0 && first_row() < b.q.rows) {
       if (fits_cache) cached.references[first_row() / 16 * cached.stride + t] = reference;
-      else cached.uncached_tiles[first_row() / ONLINE_TILE_ROWS] = 1;
+      else cached.uncached_tiles[first_row() / VISITED_TILE_ROWS] = 1;
     }
   }
 

@@ -6,9 +6,9 @@
 // when the block has been swept.
 //
 // The caller chooses the reference exponents r_i (online_references.cuh), so this kernel finds no maximum. If a sum
-// is outside its bounds after a tile, r_i does not serve. Then the kernel searches the tile for the largest product of
-// each row. `check_references` (vectors/online.cuh) sets new reference exponents from these products, and the caller
-// launches the kernel again for such query tiles (`visited_tiles`). The largest product of all may lie in an earlier
+// is outside its bounds after a tile, r_i does not serve. Then the kernel searches the tile for the largest exponent of
+// each row. `check_references` (vectors/online.cuh) sets new reference exponents from these numbers, and the caller
+// launches the kernel again for such query tiles (`visited_tiles`). The largest exponent of all may lie in an earlier
 // tile, in which the sum was still within its bounds. That tile is within the bounds of the new r_i, too.
 //
 // MOMENTS: also sums of e_ij x_ij.
@@ -16,7 +16,7 @@
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/strip.cuh"
 
-static_assert(QUERY_TILE_ROWS % ONLINE_TILE_ROWS == 0, "check_references tells which query tiles are computed again");
+static_assert(QUERY_TILE_ROWS % VISITED_TILE_ROWS == 0, "check_references tells which query tiles are computed again");
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;
@@ -45,7 +45,7 @@ struct Online {
   float reference[2];  // r_i of this thread's two rows
   float least;         // lower bound of both sums
   // Of this thread's two rows, over its columns of the query tile so far; four threads share a row. `high` is the
-  // largest exponent, in the unit of products; LOW until it is searched
+  // largest exponent, in the unit of products, of the tiles that were searched; LOW (-inf) if none was
   float sum[2], high[2], moment[2];
 
   // This thread's row h, in the block.
@@ -127,7 +127,7 @@ struct Online {
 
 //   - references [rows]: r_i. before [rows]: rows' sums over earlier blocks; 0 in the first block
 //   - positive [rows]: base-2 logits of positives
-//   - row_partials [ROW_SLOTS segments, row_stride]: (largest product, or LOW if it was not searched; sum)
+//   - row_partials [ROW_SLOTS segments, row_stride]: (`high`, sum), over the four threads of the row
 //   - row_moments (MOMENTS): sums of e_ij x_ij, in the layout of row_partials
 //   - visited_tiles: null in the first launch; then the query tiles that are computed again (`is_visited`)
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)

@@ -6,12 +6,12 @@
 #include "vectors/sums.cuh"
 
 constexpr int ONLINE_ROW_THREADS = 4;  // threads that share the slots of a row
-constexpr int ONLINE_THREADS = ONLINE_ROW_THREADS * ONLINE_TILE_ROWS;
+constexpr int ONLINE_THREADS = ONLINE_ROW_THREADS * VISITED_TILE_ROWS;
 
 // Sums over the slots of a row. A slot has the sums that one segment and consumer of the sweep leave for the row.
 struct SlotSums {
   double sum, moment;  // of 2^(c x - reference), and of 2^(c x - reference) x
-  Real high;           // the largest product; -inf if the sweep did not look for it
+  Real high;           // the largest exponent, in the unit of products; -inf if the sweep did not look for it
   Real most;           // the largest sum of one slot
 
   __device__ __forceinline__ void add(const SlotSums& f) {
@@ -23,11 +23,11 @@ struct SlotSums {
 };
 
 // Adds up the slots of the rows of query tile blockIdx.x, in a fixed order. All threads of the block call this. Each of
-// the first ONLINE_TILE_ROWS threads returns the sums of one row. `pairs` [slots, n] are (largest product, sum).
+// the first VISITED_TILE_ROWS threads returns the sums of one row. `pairs` [slots, n] are (`high`, sum).
 __device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* moments, i64 slots, i64 n) {
-  __shared__ SlotSums parts[ONLINE_ROW_THREADS][ONLINE_TILE_ROWS];
-  const int row = threadIdx.x % ONLINE_TILE_ROWS, part = threadIdx.x / ONLINE_TILE_ROWS;
-  const i64 i = blockIdx.x * (i64)ONLINE_TILE_ROWS + row;
+  __shared__ SlotSums parts[ONLINE_ROW_THREADS][VISITED_TILE_ROWS];
+  const int row = threadIdx.x % VISITED_TILE_ROWS, part = threadIdx.x / VISITED_TILE_ROWS;
+  const i64 i = blockIdx.x * (i64)VISITED_TILE_ROWS + row;
   SlotSums all = {0, 0, (Real)-INFINITY_, 0};
   if (i < n)
 #pragma unroll 4
@@ -53,12 +53,14 @@ extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
               const __grid_constant__ Scale scale, Real* reference, double* sum, double* moment,
               Real* acc, i64 acc_stride, i64 d, int* repeated_tiles) {
-  __shared__ Real factor[ONLINE_TILE_ROWS];  // 2^(old reference - new reference) of each row
-  const i64 first = blockIdx.x * (i64)ONLINE_TILE_ROWS, i = first + threadIdx.x;
+  __shared__ Real factor[VISITED_TILE_ROWS];  // 2^(old reference - new reference) of each row
+  const i64 first = blockIdx.x * (i64)VISITED_TILE_ROWS, i = first + threadIdx.x;
   const SlotSums f = add_slots(pairs, moments, slots, n);
-  const bool has_row = threadIdx.x < ONLINE_TILE_ROWS && i < n;
-  // Too large, because a slot has the sums of SWEEP_ROW_THREADS threads; or too small, if the sweep found a logit to
-  // refer to
+  const bool has_row = threadIdx.x < VISITED_TILE_ROWS && i < n;
+  // Whether the sum of this thread's row is outside the bounds:
+  //   - A slot is too large. It has the sums of SWEEP_ROW_THREADS threads, each of which has the bound.
+  //   - Or the sum of all slots and earlier blocks is too small, and the sweep has found the largest exponent, from
+  //     which a new reference exponent follows. (A row without pairs has none, and its sum 0 is right.)
   bool outside = false;
   if (has_row)
     outside = f.most > SWEEP_ROW_THREADS * MAX_REFERENCED_SUM ||
@@ -70,7 +72,7 @@ check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
     if (has_row && moment) moment[i] += f.moment;
     return;
   }
-  if (threadIdx.x < ONLINE_TILE_ROWS) factor[threadIdx.x] = 1;
+  if (threadIdx.x < VISITED_TILE_ROWS) factor[threadIdx.x] = 1;
   if (outside) {
     const Real now = (Real)(scale.get() * LOG2_E) * f.high;
     if (sum[i] > 0) {
@@ -83,21 +85,21 @@ check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
   }
   if (!acc) return;
   __syncthreads();  // the writes of factor[] come before the reads below
-  for (int row = threadIdx.x / 32; row < ONLINE_TILE_ROWS; row += ONLINE_THREADS / 32)
+  for (int row = threadIdx.x / 32; row < VISITED_TILE_ROWS; row += ONLINE_THREADS / 32)
     if (factor[row] != 1)
       for (i64 k = threadIdx.x % 32; k < d; k += 32)
         acc[(first + row) * acc_stride + k] *= factor[row];
 }
 
 // Adds the slots of query tiles that the sweep has computed again to `sum` and `moment`. Their reference exponents are
-// not checked again: they come from the largest products, so they serve.
+// not checked again: they come from the largest exponents, so they serve.
 extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 add_repeated(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* sum, double* moment,
              const int* repeated_tiles) {
   if (!repeated_tiles[blockIdx.x]) return;
-  const i64 i = blockIdx.x * (i64)ONLINE_TILE_ROWS + threadIdx.x;
+  const i64 i = blockIdx.x * (i64)VISITED_TILE_ROWS + threadIdx.x;
   const SlotSums f = add_slots(pairs, moments, slots, n);
-  if (threadIdx.x >= ONLINE_TILE_ROWS || i >= n) return;
+  if (threadIdx.x >= VISITED_TILE_ROWS || i >= n) return;
   sum[i] += f.sum;
   if (moment) moment[i] += f.moment;
 }

@@ -371,15 +371,17 @@ __device__ __forceinline__ double add_up(const double* x, i64 n, const double* w
 // The scalars of a result, by one thread block, at the end of a call. Null arrays count as 0, null row_shares as 1.
 //
 //     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
-//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_counts) / scale
+//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_count) / scale
 //     gradient of the bias:  out[2] = sum of bias_grad / scale
 //
-// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_counts` times: 2 if queries are keys, else 1.
+// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_count` times: 2 if queries are keys, else 1.
+// bias_grad has the sums of dL/dx over rows, with x a product. A logit is z = scale x + bias, so dL/dz is
+// (dL/dx) / scale, and the gradient of the bias is the sum of dL/dz.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double common_share, const double* row_shares, const double* log_scale_grad,
-       const double* dots, i64 count, double pair_counts, const double* bias_grad,
+       const double* dots, i64 count, double pair_count, const double* bias_grad,
        const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  const double log_scale_sum = add_up(log_scale_grad, m) + add_up(dots, count) / pair_counts;
+  const double log_scale_sum = add_up(log_scale_grad, m) + add_up(dots, count) / pair_count;
   const double sums[3] = {common_share * add_up(losses, m, row_shares), log_scale_sum / scale.bare(),
                           add_up(bias_grad, m) / scale.bare()};
   if (threadIdx.x) return;

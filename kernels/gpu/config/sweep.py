@@ -20,17 +20,18 @@ STRIP = 16  # rows of a gradient block that a warp has: kernels/cuda/sm90/sweep/
 # Most segments that a worker computes in turn, if query tiles have several. It bounds the memory of
 # their partial sums (`Sweep.row_sums`)
 MAX_ROUNDS = 8
-# Least and most segments of a query tile of wide rows. Then segments of a few query tiles are
-# computed at a time, so that their rows and keys stay in the L2 cache
+# Least and most segments of a query tile of wide rows. Workers compute the segments of eight query
+# tiles at a time (QUERY_TILES_AT_ONCE of kernels/cuda/sm90/sweep/layout.cuh). With at least eight
+# segments for each, about 64 workers share these rows and keys, which stay in the L2 cache
 WIDE_SEGMENTS = 8, 64
 # Bytes of column sums that each consumer warpgroup keeps in shared memory: (max, sum) of four
 # strips, or (max, sum, moment) of three strips
 SUMS_BYTES = 4 * 1024
 MOMENTS_BYTES = 4608
 GRADIENT_STRIP_BYTES = 8 * 1024  # a strip of the gradient block, for each consumer warpgroup
-VECTOR_BYTES = 1024  # a vector of real numbers: 4 bytes for each of 128 columns, twice: by consumer
+VECTOR_BYTES = 1024  # a vector of real numbers: 4 bytes x 128 columns of a tile x 2 consumers
 EXTRAS_BYTES = 3 * 1024  # ids (8 bytes) and factors (4 bytes) of columns, for both consumers
-NAME_BYTES = 2 * VECTOR_BYTES  # a vector of groups or positive ids: 8 bytes for each column
+NAME_BYTES = 2 * VECTOR_BYTES  # a vector of groups or positive ids: 8 bytes x 128 x 2
 BARRIER_BYTES = 256
 LEAST_TEACHER_STAGES = 4  # of a sweep with a teacher: with fewer, products wait for their keys
 # The time to begin and end a query tile, relative to the time of the products of one K-slice
@@ -90,10 +91,12 @@ class Sweep:
         that caches exponentials does both. The kernel of a guide does neither.
         """
         free_bytes = self.shared_memory - self.reserved(gradient, sums) - self.query_tile_bytes
-        if self.in_registers:  # stages hold whole key tiles
-            return min(6, free_bytes // self.stage_bytes // self.k_slices) * self.k_slices
+        if self.in_registers:  # stages for up to 6 whole key tiles
+            key_tiles = min(6, free_bytes // self.stage_bytes // self.k_slices)
+            return key_tiles * self.k_slices
         stages = min(8, free_bytes // self.stage_bytes)
-        # two stages hold both parts of the same features
+        # STREAMED sweeps multiply both parts of the same features together, from two adjacent
+        # stages. All other sweeps multiply the K-slices of one stage at a time
         return stages // 2 * 2 if self.residency is Residency.STREAMED else stages
 
     @property
@@ -110,12 +113,15 @@ class Sweep:
     def reserved(self, gradient: bool, sums: bool) -> int:
         """Bytes of shared memory for all but the query tile and the stages (see `stages`)."""
         if self.teacher_slices:  # references and factors of both models, weights, normalisation
-            vectors = VECTOR_BYTES * (6 + 2 * self.extras)
-            return BARRIER_BYTES + vectors + self.warpgroups * (GRADIENT_STRIP_BYTES + SUMS_BYTES)
+            vector_bytes = VECTOR_BYTES * (6 + 2 * self.extras)
+            warpgroup_bytes = GRADIENT_STRIP_BYTES + SUMS_BYTES
+            return BARRIER_BYTES + vector_bytes + self.warpgroups * warpgroup_bytes
         number_bytes = VECTOR_BYTES * self.number_count  # limits and biases of columns
-        # factors of columns, and references unless numbers take their place
-        vectors = VECTOR_BYTES * (1 if self.number_count else 2)
-        gradient_bytes = vectors + (not self.in_registers) * self.warpgroups * GRADIENT_STRIP_BYTES
+        # Factors of columns; and reference exponents of columns, if there are no numbers. With
+        # numbers, kernels read reference exponents from global memory (sm90/sweep/gradient.cuh)
+        factor_bytes = VECTOR_BYTES * (1 if self.number_count else 2)
+        strip_bytes = 0 if self.in_registers else self.warpgroups * GRADIENT_STRIP_BYTES
+        gradient_bytes = factor_bytes + strip_bytes
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
         extra_bytes = self.extras * EXTRAS_BYTES + self.name_count * NAME_BYTES
         column_bytes = number_bytes + extra_bytes
@@ -211,15 +217,19 @@ class Sweep:
         return 2 * self.blocks(rows, columns, triangle)
 
     def row_sums(self, rows: int, columns: int) -> int:
-        """All partial sums that launches of up to rows x columns leave for rows.
+        """The most partial sums that a launch of up to rows x columns leaves for all its rows.
 
-        Each row has `segment_slots` sums for each segment. A launch of fewer rows may have more
-        segments: at most one for each key tile, and MAX_ROUNDS segments for each worker.
+        A row has `segment_slots` sums, at most two, for each segment of its query tile. A query
+        tile has at least one segment, and at most one for each key tile. If it has several, all
+        query tiles together have at most MAX_ROUNDS segments for each worker. A launch of fewer
+        rows may have more segments for each query tile, and stays within the same bounds.
         """
-        if self.wide:
+        if self.wide:  # one sum for each segment, whose number does not depend on rows
             return rows * self.max_segments(rows, columns)
-        tiles = -(-columns // BLOCK_M)
-        return 2 * max(rows, min(rows * tiles, MAX_ROUNDS * self.workers * BLOCK_M))
+        key_tiles = -(-columns // BLOCK_M)
+        # rows of all query tiles, counted once for each segment of their query tile
+        segment_rows = min(rows * key_tiles, MAX_ROUNDS * self.workers * BLOCK_M)
+        return 2 * max(rows, segment_rows)
 
     def column_sums(self, rows: int, columns: int) -> int:
         """All partial sums that launches of up to rows x columns leave for columns."""
@@ -317,16 +327,20 @@ def teacher_sweep(
 
 
 @lru_cache
-def register_sweep(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
-    """The sweep that keeps dL/dx in registers (sm90/sweep_narrow.cu), or None: `sweep` serves.
+def choose_register_sweep(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
+    """The sweep of the gradient pass that keeps dL/dx in registers (sm90/sweep_narrow.cu).
 
-    It serves rows of up to 256 bytes. For rows this short, writing a gradient block and reading it
-    twice would take longer than the products of the whole square of blocks, which this sweep
-    visits. There must be query tiles, of 64 rows each, for half of the workers. The others are
-    idle, because keys are not divided into segments. `choose_sweeps` asks only if queries are keys.
+    The caller has to make sure that queries are the keys, because this sweep computes no dK.
+    If all of these hold, the function returns this sweep. Otherwise it returns None, and `sweep`
+    or the tile computes the pass:
+
+    - There is a `sweep`, and the precision is bf16 or fp16: operands have one part.
+    - Rows have up to 256 bytes. For rows this short, writing a gradient block and reading it twice
+      would take longer than the products of all blocks. (This sweep visits no triangle.)
+    - At least half of the workers have a query tile, of 64 rows. All other workers are idle,
+      because this sweep does not divide the keys of a query tile into segments.
     """
     if sweep is None or sweep.k_slices > 2 or precision not in ("bf16", "fp16"):
         return None
-    if rows < sweep.workers * BLOCK_M // 4:
-        return None
-    return replace(sweep, residency=Residency.IN_REGISTERS)
+    in_registers = replace(sweep, residency=Residency.IN_REGISTERS)
+    return in_registers if rows >= in_registers.rows_at_once // 2 else None

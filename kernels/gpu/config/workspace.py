@@ -136,8 +136,7 @@ class Needs:
 def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
     """Bytes that linear terms need: sums of segments, and sums of pieces of PIECE_ROWS rows.
 
-    `smoothed` is the number of sides with label smoothing, `classes` the number of classes, and
-    `real` the number of bytes of an element of a sum.
+    `smoothed`: sides with label smoothing. `classes`: their number. `real`: bytes of one number.
     """
     m, n, d = shape
     pieces = 2 * d * 8 * -(-max(m, n) // PIECE_ROWS)
@@ -314,7 +313,8 @@ def block_sizes_for_all_keys(
     """
     m, n, d = shape
     assert needs.sweep is not None
-    # the rows of dQ whose tiles (BLOCK_M rows x BLOCK_M features) occupy all multiprocessors
+    # The rows of a block whose tiles of dQ (BLOCK_M rows x BLOCK_M features) occupy all
+    # multiprocessors once. Large blocks have a multiple of it, so that no multiprocessor is idle
     wave = needs.sweep.rows_at_once // -(-d // BLOCK_M) // BLOCK_M * BLOCK_M
     needs = replace(needs, rows=True, columns=False, weighted_query=True)
     dk_rows = n if needs.dk_in_workspace else 0

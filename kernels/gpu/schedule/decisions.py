@@ -216,9 +216,10 @@ def product_bytes(operand_precision: str, query: OperandRows, key: OperandRows) 
 def choose_sweeps(
     call: Call, operands: Operands, teacher: Operands | None, device: DeviceProperties
 ) -> tuple[Sweep | None, Sweep | None]:
-    """The sweep that replaces tiles, and the gradient pass's sweep that keeps dL/dx in registers.
+    """The sweep of all passes, and a sweep of the gradient pass that keeps dL/dx in registers.
 
-    None: the tile, or the first sweep, serves. The second has no dK, so queries must be the keys.
+    If the first is None, portable kernels compute all passes. If the second is None, the first also
+    computes the gradient pass. The second computes no dK, so it is for queries that are the keys.
     """
     if teacher is not None:
         sweep = config.teacher_sweep(
@@ -230,10 +231,9 @@ def choose_sweeps(
         operands.precision, operands.width, device, extras, call.moments, call.number_count,
         call.name_count,
     )  # fmt: skip
-    register_sweep = None
-    if call.symmetric and call.gradient:
-        register_sweep = config.register_sweep(sweep, operands.precision, call.shape[0])
-    return sweep, register_sweep
+    if not (call.symmetric and call.gradient):
+        return sweep, None
+    return sweep, config.choose_register_sweep(sweep, operands.precision, call.shape[0])
 
 
 def choose_teacher(call: Call, operands: Operands) -> Operands:
@@ -282,10 +282,9 @@ def divide_workspace(
 
     `register_sweep` has no gradient blocks, so it needs no memory for them.
     """
-    # bytes that passes may take
     shape, symmetric = call.shape, call.symmetric
     reserved = reserved_bytes(call, operands.precision)
-    room = config.workspace_of_passes(call.workspace, reserved)
+    room = config.workspace_of_passes(call.workspace, reserved)  # bytes that passes may take
 
     # where gradients accumulate
     dq, dk, dq_copies = call.query_gradient, call.key_gradient, 1
@@ -318,15 +317,16 @@ def divide_workspace(
 
     # the largest blocks
     may_cache = may_cache_exponentials(call, operands, sweep)
-    room_with_cache = room
-    if may_cache and not call.workspace_given:  # may exceed the default workspace, to save time
-        room_with_cache = max(room, device.default_memory_limit)
+    # Cached exponentials, and one pass with dK, save a matrix product. If the call may cache, both
+    # may exceed the default workspace
+    may_extend = may_cache and not call.workspace_given
+    extended_room = max(room, device.default_memory_limit) if may_extend else room
     sizes = None
     if one_pass and not needs_dq_only:  # one pass with dK needs blocks of all keys
-        sizes = config.block_sizes_for_all_keys(shape, needs, room_with_cache, tile.block_n)
+        sizes = config.block_sizes_for_all_keys(shape, needs, extended_room, tile.block_n)
         one_pass = sizes is not None  # otherwise there are two passes
     statistics, gradient, size = sizes or config.choose_block_sizes(
-        shape, needs, room, tile.block_n, symmetric, room_with_cache if may_cache else 0,
+        shape, needs, room, tile.block_n, symmetric, extended_room if may_cache else 0,
         reserved, MAX_GROUP_BLOCK_SIDE if call.host_groups else None,
     )  # fmt: skip
     return WorkspaceDivision(
@@ -336,13 +336,13 @@ def divide_workspace(
 
 
 def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None) -> bool:
-    """Whether one pass may compute log-sum-exps and gradients, if the workspace has room for it:
+    """Whether one pass may compute log-sum-exps and gradients, if it has room. All must hold:
 
     - The call is no block over ranks, and wants gradients.
     - The gradients of a row follow from its own sums: there is one softmax, over keys, with one
       positive and few options (`Call.loss_follows_from_row_sums` has the list).
     - There is a sweep whose precision has the exponent range of float32 (`ONE_PASS_PRECISIONS`).
-    - Groups leave out no blocks: blocks of all keys, which dK needs, have keys of all groups.
+    - No blocks are left out by groups: for dK, a block has all keys. (Also if dK is not wanted.)
     """
     return (
         call.block is None and call.gradient and call.loss_follows_from_row_sums
@@ -351,7 +351,7 @@ def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None)
 
 
 def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) -> bool:
-    """Whether the log-sum-exp pass may leave exponentials to the gradient pass:
+    """Whether the log-sum-exp pass may leave exponentials to the gradient pass. All must hold:
 
     - The call is no block over ranks, and wants gradients.
     - There is a sweep, its precision has a cache, and rows are long enough (`MIN_CACHED_K_SLICES`).

@@ -23,12 +23,12 @@ LARGE_PRODUCT = 2**30
 PART_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # small parts of gradient blocks are multiplied by this: SMALL_PART_FACTOR of common.cuh
 SMALL_PART_FACTOR = {"fp16x3": 2048.0}
-# Products of the large parts are sums of at most MAX_SUM_TERMS terms (512 for "fp16x3", which is
-# float32 on Hopper). Tensor cores truncate these sums, and a factor corrects their mean loss. In
-# units of 2^-24 of the sum, cuBLAS's sums of 512 terms lose 47 if all terms have one sign, and 9 if
-# signs are mixed (benchmarks/NOTES.md); the correction is 27, about halfway. `truncation_bias`,
-# measured in sums of half a K-slice, gives 19.2 (32 steps of 0.6): a longer sum loses more in each
-# step. SUM_BIAS_FACTOR is 27 / 19.2
+# Tensor cores truncate sums, so sums are too small. A factor corrects the mean loss of sums of
+# large parts, which have at most MAX_SUM_TERMS terms: 512 for "fp16x3" (float32 on Hopper).
+# cuBLAS's sums of 512 terms lose 47 units of 2^-24 of the sum if all terms have one sign, and 9 if
+# signs are mixed (benchmarks/NOTES.md). The correction is about halfway: 27 units.
+# `truncation_bias` has 0.6 units for a step of 16 terms, measured in sums of 32 terms, so 512 terms
+# give 32 * 0.6 = 19.2. But longer sums lose more in each step. Hence the factor 27 / 19.2
 SUM_BIAS_FACTOR = 1.4
 
 
@@ -78,7 +78,8 @@ def divide_terms(
     for gradient_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
         both_large = gradient_part == feature_part == 0
         factor = 1 / SMALL_PART_FACTOR.get(precision, 1.0) if gradient_part else 1.0
-        # the truncation of sums with a small part is negligible, so they need no division
+        # The truncation of sums with a small part is negligible, so one sum may have all terms. But
+        # with several copies it is divided: the first products must overwrite each of the copies
         sum_terms = max_terms if both_large or dq_copies > 1 else terms
         for start, batch_terms, batch in _batches(terms, sum_terms, dq_copies):
             if both_large and precision in config.MAX_SUM_TERMS:

@@ -47,11 +47,16 @@ class Guide:
         self.limits: tuple[Array, Array | None] | None = None  # of rows, of columns, as products
 
     def with_limits(self, problem: Problem, vectors: TiledVectors) -> Problem:
-        """The problem with the limits of the guide's products, and with NaN for losses that depend
-        on a feature of the guide that is not finite: in `label_nans` and upstream gradients.
+        """The problem with the limits of the guide's products, and with NaN for each loss that
+        depends on a feature of the guide that is not finite.
 
-        If such a feature is of a query, NaN goes to its row; if columns have a softmax, or if it is
-        of a key, NaN goes to all rows, by `vectors.any_key`.
+        Such a feature of a query sets the NaN flag of its row, in `known_row_nans`. Such a feature
+        of a key sets `vectors.any_key`, which is added to all losses. If columns have a softmax, or
+        queries are the keys, such a feature of a query also sets `vectors.any_key`, because the
+        softmax of each column has all queries. `TiledVectors.find_row_nans` copies `known_row_nans`
+        to the NaN flags of the rows, and `TiledVectors.finalize` adds all flags to the losses. The
+        guide's features are in no product of the loss, so gradients get NaN another way: by the
+        upstream gradients, to which this method adds all flags.
         """
         (m, n, _), upstream = problem.shape, problem.upstream
         limits, row_nans = cupy.empty(m), None if problem.symmetric else cupy.empty(m)
@@ -61,7 +66,7 @@ class Guide:
             "guide_limits", m + key_count, file="block/guide_rows.cu", query=query.fields(),
             key=key.fields(), m=m, n=key_count, d=self.query.features.shape[1],
             positives=problem.positives, set_size=problem.set_size, margin=problem.guide_margin,
-            two_sided=problem.two_sided, label_nans=problem.label_nans, limits=limits,
+            two_sided=problem.two_sided, known_row_nans=problem.known_row_nans, limits=limits,
             row_nans=row_nans, any_key_not_finite=vectors.any_key,
         )  # fmt: skip
         spoiled = cupy.empty(len(upstream))
@@ -73,7 +78,7 @@ class Guide:
         both = problem.symmetric or problem.two_sided
         return replace(
             problem, guide_query_limits=limits, guide_key_limits=limits if both else None,
-            label_nans=row_nans, upstream=spoiled,
+            known_row_nans=row_nans, upstream=spoiled,
         )  # fmt: skip
 
     def prepare(self, problem: Problem) -> None:

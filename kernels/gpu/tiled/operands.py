@@ -160,9 +160,10 @@ def find_feature_divisors(
     """Choose float16 divisors of queries and keys, so that operands neither overflow nor underflow.
 
     A divisor is the power of two that brings the largest feature to [2^14, 2^15), because float16
-    overflows at 65504; it is 1 for a side whose features fit as they are. Sets `feature_divisor` of
-    the sides; there is one side if queries are the keys. Returns an array of three numbers: the two
-    divisors and their product. None: no side has a divisor.
+    overflows at 65504. A side whose features have the dtype float16 needs no divisor
+    (`OperandRows.has_divisor`), and its number is 1. Sets `feature_divisor` of all other sides.
+    There is one side if queries are the keys. Returns an array of three numbers: the two divisors
+    and their product. None: no side has a divisor.
     """
     divided = [side for side in sides if side.layout.has_divisor]
     if not divided:

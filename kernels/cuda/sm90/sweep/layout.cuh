@@ -125,16 +125,16 @@ __device__ __forceinline__ Work get_work(const Block& b, int segments, int item,
   return w;
 }
 
-// Whether a sweep visits a query tile. `visited_tiles` has a number for each ONLINE_TILE_ROWS (128) rows, 0 for no
-// visit: query tiles without cached exponentials (sweep_gradient.cu), or whose reference exponents did not serve
-// (sweep_online.cu). All other sweeps visit all query tiles.
+// Whether a sweep visits a query tile. `visited_tiles` has a number for each VISITED_TILE_ROWS (128) rows, 0 for no
+// visit. Two launches have this list: sweep_gradient.cu visits query tiles without cached exponentials, and a repeated
+// sweep_online.cu visits query tiles whose reference exponents did not serve. All other launches visit all query tiles.
 __device__ __forceinline__ bool is_visited(const int* visited_tiles, const Block& b, int query_tile) {
-  constexpr int COUNT = (QUERY_TILE_ROWS + ONLINE_TILE_ROWS - 1) / ONLINE_TILE_ROWS;  // numbers of a query tile
+  constexpr int COUNT = (QUERY_TILE_ROWS + VISITED_TILE_ROWS - 1) / VISITED_TILE_ROWS;  // numbers of a query tile
   bool any = false;
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     const i64 at = (i64)query_tile * COUNT + i;
-    any |= at * ONLINE_TILE_ROWS < b.q.rows && visited_tiles[at];
+    any |= at * VISITED_TILE_ROWS < b.q.rows && visited_tiles[at];
   }
   return any;
 }
