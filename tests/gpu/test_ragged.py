@@ -15,6 +15,7 @@ if not MISSING:
     from infonce.kernels.gpu.device.launcher import Launcher, device_properties
     from infonce.kernels.gpu.device.launches import Queue
     from infonce.kernels.gpu.schedule import matrix_products
+    from infonce.kernels.gpu.tiled.backend import GPU
 
 ITEM = {0: 4, 1: 8, 2: 2, 14: 2}  # bytes of an element, by cuBLAS's number for its type
 
@@ -108,3 +109,22 @@ def test_features_are_staged_once_where_they_fit(
         want = np.asarray(by_blocks.grads[name], np.float64)
         error = np.linalg.norm(np.asarray(got, np.float64) - want)
         assert error <= 4e-3 * np.linalg.norm(want), name
+
+
+@pytest.mark.parametrize("wrt", [("text",), ("image", "text")])
+@pytest.mark.parametrize("loss", ["siglip", "clip"])
+def test_ranges_of_keys(loss: str, wrt: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of dK have no room for all keys, in a small workspace or in their destination."""
+    passes: list[int] = []
+    run_passes = GPU.run
+
+    def recorded(self: GPU, scheduled: Any, *given: Any) -> None:
+        passes.append(len(scheduled))
+        run_passes(self, scheduled, *given)
+
+    monkeypatch.setattr(GPU, "run", recorded)
+    args = arguments(loss, *pairs("random", 700, 700, 24, find_dtype("bfloat16"), 1))
+    outs = {name: cupy.zeros((700, 48), args[0].dtype)[:, ::2] for name in wrt}
+    got = run(loss, args, "bf16", 0.5, wrt=wrt, outs=outs, workspace=2**17)
+    assert max(passes) == 3 - (wrt == ("text",) and loss == "clip")
+    check(got, judged(loss, args, scale=0.5), args, "bf16", 0.5)

@@ -269,8 +269,10 @@ class PassScheduler:
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[ScheduledPass, ...]:
         """The gradient passes: one pass, if the accumulator of dK has room for all keys.
 
-        Otherwise the first pass computes dQ, and one pass for each range of keys computes dK. If
-        queries are the keys, one pass always suffices. It visits a triangle if all rows have room
+        Otherwise the first pass computes dQ, and one pass for each range of keys computes dK. The
+        first pass of a sigmoid also completes the losses, so a sigmoid has this pass without dQ,
+        too: the pass of a range would add all positives to the losses, but has only some of them.
+        If queries are the keys, one pass always suffices. It visits a triangle if all rows have room
         in the accumulator and gradient blocks are written to memory. Otherwise it visits the whole
         square of blocks, and a block adds to the gradients of its rows only.
         """
@@ -286,7 +288,8 @@ class PassScheduler:
         range_passes = (
             replace(grid, columns=slices(keys.stop, width, keys.start)) for keys in ranges
         )
-        first = [self.gradient(purpose, grid, True, False)] * want_query
+        needs_first = want_query or purpose is Purpose.SIGMOID
+        first = [self.gradient(purpose, grid, want_query, False)] * needs_first
         return (*first, *(self.gradient(purpose, part, False, True) for part in range_passes))
 
     def gradient(

@@ -118,10 +118,10 @@ class GPU:
         if not self.buffers.logit_scale:  # before the first pass of the call
             self.buffers.prepare(problem)
         for before, scheduled in zip((None, *passes), passes, strict=False):
-            after_dq_pass = before is not None and before.dk_accumulator is None
-            if after_dq_pass and isinstance(epilogue, Sigmoid):
-                # the pass of dQ has completed the losses: passes of dK add to vectors that nobody
-                # reads
+            follows_first = before is not None and before.dk_accumulator is None
+            if follows_first and isinstance(epilogue, Sigmoid):
+                # The first pass has visited all pairs and completed the losses. The passes of
+                # ranges of dK add to vectors that nobody reads
                 _, uncounted = self.vectors.sigmoid(problem)
                 epilogue = replace(uncounted, row_factor=epilogue.row_factor)
             RUNS[scheduled.purpose](self.buffers, problem, scheduled, epilogue, gradients).run()
