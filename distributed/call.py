@@ -56,7 +56,7 @@ def evaluate(
             try:
                 features = arrays.natives(caller_arrays, kind.arguments)
             except Exception as error:
-                read_error = error  # `agree_on_schedule` raises it on all ranks
+                read_error = error  # `agree_on_schedule` raises this error on all ranks
             with arrays.compute_context(features[0] if features else None):
                 call = RankCall(kind, labels, bias, options, rank_options, with_grad, teacher)
                 request, schedule = agree_on_schedule(call, features, read_error, ranks)

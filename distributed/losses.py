@@ -97,7 +97,7 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         named = {name: options.pop(name) for name in names if name in options}
         if named or not least <= len(args) <= len(names):
             arguments = positional_signature.bind(*args, **named).arguments
-        else:  # the result of `bind`, which takes time that small batches notice
+        else:  # the same result without `bind`, which is too slow for small batches
             arguments = dict(zip(names, args, strict=False))
         arguments = defaults | arguments
         caller_arrays = [arguments[name] for name in kind.arguments]

@@ -252,7 +252,7 @@ class BlockRunner:
 
     run_block_pass: RunBlockPass
     vectors: Vectors  # the mathematics on vectors of this rank's rows or keys
-    # (block, gradients): ValueError if the workspace has no room for the block
+    # (block, gradients): an error if memory has no room for the block (`run.require_room`)
     require_room: Callable[[Problem, Gradients | None], Any]
 
 
@@ -302,8 +302,10 @@ def _run_block_pass_on(
 
 
 def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[None, None]:
-    """ValueError if the workspace has no room for the least parts of a block of this rank.
+    """ValueError if the workspace has no room for the smallest parts of a block of this rank.
 
+    A backend divides a block into parts that fit the workspace. With method "naive", a block is not
+    divided: MemoryError if the machine's memory has no room for all logits of the block.
     Returns (None, None): no result and no message for `agreement.run_on_all_ranks`.
     """
     problem, gradients, runner = request.problem, request.gradients, choose_block_runner(request)
@@ -329,9 +331,10 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
 def _find_blocks(request: Request, schedule: RankSchedule, rank: int) -> list[tuple[int, bool]]:
     """The different blocks of a round on this rank, the largest first.
 
-    Each block is (number of its keys, whether it is the local block). The function finds them by
-    the visits of an exchange that sends nothing. The round of this exchange has no sums, so its
-    blocks are the largest of a call.
+    Each block is (number of its keys, whether it is the local block). The function finds the blocks
+    by the visits of an exchange that sends nothing. The round of this exchange has no sums for
+    keys. Blocks of a round with sums are these blocks or parts of them, because a gather divides
+    shards with large sums (dK) into several visits. So the blocks found are the largest of a call.
     """
     blocks = set()
 

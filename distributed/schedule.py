@@ -66,7 +66,7 @@ class RankSchedule:
     transport: str  # its name in `transports.CHOICES`
     sum_dtype: np.dtype[Any]  # of gradients that travel between ranks: see `choose_sum_dtype`
     weighted: bool  # whether rows of any rank have weights
-    may_lack_room: bool  # the workspace may be too small for a block of a rank
+    may_lack_room: bool  # whether memory may be too small for a block of a rank: `may_lack_room`
     packed_reports: list[bytes] = field(repr=False)  # pickled `RankReport` of all ranks
 
     def has_shards(self, joint: bool, rank: int, argument_rows: list[int]) -> bool:
@@ -274,13 +274,14 @@ def find_exchange_room(request: Request) -> int:
 
 
 def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool:
-    """Whether the workspace may be too small for a block of a rank. All ranks get one answer.
+    """Whether a block of a rank may need more memory than there is. All ranks get one answer.
 
-    Then all ranks call `run.require_room` before arrays are sent, and exchange its errors. Most
-    calls have enough room by this bound, and skip that step.
+    The workspace limits the memory of a block; with method "naive", the machine's free memory does.
+    If the answer is true, all ranks call `run.require_room` before arrays are sent, and exchange
+    its errors. Most calls have enough room by `enough_room`, and skip that step.
     """
     if problem.method == "naive":
-        return True  # the workspace does not bound the logits of this method
+        return True  # a block keeps all its logits, for which the machine's memory may be too small
     # linear terms, and copies of a joint loss, take up to half of the workspace
     shares_workspace = problem.linear_terms or problem.joint
     block_bytes = problem.workspace // (2 if shares_workspace else 1)

@@ -204,8 +204,8 @@ def solve(
 def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
     """Raise a MemoryError with the message of `error`, and the method or workspace to use.
 
-    With `method="naive"` the logits did not fit the memory; with other methods the workspace did
-    not.
+    Memory was too small for the logits with `method="naive"`, or for the workspace with another
+    method.
     """
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"

@@ -22,7 +22,8 @@ TypeError, ValueError
     Before any work, naming the argument, what came and what was expected. Masked arrays are
     refused; other subclasses of NumPy's arrays are taken as arrays.
 MemoryError
-    The logits of ``method="naive"`` do not fit: use "tiled"; or the workspace does not: use less.
+    Free memory is too small for the logits of ``method="naive"`` (use "tiled"), or for the
+    workspace (pass a smaller `workspace`).
 """
 
 
@@ -99,7 +100,7 @@ def adapted(
     keywords that `list_keywords` returns for the loss; None leaves it unchanged.
     """
     text, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
-    first, _, equation = text.split("\n\n", 2)  # between them is the example of `like`
+    first, _, equation = text.split("\n\n", 2)  # the part between is the example of `like`
     source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
     loss = LOSSES[like.__name__.removesuffix("_loss")]
     call_arguments = ", ".join([*loss.arguments, *(["labels"] if loss.classes else [])])

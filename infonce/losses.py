@@ -35,8 +35,8 @@ def info_nce_loss(
     key : array [N, D]
     labels : integer array [M] or [M, P], optional
         y_i, in [0, N). Default: y_i = i, which needs N >= M. [M, P]: up to P positives of a row,
-        each key once; then x_{i, y_i} is the mean of their logits. A negative label stands for
-        none; a row without a positive is left out of the mean, its loss and gradient are 0.
+        each key once; then x_{i, y_i} is the mean of their logits. A negative label is no positive.
+        A row without a positive is left out of the mean: its loss and its gradient are 0.
 
     References
     ----------
@@ -61,8 +61,8 @@ def info_nce_loss_and_grad(
     query : array [M, D]
     key : array [N, D]
     labels : integer array [M] or [M, P], optional
-        The positive key of each query, in [0, N), or several; a negative label stands for none.
-        Default: key i. Y_ij = 1 / the number of positives of row i.
+        The positive key of each query, in [0, N), or several; a negative label is no positive.
+        Default: key i for query i. Y_ij = 1 / (number of positives of row i) at its positives.
 
     References
     ----------
@@ -202,7 +202,7 @@ def siglip_loss(
 
     ``loss = -(1/N) sum_ij log sigmoid(t_ij z_ij)``.
 
-    With `positive_ids`, t_ij = 1 for pairs of equal ids, whose terms have weights (see there).
+    With `positive_ids`, t_ij = 1 for pairs of equal numbers, and their terms have weights.
 
     Parameters
     ----------
@@ -274,8 +274,8 @@ def sup_con_loss_and_grad(
 ) -> LossAndGrad:
     """Supervised contrastive loss, with gradients for the features and the scale.
 
-    With S the softmax over j != i, ``Y_ij = 1 / |P(i)|`` for j in P(i), and ``G = (S - Y) / N``,
-    with N the number of rows that have a positive, ``dfeatures = scale (G + G') features``. The
+    With S the softmax over j != i, ``Y_ij = 1 / |P(i)|`` for j in P(i), and ``G = (S - Y) / R`` in
+    the R rows that have a positive (0 in other rows), ``dfeatures = scale (G + G') features``. The
     terms of Y are sums over classes, so no matrix of positives is stored. See `sup_con_loss`.
 
     Parameters
@@ -353,7 +353,7 @@ def distill_loss(
         Features of the same samples by the teacher, of any width. They get no gradient;
         ``normalize=True`` normalises them too.
     teacher_temperature, teacher_scale : float or array of one number, optional
-        One of them, or none: then the teacher has the student's.
+        At most one of them. Without both, the teacher has the student's scale.
     two_sided : bool, default True
         True: half of this loss, plus half of the same loss with queries and keys exchanged, as in
         CLIP; it needs M = N. False: this loss.

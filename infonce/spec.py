@@ -72,14 +72,15 @@ class Option:
     # help of the command-line option. "": `_spec_options` of infonce/cli/loss.py adds no option,
     # because that file has one of its own (--scale), or because the command does not take it
     cli_help: str = ""
-    # whether programs of jax.jit and torch.compile take it, as a constant. They take arrays too
+    # whether a program of jax.jit or torch.compile takes the keyword as a constant. Arrays and
+    # numbers such as the scale are inputs of a program
     compiled: bool = False
 
 
 # fmt: off
 OPTIONS: dict[str, Option] = {
     "temperature": Option(None, "float or array of one number",
-        """Divides the dot products: ``scale = 1 / temperature``. Pass one of the two.""",
+        """Divides the dot products: ``scale = 1 / temperature``. Pass `temperature` or `scale`.""",
     ),
     "scale": Option(None, "float or array of one number",
         """Multiplies the dot products. ValueError outside of [2^-511, 2^53] for products in
@@ -130,9 +131,10 @@ OPTIONS: dict[str, Option] = {
         compiled=True,
     ),
     "dims": Option(None, "increasing integers, optional",
-        """Widths of prefixes of the features: the loss is the sum of those of the first d features,
-        for each d, times `dim_weights`. With `normalize=True`, each prefix is divided by its own
-        norm. Log-sum-exps, metrics and logits are those of the last.""",
+        """Widths d of prefixes of the features: the loss is a sum over prefixes, of the loss of the
+        first d features times the weight of d in `dim_weights`. With `normalize=True`, each prefix
+        is divided by its own norm. Log-sum-exps, metrics and logits are those of the last prefix.
+        """,
         cli_help="Widths of prefixes whose losses are summed, as in 64,128,256.",
     ),
     "dim_weights": Option(None, "numbers, optional",
@@ -170,9 +172,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "key_bias": Option(None, "float array [N], optional",
         """Bias of each key, added to its logits in the rows' softmax, positives included: pass
-        -log Q_j for keys that were sampled with probability Q_j. The bias gets no gradient. The
-        gradient of the scale has it in the probabilities, not in the logits. Not with
-        ``metrics=True``.""",
+        -log Q_j for keys that were sampled with probability Q_j. The bias gets no gradient. In the
+        gradient of the scale, the bias is part of the probabilities, and not of the logits. Not
+        with ``metrics=True``.""",
         cli_help="Added to the logits of each key, .npy.",
     ),
     "false_negative_margin": Option(math.inf, "float, default inf",
@@ -194,15 +196,15 @@ OPTIONS: dict[str, Option] = {
         features. With `offload`, they are in host memory too. Not with ``metrics=True``.""",
     ),
     "guide_margin": Option(0.0, "float, default 0",
-        """How far above that of the positive a negative's product by the `guide` may be; inf leaves
-        out none.""",
+        """By how much a negative's product by the `guide` may exceed the product of the positive.
+        With inf, the guide leaves out no negative.""",
         cli_help="How far above the positive's a negative's product by the guide may be.",
         compiled=True,
     ),
     "normalize": Option(False, "bool, default False",
-        """Divide rows by their L2 norm first, and differentiate through the norm. It may be any
-        finite number. A row of zeros stays zero and gets a zero gradient. If it is not passed, rows
-        far from unit norm in host memory cause one warning.""",
+        """Divide rows by their L2 norm first, and differentiate through the norm. The norm may be
+        any finite number. A row of zeros stays zero and gets a zero gradient. If `normalize` is not
+        passed, rows far from unit norm in host memory cause one warning.""",
         cli_help="Divide rows by their L2 norm first.",
         compiled=True,
     ),
@@ -337,7 +339,8 @@ class Loss:
     # factors of the softmax over the keys of each query, and over the queries of each key (0: none)
     row_direction_weight: float = 1.0
     column_direction_weight: float = 0.0
-    symmetric: bool = False  # queries are the keys (gte: all rows of both); i = i does not count
+    # queries are the keys (gte: all rows of both), and no row is compared with itself
+    symmetric: bool = False
     square: bool = False  # as many keys as queries are required, except with `positive_ids`
     locked: tuple[str, ...] = ()  # arguments that never get a gradient
     sigmoid: bool = False  # a sigmoid of each pair, and no softmax
@@ -378,7 +381,7 @@ LIT = Loss(
 )  # fmt: skip
 SIGLIP = Loss(
     "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
-    bias=-10.0, refused=(*SOFTMAX_OPTIONS, *OWN_OPTIONS, "metrics"),  # its pass compares no logits
+    bias=-10.0, refused=(*SOFTMAX_OPTIONS, *OWN_OPTIONS, "metrics"),  # no pass counts ranks
 )  # fmt: skip
 SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,

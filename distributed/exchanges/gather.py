@@ -65,8 +65,8 @@ class Gather:
         other_sums = [
             self.xp.empty((rows_within[summed_reach], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
-        # [ranks, rows] sums of this rank's keys. The first are of this rank's own queries; with
-        # `visits_half`, the local block computes none
+        # [ranks, rows] sums of this rank's keys over the queries of each rank. The first are over
+        # this rank's queries; with `visits_half` they are missing: the local block has no sums
         own_sum_count = 0 if round.visits_half else 1
         partial_sums = [
             self.xp.empty((own_sum_count + summed_reach, rows[r], *tail), dtype)
@@ -133,7 +133,7 @@ class Gather:
             index = next((i for i, key in enumerate(self.keys) if key is array), None)
             # -1: no shard of this array has been gathered
             far, buffer = (-1, None) if index is None else self.gathered.get(index, (-1, None))
-            # distances are compared, because they are the same on all ranks; numbers of rows differ
+            # compare distances, not rows: they are equal on all ranks, so all ranks gather or none
             if far < reach:
                 buffer = self.xp.empty((rows_within[-1], *array.shape[1:]), array.dtype)
                 arriving.append((array, buffer))

@@ -109,7 +109,7 @@ class Hierarchical:
         pipeline = Pipeline(self, round, reach, summed_reach)
         # sums of this rank's keys: over the queries of its node, then over those of other nodes
         complete: list[list[Array]] = []
-        visits = reach  # visits of the round, which `Keys` report
+        visits = reach  # number of visits of the round: `Keys.steps`
 
         def visit_in_node(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             """Visit keys of this node. `keys.rows` count from the first key of the node, and may
@@ -178,7 +178,7 @@ class Pipeline:
         self.ticks = self._ticks()
 
     def advance(self, ticks: int) -> None:
-        """Begin ticks until `ticks` of them have begun. Before a tick begins, the last one ends."""
+        """Begin ticks until `ticks` of them have begun. A tick ends before the next one begins."""
         while self.begun < ticks:
             next(self.ticks, None)
             self.begun += 1
@@ -190,8 +190,8 @@ class Pipeline:
         return self.complete
 
     def keys(self, step: int) -> list[Array]:
-        """The arrays of the keys of a node. Three nodes have memory at once: keys arrive, are
-        gathered and are visited."""
+        """The arrays of the keys of a node. Memory holds the keys of three nodes: keys that arrive,
+        keys that are gathered in this node, and keys that are visited."""
         return self._arrays(
             f"keys {step % 3}", self.key_types, self.most_node_keys, self.shards[step].total
         )

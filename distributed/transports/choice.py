@@ -27,8 +27,10 @@ CUDA_AWARE = "INFONCE_CUDA_AWARE_MPI"  # an environment variable: 0 or 1 overrul
 
 
 def cuda_aware() -> bool | None:
-    """Whether MPI takes device memory, by INFONCE_CUDA_AWARE_MPI or else by the library's report;
-    None if the library cannot tell."""
+    """Whether MPI takes device memory. None: the library does not tell.
+
+    The answer is that of INFONCE_CUDA_AWARE_MPI if it is set, otherwise the library's.
+    """
     asked = os.environ.get(CUDA_AWARE, "")
     if asked:
         if asked not in ("0", "1"):
@@ -66,7 +68,7 @@ def gpu_availability() -> Availability:
 def describe(on_gpu: bool) -> dict[str, str]:
     """For `infonce info`: each transport, and whether it is available or why not.
 
-    Does not initialise MPI.
+    This function does not initialise MPI.
     """
     try:
         import mpi4py

@@ -127,7 +127,8 @@ class OnDevice:
         return float(number)
 
     def finish(self) -> None:
-        """Wait for the device, at most for the timeout, because the device may wait for ranks."""
+        """Wait until the device has done the call's work. The wait ends after the communicator's
+        timeout, because the device may wait for another rank that does not respond."""
         self.ready.record()
         self.ranks.until(lambda: self.ready.done, DEVICE_BUSY_WAIT)
 
@@ -140,7 +141,7 @@ class OnDevice:
     def free(self) -> None:
         """Free the memory that stays from call to call. All ranks call this together.
 
-        MPI's transports keep none.
+        The transports over MPI keep no such memory.
         """
 
 
@@ -179,7 +180,8 @@ class Staged(OnDevice):
 
 
 class _StagedExchange:
-    """An exchange through pinned host memory. Copies to it begin at once, and `wait` sends them."""
+    """An exchange through pinned host memory. Copies from the device begin at once. `wait` sends
+    the copies, and copies what arrives to the device."""
 
     def __init__(self, transport: Staged, shifts: Shifts) -> None:
         self.transport, self.shifts = transport, shifts

@@ -180,6 +180,7 @@ class Copies:
     ) -> None:
         """Queue the copy of a piece of rank `source` from a slot of this rank."""
         device, full = self.device, self._full_address(self.rank, source, slot)
+        # AT_LEAST, because `release` sets each byte of the word to 1: then the word is 0x01010101
         device.wait(stream, full, 1, AT_LEAST)
         slot_address = self._slot_address(self.rank, source, slot)
         for array, first, size, offset in parts:

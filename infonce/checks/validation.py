@@ -295,20 +295,20 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
     return value if temperature is None else 1.0 / value
 
 
-def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
+def precision(precision: str, dtypes: set[str], on_cpu: bool) -> str:
     """The precision of products: the argument, or for "auto" the one that fits the dtypes.
 
-    "auto" is fp64 if an array has float64. On a GPU, it is bf16 or fp16 if all arrays have that
-    dtype. In all other cases it is fp32. `on_host`: the CPU computes. `dtypes` are the names of the
-    dtypes of all features.
+    "auto" is fp64 if an array has float64. On a GPU, "auto" is bf16 or fp16 if all arrays have that
+    dtype. In all other cases "auto" is fp32. `dtypes` are the names of the dtypes of all features.
+    `on_cpu`: whether the CPU computes (not for features in host memory with `offload`).
     """
     if precision == "auto":
         if "float64" in dtypes:
             return "fp64"
         # the product of two 16-bit numbers of one format is exact in float32
         exact = {"bfloat16": "bf16", "float16": "fp16"}
-        return "fp32" if on_host or len(dtypes) > 1 else exact.get(min(dtypes), "fp32")
-    if on_host and precision not in ("fp64", "fp32"):
+        return "fp32" if on_cpu or len(dtypes) > 1 else exact.get(min(dtypes), "fp32")
+    if on_cpu and precision not in ("fp64", "fp32"):
         raise ValueError(
             f'precision: expected "auto", "fp64" or "fp32" on the CPU, got {precision!r}'
         )

@@ -65,7 +65,7 @@ class List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
 
 
 def flag(name: str) -> str:
-    """An argument as an option of a command."""
+    """The option of a command for an argument: `--grad-out` for `grad_out`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -119,11 +119,11 @@ def error_message(error: BaseException) -> str:
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """Context for work on a temporary file: OSErrors name `path`, which it is for."""
+    """Context for work on a temporary file that stands for `path`: OSErrors name `path`."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # the system's; our own errors name their file
+        if error.errno is not None:  # an error of the system; infonce's errors name their file
             error.filename = os.fspath(path)
         raise
 
@@ -169,7 +169,7 @@ def resident() -> int | None:
 
 def peak_resident() -> int | None:
     """The most bytes in memory since `reset_peak`, or since the start; None if unknown."""
-    peak = _status("VmHWM")  # getrusage's would include what ran before exec
+    peak = _status("VmHWM")  # the peak of getrusage includes the program that ran before exec
     if peak is None:
         with suppress(ImportError):
             import resource
@@ -258,7 +258,7 @@ TEACHER: dict[str, tuple[type, str]] = {  # type and help
     "teacher_key": (str, "The teacher's embeddings of the keys (distill)."),
     "teacher_temperature": (float, "Divides the teacher's dot products; --temperature by default."),
     "teacher_scale": (float, "Multiplies the teacher's dot products; --scale by default."),
-    "two_sided": (bool, "Whether half of the distillation is that of keys; it is by default."),
+    "two_sided": (bool, "Whether half of the loss is that of keys against queries; the default."),
 }
 TEACHER_FEATURES = {"teacher_query", "teacher_key"}
 

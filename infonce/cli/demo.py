@@ -77,20 +77,22 @@ class Encoder:
         return self.hidden @ self.w2 + self.b2
 
     def backward(self, g: Array) -> list[Array]:
-        """Gradients of the parameters from that of the last output."""
+        """Gradients of the parameters, from the gradient of the last output."""
         hidden = (g @ self.w2.T) * (self.hidden > 0)
         return [self.x.T @ hidden, hidden.sum(0), self.hidden.T @ g, g.sum(0)]
 
 
 @dataclass
 class Evaluation:
-    """Held-out pairs: the loss, and how often the right half is found (shares of 1)."""
+    """Loss, retrieval and embeddings of the held-out pairs of halves."""
 
     loss: float
+    # how often, from 0 to 1, (the right half of a left half, the left half of a right half) ranks
+    # first, or among the first five
     top1: tuple[float, float | None]
     top5: tuple[float, float | None]
-    left: Array
-    right: Array
+    left: Array  # embeddings of the left halves
+    right: Array  # embeddings of the right halves
 
 
 class Halves:
@@ -139,7 +141,7 @@ class Run:
     losses: list[float] = field(default_factory=list)  # per step
     seconds: float = 0.0  # all training
     loss_seconds: list[float] = field(default_factory=list)  # per call of the loss
-    loss_bytes: int = 0  # peak of one call
+    loss_bytes: int = 0  # the most memory that one call of the loss allocates
 
 
 @click.command()

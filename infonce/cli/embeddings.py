@@ -95,7 +95,7 @@ def some(names: Sequence[object]) -> str:
 
 
 def _pick(path: Path, keys: list[str], key: str | None) -> str:
-    """The array that was asked for, or the only one."""
+    """The name of the array to read: `key`, or the only one of `keys` if `key` is None."""
     names = some(sorted(keys)) or "none"
     if key is None and len(keys) != 1:
         raise Misuse(f"{path}: expected one array or {path}:KEY, got the arrays {names}")
@@ -106,7 +106,7 @@ def _pick(path: Path, keys: list[str], key: str | None) -> str:
 
 def _npz(path: Path, key: str | None) -> Any:
     try:
-        # np.load would leave a broken file open that it opened itself
+        # np.load opens the file itself, and would leave a broken file open
         with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
             return archive[_pick(path, archive.files, key)]
     except (ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
@@ -123,7 +123,7 @@ def _safetensors(path: Path, key: str | None) -> Any:
         raise ValueError(f"{path}: not a whole .safetensors file: {error}") from error
     if code not in SAFETENSORS:
         raise TypeError(f"{path}: expected {', '.join(SAFETENSORS)}, got {code}")
-    # The library would copy the tensor into memory; its place in the file is in the header
+    # The library would copy the tensor into memory. The header tells its place in the file
     with path.open("rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
         entry = json.loads(raw.read(length))[name]

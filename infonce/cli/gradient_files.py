@@ -56,7 +56,7 @@ class GradientFiles:
         self.folder = folder
         self.arrays: dict[str, Any] = {}
         self._features, self._dtype = features, dtype
-        self._made = False  # whether the folder is ours: removed if nothing is committed
+        self._made = False  # whether this object made the folder, and removes it on an error
         self._temporary: dict[Path, Path] = {}  # final -> temporary
 
     def __enter__(self) -> GradientFiles:

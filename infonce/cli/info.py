@@ -17,7 +17,7 @@ from ..kernels.problem import WORKSPACE
 from . import machine
 from .common import human, progress_bar, stdout, to_json
 
-CUPY = {"cupy-cuda13x": "cuda13", "cupy-cuda12x": "cuda12"}  # of which one can be installed
+CUPY = {"cupy-cuda13x": "cuda13", "cupy-cuda12x": "cuda12"}  # build of CuPy -> its extra
 OPTIONAL = {  # library -> the extra that brings it
     "matplotlib": "plot",
     "scikit-learn": "demo",
@@ -121,7 +121,7 @@ def _install(extra: str) -> str:
 
 
 def _cuda_libraries() -> dict[str, str]:
-    """Whether CUDA's libraries are found, by CuPy and therefore here. That needs no GPU."""
+    """Which of CUDA's libraries CuPy finds: infonce calls them through CuPy. No GPU is needed."""
 
     def nvrtc() -> str:
         from cupy.cuda import nvrtc
@@ -129,7 +129,7 @@ def _cuda_libraries() -> dict[str, str]:
         return "available, " + ".".join(map(str, nvrtc.getVersion()))
 
     def cublas() -> str:
-        from cupy.cuda import cublas  # noqa: F401  is linked to it
+        from cupy.cuda import cublas  # noqa: F401  it is linked to cuBLAS
 
         return "available"
 
@@ -191,7 +191,7 @@ def _compile_common_calls() -> dict[str, float]:
 
 
 def run_all(call: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
-    """Some calls at once, each in a thread of its own; how many are done is shown."""
+    """Run all calls in threads, at most MOST_AT_ONCE at once. A bar shows how many are done."""
     at_once = min(MOST_AT_ONCE, os.cpu_count() or 1)
     with progress_bar() as progress, ThreadPoolExecutor(at_once) as threads:
         running = [threads.submit(call, *arguments) for arguments in calls]

@@ -118,6 +118,7 @@ def _of_temperatures(report: Mapping[str, Any]) -> Table:
 
 
 def _mean(report: Mapping[str, Any]) -> str:
+    """The heading of mean losses."""
     return "mean loss, unweighted" if "weights" in report["options"] else "mean loss"
 
 
@@ -135,7 +136,7 @@ def _facts(report: Mapping[str, Any]) -> Table:
     for name, entry in report["inputs"].items():
         shape = " x ".join(map(str, entry["shape"]))
         facts.add_row(name, f"{shape} {entry['dtype']}, {entry['source']}")
-    if "by_temperature" in report and report["retrieval"]:  # which the temperature does not change
+    if "by_temperature" in report and report["retrieval"]:  # equal at all temperatures
         for side, shares in report["retrieval"].items():
             facts.add_row(
                 f"retrieval, {side}", f"top-1 {shares['top1']:.2%}, top-5 {shares['top5']:.2%}"
@@ -149,7 +150,7 @@ def _facts(report: Mapping[str, Any]) -> Table:
     facts.add_row("time", f"{report['seconds']:.3g} s")
     facts.add_row("method", f"{report['method']}, precision {report['precision']}")
     options = report["options"]
-    by_temperature = options["temperature"] is not None  # then it stands for the scale
+    by_temperature = options["temperature"] is not None  # then no scale is shown
     changed = {
         name: value for name, value in options.items()
         if value != DEFAULTS.get(name) and not (by_temperature and name == "scale")

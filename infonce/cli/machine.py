@@ -21,8 +21,7 @@ PREFIXES = ("OPENBLAS_", "GOTO_", "OMP_", "KMP_", "MKL_", "BLIS_", "VECLIB_", "N
 
 
 def versions(*distributions: str) -> dict[str, str | None]:
-    """Versions of Python, of infonce and of each installed distribution, None for those that are
-    not."""
+    """Versions of Python, of infonce and of each distribution; None if it is not installed."""
     installed: dict[str, str | None]
     installed = {"python": platform.python_version(), "infonce": infonce.__version__}
     for name in distributions:
@@ -93,7 +92,7 @@ def cpu() -> dict[str, Any]:
 
 def blas() -> list[dict[str, Any]]:
     """Linear algebra libraries that are loaded: name, version, architecture, threads."""
-    import numpy  # noqa: F401  loads the one that counts
+    import numpy  # noqa: F401  loads the BLAS that NumPy calls
 
     fields = ("internal_api", "version", "architecture", "num_threads")
     return [
@@ -105,13 +104,10 @@ def blas() -> list[dict[str, Any]]:
 
 def environment() -> dict[str, str]:
     """Environment variables that change results or speed."""
-    others = {
-        "KMP_DUPLICATE_LIB_OK",
-        "KMP_INIT_AT_FORK",
-        "INFONCE_CACHE_DIR",
-    }  # do not change speed
+    # have one of the PREFIXES, but change neither results nor speed
+    without_effect = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "INFONCE_CACHE_DIR"}
     names = (name for name in sorted(os.environ) if name.startswith(PREFIXES))
-    return {name: os.environ[name] for name in names if name not in others}
+    return {name: os.environ[name] for name in names if name not in without_effect}
 
 
 def commit() -> str | None:

@@ -157,11 +157,12 @@ def explain(
     last_schedule = schedules[-1]
     work = tuple(step for each in schedules for step in schedule_work(each, gpu))
 
-    # a benchmark may have measured the same call, if it has no options
+    # a benchmark may have measured the same call, if the call has no options
     case = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
              "method": method, "gradient": bool(wrt_names)}  # fmt: skip
     has_options = any(flags.values()) or caller_workspace or dims is not None
-    may_be_recorded = columns == rows and wrt in (None, ()) and not has_options
+    has_all_gradients_or_none = wrt is None or not wrt_names
+    may_be_recorded = columns == rows and has_all_gradients_or_none and not has_options
     recorded = _recorded_seconds(case, gpu) if may_be_recorded else None
     operands = last_schedule.operands
     return Explanation(
@@ -193,7 +194,7 @@ def _make_call(
     wants_key = not kind.symmetric and kind.arguments[-1] in wrt
     return Call(
         _softmax_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
-        validation.precision(precision, {dtype}, on_host=False),
+        validation.precision(precision, {dtype}, on_cpu=False),
         moments=bool(wrt & {"scale", "bias"})
         and uses_moments(m * n, bool(feature_names), on_cpu=False),
         # the largest possible number of classes of three rows or more, whose features are summed
@@ -290,7 +291,8 @@ def _notes(chosen: Schedule) -> list[str]:
 def _recorded_seconds(case: dict[str, Any], gpu: DeviceModel) -> float | None:
     """The median seconds that the benchmark record has for such a call; None: it has none.
 
-    `case` are values of a row of the record. Rows with other keys or `wrt` are no match.
+    A row of the record matches if both of these hold: it has all entries of `case`; and it has
+    neither an entry "keys" (N differs from M) nor an entry "wrt" (some of the gradients).
     """
     try:
         record = json.loads(RESULTS.read_text())

@@ -158,7 +158,7 @@ class _Products:
             rows, terms = m, keys.stop - keys.start
             if is_key_side:
                 rows, terms = terms, rows
-            for product in divide_terms(precision, terms, dq_copies, is_first=False):
+            for product in divide_terms(precision, terms, dq_copies, overwrites=False):
                 self.number += 1
                 self.flops += 2.0 * rows * width * product.terms * product.batch
                 operand_bytes = item_bytes * (rows + width) * product.terms

@@ -78,7 +78,7 @@ def _apply(
     arrays = {name: options.pop(name, None) for name in spec.ARRAY_OPTIONS}
     sample_integers = {name: options.pop(name, None) for name in spec.INTEGER_OPTIONS}
     others = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
-    # `dims` get here only if the loss has none, and are refused by `check_traced`
+    # `dims` get here only for a loss that does not take them: `check_traced` refuses them
     others |= {name: options.pop(name, None) for name in spec.PREFIX_OPTIONS}
     require_known(kind, features, options)
     call_axis = None

@@ -68,10 +68,7 @@ class CallbackPlan:
 
 
 class _Stop(BaseException):
-    """Ends a callback, because data has to travel.
-
-    It is a BaseException, so that `except Exception` does not catch it.
-    """
+    """Ends a callback, because data has to travel. `except Exception` does not catch it."""
 
     def __init__(self, payload: Array) -> None:
         self.payload = payload  # the data, as BITS
@@ -264,9 +261,12 @@ def run_callback(
 ) -> None:
     """Run one callback of a call when the program runs.
 
-    An error makes the outputs NaN, and outputs that are integers their largest value: a flag for
-    later callbacks. On a CPU, only the first callback logs the error. On a GPU, flags are not read,
-    and each callback logs it. The error is not raised: other devices would wait for ever.
+    An error is logged and not raised, because other devices would wait for ever for this device.
+    Instead, all outputs become NaN, and integer outputs their largest value. Two such uint32 are a
+    NaN of float64. So sums that travel are NaN, and the loss becomes NaN on all devices.
+    Later callbacks of this device still run. On a CPU, row 0 of an earlier "error_and_results"
+    tells them that the error is logged, and they log no error. On a GPU, callbacks do not read this
+    row, so each of them logs its error.
     """
     try:
         with arrays.compute_context(inputs["keys"]):
@@ -341,7 +341,7 @@ def _check_call(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
 
         problem = request.problem = readable_by_kernels(problem)
     if problem.method == "naive":
-        problem.workspace = UNBOUNDED_WORKSPACE  # no workspace bounds the logits of this method
+        problem.workspace = UNBOUNDED_WORKSPACE  # "naive" keeps all logits, however many
     # `moments` changes which vectors travel, and JAX has to know these vectors while it traces. So
     # it is decided from shapes (the platform that will run the program is not known yet)
     moments_pay = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)

@@ -45,10 +45,11 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
     >>> step = jax.jit(jax.value_and_grad(lambda z: clip_loss(z, text, scale=20.0)))
     >>> value, gradient = step(image)
 
-    Call it inside or outside of `jax.jit`, but not inside of a `jax.shard_map`, which it makes
-    itself. It has the arguments and the result of `loss` on one device: ``labels`` are rows of the
-    whole batch, and the views of `nt_xent_loss` are rows i and i + B of 2B. Each device computes
-    the logits of its rows with all keys, and gets the gradients of its rows.
+    Call the new function inside or outside of `jax.jit`, but not inside of a `jax.shard_map`: the
+    function makes a `jax.shard_map` itself. Its arguments and result are those of `loss` on one
+    device: ``labels`` are rows of the whole batch, and the views of `nt_xent_loss` are rows i and
+    i + B of 2B. Each device computes the logits of its rows with all keys, and gets the gradients
+    of its rows.
 
     Parameters
     ----------
@@ -67,7 +68,7 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
     Raises
     ------
     TypeError, ValueError
-        `loss` is none of infonce.jax, `mesh` is no mesh, or it has no axis of that name.
+        `loss` is none of infonce.jax, `mesh` is no mesh, or `mesh` has no axis `axis_name`.
     """
     kinds = {getattr(functions, f"{name}_loss"): kind for name, kind in ALL_LOSSES.items()}
     if not callable(loss) or loss not in kinds:
@@ -93,13 +94,13 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
         arguments |= arguments.pop("options", {})
         call_kind, _, _ = keywords.with_own(kind, (), arguments)
         _require_valid(call_kind, arguments, mesh, names)
-        # Both views of a sample may be on different devices, so labels name the other view
+        # The two views of a sample may be on different devices, so labels name the other view
         if kind is spec.NT_XENT and arguments.get("labels") is None:
             rows = len(arguments["features"])
             arguments["labels"] = (jnp.arange(rows) + rows // 2) % rows
         for name in spec.PREFIX_OPTIONS:
             if arguments.get(name) is not None:
-                # hashable, as a key of the cache of `_compile`
+                # a tuple, because the cache of `_compile` needs hashable values
                 arguments[name] = tuple(np.asarray(arguments[name]).tolist())
         return _run(loss, call_kind, arguments, mesh, names)
 
@@ -157,7 +158,7 @@ def _run(
                 functions.exact_integers(value) if is_labels else jax.tree.map(jnp.asarray, value)
             )
     numbers = {name: arguments.pop(name) for name in NUMBERS if arguments.get(name) is not None}
-    if AxisType.Explicit in mesh.axis_types:  # `jax.shard_map` does not split such arrays itself
+    if AxisType.Explicit in mesh.axis_types:  # for such axes, `jax.shard_map` splits no arrays
         reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
         row_arrays = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, rows)), row_arrays)
     arguments = {name: value for name, value in arguments.items() if value is not None}

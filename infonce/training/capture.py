@@ -51,9 +51,10 @@ def capture(function: Callable[..., Any], *inputs: Array, **options: Any) -> Cap
     """Capture one call of a loss in a CUDA graph.
 
     ``step = infonce.capture(infonce.clip_loss_and_grad, image, text, scale=scale)`` evaluates the
-    loss once and records how; ``step()`` does it again on what `image`, `text` and a 0-d `scale`
-    then hold, by one launch, and returns the same result object with new contents. This saves most
-    for small and medium batches. Copy what must outlive the next call.
+    loss once and records its computation. ``step()`` repeats the computation, by one launch, with
+    the current contents of `image`, `text` and a 0-d `scale`. It returns the same result object
+    with new contents: copy results that must outlive the next call. A graph saves most time for
+    small and medium batches.
 
     Parameters
     ----------

@@ -33,10 +33,10 @@ def grad_cache(
 
     For each feature array of the loss: ``z = concat(encode(c) for c in chunks)``. Then one call of
     the loss, and ``backward(c, dz of c)`` for each chunk, which runs the encoder once more with
-    its graph and adds to the parameters' gradients. These are, to rounding, those of one pass over
-    the batch, for encoders whose rows do not see each other (no batch normalisation). An encoder
-    that draws random numbers (dropout) has to draw the same ones both times: that is up to the
-    callbacks.
+    its graph and adds to the parameters' gradients. The parameters' gradients equal, to rounding,
+    those of one pass over the batch, if the encoder computes each row by itself (no batch
+    normalisation). If an encoder draws random numbers (dropout), the callbacks have to make it draw
+    the same numbers both times.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def grad_cache(
         A function `X_loss_and_grad` of `infonce` or of `infonce.distributed`: over ranks, each rank
         passes its own rows, and `options` may name `comm`.
     inputs : sequence
-        One for each feature array of the loss, in its order: anything with a length and slices.
+        The inputs of each feature array of the loss, in its order: objects with length and slices.
     encode : callable (chunk) -> features [rows, D], or one for each input
         Features without a graph, as any array that the loss takes.
     backward : callable (chunk, gradient), or one for each input; None for a locked encoder
@@ -108,7 +108,7 @@ def _require_gradients(function: Any) -> None:
 
 
 def _require_detached(options: Mapping[str, Any]) -> None:
-    """ValueError for tensors that require a gradient, because autograd will not give them one."""
+    """ValueError for tensors that require a gradient: autograd would give them no gradient."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return

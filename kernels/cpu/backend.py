@@ -40,8 +40,8 @@ def _by_whole_matrix(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _in_one_block(problem: Problem, gradients: Gradients | None) -> Solution:
-    """In one block; by passes if features or logits are not finite, or if a row has no positive,
-    because the compiled call knows neither."""
+    """In one block; by passes if features or logits are not finite, or if a row has no positive.
+    The compiled call of one block has no code for these cases."""
     solution = solve_in_one_block(problem, gradients)
     return _by_passes(problem, gradients) if solution is None else solution
 

@@ -72,9 +72,10 @@ class PassState:
                 self.query_pair_weights = problem.query_pair_weights.astype(dtype)
                 self.key_pair_weights = problem.key_pair_weights.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
-            # The positives' logits, ahead of the pass, so that the pass can count larger ones
+            # The positives' logits in base 2, before the pass, so that the pass can count larger
+            # logits. (`epilogue.positive_logits` are outputs of the pass)
             dots = dots_at(call_state.query, call_state.key, problem.positives)
-            self.rank_threshold = self.positive_scale * dots
+            self.positive_logits = self.positive_scale * dots
 
         # dK accumulates in its destination if the destination has the compute dtype, else in new
         # memory

@@ -235,7 +235,10 @@ def least_workspace(
     worker_bytes = memory.worker_bytes(*smallest_tile)
     all_rows = 0 if not dk_rows else m if problem.symmetric else n
     accumulator_bytes = all_rows * d * memory.item
-    if not problem.compares_with_limits:  # accumulators take half of the workspace at most
+    # Without limits, accumulators take half of the workspace at most (`_dk_accumulator_rows`). So
+    # twice the bytes of a worker suffice: a half for the worker, and a half for accumulators. If
+    # the accumulators of all rows are smaller than a worker, less suffices: both side by side
+    if not problem.compares_with_limits:
         accumulator_bytes = min(worker_bytes, accumulator_bytes)
     return worker_bytes + accumulator_bytes
 
@@ -243,8 +246,12 @@ def least_workspace(
 def _accumulates_dq_in_place(problem: Problem, gradients: Gradients, dtype: np.dtype[Any]) -> bool:
     """Whether dQ can accumulate in its destination.
 
-    The destination must be contiguous and of the compute dtype, and overwritten (`add_query` adds).
-    If queries are the keys, workers of other row blocks add to the same rows, so it cannot.
+    All of these hold:
+
+    - dQ is wanted, and has a destination.
+    - The destination is contiguous, and has the compute dtype.
+    - dQ overwrites the destination (`add_query` is false).
+    - The queries are not the keys. (Otherwise workers of other row blocks add to the same rows.)
     """
     out = gradients.query
     if out is None or problem.symmetric or gradients.add_query or not gradients.want_query:
@@ -253,16 +260,18 @@ def _accumulates_dq_in_place(problem: Problem, gradients: Gradients, dtype: np.d
 
 
 def _dk_accumulator_rows(problem: Problem, gradients: Gradients, dtype: np.dtype[Any]) -> int:
-    """How many rows of dK accumulate in the workspace at once; 0 if in their destination."""
+    """How many rows of dK accumulate in the workspace at once; 0: all, in their destination."""
     out = gradients.query if problem.symmetric else gradients.key
     if out is None or (out.dtype == dtype and out.dtype.isnative):
         return 0
     n, d = out.shape
-    # With limits all rows: in ranges of keys the gradient pass would have other blocks, which round
-    # products otherwise, and a pair beside a limit might count in one pass only
+    # With limits (of `false_negative_margin` or a guide), all rows: the gradient pass then has the
+    # blocks of the log-sum-exp pass. Gradient passes over ranges of keys would have other blocks.
+    # BLAS may round the dot product of a pair differently in another block. A dot product close to
+    # its limit could then be above the limit in one pass, and below the limit in the other pass
     if problem.compares_with_limits:
         return int(n)
-    # otherwise half of the workspace at most: the other half is for tiles
+    # Without limits, half of the workspace at most: the other half is for tiles
     return int(min(n, max(1, problem.workspace // 2 // (d * dtype.itemsize))))
 
 

@@ -17,11 +17,12 @@ struct Segments {
 
 // --- sums of segments ------------------------------------------------------------------------------------
 //
-// A place is PIECE_ROWS neighbouring rows of the order, and place p has the positions from p PIECE_ROWS on. A segment
-// may lie in one place or in several. Its rows in one place are a piece. First the pieces are summed, then the sums of
-// the pieces of each segment that has several. So many threads share a long segment.
+// A place is PLACE_ROWS neighbouring rows of the order (the last place may have fewer), and place p has the positions
+// from p PLACE_ROWS on. A segment may lie in one place or in several. The rows of a segment in one place are a piece.
+// segment_pieces adds up the rows of each piece. Then join_pieces adds up the pieces of each segment that has several.
+// So many threads share a long segment.
 
-constexpr int PIECE_ROWS = 64;
+constexpr int PLACE_ROWS = 64;
 constexpr int ROWS_AT_ONCE = 4;  // rows that a thread loads before it adds the first of them
 
 // For each segment with rows in a place, sums weight[i] u_i (weight null: 1) over these rows. A thread has one place
@@ -35,20 +36,20 @@ extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64
   const i64 across = (d + LANE_FEATURES - 1) / LANE_FEATURES;
   const i64 thread = blockIdx.x * (i64)blockDim.x + threadIdx.x, place = thread / across;
   const i64 column = thread % across * LANE_FEATURES, features = d - column;
-  const i64 begin = place * PIECE_ROWS, end = min(begin + PIECE_ROWS, n);
+  const i64 begin = place * PLACE_ROWS, end = min(begin + PLACE_ROWS, n);
   if (begin >= n) return;
   i64 current = segments.get_segment(segments.row(begin));  // the segment of `sum`
   bool began_before = begin > 0 && segments.get_segment(segments.row(begin - 1)) == current;
   double sum[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-  // Writes `sum`. `goes_on`: the segment continues after the place.
+  // Writes `sum`, to `out` or to `pieces`. `goes_on`: the segment `current` continues after the place.
   const auto put = [&](bool goes_on) {
     if (current < 0) return;
-    const bool piece = began_before || goes_on;  // else the whole segment lies in this place
+    const bool has_other_pieces = began_before || goes_on;  // false: the whole segment lies in this place
     double* to = pieces + (place * 2 + !began_before) * d + column;
 #pragma unroll
     for (int k = 0; k < LANE_FEATURES; ++k)
       if (k < features) {
-        if (piece) to[k] = sum[k];
+        if (has_other_pieces) to[k] = sum[k];
         else out[current * d + column + k] = (Real)sum[k];
       }
   };
@@ -88,18 +89,22 @@ extern "C" __global__ void __launch_bounds__(JOIN_FEATURES * JOIN_PARTS)
 join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const double* pieces, Real* out) {
   __shared__ double sums[JOIN_PARTS][JOIN_FEATURES];
   const i64 across = (d + JOIN_FEATURES - 1) / JOIN_FEATURES, place = blockIdx.x / across;
-  const i64 next = (place + 1) * PIECE_ROWS;
+  const i64 next = (place + 1) * PLACE_ROWS;
   if (next >= n) return;
   const i64 segment = segments.get_segment(segments.row(next));
-  // Whether a position of the order belongs to the segment that continues after the place
+  // Whether the row at a position of the order belongs to `segment`
   const auto here = [&](i64 at) { return segments.get_segment(segments.row(at)) == segment; };
-  const i64 begin = place * PIECE_ROWS;
+  const i64 begin = place * PLACE_ROWS;
+  // This thread block has nothing to add up if one of these holds:
+  //   - The row after the place belongs to no segment.
+  //   - `segment` begins after the place.
+  //   - `segment` begins before the place, so a thread block of an earlier place adds up its pieces.
   if (segment < 0 || !here(next - 1) || (begin > 0 && here(begin) && here(begin - 1))) return;
   // Bisection: `last` becomes the last place that the segment lies in. `beyond` is a place after the segment
-  i64 last = place + 1, beyond = (n + PIECE_ROWS - 1) / PIECE_ROWS;
+  i64 last = place + 1, beyond = (n + PLACE_ROWS - 1) / PLACE_ROWS;
   while (beyond - last > 1) {
     const i64 middle = (last + beyond) / 2;
-    if (here(middle * PIECE_ROWS)) last = middle;
+    if (here(middle * PLACE_ROWS)) last = middle;
     else beyond = middle;
   }
   const int lane = threadIdx.x % JOIN_FEATURES, part = threadIdx.x / JOIN_FEATURES;

@@ -68,9 +68,9 @@ class GPURows:
             order = order_by_segment(segment)
         else:
             out = cupy.empty((count, d), self.real)
-        # A place is PIECE_ROWS rows in the order of segments. The sum of a segment within one place
-        # is complete; a segment in several places leaves a piece in each, and pieces are joined
-        segments, place_count = {"segment": segment, "order": order}, -(-n // config.PIECE_ROWS)
+        # A place is PLACE_ROWS rows in the order of segments. segment_pieces completes the sum of a
+        # segment in one place. join_pieces adds up the pieces of a segment in several places
+        segments, place_count = {"segment": segment, "order": order}, -(-n // config.PLACE_ROWS)
         pieces = cupy.empty((place_count, 2, d))
         self.launcher.launch(
             "linear.cu", "segment_pieces",

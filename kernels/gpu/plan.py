@@ -11,9 +11,9 @@ are captured in CUDA graphs: one launch replaces many. The caller of `run_by_pla
 of graphs and of their products. A plan saves time if Python takes longer than the device, for
 batches of a few thousand rows. A call of more than `recorder.MAX_STEPS` steps gets no plan.
 
-The inputs of a call are dataclasses that hold arrays. A plan depends on the shapes, strides and
-dtypes of the arrays, and on fields that cannot hold an array. A number in a field that can hold an
-array, such as the scale, may change from call to call.
+The inputs of a call are dataclasses that hold arrays. A plan depends on shapes, strides and dtypes
+of the arrays, on their addresses modulo 16 bytes, and on fields that cannot hold an array. A number
+in a field that can hold an array, such as the scale, may change from call to call.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .device.cublas import workspace
 from .device.launcher import device_properties
 from .device.launches import Queue
 from .device.recorder import (
+    ADDRESS_MODULUS,
     Launch,
     Placeholder,
     Pointer,
@@ -74,8 +75,7 @@ def run_by_plan(
     numbers: list[float] = []
     kind = tuple(describe(part, arrays, numbers) for part in inputs)
     device = runtime.getDevice()
-    # kind: shapes, strides, dtypes, alignments of addresses, and all other fields except floats
-    # that may be arrays too (such as `scale`)
+    # `kind` has all properties of the inputs on which a plan depends: see `describe`
     plan_key = device, device_properties(device), build, kind
     plan_or_queue = plans.get(plan_key)
     if plan_or_queue is None:
@@ -125,12 +125,13 @@ class OwnedPlans(dict[Any, Any]):
         _owned[id(self)] = self
 
     def clear(self) -> None:
+        """Free all plans. Only while no stream is under capture: a freed graph ends a capture."""
         with _lock:
             super().clear()
 
 
 def forget() -> None:
-    """Forget all plans of this module."""
+    """Free all plans of this module. Only while no stream is under capture, as `clear`."""
     with _lock:
         _plans.clear()
 
@@ -296,8 +297,8 @@ class Plan:
         stream = current.ptr
         steps_key = captured, identity(stream), *addresses, *numbers
         bound = self.bound_steps.get(steps_key)
-        # The first call with these addresses and numbers launches steps. The second makes graphs,
-        # unless another stream is under capture: to free old graphs would end that capture
+        # The first call with these addresses and numbers launches its steps. A later call makes
+        # graphs if no stream is under capture, because freeing old graphs would end the capture
         if bound is None:
             starts = self._starts(caller_arrays, shared.ptr, separate)
             bound = self._bind(starts, numbers, stream)
@@ -322,7 +323,7 @@ class Plan:
         self, caller_arrays: Sequence[Array], shared: int, separate: Mapping[int, Any]
     ) -> list[int]:  # fmt: skip
         """The address of each array of the call, rounded down to 16 bytes for `caller_arrays`."""
-        starts = [array.data.ptr // 16 * 16 for array in caller_arrays]
+        starts = [array.data.ptr // ADDRESS_MODULUS * ADDRESS_MODULUS for array in caller_arrays]
         starts += [0] * (self.array_count - len(caller_arrays))
         for array, offset in self.sharing:
             starts[array] = shared + offset

@@ -252,7 +252,7 @@ class Offload:
             return
         if isinstance(epilogue, Statistics) and not grid.triangle and problem.symmetric:
             epilogue = replace(epilogue, columns=None)  # in the whole square, rows meet all keys
-        # If both sides are too large to stay, dQ and dK need a pass each: after one run of the
+        # If both sides are too large to stay, dQ and dK need a pass each: after one span of the
         # staying side, the gradient of a streamed chunk would not be complete
         both_in_one_pass = problem.symmetric or self.layout.smaller_side_stays
         if gradients and gradients.want_query and gradients.want_key and not both_in_one_pass:

@@ -99,10 +99,11 @@ def least_workspace(rows: int, row: RowBytes) -> int:
 
 
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
-    """The largest chunks that fit the workspace, up to `row_limit` rows.
+    """The division of the workspace that has the largest chunks, within two limits of their rows.
 
-    The first copy precedes all products, and the last copy follows them. So very large chunks would
-    have long copies that no product hides.
+    A chunk has at most MOST_WAVES * WAVE_ROWS rows. A side of FEWEST_CHUNKS * WAVE_ROWS rows or
+    more has at least FEWEST_CHUNKS chunks. Reason: the first copy precedes all products, and the
+    last copy follows them, so no product hides these two copies.
     If the smaller side fits with its gradient, it stays in all passes. Otherwise a quarter of the
     workspace is for rows that stay: of the side whose gradient a pass computes, so that the
     gradient is complete before it leaves the device. ValueError if there would be too many chunks
@@ -135,11 +136,12 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
         room = workspace - chunk_rows * bytes_per_row
         staying_rows = min(smaller, room // row.staying_bytes // chunk_rows * chunk_rows)
         smaller_side_stays = staying_rows == smaller  # with smaller chunks it may fit after all
-    # The rest of the workspace is for blocks. Without gradients, more rows can stay, because they
-    # have no accumulators
+    # The rest of the workspace is for blocks. In a pass without gradients, more rows can stay,
+    # because rows have no accumulators. Chunks then have two buffers for arriving features; the two
+    # for leaving gradients stay allocated in all passes of a call (`StreamedCall.departures`)
     block_bytes = workspace - staying_rows * row.staying_bytes - chunk_rows * row.streamed_bytes
-    streamed_bytes = 2 * chunk_rows * (row.feature + row.leaving)
-    without_gradients = (workspace - block_bytes - streamed_bytes) // row.feature
+    copy_buffer_bytes = 2 * chunk_rows * (row.feature + row.leaving)
+    without_gradients = (workspace - block_bytes - copy_buffer_bytes) // row.feature
     if problem.guided:  # all passes have the same blocks: see `StreamedPass.steps`
         without_gradients = staying_rows
     elif without_gradients < smaller:

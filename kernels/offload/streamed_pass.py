@@ -1,8 +1,9 @@
 """A pass with features in host memory.
 
-The pass divides queries and keys into chunks. A run of chunks of one side, as many as fit, stays on
-the device with its gradient. The chunks of the other side are streamed: copied to the device, used
-with the run, and replaced. Then the next run stays. backend.py has the passes of a call.
+The pass divides queries and keys into chunks. A span of one side stays on the device with its
+gradient: consecutive chunks, as many as fit. The chunks of the other side are streamed: copied to
+the device, used with the span, and replaced. Then the next span stays. backend.py has the passes of
+a call.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from .epilogues import block_epilogue
 from .layout import PIECE_CHUNKS, Layout, real_bytes, row_bytes
 from .linear import StreamedRows
 
-# (a streamed chunk, the pieces of the run that it meets, in this order). A piece is one chunk of
-# the run, or several that lie beside each other. If the chunk is None, the run meets itself
+# (a streamed chunk, the pieces of the span that this chunk meets, in this order). A piece is one
+# chunk of the span, or several consecutive chunks. If the streamed chunk is None, the span meets
+# itself
 Step = tuple[slice | None, Sequence[slice]]
 
 
@@ -78,9 +80,9 @@ class StreamedPass:
         self.keys_stay, staying_rows = self.choose_staying_side()
         sides = rows, self.columns
         self.stay, self.stream = reversed(sides) if self.keys_stay else sides
-        self.runs = [(run, self.steps(run)) for run in self.divide_into_runs(staying_rows)]
+        self.spans = [(span, self.steps(span)) for span in self.divide_into_spans(staying_rows)]
         self.done = 0  # blocks; for `progress`
-        self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
+        self.total = sum(len(pieces) for _, steps in self.spans for _, pieces in steps)
 
     def make_sides(self) -> tuple[StreamedSide, StreamedSide]:
         """The arrays of queries and of keys in host memory, and what becomes of their gradients."""
@@ -121,59 +123,61 @@ class StreamedPass:
                 keys_stay = gradients.want_key
         return keys_stay and not self.problem.symmetric, staying_rows
 
-    def divide_into_runs(self, staying_rows: int) -> list[list[slice]]:
-        """The runs of chunks that stay one after another, each while the other side is streamed."""
+    def divide_into_spans(self, staying_rows: int) -> list[list[slice]]:
+        """The spans that stay one after another, each while the other side is streamed."""
         chunks = self.stay.chunks
         all_rows = chunks[-1].stop - chunks[0].start
         chunk_rows = self.context.layout.chunk_rows
         length = len(chunks) if all_rows <= staying_rows else staying_rows // chunk_rows
         return [list(chunks[i : i + length]) for i in range(0, len(chunks), length)]
 
-    def steps(self, run: list[slice]) -> list[Step]:
-        """The steps of a run. If queries are the keys, the run meets itself first.
+    def steps(self, span: list[slice]) -> list[Step]:
+        """The steps of a span. If queries are the keys, the span meets itself first.
 
-        - A pass without gradients: the first streamed chunk meets single chunks, so that work
-          begins when the first chunk of the run has arrived. Later chunks meet the whole run.
-        - A pass with gradients: the last streamed chunk meets single chunks, so that their
-          gradients leave one by one. Earlier chunks meet pieces of PIECE_CHUNKS chunks.
-        - With a guide all pieces are single chunks: then all passes have the same blocks, whose
-          products have the same bits, and so they leave out the same pairs.
+        - A pass without gradients: the first streamed chunk meets single chunks of the span, so
+          that work begins when the first chunk of the span has arrived. Later streamed chunks meet
+          the whole span.
+        - A pass with gradients: the last streamed chunk meets single chunks of the span, so that
+          gradients of these chunks leave one by one. Earlier streamed chunks meet pieces of
+          PIECE_CHUNKS chunks.
+        - With a guide, all pieces are single chunks. All passes then have the same blocks, whose
+          products have the same bits. So all passes leave out the same pairs.
         """
-        run_rows, chunks = slice(run[0].start, run[-1].stop), self.stream.chunks
-        if self.problem.symmetric:  # a triangle leaves out the chunks before the run
-            before = [] if self.grid.triangle else [p for p in chunks if p.stop <= run_rows.start]
-            chunks = before + [p for p in chunks if p.start >= run_rows.stop]
-        steps: list[Step] = [(None, [run_rows])] if self.problem.symmetric else []
+        span_rows, chunks = slice(span[0].start, span[-1].stop), self.stream.chunks
+        if self.problem.symmetric:  # a triangle leaves out the chunks before the span
+            before = [] if self.grid.triangle else [p for p in chunks if p.stop <= span_rows.start]
+            chunks = before + [p for p in chunks if p.start >= span_rows.stop]
+        steps: list[Step] = [(None, [span_rows])] if self.problem.symmetric else []
         for i, chunk in enumerate(chunks):
             by_chunk = i + 1 == len(chunks) if self.gradients is not None else not steps
             if by_chunk or self.problem.guided:
-                steps.append((chunk, run))
+                steps.append((chunk, span))
             elif self.gradients is not None:
-                steps.append((chunk, self.pieces(run, chunk)))
+                steps.append((chunk, self.pieces(span, chunk)))
             else:
-                steps.append((chunk, [run_rows]))
+                steps.append((chunk, [span_rows]))
         return steps
 
-    def pieces(self, run: list[slice], chunk: slice) -> list[slice]:
-        """The pieces of a run. On the diagonal, a piece is one chunk, so blocks share plans."""
+    def pieces(self, span: list[slice], chunk: slice) -> list[slice]:
+        """The pieces of a span. On the diagonal, a piece is one chunk, so blocks share plans."""
         pieces: list[slice] = []
-        for i in range(0, len(run), PIECE_CHUNKS):
-            chunks = run[i : i + PIECE_CHUNKS]
+        for i in range(0, len(span), PIECE_CHUNKS):
+            chunks = span[i : i + PIECE_CHUNKS]
             piece = slice(chunks[0].start, chunks[-1].stop)
             pieces.extend([piece] if are_disjoint(piece, chunk) else chunks)
         return pieces
 
     def run(self) -> None:
         """Visit every block."""
-        for run, steps in self.runs:
-            self.visit(run, steps)
+        for span, steps in self.spans:
+            self.visit(span, steps)
 
-    def visit(self, run: list[slice], steps: Sequence[Step]) -> None:
-        """Visit the blocks of a run with all chunks of its steps."""
+    def visit(self, span: list[slice], steps: Sequence[Step]) -> None:
+        """Visit the blocks of a span with the streamed chunks of all steps."""
         chunks = [chunk for chunk, _ in steps if chunk is not None]
         all_pieces = [piece for _, pieces in steps for piece in pieces]
         arrivals = Arrivals(self.device.xp, self.context.copies, self.stream.arrays, chunks)
-        staying_run, arriving = self.hold(run)
+        staying_span, arriving = self.hold(span)
         stream_accumulator = self.accumulator(self.stream, longest_chunk_rows(chunks))
         block_accumulator = self.accumulator(
             self.columns, longest_chunk_rows(all_pieces if self.keys_stay else chunks)
@@ -185,7 +189,7 @@ class StreamedPass:
             for j, piece in enumerate(pieces):
                 while arriving and arriving[0][0] < piece.stop:
                     arriving.popleft()[1].wait()
-                staying_part = staying_run.part(piece)
+                staying_part = staying_span.part(piece)
                 if self.keys_stay:
                     assert streamed_part is not None
                     self.block(streamed_part, staying_part, j == 0, i == 0, block_accumulator)
@@ -193,7 +197,7 @@ class StreamedPass:
                     self.block(staying_part, streamed_part, i == 0, j == 0, block_accumulator)
                 if i + 1 == len(steps):
                     for part in slices(piece.stop, self.context.layout.chunk_rows, piece.start):
-                        self.leave(self.stay, staying_run.part(part))
+                        self.leave(self.stay, staying_span.part(part))
             if streamed_part is not None:
                 self.leave(self.stream, streamed_part)
 
@@ -206,17 +210,17 @@ class StreamedPass:
                 features.subtract(term.part(part.rows), part.gradient, dots)
         self.context.departures.leave(side, part)
 
-    def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
-        """Begin to copy a run to the device; return the run and its copies: (first row, copy).
+    def hold(self, span: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
+        """Begin to copy a span to the device; return the span and its copies: (first row, copy).
 
         If a side stays in all passes, it is copied once in a call.
         """
         context, arrays = self.context, self.stay.arrays
-        start, stop = run[0].start, run[-1].stop
+        start, stop = span[0].start, span[-1].stop
         on_device, arriving = context.staying_arrays, deque[tuple[int, Ticket]]()
         if not on_device:
             on_device = [empty_like(self.device.xp, z, stop - start) for z in arrays]
-            for chunk in run:
+            for chunk in span:
                 targets = [z[chunk.start - start : chunk.stop - start] for z in on_device]
                 tickets = arrive(context.copies, targets, arrays, chunk)
                 arriving.extend((chunk.start, ticket) for ticket in tickets)

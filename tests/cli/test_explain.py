@@ -91,6 +91,15 @@ def test_recorded_seconds_stand_beside_the_bound() -> None:
     assert infonce.explain("clip", 65536, 512, **{**asked, "device": "h100"}).recorded is None
     assert infonce.explain("clip", 65536, 512, normalize=True, **asked).recorded is None
     assert infonce.explain("clip", 65536, 520, **asked).recorded is None
+    assert infonce.explain("clip", 65536, 512, wrt=("image",), **asked).recorded is None
+
+
+@pytest.mark.parametrize("none", [(), [], frozenset()])
+def test_a_call_without_gradients_has_a_record(none: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the type of an empty `wrt`."""
+    monkeypatch.setattr(explanation, "_recorded_seconds", lambda case, gpu: float(case["gradient"]))
+    assert infonce.explain("clip", 65536, 512, wrt=none).recorded == 0.0
+    assert infonce.explain("clip", 65536, 512).recorded == 1.0
 
 
 def test_without_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -28,10 +28,10 @@ class Kernels:
         assert file == "linear.cu"
         n, d, (segment, order) = a["n"], a["d"], a["segments"].values()
         if kernel == "join_pieces":
-            assert grid == -(-n // config.PIECE_ROWS) * -(-d // linear.JOIN_FEATURES)
+            assert grid == -(-n // config.PLACE_ROWS) * -(-d // linear.JOIN_FEATURES)
             return
         assert kernel == "segment_pieces"
-        assert grid * block >= -(-n // config.PIECE_ROWS) * -(-d // linear.LANE_FEATURES)
+        assert grid * block >= -(-n // config.PLACE_ROWS) * -(-d // linear.LANE_FEATURES)
         segment = np.zeros(n, int) if segment is None else segment
         order = np.arange(n) if order is None else order
         places = segment[order]

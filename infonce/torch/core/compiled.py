@@ -90,7 +90,7 @@ def _gradient_names(loss: Loss) -> list[str]:
 def _make_fake_outputs(
     kind: str, query: Tensor, key: Any, own: Any, scale: Tensor, bias: Any, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Tensors without values, in the shapes and dtypes of `operator`'s, for `torch.compile`."""
+    """Tensors without values, with shapes and dtypes of `operator`'s outputs, for the compiler."""
     loss, features, wanted = _read_arguments(kind, (query, key, own), others)
     double = any(z.dtype == torch.float64 for z in features)
     dtype = torch.float64 if double else torch.float32  # of the loss

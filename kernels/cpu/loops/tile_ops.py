@@ -253,8 +253,9 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
     Only for logits that are the same for rows and columns (`PassState.same_logits`).
     The exponential of a logit is e_ij = 2^(c x_ij - r_i), where r_i is the maximum of row i. The
     sum of column j adds e_ij 2^(r_i - top), where `top` is the largest r_i so far. If the logits of
-    a column are far below the maxima of their rows, its terms may underflow. Then its sum is small,
-    and all columns are summed again with their own maxima. That is rare.
+    a column are far below the maxima of their rows, terms of the column's sum may underflow. The
+    sum is then small. If the sum of any column is that small, which is rare, `column_statistics`
+    computes the sums of all columns again, with the maximum of each column.
     """
     wide_vectors()
     m, n = x.shape
@@ -303,11 +304,13 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
         if row_moment is not None:
             column_moment[j] = np.float64(c) * np.float64(moments[j])
         least = min(least, column_sum[j])
-    # terms that underflowed are below m 2^-126 in float32: a sum of 2^-80 does not notice them
+    # In float32, the terms of a column that underflowed have a sum below m 2^-126. If the column's
+    # sum is 2^-80 or more, its rounding error is larger. A smaller sum may need these terms
     if least < 2.0**-80:
         column_statistics(
-            x, c, column_max, column_sum, column_moment, None, None, None, moment_logits
-        )
+            x, c, column_max, column_sum, column_moment, key_bias=None, limits=None,
+            guide_bits=None, moment_logits=moment_logits,
+        )  # fmt: skip
 
 
 @compiled

@@ -39,6 +39,8 @@ def solve_in_one_block(
     `infonce.torch` gives PyTorch's.
     """
     positives = problem.positives
+    # Without weights, each row has a positive: a row without a positive has the weight 0
+    # (`infonce.checks.rows.row_weights`). With weights, only a search of the labels tells
     if problem.weights is not None and positives is not None and positives.min() < 0:
         return None
     problem = materialize_vectors(problem, np)

@@ -91,17 +91,17 @@ struct Narrow : LogitGradient {
   }
 };
 
-// `factors`: as in sweep_gradient.cu. `out`, `stride`, `columns` and `add`: see struct Narrow; `columns` is the number
-// of features. `segments` is 1, because one thread block adds up a query tile's gradients.
+// `factors`: as in sweep_gradient.cu. `out`, `stride`, `feature_count` and `add`: see struct Narrow. `segments` is 1,
+// because one thread block adds up a query tile's gradients.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 sweep_narrow(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
              const __grid_constant__ Block block, i64 segments,
-             const __grid_constant__ Factors factors, float* out, i64 stride, i64 columns, i64 add) {
+             const __grid_constant__ Factors factors, float* out, i64 stride, i64 feature_count, i64 add) {
   static_assert(STAGES % K_SLICES == 0, "K-slices of a tile are adjacent");
   SweepShared<Narrow>& shared = sweep_shared<Narrow>();
   const Lane lane;
   Narrow narrow{{block, lane, shared.consumer[lane.consumer & 1], factors,
                  (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.one_exponential},
-                out, stride, (int)columns, add != 0};
+                out, stride, (int)feature_count, add != 0};
   sweep(shared, q, k, block, (int)segments, narrow, lane);
 }

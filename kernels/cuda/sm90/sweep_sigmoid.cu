@@ -3,17 +3,19 @@
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/strip.cuh"
 
-// A pair of base-2 logit z has the loss log(1 + e) and the gradient a e / (1 + e), with e = 2^z. In most tiles, all
-// logits are far below 0, and e is small. If all are below MAX_SERIES_LOGIT, series in e up to e^5 replace the division
-// and the logarithm. If all are below MAX_SHORT_SERIES_LOGIT and P has 16 bits, series up to e^2 suffice: the loss
-// has a relative error of 3e-7.
+// A pair of base-2 logit z has the loss log(1 + e) and the gradient a e / (1 + e), with e = 2^z. Most logits are far
+// below 0, so that e is small. A warp has 16 rows of each tile, and chooses one formula for all pairs of these rows:
+//   - SHORT_SERIES: all logits are below MAX_SHORT_SERIES_LOGIT, and USES_SHORT_SERIES. Series in e up to e^2 replace
+//     the division and the logarithm. Their relative error is at most 3e-7 for the loss and 1e-6 for P.
+//   - SERIES: all logits are below MAX_SERIES_LOGIT. Series in e up to e^5 replace the division and the logarithm.
+//   - DIVISION: logits have any size.
+//   - WITH_POSITIVES (POSITIVE_IDS): logits have any size, and some of the pairs are positives by their ids.
+enum { DIVISION, SERIES, SHORT_SERIES, WITH_POSITIVES };
 constexpr float MAX_SERIES_LOGIT = -5.0f;
 constexpr float MAX_SHORT_SERIES_LOGIT = -10.0f;
+// BF16, FP16: an element of P is one 16-bit number, whose rounding is larger than the error of the short series.
+// BF16X3, FP16X3: an element of P is the sum of two 16-bit numbers, and warps use no short series.
 constexpr bool USES_SHORT_SERIES = PARTS == 1;
-
-// How the losses of a tile are computed. DIVISION: logits have any size. WITH_POSITIVES (POSITIVE_IDS): the same, and
-// some pairs of the tile are positives by their ids.
-enum { DIVISION, SERIES, SHORT_SERIES, WITH_POSITIVES };
 
 // Sums of a row, over the columns of one thread: of the losses, of P, and of P x (MOMENTS).
 struct RowSums {

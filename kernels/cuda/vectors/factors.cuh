@@ -25,19 +25,19 @@ struct FactorSources {
 
 constexpr int RANGE_THREADS = 1024;
 // One exponential serves both directions if the largest log-sum-exp of a row is less than SPREAD (base 2) above the
-// least of a column. Its factors u, and v without column_factor, are then below 2^(SPREAD / 2), because each has half
-// of the difference (`middle`). Of a larger difference, they could overflow float32.
+// least of a column. The factors u, and v without column_factor, are then below 2^(SPREAD / 2), because each has half
+// of the difference (`middle`). With a larger difference, u and v could overflow float32.
 constexpr double SPREAD = 40;
-// The bound of dL/dx is at least this share of each row's factor. Factors are divided by the gradient divisor, which
-// follows from the bound, and with a smaller one the quotients would overflow float32.
+// In a softmax, the bound of dL/dx is at least this share of each row's factor. Factors are divided by the gradient
+// divisor, which is proportional to the bound. With a smaller bound, the quotients would overflow float32.
 constexpr double MIN_BOUND_SHARE = 0x1p-60;
 
 // Finds the numbers of struct Ranges, by one thread block. The gradient divisor is `bound`, the largest possible size
 // of dL/dx, divided by `largest_element`, the size that the largest element of a gradient block should have.
 //
 // The bound is the largest of all rows (and columns) i of
-//   - a softmax: 2 |dL/dx at a positive of i|. dL/dx_ij is the sum of a term of row i and a term of column j, and the
-//     terms of a row are at most as large as dL/dx at its positive.
+//   - a softmax: 2 |dL/dx at a positive of i|, and, for a row, MIN_BOUND_SHARE |factor_i|. dL/dx_ij is the sum of a
+//     term of row i and a term of column j, and the terms of a row are at most as large as dL/dx at its positive.
 //   - a softmax with several positives or linear terms (`by_factor`): also 2 |factor_i|, which bounds all terms.
 //   - a sigmoid (no `positive_gradient`): |factor_i|. Columns have no terms.
 // If the bound is 1e-300 or less, or not finite, the divisor is 1.

@@ -33,7 +33,7 @@ from .sweep import (
 )
 from .tile import BLOCK_M, GuideNeeds, Tile, tile_for
 from .workspace import (
-    PIECE_ROWS,
+    PLACE_ROWS,
     BlockSizes,
     Needs,
     block_sizes_for_all_keys,
@@ -55,7 +55,7 @@ __all__ = [
     "MAX_SUM_TERMS",
     "OPERAND_BYTES",
     "OPERAND_PARTS",
-    "PIECE_ROWS",
+    "PLACE_ROWS",
     "READ_IN_PLACE",
     "STRIP",
     "SWEEP_PRECISIONS",

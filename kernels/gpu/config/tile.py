@@ -14,8 +14,9 @@ BLOCK_M = 128  # rows of a tile
 # Bytes of the marks of one row and MARKED_COLUMNS columns, a bit each (cuda/block/options.cuh)
 MARKED_COLUMNS, MARK_BYTES = 128, 16
 RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
-# Products of more features are added in two levels: in longer sums, tensor cores, which truncate
-# when they add, would lose digits that a scale of 200 makes visible (cuda/tiled/product.cuh)
+# Products of rows of more than TWO_LEVEL_FEATURES features are added in two levels. In one sum over
+# all features, tensor cores, which truncate when they add, would lose digits that a scale of 200
+# makes visible (cuda/tiled/product.cuh)
 TWO_LEVEL_FEATURES = 1024
 
 
@@ -105,9 +106,10 @@ def tile_for(
     """The first of the candidates, best first, that fits the device's shared memory.
 
     Two thread blocks share a multiprocessor if registers and shared memory allow it. Then one
-    computes products while the other runs its epilogue. Sums in two levels take twice the registers
-    and exclude this: a warp then has 64 x 32 products in place of 64 x 64. The two levels are for
-    the accuracy of fp32 and of operands in two parts, and for rows of many features.
+    thread block computes products while the other runs its epilogue. Sums in two levels take twice
+    the registers, so a multiprocessor has one thread block, and a warp has 64 x 32 products in
+    place of 64 x 64. Two levels are for accuracy: of fp32, of operands in two parts, and of rows of
+    more than `TWO_LEVEL_FEATURES` features.
 
     ValueError if no candidate fits.
 

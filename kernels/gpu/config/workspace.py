@@ -31,7 +31,7 @@ ADDING_COST, LAUNCH_COST = 0.012, 2
 # The least rows of blocks that have all keys. With 900 rows, adding to dK takes as long as
 # computing the logits again
 ALL_KEYS_ROWS = 1024
-PIECE_ROWS = 64  # rows that linear.cu adds up before it joins the sums of a segment
+PLACE_ROWS = 64  # rows of a place of linear.cu, which adds up the rows of a segment in each place
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,12 @@ class Needs:
 
 
 def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
-    """Bytes that linear terms need: sums of segments, and sums of pieces of PIECE_ROWS rows.
+    """Bytes that linear terms need: sums of segments, and two pieces for each PLACE_ROWS rows.
 
     `smoothed`: sides with label smoothing. `classes`: their number. `real`: bytes of one number.
     """
     m, n, d = shape
-    pieces = 2 * d * 8 * -(-max(m, n) // PIECE_ROWS)
+    pieces = 2 * d * 8 * -(-max(m, n) // PLACE_ROWS)
     smoothing = 2 * smoothed * pieces  # sums of rows, and sums weighted by factors
     return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
 

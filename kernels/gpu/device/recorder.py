@@ -32,6 +32,8 @@ from .tensor_map import SIZE
 # real memory has such an address
 MAX_ARRAYS, SPACING = 256, 1 << 40
 FIRST = 0x7FF5 << 48
+# Kernels, and so plans, may depend on the address of a caller's array modulo ADDRESS_MODULUS
+ADDRESS_MODULUS = 16  # bytes
 # With more steps, a call takes longer on the device than Python takes to launch them
 MAX_STEPS = 256
 PLAIN = {bool, float, int, str, NoneType}  # types of fields that cannot hold an array
@@ -151,10 +153,10 @@ class Recorder(Queue):
     def stand_in(self, array: Array) -> Array:
         """An array like `array`, a caller's, at a placeholder address: the call's next array.
 
-        Kernels may depend on the alignment of the address, so the address keeps its last 4 bits.
+        The placeholder address equals the address of `array` modulo `ADDRESS_MODULUS`.
         """
         memory = self.malloc(SPACING // 2).mem
-        pointer = cupy.cuda.MemoryPointer(memory, array.data.ptr % 16)
+        pointer = cupy.cuda.MemoryPointer(memory, array.data.ptr % ADDRESS_MODULUS)
         return cupy.ndarray(array.shape, array.dtype, pointer, array.strides)
 
     # -- the operations of `Queue`, recorded
@@ -248,13 +250,14 @@ class Recorder(Queue):
 def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
     """The properties of `part`, an input of a call, on which a plan depends: part of its key.
 
-    The arrays in `part` are added to `arrays`; a plan depends on their shapes, strides, dtypes and
-    alignments. Floats in fields that may hold an array, such as `scale`, are added to `numbers`;
-    no plan depends on their values.
+    A plan depends on the shapes, strides and dtypes of the arrays in `part`, on their addresses
+    modulo `ADDRESS_MODULUS`, and on all fields that cannot hold an array. No plan depends on the
+    value of a float in a field that may hold an array, such as `scale`. The arrays are added to
+    `arrays`, and these floats to `numbers`.
     """
     if isinstance(part, cupy.ndarray):
         arrays.append(part)
-        return part.shape, part.strides, part.dtype, part.data.ptr % 16
+        return part.shape, part.strides, part.dtype, part.data.ptr % ADDRESS_MODULUS
     cls = part.__class__
     field_names = _fields(cls)
     if field_names is None:
@@ -285,6 +288,8 @@ def _fields(cls: Any) -> tuple[Any, list[str]] | None:
     if not is_dataclass(cls):
         return None
     hints = get_type_hints(cls)
+    # A plain field has a type of `PLAIN`, or a union of such types (`float | None`). `get_args`
+    # returns the members of a union, and nothing for a type such as `float`
     plain = [
         f.name for f in fields(cls) if {*(get_args(hints[f.name]) or [hints[f.name]])} <= PLAIN
     ]

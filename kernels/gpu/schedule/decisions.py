@@ -130,7 +130,7 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
         # With two parts, products of a small part of one side and a large part of the other side
         # are added in a fixed order of the sides, so the sums x_ij and x_ji have different orders
         bits_vary = operand_precision in config.OPERAND_PARTS
-        # Float16 operands of other features have divisors, which are different in other blocks
+        # Features of another dtype are divided to fit float16. Each block has its own divisors
         has_divisors = operand_precision in config.FLOAT16 and call.query.dtype != "float16"
         if bits_vary or (call.limits_given and has_divisors):
             operand_precision = "fp32"

@@ -45,7 +45,7 @@ class ProductBatch(NamedTuple):
     batch: int  # number of products
     dq_copy: int  # the copy of the accumulator to which the first product adds
     factor: float  # multiplies all products
-    is_first: bool  # the products overwrite the accumulators
+    overwrites: bool  # the products replace the numbers in the accumulators
 
 
 def divide_keys(rows: int, keys: int, width: int, precision: str, border: int = 0) -> list[slice]:
@@ -65,14 +65,14 @@ def divide_keys(rows: int, keys: int, width: int, precision: str, border: int = 
 
 
 def divide_terms(
-    precision: str, terms: int, dq_copies: int, is_first: bool
+    precision: str, terms: int, dq_copies: int, overwrites: bool
 ) -> Iterator[ProductBatch]:
     """Divide sums of `terms` terms into products, in the order in which they are added.
 
     The terms are keys for dQ and queries for dK. There are products for each pair of parts. A sum
     has at most MAX_SUM_TERMS terms, for float32's accuracy. `dq_copies` products run at once, each
-    into its own copy of the accumulator (`config.choose_dq_copies`; 1 for dK). `is_first`: nothing
-    has been added to the accumulator yet.
+    into its own copy of the accumulator (`config.choose_dq_copies`; 1 for dK). `overwrites`: the
+    first product of each copy replaces the numbers in the copy, and all other products are added.
     """
     item, max_terms = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, terms)
     for gradient_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
@@ -84,10 +84,10 @@ def divide_terms(
         for start, batch_terms, batch in _batches(terms, sum_terms, dq_copies):
             if both_large and precision in config.MAX_SUM_TERMS:
                 factor = 1 + SUM_BIAS_FACTOR * config.truncation_bias(precision, batch_terms * item)
-            overwrites = is_first and start < dq_copies * sum_terms
+            replaces = overwrites and start < dq_copies * sum_terms
             yield ProductBatch(gradient_part, feature_part, start, batch_terms, batch,
-                               start // sum_terms % dq_copies, factor, overwrites)  # fmt: skip
-        is_first = False
+                               start // sum_terms % dq_copies, factor, replaces)  # fmt: skip
+        overwrites = False  # the products of the other pairs of parts are added
 
 
 def _batches(terms: int, sum_terms: int, max_batch: int) -> Iterator[tuple[int, int, int]]:

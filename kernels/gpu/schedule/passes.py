@@ -272,9 +272,9 @@ class PassScheduler:
         Otherwise the first pass computes dQ, and one pass for each range of keys computes dK. The
         first pass of a sigmoid also completes the losses, so a sigmoid has this pass without dQ,
         too: the pass of a range would add all positives to the losses, but has only some of them.
-        If queries are the keys, one pass always suffices. It visits a triangle if all rows have room
-        in the accumulator and gradient blocks are written to memory. Otherwise it visits the whole
-        square of blocks, and a block adds to the gradients of its rows only.
+        If queries are the keys, one pass always suffices. It visits a triangle if all rows have
+        room in the accumulator and gradient blocks are written to memory. Otherwise it visits the
+        whole square of blocks, and a block adds to the gradients of its rows only.
         """
         call, block_sizes = self.call, self.division.gradient
         n = call.shape[1]

@@ -61,10 +61,11 @@ class Workspace:
 class PairVectors:
     """Groups, positive ids, limits and biases as fields of struct Block (block/options.cuh).
 
-    `column_bias` is the bias of a column's key. Kernels add it to all logits of the column, so that
-    both directions share one exponential. It cancels in the softmax over the column, and adds to
-    the column's log-sum-exp, from which `StatisticsRun` subtracts it. `row_bias` is the bias of
-    rows as keys of the columns' softmax, if queries are the keys (`Problem.query_bias`).
+    `column_bias` has the bias of each column's key. Kernels add this bias to all logits of the
+    column, so that both directions share one exponential. The bias cancels in the softmax over the
+    column. The log-sum-exp of the column contains the bias until `StatisticsRun` subtracts it.
+    `row_bias` is None unless queries are the keys. Then the softmax over a column compares the rows
+    as keys, and `row_bias` has the bias of each row (`Problem.query_bias`).
     """
 
     def __init__(self, buffers: Buffers, problem: Problem) -> None:

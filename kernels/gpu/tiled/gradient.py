@@ -54,7 +54,7 @@ class GradientRun(PassRun):
         self.linear_fields: dict[bool, Fields] = {}
         # None: this pass does not compute the gradient. In a triangle, both are the same object
         self.dq_accumulator = self.dk_accumulator = None
-        # (is dK's, number of a row or column block) whose sums in the accumulator have a product
+        # (whether the sums are of dK, number of the row or column block), once they have a product
         self.begun: set[tuple[bool, int]] = set()
         if buffers.cached is not None:
             self.gradient_block = buffers.cached.block
@@ -110,9 +110,10 @@ class GradientRun(PassRun):
             self.add_to_columns(self.query_operand, columns, is_first)
 
     def begin_sums(self, accumulator: Accumulator | None, block: int) -> bool:
-        """Whether the sums of row or column block `block` begin now: a product overwrites them.
+        """Whether the sums of row or column block `block` begin now, so a product overwrites them.
 
-        In a triangle, dQ and dK have one accumulator, and blocks of one number the same sums.
+        The next call for the same sums returns False. In a triangle, row block i and column block i
+        are the same rows, so they have the same sums.
         """
         accumulator_block = accumulator is self.dk_accumulator, block
         is_first = accumulator_block not in self.begun
@@ -127,7 +128,7 @@ class GradientRun(PassRun):
         self.move_to_rows(accumulator, rows)
         is_first = self.begin_sums(accumulator, row_block)
         for keys in self.divide_keys():
-            overwrites = is_first and keys.start == 0  # other ranges add to the same rows of dQ
+            overwrites = is_first and keys.start == 0  # later ranges add to the same rows of dQ
             self.add_product(OP_N, keys, self.key_operand, accumulator, rows.start, overwrites)
 
     def move_to_rows(self, accumulator: Accumulator, rows: slice) -> None:
@@ -136,15 +137,15 @@ class GradientRun(PassRun):
         if not (self.grid.triangle or memory is None or memory.in_place):
             accumulator.first_row = rows.start
 
-    def add_to_columns(self, queries: Operand, columns: slice, is_first: bool) -> None:
-        """dK += P' Q for the columns of a block; if `is_first`, the products overwrite the sums."""
+    def add_to_columns(self, queries: Operand, columns: slice, overwrites: bool) -> None:
+        """dK += P' Q for the columns of a block. `overwrites`: dK = P' Q."""
         accumulator = self.dk_accumulator
         if accumulator is None:
             return
         # keys before the accumulator's first row have their sums in its overlay
         for keys in self.divide_keys(accumulator.first_row - columns.start):
             first_row = columns.start + keys.start
-            self.add_product(OP_T, keys, queries, accumulator, first_row, is_first)
+            self.add_product(OP_T, keys, queries, accumulator, first_row, overwrites)
 
     def divide_keys(self, border: int = 0) -> list[slice]:
         """The keys of the block in ranges, each with its own products (`schedule.divide_keys`)."""
@@ -153,13 +154,13 @@ class GradientRun(PassRun):
 
     def add_product(
         self, op: int, keys: slice, features: Operand, accumulator: Accumulator, row: int,
-        is_first: bool,
+        overwrites: bool,
     ) -> None:  # fmt: skip
         """Add P K (OP_N) or P' Q (OP_T) of some `keys` of the block to an accumulator.
 
-        `features` is K or Q. The sums are those of dQ or dK from `row` on; the product overwrites
-        them if it `is_first`. cuBLAS stores matrices column by column, so its arguments describe
-        the transposes: K' P' or Q' P.
+        `features` is K or Q. The product is added to the rows of dQ or dK from `row` on.
+        `overwrites`: the product replaces the numbers there. cuBLAS stores matrices column by
+        column, so the arguments of `gemm` describe the transposes: K' P' or Q' P.
         """
         # n rows of sums of k terms
         n, k, first_feature_row = self.query_operand.rows, keys.stop - keys.start, keys.start
@@ -170,7 +171,7 @@ class GradientRun(PassRun):
         operand_type = ELEMENT_TYPE[precision]
         sum_type = ELEMENT_TYPE["fp64" if precision == "fp64" else "fp32"]
         term_stride = 1 if op == OP_N else block.stride  # elements of P from term to term
-        for product in schedule.divide_terms(precision, k, accumulator.dq_copies, is_first):
+        for product in schedule.divide_terms(precision, k, accumulator.dq_copies, overwrites):
             batch = (
                 product.terms * features.stride, product.terms * term_stride,
                 accumulator.copy_stride, product.batch,
@@ -185,7 +186,7 @@ class GradientRun(PassRun):
                 OP_N, op, width, n, product.terms, host_number(product.factor, real)[1],
                 features.data + first_feature * item, operand_type, features.stride,
                 block.data + first_element * item, operand_type,
-                block.stride, host_number(0.0 if product.is_first else 1.0, real)[1],
+                block.stride, host_number(0.0 if product.overwrites else 1.0, real)[1],
                 accumulator.pointer(row) + copy_offset,
                 sum_type, accumulator.stride,
                 ARITHMETIC[precision], -1, *(batch if product.batch > 1 else ()),
@@ -392,7 +393,7 @@ class SoftmaxRun(GradientRun):
         self.move_to_rows(accumulator, rows)
         arguments = {
             "factors": factors, "out": accumulator.pointer(rows.start),
-            "stride": accumulator.stride, "columns": self.problem.shape[2],
+            "stride": accumulator.stride, "feature_count": self.problem.shape[2],
             "add": not self.begin_sums(accumulator, row_block),
         }  # fmt: skip
         self.launch(self.scheduled.kernel, rows, columns, arguments)

@@ -111,14 +111,18 @@ class OnlineRun(GradientRun):
         if self.dk_accumulator is not None:
             buffer = self.memory["weighted_queries"]
             weighted = self.buffers.query.stage(rows, buffer, self.row_divisors, self.ranges)
-            self.add_to_columns(weighted, self.grid.columns[0], is_first=start == 0)
+            self.add_to_columns(weighted, self.grid.columns[0], overwrites=start == 0)
         super().end_rows(rows)
 
 
 class SigmoidRun(GradientRun):
-    """SigLIP's pass: losses, gradients of the scale and the bias, dQ and dK.
+    """A pass of SigLIP: losses, gradients of the scale and the bias, dQ and dK.
 
-    Each pair has a loss of its own, so no log-sum-exp has to be known before.
+    Each pair has a loss of its own, so no pass of log-sum-exps comes before. One run computes all
+    results if one of these holds: queries are the keys, dK is not wanted, or the accumulator of dK
+    has room for all keys. Otherwise, a call has several runs (`PassScheduler.gradients`). The first
+    run computes all results except dK. Each later run computes dK of a range of keys. Its losses,
+    and its gradients of the scale and the bias, go to vectors that nobody reads (`GPU.run`).
     """
 
     def __init__(
