@@ -99,9 +99,10 @@ def decide(
         min(report.exchange_room for report in reports),
     )  # fmt: skip
     sum_dtype = choose_sum_dtype(problem)
-    # bytes of a key in the buffers of a ring: two for its features, three for sums of its gradient
-    ring_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
-    ring_bytes += 2 * auxiliary_bytes(problem)
+    # bytes of one key in all buffers of a ring: two buffers have its features, three have sums of
+    # its gradient
+    ring_key_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
+    ring_key_bytes += 2 * auxiliary_bytes(problem)
     return RankSchedule(
         joint=problem.joint,
         argument_rows=[report.argument_rows for report in reports],
@@ -110,7 +111,7 @@ def decide(
         exchange=exchange,
         local_size=find_local_size(nodes),
         # so many pieces that the buffers of one piece take at most half of the workspace
-        piece_count=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_bytes))),
+        piece_count=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_key_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
         sum_dtype=sum_dtype,

@@ -114,15 +114,17 @@ def finalize(
         )
 
     # Sums may stay finite although a feature is not finite: a maximum ignores NaN, and a logit of
-    # -inf counts as an excluded pair. So NaN flags are added here. A query that is not finite sets
-    # the flag of its row, a key that is not finite sets all flags. A joint loss has B losses and 2B
-    # flags: all its rows are keys, so all flags are equal, and the first B suffice
-    nans = backend.row_nans(problem)[: len(losses)]
+    # -inf counts as an excluded pair. So NaN flags are added to losses here. A query that is not
+    # finite sets the flag of its row, a key that is not finite sets all flags. A joint loss has B
+    # losses and 2B flags: all its rows are keys, so all flags are equal, and the first B suffice
+    losses = losses + backend.row_nans(problem)[: len(losses)]
     if own is not None:
-        nans = nans + own.row_nans
-    losses = losses + nans
+        losses = losses + own.row_nans
     if log_scale_grad is not None:
-        log_scale_grad = problem.upstream * (log_scale_grad + nans)
+        # `log_scale_grad` gets no NaN flags. It comes from moments. A logit of NaN or +inf makes a
+        # moment NaN. A logit of -inf is left out of a moment: a key whose logits are all -inf, and
+        # which is no row's positive, leaves `log_scale_grad` finite
+        log_scale_grad = problem.upstream * log_scale_grad
 
     # -scale dL/dx at the positives. With label smoothing e, a target has 1 - e at the positive and
     # e / count at each key. The gradient pass inserts `inserted_pull`, of the first part; linear

@@ -9,13 +9,14 @@ positive is -sigmoid(n - p). This file adds the terms of other targets. The targ
 labels >= 0 has probability (1 - e) / P at each of these positives, plus e / K at each key. All
 positives of a row count as one positive, whose logit m is their log-sum-exp:
 
-    loss = softplus(n - m) + (m - mean of their logits) + e (mean of their logits - mean of all)
+    loss = softplus(n - m) + (m - mean_P) + e (mean_P - mean_K)
     -dloss/dx at a positive = f sigmoid(n - m) + ((1 - e) / P - f) + e / K
 
-Here e is the label smoothing, K the number of keys that take part in it, "mean of all" the mean of
-the logits of these keys, and f the positive's fraction of the positives' sum of exponentials.
-Nothing cancels: for a single positive and e = 0, all brackets are 0. The gradient of the mean of
-all is a linear term, which `linear` computes. The derivatives by log(scale) are
+Here e is the label smoothing, K the number of keys that take part in it, mean_P the mean of the
+logits of the P positives, mean_K the mean of the logits of the K keys, and f the positive's
+fraction of the positives' sum of exponentials. Nothing cancels: for a single positive and e = 0,
+all brackets are 0. The gradient of mean_K is a linear term, which `linear` computes. The
+derivatives by log(scale) are
 
     dx / dlog(scale) = x
     dm / dlog(scale) = sum over the positives of f x
@@ -162,7 +163,7 @@ def find_targets(
     unbiased = xp.where(present, below - bias, 0.0)
     mean_bias = xp.where(present, bias, 0.0).sum(axis=1) / count
     mean_below, weighted_below = unbiased.sum(axis=1) / count, (fraction * unbiased).sum(axis=1)
-    # m = top + log2(total), minus the mean of the logits, top + mean_below + mean_bias
+    # m - mean of the logits; m is top + log2(total), and the mean is top + mean_below + mean_bias
     excess = LN_2 * (xp.log2(total) - (mean_below + mean_bias))
     excess_scale_grad = LN_2 * (weighted_below - mean_below)
     if key_means is not None:

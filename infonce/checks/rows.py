@@ -219,8 +219,9 @@ def sample_integers(
         raise ValueError(f"{name}: expected one array for {loss.name}, got a pair")
     pair = integers(xp, f"{name}[0]", value[0], m), integers(xp, f"{name}[1]", value[1], n)
     rows, columns = (comparable(xp, side) for side in pair)
-    # Of an int64 and a uint64 array, a negative integer and one of 2^63 or more may have the same
-    # bits. Such integers equal none of the other array: -1 and -2 keep them apart
+    # If one array is int64 and the other uint64, a negative integer of the first may have the bits
+    # of an integer of 2^63 or more of the second. Neither equals any integer of the other array. So
+    # -1 replaces all of them among queries, and -2 among keys
     if is_uint64(pair[0]) != is_uint64(pair[1]):
         rows, columns = xp.where(rows < 0, -1, rows), xp.where(columns < 0, -2, columns)
     return rows, columns
@@ -268,9 +269,10 @@ def is_uint64(values: Array) -> bool:
 
 
 def comparable(xp: Any, values: Array) -> Array:
-    """Integers as int64 numbers that are equal if and only if the integers are.
+    """Integers as int64 numbers. Within a dtype, two are equal if and only if the integers are.
 
-    uint64 keeps its bits, so integers of 2^63 or more become negative.
+    uint64 keeps its bits, so integers of 2^63 or more become negative. They may equal negative
+    integers of an int64 array: `sample_integers` keeps these apart.
     """
     if is_uint64(values):
         return xp.ascontiguousarray(values, dtype=np.uint64).view(np.int64)

@@ -30,16 +30,16 @@ class CallState:
     kept_logits: dict[Block, Array] = field(default_factory=dict)
     kept_memory: Array | None = None
     kept_grid: Grid | None = None
-    # Buffers that workers of a backward log-sum-exp pass have left to the gradient pass, by the
-    # block whose logits a buffer still has
+    # Buffers that workers of a log-sum-exp pass in reverse order have left to the gradient pass, by
+    # the block whose logits a buffer still has
     left_buffers: dict[Block, Array] = field(default_factory=dict)
 
     def keep_logits(self, problem: Problem, grid: Grid) -> None:
         """Allocate memory for the logits of as many blocks as the workspace has room for.
 
-        The log-sum-exp pass of a call with both passes calls this before it begins. A backward pass
-        (`CPU.run_pass` decides) ends in column block 0. So the last block of each worker is in
-        column block 0, and its logits stay in the worker's buffer.
+        The log-sum-exp pass of a call with both passes calls this before it begins. A pass in
+        reverse order (`CPU.run_pass` decides) ends in column block 0. So the last block of each
+        worker is in column block 0, and its logits stay in the worker's buffer.
         """
         (m, n, d), schedule = problem.shape, self.schedule
         room = problem.workspace - schedule.threads * schedule.memory.worker_bytes(*grid.largest)
@@ -88,9 +88,12 @@ class CallState:
     def take_left_buffer(self, grid: Grid, row_block: int) -> tuple[Array | None, Block | None]:
         """One of `left_buffers`, for a worker of the gradient pass that begins with `row_block`.
 
-        Returns (buffer, block) if a buffer has the logits of `block`, the first of `row_block`.
-        Otherwise returns (buffer, None) if no worker will begin with the block of a buffer: the
-        worker takes the memory, and computes its logits. Otherwise returns (None, None).
+        Returns the first of these that exists:
+
+        - (buffer, block): the buffer has the logits of `block`, the first of `row_block`;
+        - (buffer, None): the buffer has logits of a block with which no worker will begin, so the
+          worker uses only its memory;
+        - (None, None).
         """
         first_block = row_block, 0
         same_grid, threads = self.kept_grid == grid, self.schedule.threads

@@ -91,10 +91,11 @@ def run_by_plan(
 
 
 def compile_kernels(build: Build, progress: Progress | None, *inputs: Any) -> None:
-    """Compile all kernels that `build(*inputs, queue)` launches, side by side."""
+    """Compile all kernels that `build(*inputs, queue)` launches at the same time: the rehearsal
+    starts a thread for each kernel (`Recorder.function`), and the loop waits for the threads."""
     recorder = rehearse(build, *inputs)
-    for done, kernel in enumerate(recorder.compiling, 1):
-        kernel()
+    for done, wait_for_kernel in enumerate(recorder.compiling, 1):
+        wait_for_kernel()
         if progress is not None:
             progress("compiling kernels", done, len(recorder.compiling))
 
@@ -235,7 +236,7 @@ class Plan:
         self.product_memory = None if products is None else resolve_placeholder(products.ptr).array
         self._place_memory(recorder.sizes, len(caller_arrays))
 
-        self.functions = [
+        self.functions = [  # `function` waits for a kernel, whose compilation `_record` has begun
             step.function().kernel.ptr if isinstance(step, Launch) else None
             for step in recorder.steps
         ]

@@ -48,9 +48,10 @@ _compiled: set[tuple[int, Call]] = set()  # (device, kind of call) of `compile_k
 
 
 def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
-    """Compile the kernels of a call without a plan side by side, if it is the first of its kind.
+    """Compile all kernels of a call without a plan at the same time, if it is the first of its
+    kind. `select._by_passes` calls this before the first launch.
 
-    `select._by_passes` calls this before the first launch. A plan does it while it is recorded.
+    A call with a plan needs no such step: its recording starts the compilation of each kernel.
     """
     kind = problem.query.device.id, Call.of(problem, gradients)
     if kind not in _compiled:

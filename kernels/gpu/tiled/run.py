@@ -106,8 +106,8 @@ class PassRun:
 def _restrict_to_groups(problem: Problem, grid: Grid) -> Grid:
     """The grid without blocks whose queries and keys have no group in common.
 
-    Each column block is visited at least once, because a visit writes the gradient of its keys: if
-    it has no common group with any row block, with the first row block.
+    A visit writes the gradient of the keys of its column block, so each column block needs a visit.
+    A column block that shares no group with any row block is visited with the first row block.
     """
     assert problem.host_groups is not None
     has_positive = default_positive_blocks(grid, problem.shape[0], problem.symmetric)
