@@ -75,7 +75,8 @@ class Metrics:
         softmax (all losses except `clip`).
     row_rank : integer array [M]
         Retrieval rank of each query's positive: the number of keys with a higher logit, without
-        excluded pairs; 0 is best.
+        excluded pairs; 0 is best. A key that equals the positive has the same logit up to rounding.
+        The CPU's tiles do not count such keys; on a GPU and over ranks, they may count.
     column_rank : integer array [N] or None
         Retrieval rank of each key's positive among the queries (`clip`); otherwise None.
     positive : float64 array [M]

@@ -193,6 +193,26 @@ def dots_at(query: Side, key: Side, positives: Array) -> Array:
     return out.T
 
 
+def rank_thresholds(query: Side, key: Side, positives: Array) -> Array:
+    """[M] float64: dot products above which a key is nearer to a row than the row's positive.
+
+    A threshold is the product x of the row q with its positive k, and a bound of the rounding of x
+    in a tile. So a key that equals the positive is not nearer, although BLAS may round its product
+    in another way. Each of D partial sums is rounded by up to eps / 2 of itself. If signs are
+    equal, partial sums grow to x, and D roundings have the standard deviation 0.17 eps sqrt(D) |x|.
+    If signs are mixed, partial sums are a random walk of up to about |q| |k| / sqrt(D), and D
+    roundings have a standard deviation below 0.3 eps |q| |k|. The bound is six times these.
+    """
+    thresholds, norms = dots_at(query, key, positives), np.empty((2, len(positives)))
+    for rows in slices(len(positives), 256):
+        z = query.take(np.arange(rows.start, rows.stop)), key.take(positives[rows])
+        for side, out in zip(z, norms, strict=True):
+            row_dots(side, side, out[rows])
+    growing = np.sqrt(query.features.shape[1]) * np.abs(thresholds)
+    walking = 2.0 * np.sqrt(norms[0]) * np.sqrt(norms[1])
+    return thresholds + np.finfo(query.dtype).eps * (growing + walking)
+
+
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
     """Subtract the linear term from g, the gradient of `rows`, whose normalised features are z."""
     factor = np.zeros(len(g)) if term.factor is None else term.factor[rows]

@@ -14,7 +14,7 @@ from ..linear import LinearGradient
 from ..problem import LOG2_E, Array, Gradients, Problem
 from .call_state import Block, CallState
 from .factors import SoftmaxFactors
-from .operands import Side, dots_at, row_dots, subtract
+from .operands import Side, rank_thresholds, row_dots, subtract
 from .resources import RowBlockOrder
 
 
@@ -72,10 +72,10 @@ class PassState:
                 self.query_pair_weights = problem.query_pair_weights.astype(dtype)
                 self.key_pair_weights = problem.key_pair_weights.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
-            # The positives' logits in base 2, before the pass, so that the pass can count larger
-            # logits. (`epilogue.positive_logits` are outputs of the pass)
-            dots = dots_at(call_state.query, call_state.key, problem.positives)
-            self.positive_logits = self.positive_scale * dots
+            # Base-2 logits of positives, found before the pass, so that the pass can count the
+            # logits above them. (`epilogue.positive_logits` are outputs of the pass)
+            thresholds = rank_thresholds(call_state.query, call_state.key, problem.positives)
+            self.rank_thresholds = self.positive_scale * thresholds
 
         # dK accumulates in its destination if the destination has the compute dtype, else in new
         # memory

@@ -220,6 +220,27 @@ def test_lse_metrics_and_logits(loss: str, method: str, monkeypatch: pytest.Monk
         np.testing.assert_allclose(shown, x, rtol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_copy_of_the_positive_is_not_nearer(dtype: Any, normalize: bool) -> None:
+    """Each key is there twice, and BLAS may round the products of equal keys differently."""
+    image, text = pairs("partly aligned", 700, 700, 50, dtype, 3)
+    text[350:] = text[:350]
+    options: dict[str, Any] = {"normalize": normalize, "method": "tiled", "metrics": True}
+    metrics = infonce.clip_loss_and_grad(image, text, scale=5.0, **options).metrics
+    q, k = (z.astype(float) for z in (image, text))
+    if normalize:
+        q, k = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in (q, k))
+    x = q @ k.T
+    x[:, 350:] = x[:, :350]
+    at = np.diagonal(x)
+    above = at + 1e-5 * np.linalg.norm(q, axis=1) * np.linalg.norm(k, axis=1)
+    # a key between `at` and `above` may count or not
+    for logits, rank in ((x.T, metrics.row_rank), (x, metrics.column_rank)):
+        least, most = ((logits > bound).sum(axis=0) for bound in (above, at))
+        assert np.all((least <= rank) & (rank <= most))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -136,7 +136,7 @@ extern "C" __global__ void divide_factors(const double* x, i64 n, const Ranges* 
 
 // Converts n numbers to the unit of products, in which kernels compare or add them (thresholds, limits, biases):
 // out[i] is the product x whose logit, x times `scale`, is values[i] times `value_scale`. If a kernel has computed
-// values[i] from a product, out[i] has the bits of this product.
+// values[i] from a float32 product, out[i] has the bits of this product; from a float64 product, up to the last bit.
 extern "C" __global__ void to_products(const double* values, const __grid_constant__ Scale value_scale, i64 n,
                                        const __grid_constant__ Scale scale, Real* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
