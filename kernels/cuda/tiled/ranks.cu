@@ -3,7 +3,8 @@
 //
 // The threshold of a row is the product of its positive, from the log-sum-exp pass. If that pass is portable, too, the
 // product of a key that equals the positive has the bits of the threshold (PRECISION FP64: up to the last bit), and is
-// not counted. After a sweep, bits may differ, and such a key may count. Counts are integers, so atomic additions give the same result in any order.
+// not counted. After a sweep, bits may differ, and such a key may count. Counts are integers, so atomic additions give
+// the same result in any order.
 #include "tiled/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
