@@ -48,15 +48,16 @@ class Link:
 class Machine:
     """The parameters of the model.
 
-    The defaults are for bfloat16 and D = 512. They were measured in benchmarks/results/ring.json;
-    those of a gather, in benchmarks/results/exchanges-mpi.json. `across` is an assumption.
+    The defaults are for bfloat16 and D = 512. For another cluster, change them here: calls take all
+    but `node_gpus` from them. The defaults were measured in benchmarks/results/ring.json; those of
+    a gather, in benchmarks/results/exchanges-mpi.json. `across` is an assumption.
     """
 
     rate: float = 610e12  # operations a second, in large blocks
     start: float = 0.28e-3  # seconds a block: launches, and idle multiprocessors at its end
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
     across: Link = Link(30e-6, 45e9)  # the network: 400 Gb/s a GPU
-    node_gpus: int = 8  # GPUs of a node
+    node_gpus: int = 8  # GPUs of a node; `schedule.choose_exchange` passes the number of a call's
     # for a gather; a hierarchical exchange uses only `gather_call` and `gather_message`
     gather_call: float = 0.17e-3  # seconds a call: the agreement of ranks, and their sums
     gather_block: float = 0.06e-3  # seconds a block, in place of `start`

@@ -127,7 +127,7 @@ class PassesOverRanks:
         own = key_arrays(problem)
         if self.positives_are_local:
             own_keys = slice(self.first_key, self.first_key + len(problem.key))
-            visit(Keys(True, own_keys, True, 0, 1), own, [])
+            visit(Keys(True, own_keys, True, step=0, steps=1), own, [])
         else:
             self.round([out], own, visit)
         return out

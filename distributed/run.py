@@ -221,7 +221,7 @@ def find_unpaired_rows(
     labels_of_partners = passes.take_at_positives(problem, problem.positives)
     unpaired = labels_of_partners != own_indices
     unpaired |= (problem.positives == own_indices) | (problem.positives < 0)
-    if problem.known_row_nans is not None:
+    if problem.known_row_nans is not None:  # NaN: the row's label is invalid
         unpaired |= xp.isnan(problem.known_row_nans)
     return unpaired, labels_of_partners
 

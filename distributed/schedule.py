@@ -141,7 +141,7 @@ def require_options(options: Mapping[str, Any], rank_options: Mapping[str, Any])
 
 
 def require_method(options: Mapping[str, Any]) -> None:
-    """ValueError if a call over ranks does not take the method."""
+    """ValueError for the method "fused". `agreement.RankCall.check` refuses "naive" on GPUs."""
     if options.get("method") == "fused":
         raise ValueError(
             'method: expected "auto", "tiled" or "naive" over ranks, got "fused": no logits are '

@@ -247,7 +247,11 @@ def count_positives(xp: Any, problem: Problem) -> tuple[Array, Array]:
 
 
 def weigh_positives(xp: Any, problem: Problem, query_counts: Array, key_counts: Array) -> None:
-    """Set `query_pair_weights` and `key_pair_weights` of `problem` from `count_positives`."""
+    """Set `query_pair_weights` and `key_pair_weights` of `problem` from `count_positives`.
+
+    These are the two terms of v_ij (see above `PositivePairs`), 1 / (2 k_i) and 1 / (2 k'_j). A
+    count of 0 becomes 1: such a row has no positive pair, which would read its weight.
+    """
     problem.query_pair_weights, problem.key_pair_weights = (
         0.5 / xp.maximum(count, 1) for count in (query_counts, key_counts)
     )

@@ -82,6 +82,7 @@ def numbers_per_key(problem: Problem) -> int:
         linear_terms = 2 if has_ids else 1  # means over all keys, and over the keys of an id
     if problem.classes is not None:
         linear_terms += 1
+    # twice `has_positive_ids`: positive ids, and weights of pairs
     vectors = [has_ids, problem.key_groups is not None, problem.key_bias is not None,
                problem.has_limits, *[problem.has_positive_ids] * 2]  # fmt: skip
     count = 3 + vectors.count(True) + 2 * linear_terms

@@ -136,7 +136,7 @@ class OnDevice:
         return None
 
     def close(self) -> None:
-        """There is nothing to abandon: the device never waits for another rank."""
+        """Nothing is to abandon: over MPI, the host alone waits for ranks. NCCL overrides this."""
 
     def free(self) -> None:
         """Free the memory that stays from call to call. All ranks call this together.

@@ -21,7 +21,7 @@ Message = tuple[int, int]  # (bytes, the other rank)
 # (distance, whether this rank sends, whether it receives); distance 0: an all-gather of all ranks
 Link = tuple[int, bool, bool]
 NCCL_UINT8 = 1  # NCCL's number for 8-bit unsigned integers: arrays of any dtype are sent as bytes
-# In a plan of two ranks, an exchange of at most this number of bytes by NCCL is launched after the
+# Between two ranks, an exchange of at most this number of bytes by NCCL is launched after the
 # block that hides the exchange: NCCL transfers so few bytes in about the time that the host takes
 # to launch NCCL
 LATE_BYTES = 2**23  # 8 MiB
@@ -201,9 +201,10 @@ class _QueuedNCCL:
     """The transport through a queue, which runs the exchanges or records them for a plan.
 
     `may_launch_late`: an exchange is launched only when the caller waits for it, if this rank
-    receives at most `LATE_BYTES` of it by NCCL (none, if copies carry all arrays). So the block
-    that hides the exchange is launched first: the block does not wait for the launch of the
-    exchange, and gets multiprocessors first.
+    receives at most `LATE_BYTES` of it by NCCL. (It is 0 bytes if copies carry all arrays:
+    then each exchange is launched so.) So the block that hides the exchange is launched
+    first: the block does not wait for the launch of the exchange, and gets multiprocessors first.
+    On the device, the exchange waits for `mark`, not for the block.
     """
 
     def __init__(self, transport: NCCL, queue: Queue, may_launch_late: bool = False) -> None:

@@ -92,7 +92,7 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
             low, high = (f"{2.0 ** float(norm):.3g}" for norm in (norms.min(), norms.max()))
             warnings.warn(
                 f"norms of rows of {name} are {low} to {high}, expected about 1: "
-                "normalize=True divides rows by them; normalize=False is silent",
+                "normalize=True divides rows by them; normalize=False silences this warning",
                 stacklevel=find_caller_level(),
             )
             return

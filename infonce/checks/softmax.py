@@ -74,6 +74,7 @@ def require_metrics(problem: Problem) -> None:
     on a GPU are not read: a row without one passes there, and has a rank without meaning."""
     positives = problem.positives
     not_one_each = positives is not None and positives.ndim > 1
+    # on the host, weights are None if each row has a positive (`rows.row_weights`)
     if isinstance(positives, np.ndarray) and problem.weights is not None:
         not_one_each = not_one_each or bool((positives < 0).any())
     if not_one_each:

@@ -44,6 +44,9 @@ def find_axis(axis_name: Any, features: Mapping[str, Any]) -> Axis:
             f"call, or a tuple of names, got {axis_name!r}. (Of global arrays, "
             "infonce.jax.sharded makes the loss.)"
         ) from error
+    # The index differs on all devices, so it varies over all axes of the call. If JAX does not
+    # check variation (`check_vma=False`, `pmap`), `axes` is empty, and nothing is refused: equal
+    # arrays count as different rows of each device
     axes = _varying_axes(index)
     for name, z in features.items():
         if not axes <= _varying_axes(z):

@@ -44,14 +44,15 @@ class Side:
     @property
     def readable_in_place(self) -> bool:
         """Whether BLAS can read the features in place."""
-        return self.norms is None and readable_in_place(self.features, self.dtype)
+        return self.norms is None and has_blas_layout(self.features, self.dtype)
 
     def take(self, index: Array) -> Array:
         """The rows with the numbers `index`, in the compute dtype, as a new array."""
         return self._copied(index, np.empty((len(index), self.features.shape[1]), self.dtype))
 
     def block(self, rows: slice, buffer: Array | None) -> Array:
-        """`rows` in the compute dtype: a copy in `buffer`, or a view of the features."""
+        """`rows` in the compute dtype: a copy in `buffer`, or a view of the features. `buffer` is
+        None if the features are `readable_in_place`."""
         if buffer is None:
             return self.features[rows]
         return self._copied(rows, buffer[: rows.stop - rows.start])
@@ -78,7 +79,8 @@ class Side:
         norms = self.norms
         if norms is None:
             return g
-        if dtype.itemsize > g.itemsize:  # gradients of very long or short rows may exceed float32
+        if dtype.itemsize > g.itemsize:
+            # gradients of very long or short rows may over- or underflow in float32
             g = g.astype(dtype)
         normalization_backward(g, z, dots, norms.inverse[rows])
         if norms.exponent is not None:
@@ -110,7 +112,7 @@ class Side:
         return out
 
 
-def readable_in_place(z: Array, dtype: np.dtype[Any]) -> bool:
+def has_blas_layout(z: Array, dtype: np.dtype[Any]) -> bool:
     """Whether BLAS can read features as operands of `dtype`, without a copy: elements of a row, or
     of a column, are neighbours, and rows (columns) do not overlap."""
     item = z.dtype.itemsize
@@ -133,7 +135,7 @@ ReadableRows = tuple[Array, Side | None]
 def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> ReadableRows:
     """All rows as BLAS reads them, for a call in one block."""
     if not normalize:
-        in_place = readable_in_place(features, dtype)
+        in_place = has_blas_layout(features, dtype)
         return features if in_place else features.astype(dtype, order="C"), None
     side = Side(features, dtype, None)
     z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
@@ -201,16 +203,17 @@ def rank_thresholds(query: Side, key: Side, positives: Array) -> Array:
     in another way. Each of D partial sums is rounded by up to eps / 2 of itself. If signs are
     equal, partial sums grow to x, and D roundings have the standard deviation 0.17 eps sqrt(D) |x|.
     If signs are mixed, partial sums are a random walk of up to about |q| |k| / sqrt(D), and D
-    roundings have a standard deviation below 0.3 eps |q| |k|. The bound is six times these.
+    roundings have a standard deviation below 0.3 eps |q| |k|. The bound is six times their sum:
+    eps (sqrt(D) |x| + 2 |q| |k|).
     """
-    thresholds, norms = dots_at(query, key, positives), np.empty((2, len(positives)))
+    dots, squares = dots_at(query, key, positives), np.empty((2, len(positives)))
     for rows in slices(len(positives), 256):
         z = query.take(np.arange(rows.start, rows.stop)), key.take(positives[rows])
-        for side, out in zip(z, norms, strict=True):
+        for side, out in zip(z, squares, strict=True):
             row_dots(side, side, out[rows])
-    growing = np.sqrt(query.features.shape[1]) * np.abs(thresholds)
-    walking = 2.0 * np.sqrt(norms[0]) * np.sqrt(norms[1])
-    return thresholds + np.finfo(query.dtype).eps * (growing + walking)
+    growing = np.sqrt(query.features.shape[1]) * np.abs(dots)
+    walking = 2.0 * np.sqrt(squares[0]) * np.sqrt(squares[1])
+    return dots + np.finfo(query.dtype).eps * (growing + walking)
 
 
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:

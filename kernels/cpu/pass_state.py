@@ -72,10 +72,10 @@ class PassState:
                 self.query_pair_weights = problem.query_pair_weights.astype(dtype)
                 self.key_pair_weights = problem.key_pair_weights.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
-            # Base-2 logits of positives, found before the pass, so that the pass can count the
-            # logits above them. (`epilogue.positive_logits` are outputs of the pass)
+            # Base-2 logits of positives, with a bound of their rounding. They are found before the
+            # pass, which counts the logits above them. (`epilogue.positive_logits` are its outputs)
             thresholds = rank_thresholds(call_state.query, call_state.key, problem.positives)
-            self.rank_thresholds = self.positive_scale * thresholds
+            self.rank_threshold_logits = self.positive_scale * thresholds
 
         # dK accumulates in its destination if the destination has the compute dtype, else in new
         # memory
@@ -184,7 +184,8 @@ class PassState:
             g = side.to_features(
                 g, features, dots, rows, (g if destination is None else destination).dtype
             )
-        # Both branches convert to the destination's dtype. `to_features` only widens unit rows
+        # Both branches convert g to the destination's dtype. (`to_features` has converted g only if
+        # rows are normalised and the destination's dtype is wider)
         if destination is not None and add:
             destination[rows] += g
         elif destination is not None:

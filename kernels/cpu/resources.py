@@ -234,8 +234,8 @@ def in_threads(
 ) -> None:
     """Run `work` in each of `threads` threads. If one fails, the others stop.
 
-    The calling thread calls `report` every 0.1 seconds. `work` gets a function that does nothing,
-    so that no other thread calls `report`, which calls the caller's `progress`.
+    The calling thread calls `report` after each wait of at most 0.1 seconds. `work` gets a function
+    that does nothing, so that no other thread calls `report`, which calls the caller's `progress`.
     """
 
     def guarded() -> None:

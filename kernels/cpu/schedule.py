@@ -18,7 +18,7 @@ from ..grid import (
     slices,
 )
 from ..problem import Array, Gradients, Problem
-from .operands import DTYPES, readable_in_place
+from .operands import DTYPES, has_blas_layout
 from .resources import thread_count
 
 # Rows x columns of a tile, the fastest that was measured (benchmarks/NOTES.md): large tiles have
@@ -183,7 +183,7 @@ def worker_memory(
         return sum(
             z.shape[1]
             for z in sides
-            if z is not None and (problem.normalize or not readable_in_place(z, dtype))
+            if z is not None and (problem.normalize or not has_blas_layout(z, dtype))
         )
 
     d = problem.shape[2]

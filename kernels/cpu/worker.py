@@ -321,14 +321,14 @@ class Worker:
             # them as columns
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
-                thresholds = state.rank_thresholds[rows]
+                thresholds = state.rank_threshold_logits[rows]
                 count_above(x, state.positive_scale, thresholds, stats.row_rank[rows])
             if both:
                 assert stats.columns is not None
                 tile.merge(*stats.columns.part(columns).arrays, *tile_columns.arrays)
                 if stats.column_rank is not None:
-                    thresholds, ranks = state.rank_thresholds[columns], stats.column_rank[columns]
-                    count_above_columns(x, state.positive_scale, thresholds, ranks)
+                    counts = state.rank_threshold_logits[columns], stats.column_rank[columns]
+                    count_above_columns(x, state.positive_scale, *counts)
 
         if stats.columns is not None:
             return run_in_order

@@ -142,7 +142,8 @@ struct Finished {
   T g[LANE_FEATURES];  // the gradient g of the opening comment
   T x[LANE_FEATURES];  // the row s of the opening comment; not set if `with_row` is false
 
-  // `sum` is the row of the accumulator. The row is multiplied by |root| and by root, the `signed_root` of its divisor.
+  // `sum` is the row of the accumulator. The row is multiplied by |root| and by root: `root` is the `signed_root` of
+  // the gradient divisor, times the root of the feature divisor.
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
                                       const LinearGradients& linear, const Matrix& z, i64 row, i64 column,
                                       i64 d, double factor, int exponent, bool with_row = true) {
@@ -216,7 +217,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const double divisor_root =
       signed_root(gradient_divisor[divisor_step * row]) * sqrt(feature_divisor ? *feature_divisor : 1.0);
   double dot = 0;
-#if !NORM_FACTORS  // reads the row once, and computes in the precision of the products
+#if !NORM_FACTORS  // reads the row once, and computes in Real: float, or double for FP64
   const Real root = (Real)divisor_root;
 #pragma unroll 1
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {

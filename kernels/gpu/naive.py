@@ -1,7 +1,7 @@
 """method="naive" on a GPU, with all logits in memory.
 
-A call without options runs the kernels of kernels/cuda/naive; a call with options runs operations
-on CuPy's arrays (kernels/arrays/naive.py).
+A `plain` call, which has no option but `ids` and `normalize`, runs the kernels of
+kernels/cuda/naive. All other calls run operations on CuPy's arrays (kernels/arrays/naive.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TILE = 32  # rows and columns of the tile of a matrix product
 ROWS, COLUMNS, BOTH = 0, 1, 2  # argument `which` of feature_gradient: dQ, dK, or both if Q is K
 
 
-def _require_memory(problem: Problem, matrices: int) -> None:
-    """MemoryError if matrices of `matrices` bytes, unit rows and their gradients do not fit."""
+def _require_memory(problem: Problem, matrices_bytes: int) -> None:
+    """MemoryError if `matrices_bytes` of matrices, unit rows and their gradients do not fit."""
     m, n, d = problem.shape
-    needed = matrices + 2 * (m + n) * d * (8 if problem.compute_precision == "fp64" else 4)
+    needed = matrices_bytes + 2 * (m + n) * d * (8 if problem.compute_precision == "fp64" else 4)
     free = cupy.get_default_memory_pool().free_bytes()
     if needed > free:  # asking the device takes long
         free += cupy.cuda.Device().mem_info[0]
@@ -62,7 +62,7 @@ def solve_by_naive_arrays(problem: Problem, gradients: Gradients | None) -> Solu
 
 
 def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Solution:
-    """Loss and gradients from the full matrix of logits, for a `plain` problem (no options)."""
+    """Loss and gradients from the full matrix of logits, for a `plain` problem."""
     m, n, d = problem.shape
     real = np.dtype(np.float64 if problem.compute_precision == "fp64" else np.float32)
     _require_memory(problem, 2 * m * n * real.itemsize)

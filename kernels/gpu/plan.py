@@ -270,7 +270,7 @@ class Plan:
         """Decide the memory of the arrays that a call makes.
 
         Each result has separate memory, so that no result keeps the memory of another one alive.
-        Small arrays share memory. cuBLAS has its own workspace.
+        Small arrays share memory. The workspace of cuBLAS has none here (`cublas.workspace`).
         """
         results = {result.start.array for result in self.results.values()}
         self.separate: list[tuple[int, int]] = []  # (array, bytes)

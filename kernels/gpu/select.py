@@ -27,13 +27,13 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             return solve(problem, gradients)
     if isinstance(problem, TaughtProblem):  # by blocks, whatever `method` asks for
         return solve_distillation_by_kernels(problem, gradients)
-    unweighted = problem  # kernels find the weights of rows in the upstream gradient
+    for_kernels = problem  # kernels find the weights of rows in the upstream gradient
     if problem.weights is not None and is_computed_by_kernels_only(problem):
-        unweighted = problem.without_weights()
-    method = choose_method(unweighted)
-    if method == "naive" and not unweighted.plain:
-        return METHODS["naive arrays"](problem, gradients)
-    return METHODS[method](unweighted, gradients)
+        for_kernels = problem.without_weights()
+    method = choose_method(for_kernels)
+    if method == "naive" and not for_kernels.plain:
+        return METHODS["naive arrays"](problem, gradients)  # which read the weights
+    return METHODS[method](for_kernels, gradients)
 
 
 def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:

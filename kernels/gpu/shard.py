@@ -39,7 +39,7 @@ def run_block_pass(
 
     `not_finite` gets the NaN flags of the block, and `to_clear` are sums that are set to sums of
     nothing first. `ahead` are the gradients of a later pass of such blocks: this pass takes a
-    workspace of the later pass's size, so that CuPy's memory pool holds one of them.
+    workspace of the later pass's size, so that CuPy's memory pool keeps one workspace for both.
 
     Operations on arrays compute blocks with a guide or a teacher. Kernels compute all other blocks.
     A block has a plan if it has none of these: `progress`; a question (`BlockQuestion`) in place of

@@ -1,10 +1,10 @@
 """The GPU as the device of `offload.backend`, and copies of chunks from and to host memory.
 
-The GPU copies pinned memory without the CPU. Threads copy other memory through pinned memory,
-because one thread reaches only a fraction of the rate of PCIe. Each thread has a pinned buffer and
-a stream. While the GPU copies the buffer of one thread, the other threads fill or empty their
-buffers. Threads and buffers are kept for later calls: 2 x `THREADS` buffers of `COPY_BYTES`, or
-of a row if a row is longer.
+The GPU copies pinned memory without the CPU. Other memory is copied through pinned buffers, by
+several threads: one thread reaches only a fraction of the rate of PCIe. Each thread has a pinned
+buffer and a stream. While the GPU copies the buffer of one thread, the other threads fill or empty
+their buffers. Threads and buffers are kept for later calls: 2 x `THREADS` buffers of `COPY_BYTES`,
+or of a row if a row is longer.
 """
 
 from __future__ import annotations
@@ -199,12 +199,12 @@ def _pool(direction: str) -> ThreadPoolExecutor:
 
 
 def _parts_to_copy(array: Array, size: int) -> list[slice]:
-    """Divide the rows of an array of `size` bytes into parts, each for one copy by one thread.
+    """Divide the rows of an array, of `size` bytes on the device, into parts for one copy each.
 
     There are at least as many parts as threads, unless parts would be below LEAST_COPY_BYTES.
     """
-    copied, rows = min(COPY_BYTES, max(LEAST_COPY_BYTES, size // THREADS)), len(array)
-    return slices(rows, max(1, copied * rows // max(1, size)))
+    part_bytes, rows = min(COPY_BYTES, max(LEAST_COPY_BYTES, size // THREADS)), len(array)
+    return slices(rows, max(1, part_bytes * rows // max(1, size)))
 
 
 def _touch(array: Array) -> None:

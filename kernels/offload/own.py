@@ -31,7 +31,7 @@ class StreamedOwnRows:
             yield query, own
 
     def add_to_query(self, gradients: Gradients, rows: slice, dq: Array) -> None:
-        self.context.departures.wait()  # the passes' part of dQ has to be on the host before
+        self.context.departures.wait()  # the passes' part of dQ is on the host after this
         assert gradients.query is not None
         self.leave(gradients.query[rows], dq, True)
 

@@ -179,7 +179,7 @@ def test_rows_far_from_unit_norm_warn_once(rows: np.ndarray, length: float) -> N
     low, high = sorted((length, 1.0))
     assert str(warning.message) == (
         f"norms of rows of text are {low:g} to {high:g}, expected about 1: "
-        "normalize=True divides rows by them; normalize=False is silent"
+        "normalize=True divides rows by them; normalize=False silences this warning"
     )
     assert (warning.category, warning.filename) == (UserWarning, __file__)
 

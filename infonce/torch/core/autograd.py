@@ -23,11 +23,11 @@ from ...spec import ARRAY_OPTIONS, DTYPES_UNTIL_UPSTREAM, INTEGER_OPTIONS, Loss
 from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
-PAIRS = (*INTEGER_OPTIONS, "guide")  # options that are one array, or a pair (of queries, of keys)
-POSSIBLE_ARRAYS = frozenset({"temperature", *PAIRS, *ARRAY_OPTIONS})  # options that may be arrays
+ONE_OR_PAIR = (*INTEGER_OPTIONS, "guide")  # options that are one array, or (queries', keys')
+POSSIBLE_ARRAYS = frozenset({"temperature", *ONE_OR_PAIR, *ARRAY_OPTIONS})  # may be arrays
 # Names of the arguments for which autograd computes no gradient
 UNTRACKED = (
-    "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *ARRAY_OPTIONS
+    "labels", *(f"{side} {n}" for n in ONE_OR_PAIR for side in ("row", "column")), *ARRAY_OPTIONS
 )  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
 # Dtype of features -> dtype of their gradients until these are multiplied by the upstream gradient
@@ -112,7 +112,7 @@ def untracked_values(labels: Any, options: Mapping[str, Any]) -> tuple[Any, ...]
     """The values of UNTRACKED, in its order. One array instead of a pair is the value of "row"."""
     get = options.get
     sides: list[Any] = []
-    for name in PAIRS:
+    for name in ONE_OR_PAIR:
         value = get(name)
         two_items = isinstance(value, (tuple, list)) and len(value) == 2
         has_both = is_pair(value) or (two_items and name == "guide")
@@ -123,9 +123,9 @@ def untracked_values(labels: Any, options: Mapping[str, Any]) -> tuple[Any, ...]
 
 def split_untracked(values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
     """Split values in the order of UNTRACKED into the labels, and the others by option name."""
-    labels, *sides = values[: 1 + 2 * len(PAIRS)]
-    arrays = dict(zip(ARRAY_OPTIONS, values[1 + 2 * len(PAIRS) :], strict=True))
-    for name, rows, columns in zip(PAIRS, sides[::2], sides[1::2], strict=True):
+    labels, *sides = values[: 1 + 2 * len(ONE_OR_PAIR)]
+    arrays = dict(zip(ARRAY_OPTIONS, values[1 + 2 * len(ONE_OR_PAIR) :], strict=True))
+    for name, rows, columns in zip(ONE_OR_PAIR, sides[::2], sides[1::2], strict=True):
         arrays[name] = rows if columns is None else (rows, columns)
     return labels, arrays
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...checks import validation
 from ...spec import ARRAY_OPTIONS, COMPILED_OPTIONS, DEFAULTS, INFO_NCE_OWN, LOSSES, Loss
 from .autograd import (
-    PAIRS,
+    ONE_OR_PAIR,
     TENSOR_DTYPES_UNTIL_UPSTREAM,
     UNTRACKED,
     differentiated_names,
@@ -152,7 +152,7 @@ def apply(
     settings = {**DEFAULTS, **options}
     settings["workspace"] = validation.workspace(settings["workspace"])
     untracked = untracked_values(labels, options)
-    others = options.keys() - {*COMPILED_OPTIONS, *PAIRS, *ARRAY_OPTIONS}
+    others = options.keys() - {*COMPILED_OPTIONS, *ONE_OR_PAIR, *ARRAY_OPTIONS}
     fits = (
         all(x is None or isinstance(x, Tensor) for x in untracked)
         and all(isinstance(settings[name], PLAIN_TYPES) for name in COMPILED_OPTIONS)
@@ -160,7 +160,7 @@ def apply(
     )
     if metrics or not fits or settings["reduction"] == "none" or inside_transform():
         raise ValueError(
-            f"in a compiled graph: expected labels, {', '.join((*PAIRS, *ARRAY_OPTIONS))} as "
+            f"in a compiled graph: expected labels, {', '.join((*ONE_OR_PAIR, *ARRAY_OPTIONS))} as "
             "tensors, no metrics, group, reduction='none' nor torch.func, and as options plain "
             f"values of {', '.join(COMPILED_OPTIONS)}"
         )

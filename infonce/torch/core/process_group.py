@@ -66,7 +66,7 @@ class ProcessGroup(Communicator):
 
     def _duplicate(self) -> None:
         """Make a gloo group of the same processes."""
-        # timeout of gloo, which has to be some number: `bounded` ends a wait after `timeout`
+        # gloo wants a timeout. `bounded` ends a wait after `Communicator.timeout`
         never = datetime.timedelta(days=7)
         self._group = self.bounded(
             lambda: dist.new_group(self._members, never, "gloo", use_local_synchronization=True),

@@ -1,4 +1,5 @@
-"""Retrieval ranks of a tile: how many logits exceed the logit of the positive."""
+"""Retrieval ranks of a tile: how many logits exceed a threshold, which is about the logit of the
+positive (`operands.rank_thresholds`)."""
 
 from __future__ import annotations
 

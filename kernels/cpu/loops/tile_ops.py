@@ -68,15 +68,16 @@ def exclude_diagonal(x):  # type: ignore[no-untyped-def]
 
 @compiled
 def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
-    """guide_bits[i // 4, j] = the directions that leave out pair (i, j), whose guide product is
-    g[i, j], two bits for each of four rows. A product that is not finite sets no bit.
+    """Set two bits for each pair (i, j), whose guide product is g[i, j]: whether the softmax of row
+    i, and the softmax of column j, leaves it out. guide_bits[i // 4, j] has the bits of four rows
+    (`DIRECTION_BITS`). A product that is not finite sets no bit.
 
     Returns whether all products are finite. If not, the caller makes the logits of the pairs whose
     products are not finite NaN (`Worker.compute_products`).
     """
     wide_vectors()
     zero, high = g.dtype.type(0), g.dtype.type(np.inf)
-    total = zero
+    zero_or_nan = zero  # 0 times a product that is not finite is NaN
     guide_bits[:] = 0
     for i in range(g.shape[0]):
         row, limit, out = g[i], limits[i], guide_bits[i >> 2]
@@ -87,8 +88,8 @@ def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-de
             if key_limits is not None:
                 bits |= by_column if (row[j] > key_limits[j]) & finite else np.uint8(0)
             out[j] |= bits
-            total += row[j] * zero
-    return total == zero
+            zero_or_nan += row[j] * zero
+    return zero_or_nan == zero
 
 
 @compiled

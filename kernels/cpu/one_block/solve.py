@@ -161,7 +161,9 @@ def _store(
         products.append((gradients.query, g, key[0], query))
     if gradients.key is not None and gradients.want_key and not problem.symmetric:
         products.append((gradients.key, g.T, query[0], key))
-    # one thread for each product takes less time than both threads for one product after the other
+    # With an even number of threads, the first half computes dQ and the second half dK, and each
+    # half divides the rows of its product. This takes less time than all threads for one product
+    # after the other
     has_parts_each = len(products) == 2 and team.threads % 2 == 0
     parts = team.threads // 2 if has_parts_each else team.threads
 

@@ -3,7 +3,8 @@
 // use the same structs. `Options`, at the end, is all of them together. Options that change only the loss of a row from
 // its sums are in RowOptions (vectors/sums.cuh).
 //
-// A new option is one more struct, its name in `Options`, and its vectors in `Block`.
+// A new option is one more struct, its -D option below, its name in `Options`, and its vectors in `Block`.
+// CONTRIBUTING.md lists its other files.
 #pragma once
 #include "block/block.cuh"
 

@@ -28,6 +28,8 @@ constexpr int RANGE_THREADS = 1024;
 // least of a column. The factors u, and v without column_factor, are then below 2^(SPREAD / 2), because each has half
 // of the difference (`middle`). With a larger difference, u and v could overflow float32.
 constexpr double SPREAD = 40;
+// ... and if the log-sum-exps of rows are less than this apart, so that no factor u underflows float32
+constexpr double ROW_SPREAD = 80;
 // In a softmax, the bound of dL/dx is at least this share of each row's factor. Factors are divided by the gradient
 // divisor, which is proportional to the bound. With a smaller bound, the quotients would overflow float32.
 constexpr double MIN_BOUND_SHARE = 0x1p-60;
@@ -85,7 +87,8 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
   const bool usable = bound > 1e-300 && bound < INFINITY_;
   out->gradient_divisor = usable ? bound / largest_element : 1.0;
   out->middle = 0.5 * (parts[0][0] + parts[2][0]);
-  out->one_exponential = f.column_reference && parts[0][0] - parts[2][0] < SPREAD && parts[0][0] - parts[1][0] < 80;
+  out->one_exponential = f.column_reference && parts[0][0] - parts[2][0] < SPREAD &&
+                         parts[0][0] - parts[1][0] < ROW_SPREAD;
 }
 
 // Factors as the gradient kernels read them. tiled/gradient.cu has the equations of a, u and v.
@@ -144,8 +147,9 @@ extern "C" __global__ void to_products(const double* values, const __grid_consta
 }
 
 // Resets one_exponential, after `ranges`, for options that leave a pair out of the softmax of its row only (limits,
-// guide): the logit of this pair may exceed the row's log-sum-exp, by as much as the largest log-sum-exp of a column
-// exceeds the least of a row. If that is SPREAD or more, one exponential cannot serve both. One thread block.
+// guide). Such a pair is still in the softmax of its column, so its logit is at most the column's log-sum-exp C_j. But
+// it may exceed the row's log-sum-exp R_i, by up to max C - min R. If that is SPREAD or more, one exponential cannot
+// serve both. One thread block.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 check_spread(const double* row_reference, const double* column_reference, i64 m, i64 n, Ranges* out) {
   __shared__ double column_memory[RANGE_THREADS / 32], row_memory[RANGE_THREADS / 32];

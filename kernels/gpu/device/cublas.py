@@ -81,10 +81,10 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
     """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`.
 
     Four more arguments make it cublasGemmStridedBatchedEx: the elements from product to product
-    of A, of B and of C, and the number of products. On a stream under capture, cuBLAS uses the
-    `workspace_bytes` at the address `workspace`, which have to exist as long as the graph is
-    launched; 0: new memory of CuPy's allocator, whose pool belongs to the capture, as that of all
-    temporary memory in a capture. Other streams have cuBLAS's own workspace.
+    of A, of B and of C, and the number of products. On a stream under capture, cuBLAS uses
+    `workspace_bytes` at the address `workspace`. This memory has to exist as long as the graph is
+    launched. If `workspace` is 0, as in a capture by the caller, it is allocated here, from the
+    pool of the capture. On all other streams, cuBLAS uses a workspace of its own.
     """
     name, letters = "gemmEx", ONE_PRODUCT
     if len(arguments) > len(ONE_PRODUCT):

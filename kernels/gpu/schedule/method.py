@@ -92,7 +92,7 @@ def has_plan(problem: Problem, by_kernels: bool) -> bool:
     """Whether a tiled call may have a plan. `by_kernels`: see `is_computed_by_kernels_only`.
 
     Tiled calls without a plan are launched step by step: calls with operations on arrays, calls
-    whose blocks follow from the values of groups, and calls that report progress. `select.solve`
-    runs distillation without a plan, and `plan.run_by_plan` calls of too many steps (`TooLong`).
+    whose blocks follow from the values of groups, and calls that report progress. Distillation and
+    the method naive have no plan either, nor have calls of too many steps (`plan.TooLong`).
     """
     return by_kernels and problem.progress is None and problem.host_groups is None

@@ -43,7 +43,7 @@ class GPU:
 
     `queue` runs launches on the current stream, or records them. For a block, `gradients` may be
     the gradients of a later pass over such blocks. Then both passes have workspaces of the same
-    size, so that CuPy's memory pool holds one of them.
+    size, so that CuPy's memory pool keeps one workspace for both.
     """
 
     def __init__(
