@@ -202,7 +202,7 @@ def siglip_loss(
 
     ``loss = -(1/N) sum_ij log sigmoid(t_ij z_ij)``.
 
-    With `positive_ids`, t_ij = 1 for pairs of equal numbers, and their terms have weights.
+    With `positive_ids`, t_ij = 1 for pairs of equal ids, and the terms of these pairs have weights.
 
     Parameters
     ----------

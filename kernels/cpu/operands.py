@@ -206,13 +206,14 @@ def rank_thresholds(query: Side, key: Side, positives: Array) -> Array:
     roundings have a standard deviation below 0.3 eps |q| |k|. The bound is six times their sum:
     eps (sqrt(D) |x| + 2 |q| |k|).
     """
-    dots, squares = dots_at(query, key, positives), np.empty((2, len(positives)))
+    dots, query_squares, key_squares = np.empty((3, len(positives)))
     for rows in slices(len(positives), 256):
-        z = query.take(np.arange(rows.start, rows.stop)), key.take(positives[rows])
-        for side, out in zip(z, squares, strict=True):
-            row_dots(side, side, out[rows])
+        q, k = query.take(np.arange(rows.start, rows.stop)), key.take(positives[rows])
+        row_dots(q, k, dots[rows])
+        row_dots(q, q, query_squares[rows])
+        row_dots(k, k, key_squares[rows])
     growing = np.sqrt(query.features.shape[1]) * np.abs(dots)
-    walking = 2.0 * np.sqrt(squares[0]) * np.sqrt(squares[1])
+    walking = 2.0 * np.sqrt(query_squares) * np.sqrt(key_squares)
     return dots + np.finfo(query.dtype).eps * (growing + walking)
 
 

@@ -1,5 +1,6 @@
-// method="naive": the whole logit matrix, one kernel for each formula, as in a textbook. kernels/gpu/naive.py launches
-// the kernels in this order; a loss takes those that it needs:
+// The method naive computes the whole logit matrix. Each formula has one kernel, as in a textbook.
+//
+// kernels/gpu/naive.py launches the kernels that a loss needs, in this order:
 //
 //     unit_rows          U: the features Z converted to Real and, if `normalize`, divided by their norms
 //     similarity         X = scale U V'; logits of excluded pairs are -inf

@@ -28,7 +28,8 @@ constexpr int RANGE_THREADS = 1024;
 // least of a column. The factors u, and v without column_factor, are then below 2^(SPREAD / 2), because each has half
 // of the difference (`middle`). With a larger difference, u and v could overflow float32.
 constexpr double SPREAD = 40;
-// ... and if the log-sum-exps of rows are less than this apart, so that no factor u underflows float32
+// One exponential also needs that the largest and the least log-sum-exp of rows are less than ROW_SPREAD apart. Then no
+// factor u underflows float32.
 constexpr double ROW_SPREAD = 80;
 // In a softmax, the bound of dL/dx is at least this share of each row's factor. Factors are divided by the gradient
 // divisor, which is proportional to the bound. With a smaller bound, the quotients would overflow float32.
