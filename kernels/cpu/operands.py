@@ -202,19 +202,17 @@ def rank_thresholds(query: Side, key: Side, positives: Array) -> Array:
     in a tile. So a key that equals the positive is not nearer, although BLAS may round its product
     in another way. Each of D partial sums is rounded by up to eps / 2 of itself. If signs are
     equal, partial sums grow to x, and D roundings have the standard deviation 0.17 eps sqrt(D) |x|.
-    If signs are mixed, partial sums are a random walk of up to about |q| |k| / sqrt(D), and D
-    roundings have a standard deviation below 0.3 eps |q| |k|. The bound is six times their sum:
-    eps (sqrt(D) |x| + 2 |q| |k|).
+    If signs are mixed, partial sums are a random walk of up to about 1.6 a / sqrt(D), where a is
+    the sum of |q_d k_d|, and D roundings have a standard deviation below 0.33 eps a. The bound is
+    six times their sum: eps (sqrt(D) |x| + 2 a).
     """
-    dots, query_squares, key_squares = np.empty((3, len(positives)))
+    dots, magnitudes = np.empty((2, len(positives)))
     for rows in slices(len(positives), 256):
         q, k = query.take(np.arange(rows.start, rows.stop)), key.take(positives[rows])
         row_dots(q, k, dots[rows])
-        row_dots(q, q, query_squares[rows])
-        row_dots(k, k, key_squares[rows])
+        row_dots(np.abs(q), np.abs(k), magnitudes[rows])
     growing = np.sqrt(query.features.shape[1]) * np.abs(dots)
-    walking = 2.0 * np.sqrt(query_squares) * np.sqrt(key_squares)
-    return dots + np.finfo(query.dtype).eps * (growing + walking)
+    return dots + np.finfo(query.dtype).eps * (growing + 2.0 * magnitudes)
 
 
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
