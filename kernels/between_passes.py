@@ -17,10 +17,10 @@ import numpy as np
 from .direction_losses import DirectionLosses
 from .epilogues import SoftmaxGradient, Statistics, Sums
 from .grid import slices
-from .linear import LinearTerm, add_class_means, find_label_smoothing
+from .linear import LabelSmoothing, LinearTerm, add_class_means, find_label_smoothing
 from .norms import Norms, normalization_backward, normalized_rows
 from .problem import LOG2_E, Array, Gradients, Problem, as_sets
-from .targets import finalize_with_targets, find_targets
+from .targets import Targets, finalize_with_targets, find_targets
 
 
 @dataclass
@@ -61,30 +61,14 @@ def finalize(
     follows. `scale` multiplies all vectors of the gradient: it is `problem.scale`, or 1 in the
     method naive, which multiplies dL/dx itself. `Vectors.finalize` and the method naive call this.
     """
-    xp, positive_logits, row_sums = vectors.xp, stats.positive_logits, stats.rows
-
-    # What joins the sums and the targets: own negatives, biases, label smoothing, joint rows
+    xp = vectors.xp
     own = None if problem.own is None else OwnNegatives(xp, problem)
     if own is not None:
         own.join(vectors, stats)
-    smoothing = positive_bias = positive_bias2 = None  # natural units, base 2
-    if problem.key_bias is not None:
-        positive_bias = backend.take_at_positives(problem, problem.key_bias)
-        positive_bias2 = LOG2_E * positive_bias
-    if problem.label_smoothing:
-        smoothing = find_label_smoothing(xp, problem, backend, positive_logits, positive_bias)
-    if problem.joint:
-        positive_logits = positive_logits[: len(positive_logits) // 2]
-        row_sums = _join_halves(vectors, row_sums)
-    row_targets = find_targets(
-        xp, problem, positive_logits, None if smoothing is None else smoothing.rows, positive_bias2
+    smoothing, row_targets, column_targets = _find_all_targets(
+        xp, problem, backend, stats.positive_logits
     )
-    column_targets = row_targets  # key i is the positive of query i
-    if problem.two_sided and (smoothing is not None or positive_bias2 is not None):
-        # columns compare queries, which have no biases
-        column_targets = find_targets(
-            xp, problem, positive_logits, None if smoothing is None else smoothing.columns
-        )
+    row_sums = _join_halves(vectors, stats.rows) if problem.joint else stats.rows
 
     # Losses of rows and of columns, added up with the weights of the directions. `upstream` has
     # grad_out and the row shares (infonce/checks/validation.py: upstream)
@@ -126,27 +110,15 @@ def finalize(
         # which is no row's positive, leaves `log_scale_grad` finite
         log_scale_grad = problem.upstream * log_scale_grad
 
-    # -scale dL/dx at the positives. With label smoothing e, a target has 1 - e at the positive and
-    # e / count at each key. The gradient pass inserts `inserted_pull`, of the first part; linear
-    # terms pull at each key by e / count (`smoothing_pull`). `pull` is the sum of both
-    inserted_pull = _times(row_upstream, row_targets.pull(rows.negative_probability))
+    # `pull` is -scale dL/dx at the positives, of which the gradient pass inserts `inserted_pull`
+    pull = _times(row_upstream, row_targets.pull(rows.negative_probability))
     if columns is not None:
-        inserted_pull = inserted_pull + column_upstream * column_targets.pull(
-            columns.negative_probability
-        )
-    pull = inserted_pull
+        pull = pull + column_upstream * column_targets.pull(columns.negative_probability)
+    inserted_pull = pull
     if smoothing is not None:
-        smoothing_pull = problem.label_smoothing * row_upstream / smoothing.rows.count
-        if column_upstream is not None and smoothing.columns is not None:
-            column_pull = problem.label_smoothing * column_upstream / smoothing.columns.count
-            smoothing_pull = smoothing_pull + column_pull
-        pull = inserted_pull + _times(smoothing_pull, xp.ones_like(inserted_pull))
-        # The linear terms pull at the keys of `smoothing.parts`, so positives outside of `parts`
-        # get their pull here. In a joint loss the linear terms of rows i and i + B both pull at the
-        # pair of positives, which counts once: one pull is taken back
-        added = smoothing.added_positives[: len(row_upstream)].reshape(inserted_pull.shape)
-        counted = 2.0 * added - 1.0 if problem.joint else 1.0 * added
-        inserted_pull = inserted_pull + _times(smoothing_pull, counted)
+        pull, inserted_pull = _add_smoothing(
+            xp, problem, smoothing, row_upstream, column_upstream, pull
+        )
     # A positive's logit is x = scale (dot - margin). The dot products <dL/dq, q> have scale dot in
     # the place of x, and so lack -scale margin dL/dx = margin pull
     if problem.dots_lack_margin:
@@ -169,6 +141,56 @@ def finalize(
         losses, rows, columns, row_factor, column_factor, -inserted_pull, log_scale_grad,
         tuple(linear), own,
     )  # fmt: skip
+
+
+def _find_all_targets(
+    xp: Any, problem: Problem, backend: Any, positive_logits: Array
+) -> tuple[LabelSmoothing | None, Targets, Targets]:
+    """Label smoothing (None: the loss has none), and the targets of rows and of columns.
+
+    A joint loss has one target for both rows i and i + B.
+    """
+    smoothing = positive_bias = positive_bias2 = None  # natural units, base 2
+    if problem.key_bias is not None:
+        positive_bias = backend.take_at_positives(problem, problem.key_bias)
+        positive_bias2 = LOG2_E * positive_bias
+    if problem.label_smoothing:
+        smoothing = find_label_smoothing(xp, problem, backend, positive_logits, positive_bias)
+    row_means = column_means = None
+    if smoothing is not None:
+        row_means, column_means = smoothing.rows, smoothing.columns
+    if problem.joint:
+        positive_logits = positive_logits[: len(positive_logits) // 2]
+    row_targets = find_targets(xp, problem, positive_logits, row_means, positive_bias2)
+    column_targets = row_targets  # key i is the positive of query i
+    if problem.two_sided and (smoothing is not None or positive_bias2 is not None):
+        # columns compare queries, which have no biases
+        column_targets = find_targets(xp, problem, positive_logits, column_means)
+    return smoothing, row_targets, column_targets
+
+
+def _add_smoothing(
+    xp: Any, problem: Problem, smoothing: LabelSmoothing, row_upstream: Array,
+    column_upstream: Array | None, pull: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """-scale dL/dx at the positives, with label smoothing e: all of it, and the part that the
+    gradient pass inserts.
+
+    A target has 1 - e at the positive and e / count at each key. `pull` is of the first part, which
+    the gradient pass inserts. The linear terms pull at the keys of `smoothing.parts`, so a positive
+    outside of `parts` gets its e / count here. In a joint loss the linear terms of rows i and i + B
+    both pull at the pair of positives, which counts once: one e / count is taken back.
+    """
+    smoothing_pull = problem.label_smoothing * row_upstream / smoothing.rows.count
+    if column_upstream is not None and smoothing.columns is not None:
+        column_pull = problem.label_smoothing * column_upstream / smoothing.columns.count
+        smoothing_pull = smoothing_pull + column_pull
+    added = smoothing.added_positives[: len(row_upstream)].reshape(pull.shape)
+    inserted_count = 2.0 * added - 1.0 if problem.joint else 1.0 * added  # of e / count
+    return (
+        pull + _times(smoothing_pull, xp.ones_like(pull)),
+        pull + _times(smoothing_pull, inserted_count),
+    )
 
 
 def _times(factor: Array, values: Array) -> Array:

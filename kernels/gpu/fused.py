@@ -25,6 +25,7 @@ from .device.arguments import (
 from .device.launcher import device_properties
 from .device.signatures import structure
 from .device.streams import identity
+from .schedule.decisions import common_dtype
 from .schedule.fused import THREADS, TILE, one_launch
 
 # Fields of struct Fused, which are packed by position. Packing by name would take 2% of the time of
@@ -114,9 +115,8 @@ def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Soluti
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
     query = with_strides_in_whole_elements(problem.query)
     key = query if symmetric else with_strides_in_whole_elements(problem.key)
-    if query.dtype != key.dtype:  # the kernel reads one dtype: `schedule.decisions.common_dtype`
-        dtype = np.promote_types(*(np.float32 if z.dtype.itemsize < 4 else z.dtype
-                                   for z in (query, key)))  # fmt: skip
+    if query.dtype != key.dtype:
+        dtype = common_dtype(query.dtype.name, key.dtype.name)
         query, key = query.astype(dtype), key.astype(dtype)
     query_gradient = key_gradient = NO_MATRIX
     if gradients is not None:
