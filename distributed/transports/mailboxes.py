@@ -28,7 +28,7 @@ LAST_WRITES = 1.0  # seconds that a process waits at its end for writes of other
 MOST_WORD_BYTES = 2**16  # of all words of a mailbox: enough for more ranks than a node has
 
 
-class Device:
+class StreamOperations:
     """Operations on streams of the current GPU. Addresses and sizes are in bytes."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class NodeCopies(Copies):
     """
 
     def __init__(self, rank: int, mailboxes: Mailboxes, addresses: dict[int, int]) -> None:
-        device = Device()
+        device = StreamOperations()
         super().__init__(rank, addresses, device)
         self.mailbox_memory = mailboxes
         at, size = self.in_use, self.word_bytes

@@ -84,7 +84,7 @@ class Copies:
     """Copies between this rank and the other ranks of its node, by copy engines or by swap.cu.
 
     `mailboxes` has the address, in this process, of the mailbox of each rank of the node. `device`
-    has the operations on streams (`mailboxes.Device`). A mailbox has these parts, in this order:
+    is a `mailboxes.StreamOperations`. A mailbox has these parts, in this order:
 
     - words "full", one for each slot (`word_bytes`);
     - words "in use", one for each slot of this rank in another mailbox (`word_bytes`);

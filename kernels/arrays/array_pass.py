@@ -17,7 +17,7 @@ from ..linear import LinearGradient
 from ..norms import Norms, normalization_backward
 from ..problem import LOG2_E, Array, Gradients, Problem, as_sets
 from ..targets import PositivePairs
-from .naive import Matrix, exclude_pairs, matrix_sums, sigmoid_terms
+from .naive import PairMatrix, exclude_pairs, matrix_sums, sigmoid_terms
 
 Sides = tuple[Array | None, Array | None]  # for the softmax of rows, of columns
 # (row reference [M], row factor [M], column reference [N], column factor [N]); the last two
@@ -148,7 +148,7 @@ class ArrayPass:
         """Apply the epilogue to a block. Returns scale dL/dx [m, n]; None if it has no gradient."""
         xp, problem, epilogue = self.xp, self.problem, self.epilogue
         m, n = len(query), len(key)
-        x = Matrix(xp, m, n, self.dtype)
+        x = PairMatrix(xp, m, n, self.dtype)
         xp.matmul(query, key.T, out=x.all)
         left_out = self._find_left_out(x.all, rows, columns)
         x.flat *= self.scale
@@ -284,7 +284,7 @@ class ArrayPass:
             ranks.column_rank[columns] += above.sum(axis=0)
 
     def _gradient(
-        self, epilogue: SoftmaxGradient, x: Matrix, index: Array, rows: slice, columns: slice,
+        self, epilogue: SoftmaxGradient, x: PairMatrix, index: Array, rows: slice, columns: slice,
         left_out: Sides,
     ) -> Array:  # fmt: skip
         gradient = x.like(self.xp)
@@ -321,8 +321,9 @@ class ArrayPass:
         return xp.exp(xp.minimum(y, x.dtype.type(0)))
 
     def _sigmoid(
-        self, sigmoid: Sigmoid, x: Matrix, index: Array, rows: slice, pairs: PositivePairs | None
-    ) -> Array:
+        self, sigmoid: Sigmoid, x: PairMatrix, index: Array, rows: slice,
+        pairs: PositivePairs | None,
+    ) -> Array:  # fmt: skip
         """Add the losses of a pairwise sigmoid to `sigmoid`; returns scale dL/dx."""
         xp = self.xp
         losses, g = sigmoid_terms(xp, x, index, xp.asarray(self.problem.bias, self.dtype), pairs)

@@ -4,8 +4,8 @@ Three matrix products, one M x N matrix, and a few passes over it. This is not f
 memory, but it shows what the passes compute, and it can return the logits. Exponents are natural.
 Nothing reads an element of an array on the host.
 
-M x N matrices (`Matrix`) have one further element after the last, at the index of a positive that a
-row lacks: code that sets positives aside needs no branch. x are logits in natural units, and
+M x N matrices (`PairMatrix`) have one further element after the last, at the index of a positive
+that a row lacks: code that sets positives aside needs no branch. x are logits in natural units, and
 `index` [M] or [M, P] has the positions of the positives in `x.flat`.
 """
 
@@ -51,7 +51,7 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     problem = materialize_vectors(problem, xp)
     # the scale's gradient from moments: all logits are there, and feature gradients may be unwanted
     problem.moments = problem.scalar_grads
-    x = Matrix(xp, m, n, dtype)
+    x = PairMatrix(xp, m, n, dtype)
     xp.matmul(query, key.T, out=x.all)
     present = problem.positives >= 0
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
@@ -60,7 +60,7 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     if problem.has_limits:
         left_out_of_rows, left_out_of_columns = _find_left_out(xp, problem, x, index)
     if problem.guided:
-        guide, products = guide_problem(problem), Matrix(xp, m, n, dtype)
+        guide, products = guide_problem(problem), PairMatrix(xp, m, n, dtype)
         xp.matmul(guide_query, guide_key.T, out=products.all)
         products.flat[~xp.isfinite(products.flat)] = np.nan
         by_guide = _find_left_out(xp, guide, products, index)
@@ -108,7 +108,7 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
 
 
 def _find_left_out(
-    xp: Any, problem: Problem, dots: Matrix, index: Array
+    xp: Any, problem: Problem, dots: PairMatrix, index: Array
 ) -> tuple[Array, Array | None]:
     """Masks [M, N]: whether rows, and columns of a two-sided loss (else None), leave out a pair.
 
@@ -120,17 +120,17 @@ def _find_left_out(
     return dots.all > limit[:, None], dots.all > limit if problem.two_sided else None
 
 
-class Matrix:
+class PairMatrix:
     """An M x N matrix `all`, in a vector `flat` with one element more, for missing positives."""
 
     def __init__(self, xp: Any, m: int, n: int, dtype: Any) -> None:
         self.flat = xp.zeros(m * n + 1, dtype)
         self.all = self.flat[:-1].reshape(m, n)
 
-    def like(self, xp: Any) -> Matrix:
+    def like(self, xp: Any) -> PairMatrix:
         """A matrix of zeros of the same shape and dtype."""
         m, n = self.all.shape
-        return Matrix(xp, m, n, self.flat.dtype)
+        return PairMatrix(xp, m, n, self.flat.dtype)
 
 
 class _Dense:
@@ -158,7 +158,7 @@ class _Dense:
 
 
 def _softmax(
-    vectors: Vectors, problem: Problem, x: Matrix, positive_logits: Array, index: Array,
+    vectors: Vectors, problem: Problem, x: PairMatrix, positive_logits: Array, index: Array,
     left_out: tuple[Array | None, Array | None], dense: _Dense,
 ) -> tuple[Solution, Array, Finalized]:  # fmt: skip
     """Losses, log-sum-exps and dL/dx (without the scale), and the vectors that `finalize` returns.
@@ -264,7 +264,7 @@ def exclude_pairs(
 
 
 def sigmoid_terms(
-    xp: Any, x: Matrix, index: Array, bias: Array, pairs: PositivePairs | None
+    xp: Any, x: PairMatrix, index: Array, bias: Array, pairs: PositivePairs | None
 ) -> tuple[Array, Array]:
     """The terms softplus(-t z) of a pairwise sigmoid, with z = x + bias, t = 1 at positives and -1
     at negatives. Returns their sums over rows, [m] float64, and their derivatives by x, [m, n], 0
@@ -289,7 +289,7 @@ def sigmoid_terms(
 
 
 def _sigmoid(
-    xp: Any, problem: Problem, x: Matrix, index: Array, row_nans: Array,
+    xp: Any, problem: Problem, x: PairMatrix, index: Array, row_nans: Array,
     pairs: PositivePairs | None,
 ) -> tuple[Solution, Array]:  # fmt: skip
     """The solution of a pairwise sigmoid, and dL/dx [M, N] without the scale."""

@@ -52,7 +52,7 @@ class StreamedSide:
 
 
 @dataclass
-class Part:
+class SideRows:
     """Rows of queries or keys on the device, with the accumulator of their gradient."""
 
     rows: slice  # of the whole side
@@ -63,11 +63,11 @@ class Part:
     def features(self) -> Array:
         return self.arrays[0]
 
-    def part(self, rows: slice) -> Part:
+    def part(self, rows: slice) -> SideRows:
         """The part with `rows`, which are numbers of rows of the whole side."""
         local = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
         gradient = None if self.gradient is None else self.gradient[local]
-        return Part(rows, [z[local] for z in self.arrays], gradient)
+        return SideRows(rows, [z[local] for z in self.arrays], gradient)
 
 
 class Arrivals:
@@ -116,7 +116,7 @@ class Departures:
         while self.leaving:
             self.leaving.popleft().wait()
 
-    def leave(self, side: StreamedSide, part: Part) -> None:
+    def leave(self, side: StreamedSide, part: SideRows) -> None:
         """Begin to copy the complete gradient of `part` to the host, rows `part.rows` of `side`.
 
         The memory of `part` may be used again at once, because a buffer has a copy of the gradient.

@@ -39,7 +39,7 @@ LEAST_COPY_BYTES = 2**20  # for fewer bytes, threads mainly wait for Python's gl
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of host features, computed on the current GPU."""
-    return backend.solve(problem, gradients, GPU())
+    return backend.solve(problem, gradients, GPUDevice())
 
 
 def run_block_pass(
@@ -49,11 +49,11 @@ def run_block_pass(
 ) -> None:  # fmt: skip
     """`backend.run_block_pass` on the current GPU."""
     backend.run_block_pass(
-        GPU(), problem, triangle, epilogue, gradients, not_finite, to_clear, ahead
+        GPUDevice(), problem, triangle, epilogue, gradients, not_finite, to_clear, ahead
     )  # fmt: skip
 
 
-class GPU:
+class GPUDevice:
     """The current GPU: see `infonce.kernels.offload.device.OffloadDevice`."""
 
     xp = cupy
@@ -78,8 +78,8 @@ class GPU:
 
     @staticmethod
     @contextmanager
-    def copies() -> Iterator[HostCopies]:
-        copies = HostCopies()
+    def copies() -> Iterator[GPUCopies]:
+        copies = GPUCopies()
         try:
             yield copies
         except BaseException:
@@ -91,14 +91,15 @@ class GPU:
 # --- copies ---------------------------------------------------------------------------------------
 
 
-class HostCopies:
+class GPUCopies:
     """See `infonce.kernels.offload.device.HostCopies`."""
 
     def __init__(self) -> None:
         self.device = runtime.getDevice()
         self.current = cupy.cuda.get_current_stream()
         self.inwards, self.outwards = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-        self.pending: dict[Ticket, tuple[Array, Array]] = {}  # copies under way, and their arrays
+        # copies under way, and their arrays
+        self.pending: dict[GPUTicket, tuple[Array, Array]] = {}
         self.touching: list[Future[None]] = []
 
     def touch(self, target: Array) -> None:
@@ -107,7 +108,7 @@ class HostCopies:
             parts = _parts_to_copy(target, target.nbytes)
             self.touching += [_pool("out").submit(_touch, target[part]) for part in parts]
 
-    def arrive(self, target: Array, source: Array) -> Ticket:
+    def arrive(self, target: Array, source: Array) -> GPUTicket:
         ready = self.current.record()
         if _pinned(source, target.dtype):
             self.inwards.wait_event(ready)
@@ -116,7 +117,7 @@ class HostCopies:
         parts = self.submit("in", _Lane.arrive, target, source, ready)
         return self.ticket(parts, None, target, source)
 
-    def leave(self, target: Array, source: Array, add: bool) -> Ticket:
+    def leave(self, target: Array, source: Array, add: bool) -> GPUTicket:
         wait(self.touching)  # they write to the same memory
         ready = self.current.record()
         if not add and _pinned(target, source.dtype):  # with `add`, threads of the CPU add
@@ -149,8 +150,8 @@ class HostCopies:
 
     def ticket(
         self, parts: Sequence[Future[Any]], event: Any, target: Array, source: Array
-    ) -> Ticket:
-        ticket = Ticket(self, parts, event)
+    ) -> GPUTicket:
+        ticket = GPUTicket(self, parts, event)
         self.pending[ticket] = target, source
         return ticket
 
@@ -168,10 +169,10 @@ class HostCopies:
         self.pending.clear()
 
 
-class Ticket:
+class GPUTicket:
     """See `infonce.kernels.offload.device.Ticket`."""
 
-    def __init__(self, copies: HostCopies, parts: Sequence[Future[Any]], event: Any) -> None:
+    def __init__(self, copies: GPUCopies, parts: Sequence[Future[Any]], event: Any) -> None:
         self.copies, self.parts, self.event = copies, parts, event
 
     def wait(self) -> None:

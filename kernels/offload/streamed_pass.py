@@ -21,7 +21,7 @@ from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, P
 from .chunks import (
     Arrivals,
     Departures,
-    Part,
+    SideRows,
     StreamedSide,
     are_disjoint,
     arrive,
@@ -185,7 +185,7 @@ class StreamedPass:
         for i, (chunk, pieces) in enumerate(steps):
             streamed_part = None
             if chunk is not None:
-                streamed_part = Part(chunk, arrivals.take(), stream_accumulator).part(chunk)
+                streamed_part = SideRows(chunk, arrivals.take(), stream_accumulator).part(chunk)
             for j, piece in enumerate(pieces):
                 while arriving and arriving[0][0] < piece.stop:
                     arriving.popleft()[1].wait()
@@ -201,7 +201,7 @@ class StreamedPass:
             if streamed_part is not None:
                 self.leave(self.stream, streamed_part)
 
-    def leave(self, side: StreamedSide, part: Part) -> None:
+    def leave(self, side: StreamedSide, part: SideRows) -> None:
         """Add linear terms to the gradient of a part, and copy it to the host."""
         if part.gradient is not None:
             dots = None if side.dots is None else side.dots[part.rows]
@@ -210,7 +210,7 @@ class StreamedPass:
                 features.subtract(term.part(part.rows), part.gradient, dots)
         self.context.departures.leave(side, part)
 
-    def hold(self, span: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
+    def hold(self, span: list[slice]) -> tuple[SideRows, deque[tuple[int, Ticket]]]:
         """Begin to copy a span to the device; return the span and its copies: (first row, copy).
 
         If a side stays in all passes, it is copied once in a call.
@@ -227,7 +227,7 @@ class StreamedPass:
             if context.layout.smaller_side_stays:
                 context.staying_arrays = on_device
         accumulator = self.accumulator(self.stay, stop - start)
-        return Part(slice(start, stop), on_device, accumulator), arriving
+        return SideRows(slice(start, stop), on_device, accumulator), arriving
 
     def accumulator(self, side: StreamedSide, rows: int) -> Array | None:
         """Memory for the gradient of `rows` rows of a side; None if no gradient is wanted."""
@@ -236,8 +236,8 @@ class StreamedPass:
         return self.device.xp.empty((rows, self.problem.shape[2]), self.context.real)
 
     def block(
-        self, queries: Part, keys: Part | None, is_first_of_queries: bool, is_first_of_keys: bool,
-        block_accumulator: Array | None,
+        self, queries: SideRows, keys: SideRows | None, is_first_of_queries: bool,
+        is_first_of_keys: bool, block_accumulator: Array | None,
     ) -> None:  # fmt: skip
         """Compute one block. If `keys` is None, the queries are the keys.
 

@@ -100,7 +100,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     device: Any = SimpleNamespace(read=lambda at, size: np.zeros(size, np.uint8))
     monkeypatch.setattr(mailboxes, "runtime", runtime)
-    monkeypatch.setattr(mailboxes, "Device", lambda: device)
+    monkeypatch.setattr(mailboxes, "StreamOperations", lambda: device)
     monkeypatch.setattr(mailboxes, "_try_copies", lambda copies: True)
     monkeypatch.setattr(mailboxes.cupy.cuda, "Device", threading.Lock)  # a context
     return runtime
@@ -200,7 +200,7 @@ def test_last_writes_come_before_the_end(runtime: Runtime, monkeypatch: pytest.M
     ever."""
     words = [1, 1, 0]
     device: Any = SimpleNamespace(read=lambda at, size: np.array([words[0]], np.uint8))
-    monkeypatch.setattr(mailboxes, "Device", lambda: device)
+    monkeypatch.setattr(mailboxes, "StreamOperations", lambda: device)
     monkeypatch.setattr(mailboxes.time, "sleep", lambda _: words.pop(0))
     rank_threads = Threads([[0, 1]])
     for left, waits in ([1, 1, 0], 2), ([1] * 9, 9):
@@ -235,7 +235,7 @@ def test_waits_for_data_flush_remote_writes(
         return can_flush
 
     monkeypatch.setattr(mailboxes.runtime, "deviceGetAttribute", attribute)
-    device, stream = mailboxes.Device(), SimpleNamespace(ptr=0)
+    device, stream = mailboxes.StreamOperations(), SimpleNamespace(ptr=0)
     device.wait(stream, 64, 1, peers.AT_LEAST)
     device.wait(stream, 64, 0, peers.EQUAL)
     device.write(stream, 64, 1)

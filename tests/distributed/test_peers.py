@@ -308,7 +308,7 @@ def test_kernel_takes_what_a_swap_hands_it(monkeypatch: pytest.MonkeyPatch) -> N
     """The names of its arguments, sides and bytes of arrays included."""
     launches: list[Any] = []
     monkeypatch.setattr(mailboxes, "swap_arrays", lambda blocks, values: launches.append(values))
-    device = object.__new__(mailboxes.Device)  # without a GPU
+    device = object.__new__(mailboxes.StreamOperations)  # without a GPU
     device.swap(nullcontext(), Swap(1, (8, 24), 1, (8,)), [256, 512], [1024], SPACE, 0)
     swap = signatures.signature("ranks/swap.cu", "swap")
     swap.require(launches[0])
@@ -324,7 +324,7 @@ def test_swap_with_itself() -> None:
     import cupy
 
     mailbox = cupy.zeros(2**20 + peers.MAILBOX_BYTES + 3 * peers.MOST_SWAP_BYTES, np.uint8)
-    copies = Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), mailboxes.Device())
+    copies = Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), mailboxes.StreamOperations())
     stream, rng = cupy.cuda.Stream(non_blocking=True), np.random.default_rng(0)
     for sizes in ((1,), (8, 24, 8), (64, 17, 3, 4096), (2**20,), (2**19 - 16, 8, 2**18 + 8), (5,)):
         shifts = [int(shift) for shift in rng.integers(0, 3, len(sizes)) * 8]

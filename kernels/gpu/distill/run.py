@@ -28,7 +28,7 @@ from ..vectors import Scalars
 ModelDirections = tuple[DirectionLosses, DirectionLosses]
 
 
-class Teacher:
+class TeacherOperands:
     """The features of a teacher as operands, and the scale of its logits.
 
     `problem` is the teacher's problem. `buffers` are the student's, with the same precision.
@@ -104,7 +104,7 @@ class DistillationRun(GradientRun):
 
     def __init__(
         self, buffers: Buffers, problem: Problem, scheduled: ScheduledPass, epilogue: Distillation,
-        gradients: Gradients | None, teacher: Teacher,
+        gradients: Gradients | None, teacher: TeacherOperands,
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         self.epilogue, self.teacher = epilogue, teacher

@@ -25,7 +25,13 @@ from ..schedule import Call, Schedule, tiled_schedule
 from ..tiled.backend import GPU
 from ..tiled.buffers import Buffers
 from ..vectors import ElementwiseVectors, TiledVectors
-from .run import Distillation, DistillationRun, ModelDirections, Teacher, probability_factors
+from .run import (
+    Distillation,
+    DistillationRun,
+    ModelDirections,
+    TeacherOperands,
+    probability_factors,
+)
 
 
 def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients | None) -> Solution:
@@ -86,7 +92,7 @@ def _solve(
     buffers.prepare(problem)
     gradients = vectors.with_dots(problem, gradients)
     assert schedule.teacher is not None
-    teacher = Teacher(teacher_problem, schedule.teacher, buffers)
+    teacher = TeacherOperands(teacher_problem, schedule.teacher, buffers)
 
     # The epilogue of the distillation pass. NaN flags of both models make weights and losses NaN
     nans = _row_nans(problem, vectors, queries_spoil_all=False)
