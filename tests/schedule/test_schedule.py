@@ -178,6 +178,16 @@ def test_one_launch_is_for_small_plain_batches(
     assert (made.one_launch is not None) == (method == "fused")
 
 
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_limits_over_ranks_and_divided_features(side: str) -> None:
+    """Each block divides features by a number of its own: then float16 products vary by block."""
+    call = replace(a_call(LossForm.ROWS, 512, 512, 64, "fp16"), has_limits=True, limits_given=True)
+    device = DEVICES["h200"]
+    assert tiled_schedule(call, device).operands.precision == "fp16"
+    divided = replace(call, **{side: Matrix.packed(512, 64, "float32")})
+    assert tiled_schedule(divided, device).operands.precision == "fp32"
+
+
 def test_precisions_that_a_device_lacks() -> None:
     with pytest.raises(ValueError, match=r"precision: .* capability 75, which lacks the tensor"):
         schedule(a_call(LossForm.BOTH, 1024, 1024, 64), DEVICES["t4"])

@@ -131,7 +131,8 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
         # are added in a fixed order of the sides, so the sums x_ij and x_ji have different orders
         bits_vary = operand_precision in config.OPERAND_PARTS
         # Features of another dtype are divided to fit float16. Each block has its own divisors
-        has_divisors = operand_precision in config.FLOAT16 and call.query.dtype != "float16"
+        all_float16 = call.query.dtype == call.key.dtype == "float16"
+        has_divisors = operand_precision in config.FLOAT16 and not all_float16
         if bits_vary or (call.limits_given and has_divisors):
             operand_precision = "fp32"
     if not config.supported(operand_precision, device):
@@ -165,13 +166,9 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
         )
     width = product_bytes(operand_precision, query, key)
     return Operands(
-        operand_precision,
-        query,
-        key,
-        width,
-        config.product_width(call.query.columns, operand_precision),
-        staged_copy_bytes,
-    )
+        operand_precision, query, key, width,
+        config.product_width(call.query.columns, operand_precision), staged_copy_bytes,
+    )  # fmt: skip
 
 
 def reserved_bytes(call: Call, operand_precision: str) -> int:
