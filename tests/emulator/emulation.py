@@ -66,7 +66,7 @@ EVERY: dict[str, int] = {
     # test_sweeps.py
     "test_widths": 4, "test_features_of_any_size": 3, "test_few_multiprocessors": 9,
     "test_hardest_negatives": 3, "test_logits_far_apart": 4, "test_portable_kernels": 3,
-    "test_cached_exponentials": 5,
+    "test_cached_exponentials": 4,
 }  # fmt: skip
 
 

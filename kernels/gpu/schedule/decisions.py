@@ -35,6 +35,8 @@ ONE_PASS_PRECISIONS = ("bf16x3", "bf16")
 # cached: products of shorter rows take less time than the cache. All other precisions have no
 # cache. Cached exponentials are bfloat16 for bf16, and float32 for fp16x3
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
+# The same for a loss with one softmax, if dK is not wanted: its gradient pass takes less time
+MIN_CACHED_K_SLICES_OF_DQ = {"bf16": 9, "fp16x3": 20}
 MAX_GROUP_BLOCK_SIDE = 8192  # most rows and columns of a block, if groups leave out blocks
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
 # Bytes that alignment may add: less than ALIGNMENT for each part. A pass has at most 14 parts
@@ -356,11 +358,12 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     - There is no teacher, and there are no retrieval ranks, whose pass would run between these two.
     - Pairs have no options (groups, positive ids, limits, a guide, biases), which the kernel of
       cached exponentials does not take. Ids are no such option.
-    - The call wants dK, or its loss needs more than sums of rows. (With bf16, one pass without a
-      cache computes dQ from sums of rows: `may_compute_in_one_pass`.)
+    - The call wants dK, or one pass cannot compute dQ (`may_compute_in_one_pass`).
     """
-    min_k_slices = MIN_CACHED_K_SLICES.get(operands.precision)
-    needs_no_cache = call.loss_follows_from_row_sums and call.key_gradient is None
+    dq_only = call.loss is LossForm.ROWS and call.key_gradient is None
+    min_by_precision = MIN_CACHED_K_SLICES_OF_DQ if dq_only else MIN_CACHED_K_SLICES
+    min_k_slices = min_by_precision.get(operands.precision)
+    needs_no_cache = call.key_gradient is None and may_compute_in_one_pass(call, operands, sweep)
     return (
         call.block is None and call.gradient
         and sweep is not None and min_k_slices is not None and sweep.k_slices >= min_k_slices
