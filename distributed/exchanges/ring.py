@@ -18,6 +18,7 @@ go round in pieces, one piece of each shard at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,25 @@ from .base import Keys, Round, RowType, no_keys
 from .partition import Partition
 
 NEXT_RANK = 1  # distance of the rank to which this rank sends in each step
+
+
+class _Buffers:
+    """Memory for the rows of a piece, in several slots; each is allocated when it is first used."""
+
+    def __init__(self, xp: Any, types: Sequence[RowType], largest_piece: int) -> None:
+        self.xp, self.types, self.largest_piece = xp, types, largest_piece
+        self.slots: dict[int, list[Array]] = {}
+        self.views: dict[tuple[int, int], list[Array]] = {}  # by slot and number of rows
+
+    def get(self, slot: int, rows: int) -> list[Array]:
+        """The first `rows` rows of the arrays in a slot."""
+        if slot not in self.slots:
+            self.slots[slot] = [
+                self.xp.empty((self.largest_piece, *tail), dtype) for tail, dtype in self.types
+            ]
+        if (slot, rows) not in self.views:
+            self.views[slot, rows] = [array[:rows] for array in self.slots[slot]]
+        return self.views[slot, rows]
 
 
 @dataclass(frozen=True)
@@ -43,88 +63,89 @@ class Ring:
 
     def run(self, round: Round) -> None:
         """See `Exchange`."""
-        ranks, rank = len(self.partition.rows), self.rank
-        own, visit, types = round.own, round.visit, round.types
-        steps = round.reach(ranks) + 1
-        # with `visits_half`, the local block (step 0) has sums of rows only, which do not travel
-        first_summed_step = 1 if round.visits_half else 0
-        summed_steps = (
-            range(first_summed_step, round.summed_reach(ranks) + 1) if types else range(0)
-        )
         largest_piece = -(-self.partition.largest // self.piece_count)  # in keys
-        key_types: list[RowType] = [(array.shape[1:], array.dtype) for array in own]
-        stores: dict[tuple[int, bool], list[Array]] = {}  # by slot and `for_sums`
-        views: dict[tuple[int, bool, int], list[Array]] = {}  # by slot, `for_sums` and `rows`
+        key_types: list[RowType] = [(array.shape[1:], array.dtype) for array in round.own]
+        key_buffers = _Buffers(self.xp, key_types, largest_piece)  # slots 0 and 1
+        sum_buffers = _Buffers(self.xp, round.types, largest_piece)  # slots 0, 1 and 2
+        for piece in range(self.piece_count):
+            self._send_round(round, piece, key_buffers, sum_buffers)
 
-        def buffers(slot: int, rows: int, for_sums: bool) -> list[Array]:
-            """Buffers for the arrays, or for the sums, of `rows` keys.
+    def _send_round(
+        self, round: Round, piece: int, key_buffers: _Buffers, sum_buffers: _Buffers
+    ) -> None:
+        """Send piece number `piece` of each shard round the ring, and its sums to its owner."""
+        ranks, rank = len(self.partition.rows), self.rank
+        steps, summed_steps = self._count_steps(round)
+        piece_rows = self.partition.piece(piece, self.piece_count)  # rows of the batch, by rank
+        lengths = [rows.stop - rows.start for rows in piece_rows]
+        own_rows = self._own_rows(piece_rows[rank])
+        arrays: list[Array] = [array[own_rows] for array in round.own]
+        sums_to_send: list[Array] = []  # the sums that the next step sends
+        for step in range(steps):
+            # start the transfers that this step's block hides
+            owner, next_owner = (rank - step) % ranks, (rank - step - 1) % ranks
+            next_arrays: list[Array] = []
+            outgoing: list[Array] = []
+            if step < steps - 1:
+                next_arrays = key_buffers.get(step % 2, lengths[next_owner])
+                outgoing += arrays
+            running_sums: list[Array] = []  # of the ranks owner ... rank - 1
+            if step in summed_steps and step - 1 in summed_steps:
+                running_sums = sum_buffers.get((step + 1) % 3, lengths[owner])
+                outgoing += sums_to_send
+            pending = None
+            if ranks > 1:
+                incoming = [*next_arrays, *running_sums]
+                pending = self.transport.exchange({NEXT_RANK: (outgoing, incoming)})
 
-            They are parts of memory that is allocated once, for the largest piece. `slot` is the
-            number of the buffer: 0 or 1 for arrays, 0 to 2 for sums.
-            """
-            if (slot, for_sums) not in stores:
-                stores[slot, for_sums] = [
-                    self.xp.empty((largest_piece, *tail), dtype)
-                    for tail, dtype in (types if for_sums else key_types)
-                ]
-            if (slot, for_sums, rows) not in views:
-                views[slot, for_sums, rows] = [array[:rows] for array in stores[slot, for_sums]]
-            return views[slot, for_sums, rows]
+            # compute the block
+            sums = sum_buffers.get(step % 3, lengths[owner]) if step in summed_steps else []
+            self._visit(round, piece, step, steps, piece_rows[owner], arrays, sums)
 
-        for j in range(self.piece_count):
-            pieces = self.partition.piece(j, self.piece_count)  # rows of the batch, by rank
-            start = self.partition.starts[rank]
-            own_rows = slice(pieces[rank].start - start, pieces[rank].stop - start)
-            arrays: list[Array] = [array[own_rows] for array in own]
-            sums_to_send: list[Array] = []  # the sums that the next step sends
-            for step in range(steps):
-                # start the transfers that this step's block hides
-                owner, next_piece = (rank - step) % ranks, pieces[(rank - step - 1) % ranks]
-                rows, is_last = pieces[owner].stop - pieces[owner].start, step == steps - 1
-                next_arrays: list[Array] = []
-                outgoing: list[Array] = []
-                if not is_last:
-                    next_arrays = buffers(step % 2, next_piece.stop - next_piece.start, False)
-                    outgoing += arrays
-                running_sums: list[Array] = []  # of the ranks owner ... rank - 1
-                if step in summed_steps and step - 1 in summed_steps:
-                    running_sums = buffers((step + 1) % 3, rows, True)
-                    outgoing += sums_to_send
-                pending = None
-                if ranks > 1:
-                    incoming = [*next_arrays, *running_sums]
-                    pending = self.transport.exchange({NEXT_RANK: (outgoing, incoming)})
+            # add the sums that have arrived
+            if pending is not None:
+                pending.wait()
+            if round.combine is not None and running_sums:
+                round.combine(sums, running_sums)  # then the sums are of ranks owner ... rank
+            arrays = next_arrays
+            sums_to_send = sums or sums_to_send
 
-                # compute the block
-                sums = buffers(step % 3, rows, True) if step in summed_steps else []
-                if step or not self.symmetric:
-                    if round.is_left_to_other(rank, step, ranks):
-                        visit(*no_keys(arrays), sums)
-                    else:
-                        keys = Keys(
-                            owner == rank, pieces[owner], self.piece_count == 1,
-                            step + j * steps, self.piece_count * steps,
-                        )  # fmt: skip
-                        visit(keys, arrays, sums)
-                elif j == 0:  # if queries are keys, the own shard is visited once, in one piece
-                    shard = slice(start, self.partition.starts[rank + 1])
-                    visit(Keys(True, shard, True, 0, self.piece_count * steps), own, [])
+        # send the last sums to the owner of the keys, and receive the sums of the own keys
+        if summed_steps and round.keep is not None:
+            sums_of_own_keys = sums_to_send  # of one rank: all sums are of its own keys
+            if ranks > 1:
+                sums_of_own_keys = sum_buffers.get((summed_steps[-1] + 1) % 3, lengths[rank])
+                distance_to_owner = ranks - summed_steps[-1]
+                shift_to_owners = {distance_to_owner: (sums_to_send, sums_of_own_keys)}
+                self.transport.exchange(shift_to_owners).wait()
+            round.keep(own_rows, sums_of_own_keys)
 
-                # add the sums that have arrived
-                if pending is not None:
-                    pending.wait()
-                if round.combine is not None and running_sums:
-                    round.combine(sums, running_sums)  # then the sums are of ranks owner ... rank
-                arrays = next_arrays
-                sums_to_send = sums or sums_to_send
+    def _count_steps(self, round: Round) -> tuple[int, range]:
+        """The number of steps of a round, and the steps whose blocks have sums for the keys."""
+        ranks = len(self.partition.rows)
+        # with `visits_half`, the local block (step 0) has sums of rows only, which do not travel
+        first = 1 if round.visits_half else 0
+        summed_steps = range(first, round.summed_reach(ranks) + 1) if round.types else range(0)
+        return round.reach(ranks) + 1, summed_steps
 
-            # send the last sums to the owner of the keys, and receive the sums of the own keys
-            if summed_steps and round.keep is not None:
-                sums_of_own_keys = sums_to_send  # of one rank: all sums are of its own keys
-                if ranks > 1:
-                    rows = pieces[rank].stop - pieces[rank].start
-                    sums_of_own_keys = buffers((summed_steps[-1] + 1) % 3, rows, True)
-                    distance_to_owner = ranks - summed_steps[-1]
-                    shift_to_owners = {distance_to_owner: (sums_to_send, sums_of_own_keys)}
-                    self.transport.exchange(shift_to_owners).wait()
-                round.keep(own_rows, sums_of_own_keys)
+    def _own_rows(self, rows: slice) -> slice:
+        """Rows of the batch that this rank has, as rows of its shard."""
+        start = self.partition.starts[self.rank]
+        return slice(rows.start - start, rows.stop - start)
+
+    def _visit(
+        self, round: Round, piece: int, step: int, steps: int, rows: slice, arrays: list[Array],
+        sums: list[Array],
+    ) -> None:  # fmt: skip
+        """Visit the keys of step `step`: `rows` of the batch, whose arrays are `arrays`."""
+        ranks, visits = len(self.partition.rows), self.piece_count * steps
+        is_own, number = step == 0, step + piece * steps
+        if is_own and self.symmetric:  # if queries are keys, the own shard is visited in one piece
+            if piece == 0:
+                shard = slice(*self.partition.starts[self.rank : self.rank + 2])
+                round.visit(Keys(True, shard, True, 0, visits), round.own, [])
+        elif round.is_left_to_other(self.rank, step, ranks):
+            round.visit(*no_keys(arrays), sums)
+        else:
+            keys = Keys(is_own, rows, self.piece_count == 1, number, visits)
+            round.visit(keys, arrays, sums)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -32,17 +31,33 @@ class PassState:
     ) -> None:
         self.call_state, self.problem, self.grid = call_state, problem, grid
         self.epilogue, self.gradients, self.order = epilogue, gradients, order
+        self.has_teacher, self.teacher_logit_scale = isinstance(problem, TaughtProblem), 1.0
+        if isinstance(problem, TaughtProblem):
+            self.teacher_logit_scale = float(problem.teacher_scale) * LOG2_E
         # dot products times `logit_scale` are exponents in base 2 (of a sigmoid: natural logits),
         # and those of positives times `positive_scale` are their logits
         self.logit_scale = float(problem.scale) * (1.0 if isinstance(epilogue, Sigmoid) else LOG2_E)
         self.positive_scale = self.logit_scale
         if problem.hardness:
             self.logit_scale = float(problem.exponent_scale) * LOG2_E
-        d = problem.shape[2]
-        dtype = call_state.dtype
+        self._convert_options()
+        self._convert_epilogue()
+        self._prepare_column_gradients()
+        self._prepare_linear_terms()
 
-        # vectors of length M or N in the compute dtype, converted once for all tiles. Biases are in
-        # units of dot products, to which loops add them
+        self.kept_logits: dict[Block, Array] = {}
+        if isinstance(epilogue, SoftmaxGradient):
+            self.kept_logits = call_state.take_kept_logits(grid)
+        elif isinstance(epilogue, Statistics) and call_state.schedule.both_passes:
+            call_state.keep_logits(problem, grid)
+            self.kept_logits = call_state.kept_logits
+
+    # -- the steps of `__init__`: vectors of length M or N are converted once for all tiles
+
+    def _convert_options(self) -> None:
+        """Convert biases and limits to the compute dtype."""
+        problem, dtype = self.problem, self.call_state.dtype
+        # in units of dot products, to which loops add them
         self.key_bias, self.query_bias = (
             None if bias is None else (bias * (LOG2_E / self.logit_scale)).astype(dtype)
             for bias in (problem.key_bias, problem.query_bias)
@@ -56,9 +71,11 @@ class PassState:
         )  # fmt: skip
         # whether rows and columns have the same logits, so that one exponential can serve both
         self.same_logits = self.key_bias is None and not problem.compares_with_limits
-        self.has_teacher, self.teacher_logit_scale = isinstance(problem, TaughtProblem), 1.0
-        if isinstance(problem, TaughtProblem):
-            self.teacher_logit_scale = float(problem.teacher_scale) * LOG2_E
+
+    def _convert_epilogue(self) -> None:
+        """Convert the vectors of the epilogue to the compute dtype: factors of dL/dx, weights of
+        pairs. For an epilogue that counts retrieval ranks, find the thresholds."""
+        epilogue, problem, dtype = self.epilogue, self.problem, self.call_state.dtype
         if isinstance(epilogue, SoftmaxGradient):
             self.positive_gradient = epilogue.positive_gradient.astype(dtype)
             self.factors = SoftmaxFactors(epilogue, self.logit_scale, dtype, self.same_logits)
@@ -74,55 +91,56 @@ class PassState:
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
             # Base-2 logits of positives, with a bound of their rounding. They are found before the
             # pass, which counts the logits above them. (`epilogue.positive_logits` are its outputs)
-            thresholds = rank_thresholds(call_state.query, call_state.key, problem.positives)
+            query, key = self.call_state.query, self.call_state.key
+            thresholds = rank_thresholds(query, key, problem.positives)
             self.rank_threshold_logits = self.positive_scale * thresholds
 
-        # dK accumulates in its destination if the destination has the compute dtype, else in new
-        # memory
-        self.column_gradients = gradients is not None and (
-            grid.triangle or (gradients.want_key and not problem.symmetric)
-        )
-        self.in_place = call_state.schedule.dk_accumulator_rows == 0
-        self.first_row_blocks: dict[int, int] = {}
-        if gradients is not None and self.column_gradients:
-            keys = slice(grid.columns[0].start, grid.columns[-1].stop)
-            out = gradients.query if grid.triangle else gradients.key
-            self.first_key = 0 if self.in_place and out is not None else keys.start
-            if self.in_place and out is not None:
-                self.accumulator = out
-            else:
-                self.accumulator = np.empty((keys.stop - keys.start, d), dtype)
-            # the first row block of a column block overwrites dK, and later row blocks add to it
-            for row_block in reversed(range(len(grid.rows))):
-                for column_block in grid.visits(row_block):
-                    if not (grid.triangle and row_block == column_block):
-                        self.first_row_blocks[column_block] = row_block
-            for column_block, columns in enumerate(grid.columns):
-                if column_block not in self.first_row_blocks:
-                    self.column_accumulator(columns)[...] = 0
+    def _prepare_column_gradients(self) -> None:
+        """Choose the memory in which the gradients of columns accumulate, if the pass has any.
 
-        # `store` subtracts these from dQ and dK
+        They are dK; or in a triangle, whose columns are rows of the other half, a part of dQ. They
+        accumulate in their destination if it has the compute dtype, otherwise in new memory.
+        """
+        grid, gradients = self.grid, self.gradients
+        self.column_gradients = gradients is not None and (
+            grid.triangle or (gradients.want_key and not self.problem.symmetric)
+        )
+        self.in_place = self.call_state.schedule.dk_accumulator_rows == 0
+        # the row block that overwrites the gradients of a column block; later row blocks add
+        self.first_row_blocks: dict[int, int] = {}
+        if gradients is None or not self.column_gradients:
+            return
+        keys = slice(grid.columns[0].start, grid.columns[-1].stop)
+        destination = gradients.query if grid.triangle else gradients.key
+        if self.in_place and destination is not None:
+            self.first_key, self.accumulator = 0, destination
+        else:
+            shape = keys.stop - keys.start, self.problem.shape[2]
+            self.first_key, self.accumulator = keys.start, np.empty(shape, self.call_state.dtype)
+        for row_block in reversed(range(len(grid.rows))):
+            for column_block in grid.visits(row_block):
+                if not (grid.triangle and row_block == column_block):
+                    self.first_row_blocks[column_block] = row_block
+        for column_block, columns in enumerate(grid.columns):
+            if column_block not in self.first_row_blocks:
+                self.column_accumulator(columns)[...] = 0
+
+    def _prepare_linear_terms(self) -> None:
+        """Prepare the gradients of linear terms, which `store` subtracts from dQ and dK."""
         self.query_linear: list[LinearGradient] = []
         self.key_linear: list[LinearGradient] = []
-        if isinstance(epilogue, SoftmaxGradient) and gradients is not None:
-            linear_gradient = functools.partial(
-                LinearGradient, np, call_state.query, call_state.key, symmetric=problem.symmetric
-            )
-            if gradients.want_query:
-                self.query_linear = [
-                    linear_gradient(term=term, is_key_side=False) for term in epilogue.linear
-                ]
-            if self.column_gradients and not problem.symmetric:
-                self.key_linear = [
-                    linear_gradient(term=term, is_key_side=True) for term in epilogue.linear
-                ]
-
-        self.kept_logits: dict[Block, Array] = {}
-        if isinstance(epilogue, SoftmaxGradient):
-            self.kept_logits = call_state.take_kept_logits(grid)
-        elif isinstance(epilogue, Statistics) and call_state.schedule.both_passes:
-            call_state.keep_logits(problem, grid)
-            self.kept_logits = call_state.kept_logits
+        epilogue, gradients, symmetric = self.epilogue, self.gradients, self.problem.symmetric
+        if not isinstance(epilogue, SoftmaxGradient) or gradients is None:
+            return
+        sides = np, self.call_state.query, self.call_state.key
+        if gradients.want_query:
+            self.query_linear = [
+                LinearGradient(*sides, term, False, symmetric) for term in epilogue.linear
+            ]
+        if self.column_gradients and not symmetric:
+            self.key_linear = [
+                LinearGradient(*sides, term, True, symmetric) for term in epilogue.linear
+            ]
 
     def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """((bias of keys, limits) for the rows of a tile, (bias of keys, limits) for its columns).
