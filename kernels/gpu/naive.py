@@ -88,8 +88,8 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
                inverse=inverse, row_nans=row_nans)  # fmt: skip
         return u, inverse, row_nans
 
-    u, u_inverse, u_bad = unit_rows(problem.query)
-    v, v_inverse, v_bad = (u, u_inverse, u_bad) if symmetric else unit_rows(problem.key)
+    u, u_inverse, u_nans = unit_rows(problem.query)
+    v, v_inverse, v_nans = (u, u_inverse, u_nans) if symmetric else unit_rows(problem.key)
     pairs: Fields = {
         "positives": problem.positives, "query_ids": problem.query_ids,
         "key_ids": problem.key_ids, "symmetric": symmetric,
@@ -123,7 +123,7 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
                 stats.column_rank = (columns or rows).rank
             solution.statistics = stats
     # NaN flags: a query's makes the loss of its row NaN, a key's all losses
-    solution.losses = solution.losses + u_bad + v_bad.sum()
+    solution.losses = solution.losses + u_nans + v_nans.sum()
     if problem.known_row_nans is not None:
         solution.losses += problem.known_row_nans
     solution.logits = x
