@@ -31,9 +31,9 @@ from .passes import (
 # base-2 logits x, have reference exponents r that are not maxima (sm90/online_references.cuh).
 # Bfloat16 has the exponent range of float32, which such elements need, and float16 does not
 ONE_PASS_PRECISIONS = ("bf16x3", "bf16")
-# By precision, the least K-slices of a row, all its parts together, for which exponentials are
-# cached: products of shorter rows take less time than the cache. All other precisions have no
-# cache. Cached exponentials are bfloat16 for bf16, and float32 for fp16x3
+# By precision, the least K-slices of 128 bytes of a row, all its parts together, for which
+# exponentials are cached: more than 512 features in bf16, and more than 320 in fp16x3. Products of
+# shorter rows take less time than the cache. Cached exponentials are bfloat16, or float32 (fp16x3)
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
 # The same for a loss with one softmax, if dK is not wanted: its gradient pass takes less time
 MIN_CACHED_K_SLICES_OF_DQ = {"bf16": 9, "fp16x3": 20}
