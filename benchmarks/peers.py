@@ -57,7 +57,7 @@ class Case(measure.Case):
 
     @property
     def arithmetic(self) -> str:
-        """Of the bare products."""
+        """The precision of the bare products."""
         auto = self.precision == "auto"
         return contenders_gpu.PRECISION[self.dtype] if auto else self.precision
 
@@ -167,7 +167,7 @@ def in_another_way(
 
 @contextmanager
 def portable_kernels() -> Iterator[None]:
-    """As with INFONCE_KERNELS=portable."""
+    """Calls within this context use the portable kernels, as with INFONCE_KERNELS=portable."""
     before, precision.PORTABLE = precision.PORTABLE, True
     try:
         yield

@@ -78,7 +78,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def provenance(record: Mapping[str, Any]) -> list[str]:
-    """Where and when it was measured, and how."""
+    """The lines that say where, when and how the record was measured."""
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
     gpu = record.get("gpu")
     driver = f", driver {gpu['driver']}, CUDA {gpu['cuda']}" if gpu else ""
@@ -142,7 +142,7 @@ def _cases(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Row]]]:
 
 
 def _all_cases(record: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
-    """Of all tables; what two of them have counts in the first."""
+    """The cases of all tables. A case of two tables has the rows of the first."""
     tables = reversed(_cases(record).values())
     return {case: rows for table in tables for case, rows in table.items()}
 
@@ -198,7 +198,7 @@ def _ceiling(record: Mapping[str, Any]) -> float:
 
 
 def _case(row: Row) -> str:
-    """What was measured, in words."""
+    """The case of a row, in words."""
     precision = "" if row["precision"] == "auto" else f", {row['precision']}"
     alone = "" if row["gradient"] else ", loss only"
     if row.get("wrt"):
@@ -208,7 +208,7 @@ def _case(row: Row) -> str:
 
 
 def _standing(rows: Mapping[str, Row]) -> tuple[str, str]:
-    """This library's time over that of the bare products, and its useful rate."""
+    """This library's time divided by the time of the bare products, and its useful rate."""
     row = rows.get(LIBRARY, {})
     if "median_s" not in row:
         return "-", "-"

@@ -28,7 +28,8 @@ class Section:
     ahead: bool = False  # calls are timed with the host ahead of the device, without Python
 
     def goal(self, method: str, i: int) -> float | None:
-        """Of a method in case `i`, in seconds."""
+        """The time in seconds that `method` is meant to reach in case `i`. None if no goal is
+        set."""
         goals = {"auto": self.goals, ROOMY: self.roomy_goals}.get(method, ())
         goal = goals[i] if i < len(goals) else None
         return None if goal is None else goal / 1e3

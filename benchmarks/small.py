@@ -81,7 +81,7 @@ def contenders(loss: str, rows: int, dim: int, options: str) -> dict[str, Callab
 
 
 def least_seconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """By name: the least time of one call over all turns."""
+    """The least time of one call over all turns, by contender's name."""
     least = {}
     for name, run in runs.items():
         run()  # compiles

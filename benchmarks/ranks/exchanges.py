@@ -92,7 +92,7 @@ def make_loss(kind: str, name: str, rank: int, size: int) -> Callable[[Any, Any,
 
 
 def seconds(step: Callable[[], None], steps: int, barrier: Callable[[], Any]) -> list[float]:
-    """Of each step, the slowest rank's."""
+    """The time of each step, on the slowest rank."""
     step_seconds = []
     for _ in range(steps):
         torch.cuda.synchronize()

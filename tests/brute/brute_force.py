@@ -196,7 +196,7 @@ def sigmoid(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Of PyTorch, for matrices so small."""
+    """PyTorch uses one thread within this context, because the matrices are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

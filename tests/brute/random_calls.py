@@ -40,7 +40,7 @@ ROUNDING = {"float64": 0.0, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16"
 
 
 def evaluate(drawn: Drawn) -> tuple[infonce.LossAndGrad, Any]:
-    """With gradients, and the loss alone."""
+    """The result with gradients, and the result of the loss alone."""
     call = drawn.call
     given = {"scale": call.scale, "normalize": call.normalize, "reduction": call.reduction,
              "weights": call.weights, "ids": call.ids, **call.softmax}  # fmt: skip
@@ -62,7 +62,7 @@ def evaluate(drawn: Drawn) -> tuple[infonce.LossAndGrad, Any]:
 
 
 def shares(drawn: Drawn, want: Judgement) -> Iterator[tuple[str, float]]:
-    """What was compared, and the largest share of its bound that it is off by."""
+    """For each array that was compared: its name, and its largest error divided by the bound."""
     out, alone = evaluate(drawn)
     call = drawn.call
     rounding = 2.0**-24 if out.loss.dtype == np.float32 else 2.0**-53
@@ -97,7 +97,8 @@ def share(got: Any, want: Any, bound: Any) -> float:
 
 
 def gradient_share(got: Any, want: Any, bound: Any) -> float:
-    """By rows. What overflows the dtype has to be large there."""
+    """The largest error of a row divided by its bound. A row may be infinite only near the dtype's
+    limit."""
     finfo = ml_dtypes.finfo(got.dtype)
     wide = got.astype(np.longdouble)
     length = np.sqrt((want * want).sum(axis=1))

@@ -28,8 +28,7 @@ LEAST = 1e-36  # of a loss or gradient in float32: it has all digits from there 
 
 
 def table(page: str) -> dict[str, tuple[float, ...]]:
-    """By the dtype of features: the loss's factor of 1 + x, the gradient's, its rounding, and the
-    absolute error of an element."""
+    """The README's table of errors, by the dtype of features."""
     rows = ROW.findall((ROOT / page).read_text(encoding="utf-8"))
     return {name: tuple(float(number or 0) for number in numbers) for name, *numbers in rows}
 
@@ -96,7 +95,7 @@ def test_readme(kind: str, name: str) -> None:
 
 
 def test_rounding_of_the_dtypes() -> None:
-    """What the table adds to a 16-bit gradient is the rounding of its dtype, and no more."""
+    """The table adds to the error of a 16-bit gradient only the rounding of its dtype."""
     for name, (*_, rounding, element) in table("README.md").items():
         finfo = ml_dtypes.finfo(DTYPES[name])
         unit = float(finfo.eps) / 2

@@ -30,7 +30,7 @@ def test_random_calls(part: int) -> None:
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a few times the rounding of the logits."""
+    """Random calls find an error of a few times the rounding of the logits."""
 
     def wrong(*args: Any, **options: Any) -> infonce.LossAndGrad:
         out = right(*args, **options)
@@ -56,7 +56,7 @@ def test_the_program(
 
 
 def test_brute_force_is_the_definition() -> None:
-    """By hand, of two pairs."""
+    """The judge agrees with the loss and slope of two pairs, worked out by hand."""
     z = np.array([[1.0, 0.0], [0.0, 1.0]])
     for loss, want in (("info_nce", np.log1p(np.exp(-30.0))), ("gte", np.log1p(4 * np.exp(-30.0)))):
         found = brute_force.judge(brute_force.Call(loss, (z, z), 30.0), "float64")

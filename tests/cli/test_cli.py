@@ -155,7 +155,8 @@ def test_info_without_cudas_libraries(monkeypatch, extra):
 
 
 def test_compile_says_what_it_compiled(monkeypatch):
-    """Without a GPU: nothing, and why. With a GPU: the kernels, or that the cache has them all."""
+    """Without a GPU, the command says why nothing was compiled. With a GPU, it lists new
+    kernels."""
     from infonce.cli import info, machine
 
     monkeypatch.setattr(machine, "cuda", lambda: "unavailable: no device")

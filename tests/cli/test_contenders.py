@@ -70,7 +70,7 @@ def test_options_and_the_loss_alone_are_of_the_benchmark(peers, monkeypatch):
 
 
 def test_ways_to_call_the_library(peers, monkeypatch):
-    """With more workspace; with the kernels of every card, while the call lasts."""
+    """A contender's name decides its workspace, and whether its call uses the portable kernels."""
     monkeypatch.setattr(bench_gpu.Device, "release", lambda self: None)
     seen = []
 
@@ -116,7 +116,7 @@ def test_calls_are_timed_while_the_host_is_ahead(peers, monkeypatch):
 @pytest.mark.extras
 @pytest.mark.parametrize("wrt", [(), ("query",)])
 def test_labels_that_point_into_more_keys(wrt):
-    """Of this library, and of the loop over panels that judges it."""
+    """The library and the judging loop over panels agree with the reference."""
     torch = pytest.importorskip("torch")
     features = pairs("random", 9, 30, 5, np.float64, 0)
     case = measure.Case(KINDS["info_nce"], 9, 5, "float64", scale=4.0, keys=30, wrt=wrt)

@@ -80,7 +80,7 @@ def test_prefixes_are_calls_and_own_negatives_a_note() -> None:
 
 
 def test_recorded_seconds_stand_beside_the_bound() -> None:
-    """Those of the same call on the same device alone, and none where results are not at hand."""
+    """`explain` shows a recorded time only if the same call was measured on the same device."""
     asked: dict[str, Any] = {"dtype": "bfloat16", "device": "h200"}
     found = infonce.explain("clip", 65536, 512, **asked)
     rows = json.loads(explanation.RESULTS.read_text())["results"]

@@ -157,7 +157,7 @@ def test_excluded_pairs_of_a_sigmoid_are_exactly_zero(dtype: Any) -> None:
 
 @pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
 def test_rows_that_meet_no_key(method: str) -> None:
-    """Without a positive, of a group that no key has: their gradient is 0, in memory of NaN."""
+    """Rows without a positive or a key in their group overwrite gradients of NaN with 0."""
     query, key = one_problem("info_nce", rows=32).features
     labels, groups = np.where(np.arange(32) < 16, -1, np.arange(32)), np.arange(32) // 16
     out = {"query": np.full_like(query, np.nan), "key": np.full_like(key, np.nan)}
@@ -172,7 +172,7 @@ def test_rows_that_meet_no_key(method: str) -> None:
 @quick
 @given(st.lists(st.integers(1, 40), max_size=12), *[st.integers(1, 20)] * 3)
 def test_slices_of_runs(runs: list[int], step: int, least_run: int, mixed: int) -> None:
-    """They cover all, in order; slices of a long run have its numbers alone; few are short."""
+    """Slices cover all rows in order. A slice of a long run holds that run alone. Few are short."""
     numbers = np.repeat(np.arange(len(runs)) % 3, runs)
     found = slice_runs(numbers, step, least_run, mixed)
     assert [i for part in found for i in range(len(numbers))[part]] == list(range(len(numbers)))
@@ -190,7 +190,7 @@ def test_slices_of_runs(runs: list[int], step: int, least_run: int, mixed: int) 
 @quick
 @given(st.integers(1, 40), st.integers(0, 20), st.booleans(), st.data())
 def test_blocks_of_default_positives(half: int, more: int, symmetric: bool, data: Any) -> None:
-    """From the bounds of blocks, and from the list of positives."""
+    """Bounds of blocks and the list of positives give the same blocks."""
     m = 2 * half
     n = m if symmetric else m + more
     first = data.draw(st.integers(0, n - 1))

@@ -143,7 +143,7 @@ def test_same_bits_beside_other_threads() -> None:
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 1e3, 1e9])
 def test_losses_of_directions(size: float) -> None:
-    """As `kernels.direction_losses`, also where a maximum is a bound far above all logits."""
+    """The loop equals `kernels.direction_losses`, also if a reference is far above all logits."""
     rng = np.random.default_rng(0)
     high, positive = size * rng.standard_normal((2, 400))
     total = np.exp2(rng.uniform(-90, 12, 400))
@@ -179,7 +179,7 @@ def test_half_of_the_products_of_rows_with_themselves(
 
 
 def test_an_error_beside_this_thread() -> None:
-    """It is raised here, after all parts have ended; helpers serve the next call."""
+    """An error of a helper is raised in the calling thread once all parts have ended."""
     ended: list[int] = []
 
     def work(part: int) -> None:

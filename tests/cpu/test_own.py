@@ -144,7 +144,7 @@ def test_given_destinations() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_metrics_count_own_negatives(method: str) -> None:
-    """Those that the mask counts, by their logits without `hardness` and `margin`."""
+    """Metrics count unmasked own negatives by their logits without `hardness` and `margin`."""
     query, key, own, rng = problem()
     mask = rng.random((24, 3)) < 0.7
     own[~mask] *= 100.0

@@ -142,8 +142,7 @@ def test_jax() -> None:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call of several prefixes: whether one pass has computed it. Tiles are small, and
-    several threads work."""
+    """A list that gets, for each call of several prefixes, whether one pass computed it."""
     found: list[bool] = []
 
     def solve(*args: Any) -> Any:
@@ -234,7 +233,7 @@ def test_one_pass_of_some_gradients(passes: list[bool]) -> None:
     "options", [{"workspace": 2500}, {"margin": 0.1}, {"normalize": True}, {"ids": np.arange(400)}]
 )
 def test_calls_of_each_prefix(options: dict[str, Any], passes: list[bool]) -> None:
-    """Without room for the tiles, with an option, or with a prefix near 0 beside its row."""
+    """One pass is not used if tiles have no room, with some options, or for a prefix near 0."""
     image, text = one_problem("clip", rows=400, width=6).features
     image = np.array(image)
     if "normalize" in options:
@@ -250,7 +249,7 @@ def test_calls_of_each_prefix(options: dict[str, Any], passes: list[bool]) -> No
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_memory_of_one_pass(normalize: bool) -> None:
-    """At most the workspace, the gradients and vectors."""
+    """One pass takes at most the workspace, the gradients and vectors."""
     rng = np.random.default_rng(0)
     image, text = rng.standard_normal((2, 3000, 16), np.float32) / 4
     options = {"scale": 2.0, "dims": (4, 8, 16), "workspace": 2**23, "normalize": normalize}

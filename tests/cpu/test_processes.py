@@ -45,7 +45,8 @@ def printed(program: str, **variables: str) -> list[str]:
 
 
 def test_blas_has_one_thread_in_passes_of_any_thread() -> None:
-    """Also where another thread began first and ends first; and the caller's number after."""
+    """BLAS has one thread until the last of two overlapping passes ends; then the caller's
+    number."""
     found = printed("""
 from infonce.kernels.cpu import worker
 
@@ -83,7 +84,8 @@ print(seen, blas() == before)
 
 @forks
 def test_a_child_computes_whatever_other_threads_do() -> None:
-    """They are inside of passes when the process forks, and hold locks."""
+    """A forked child computes although threads of the parent were inside of passes and held
+    locks."""
     found = printed("""
 from infonce.kernels.cpu.one_block.team import HELPERS
 from infonce.kernels.cpu.resources import BLAS, BUFFER_POOL, POOLS
@@ -128,7 +130,7 @@ print(blas() == before)
 
 @forks
 def test_a_child_of_a_pass() -> None:
-    """Its own pass goes on, and BLAS has its threads after."""
+    """A child forked within a pass finishes that pass, and BLAS has its threads again."""
     found = printed("""
 os.environ["INFONCE_NUM_THREADS"] = "1"
 children = []
@@ -146,8 +148,8 @@ print(right, os.waitpid(children[0], 0)[1])
 
 
 def test_worker_threads_end_with_the_process() -> None:
-    """They are idle at exit, or at work for a thread that outlives the main one; whose later calls
-    are right without them."""
+    """Worker threads do not keep a process alive. A thread that outlives the main thread computes
+    right."""
     assert printed("print(loss() == want)") == ["True"]
     found = printed("""
 def work():

@@ -269,23 +269,29 @@ def test_two_ranks_on_each_of_two_hosts(transport: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("check", ["equal:9:gpu", "limits:gpu"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_options_on_gpus(ranks: int) -> None:
+def test_options_on_gpus(ranks: int, check: str) -> None:
+    """A test a check, so that workers share the time in which kernels compile."""
     if reason := gpu_missing():
         pytest.skip(reason)
-    all_pass(ranks, "options_over_ranks:equal:9:gpu", "options_over_ranks:limits:gpu", limit=540)
+    all_pass(ranks, f"options_over_ranks:{check}", limit=540)
 
 
 @pytest.mark.gpu
-def test_offload_to_gpus() -> None:
-    if reason := gpu_missing():
-        pytest.skip(reason)
-    all_pass(
-        2, "ranks:offload:gpu:auto", "options_over_ranks:equal:4:offload to gpu",
+@pytest.mark.parametrize(
+    "check",
+    [
+        "ranks:offload:gpu:auto", "options_over_ranks:equal:4:offload to gpu",
         "options_over_ranks:limits:offload to gpu",
         "options_over_ranks:distilled:offload to gpu",
-        "options_over_ranks:own_negatives:offload to gpu", limit=540,
-    )  # fmt: skip
+        "options_over_ranks:own_negatives:offload to gpu",
+    ],
+)  # fmt: skip
+def test_offload_to_gpus(check: str) -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    all_pass(2, check, limit=540)
 
 
 @pytest.mark.gpu
