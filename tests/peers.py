@@ -203,8 +203,8 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        found = name.partition(".")[0] in self.names
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+        is_missing = name.partition(".")[0] in self.names
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_missing else None
 
     def create_module(self, spec: Any) -> Any:
         return MagicMock(name=spec.name, __path__=[], __spec__=spec, __name__=spec.name)
@@ -252,10 +252,10 @@ def run(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
         )
         if not (scratch / "report.json").exists():
             raise SystemExit(f"{name}: {file}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
-        found = json.loads((scratch / "report.json").read_text())
-        counts = Counter(found.values())
+        report = json.loads((scratch / "report.json").read_text())
+        counts = Counter(report.values())
         reasons = Counter()
-        for test in (test for test, outcome in found.items() if outcome == "failed"):
+        for test in (test for test, outcome in report.items() if outcome == "failed"):
             matching = [pattern for pattern in peer.why if re.search(pattern, test)]
             if not matching:
                 print(done.stdout[-6000:])

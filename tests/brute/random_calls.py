@@ -177,10 +177,14 @@ def versions() -> dict[str, str]:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
     ).stdout.strip()
-    found = {"commit": commit, "python": platform.python_version(), "machine": platform.machine()}
+    versions_by_name = {
+        "commit": commit,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
     for name in ("infonce", "numpy", "numba", "torch"):
-        found[name] = str(__import__(name).__version__)
-    return found
+        versions_by_name[name] = str(__import__(name).__version__)
+    return versions_by_name
 
 
 def main() -> int:
@@ -191,7 +195,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="the number of one call")
     parser.add_argument("--record", type=Path, help="write counts and worst shares here, JSON")
     given = parser.parse_args()
-    console, tally, found = Console(), Tally(), versions()
+    console, tally, provenance = Console(), Tally(), versions()
     numbers = range(given.count) if given.only is None else [given.only]
     for number in track(numbers, "random calls", console=console):
         tally.add(number, draw(given.seed, number))
@@ -206,7 +210,7 @@ def main() -> int:
     console.print(f"{len(numbers)} calls, {len(tally.wrong)} wrong")
     if given.record:
         record = {"seed": given.seed, "calls": len(numbers), "wrong": tally.wrong,
-                  "versions": found, "counts": dict(sorted(tally.counts.items())),
+                  "versions": provenance, "counts": dict(sorted(tally.counts.items())),
                   "largest_norms": tally.norms, "rows_by_decade_of_loss": decades,
                   "worst_share_of_bound": dict(sorted(tally.worst.items()))}  # fmt: skip
         given.record.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")

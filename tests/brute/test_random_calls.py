@@ -59,7 +59,7 @@ def test_brute_force_is_the_definition() -> None:
     """The judge agrees with the loss and slope of two pairs, worked out by hand."""
     z = np.array([[1.0, 0.0], [0.0, 1.0]])
     for loss, want in (("info_nce", np.log1p(np.exp(-30.0))), ("gte", np.log1p(4 * np.exp(-30.0)))):
-        found = brute_force.judge(brute_force.Call(loss, (z, z), 30.0), "float64")
-        np.testing.assert_allclose(found.losses, want, rtol=1e-14)
+        judgement = brute_force.judge(brute_force.Call(loss, (z, z), 30.0), "float64")
+        np.testing.assert_allclose(judgement.losses, want, rtol=1e-14)
         slope = (1 if loss == "info_nce" else 4) * np.exp(-30.0)
-        np.testing.assert_allclose(float(found.grads["scale"]), -slope, rtol=1e-10)
+        np.testing.assert_allclose(float(judgement.grads["scale"]), -slope, rtol=1e-10)

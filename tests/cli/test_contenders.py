@@ -207,9 +207,9 @@ def test_features_in_host_memory_are_contenders(peers, method):
     inputs = place.inputs(case)
     want = place.reference(case, inputs[0])
     run = place.contender(method, case, inputs)
-    found = measure.errors(run(), want)
-    assert found["loss_error"] < 1e-5
-    assert found["gradient_error"] < 1e-2
+    errors = measure.errors(run(), want)
+    assert errors["loss_error"] < 1e-5
+    assert errors["gradient_error"] < 1e-2
     place.ahead = True
     assert place.turn(run)["seconds"]
     assert place.memory(method, run)["peak_bytes"] > 0

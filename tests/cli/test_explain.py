@@ -35,38 +35,42 @@ def test_table() -> None:
 
 
 def test_json_is_what_the_function_returns() -> None:
-    found = infonce.explain("clip", 65536, 512, dtype="bfloat16", device="h200")
-    assert json.loads(output(*CLIP, "--json")) == json.loads(json.dumps(found.as_dict()))
-    assert found.method == "tiled"
-    assert [work.kernel for work in found.work] == [
+    explained = infonce.explain("clip", 65536, 512, dtype="bfloat16", device="h200")
+    assert json.loads(output(*CLIP, "--json")) == json.loads(json.dumps(explained.as_dict()))
+    assert explained.method == "tiled"
+    assert [work.kernel for work in explained.work] == [
         "sm90/sweep_lse", "sm90/sweep_gradient", "cuBLAS: dQ and dK"
     ]  # fmt: skip
     flops = 2 * 65536**2 * 512
-    assert [work.flops / flops for work in found.work] == [1, 1, 2]
-    assert found.seconds == pytest.approx(4 * flops / 989e12)
-    assert sum(found.memory["gradient"].values()) <= found.workspace <= 2**28
+    assert [work.flops / flops for work in explained.work] == [1, 1, 2]
+    assert explained.seconds == pytest.approx(4 * flops / 989e12)
+    assert sum(explained.memory["gradient"].values()) <= explained.workspace <= 2**28
 
 
 def test_distillation_has_log_sum_exps_of_both_models() -> None:
-    found = infonce.explain("distill", 65536, 512, dtype="bfloat16", device="h200")
-    assert [work.kernel for work in found.work] == [
+    explained = infonce.explain("distill", 65536, 512, dtype="bfloat16", device="h200")
+    assert [work.kernel for work in explained.work] == [
         "sm90/sweep_lse", "sm90/sweep_lse", "sm90/sweep_distill", "cuBLAS: dQ and dK"
     ]  # fmt: skip
     flops = 2 * 65536**2 * 512
-    assert [work.flops / flops for work in found.work] == [1, 1, 2, 2]
-    assert [*found.memory] == ["log-sum-exp", "distillation"]
-    assert max(sum(parts.values()) for parts in found.memory.values()) <= found.workspace <= 2**28
+    assert [work.flops / flops for work in explained.work] == [1, 1, 2, 2]
+    assert [*explained.memory] == ["log-sum-exp", "distillation"]
+    assert (
+        max(sum(parts.values()) for parts in explained.memory.values())
+        <= explained.workspace
+        <= 2**28
+    )
     assert "sm90/sweep_distill" in output("explain", "distill", *CLIP[2:])
     with pytest.raises(ValueError, match="guide: distill does not take it"):
         infonce.explain("distill", 64, 32, guide=True)
 
 
 def test_prefixes_are_calls_and_own_negatives_a_note() -> None:
-    found = infonce.explain("clip", 8192, 256, dtype="bfloat16", dims=(64, 256))
+    explained = infonce.explain("clip", 8192, 256, dtype="bfloat16", dims=(64, 256))
     parts = [infonce.explain("clip", 8192, d, dtype="bfloat16") for d in (64, 256)]
-    assert [w.kernel for w in found.work] == [w.kernel for p in parts for w in p.work]
-    assert sum(w.flops for w in found.work) == sum(w.flops for p in parts for w in p.work)
-    assert found.recorded is None
+    assert [w.kernel for w in explained.work] == [w.kernel for p in parts for w in p.work]
+    assert sum(w.flops for w in explained.work) == sum(w.flops for p in parts for w in p.work)
+    assert explained.recorded is None
     assert "sweep" in output("explain", "clip", "8192", "256", "--dims", "64,256")
     notes = infonce.explain("info_nce", 8192, 256, own=True).notes
     assert any("own negatives" in note for note in notes)
@@ -82,12 +86,12 @@ def test_prefixes_are_calls_and_own_negatives_a_note() -> None:
 def test_recorded_seconds_stand_beside_the_bound() -> None:
     """`explain` shows a recorded time only if the same call was measured on the same device."""
     asked: dict[str, Any] = {"dtype": "bfloat16", "device": "h200"}
-    found = infonce.explain("clip", 65536, 512, **asked)
+    explained = infonce.explain("clip", 65536, 512, **asked)
     rows = json.loads(explanation.RESULTS.read_text())["results"]
     times = [row.get("median_s") for row in rows if (row["loss"], row["size"]) == ("clip", 65536)]
-    assert found.recorded in times
-    assert found.recorded > found.seconds
-    assert f"recorded {1e3 * found.recorded:.3f} ms" in output(*CLIP)
+    assert explained.recorded in times
+    assert explained.recorded > explained.seconds
+    assert f"recorded {1e3 * explained.recorded:.3f} ms" in output(*CLIP)
     assert infonce.explain("clip", 65536, 512, **{**asked, "device": "h100"}).recorded is None
     assert infonce.explain("clip", 65536, 512, normalize=True, **asked).recorded is None
     assert infonce.explain("clip", 65536, 520, **asked).recorded is None
@@ -112,10 +116,10 @@ def test_without_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None
 def test_every_loss_on_every_device(loss: str, rows: int) -> None:
     for device in GPUS:
         for wrt in (None, ()):
-            found = infonce.explain(loss, rows, 256, device=device, wrt=wrt)
-            names = [work.kernel for work in found.work]
+            explained = infonce.explain(loss, rows, 256, device=device, wrt=wrt)
+            names = [work.kernel for work in explained.work]
             assert names
-            assert found.seconds > 0
+            assert explained.seconds > 0
             assert any("cuBLAS" in name for name in names) == (wrt is None and names[0][0] != "f")
 
 
@@ -129,9 +133,9 @@ def test_less_memory_takes_more_launches() -> None:
 
 
 def test_queries_and_keys_of_other_numbers() -> None:
-    found = infonce.explain("info_nce", 1000, 384, keys=5000, dtype="bfloat16", wrt=["query"])
-    assert found.call.startswith("1000 x 5000 logits")
-    assert found.work[-1].kernel == "cuBLAS: dQ"
+    explained = infonce.explain("info_nce", 1000, 384, keys=5000, dtype="bfloat16", wrt=["query"])
+    assert explained.call.startswith("1000 x 5000 logits")
+    assert explained.work[-1].kernel == "cuBLAS: dQ"
 
 
 def test_naive_and_fused() -> None:

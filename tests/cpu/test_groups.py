@@ -101,15 +101,15 @@ def test_one_group_is_none(name: str, method: str) -> None:
 def test_sorted_groups_are_batches_of_their_own(name: str) -> None:
     """The sum over the rows of four groups is that of four calls."""
     features, groups = one_problem(name, rows=64).features, np.arange(64) // 16
-    whole = call(name, features, scale=2.0, reduction="sum", groups=groups, method="tiled")
+    batch = call(name, features, scale=2.0, reduction="sum", groups=groups, method="tiled")
     parts = [
         call(name, [z[groups == g] for z in features], scale=2.0, reduction="sum") for g in range(4)
     ]
-    np.testing.assert_allclose(whole.loss, sum(part.loss for part in parts), rtol=1e-13)
+    np.testing.assert_allclose(batch.loss, sum(part.loss for part in parts), rtol=1e-13)
     for field in FEATURES[name]:
-        if getattr(whole.grads, field) is not None:
+        if getattr(batch.grads, field) is not None:
             want = np.concatenate([getattr(part.grads, field) for part in parts])
-            np.testing.assert_allclose(getattr(whole.grads, field), want, rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(getattr(batch.grads, field), want, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["clip", "info_nce", "siglip", "nt_xent", "gte"])
@@ -174,17 +174,19 @@ def test_rows_that_meet_no_key(method: str) -> None:
 def test_slices_of_runs(runs: list[int], step: int, least_run: int, mixed: int) -> None:
     """Slices cover all rows in order. A slice of a long run holds that run alone. Few are short."""
     numbers = np.repeat(np.arange(len(runs)) % 3, runs)
-    found = slice_runs(numbers, step, least_run, mixed)
-    assert [i for part in found for i in range(len(numbers))[part]] == list(range(len(numbers)))
+    row_slices = slice_runs(numbers, step, least_run, mixed)
+    assert [i for part in row_slices for i in range(len(numbers))[part]] == list(
+        range(len(numbers))
+    )
     ends = np.cumsum(runs)
     for run, end in zip(runs, ends, strict=True):
-        own = [part for part in found if part.start < end and part.stop > end - run]
+        own = [part for part in row_slices if part.start < end and part.stop > end - run]
         if run > least_run:
             assert (own[0].start, own[-1].stop) == (end - run, end)
             assert len(own) == -(-run // step)
-    assert all(part.stop - part.start <= max(step, mixed) for part in found)
+    assert all(part.stop - part.start <= max(step, mixed) for part in row_slices)
     long = sum(run > least_run for run in runs)
-    assert len(found) <= sum(runs) // min(step, mixed) + 2 * long + 1
+    assert len(row_slices) <= sum(runs) // min(step, mixed) + 2 * long + 1
 
 
 @quick

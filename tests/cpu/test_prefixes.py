@@ -27,9 +27,9 @@ def summed(name: str, features: Any, dims: Any, by: Any, **options: Any) -> tupl
     """Loss and gradients by the references of all prefixes."""
     total, grads = 0.0, {}
     for d, w in zip(dims, by, strict=True):
-        found = getattr(reference, name)(*(z[:, :d] for z in features), **options)
-        total += w * found.loss
-        for field, gradient in found.grads.items():
+        result = getattr(reference, name)(*(z[:, :d] for z in features), **options)
+        total += w * result.loss
+        for field, gradient in result.grads.items():
             if isinstance(gradient, np.ndarray):
                 if field not in grads:
                     grads[field] = np.zeros(
@@ -143,11 +143,11 @@ def test_jax() -> None:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """A list that gets, for each call of several prefixes, whether one pass computed it."""
-    found: list[bool] = []
+    one_pass_used: list[bool] = []
 
     def solve(*args: Any) -> Any:
         solution = one_pass(*args)
-        found.append(solution is not None)
+        one_pass_used.append(solution is not None)
         return solution
 
     one_pass = prefix_solve.solve_prefixes
@@ -155,7 +155,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(schedule, "PREFIX_TILE", (16, 11))
     monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
-    return found
+    return one_pass_used
 
 
 def draw_call(data: Any) -> tuple[str, list[np.ndarray], dict[str, Any]]:

@@ -47,7 +47,7 @@ def printed(program: str, **variables: str) -> list[str]:
 def test_blas_has_one_thread_in_passes_of_any_thread() -> None:
     """BLAS has one thread until the last of two overlapping passes ends; then the caller's
     number."""
-    found = printed("""
+    lines = printed("""
 from infonce.kernels.cpu import worker
 
 seen, stays = set(), threading.Semaphore(0)
@@ -79,14 +79,14 @@ go_on.set()
 thread.join()
 print(seen, blas() == before)
 """)
-    assert found == ["{1} True", "{1} True"]
+    assert lines == ["{1} True", "{1} True"]
 
 
 @forks
 def test_a_child_computes_whatever_other_threads_do() -> None:
     """A forked child computes although threads of the parent were inside of passes and held
     locks."""
-    found = printed("""
+    lines = printed("""
 from infonce.kernels.cpu.one_block.team import HELPERS
 from infonce.kernels.cpu.resources import BLAS, BUFFER_POOL, POOLS
 
@@ -125,13 +125,13 @@ for thread in threads:
     thread.join()
 print(blas() == before)
 """)
-    assert found == ["right"] * 10 + ["True"]
+    assert lines == ["right"] * 10 + ["True"]
 
 
 @forks
 def test_a_child_of_a_pass() -> None:
     """A child forked within a pass finishes that pass, and BLAS has its threads again."""
-    found = printed("""
+    lines = printed("""
 os.environ["INFONCE_NUM_THREADS"] = "1"
 children = []
 
@@ -144,14 +144,14 @@ if not children[0]:
     os._exit(0 if right else 1)
 print(right, os.waitpid(children[0], 0)[1])
 """)
-    assert found == ["True 0"]
+    assert lines == ["True 0"]
 
 
 def test_worker_threads_end_with_the_process() -> None:
     """Worker threads do not keep a process alive. A thread that outlives the main thread computes
     right."""
     assert printed("print(loss() == want)") == ["True"]
-    found = printed("""
+    lines = printed("""
 def work():
     for _ in range(5):
         right = loss() == want
@@ -164,7 +164,7 @@ def work():
 
 threading.Thread(target=work).start()
 """)
-    assert found == ["True True"]
+    assert lines == ["True True"]
 
 
 @pytest.mark.slow  # compiles anew

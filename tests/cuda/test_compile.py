@@ -51,9 +51,9 @@ def require_use(precision: str, arch: str) -> None:
 
 
 def spilled(log: str) -> int:
-    found = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert found, log
-    return max(int(n) for pair in found for n in pair)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert spills, log
+    return max(int(n) for pair in spills for n in pair)
 
 
 @needs_nvrtc
@@ -359,10 +359,10 @@ def test_structures_lie_as_python_packs_them(
     file: str, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read from the sources, against the compiler's sizes and offsets."""
-    found = list(signatures.signatures(file, given).values())
-    if given and found == list(signatures.signatures(file).values()):
+    kernels = list(signatures.signatures(file, given).values())
+    if given and kernels == list(signatures.signatures(file).values()):
         pytest.skip("these options are not its own")
-    parameters = [kind for s in found for _, kind in s.fields]
+    parameters = [kind for s in kernels for _, kind in s.fields]
     structures = {s.name: s for s in parameters if isinstance(s, signatures.Structure)}
     checks = "".join(
         f"static_assert(sizeof({name}) == {of.size});\n"
@@ -393,8 +393,8 @@ def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type:
 
     kernel = rows._label_kernel(cupy) if name == "labels" else getattr(vectors, name)
     given = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]
-    made = [f"{p.ctype}& {p.name}" for p in kernel.out_params]
-    text = f"__device__ void apply({', '.join(given + made)}) {{\n{kernel.operation};\n}}\n"
+    outputs = [f"{p.ctype}& {p.name}" for p in kernel.out_params]
+    text = f"__device__ void apply({', '.join(given + outputs)}) {{\n{kernel.operation};\n}}\n"
     (tmp_path / "elementwise.cu").write_text(kernel.preamble + text)
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
     assert compiler.compile_for("elementwise.cu", {}, "sm_80")

@@ -128,7 +128,7 @@ def test_lines_after_an_include_that_is_skipped(
     (tmp_path / "a.cuh").write_text("int a;\nint b;\n")
     (tmp_path / "a.cu").write_text('#if X\n#include "a.cuh"\n#else\nint c;\n#endif\nint d;\n')
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
-    number, at, skipped, found = 0, "", False, {}
+    number, at, skipped, line_numbers = 0, "", False, {}
     for line in compiler.flatten("a.cu").splitlines():  # without X
         skipped = line == "#if X" or (skipped and line != "#else")
         if skipped:
@@ -136,10 +136,10 @@ def test_lines_after_an_include_that_is_skipped(
         elif line.startswith("#line"):
             number, at = int(line.split()[1]), line.split()[2]
         else:
-            found[line] = number, at
+            line_numbers[line] = number, at
             number += 1
-    assert found["int c;"] == (4, '"a.cu"')
-    assert found["int d;"] == (6, '"a.cu"')
+    assert line_numbers["int c;"] == (4, '"a.cu"')
+    assert line_numbers["int d;"] == (6, '"a.cu"')
 
 
 def test_architecture() -> None:

@@ -53,11 +53,11 @@ def test_schedules_by_width() -> None:
 
 @pytest.mark.parametrize(("precision", "by"), [("fp32", "fp16x3"), ("tf32", "fp16")])
 def test_float16_takes_the_place_of_longer_numbers_on_hopper_alone(precision: str, by: str) -> None:
-    found = {
+    precisions = {
         arch: config.fastest_operand_precision(precision, device)
         for arch, device in DEVICES.items()
     }
-    assert found == {"sm_75": precision, "sm_80": precision, "sm_90a": by, "sm_100": precision}
+    assert precisions == {"sm_75": precision, "sm_80": precision, "sm_90a": by, "sm_100": precision}
     assert config.fastest_operand_precision("bf16", DEVICES["sm_90a"]) == "bf16"
     portable = replace(DEVICES["sm_90a"], portable=True)
     assert config.fastest_operand_precision(precision, portable) == precision
@@ -321,16 +321,16 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
             precision, staged, staged, False, True, True, accumulator, sweep,
             overlay_row_bytes=item * d, staged_copy_bytes=once,
         )  # fmt: skip
-        found = config.block_sizes_for_all_keys(shape, needs, workspace, sweep.block_n)
+        choice = config.block_sizes_for_all_keys(shape, needs, workspace, sweep.block_n)
         weighted = replace(needs, weighted_query=True)
         room = workspace - once
         more = config.BlockSizes(m, n, n * accumulator, needs.overlay_border(n, d) * accumulator)
-        if found is None:
+        if choice is None:
             assert (
                 weighted.pass_bytes(replace(more, rows=min(m, 2 * 1024)), d, sweep.block_n) > room
             )
             continue
-        first, sizes, size = found
+        first, sizes, size = choice
         assert first == sizes
         assert sizes.columns == n
         assert sizes.dk_rows == n * accumulator

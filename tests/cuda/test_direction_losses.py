@@ -78,8 +78,8 @@ def on_gpu(rows: np.ndarray) -> np.ndarray:
 
     *sums, positive = (cupy.asarray(z) for z in rows.T)
     d = ElementwiseVectors().direction(Sums(*sums), positive)
-    made = d.loss, d.negative_probability, d.lse / LN_2, d.log_scale_grad
-    return np.stack([cupy.asnumpy(z) for z in made], 1)
+    columns = d.loss, d.negative_probability, d.lse / LN_2, d.log_scale_grad
+    return np.stack([cupy.asnumpy(z) for z in columns], 1)
 
 
 @pytest.fixture(params=["header", pytest.param("gpu", marks=gpu_only)])
@@ -121,39 +121,37 @@ def reference(row: np.ndarray) -> tuple[mp.mpf, mp.mpf, mp.mpf, mp.mpf]:
         )  # fmt: skip
 
 
-def ulps(found: float, expected: mp.mpf, of: float | None = None) -> float:
+def ulps(got: float, expected: mp.mpf, of: float | None = None) -> float:
     """The error in units of the last place of what was expected, or of another number."""
     with mp.workdps(60):
-        return float(
-            abs(mp.mpf(found) - expected) / math.ulp(float(expected) if of is None else of)
-        )
+        return float(abs(mp.mpf(got) - expected) / math.ulp(float(expected) if of is None else of))
 
 
 def test_finite(finalize: Finalize) -> None:
     rows = finite_cases()
-    for row, found in zip(rows, finalize(rows), strict=True):
+    for row, got in zip(rows, finalize(rows), strict=True):
         loss, share, lse2, scale_gradient = reference(row)
         # CUDA's log2 is off by up to 1 ulp, of powers of two as well, and with it the gap
         gap = math.ulp(math.log2(row[1])) if finalize is on_gpu else 0.0
         bound = 4 + math.log(2) * gap / 2.0**-53
-        assert ulps(found[0], loss) <= bound, row
-        assert ulps(found[1], share) <= bound, row
-        assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 3]]), abs(lse2))) <= 4, row
+        assert ulps(got[0], loss) <= bound, row
+        assert ulps(got[1], share) <= bound, row
+        assert ulps(got[2], lse2, max(1.0, *abs(row[[0, 3]]), abs(lse2))) <= 4, row
         size = float(share) * max(abs(row[2] / row[1]), abs(row[3]), 1.0)  # before they cancel
-        assert size < 2.0**-960 or ulps(found[3], scale_gradient, size) <= bound + 4, row
+        assert size < 2.0**-960 or ulps(got[3], scale_gradient, size) <= bound + 4, row
 
 
 def test_the_counterpart_in_python() -> None:
     """Its share is 2^(gap - softplus), to the digits that this exponent has."""
     rows = finite_cases()
-    for row, found in zip(rows, in_numpy(rows), strict=True):
+    for row, got in zip(rows, in_numpy(rows), strict=True):
         loss, share, lse2, scale_gradient = reference(row)
-        assert ulps(found[0], loss) <= 4, row
+        assert ulps(got[0], loss) <= 4, row
         share_bound = 4 + abs(row[0] - row[3]) + abs(math.log2(row[1]))
-        assert ulps(found[1], share) <= share_bound, row
-        assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 3]]), abs(lse2))) <= 4, row
+        assert ulps(got[1], share) <= share_bound, row
+        assert ulps(got[2], lse2, max(1.0, *abs(row[[0, 3]]), abs(lse2))) <= 4, row
         size = float(share) * max(abs(row[2] / row[1]), abs(row[3]), 1.0)  # before they cancel
-        assert size < 2.0**-960 or ulps(found[3], scale_gradient, size) <= share_bound + 4, row
+        assert size < 2.0**-960 or ulps(got[3], scale_gradient, size) <= share_bound + 4, row
 
 
 NO_NUMBERS: Numbers = [  # max, sum, positive; loss, share, lse2. Moments are sums times maxima
@@ -181,10 +179,10 @@ def test_infinities_and_nan(finalize: Finalize) -> None:
         moment = np.where(total == 0, 0.0, total * top)
         mean = np.where(total == 0, positive, top)
         scale_gradient = np.where(total == 0, table[:, 4], LN_2 * table[:, 4] * (mean - positive))
-    found = finalize(np.stack([top, total, moment, positive], 1))
-    np.testing.assert_array_equal(found[:, :3], table[:, 3:])
-    np.testing.assert_array_equal(np.isfinite(found[:, 3]), np.isfinite(scale_gradient))
-    np.testing.assert_array_equal(found[:2, 3], 0.0)  # without negatives
+    got = finalize(np.stack([top, total, moment, positive], 1))
+    np.testing.assert_array_equal(got[:, :3], table[:, 3:])
+    np.testing.assert_array_equal(np.isfinite(got[:, 3]), np.isfinite(scale_gradient))
+    np.testing.assert_array_equal(got[:2, 3], 0.0)  # without negatives
 
 
 MERGED: Numbers = [  # max, sum; max, sum; max, sum of both
@@ -214,9 +212,9 @@ def test_merge(where: str, request: pytest.FixtureRequest) -> None:
         alone = Sums(sums.max.copy(), sums.sum.copy())
         ElementwiseVectors().merge(alone, Sums(*columns[3:5]))
         ElementwiseVectors().merge(sums, other)
-        found = np.stack([z.get() for z in sums.arrays], 1)
+        got = np.stack([z.get() for z in sums.arrays], 1)
         np.testing.assert_array_equal(alone.sum.get(), sums.sum.get())
     else:
-        found = called(request.getfixturevalue("header").merged, rows, 3)
-    np.testing.assert_array_equal(found[:, :2], table[:, 4:])
-    np.testing.assert_array_equal(found[:, 2], -3.0 * table[:, 5])
+        got = called(request.getfixturevalue("header").merged, rows, 3)
+    np.testing.assert_array_equal(got[:, :2], table[:, 4:])
+    np.testing.assert_array_equal(got[:, 2], -3.0 * table[:, 5])

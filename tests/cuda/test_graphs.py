@@ -218,11 +218,11 @@ def test_graphs_of_all_plans_are_bounded(
 
 def in_threads(number: int, function: Callable[[], Any]) -> list[Any]:
     """What it returns in each of so many threads, all of which are alive at once."""
-    found: list[Any] = []
+    results: list[Any] = []
     together = threading.Barrier(number, timeout=30)
 
     def run() -> None:
-        found.append(function())
+        results.append(function())
         together.wait()
 
     threads = [threading.Thread(target=run) for _ in range(number)]
@@ -230,7 +230,7 @@ def in_threads(number: int, function: Callable[[], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(30)
-    return found
+    return results
 
 
 def test_default_streams_of_threads(
@@ -298,14 +298,14 @@ def test_products_in_graphs_have_what_cublas_has(
 
 def test_memory_of_products_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each device and stream, for few of them, and none where memory has run out."""
-    made: list[int] = []
+    sizes: list[int] = []
     most = [100]
 
     def memory(size: int) -> Any:
-        if len(made) == most[0]:
+        if len(sizes) == most[0]:
             raise runtime.CUDARuntimeError(cublas.OUT_OF_MEMORY)
-        made.append(size)
-        return SimpleNamespace(ptr=len(made))
+        sizes.append(size)
+        return SimpleNamespace(ptr=len(sizes))
 
     monkeypatch.setattr(cupy.cuda, "Memory", memory)
     monkeypatch.setattr(cublas, "_workspaces", {})
@@ -316,9 +316,9 @@ def test_memory_of_products_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     device[0] = 1
     numbers = range(cublas.MAX_STREAMS)
     assert [cublas.workspace(stream) for stream in numbers] == [*range(3, len(numbers) + 1), 0, 0]
-    assert made == [100, 100] + [101] * (cublas.MAX_STREAMS - 2)
+    assert sizes == [100, 100] + [101] * (cublas.MAX_STREAMS - 2)
     monkeypatch.setattr(cublas, "_workspaces", {})
-    most[0] = len(made)
+    most[0] = len(sizes)
     assert cublas.workspace(0) == 0
 
 

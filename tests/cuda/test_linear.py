@@ -88,7 +88,7 @@ def make_rows(
     )
     for name in ("matrix", "address"):
         monkeypatch.setattr(linear, name, lambda z, first=0: None if z is None else z[first:])
-    made = []
+    rows = []
     for z in features:
         factor = exponent = None
         if normalize:
@@ -96,8 +96,8 @@ def make_rows(
             factor = 1 / mantissa
         side: Any = SimpleNamespace(features=z, factor=factor, exponent=exponent)
         kernels: Any = Kernels()
-        made.append(linear.GPURows(kernels, side))
-    return made
+        rows.append(linear.GPURows(kernels, side))
+    return rows
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -135,8 +135,8 @@ def test_sums_and_gradients(
     if by_ids:
         given = ids[query_segments]
         segments = Segments(given, given if symmetric else ids[key_segments])
-    found = make_rows(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
-    query, key = found[0], found[-1]
+    sides = make_rows(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
+    query, key = sides[0], sides[-1]
 
     same = (query_segments[:, None] == key_segments).astype(float)
     if symmetric:

@@ -131,9 +131,9 @@ class HostQueue(Queue):
         return cupy.empty(n, dtype)
 
     def gemm(self, *arguments: int) -> None:
-        (_, op, d, n, k, alpha, z, given, z_stride, p, _, p_stride, beta, out, made, out_stride,
+        (_, op, d, n, k, alpha, z, a, z_stride, p, _, p_stride, beta, out, made, out_stride,
          *_), batch = arguments[:18], arguments[18:] or (0, 0, 0, 1)  # fmt: skip
-        element, real = CUBLAS_TYPES[given], CUBLAS_TYPES[made]
+        element, real = CUBLAS_TYPES[a], CUBLAS_TYPES[made]
         alpha_value, beta_value = (
             float(host(number, 1, 1, 1, real)[0, 0]) for number in (alpha, beta)
         )
@@ -187,9 +187,9 @@ def gradients_of_blocks(
     with cupy.cuda.using_allocator(queue.malloc):
 
         def array(values: np.ndarray) -> Any:
-            made = cupy.empty(values.shape, values.dtype)
-            host(made.data.ptr, *values.shape, values.shape[1], values.dtype)[...] = values
-            return made
+            array = cupy.empty(values.shape, values.dtype)
+            host(array.data.ptr, *values.shape, values.shape[1], values.dtype)[...] = values
+            return array
 
         problem = Problem(array(query), array(key), 1.0, 1 / m, cupy.empty(m, np.int64),
                           compute_precision=precision, workspace=workspace)  # fmt: skip
@@ -200,9 +200,9 @@ def gradients_of_blocks(
     for key_side in (of for of, wanted in zip((False, True), wrt, strict=True) if wanted):
         left, right = (p.T, query) if key_side else (p, key)
         right = right.astype(np.float64)
-        found = np.stack([queue.sums[key_side][i] for i in range(n if key_side else m)])
+        gradient = np.stack([queue.sums[key_side][i] for i in range(n if key_side else m)])
         size = np.sqrt(left**2 @ right**2)  # of sums whose terms have random signs
-        error = np.linalg.norm(found - left @ right) / np.linalg.norm(size)
+        error = np.linalg.norm(gradient - left @ right) / np.linalg.norm(size)
         assert error <= BOUND[precision], (key_side, error)
     return queue
 

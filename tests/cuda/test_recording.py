@@ -81,10 +81,10 @@ def recording(
         query, key = array(m, d) if want_query else None, array(n, d) if want_key else None
         gradients = Gradients(query, key, None, want_query, want_key)
     with cupy.cuda.using_allocator(into.malloc):
-        made = recorded.solution(problem, gradients, into)
-    for array_made in made.values():
-        if array_made is not None:
-            recorder.resolve_placeholder(array_made.data.ptr)
+        outputs = recorded.solution(problem, gradients, into)
+    for array in outputs.values():
+        if array is not None:
+            recorder.resolve_placeholder(array.data.ptr)
     return into
 
 
@@ -113,16 +113,16 @@ def test_any_call_of_info_nce(
     n = n if labels else max(m, n)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "MAX_STEPS", 10**6)
-        found = record(
+        counts = record(
             m, n, d, precision, labels, ids, wrt, gradient, normalize=normalize,
             retrieval_ranks=ranks, scalar_grads=scalars[0], moments=scalars[1],
             workspace=workspace,
         )  # fmt: skip
     listed = labels and gradient and wrt[1]
     for kernel in ("count_queries", "place_queries", "list_queries", "sort_queries"):
-        assert found[kernel] == listed
-    assert (found["ranks"] > 0) == ranks
-    assert found["totals"] == 1
+        assert counts[kernel] == listed
+    assert (counts["ranks"] > 0) == ranks
+    assert counts["totals"] == 1
 
 
 def test_queries_of_keys_without_labels_need_no_list() -> None:
@@ -151,12 +151,12 @@ def test_linear_terms_and_joint_losses(
 ) -> None:
     """Sums that losses and gradients need are taken once; `finish` has the terms."""
     into = recording(1000, 1000, 384, precision, gradient=gradient, normalize=True, **loss)
-    found = kernels(into)
-    assert found["segment_pieces"] == found["join_pieces"] == sums + more * gradient
-    assert found["segment_products"] == products
-    assert found["finalize"] == 1
-    assert found["finalize_linear"] == (sums > 0)
-    assert found["join_rows"] == loss.get("joint", 0)
+    counts = kernels(into)
+    assert counts["segment_pieces"] == counts["join_pieces"] == sums + more * gradient
+    assert counts["segment_products"] == products
+    assert counts["finalize"] == 1
+    assert counts["finalize_linear"] == (sums > 0)
+    assert counts["join_rows"] == loss.get("joint", 0)
     options = [options for kernel, options, *_ in launches(into) if kernel == "finish"]
     assert len(options) == gradient * (1 if loss.get("symmetric") else 2)
     assert all(of.get("LINEAR", 0) == (sums > 0) for of in options)
@@ -171,17 +171,17 @@ def test_limits_and_biases_of_pairs(
 ) -> None:
     """All of it by kernels: nothing reads an array while a call is recorded."""
     shape = 1000, 1000, 384, precision
-    found = record(*shape, gradient=gradient, **loss, **options)
+    counts = record(*shape, gradient=gradient, **loss, **options)
     two_sided, symmetric = "row_direction_weight" in loss, "symmetric" in loss
     biased, limited = "biased" in options, options.keys() >= LIMITED.keys()
     sides = two_sided or symmetric  # of keys too, there are sums
-    assert found["to_products"] == biased * (1 + symmetric) + limited * (1 + sides)
-    assert found["limits"] == found["positive_products"] == limited
+    assert counts["to_products"] == biased * (1 + symmetric) + limited * (1 + sides)
+    assert counts["limits"] == counts["positive_products"] == limited
     # Sums have them during the passes, and reference exponents of the gradient
     references = gradient * (two_sided + 2 * symmetric)
-    assert found["add_bias"] == biased * (2 * sides + references)
-    assert found["check_spread"] == (limited and gradient and sides)
-    assert found["finalize"] == 1
+    assert counts["add_bias"] == biased * (2 * sides + references)
+    assert counts["check_spread"] == (limited and gradient and sides)
+    assert counts["finalize"] == 1
 
 
 def launches(into: recorder.Recorder) -> list[tuple[str, dict[str, int], int, int]]:
@@ -210,9 +210,9 @@ def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None
         assert options.get("MOMENTS", 0) == (kernel in summing)
         assert before.get("MOMENTS", 0) == 0
     alone = recording(*shape, gradient=False, scalar_grads=True, moments=True, **loss)
-    found = kernels(alone)
-    assert sum(found[kernel] for kernel in summing) == 1
-    assert not {"gemm", "finish", "gradient", "sweep_gradient"} & found.keys()
+    counts = kernels(alone)
+    assert sum(counts[kernel] for kernel in summing) == 1
+    assert not {"gemm", "finish", "gradient", "sweep_gradient"} & counts.keys()
     one_pass = recording(*shape, wrt=(True, False), scalar_grads=True, moments=True, **loss)
     for kernel, options, *_ in launches(one_pass):
         assert options.get("MOMENTS", 0) == (kernel in summing)
@@ -226,8 +226,8 @@ def test_many_logits_are_launched_as_before(loss: dict[str, Any]) -> None:
         assert moments == few
         shape = rows, rows, 128, "bf16"
         without = launches(recording(*shape, **loss))
-        found = launches(recording(*shape, scalar_grads=True, moments=moments, **loss))
-        assert (found == without) == (not few)
+        counts = launches(recording(*shape, scalar_grads=True, moments=moments, **loss))
+        assert (counts == without) == (not few)
 
 
 def test_rows_are_staged_once() -> None:
@@ -268,13 +268,13 @@ def test_one_pass_makes_both_gradients_of_one_softmax(
 
     def blocks(m: int, n: int, d: int, **options: Any) -> int:
         """Blocks that are swept in one pass; 0 for two passes."""
-        found = record(m, n, d, precision, wrt=wrt, **options)
-        swept = found["end_online"]
-        assert found["sweep_online"] == 2 * swept
-        assert (found["sweep_lse"] == found["sweep_gradient"] == 0) == (swept > 0)
+        counts = record(m, n, d, precision, wrt=wrt, **options)
+        swept = counts["end_online"]
+        assert counts["sweep_online"] == 2 * swept
+        assert (counts["sweep_lse"] == counts["sweep_gradient"] == 0) == (swept > 0)
         if swept:
-            products = wrt[0] + 1 + (found["_copy"] > 0)
-            assert found["_gemm"] == products * part_products * swept
+            products = wrt[0] + 1 + (counts["_copy"] > 0)
+            assert counts["_gemm"] == products * part_products * swept
         return swept
 
     for m, n, d in ((1024, 8192, 384), (2048, 16384, 768), (4096, 4096, 512)):
@@ -304,9 +304,9 @@ def test_numbers_of_a_row_take_no_other_steps(
     for shape in ((512, 512, 128, "bf16"), (1024, 1024, 520, "bf16"), (300, 300, 70, "fp64")):
         for scale in ({"moments": True}, {}):
             without = record(*shape, scalar_grads=True, **scale, **loss)
-            found = record(*shape, scalar_grads=True, **scale, **loss, **options)
-            assert found - without == Counter({"raise_scale": int("hardness" in options)})
-            assert not without - found
+            counts = record(*shape, scalar_grads=True, **scale, **loss, **options)
+            assert counts - without == Counter({"raise_scale": int("hardness" in options)})
+            assert not without - counts
 
 
 def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
@@ -335,8 +335,8 @@ def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
 
     def kept(rows: int, d: int, precision: str = "bf16", **options: Any) -> tuple[int, int]:
         """Blocks that are cached, and others. (Query tiles of the former may be wanted anew.)"""
-        found = record(rows, rows, d, precision, **clip, **options)
-        return found["cached_gradient"], found["sweep_gradient"] - found["cached_gradient"]
+        counts = record(rows, rows, d, precision, **clip, **options)
+        return counts["cached_gradient"], counts["sweep_gradient"] - counts["cached_gradient"]
 
     assert kept(16384, 1152, workspace_given=False) == (1, 0)
     assert kept(16384, 1152)[0] == 0
@@ -367,9 +367,9 @@ def test_copies_and_linear_terms_lie_in_the_workspace(monkeypatch: pytest.Monkey
 def test_sums_of_few_queries_are_batched() -> None:
     """A queue of keys: the products that make dQ do not come one by one."""
     for wrt in ((True, True), (True, False)):
-        found = record(256, 65536, 128, "fp32", wrt=wrt)
-        assert found["_gemm"] <= 6 + 3 * wrt[1]
-        assert found["add_dq_copies"] == 1
+        counts = record(256, 65536, 128, "fp32", wrt=wrt)
+        assert counts["_gemm"] <= 6 + 3 * wrt[1]
+        assert counts["add_dq_copies"] == 1
     assert not record(256, 65536, 128, "bf16")["add_dq_copies"]
     assert not record(256, 65536, 128, "fp32", wrt=(False, True))["add_dq_copies"]
 

@@ -321,12 +321,12 @@ def distilled(place: str = "host") -> None:
         (True, False), (("ring", None), ("ring", 9000), ("gather", None)), (True, False)
     ):
         n = 21 if two_sided else 30
-        whole = [rng.standard_normal(shape) for shape in ((21, 4), (n, 4), (21, 3), (n, 3))]
+        all_features = [rng.standard_normal(shape) for shape in ((21, 4), (n, 4), (21, 3), (n, 3))]
         mine = [shards(21, n + normalize)[RANK], shards(n, n + normalize)[RANK]] * 2
         given = {**scales, "two_sided": two_sided, "normalize": normalize}
         weights = rng.random(21)
-        want = reference.distill(*whole, weights=weights / weights.sum(), **given)
-        rows = [z[own] for z, own in zip(whole, mine, strict=True)]
+        want = reference.distill(*all_features, weights=weights / weights.sum(), **given)
+        rows = [z[own] for z, own in zip(all_features, mine, strict=True)]
         given |= {"exchange": exchange, "workspace": workspace, "weights": weights[mine[0]]}
         given |= {"gradient_scale": "ddp", "timeout": 60, **offload}
         problems.FEW_LOGITS = 0 if normalize else few  # the scale's gradient: from those of queries
@@ -337,10 +337,11 @@ def distilled(place: str = "host") -> None:
         near(got.grads.scale, want.grads["scale"], "d scale")
         near(got.grads.query, SIZE * want.grads["query"][mine[0]], "d query")
         near(got.grads.key, SIZE * want.grads["key"][mine[1]], "d key")
-        alike = distributed.distill_loss_and_grad(
+        self_taught = distributed.distill_loss_and_grad(
             *rows[:2] * 2, scale=2.0, two_sided=two_sided, **offload
         )
-        assert not any(gradient.any() for gradient in alike.grads)  # its teacher is the student
+        # The teacher is the student
+        assert not any(gradient.any() for gradient in self_taught.grads)
         del given["weights"]
         loss = distributed.distill_loss(*rows, reduction="none", **given)
         near(loss, want.losses[mine[0]], "losses")
@@ -356,15 +357,15 @@ def not_finite() -> None:
     def check(case: tuple[str, int]) -> None:
         loss, at = case
         rng = np.random.default_rng(at)
-        whole = [rng.standard_normal((n, d)) for _ in range(1 if loss == "nt_xent" else 2)]
-        for z in whole:
+        all_features = [rng.standard_normal((n, d)) for _ in range(1 if loss == "nt_xent" else 2)]
+        for z in all_features:
             z[:, 2] = -1.0
-        whole[-1][at, 2] = np.inf
+        all_features[-1][at, 2] = np.inf
         own: dict[str, Any] = {"scale": 2.0, "reduction": "none"}
-        want = getattr(infonce, f"{loss}_loss")(*whole, **own)
+        want = getattr(infonce, f"{loss}_loss")(*all_features, **own)
         if loss == "nt_xent":
             own["labels"] = ((np.arange(n) + n // 2) % n)[rows]
-        got = getattr(distributed, f"{loss}_loss")(*(z[rows] for z in whole), **own)
+        got = getattr(distributed, f"{loss}_loss")(*(z[rows] for z in all_features), **own)
         assert np.isnan(want).any()
         assert np.array_equal(np.isnan(got), np.isnan(want[rows])), case
 

@@ -181,7 +181,7 @@ def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
     """-1 and 2^64 - 1 have the same bits."""
     ids, z = np.arange(6), np.random.default_rng(0).standard_normal((6, 5))
 
-    def alike(other: str, **given: Any) -> None:
+    def refuse(other: str, **given: Any) -> None:
         ranks = Mirror(changed(**{name: other for name in given}))
         name = next(iter(given))
         if name == "labels":
@@ -194,9 +194,9 @@ def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
         with pytest.raises(
             ValueError, match=f"^{name}: expected the same on .*, got 'given as .*uint"
         ):
-            alike("given as int64", **{name: given})
-    alike("given as int64", ids=(ids, ids.astype(np.uint32)))
-    alike("given as int64", ids=ids.astype(np.int8))
+            refuse("given as int64", **{name: given})
+    refuse("given as int64", ids=(ids, ids.astype(np.uint32)))
+    refuse("given as int64", ids=ids.astype(np.int8))
 
 
 def test_numbers_that_are_not_numbers() -> None:

@@ -113,16 +113,16 @@ def test_every_key_meets_every_rank(
         wire = Wire(wires, rank)
         exchange = exchange_by_name(name, memories[rank], rank, wire, keys, local_size, own, half)
         for _ in range(2):
-            found: list[tuple[int, bool]] = []
+            visits: list[tuple[int, bool]] = []
             sums_of_own = np.zeros((stop - start, 4), np.int64)
 
-            def visit(of: Any, arrays: Any, sums: Any, found: Any = found) -> None:
+            def visit(of: Any, arrays: Any, sums: Any, visits: Any = visits) -> None:
                 index = np.arange(of.rows.start, of.rows.stop) % max(keys.total, 1)
                 np.testing.assert_array_equal(arrays[0], index)
                 np.testing.assert_array_equal(arrays[1], index[:, None] * [1.0, 2.0])
                 assert not len(of) or of.are_own == bool(set(index) & set(range(start, stop)))
                 assert 0 <= of.step < of.steps
-                found += [(int(i), bool(sums)) for i in index]
+                visits += [(int(i), bool(sums)) for i in index]
                 for part in sums:
                     part[:] = 0
                     part[: len(index)] = 8**rank * (1 + index[:, None] % 3)
@@ -137,7 +137,7 @@ def test_every_key_meets_every_rank(
 
             types = [((4,), np.dtype(np.int64))] * with_sums
             exchange.run(Round(own, visit, types, combine, keep, half, same_pairs))
-            met[rank].append(found)
+            met[rank].append(visits)
             complete[rank].append(sums_of_own)
 
     with ThreadPoolExecutor(n) as pool:

@@ -112,16 +112,16 @@ HOSTS = [[0], [1, 2], [3, 4, 5]]
 def test_ranks_without_another_on_their_host_stop_nobody(runtime: Runtime) -> None:
     """All others copy."""
     rank_threads = Threads(HOSTS)
-    made = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
-    assert made[0] is None
-    for rank, copies in enumerate(made[1:], 1):
+    mailboxes_by_rank = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
+    assert mailboxes_by_rank[0] is None
+    for rank, copies in enumerate(mailboxes_by_rank[1:], 1):
         host = next(of for of in HOSTS if rank in of)
         assert list(copies.mailboxes) == host
         assert all(
-            copies.mailboxes[other] == made[other].mailboxes[other] for other in host
+            copies.mailboxes[other] == mailboxes_by_rank[other].mailboxes[other] for other in host
         )  # fmt: skip
     assert len(runtime.mapped) == 2 * 1 + 3 * 2
-    del made, copies
+    del mailboxes_by_rank, copies
     gc.collect()
     assert not runtime.mapped  # unmapped with the copies; others may still write to what is there
     assert len(runtime.allocated) == 5
@@ -150,8 +150,8 @@ def test_all_ranks_copy_or_none(
     else:
         runtime.refuses.add(lacks)
     rank_threads = Threads(hosts)
-    made = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
-    assert made == [None] * rank_threads.size
+    mailboxes_by_rank = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
+    assert mailboxes_by_rank == [None] * rank_threads.size
     assert not runtime.mapped
     assert not runtime.allocated
 
@@ -206,12 +206,14 @@ def test_last_writes_come_before_the_end(runtime: Runtime, monkeypatch: pytest.M
     for left, waits in ([1, 1, 0], 2), ([1] * 9, 9):
         words[:] = left
         monkeypatch.setattr(mailboxes, "LAST_WRITES", 10.0 if waits == 2 else 0.0)
-        made = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
-        made[0].close()
+        mailboxes_by_rank = rank_threads.each(
+            lambda rank: mailboxes.connect(rank_threads.rank(rank))
+        )
+        mailboxes_by_rank[0].close()
         assert len(words) == len(left) - (waits if waits == 2 else 0)
         assert len(runtime.mapped) == 1
         words[:] = [0]
-        made[1].close()
+        mailboxes_by_rank[1].close()
         assert not runtime.mapped
 
 

@@ -96,12 +96,12 @@ class Host:
     def at(self, address: int, size: int) -> np.ndarray:
         rank, place = divmod(address, SPACE)
         if place < SPACE // 2:
-            found = self.mailboxes[rank][place : place + size]
+            memory = self.mailboxes[rank][place : place + size]
         else:
             index, start = divmod(place - SPACE // 2, 2**20)
-            found = self.arrays[rank][index][start : start + size]
-        assert len(found) == size
-        return found
+            memory = self.arrays[rank][index][start : start + size]
+        assert len(memory) == size
+        return memory
 
     def run(self, choose: random.Random) -> None:
         """Any stream that can go on does, until none can."""
@@ -180,8 +180,8 @@ def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, small: int, s
                 copies[rank].run(swaps, addresses, 0)
         host.run(choose)
     assert host.queues == [[] for _ in group]
-    for found, want in expected:
-        np.testing.assert_array_equal(found, want)
+    for got, want in expected:
+        np.testing.assert_array_equal(got, want)
 
 
 @settings(max_examples=150, deadline=None)
@@ -252,8 +252,8 @@ def test_exchanges_over_hosts(
                 queued[rank].exchange(shifts).wait()
         fabric.run(choose)
     assert fabric.queues == [[] for _ in ranks]
-    for found, want in expected:
-        np.testing.assert_array_equal(found, want)
+    for got, want in expected:
+        np.testing.assert_array_equal(got, want)
 
 
 def array_at(address: int, size: int) -> Any:
@@ -337,7 +337,7 @@ def test_swap_with_itself() -> None:
         ]
         copies.run([Swap(1, sizes, 1, sizes)], places, stream)
         stream.synchronize()
-        for array, found, size, shift in zip(sent, received, sizes, shifts, strict=True):
+        for array, got, size, shift in zip(sent, received, sizes, shifts, strict=True):
             want = np.zeros(size + 16, np.uint8)
             want[16 - shift :][:size] = array.get()[shift:][:size]
-            np.testing.assert_array_equal(found.get(), want)
+            np.testing.assert_array_equal(got.get(), want)

@@ -85,17 +85,17 @@ def test_blocks_of_many_ranks(
             bad = cupy.zeros(m + 1)
             marks = problems.NotFinite(bad[:m], bad[m:]) if statistics or sigmoid else None
             gpu_ranks.run_block_pass(problem, triangle, epilogue, gradients, marks, to_clear)
-            made = [*vectors, dq, dk, *row_sums.arrays, *column_sums.arrays, bad]
-            return [z.get() for z in made]
+            outputs = [*vectors, dq, dk, *row_sums.arrays, *column_sums.arrays, bad]
+            return [z.get() for z in outputs]
 
         for gradient in (False, True):
-            found = run_pass(gradient)
+            planned = run_pass(gradient)
             assert len(gpu_plan._plans) == 1
             again = run_pass(gradient)
             with monkeypatch.context() as patch:
                 patch.setattr(gpu_select, "has_plan", lambda *_: False)
                 wanted = run_pass(gradient)
-            for got, repeated, want in zip(found, again, wanted, strict=True):
+            for got, repeated, want in zip(planned, again, wanted, strict=True):
                 assert np.array_equal(got, want, equal_nan=True)
                 assert np.array_equal(repeated, want, equal_nan=True)
             gpu_plan.forget()
@@ -117,20 +117,20 @@ def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool =
     columns = epilogues.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan), cupy.full(n, np.nan))
     if not clear:
         columns = vectors.identity(n, True)
-    found = cupy.zeros(m + 1)
+    not_finite = cupy.zeros(m + 1)
     stats = epilogues.Statistics(rows, columns, cupy.full(m, np.nan))
-    bad = problems.NotFinite(found[:m], found[m:], checked)
+    bad = problems.NotFinite(not_finite[:m], not_finite[m:], checked)
     gpu_ranks.run_block_pass(problem, False, stats, None, bad, columns if clear else None)
-    return *(z.get() for z in columns.arrays), np.isnan(found.get())
+    return *(z.get() for z in columns.arrays), np.isnan(not_finite.get())
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_sums_that_hold_nothing_yet(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not planned:
         monkeypatch.setattr(gpu_select, "has_plan", lambda *_: False)
-    made, want = (statistics_block(300, 270, None, clear) for clear in (True, False))
+    got, want = (statistics_block(300, 270, None, clear) for clear in (True, False))
     assert np.isfinite(want[:3]).all()
-    for a, b in zip(made, want, strict=True):
+    for a, b in zip(got, want, strict=True):
         assert np.array_equal(a, b)
 
 
@@ -177,16 +177,16 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     log_scale_grad, dots, bias_grad, losses = (
         cupy.asarray(rng.standard_normal(m)) for _ in range(4)
     )
-    found: list[list[Any]] = []
+    results: list[list[Any]] = []
     for steps in (gpu_ranks.VectorsOverRanks(), ElementwiseVectors()):
-        made: list[Any] = []
+        outputs: list[Any] = []
         for upstream in (problem.upstream, 0.5 / m):
             given = problems.fast_replace(problem, upstream=upstream)
             if loss != "siglip":
                 spelled, stats = steps.statistics(given)
                 assert (stats.columns is None) == (loss == "info_nce")
                 assert (stats.columns is stats.rows) == (loss == "nt_xent")
-                made += [spelled.upstream, *stats.rows.arrays, stats.positive_logits]
+                outputs += [spelled.upstream, *stats.rows.arrays, stats.positive_logits]
                 numbers = np.random.default_rng(4)
                 for vector in (stats.rows.max, stats.positive_logits, *stats.rows.arrays[1:]):
                     vector[:] = cupy.asarray(numbers.uniform(1, 9, m))
@@ -199,18 +199,18 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                     stats.columns.moment[:] = stats.rows.max
                 end = steps.finalize(spelled, stats, False, True, one)
                 assert (end.columns is None) == (loss != "clip")
-                made += [end.losses, end.row_factor, end.column_factor, end.positive_gradient]
-                made += [end.log_scale_grad]
+                outputs += [end.losses, end.row_factor, end.column_factor, end.positive_gradient]
+                outputs += [end.log_scale_grad]
                 for of in (end.rows, end.columns):
-                    made += [] if of is None else [of.loss, of.lse, of.reference]
+                    outputs += [] if of is None else [of.loss, of.lse, of.reference]
             loss_sum, *scalar_totals = steps.totals(given, losses, log_scale_grad, dots, bias_grad)
             if isinstance(steps, gpu_ranks.VectorsOverRanks):
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
-            made += scalar_totals
-        found.append([z.get() for z in made if z is not None])
+            outputs += scalar_totals
+        results.append([z.get() for z in outputs if z is not None])
     assert gpu_plan._plans
     lse = 1e-13 if precision == "fp64" or dtype == "float64" else 1e-6
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, rtol=lse, atol=1e-13)
 
 
@@ -224,6 +224,6 @@ def test_sums_over_ranks_have_the_same_bits() -> None:
         for dtype in ("float32", "float64"):
             want = Vectors(np).sum_over_ranks(numbers, divisors, dtype)
             for vectors in (by_plan, ElementwiseVectors()):
-                found = vectors.sum_over_ranks(cupy.asarray(numbers), divisors, dtype)
-                assert found.dtype == dtype
-                np.testing.assert_array_equal(found.get(), want)
+                got = vectors.sum_over_ranks(cupy.asarray(numbers), divisors, dtype)
+                assert got.dtype == dtype
+                np.testing.assert_array_equal(got.get(), want)

@@ -88,8 +88,8 @@ def recording(
             Gradients(dq, dk if wants_key else None, None, True, wants_key) if gradient else None
         )
         place = ranks, transport, 7, tuple(rows), (sum(rows), 1.0), query.dtype, False
-        made = planned._build(problem, gradients, place, into)
-    for array in made.values():
+        outputs = planned._build(problem, gradients, place, into)
+    for array in outputs.values():
         if array is not None:
             recorder.resolve_placeholder(array.data.ptr)
     return into
@@ -114,17 +114,17 @@ def test_any_gather(
     exchanges than there are kinds of arrays: keys, column sums, factors, dK, and numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "MAX_STEPS", 10**6)
-        found = record(
+        counts = record(
             loss, rows, rank % len(rows), precision, d, gradient, ids=ids, normalize=normalize,
             scalar_grads=scalars != "none", moments=scalars == "moments" or not gradient,
             reduced=reduced,
         )  # fmt: skip
     wants_bias = loss == "siglip" and scalars != "none"
     numbers = reduced + (scalars != "none" or not gradient) + wants_bias
-    assert found["sum_over_ranks"] == numbers
+    assert counts["sum_over_ranks"] == numbers
     exchanges = {"clip": 1 + 1 + 2 * gradient, "lit": 1}.get(loss, 1 + gradient)
-    assert found["transfer"] == exchanges + (numbers > 0)
-    assert found["totals"] == 1
+    assert counts["transfer"] == exchanges + (numbers > 0)
+    assert counts["totals"] == 1
 
 
 def test_steps_do_not_grow_with_the_ranks() -> None:
@@ -143,10 +143,10 @@ def test_work_that_hides_an_exchange(
     """The local block, launched before what little comes from one other rank, and after what else
     comes; both follow the same mark."""
     monkeypatch.setattr(transports, "LATE_BYTES", 256 * 64 * 4 - (not little))  # bytes of dK
-    found = steps("clip", [256] * ranks, 1)
+    names = steps("clip", [256] * ranks, 1)
     for sweep, which, exchange in (("sweep_lse", 0, 0), ("sweep_gradient", -1, -2)):
         marks, transfers, sweeps = (
-            [i for i, name in enumerate(found) if name == kind]
+            [i for i, name in enumerate(names) if name == kind]
             for kind in ("mark", "transfer", sweep)
         )
         own = sweeps[which]
@@ -160,14 +160,14 @@ def test_copies_between_two_gpus_are_part_of_graphs(loss: str) -> None:
     """What NCCL does is not, nor are copies where NCCL does the rest."""
     copies = Copies(1, {0: 0, 1: 2**40}, None)
     for others, rows in ((copies, [300, 200]), (None, [300, 200]), (copies, [300, 200, 100])):
-        found = recording(loss, rows, 1, copies=others)
+        recorded_call = recording(loss, rows, 1, copies=others)
         captured = [
-            step.capturable for step in found.steps if not isinstance(step, recorder.Launch)
+            step.capturable for step in recorded_call.steps if not isinstance(step, recorder.Launch)
         ]
         in_graphs = others is not None and len(rows) == 2
         assert all(captured) == in_graphs
         exchanges = [
-            step.do.args[0] for step in found.steps
+            step.do.args[0] for step in recorded_call.steps
             if not isinstance(step, recorder.Launch) and name(step.do) == "transfer"
         ]  # fmt: skip
         by_nccl = [of for of in exchanges if of.links]
@@ -203,10 +203,10 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             ({"hardness": 2.0}, True), ({"label_smoothing": 0.1}, True),
         ):  # fmt: skip
             problem = replace(plain, **option)
-            found = planned.solve_by_plan(
+            result = planned.solve_by_plan(
                 how, problem, None, ranks, transport, (16.0, 1.0), query.dtype
             )
-            assert (found is None) == steps
+            assert (result is None) == steps
             assert shard.VectorsOverRanks().has_plan(problem) != steps
             if steps:
                 shard.run_block_pass(
@@ -280,9 +280,9 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     """With a plan for plain losses, whose weights are in `upstream` and `row_shares`."""
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
     given: list[Problem] = []
-    made = {"loss": "the sum"}
+    outputs = {"loss": "the sum"}
     monkeypatch.setattr(
-        shard.gpu_plan, "run_by_plan", lambda *parts: given.append(parts[1]) or made
+        shard.gpu_plan, "run_by_plan", lambda *parts: given.append(parts[1]) or outputs
     )
     into = recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):

@@ -74,10 +74,10 @@ def test_communicator_of_ones_own() -> None:
         )
 
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(work, range(2)))
-    for got in found:
+        results = list(threads.map(work, range(2)))
+    for got in results:
         np.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
-    text = np.concatenate([got.grads.text for got in found])
+    text = np.concatenate([got.grads.text for got in results])
     np.testing.assert_allclose(text, want.grads.text, rtol=1e-12, atol=1e-15)
 
 
@@ -114,8 +114,8 @@ def test_reduction_over_ranks(
         )  # fmt: skip
 
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(work, range(2)))
-    for got, rows in zip(found, (slice(0, 5), slice(5, 12)), strict=True):
+        results = list(threads.map(work, range(2)))
+    for got, rows in zip(results, (slice(0, 5), slice(5, 12)), strict=True):
         rank_loss = want.loss[rows] if reduction == "none" else want.loss
         np.testing.assert_allclose(got.loss, rank_loss, rtol=1e-13)
         np.testing.assert_allclose(got.grads.scale, want.grads.scale, rtol=1e-12)

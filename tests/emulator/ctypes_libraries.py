@@ -65,6 +65,6 @@ def encode_tensor_map(
     columns, rows = (ctypes.c_uint64 * 2).from_address(sizes)
     _, box_rows = (ctypes.c_uint32 * 2).from_address(box)
     stride = ctypes.c_uint64.from_address(strides).value
-    made = engine.tensor_map(data, rows, columns * tensor_map.ITEM, stride, box_rows)
-    ctypes.memmove(described, made, tensor_map.SIZE)
+    encoded = engine.tensor_map(data, rows, columns * tensor_map.ITEM, stride, box_rows)
+    ctypes.memmove(described, encoded, tensor_map.SIZE)
     return 0

@@ -110,14 +110,14 @@ def make_inputs(call: Call) -> tuple[list[np.ndarray], dict[str, Any]]:
     if call.loss in ("nt_xent", "sup_con"):
         features = [np.concatenate(features)]
     rows, columns = len(features[0]), len(features[-1])
-    made: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "ids": rng.integers(0, rows // 2, rows), "weights": rng.random(rows),
         "key_bias": rng.standard_normal(columns), "labels": rng.integers(0, columns, rows),
         "sets": np.where(rng.random((rows, 3)) < 0.6, rng.integers(0, columns, (rows, 3)), -1),
     }  # fmt: skip
     if call.loss == "sup_con":
-        made["labels"] = rng.integers(0, 20, rows)
-    given = {"scale": SCALE, **call.options, **{name: made[name] for name in call.arrays}}
+        inputs["labels"] = rng.integers(0, 20, rows)
+    given = {"scale": SCALE, **call.options, **{name: inputs[name] for name in call.arrays}}
     return features, given
 
 
@@ -130,9 +130,9 @@ def run_call(call: Call, xp: Any) -> dict[str, np.ndarray]:
     labels = [options.pop(name) for name in ("labels", "sets") if name in options]
     out = getattr(infonce, f"{call.loss}_loss_and_grad")(*features, *labels, **options)
     lses = out.lse if isinstance(out.lse, tuple) else (out.lse,)
-    found = {"loss": out.loss, **{f"lse[{i}]": lse for i, lse in enumerate(lses)}}
-    found |= {f"d {name}": g for name, g in out.grads._asdict().items()}
-    return {name: xp.asnumpy(z) for name, z in found.items() if z is not None}
+    outputs = {"loss": out.loss, **{f"lse[{i}]": lse for i, lse in enumerate(lses)}}
+    outputs |= {f"d {name}": g for name, g in out.grads._asdict().items()}
+    return {name: xp.asnumpy(z) for name, z in outputs.items() if z is not None}
 
 
 def describe(array: np.ndarray) -> dict[str, Any]:
@@ -212,12 +212,14 @@ def main() -> None:
         import cupy
 
         device = "emulator of kernels on the host"
-    made = record(cupy, device)
+    recording = record(cupy, device)
     if options.write:
-        options.write.write_text(json.dumps(made, indent=1) + "\n")
+        options.write.write_text(json.dumps(recording, indent=1) + "\n")
     if options.compare:
         known = json.loads(options.compare.read_text())
-        comparisons = [compare(*pair, known) for pair in zip(CALLS, made["results"], strict=True)]
+        comparisons = [
+            compare(*pair, known) for pair in zip(CALLS, recording["results"], strict=True)
+        ]
         for call, comparison in zip(CALLS, comparisons, strict=True):
             print(f"{'TOO FAR: ' if comparison.too_far else ''}{call.name}: {comparison.text}")
         sys.exit(any(comparison.too_far for comparison in comparisons))

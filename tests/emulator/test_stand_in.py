@@ -59,11 +59,11 @@ def test_devices_and_portable_kernels(cupy: Any, monkeypatch: pytest.MonkeyPatch
     launched: list[str] = []
     launch = engine.Kernel.launch
 
-    def told(self: Any, *given: Any, **options: Any) -> None:
+    def begin_recorded(self: Any, *given: Any, **options: Any) -> None:
         launched.append(self.name)
         launch(self, *given, **options)
 
-    monkeypatch.setattr(engine.Kernel, "launch", told)
+    monkeypatch.setattr(engine.Kernel, "launch", begin_recorded)
     for device, portable, kernel in (
         (HOPPER, False, "sweep_lse"), (HOPPER, True, "lse"), (PORTABLE, False, "lse"),
     ):  # fmt: skip

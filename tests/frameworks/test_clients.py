@@ -23,10 +23,10 @@ pytestmark = [
 
 def load_part(package: str, file: str) -> Any:
     """A module of a project by itself: the project imports much that its losses do not need."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
+    package_spec = importlib.util.find_spec(package)
+    if package_spec is None or package_spec.origin is None:
         pytest.skip(f"{package} is not installed")
-    path = Path(found.origin).parent / file
+    path = Path(package_spec.origin).parent / file
     spec = importlib.util.spec_from_file_location(f"part_of_{package}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -103,11 +103,11 @@ def test_ranking_of_embeddings(negatives: int, part: str) -> None:
             "hardness_strength": 3.0 if mode else 0.0,
         }  # fmt: skip
         columns = [torch.randn(batch, 6, **rows).requires_grad_() for _ in range(2 + negatives)]
-        found = []
+        results = []
         for kind in (ours.MultipleNegativesRankingLoss, MultipleNegativesRankingLoss):
             loss = kind(None, **settings).compute_loss_from_embeddings(columns, None)
-            found.append((loss.detach(), *torch.autograd.grad(loss, columns)))
-        for got, want in zip(*found, strict=True):
+            results.append((loss.detach(), *torch.autograd.grad(loss, columns)))
+        for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=str(settings))
 
 
@@ -231,15 +231,15 @@ def test_guided_losses(columns: int) -> None:
     for name, step, settings in [*plain, ("CachedGISTEmbedLoss", 1, GUIDED[1])]:
         guide.max_seq_length = 128 if step % 2 else 20  # of fewer tokens, the texts are read anew
         cached = {"mini_batch_size": 4} if name.startswith("Cached") else {}
-        found = []
+        results = []
         for module in (ours, losses):
             kind = getattr(module, name)(model, guide, **settings, **cached)
             assert kind.must_retokenize == (step % 2 == 0)
             model.zero_grad()
             loss = kind(tokens(model, columns), None)
             loss.backward()
-            found.append([loss.detach(), *(p.grad for p in model.parameters())])
-        for got, want in zip(*found, strict=True):
+            results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
@@ -254,15 +254,15 @@ def test_prefixes_by_their_own_matryoshka_loss(name: str) -> None:
     from infonce.torch import sentence_transformers as ours
 
     model, guide = (sentence_model(width=width, dropout=0.0).double() for width in (16, 8))
-    found = []
+    results = []
     for module in (ours, losses):
         given = (model,) if name.startswith("Multiple") else (model, guide)
         loss = losses.MatryoshkaLoss(model, getattr(module, name)(*given), [16, 8, 4], [1, 2, 0.5])
         model.zero_grad()
         value = loss(tokens(model, 2), None)
         value.backward()
-        found.append([value.detach(), *(p.grad for p in model.parameters())])
-    for got, want in zip(*found, strict=True):
+        results.append([value.detach(), *(p.grad for p in model.parameters())])
+    for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 

@@ -382,8 +382,8 @@ def test_graphed_step(loss: str, method: str) -> None:
         grads = torch.autograd.grad(want, wanted)
         others = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(9)]
         theirs = [cupy.full(2**20, cupy.nan, cupy.float32) for _ in range(9)]
-        found = step(*new)
-        torch.testing.assert_close(found, want, rtol=0, atol=0)
-        for got, gradient in zip(torch.autograd.grad(found, wanted), grads, strict=True):
+        value = step(*new)
+        torch.testing.assert_close(value, want, rtol=0, atol=0)
+        for got, gradient in zip(torch.autograd.grad(value, wanted), grads, strict=True):
             torch.testing.assert_close(got, gradient, rtol=0, atol=0)
         del others, theirs

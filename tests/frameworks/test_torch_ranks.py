@@ -71,8 +71,8 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPU a rank: features travel by NCCL, and so do DDP's sums."""
-    if (found := torch.cuda.device_count()) < 2:
-        pytest.skip(f"needs 2 GPUs, found {found}")
+    if (devices := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs 2 GPUs, found {devices}")
     folder = tmp_path_factory.mktemp("gpus")
     start(["clip", "siglip", "functions", "drop_ins"], 2, folder, "cuda")
     return folder
@@ -85,12 +85,12 @@ PLACES = [3, pytest.param(2, marks=pytest.mark.gpu)]  # processes on the CPU, an
 def start_ranks(request: pytest.FixtureRequest) -> Any:
     """What the ranks saved of a case, and how many there are."""
 
-    def found(case: str, size: int) -> list[Any]:
+    def saved_by_ranks(case: str, size: int) -> list[Any]:
         ranks = saved(request.getfixturevalue({2: "two_gpus", 3: "three_ranks"}[size]), case)
         assert len(ranks) == size
         return ranks
 
-    return found
+    return saved_by_ranks
 
 
 @pytest.mark.parametrize(("loss", "size"), [("clip", 2), ("clip", 3), ("siglip", 2)])

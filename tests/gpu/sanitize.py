@@ -127,20 +127,20 @@ def checked_calls(
 
     Instrumenting a kernel takes longer than running it, so a process gets calls of few kernels.
     """
-    found = calls(kernels)
+    checked = calls(kernels)
     if tool == "initcheck":
-        found = (
-            call for call in found
+        checked = (
+            call for call in checked
             if call[5].get("method") not in ("tiled", None)
             or (call[4] % 2 and call[2] not in OF_16_BIT_PRODUCTS)
         )  # fmt: skip
     elif kernels == "portable":
-        found = (
-            call for call in found
+        checked = (
+            call for call in checked
             if call[5].get("method") not in ("naive", "fused") and call[1] != "float64"
         )  # fmt: skip
-    found = (call for call in found if re.search(pattern, " ".join(map(str, call))))
-    return sorted(found, key=lambda call: call[1:3])
+    checked = (call for call in checked if re.search(pattern, " ".join(map(str, call))))
+    return sorted(checked, key=lambda call: call[1:3])
 
 
 def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
@@ -184,8 +184,8 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
         out = getattr(infonce, f"{loss}_loss_and_grad")(
             *z, scale=5.0, precision=precision, **options
         )
-        found = [out.loss, *(g for g in out.grads if g is not None)]
-        assert all(bool(cupy.isfinite(cupy.asarray(g)).all()) for g in found), (
+        arrays = [out.loss, *(g for g in out.grads if g is not None)]
+        assert all(bool(cupy.isfinite(cupy.asarray(g)).all()) for g in arrays), (
             loss, dtype, precision, rows, d, given,
         )  # fmt: skip
     steps_over_ranks()
@@ -238,7 +238,7 @@ def names() -> set[str]:
     text = "".join(path.read_text() for path in compiler.SOURCES.rglob("*.cu*"))
     heads = re.findall(r'extern "C" __global__ void\b(.*?)\{', text, re.S)
     called = (re.findall(r"\b(\w+)\s*\(", head) for head in heads)
-    return {next(n for n in found if n != "sizeof" and n[0] != "_") for found in called}
+    return {next(n for n in words if n != "sizeof" and n[0] != "_") for words in called}
 
 
 def checked(tool: str, kernels: str, pattern: str, part: int, parts: int) -> dict[str, Any]:
@@ -312,17 +312,17 @@ def main() -> int:
                 continue
             parts = 2 * arguments.jobs
             check_part = partial(checked, tool, kernels, pattern, parts=parts)
-            found = list(pool.map(check_part, range(parts)))
+            results = list(pool.map(check_part, range(parts)))
             for part in range(parts):  # side by side they may have lacked memory
-                if found[part]["killed"]:
-                    found[part] = check_part(part)
-            launched |= {name for part in found for name in part["launched"]}
-            clean = clean and all(part["clean"] for part in found)
+                if results[part]["killed"]:
+                    results[part] = check_part(part)
+            launched |= {name for part in results for name in part["launched"]}
+            clean = clean and all(part["clean"] for part in results)
             runs.append({
                 "tool": tool, "kernels": kernels, "matching": pattern,
                 "calls": len(checked_calls(tool, kernels, pattern)),
-                "clean": all(part["clean"] for part in found),
-                "seconds": max(part["seconds"] for part in found),
+                "clean": all(part["clean"] for part in results),
+                "seconds": max(part["seconds"] for part in results),
             })  # fmt: skip
             if arguments.output:  # as it grows: a run may be cut off
                 write(arguments.output, runs, launched)

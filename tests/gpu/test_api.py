@@ -255,9 +255,9 @@ def test_no_memory_left(method: str) -> None:
     assert len(failed) > 3
     advice = 'method="tiled"' if method == "naive" else "a workspace below"
     gradients = 2 * n * 64 * 4
-    within_the_backend = [told for limit, told in failed if limit > gradients]
+    within_the_backend = [message for limit, message in failed if limit > gradients]
     assert within_the_backend or method in ("auto", "fused")
-    assert all(f"; use {advice}" in told for told in within_the_backend)
+    assert all(f"; use {advice}" in message for message in within_the_backend)
     again = call("clip", *z, scale=5.0, method=method)
     assert float(again.loss) == float(want.loss)
     assert bool((again.grads.image == want.grads.image).all())
@@ -352,11 +352,11 @@ def test_kernels_by_themselves() -> None:
     """As docs/api/kernels.md launches them."""
     page = Path(__file__).parents[2] / "docs" / "api" / "kernels.md"
     example, raw = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    found: dict[str, Any] = {}
-    exec(example, found)
-    query, key = found["query"].get(), found["key"].get()
+    names: dict[str, Any] = {}
+    exec(example, names)
+    query, key = names["query"].get(), names["key"].get()
     want = infonce.info_nce_loss(query.astype(np.float64), key.astype(np.float64), scale=0.1)
-    assert_loss(found["side"]["loss"].mean(), want, "float32", largest_logit(0.1, query, key))
+    assert_loss(names["side"]["loss"].mean(), want, "float32", largest_logit(0.1, query, key))
     exec(raw, {})
 
 

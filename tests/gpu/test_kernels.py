@@ -235,8 +235,8 @@ def test_outputs_of_any_strides_and_guards() -> None:
                 wholes, outs = {}, {}
                 for name, a in zip(names, z, strict=True):
                     rows, d = a.shape
-                    whole = cupy.full((rows + 6, step * d + 16), 7.0, a.dtype)
-                    wholes[name], outs[name] = whole, whole[3:-3, 8 : 8 + step * d : step]
+                    guarded = cupy.full((rows + 6, step * d + 16), 7.0, a.dtype)
+                    wholes[name], outs[name] = guarded, guarded[3:-3, 8 : 8 + step * d : step]
                 run(loss, z, precision, 15.0, outs=outs)
                 for name in names:
                     assert np.array_equal(host(outs[name]), plain.grads[name])
@@ -270,14 +270,14 @@ def test_workspace_is_a_ceiling(loss: str, dtype: str, precision: str) -> None:
         cupy.asarray(z) for z in arguments(loss, *pairs("random", n, n, d, find_dtype(dtype), 0))
     ]
     outs = {"nt_xent": ("features",), "info_nce": ("query", "key"), "lit": ("text",)}
-    made = {
+    accumulators = {
         name: cupy.empty(z.shape, z.dtype)
         for name, z in zip(outs.get(loss, ("image", "text")), args, strict=False)
     }
-    run(loss, args, precision, 14.0, workspace=workspace, outs=made)
+    run(loss, args, precision, 14.0, workspace=workspace, outs=accumulators)
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
-        run(loss, args, precision, 14.0, workspace=workspace, outs=made)
+        run(loss, args, precision, 14.0, workspace=workspace, outs=accumulators)
         assert pool.total_bytes() <= workspace + 64 * 8 * 2 * n + 2**20
 
 
@@ -307,25 +307,25 @@ def test_destinations_lend_memory(
         if loss == "info_nce":
             options["labels"] = np.random.default_rng(i).integers(0, n, n)
         name = names.get(loss, ("image", "text"))[-1]
-        made: list[Any] = []
+        accumulators: list[Any] = []
         outs: dict[str, Any] = {}
 
-        def recorded(*args: Any, made: list[Any] = made) -> Accumulator:
-            made.append(Accumulator(*args))
-            return made[-1]
+        def recorded(*args: Any, accumulators: list[Any] = accumulators) -> Accumulator:
+            accumulators.append(Accumulator(*args))
+            return accumulators[-1]
 
         if i % 2:  # the caller's, in the middle of his
-            whole = cupy.full((n + 32, d), 7.0, find_dtype(dtype))
-            outs[name] = whole[16:-16]
+            guarded = cupy.full((n + 32, d), 7.0, find_dtype(dtype))
+            outs[name] = guarded[16:-16]
         with monkeypatch.context() as patch:
             patch.setattr(gpu_gradients, "Accumulator", recorded)
             patch.setattr(gpu_recorded, "compile_kernels", lambda *_: None)  # which makes them too
             overlaid = run(loss, args, precision, 10.0, outs=outs, **options)
-            assert sum(acc.overlay is not None for acc in made) == 1
+            assert sum(acc.overlay is not None for acc in accumulators) == 1
             patch.setattr(decisions, "overlay_bytes", lambda *of: 0)
-            made.clear()
+            accumulators.clear()
             plain = run(loss, args, precision, 10.0, **options)
-            assert not any(acc.overlay is not None for acc in made)
+            assert not any(acc.overlay is not None for acc in accumulators)
         if not normalize:
             ref = judged(loss, args, scale=10.0, **{k: options[k] for k in ("ids", "labels")
                                                     if k in options})  # fmt: skip
@@ -334,8 +334,8 @@ def test_destinations_lend_memory(
         bound = STORED_BOUND[dtype] or GRAD_BOUND[precision]
         assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
         if i % 2:
-            assert bool((whole[:16] == 7.0).all())
-            assert bool((whole[-16:] == 7.0).all())
+            assert bool((guarded[:16] == 7.0).all())
+            assert bool((guarded[-16:] == 7.0).all())
         again = run(loss, args, precision, 10.0, outs=outs, **options)
         assert np.array_equal(overlaid.grads[name], again.grads[name])
 

@@ -42,19 +42,19 @@ def make_labels(kind: str, n: int) -> Any:
 @pytest.mark.parametrize("kind", LABELS)
 def test_classes(kind: str, n: int, decoupled: bool) -> None:
     labels, own, least = make_labels(kind, n), np.arange(n), 2 if decoupled else 3
-    found, positives, present = gpu_labels.classes(cupy.asarray(labels), decoupled)
+    got, positives, present = gpu_labels.classes(cupy.asarray(labels), decoupled)
     ids = np.where(labels < 0, -1 - own, labels)
     members = Segments(ids, ids).members(np, own)
     want, has_positive = partners(np, members, own, decoupled)
     if kind != "any integers":  # there, a label is what a row without a class has as its id
         np.testing.assert_array_equal(positives.get(), want)
         np.testing.assert_array_equal(present.get(), has_positive)
-    np.testing.assert_array_equal(found.rows.get(), ids)
-    place, others, order = found.in_sums.rows.get(), found.others.get(), found.in_sums.order.get()
+    np.testing.assert_array_equal(got.rows.get(), ids)
+    place, others, order = got.in_sums.rows.get(), got.others.get(), got.in_sums.order.get()
     in_sums = members[0] >= least
     np.testing.assert_array_equal(place >= 0, in_sums)
     np.testing.assert_array_equal(others, np.where(in_sums, members[0] - 1, 0))
-    assert place.max() < found.in_sums.count <= -(-n // least)
+    assert place.max() < got.in_sums.count <= -(-n // least)
     assert len(set(zip(place[in_sums], ids[in_sums], strict=True))) == len(set(place[in_sums]))
     assert len(set(place[in_sums])) == len(set(ids[in_sums]))
     np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
@@ -131,12 +131,12 @@ def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool)
         terms = u if weight is None else weight[:, None] * u
         np.add.at(want, place[here], terms[here])
         np.add.at(size, place[here], abs(terms[here]))
-        used, found = np.unique(place[here]), np.zeros_like(want)  # other places hold any bits
-        found[used] = sums[0].get()[used]
-        assert (abs(found - want)[used] <= bound * size[used]).all()
+        used, got = np.unique(place[here]), np.zeros_like(want)  # other places hold any bits
+        got[used] = sums[0].get()[used]
+        assert (abs(got - want)[used] <= bound * size[used]).all()
         assert bool((sums[0] == sums[1])[cupy.asarray(used)].all())  # bit for bit
     products = rows.products(segments.rows, sums[0], 1.0).get()
-    row_sums = found[np.maximum(place, 0)] - u
+    row_sums = got[np.maximum(place, 0)] - u
     # a row's factor of its normalisation is rounded to the precision of sums: it comes in twice
     rounding = 1e-13 if dtype == "float64" else 2.0**-22
     error = abs(products - here * (u * row_sums).sum(axis=1))
@@ -146,8 +146,8 @@ def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool)
 @pytest.mark.parametrize("n", [1, 100, 5000])
 def test_row_shares(n: int) -> None:
     weights = np.random.default_rng(n).random(n)
-    found = gpu_labels.row_shares(cupy.asarray(weights)).get()
-    np.testing.assert_allclose(found, weights / math.fsum(weights), rtol=1e-13)
+    got = gpu_labels.row_shares(cupy.asarray(weights)).get()
+    np.testing.assert_allclose(got, weights / math.fsum(weights), rtol=1e-13)
     assert (gpu_labels.row_shares(cupy.zeros(n)).get() == 0).all()
 
 
@@ -181,10 +181,10 @@ def call(name: str, z: Any, y: Any, labels: Any, **more: Any) -> infonce.LossAnd
     args = {"sup_con": (z, labels), "info_nce": (z, y, labels % len(y))}.get(loss, (z, y))
     for name in {"weights", "key_bias"}.intersection(options):
         options = options | {name: abs(z[:, 0])}
-    found: infonce.LossAndGrad = getattr(infonce, f"{loss}_loss_and_grad")(
+    result: infonce.LossAndGrad = getattr(infonce, f"{loss}_loss_and_grad")(
         *args, scale=20.0, **options, **more
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -230,7 +230,7 @@ def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert float(planned.loss) == float(stepwise.loss)
         for one, other in zip(planned.grads, stepwise.grads, strict=True):
             assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
-    plans = sum(isinstance(found, plan.Plan) for found in plan._plans.values())
+    plans = sum(isinstance(entry, plan.Plan) for entry in plan._plans.values())
     assert plans == 1 + (CALLS[name][0] == "sup_con")  # classes have one
 
 

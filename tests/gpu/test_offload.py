@@ -100,7 +100,7 @@ def test_not_a_number_stays_one(loss: str, row: int) -> None:
 
 def test_progress_and_memory_too_small() -> None:
     args = arguments("clip", *pairs("random", 60, 60, 30, np.float64, 0))
-    told: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int]] = []
 
     def rooms(rows: int) -> int:
         return room(rows, 30, 60, 60)
@@ -108,15 +108,15 @@ def test_progress_and_memory_too_small() -> None:
     def steps(phase: str, n: int) -> list[tuple[str, int, int]]:
         return [(phase, i + 1, n) for i in range(n)]
 
-    options = {"scale": 1.0, "progress": lambda *step: told.append(step)}
+    options = {"scale": 1.0, "progress": lambda *step: reports.append(step)}
     on_host("clip", args, workspace=rooms(20), **options)
     # the first of three chunks meets three pieces, the others meet all keys; dQ, then dK
-    assert told == steps("log-sum-exp", 5) + 2 * steps("gradient", 9)
-    told.clear()
+    assert reports == steps("log-sum-exp", 5) + 2 * steps("gradient", 9)
+    reports.clear()
     with mock.patch.multiple(layout, WAVE_ROWS=10, MOST_WAVES=1):
         on_host("clip", args, workspace=rooms(60), **options)
     # six chunks: the last meets one at a time, the others meet two, but one on the diagonal
-    assert told == steps("log-sum-exp", 6 + 5) + steps("gradient", 5 * 4 + 6)
+    assert reports == steps("log-sum-exp", 6 + 5) + steps("gradient", 5 * 4 + 6)
     # 15 x 15 chunks of 4 rows: two for each row and column
     with pytest.raises(ValueError, match=f"workspace: expected at least {rooms(4)} bytes"):
         on_host("clip", args, scale=1.0, workspace=rooms(4) - 1)
@@ -186,10 +186,10 @@ def test_without_a_gpu(monkeypatch: Any) -> None:
 
 @pytest.fixture
 def cupy() -> Any:
-    found = pytest.importorskip("cupy")
+    module = pytest.importorskip("cupy")
     if missing := infonce.arrays.gpu_missing():
         pytest.skip(missing)
-    return found
+    return module
 
 
 @pytest.mark.gpu
@@ -256,11 +256,11 @@ def test_memory_stays_within_the_workspace(cupy: Any) -> None:
         infonce.clip_loss_and_grad(*args, scale=9.0, offload=True, workspace=32 * 2**20)
 
     call()  # what is kept for later calls
-    with _peak(cupy) as found:
+    with _peak(cupy) as peak:
         call()
     vectors = 40 * 40_000 * 8
-    assert 2**20 < found.peak < 32 * 2**20 + vectors
-    assert found.used == 0
+    assert 2**20 < peak.peak < 32 * 2**20 + vectors
+    assert peak.used == 0
 
 
 @pytest.mark.gpu
@@ -277,11 +277,11 @@ def test_errors_leave_nothing_behind(cupy: Any) -> None:
             raise RuntimeError("enough")
 
     gc.collect()  # or what earlier tests left is freed meanwhile
-    with _peak(cupy) as found:
+    with _peak(cupy) as peak:
         with pytest.raises(RuntimeError, match="enough"):
             infonce.clip_loss_and_grad(*args, progress=stop, **options)
         gc.collect()
-        assert found.used == 0
+        assert peak.used == 0
     got = infonce.clip_loss_and_grad(*args, **options)
     for g, w in zip(got.grads, want.grads, strict=True):
         np.testing.assert_array_equal(g, w)

@@ -63,13 +63,13 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     unlimited = config.block_sizes_for_all_keys
 
     def blocking(shape: tuple[int, int, int], needs: config.Needs, *room: int) -> Any:
-        found = unlimited(shape, needs, *room)
-        if found is None or not chosen[0]:
-            return found
+        sizes = unlimited(shape, needs, *room)
+        if sizes is None or not chosen[0]:
+            return sizes
         (_, n, d), (rows, overlaid) = shape, chosen
         border = needs.overlay_border(n, d) if overlaid and needs.dk_in_workspace else 0
-        cut = replace(found[1], rows=min(found[1].rows, rows), overlaid=border)
-        return cut, cut, found[2]
+        cut = replace(sizes[1], rows=min(sizes[1].rows, rows), overlaid=border)
+        return cut, cut, sizes[2]
 
     def choose(rows: int, overlaid: bool) -> None:
         chosen[:] = rows, overlaid
@@ -240,12 +240,12 @@ def test_one_pass_where_heights_are_no_good(
                 limit(0 if workspace == 2**28 else 128, i % 2 > 0)
                 workspace = 2**28
             blocks_swept.clear()
-            whole = cupy.full((m, d + 24), 7.0, np.float32)
-            options: Any = [{}, {"grad_dtype": np.float32}, {"outs": {"query": whole[:, 8:-16]}}]
+            guarded = cupy.full((m, d + 24), 7.0, np.float32)
+            options: Any = [{}, {"grad_dtype": np.float32}, {"outs": {"query": guarded[:, 8:-16]}}]
             out = run("info_nce", args, precision, scale, labels=labels, ids=ids, wrt=wrt,
                       workspace=workspace, **options[i % 3])  # fmt: skip
             check(out, ref, args, "bf16", scale)
-            assert i % 3 < 2 or bool((whole[:, :8] == 7).all() and (whole[:, -16:] == 7).all())
+            assert i % 3 < 2 or bool((guarded[:, :8] == 7).all() and (guarded[:, -16:] == 7).all())
             again = [tile for tiles in blocks_swept for tile in tiles]
             assert again or scale < 200
             assert scale > 1 or kind == "30" or not again

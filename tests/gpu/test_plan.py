@@ -49,8 +49,8 @@ def results(loss: str, args: list[Any], gradient: bool, **options: Any) -> list[
     out = getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
     lse = out.lse if isinstance(out.lse, tuple) else (out.lse,)
     metrics = [] if out.metrics is None else vars(out.metrics).values()
-    found = [z for z in (out.loss, *lse, *out.grads, *metrics) if z is not None]
-    return [cupy.asnumpy(array) for array in found]
+    arrays = [z for z in (out.loss, *lse, *out.grads, *metrics) if z is not None]
+    return [cupy.asnumpy(array) for array in arrays]
 
 
 def compare(monkeypatch: Any, loss: str, args: list[Any], gradient: bool, **options: Any) -> int:
@@ -116,17 +116,17 @@ def test_options(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that show their progress, and calls of more steps than a plan records."""
     args = features(loss, smaller(600, 200), 64, np.float32, 0)
-    told: list[str] = []
+    reports: list[str] = []
     monkeypatch.setattr(recorded, "_compiled", set())
     for known in ("_modules", "_functions", "_started"):
         monkeypatch.setattr(compiler, known, {})
     for _ in range(2):
         results(
-            loss, args, True, scale=14.0, method="tiled", progress=lambda *of: told.append(of[0])
+            loss, args, True, scale=14.0, method="tiled", progress=lambda *of: reports.append(of[0])
         )
     assert not gpu_plan._plans
-    assert told[0] == "compiling kernels"  # side by side, before anything runs, and only once
-    assert told.count("compiling kernels") == len(compiler._modules)
+    assert reports[0] == "compiling kernels"  # side by side, before anything runs, and only once
+    assert reports.count("compiling kernels") == len(compiler._modules)
     monkeypatch.setattr(recorder, "MAX_STEPS", 40)
     for _ in range(2):
         compare(

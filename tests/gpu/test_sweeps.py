@@ -294,17 +294,17 @@ def test_cached_exponentials(
                 calls.clear()
                 out = run(loss, args, asked, scale, workspace=workspace, wrt=wrt)
                 check(out, ref, args, asked, scale)
-                (found,) = calls
-                assert found.precision == precision
-                if found.cached is None:
+                (call,) = calls
+                assert call.precision == precision
+                if call.cached is None:
                     break
-                uncached = int(found.cached.uncached_tiles.sum())
+                uncached = int(call.cached.uncached_tiles.sum())
                 if kind == "random" and scale == 1:  # no logits lie far apart
                     assert uncached == 0
                 uncached_tiles += uncached
-                dk = found.schedule.passes[-1].dk_accumulator
-                kept.add((found.cached.columns, dk is not None and dk.overlaid > 0))
-                workspace = min(workspace, found.schedule.workspace) * 9 // 10
+                dk = call.schedule.passes[-1].dk_accumulator
+                kept.add((call.cached.columns, dk is not None and dk.overlaid > 0))
+                workspace = min(workspace, call.schedule.workspace) * 9 // 10
             columns = {of for of, _ in kept}
             assert max(columns) == n
             assert min(columns) < n or n < 1301

@@ -46,8 +46,8 @@ def test_gradients_of_one_pass(chunk: int) -> None:
     )  # fmt: skip
     np.testing.assert_allclose(out.loss, want.loss, rtol=1e-13)
     np.testing.assert_allclose(out.grads.scale, want.grads.scale, rtol=1e-12)
-    for got, whole in zip(chunked, (image, text), strict=True):
-        np.testing.assert_allclose(got.gradient, whole.gradient, rtol=1e-11, atol=1e-14)
+    for got, unchunked in zip(chunked, (image, text), strict=True):
+        np.testing.assert_allclose(got.gradient, unchunked.gradient, rtol=1e-11, atol=1e-14)
         assert got.largest == min(chunk, 10)
 
 
@@ -69,9 +69,9 @@ def test_one_encoder_for_all_inputs() -> None:
     out = infonce.grad_cache(
         infonce.nt_xent_loss_and_grad, [x], shared.encode, shared.backward, 3, scale=2.0
     )
-    whole = Linear(1)
-    whole.backward(x, out.grads.features)
-    np.testing.assert_allclose(shared.gradient, whole.gradient, rtol=1e-12)
+    encoder = Linear(1)
+    encoder.backward(x, out.grads.features)
+    np.testing.assert_allclose(shared.gradient, encoder.gradient, rtol=1e-12)
 
 
 @pytest.mark.extras

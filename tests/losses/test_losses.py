@@ -89,9 +89,9 @@ def test_against_reference(
         for name in set(out.grads._fields) - {"scale", "bias"}:
             if ref.grads[name] is not None:
                 # what remains after the part along the row is taken off
-                whole = np.linalg.norm(ref.grads[name]) + 1e-3 * scale * ref.loss
+                gradient_size = np.linalg.norm(ref.grads[name]) + 1e-3 * scale * ref.loss
                 assert_grad(getattr(out.grads, name), ref.grads[name], np.dtype(dtype).name,
-                            logit, whole, cancelling(ref, tuple(unit), scale))  # fmt: skip
+                            logit, gradient_size, cancelling(ref, tuple(unit), scale))  # fmt: skip
     else:
         compare(out, ref, args, scale)
     alone = value(loss, *given_args, temperature=temperature, method=method, normalize=normalize,

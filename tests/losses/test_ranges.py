@@ -242,11 +242,11 @@ def test_a_workspace_is_refused_with_the_least(
         options: dict[str, Any] = {"scale": 5.0, "normalize": normalize, "method": "tiled"}
         with pytest.raises(ValueError, match="workspace: expected at least") as refused:
             call(loss, *args, workspace=1, **options)
-        found = re.search(
+        match = re.search(
             r"at least (\d+) bytes for (\d+) x (\d+) logits.*got 1$", str(refused.value)
         )
-        assert found is not None
-        least, rows, columns = map(int, found.groups())
+        assert match is not None
+        least, rows, columns = map(int, match.groups())
         assert (rows, columns) == (len(args[0]), len(args[-1]))
         blocks: dict[str, int] = {}
         got = call(loss, *args, workspace=least, **options,

@@ -122,14 +122,14 @@ def test_distillation(
             if got is not None:
                 np.testing.assert_allclose(got, gradient, rtol=1e-11, atol=1e-13)
     student = Teacher(query, key, two_sided=two_sided)
-    alike, _ = on_host("distill", (query, key), teacher=student, **given)
-    assert not alike.grads.query.any()
-    assert not alike.grads.key.any()
+    self_taught, _ = on_host("distill", (query, key), teacher=student, **given)
+    assert not self_taught.grads.query.any()
+    assert not self_taught.grads.key.any()
     teachers[1][7, 2] = np.nan
     assert np.isnan(on_host("distill", (query, key), teacher=teacher, **given)[0].loss)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("has_whole_mask", [True, False])
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_distillation(
 )  # fmt: skip
 def test_own_negatives(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], dtype: Any, few: bool,
-    whole: bool, request: pytest.FixtureRequest,
+    has_whole_mask: bool, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     """Several parts of their rows; masked ones are not read."""
     if not few:
         request.getfixturevalue("no_few_logits")
-    workspace = 10_000_000 if whole else 7_000 if dtype is np.float64 else 4_000
+    workspace = 10_000_000 if has_whole_mask else 7_000 if dtype is np.float64 else 4_000
     monkeypatch.setattr(between_passes, "OWN_BYTES", 3000)
     rng = np.random.default_rng(0)
     args = [rng.standard_normal(of) / 3 for of in ((30, 8), (34, 8), (30, 3, 8))]
@@ -161,7 +161,7 @@ def test_own_negatives(
         out, device = on_host(
             "info_nce own", (query, key, own), labels, wrt=wrt, workspace=workspace, **given
         )
-        assert device.whole == whole
+        assert device.whole == has_whole_mask
         assert device.whole or device.blocks > 4
         assert_loss(out.loss, want.loss, np.dtype(dtype).name, 10.0)
         for name, gradient in want.grads.items():

@@ -105,8 +105,8 @@ def test_needs_no_network(site: Path) -> None:
     """Scripts and styles are the site's own."""
     for page in site.rglob("*.html"):
         for tag in re.findall(r"<(?:script|link)\b[^>]*>", page.read_text()):
-            found = re.search(r'(?:src|href)="(?:https?:)?//', tag)
-            assert not found or 'rel="canonical"' in tag, f"{page.name}: {tag}"
+            link = re.search(r'(?:src|href)="(?:https?:)?//', tag)
+            assert not link or 'rel="canonical"' in tag, f"{page.name}: {tag}"
 
 
 # --- the README -----------------------------------------------------------------------------------
@@ -176,9 +176,9 @@ def test_map_of_the_code() -> None:
     assert not [row[0] for row in questions if not place.fullmatch(row[1])]
     for question, *answers in rows:
         for answer in answers:
-            found = place.findall(answer)
-            assert len(re.findall(r"\.(?:py|cuh?|cpp)`:", answer)) == len(found), question
-            for path, names in found:
+            places = place.findall(answer)
+            assert len(re.findall(r"\.(?:py|cuh?|cpp)`:", answer)) == len(places), question
+            for path, names in places:
                 missing = set(re.findall(r"[\w.]+", names)) - defined(ROOT / path)
                 assert not missing, f"{question}: not in {path}"
 

@@ -223,8 +223,8 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
     )  # fmt: skip
     shown = done.stdout
     assert "aria-busy" not in shown, shown[-2000:] + done.stderr[-2000:]
-    found = re.search(r'data-result="([^"]*)"', shown)
-    assert found, shown[-2000:]
+    result = re.search(r'data-result="([^"]*)"', shown)
+    assert result, shown[-2000:]
     want = javascript(
         "const rows = Formats.features(given), dots = Exact.products(rows);"
         "const exact = Exact.loss(rows, dots, 10, true);"
@@ -232,7 +232,7 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
         "return Rounding.errors(Rounding.loss(rows, 10, given), exact, bounds).relative",
         {"format": "fp16", "n": 16, "d": 64, "norm": 1, "cosine": 0.5, "seed": 1},
     )
-    assert json.loads(found[1].replace("&quot;", '"')) == want
+    assert json.loads(result[1].replace("&quot;", '"')) == want
     assert shown.count("<svg") == 9  # four against temperature, four of formats, one histogram
     assert shown.count('class="digits"') == 8
     assert shown.count("<circle") == 4 * (13 + 6)

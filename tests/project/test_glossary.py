@@ -16,12 +16,12 @@ LINKED = ("distributed", "emulator", "faq", "frameworks", "index", "kernels", "l
 def entries() -> dict[tuple[str, ...], str]:
     """Words that share an entry -> what it says."""
     blocks = re.findall(r"^```{glossary}\n(.*?)^```", GLOSSARY.read_text(), re.M | re.S)
-    found = {}
+    texts = {}
     for entry in "\n\n".join(blocks).split("\n\n"):
         lines = entry.strip("\n").splitlines()
         words = [line for line in lines if not line.startswith("  ")]
-        found[tuple(words)] = " ".join(line.strip() for line in lines[len(words) :])
-    return found
+        texts[tuple(words)] = " ".join(line.strip() for line in lines[len(words) :])
+    return texts
 
 
 def links(page: Path) -> list[str]:

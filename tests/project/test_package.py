@@ -120,8 +120,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (found,) = folder.glob("infonce_kernels-*.whl")
-    return found
+    (wheel_file,) = folder.glob("infonce_kernels-*.whl")
+    return wheel_file
 
 
 def test_wheel(wheel: Path) -> None:

@@ -55,12 +55,12 @@ def packages() -> dict[str, Path]:
 
 def sources() -> dict[str, Path]:
     """All modules by their installed names; a package's is its ``__init__.py``."""
-    found = {}
+    texts = {}
     for package, folder in packages().items():
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
-            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
-    return found
+            texts[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return texts
 
 
 SOURCES = sources()
@@ -189,9 +189,9 @@ def too_large(root: Path) -> dict[str, int]:
     files = source_files(root)
     lines = {path: len(path.read_text().splitlines()) for path in files}
     counts = Counter(path.parent for path in files)
-    found = [(path, n) for path, n in lines.items() if n > MOST_LINES]
-    found += [(folder, n) for folder, n in counts.items() if n > MOST_FILES]
-    return {path.relative_to(root).as_posix(): n for path, n in found}
+    large = [(path, n) for path, n in lines.items() if n > MOST_LINES]
+    large += [(folder, n) for folder, n in counts.items() if n > MOST_FILES]
+    return {path.relative_to(root).as_posix(): n for path, n in large}
 
 
 def test_files_and_folders_stay_small() -> None:
@@ -246,12 +246,12 @@ def unmarked(source: str) -> list[str]:
     if any(marked(node) for node in others if ast.unparse(node).startswith("pytestmark")):
         return []
     skipping = {f.name for f in functions if may_skip(f)}
-    found = [f"line {node.lineno}" for node in others if may_skip(node)]
+    lines = [f"line {node.lineno}" for node in others if may_skip(node)]
     for f in functions:
         wants = skipping & {f.name, *(argument.arg for argument in f.args.args)}
         if f.name.startswith("test_") and wants and not any(map(marked, f.decorator_list)):
-            found.append(f.name)
-    return found
+            lines.append(f.name)
+    return lines
 
 
 @pytest.mark.parametrize(

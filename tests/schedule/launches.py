@@ -98,14 +98,14 @@ class Recording(recorder.Recorder):
         return self.numbers.get(word, word)
 
     def relocated(self, step: Step) -> Step:
-        found = []
+        buffers = []
         for word in step:
             try:
                 to = recorder.resolve_placeholder(word)
-                found.append(self.named(("at", to.array, to.offset)))
+                buffers.append(self.named(("at", to.array, to.offset)))
             except (TypeError, ValueError):
-                found.append(word)
-        return tuple(found)
+                buffers.append(word)
+        return tuple(buffers)
 
     def named(self, word: Any) -> Any:
         if isinstance(word, tuple) and word[0] == "at":
@@ -222,8 +222,8 @@ def record_vectors(drawn: Drawn, into: Recording) -> None:
     if not vectors.has_plan(problem) or problem.bias is not None or problem.retrieval_ranks:
         return
     problem, stats = vectors.statistics(problem)
-    found = recorded.NotFinite(cupy.empty(len(problem.query)), cupy.empty(1))
-    end = vectors.finalize(problem, stats, False, False, SimpleNamespace(not_finite=found))
+    not_finite = recorded.NotFinite(cupy.empty(len(problem.query)), cupy.empty(1))
+    end = vectors.finalize(problem, stats, False, False, SimpleNamespace(not_finite=not_finite))
     vectors.totals(problem, end.losses, end.log_scale_grad, None, None)
 
 

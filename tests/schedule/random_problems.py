@@ -99,36 +99,36 @@ class Drawing:
         return m, n, d
 
     def softmax_options(self, loss: str, m: int, n: int, positives: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.some(8):
-            found["margin"] = 0.1
+            options["margin"] = 0.1
         if self.some(8):
-            found["hardness"] = 2.0
+            options["hardness"] = 2.0
         if self.some(12):
-            found["decoupled"] = True
+            options["decoupled"] = True
         if self.some(8):
-            found["key_bias"] = bias = self.vector(n)
-            found["query_bias"] = bias if loss == "views" else None
+            options["key_bias"] = bias = self.vector(n)
+            options["query_bias"] = bias if loss == "views" else None
         if self.some(8):
-            found["false_negative_margin"] = 0.1
-        if found.keys() & {"key_bias", "false_negative_margin"}:
-            return found
+            options["false_negative_margin"] = 0.1
+        if options.keys() & {"key_bias", "false_negative_margin"}:
+            return options
         if self.some(8) and positives <= 1:
-            found["retrieval_ranks"] = True
-            return found
+            options["retrieval_ranks"] = True
+            return options
         option = self.rng.choice([*OPTIONS, *[""] * 16])
         if option == "label_smoothing" and positives <= 1:
-            found["label_smoothing"] = 0.1
+            options["label_smoothing"] = 0.1
         elif option == "weights":
-            found["weights"] = found["row_shares"] = self.vector(m)
+            options["weights"] = options["row_shares"] = self.vector(m)
         elif option == "joint" and loss == "views":
-            found |= {"joint": True, "joint_copy_bytes": 2**20 * self.rng.randint(0, 9)}
+            options |= {"joint": True, "joint_copy_bytes": 2**20 * self.rng.randint(0, 9)}
         elif option == "classes" and loss == "views":
             order, place, others = (self.vector(m, dtype=np.int64) for _ in range(3))
             in_sums = Segments(place, place, -(-m // 3), order)
-            found["classes"] = Classes(place, place, in_sums=in_sums, others=others)
-            found["weights"] = found["row_shares"] = self.vector(m)
-        return found
+            options["classes"] = Classes(place, place, in_sums=in_sums, others=others)
+            options["weights"] = options["row_shares"] = self.vector(m)
+        return options
 
     def call(self) -> Drawn:
         """A whole call of one process."""

@@ -50,14 +50,14 @@ def a_call(
 def test_a_schedule_is_looked_up_by_its_call() -> None:
     """Equal calls on one device have one schedule; another call has another."""
     call, device = a_call(LossForm.BOTH, 4096, 4096, 512), DEVICES["h200"]
-    found = tiled_schedule(call, device)
-    assert tiled_schedule(a_call(LossForm.BOTH, 4096, 4096, 512), device) is found
-    assert tiled_schedule(call, DEVICES["a100"]) != found
-    assert tiled_schedule(replace(call, ids=True), device) != found
+    looked_up = tiled_schedule(call, device)
+    assert tiled_schedule(a_call(LossForm.BOTH, 4096, 4096, 512), device) is looked_up
+    assert tiled_schedule(call, DEVICES["a100"]) != looked_up
+    assert tiled_schedule(replace(call, ids=True), device) != looked_up
 
 
-def aligned(made: Schedule, parts: Any) -> int:
-    return sum(-(-part.bytes // ALIGNMENT) * ALIGNMENT for part in (*made.cached, *parts))
+def aligned(call_schedule: Schedule, parts: Any) -> int:
+    return sum(-(-part.bytes // ALIGNMENT) * ALIGNMENT for part in (*call_schedule.cached, *parts))
 
 
 @settings(max_examples=300)
@@ -75,16 +75,18 @@ def test_passes_fit_their_workspace_and_visit_all_blocks(
     room = {} if workspace is None else {"workspace": workspace, "workspace_given": True}
     call = a_call(loss, m, n, d, compute_precision, wrt, normalize=normalize, **room)
     try:
-        made = schedule(call, DEVICES[device])
+        call_schedule = schedule(call, DEVICES[device])
     except ValueError:
         with pytest.raises(ValueError, match="workspace: expected at least"):
             schedule(call, DEVICES[device])
         return
     allowed = max(call.workspace, 0 if workspace else DEVICES[device].default_memory_limit)
-    assert made.workspace <= allowed + 16 * ALIGNMENT
-    dk_passes = [scheduled for scheduled in made.passes if scheduled.dk_accumulator is not None]
-    for scheduled in made.passes:
-        assert aligned(made, scheduled.workspace) <= made.workspace
+    assert call_schedule.workspace <= allowed + 16 * ALIGNMENT
+    dk_passes = [
+        scheduled for scheduled in call_schedule.passes if scheduled.dk_accumulator is not None
+    ]
+    for scheduled in call_schedule.passes:
+        assert aligned(call_schedule, scheduled.workspace) <= call_schedule.workspace
         names = [part.name for part in scheduled.workspace]
         assert len(set(names)) == len(names)
         edges = [0, *(rows.stop for rows in scheduled.grid.rows)]
@@ -100,7 +102,7 @@ def test_passes_fit_their_workspace_and_visit_all_blocks(
         assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
         assert ranges[-1][1] == call.shape[1]
     wanted = call.query_gradient is not None
-    assert sum(scheduled.dq_accumulator is not None for scheduled in made.passes) == wanted
+    assert sum(scheduled.dq_accumulator is not None for scheduled in call_schedule.passes) == wanted
 
 
 @pytest.mark.parametrize(
@@ -117,19 +119,23 @@ def test_the_kernel_of_a_guide(device: str, compute_precision: str, kernel: str)
 
 def test_the_decisions_of_one_call() -> None:
     """Those that docs/methods.md tells about."""
-    made = schedule(a_call(LossForm.BOTH, 65536, 65536, 512), DEVICES["h200"])
-    purposes = [scheduled.purpose for scheduled in made.passes]
+    call_schedule = schedule(a_call(LossForm.BOTH, 65536, 65536, 512), DEVICES["h200"])
+    purposes = [scheduled.purpose for scheduled in call_schedule.passes]
     assert purposes == [Purpose.STATISTICS, Purpose.GRADIENT]
-    assert [scheduled.kernel.name for scheduled in made.passes] == ["sweep_lse", "sweep_gradient"]
-    assert len(made.passes[0].grid) == 1
-    assert made.operands is not None
-    assert made.operands.query.reading is Reading.IN_PLACE
+    assert [scheduled.kernel.name for scheduled in call_schedule.passes] == [
+        "sweep_lse",
+        "sweep_gradient",
+    ]
+    assert len(call_schedule.passes[0].grid) == 1
+    assert call_schedule.operands is not None
+    assert call_schedule.operands.query.reading is Reading.IN_PLACE
     one = schedule(a_call(LossForm.ROWS, 4096, 65536, 512), DEVICES["h200"])
     assert [scheduled.purpose for scheduled in one.passes] == [Purpose.ONE_PASS]
     views = schedule(a_call(LossForm.VIEWS, 65536, 0, 128), DEVICES["h200"])
     assert [scheduled.kernel.name for scheduled in views.passes] == ["sweep_lse", "sweep_narrow"]
     assert not [part for part in views.passes[1].workspace if part.name == "gradient_block"]
-    assert made.cached_columns == 0  # products of eight K-slices are no longer than what is saved
+    # Products of eight K-slices take no longer than a cache would save
+    assert call_schedule.cached_columns == 0
     wide = schedule(a_call(LossForm.BOTH, 16384, 16384, 576), DEVICES["h200"])
     assert wide.cached_columns == 16384
     assert wide.passes[0].caching_kernel is not None
@@ -141,11 +147,11 @@ def test_the_decisions_of_one_call() -> None:
 @pytest.mark.parametrize("wrt", ["k", "q", "qk"])
 def test_no_memory_is_reserved_that_no_pass_uses(wrt: str) -> None:
     """For one gradient alone, none for the other's accumulator."""
-    made = schedule(a_call(LossForm.BOTH, 65536, 65536, 512, wrt=wrt), DEVICES["h200"])
-    names = {part.name for scheduled in made.passes for part in scheduled.workspace}
+    call_schedule = schedule(a_call(LossForm.BOTH, 65536, 65536, 512, wrt=wrt), DEVICES["h200"])
+    names = {part.name for scheduled in call_schedule.passes for part in scheduled.workspace}
     assert ("dq_accumulator" in names, "dk_accumulator" in names) == ("q" in wrt, "k" in wrt)
-    taken = max(aligned(made, scheduled.workspace) for scheduled in made.passes)
-    assert made.workspace - taken <= 16 * ALIGNMENT
+    taken = max(aligned(call_schedule, scheduled.workspace) for scheduled in call_schedule.passes)
+    assert call_schedule.workspace - taken <= 16 * ALIGNMENT
 
 
 @pytest.mark.parametrize("loss", [LossForm.ROWS, LossForm.BOTH])
@@ -155,11 +161,11 @@ def test_distillation_has_no_memory_for_a_cache_or_for_one_pass(
 ) -> None:
     teacher = Matrix.packed(16384, teacher_width, "bfloat16")
     call = a_call(loss, 16384, 16384, 768, teacher_query=teacher, teacher_key=teacher)
-    made = tiled_schedule(call, DEVICES["h200"])
-    assert not made.cached_columns
-    assert not made.one_pass
-    assert {scheduled.purpose for scheduled in made.passes} == {Purpose.DISTILLATION}
-    assert made.workspace <= call.workspace
+    call_schedule = tiled_schedule(call, DEVICES["h200"])
+    assert not call_schedule.cached_columns
+    assert not call_schedule.one_pass
+    assert {scheduled.purpose for scheduled in call_schedule.passes} == {Purpose.DISTILLATION}
+    assert call_schedule.workspace <= call.workspace
 
 
 @pytest.mark.parametrize(
@@ -173,9 +179,9 @@ def test_one_launch_is_for_small_plain_batches(
 ) -> None:
     """2^18 logits at most, of 2^28 multiply-adds, that fit the workspace."""
     call = replace(a_call(LossForm.ROWS, rows, 512, 512, "fp32"), method="auto", **options)
-    made = schedule(call, DEVICES["h200"])
-    assert made.method == method
-    assert (made.one_launch is not None) == (method == "fused")
+    call_schedule = schedule(call, DEVICES["h200"])
+    assert call_schedule.method == method
+    assert (call_schedule.one_launch is not None) == (method == "fused")
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
@@ -215,41 +221,41 @@ def test_launches_are_those_that_calls_ask_for() -> None:
                     schedule(call, drawn.device)
                 assert outcome == f"refused: {error.value}"
                 continue
-            made = schedule(call, drawn.device)
-            if outcome != "done" or made.passes == ():
+            call_schedule = schedule(call, drawn.device)
+            if outcome != "done" or call_schedule.passes == ():
                 continue
             into.finish()
             taken = [step[:5] for step in into.steps_taken() if step[0].startswith(("ti", "sm"))]
-            assert [(*k[:3], k[3], k[4]) for k in pass_summaries(made)] == [
+            assert [(*k[:3], k[3], k[4]) for k in pass_summaries(call_schedule)] == [
                 (file, name, defines, threads, blocks)
                 for file, name, defines, blocks, threads in taken
             ]
             gpu = replace(GPUS["h200"], properties=drawn.device)
             multiplied = sum(
-                w.launches for w in schedule_work(made, gpu) if w.kernel.startswith("cu")
+                w.launches for w in schedule_work(call_schedule, gpu) if w.kernel.startswith("cu")
             )
             assert multiplied == sum(step[0] == "_gemm" for step in into.steps_taken())
-            seen.update(scheduled.purpose.name for scheduled in made.passes)
+            seen.update(scheduled.purpose.name for scheduled in call_schedule.passes)
     # random problems have no teacher
     assert seen.keys() == Purpose.__members__.keys() - {Purpose.DISTILLATION.name}
     assert min(seen.values()) > 5
 
 
-def pass_summaries(made: Schedule) -> list[tuple[Any, ...]]:
+def pass_summaries(call_schedule: Schedule) -> list[tuple[Any, ...]]:
     """File, kernel, -D options, threads and blocks of each launch over a block of logits."""
-    found: list[tuple[Any, ...]] = []
+    summaries: list[tuple[Any, ...]] = []
 
     def add(kernel: Any, blocks: int) -> None:
         options = tuple(sorted(kernel.options))
-        found.append((kernel.file, kernel.name, options, kernel.threads, blocks))
+        summaries.append((kernel.file, kernel.name, options, kernel.threads, blocks))
 
-    for scheduled in made.passes:
+    for scheduled in call_schedule.passes:
         for a, rows in enumerate(scheduled.grid.rows):
             for b in scheduled.grid.visits(a):
                 columns = scheduled.grid.columns[b]
                 m, n = rows.stop - rows.start, columns.stop - columns.start
-                diagonal = made.call.symmetric and rows == columns
-                cached = columns.stop <= made.cached_columns
+                diagonal = call_schedule.call.symmetric and rows == columns
+                cached = columns.stop <= call_schedule.cached_columns
                 kernel = scheduled.diagonal_kernel if diagonal else None
                 caching = scheduled.caching_kernel if cached else None
                 kernel = caching or kernel or scheduled.kernel
@@ -261,7 +267,7 @@ def pass_summaries(made: Schedule) -> list[tuple[Any, ...]]:
                 if isinstance(scheduled.shape, config.Sweep):
                     blocks = scheduled.shape.blocks(m, n, half)
                 else:
-                    blocks = scheduled.shape.blocks(m, n, made.device.multiprocessors)
+                    blocks = scheduled.shape.blocks(m, n, call_schedule.device.multiprocessors)
                 for _ in range(1 + (scheduled.purpose is Purpose.ONE_PASS)):
                     add(kernel, blocks)
-    return found
+    return summaries

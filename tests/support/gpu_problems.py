@@ -149,28 +149,28 @@ def evaluate(
         retrieval_ranks=ranks, scalar_grads=gradient, moments=moments,
         progress=lambda *_: None,  # a call with `progress` runs its passes without a plan
     )  # fmt: skip
-    made: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     gradients = None
     if gradient:
         for a, z in zip(kind.arguments, arrays, strict=True):
             if a in wanted:
-                made[a] = (outs or {}).get(a)
-                if made[a] is None:
-                    made[a] = cupy.full(z.shape, np.nan, grad_dtype or z.dtype)
+                outputs[a] = (outs or {}).get(a)
+                if outputs[a] is None:
+                    outputs[a] = cupy.full(z.shape, np.nan, grad_dtype or z.dtype)
         last = kind.arguments[-1]
-        want_key = not kind.symmetric and last in made
-        want_query = kind.arguments[0] in made
+        want_key = not kind.symmetric and last in outputs
+        want_query = kind.arguments[0] in outputs
         if want_query or want_key:
             gradients = Gradients(
-                made.get(kind.arguments[0]), made.get(last) if want_key else None, None,
+                outputs.get(kind.arguments[0]), outputs.get(last) if want_key else None, None,
                 want_query, want_key,
             )  # fmt: skip
     solution = gpu.solve(problem, gradients)
     if gradient:
-        made["scale"] = solution.scale_grad
+        outputs["scale"] = solution.scale_grad
         if kind.sigmoid:
-            made["bias"] = solution.bias_grad
-    return solution, made, upstream
+            outputs["bias"] = solution.bias_grad
+    return solution, outputs, upstream
 
 
 def device_view(z: Any, how: str) -> Any:
@@ -181,9 +181,9 @@ def device_view(z: Any, how: str) -> Any:
     root = seen
     while root.base is not None:
         root = root.base
-    whole = cupy.asarray(root)
+    root_array = cupy.asarray(root)
     offset = seen.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-    return cupy.ndarray(seen.shape, seen.dtype, whole.data + offset, seen.strides)
+    return cupy.ndarray(seen.shape, seen.dtype, root_array.data + offset, seen.strides)
 
 
 def check(
@@ -211,21 +211,21 @@ def check(
         if got is None:
             continue
         wide = np.asarray(got, np.float64)
-        whole, cancels = float(np.linalg.norm(want)), terms
+        size, cancels = float(np.linalg.norm(want)), terms
         relative = GRAD_BOUND[precision] * max(1.0, logit / 200)
         if name in ("scale", "bias"):
-            whole = max(scale_size(ref, args), abs(want)) if name == "scale" else whole
+            size = max(scale_size(ref, args), abs(want)) if name == "scale" else size
             cancels = terms * np.sqrt(len(args[0])) / scale
         else:
             relative = max(relative, STORED_BOUND[grad_dtype or got.dtype.name])
-        limit = relative * whole + 1e-30
+        limit = relative * size + 1e-30
         if not averaged:
-            limit += 6 * u * logit * whole
+            limit += 6 * u * logit * size
             limit += (8 * u * (1 + logit) + 2 * ELEMENT_ROUNDOFF[precision]) * cancels
         tiny = {"float16": 2.0**-24, "bfloat16": 2.0**-126}.get(got.dtype.name, 0.0)
         limit += tiny * np.sqrt(np.size(want)) + 1e-24 * (precision != "fp64")
         error = float(np.linalg.norm(wide - want))
-        assert error <= limit, f"{name}: off by {error:.2e}, bound {limit:.2e}, norm {whole:.2e}"
+        assert error <= limit, f"{name}: off by {error:.2e}, bound {limit:.2e}, norm {size:.2e}"
 
 
 SHAPES = [

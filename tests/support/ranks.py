@@ -70,13 +70,13 @@ def compare(case: dict[str, Any]) -> None:
 
     # whole arrays, the order in which ranks hold their rows, and the rows of this rank
     rows = shards(m, seed)
-    whole, orders, parts = [query, key], [np.arange(m), np.arange(n)], [rows, rows]
+    features, orders, parts = [query, key], [np.arange(m), np.arange(n)], [rows, rows]
     labels = None
     if loss == "info_nce":
         parts[1] = shards(n, seed + 1)
         labels = rng.integers(0, n, m) if case["labelled"] else None
     if loss == "nt_xent":
-        whole = [np.concatenate([query, key])]
+        features = [np.concatenate([query, key])]
         if case["labelled"]:  # any row of the batch may be on any rank
             orders, parts = [rng.permutation(2 * n)], [shards(2 * n, seed)]
             labels = np.argsort(orders[0])[(orders[0] + n) % (2 * n)]
@@ -93,7 +93,7 @@ def compare(case: dict[str, Any]) -> None:
     spread["exchange"] = exchange = case.get("exchange", "auto")
     spread["workspace"] = case.get("workspace") if exchange in ("auto", "ring") else None
     if case["ids"]:
-        ids = [rng.integers(0, n, len(z)) for z in whole]
+        ids = [rng.integers(0, n, len(z)) for z in features]
         if len(ids) == 1:
             single["ids"], spread["ids"] = ids[0], ids[0][mine[0]]
         else:
@@ -103,10 +103,10 @@ def compare(case: dict[str, Any]) -> None:
         spread["labels"] = labels[parts[0][RANK]]
         if loss != "nt_xent":
             single["labels"] = labels
-    local = [z[own] for z, own in zip(whole, mine, strict=True)]
+    local = [z[own] for z, own in zip(features, mine, strict=True)]
 
     metrics = {"metrics": case.get("metrics", False) and loss != "siglip"}
-    want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **single, **metrics)
+    want = getattr(infonce, f"{loss}_loss_and_grad")(*features, **single, **metrics)
     got = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
     again = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
     loss_only = getattr(distributed, f"{loss}_loss")(*local, **spread)
@@ -121,7 +121,7 @@ def compare(case: dict[str, Any]) -> None:
         assert np.array_equal(loss_only, got.loss)
     per_row = case["reduction"] == "none"
     close(got.loss, want.loss[mine[0]] if per_row else want.loss, 0.1 * tolerance, "loss")
-    terms = np.abs(np.asarray(want.grads[0], float) * whole[0].astype(float)).sum()
+    terms = np.abs(np.asarray(want.grads[0], float) * features[0].astype(float)).sum()
     if case["normalize"]:  # the part of dQ along q cancels: up to |x| (1 - P of the positive)
         terms = max(terms, case["scale"] * np.minimum(want.loss, 1).sum())
     for i, field in enumerate(want.grads._fields):
@@ -136,7 +136,7 @@ def compare(case: dict[str, Any]) -> None:
         else:  # relative to the rows of all ranks, because those of one rank may be almost 0
             size = np.linalg.norm(w.astype(float))
             if case["normalize"]:  # or to the terms, of which only the part across a row is left
-                size = max(size, terms / np.linalg.norm(whole[i].astype(float), axis=1).min())
+                size = max(size, terms / np.linalg.norm(features[i].astype(float), axis=1).min())
             close(g, w[mine[i]], tolerance, f"d {field}", size)
     if got.lse is not None:
         both = zip(*((z if isinstance(z, tuple) else (z,)) for z in (got.lse, want.lse)),
@@ -282,19 +282,19 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
             ("lit", {}), ("info_nce", {}), ("info_nce", {"labels": labels, "ids": (ids[:m], ids)}),
             ("nt_xent", {}),
         ):  # fmt: skip
-            whole, mine, own = [q, k], [rows, columns], dict(options)
+            features, mine, own = [q, k], [rows, columns], dict(options)
             if loss == "nt_xent":
-                whole = [np.concatenate([q, k[:m]])]
+                features = [np.concatenate([q, k[:m]])]
                 own["labels"] = (np.arange(2 * m) + m) % (2 * m)
                 mine = [shards(2 * m, 5)[RANK]]
                 own["labels"] = own["labels"][mine[0]]
             elif loss != "info_nce":
-                whole, mine = [q, k[:m]], [rows, rows]
+                features, mine = [q, k[:m]], [rows, rows]
                 if "ids" in own:
                     own["ids"] = own["ids"][rows]
             elif own:
                 own = {"labels": labels[rows], "ids": (ids[:m][rows], ids[columns])}
-            parts = [xp.asarray(z[part]) for z, part in zip(whole, mine, strict=True)]
+            parts = [xp.asarray(z[part]) for z, part in zip(features, mine, strict=True)]
             function = f"{loss}_loss_and_grad"
             own |= {"scale": scale, "transport": transport, "exchange": exchange, "timeout": 60}
             if exchange == "ring":  # with the small workspace, a shard is visited in pieces
@@ -307,14 +307,14 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
                     if g is not None and host(g).tobytes() != host(twice).tobytes():
                         wrong.append(f"rank {RANK}: {what}: d {field} differs from run to run")
 
-            truth = judge.judged(loss, whole, scale=scale, **options)
+            truth = judge.judged(loss, features, scale=scale, **options)
             sizes = {  # bounds are relative to the gradient of all rows, and to d scale's terms
                 field: float(np.linalg.norm(w)) for field, w in truth.grads.items() if w is not None
             }
-            sizes["scale"] = max(sizes["scale"], judge.scale_size(truth, whole))
+            sizes["scale"] = max(sizes["scale"], judge.scale_size(truth, features))
             mine_of = {field: mine[i] for i, field in enumerate(sizes) if field not in SCALARS}
-            logit = judge.largest_logit(scale, whole[0], whole[-1])
-            cancels = judge.cancelling(truth, whole, scale)
+            logit = judge.largest_logit(scale, features[0], features[-1])
+            cancels = judge.cancelling(truth, features, scale)
             check(what, judge.assert_loss, host(got.loss), truth.loss, dtype, logit)
             for field, size in sizes.items():
                 w = np.asarray(truth.grads[field])[mine_of.get(field, ...)]
@@ -323,7 +323,7 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
             if dtype not in one_process_bounds:
                 continue
             loss_bound, bound = one_process_bounds[dtype]
-            want = getattr(infonce, function)(*map(xp.asarray, whole), scale=scale, **options)
+            want = getattr(infonce, function)(*map(xp.asarray, features), scale=scale, **options)
             check(what, close, host(got.loss), host(want.loss), loss_bound, "one process's loss")
             for field, size in sizes.items():
                 w = host(getattr(want.grads, field)).astype(float)[mine_of.get(field, ...)]
@@ -368,13 +368,13 @@ def offload(place: str, exchange: str) -> None:
     query = key + np.random.default_rng(1).standard_normal((150, d))
     rows = shards(150, 4)[RANK]
     for loss in ("clip", "info_nce", "lit", "siglip", "nt_xent"):
-        whole = [query, key] if loss != "nt_xent" else [query]
+        features = [query, key] if loss != "nt_xent" else [query]
         part, own = np.arange(150)[rows], dict(spread)
         if loss == "nt_xent":
             own["labels"] = (part + 75) % 150
         own |= {"workspace": 2**20} if exchange == "gather" else {}  # for the keys of all ranks
-        want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **options)
-        got = getattr(distributed, f"{loss}_loss_and_grad")(*(z[part] for z in whole), **own)
+        want = getattr(infonce, f"{loss}_loss_and_grad")(*features, **options)
+        got = getattr(distributed, f"{loss}_loss_and_grad")(*(z[part] for z in features), **own)
 
         def rank_part(z: Any, part: Any = part) -> Any:
             return z if z is None or not np.ndim(z) else z[part]

@@ -43,8 +43,8 @@ def memory() -> None:
     sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
     out = [np.empty_like(z) for z in sides]
     ring, most = peak(workspace=workspace), cost.predict_memory(rows, d, workspace)
-    whole = rows * d * (2 * cost.FEATURE_BYTES + 3 * cost.DK_BYTES)
-    assert 0.5 * most < ring < most < whole + workspace, (ring, most, whole)
+    total_bytes = rows * d * (2 * cost.FEATURE_BYTES + 3 * cost.DK_BYTES)
+    assert 0.5 * most < ring < most < total_bytes + workspace, (ring, most, total_bytes)
 
     buffers = cost.gather_bytes([rows] * SIZE, d * cost.FEATURE_BYTES + 24, d * cost.DK_BYTES)
     gather = peak(exchange="gather", workspace=2 * buffers)

@@ -292,9 +292,9 @@ def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
         bank(*rows)
     except ValueError as error:
         said = str(error)
-    found = {name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()}
-    found["distill"] = [sum(both).detach(), *torch.autograd.grad(sum(both), rows)]
-    on_cpu = {name: [value.cpu() for value in values] for name, values in found.items()}
+    results = {name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()}
+    results["distill"] = [sum(both).detach(), *torch.autograd.grad(sum(both), rows)]
+    on_cpu = {name: [value.cpu() for value in values] for name, values in results.items()}
     return {"bank": bank.memory_bank.bank.cpu(), "unequal": said, **on_cpu}
 
 

@@ -148,15 +148,15 @@ class Call:
         names = ["labels", *spec.INTEGER_OPTIONS, "scale", "bias", *self.softmax]
         options = {name: self.options[name] for name in names if name in self.options}
         unit = [z / n for z, n in zip(self.wide, self.lengths, strict=True)]
-        found = getattr(reference, self.loss)(*unit, weights=self.row_weights[1], **options)
+        result = getattr(reference, self.loss)(*unit, weights=self.row_weights[1], **options)
         if not self.options.get("normalize"):
-            return found
-        grads = dict(found.grads)  # through the normalisation; those of rows of zeros stay zero
+            return result
+        grads = dict(result.grads)  # through the normalisation; those of rows of zeros stay zero
         for name, u, length in zip(self.kind.arguments, unit, self.lengths, strict=True):
             if grads[name] is not None:
                 through = common.normalize_backward(grads[name], u, length)
                 grads[name] = np.where(u.any(axis=1, keepdims=True), through, 0.0)
-        return found._replace(grads=grads)
+        return result._replace(grads=grads)
 
     def above_positives(self) -> list[Any]:
         """How far each product is above the largest of its row's positives, and of its column's."""

@@ -165,7 +165,7 @@ def in_child(sources: Path, function: Callable[[], Any]) -> Any:
 def reached_by(names: list[str], mutants: list[Mutant]) -> dict[str, tuple[set[int], float, Any]]:
     """For each call: the mutants that it comes to, its seconds, and its results."""
     noted = {(m.file, m.line): m.noted.replace("@", str(i)) for i, m in enumerate(mutants)}
-    found = {}
+    answers = {}
     with sources_with(noted) as copy:
         for name in names:
 
@@ -179,17 +179,19 @@ def reached_by(names: list[str], mutants: list[Mutant]) -> dict[str, tuple[set[i
                 seconds = time.perf_counter() - start
                 reached = engine._runtime().emulator_reached
                 reached.restype = ctypes.POINTER(ctypes.c_ubyte)
-                found = {i for i in range(len(mutants)) if reached()[i]}
+                reached_mutants = {i for i in range(len(mutants)) if reached()[i]}
                 if name == SWAP:  # in other processes
-                    found = {i for i, m in enumerate(mutants) if m.file == "ranks/swap.cu"}
-                return found, seconds, result
+                    reached_mutants = {
+                        i for i, m in enumerate(mutants) if m.file == "ranks/swap.cu"
+                    }
+                return reached_mutants, seconds, result
 
             answer = in_child(copy, measure)
             if isinstance(answer, str):
                 raise SystemExit(f"{name}: {answer}")
-            found[name] = answer
+            answers[name] = answer
             print(f"{name}: {len(answer[0])} synchronisations, {answer[1]:.1f} s", flush=True)
-    return found
+    return answers
 
 
 def judge(mutant: Mutant, calls: list[tuple[str, Any]], seeds: int) -> dict[str, Any]:
@@ -223,10 +225,10 @@ def judge(mutant: Mutant, calls: list[tuple[str, Any]], seeds: int) -> dict[str,
 
 
 def reason(mutant: Mutant) -> str:
-    found = [
+    reasons = [
         why for (file, part), why in REASONS.items() if file == mutant.file and part in mutant.code
     ]
-    return found[0] if found else ""
+    return reasons[0] if reasons else ""
 
 
 def main() -> int:
@@ -253,18 +255,18 @@ def main() -> int:
             mine = sorted(
                 (name for name in names if i in calls[name][0]), key=lambda n: calls[n][1]
             )
-            found = judge(mutant, [(name, calls[name][2]) for name in mine], arguments.seeds)
+            verdict = judge(mutant, [(name, calls[name][2]) for name in mine], arguments.seeds)
             entry = {
                 "file": mutant.file,
                 "line": mutant.line,
                 "code": mutant.code,
                 "calls": len(mine),
-                **found,
+                **verdict,
             }
-            if not found:
+            if not verdict:
                 entry["reason"] = reason(mutant)
             results.append(entry)
-            said = found.get("noticed") or f"MISSED by {len(mine)} calls: {entry['reason']}"
+            said = verdict.get("noticed") or f"MISSED by {len(mine)} calls: {entry['reason']}"
             print(f"{mutant.file}:{mutant.line}: {mutant.code[:60]}: {said}", flush=True)
     noticed = sum("noticed" in entry for entry in results)
     explained = sum(bool(entry.get("reason")) for entry in results)

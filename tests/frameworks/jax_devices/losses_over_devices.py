@@ -184,16 +184,16 @@ def metrics() -> None:
         @jax.jit
         def run(z: Any, over: Any = over) -> Any:
             def loss(z: Any) -> Any:
-                value, found = over(*z, scale=SCALE, metrics=True)
-                return value, [getattr(found, field) for field in fields]
+                value, values = over(*z, scale=SCALE, metrics=True)
+                return value, [getattr(values, field) for field in fields]
 
             return jax.value_and_grad(loss, has_aux=True)(z)
 
-        (value, found), grads = run(z)
+        (value, metrics), grads = run(z)
         close(f"{name}: loss", value, want[0])
         wanted = [getattr(want[1], field) for field in fields]
-        assert [v is None for v in found] == [v is None for v in wanted]
-        close(f"{name}: metrics", found, wanted)
+        assert [v is None for v in metrics] == [v is None for v in wanted]
+        close(f"{name}: metrics", metrics, wanted)
         close(f"{name}: grads", grads, jax.grad(lambda z: one(name, z, numbers, {}))(z))  # noqa: B023
 
 

@@ -59,9 +59,9 @@ def compiled() -> None:
         once, again = (jax.tree.leaves(step(z, numbers, by_row)) for _ in range(2))
         assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True)), name
         text = step.as_text()
-        found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? ({COLLECTIVES})(?:-start)?\(", text)
+        collectives = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? ({COLLECTIVES})(?:-start)?\(", text)
         sizes = Counter((kind, "features" if f",{width}]" in f"[{shape}]" else "vectors")
-                        for _, shape, kind in found)  # fmt: skip
+                        for _, shape, kind in collectives)  # fmt: skip
         print(name, [*by_row], dict(sizes), text.count("custom-call("), "callbacks")
         two = "guide" in by_row or name == "distill"
         assert sizes["all-gather", "features"] == 1 + two, (name, sizes)

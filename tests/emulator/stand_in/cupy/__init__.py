@@ -66,9 +66,9 @@ def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
 
 
 def full(shape: Any, value: Any, dtype: Any = None, order: str = "C") -> ndarray:
-    made = ndarray(shape, np.asarray(value).dtype if dtype is None else dtype, order=order)
-    made[...] = value
-    return made
+    array = ndarray(shape, np.asarray(value).dtype if dtype is None else dtype, order=order)
+    array[...] = value
+    return array
 
 
 def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:

@@ -141,19 +141,19 @@ class ndarray:
     def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
         if not copy and self.dtype == np.dtype(dtype):
             return self
-        made: ndarray = apply(lambda z: z.astype(dtype, order=order), self)
-        return made
+        array: ndarray = apply(lambda z: z.astype(dtype, order=order), self)
+        return array
 
     def copy(self, order: str = "C") -> ndarray:
-        made: ndarray = apply(lambda z: z.copy(order=order), self)
-        return made
+        array: ndarray = apply(lambda z: z.copy(order=order), self)
+        return array
 
     def view(self, dtype: Any = None) -> ndarray:
         return viewed(self, self._host.view(dtype))
 
     def reshape(self, *shape: Any, order: str = "C") -> ndarray:
-        made: ndarray = apply(lambda z: z.reshape(*shape, order=order), self)
-        return made
+        array: ndarray = apply(lambda z: z.reshape(*shape, order=order), self)
+        return array
 
     def ravel(self, order: str = "C") -> ndarray:
         return self.reshape(-1, order=order)
@@ -238,9 +238,9 @@ def on_device(values: np.ndarray, order: str = "K") -> ndarray:
     values = np.asarray(values)
     if order == "K":
         order = "F" if values.flags.f_contiguous and not values.flags.c_contiguous else "C"
-    made = ndarray(values.shape, values.dtype, order=order)
-    made.set(values)
-    return made
+    array = ndarray(values.shape, values.dtype, order=order)
+    array.set(values)
+    return array
 
 
 def host_values(part: Any) -> Any:
@@ -283,17 +283,18 @@ def apply(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
         with np.errstate(all="ignore"):
             return function(*values, **options)
 
-    made = computed()  # of a stream under capture: for its shape and dtype
+    result = computed()  # of a stream under capture: for its shape and dtype
     arrays = [z for z in _flat(given) if isinstance(z, ndarray)]
     if out is not None:
         run(lambda to: np.copyto(to, computed(), casting="same_kind"), out)
         return out
-    if isinstance(made, tuple | list):
-        parts = range(len(made))
-        return type(made)(
-            _result(z, arrays, lambda i=i: computed()[i]) for i, z in zip(parts, made, strict=True)
+    if isinstance(result, tuple | list):
+        parts = range(len(result))
+        return type(result)(
+            _result(z, arrays, lambda i=i: computed()[i])
+            for i, z in zip(parts, result, strict=True)
         )
-    return _result(made, arrays, computed)
+    return _result(result, arrays, computed)
 
 
 def _flat(part: Any) -> list[Any]:
@@ -302,22 +303,22 @@ def _flat(part: Any) -> list[Any]:
     return [part]
 
 
-def _result(made: Any, given: list[ndarray], computed: Callable[[], Any]) -> Any:
+def _result(result: Any, given: list[ndarray], computed: Callable[[], Any]) -> Any:
     """A view where NumPy has made one."""
-    if not isinstance(made, np.ndarray | np.generic):
-        return made
-    made = np.asarray(made)
-    if made.size:
-        start = made.__array_interface__["data"][0]
+    if not isinstance(result, np.ndarray | np.generic):
+        return result
+    result = np.asarray(result)
+    if result.size:
+        start = result.__array_interface__["data"][0]
         for array in given:
             memory_of = array.data.mem
             if memory_of.ptr <= start < memory_of.ptr + memory_of.size:
-                return viewed(array, made)
-    order = "F" if made.flags.f_contiguous and not made.flags.c_contiguous else "C"
-    new = ndarray(made.shape, made.dtype, order=order)
+                return viewed(array, result)
+    order = "F" if result.flags.f_contiguous and not result.flags.c_contiguous else "C"
+    new = ndarray(result.shape, result.dtype, order=order)
     stream = streams.get_current_stream()
     if stream.is_capturing():
         stream.submit(lambda: np.copyto(new._host, computed()))
     else:
-        np.copyto(new._host, made)
+        np.copyto(new._host, result)
     return new

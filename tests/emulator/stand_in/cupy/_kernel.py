@@ -110,25 +110,27 @@ class ElementwiseKernel:
     def __call__(self, *given: Any, size: int | None = None) -> Any:
         inputs = list(given[: len(self._inputs)])
         outputs = list(given[len(self._inputs) :])
-        whole = [
+        arrays = [
             z.shape for z, (*_, raw) in zip(inputs, self._inputs, strict=True)
             if isinstance(z, ndarray) and not raw
         ]  # fmt: skip
-        shape = np.broadcast_shapes(*whole, *(z.shape for z in outputs)) if whole else (size or 0,)
+        shape = (
+            np.broadcast_shapes(*arrays, *(z.shape for z in outputs)) if arrays else (size or 0,)
+        )
         kept: list[Any] = []
         for z, (_, _, dtype, raw) in zip(inputs, self._inputs, strict=True):
             kept.append(_spread(z, None if raw else shape, dtype))
-        made = [ndarray(shape, dtype) for _, _, dtype, _ in self._outputs[len(outputs) :]]
+        new_outputs = [ndarray(shape, dtype) for _, _, dtype, _ in self._outputs[len(outputs) :]]
         for z, (_, name, dtype, _) in zip(outputs, self._outputs, strict=False):
             if z.dtype != dtype or z.shape != shape or not z.flags.c_contiguous:
                 raise TypeError(f"{self._name}: {name} is expected as {shape} {dtype}, contiguous")
         count = int(np.prod(shape, dtype=object))
         if count:
             function = RawKernel(self._code, self._name)
-            arguments = (*kept, *outputs, *made, count)
+            arguments = (*kept, *outputs, *new_outputs, count)
             function((-(-count // THREADS),), (THREADS,), arguments)
-        found = (outputs + made)[: len(self._outputs)]
-        return found[0] if len(found) == 1 else tuple(found)
+        results = (outputs + new_outputs)[: len(self._outputs)]
+        return results[0] if len(results) == 1 else tuple(results)
 
 
 def _spread(z: Any, shape: Any, dtype: Any) -> Any:
@@ -146,8 +148,8 @@ def _spread(z: Any, shape: Any, dtype: Any) -> Any:
 
 def _declared(params: str) -> list[tuple[str, str, Any, bool]]:
     """Type in C, name, dtype, and whether it is indexed by the operation: "raw float64 x"."""
-    found = []
+    parameters = []
     for param in filter(None, map(str.strip, params.split(","))):
         *raw, kind, name = param.split()
-        found.append((TYPES[kind], name, np.dtype(kind), raw == ["raw"]))
-    return found
+        parameters.append((TYPES[kind], name, np.dtype(kind), raw == ["raw"]))
+    return parameters

@@ -47,8 +47,10 @@ def gemmStridedBatchedEx(
             wide = (z.astype(np.float64) for z in (left.T if op_a else left,
                                                    right.T if op_b else right))  # fmt: skip
             with np.errstate(all="ignore"):
-                made = np.matmul(*wide) * factor
-                out[...] = made + factor_before * out.astype(np.float64) if factor_before else made
+                total = np.matmul(*wide) * factor
+                if factor_before:
+                    total += factor_before * out.astype(np.float64)
+                out[...] = total
 
     streams.get_current_stream().submit(product)
 

@@ -69,11 +69,11 @@ def launch_at(
     function: int, grid: int, block: int, shared: int, stream: int, parameters: int
 ) -> None:
     """cuLaunchKernel: `parameters` are the address of pointers to values."""
-    found = functions[function]
-    sizes = found._kernel.sizes
+    kernel = functions[function]
+    sizes = kernel._kernel.sizes
     pointers = (ctypes.c_void_p * len(sizes)).from_address(parameters)
     values = [ctypes.string_at(at, size) for at, size in zip(pointers, sizes, strict=True)]
-    found.launch(grid, block, shared, values, stream, False)
+    kernel.launch(grid, block, shared, values, stream, False)
 
 
 def _bytes(value: Any) -> bytes:
@@ -96,9 +96,9 @@ def _bytes(value: Any) -> bytes:
 def _placed(values: list[bytes]) -> tuple[Any, Any]:
     """A copy of all, each at an address that a tensor map may have; and pointers to them."""
     padded = [value + bytes(-len(value) % ALIGNMENT) for value in values]
-    whole = b"".join(padded)
-    memory = np.empty(len(whole) + ALIGNMENT, np.uint8)
+    packed = b"".join(padded)
+    memory = np.empty(len(packed) + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
-    memory[start : start + len(whole)] = np.frombuffer(whole, np.uint8)
+    memory[start : start + len(packed)] = np.frombuffer(packed, np.uint8)
     ends = itertools.accumulate(map(len, padded), initial=memory.ctypes.data + start)
     return memory, (ctypes.c_void_p * len(values))(*itertools.islice(ends, len(values)))

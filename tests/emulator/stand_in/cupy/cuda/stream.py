@@ -200,10 +200,10 @@ def get_current_stream(device_id: int = -1) -> Stream:
 
 def known(stream: int) -> Stream:
     """The stream at this address."""
-    found = _streams.get(stream)
-    if found is None:
+    state = _streams.get(stream)
+    if state is None:
         raise runtime.CUDARuntimeError(runtime.INVALID_VALUE, f"no stream has the address {stream}")
-    return found
+    return state
 
 
 def submit(stream: int, work: Work) -> None:
