@@ -81,8 +81,8 @@ def run(name: str, section: Section, place: Device, rounds: int) -> Iterator[lis
 
 def line(row: dict[str, Any]) -> str:
     """A result as it scrolls by."""
-    of = f" of {row['keys']}" if "keys" in row else ""
-    about = f"{row['loss']} {row['dtype']} {row['precision']} {row['size']}{of} x {row['dim']}"
+    keys = f" of {row['keys']}" if "keys" in row else ""
+    about = f"{row['loss']} {row['dtype']} {row['precision']} {row['size']}{keys} x {row['dim']}"
     about += f"{'' if row['gradient'] else ' loss only'}"
     about += f" of {', '.join(row['wrt'])} only" if row.get("wrt") else ""
     about += f" {row['method']}: "

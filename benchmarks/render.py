@@ -155,7 +155,7 @@ def peers(record: Mapping[str, Any]) -> str:
     for case in filter(cases.__contains__, SELECTED):
         rows = {method: row for method, row in cases[case].items() if "median_s" in row}
         others = [rows[method] for method in OTHERS if method in rows]
-        best = (min(others, key=lambda row: row[of]) for of in ("median_s", "peak_bytes"))
+        best = (min(others, key=lambda row: row[field]) for field in ("median_s", "peak_bytes"))
         cells = [_brief(rows[method]) if method in rows else "-" for method in NAMES]
         cells += [f"{row['method']}: {_brief(row)}" for row in best] if others else ["-", "-"]
         lines.append(_line([case, *cells]))
@@ -187,8 +187,8 @@ def ladder(record: Mapping[str, Any]) -> str:
         for case, rows in cases.items():
             if rows.keys() & {"naive", "portable"} and rows[CEILING]["size"] >= 4096:  # not fused
                 lines += [
-                    _line([case, STEPS[of], *_standing({LIBRARY: rows[of]}), _brief(rows[of])])
-                    for of in filter(rows.__contains__, STEPS)
+                    _line([case, STEPS[key], *_standing({LIBRARY: rows[key]}), _brief(rows[key])])
+                    for key in filter(rows.__contains__, STEPS)
                 ]
     return "\n".join(lines) + "\n"
 
@@ -203,8 +203,8 @@ def _case(row: Row) -> str:
     alone = "" if row["gradient"] else ", loss only"
     if row.get("wrt"):
         alone = f", gradient of {' and '.join(row['wrt'])} only"
-    of = f" of {row['keys']}" if "keys" in row else ""
-    return f"{row['loss']} {row['dtype']} {row['size']}{of} x {row['dim']}{precision}{alone}"
+    keys = f" of {row['keys']}" if "keys" in row else ""
+    return f"{row['loss']} {row['dtype']} {row['size']}{keys} x {row['dim']}{precision}{alone}"
 
 
 def _standing(rows: Mapping[str, Row]) -> tuple[str, str]:
@@ -237,15 +237,15 @@ def drawn(row: Row) -> bool:
 
 
 def _curves(
-    axes: Any, rows: Iterable[Row], of: str, factor: float, wanted: Callable[[str], bool]
+    axes: Any, rows: Iterable[Row], field: str, factor: float, wanted: Callable[[str], bool]
 ) -> None:
     """One line for each contender: `of` against the batch."""
-    rows = [row for row in rows if wanted(row["method"]) and row.get(of) is not None]
+    rows = [row for row in rows if wanted(row["method"]) and row.get(field) is not None]
     for method in sorted({row["method"] for row in rows}, key=lambda m: (m not in NAMES, m)):
         points: dict[int, float] = {}
         for row in rows:  # of two sections, the first counts
             if row["method"] == method:
-                points.setdefault(row["size"], row[of] * factor)
+                points.setdefault(row["size"], row[field] * factor)
         style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")
         line = zip(*sorted(points.items()), strict=True)
         axes.plot(*line, style, label=NAMES.get(method, method))
@@ -287,7 +287,7 @@ def over_compiled(record: Mapping[str, Any], path: Path) -> None:
         for row, ratio in _ratios(record):
             method_line = lines.setdefault(row[fixed], {}).setdefault(row["method"], {})
             method_line.setdefault(row[along], ratio)  # of two sections, the first counts
-        value = max(lines, key=lambda of: max(map(len, lines[of].values())))
+        value = max(lines, key=lambda value_name: max(map(len, lines[value_name].values())))
         for method, points in lines[value].items():
             style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")
             line = zip(*sorted(points.items()), strict=True)

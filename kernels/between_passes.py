@@ -25,7 +25,7 @@ from .targets import Targets, finalize_with_targets, find_targets
 
 @dataclass
 class Finalized:
-    """What follows from complete sums: losses, and the vectors of the gradient pass."""
+    """The results of complete sums: losses, and the vectors of the gradient pass."""
 
     losses: Array  # [M], both directions, without weights; [B] of a joint loss
     rows: DirectionLosses

@@ -52,7 +52,7 @@ from .targets import find_limits, mirror_positive_logits, with_limits
 
 
 class Backend(Protocol):
-    """What `solve_by_passes` asks of a backend. Linear terms need `linear.Summing`, too."""
+    """The operations that `solve_by_passes` needs. Linear terms need `linear.Summing`, too."""
 
     @property
     def vectors(self) -> Vectors:

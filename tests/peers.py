@@ -60,7 +60,7 @@ class Peer:
 
 
 def either(ours: Any, theirs: Any) -> Any:
-    """This library's class, or the other where this one refuses the arguments."""
+    """This library's class, or the other class if this library's refuses the arguments."""
 
     def make(*arguments: Any, **settings: Any) -> Any:
         try:

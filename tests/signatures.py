@@ -71,7 +71,7 @@ def function_stub(loss: Loss, array: str, returned: str, table: Keywords) -> str
 
 
 def result(table: Keywords, array: str) -> str:
-    """With metrics a loss returns a tuple."""
+    """The type of a loss's result: a tuple if the loss has metrics."""
     return "Any" if "metrics" in table else array
 
 

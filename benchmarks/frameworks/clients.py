@@ -174,8 +174,8 @@ def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any],
             embeddings(n, width=width),
             contenders(
                 "pytorch_metric_learning", "pytorch_metric_learning.losses",
-                labelled("SupConLoss", classes), lambda z, of=classes: sup_con(z, of),
-                lambda z, of=classes: infonce.torch.sup_con_loss(z, of, **options),
+                labelled("SupConLoss", classes), lambda z, labels=classes: sup_con(z, labels),
+                lambda z, labels=classes: infonce.torch.sup_con_loss(z, labels, **options),
             ),
         )  # fmt: skip
 

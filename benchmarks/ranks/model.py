@@ -51,7 +51,7 @@ def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
     for n in counts:
         exchanges = [predict_gather, predict_ring]
         exchanges += [predict_hierarchical] * (n > machine.node_gpus)
-        steps = [of(rows, dim, n, machine) for of in exchanges]
+        steps = [predict(rows, dim, n, machine) for predict in exchanges]
         times = [text for s in steps for text in (f"{1e3 * s.seconds:.2f}", f"{s.efficiency:.1%}")]
         times += [""] * (6 - len(times))
         table.add_row(str(n), str(n * rows), *times,
@@ -84,7 +84,7 @@ def _exchanges(dim: int, machine: Machine, counts: list[int]) -> Table:
         table.add_column(heading, justify="right")
     for n in counts:
         one_host = replace(machine, node_gpus=n)
-        rows = [fastest_up_to("gather", dim, n, of) for of in (one_host, machine)]
+        rows = [fastest_up_to("gather", dim, n, cluster) for cluster in (one_host, machine)]
         rows.append(fastest_up_to("hierarchical", dim, n, machine))
         words = [{np.inf: "any", 0.0: "never"}.get(b, f"{b:.0f}") for b in rows]
         fits = [rows_in(2**32, dim, n), rows_in(2**32, dim, n, min(n, machine.node_gpus))]
@@ -97,9 +97,11 @@ def _figure(dim: int, machine: Machine, counts: list[int]) -> Any:
     figure = common.optional("matplotlib.figure", "plot").Figure((9, 4), layout="constrained")
     rows = 2.0 ** np.arange(8, 18.01, 0.25)
     exchanges = {"ring": predict_ring, "hierarchical": predict_hierarchical}
-    for axes, (name, of) in zip(figure.subplots(1, 2, sharey=True), exchanges.items(), strict=True):
+    for axes, (name, predictions) in zip(
+        figure.subplots(1, 2, sharey=True), exchanges.items(), strict=True
+    ):
         for n in (8, 64, 1024):
-            efficiency = [of(b, dim, n, machine).efficiency for b in rows]
+            efficiency = [predictions(b, dim, n, machine).efficiency for b in rows]
             axes.semilogx(rows, efficiency, base=2, label=f"{n} GPUs")
         axes.set(xlabel="rows a GPU", title=name)
         axes.grid(alpha=0.3)

@@ -132,7 +132,7 @@ class Halves:
 
 @dataclass
 class Run:
-    """What one training leaves behind."""
+    """The results of one training."""
 
     before: Evaluation
     after: Evaluation

@@ -121,7 +121,7 @@ def _install(extra: str) -> str:
 
 
 def _cuda_libraries() -> dict[str, str]:
-    """Which of CUDA's libraries CuPy finds: infonce calls them through CuPy. No GPU is needed."""
+    """The CUDA libraries that CuPy finds, which infonce calls through CuPy. No GPU is needed."""
 
     def nvrtc() -> str:
         from cupy.cuda import nvrtc

@@ -33,7 +33,7 @@ class InfoNCE:
     gradient: Array
 
     def parts(self) -> tuple[Array, ...]:
-        """By `QUANTITIES`."""
+        """The arrays in the order of `QUANTITIES`."""
         return self.logits, self.lse, np.atleast_1d(self.loss), self.gradient
 
 
@@ -65,7 +65,7 @@ def compute(query: Array, key: Array, scale: float, form: str, wide: Any = None)
 
 
 def exact(query: Array, key: Array, scale: float) -> InfoNCE:
-    """In the widest type of this processor: 80 bits on x86."""
+    """The result in the widest type of this processor: 80 bits on x86."""
     return compute(query, key, scale, "exact", np.longdouble)
 
 
@@ -88,7 +88,7 @@ def bounds(query: Array, key: Array, want: InfoNCE, scale: float, form: str) -> 
         return terms * sums / (1 - terms * sums)
 
     def step(size: Array, error: Array) -> Array:
-        """Of a rounded result."""
+        """The error of a result of this size and error after it is rounded."""
         return error + rho * (size + error) + tiny
 
     def operand(size: Array) -> Array:
@@ -139,7 +139,8 @@ def errors(got: InfoNCE, want: InfoNCE) -> list[Array]:
 
 
 def relative_errors(parts: list[Array], want: InfoNCE) -> list[float]:
-    """Of the worst logit and log-sum-exp, of the loss, and of the gradient's norm."""
+    """The relative errors of the worst logit and log-sum-exp, of the loss, and of the gradient's
+    norm."""
     logits, lse, loss, gradient = (np.asarray(z, np.float64) for z in want.parts())
     return [
         float(parts[0].max() / np.abs(logits).max()),

@@ -134,7 +134,7 @@ class PairMatrix:
 
 
 class _Dense:
-    """What `finalize` asks of a backend, from all features at once."""
+    """The operations that `finalize` needs, computed from all features at once."""
 
     def __init__(self, xp: Any, query: Array, key: Array, row_nans: Array) -> None:
         self.xp, self.query, self.key, self.nans = xp, query, key, row_nans

@@ -40,8 +40,8 @@ def _by_whole_matrix(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _in_one_block(problem: Problem, gradients: Gradients | None) -> Solution:
-    """In one block; by passes if features or logits are not finite, or if a row has no positive.
-    The compiled call of one block has no code for these cases."""
+    """Solve in one block. Calls that its compiled code has no case for go by passes: values that
+    are not finite, and rows without a positive."""
     solution = solve_in_one_block(problem, gradients)
     return _by_passes(problem, gradients) if solution is None else solution
 

@@ -226,7 +226,7 @@ def _lane(device: int) -> _Lane:
 
 
 class _Lane:
-    """What a thread copies with: a pinned buffer, and a stream."""
+    """A thread's pinned buffer and stream, which it copies with."""
 
     def __init__(self) -> None:
         self.memory = cupyx.empty_pinned(COPY_BYTES, np.uint8)

@@ -212,12 +212,12 @@ def judge(call: Call, compute: str) -> Judgement:
     # Smaller probabilities may be 0: where one exponential serves two directions, sooner
     shared = call.loss in (*SYMMETRIC, "clip")
     floor = 2.0**-850 if compute == "float64" else 2.0 ** (-58 if shared else -95)
-    given = call.features
+    features = call.features
     if call.loss == "gte":
-        given = (np.concatenate([z.astype(np.float64) for z in given]),)
-    lengths = [compute_norms(z) for z in given]
+        features = (np.concatenate([z.astype(np.float64) for z in features]),)
+    lengths = [compute_norms(z) for z in features]
     leaves, units = [], []
-    for z, length in zip(given, lengths, strict=True):
+    for z, length in zip(features, lengths, strict=True):
         wide = z.astype(np.longdouble)
         if call.normalize:
             wide = wide / np.where(length == 0, 1, length)[:, None]
@@ -226,7 +226,7 @@ def judge(call: Call, compute: str) -> Judgement:
         nonzero = torch.from_numpy(length != 0)[:, None]
         norm = torch.where(nonzero, (leaf * leaf).sum(dim=1, keepdim=True), 1.0).sqrt()
         units.append(leaf / norm if call.normalize else leaf)
-    q, k, width = units[0], units[-1], given[0].shape[1]
+    q, k, width = units[0], units[-1], features[0].shape[1]
     dot = q @ k.T
     rows, columns = dot.shape
     scale = torch.tensor(call.scale, dtype=torch.float64, requires_grad=True)
@@ -302,7 +302,7 @@ def judge(call: Call, compute: str) -> Judgement:
 
     feature_grads, feature_bounds, feature_terms = [], [], []
     for z, leaf, error, size in zip(
-        given, leaves, feature_sizes(wrong), feature_sizes(dx), strict=True
+        features, leaves, feature_sizes(wrong), feature_sizes(dx), strict=True
     ):
         assert leaf.grad is not None
         g, length = leaf.grad.numpy().astype(np.longdouble), compute_norms(z)

@@ -42,10 +42,10 @@ ROUNDING = {"float64": 0.0, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16"
 def evaluate(drawn: Drawn) -> tuple[infonce.LossAndGrad, Any]:
     """The result with gradients, and the result of the loss alone."""
     call = drawn.call
-    given = {"scale": call.scale, "normalize": call.normalize, "reduction": call.reduction,
+    options = {"scale": call.scale, "normalize": call.normalize, "reduction": call.reduction,
              "weights": call.weights, "ids": call.ids, **call.softmax}  # fmt: skip
     if call.loss == "sup_con":
-        del given["ids"]
+        del options["ids"]
     args = [*call.features]
     if call.labels is not None:
         args.append(call.labels)
@@ -56,9 +56,9 @@ def evaluate(drawn: Drawn) -> tuple[infonce.LossAndGrad, Any]:
         for name, value in drawn.patches.items():
             stack.enter_context(mock.patch.object(schedule, name, value))
         out = getattr(infonce, f"{call.loss}_loss_and_grad")(
-            *args, **given, **drawn.options, grad_out=call.grad_out
+            *args, **options, **drawn.options, grad_out=call.grad_out
         )
-        return out, getattr(infonce, f"{call.loss}_loss")(*args, **given, **alone)
+        return out, getattr(infonce, f"{call.loss}_loss")(*args, **options, **alone)
 
 
 def shares(drawn: Drawn, want: Judgement) -> Iterator[tuple[str, float]]:
@@ -122,10 +122,10 @@ def metrics_share(got: Any, call: Call, want: Judgement, rounding: float) -> flo
     both = [(got.row_rank, logits, off, rows, at)]
     if got.column_rank is not None:
         both.append((got.column_rank, logits.T, off.T, at, rows))
-    for rank, x, e, of, key in both:
-        p, room = x[of, key][:, None], e + e[of, key][:, None]
+    for rank, x, e, row, key in both:
+        p, room = x[row, key][:, None], e + e[row, key][:, None]
         rivals = np.ones_like(x, bool)
-        rivals[of, key] = False
+        rivals[row, key] = False
         low, high = ((rivals & (x > p + by * room)).sum(axis=1) for by in (1, -1))
         if not ((low <= rank) & (rank <= high)).all():
             return np.inf
@@ -194,11 +194,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one call")
     parser.add_argument("--record", type=Path, help="write counts and worst shares here, JSON")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     console, tally, provenance = Console(), Tally(), versions()
-    numbers = range(given.count) if given.only is None else [given.only]
+    numbers = range(arguments.count) if arguments.only is None else [arguments.only]
     for number in track(numbers, "random calls", console=console):
-        tally.add(number, draw(given.seed, number))
+        tally.add(number, draw(arguments.seed, number))
     table = Table("compared", "largest share of its bound")
     for name, value in sorted(tally.worst.items()):
         table.add_row(name, f"{value:.2g}")
@@ -208,12 +208,14 @@ def main() -> int:
     for wrong in tally.wrong[:40]:
         console.print(f"wrong: {wrong}", markup=False)
     console.print(f"{len(numbers)} calls, {len(tally.wrong)} wrong")
-    if given.record:
-        record = {"seed": given.seed, "calls": len(numbers), "wrong": tally.wrong,
+    if arguments.record:
+        record = {"seed": arguments.seed, "calls": len(numbers), "wrong": tally.wrong,
                   "versions": provenance, "counts": dict(sorted(tally.counts.items())),
                   "largest_norms": tally.norms, "rows_by_decade_of_loss": decades,
                   "worst_share_of_bound": dict(sorted(tally.worst.items()))}  # fmt: skip
-        given.record.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+        arguments.record.write_text(
+            json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8"
+        )
     return bool(tally.wrong)
 
 

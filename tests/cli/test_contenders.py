@@ -40,8 +40,8 @@ def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch
     assert peers.Device.methods == (*contenders_gpu.METHODS, *peers.WAYS, *peers.PEERS)
     for name in ("release", "torch_inputs", "by_autograd", "peer"):
         where = bench_gpu.Device if name == "release" else peers
-        monkeypatch.setattr(where, name, lambda *given, name=name: (name, *given[-2:]))
-    monkeypatch.setattr(contenders_gpu, "contender", lambda *given: given)
+        monkeypatch.setattr(where, name, lambda *args, name=name: (name, *args[-2:]))
+    monkeypatch.setattr(contenders_gpu, "contender", lambda *args: args)
     place = object.__new__(peers.Device)  # its constructor wants a GPU
     clip, lit = (peers.Case(KINDS[name], 4, 3) for name in ("clip", "lit"))
     assert place.contender("torch", lit, []) == ("torch", lit, [])
@@ -94,7 +94,7 @@ def test_ways_to_call_the_library(peers, monkeypatch):
 
 def test_calls_are_timed_while_the_host_is_ahead(peers, monkeypatch):
     place, order = object.__new__(peers.Device), []
-    monkeypatch.setattr(peers, "busy", lambda: lambda *given: order.append("busy"))
+    monkeypatch.setattr(peers, "busy", lambda: lambda *args: order.append("busy"))
     monkeypatch.setattr(peers.Device, "_elapsed", lambda self, run, calls: [run()] * calls)
     monkeypatch.setattr(peers.Device, "_wall", lambda self, run: 5.0)
     monkeypatch.setattr(bench_gpu, "TURN", 0.5)

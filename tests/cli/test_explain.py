@@ -125,8 +125,8 @@ def test_every_loss_on_every_device(loss: str, rows: int) -> None:
 
 def test_less_memory_takes_more_launches() -> None:
     much, little = (
-        infonce.explain("clip", 16384, 512, dtype="bfloat16", workspace=of)
-        for of in ("1GiB", "64MiB")
+        infonce.explain("clip", 16384, 512, dtype="bfloat16", workspace=workspace)
+        for workspace in ("1GiB", "64MiB")
     )
     assert sum(work.launches for work in little.work) > sum(work.launches for work in much.work)
     assert little.workspace <= 64 * 2**20 + 4096
@@ -147,7 +147,7 @@ def test_naive_and_fused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("arguments", "options", "message"),
     [
         (("clap", 64, 64), {}, "loss: expected one of"),
         (("clip", 0, 64), {}, "rows: expected a positive integer, got int 0"),
@@ -164,9 +164,9 @@ def test_naive_and_fused() -> None:
         (("clip", 9000, 64), {"workspace": "1KiB"}, "workspace: expected at least"),
     ],
 )  # fmt: skip
-def test_bad_input(given: Any, options: dict[str, Any], message: str) -> None:
+def test_bad_input(arguments: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        infonce.explain(*given, **options)
+        infonce.explain(*arguments, **options)
 
 
 def test_errors_of_the_command_are_one_line() -> None:

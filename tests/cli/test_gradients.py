@@ -88,12 +88,12 @@ def test_inputs_are_not_overwritten(pair, tmp_path, monkeypatch):
     np.savez(tmp_path / "text.npz", u=u)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     base = ("loss", "--scale", 2, "--loss", "info_nce", "--force", "--grad-out")
-    for folder, source, given in (
+    for folder, source, name in (
         (tmp_path, image, (image, text, "--loss", "clip")),
         (tmp_path / "link", text, (tmp_path / "text.npz:u", text, "--loss", "clip")),
         (shards, shards, (image, shards)),
     ):
-        said = fail(*base, folder, *given)
+        said = fail(*base, folder, *name)
         assert f"--grad-out: expected another folder, {source} is an input" in said
     monkeypatch.undo()
     succeed(*base, shards / "gradients", image, shards)  # is no shard

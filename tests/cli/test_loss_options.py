@@ -33,10 +33,10 @@ def test_options_are_those_of_the_functions(pair, files):
     image, text, u, v = pair
     flags = ("--margin", 0.2, "--hardness", 1.5, "--decoupled", "--false-negative-margin", 9.0)
     said = report(image, text, *flags, "--weights", files["weights"])
-    given = {"margin": 0.2, "hardness": 1.5, "decoupled": True, "false_negative_margin": 9.0}
-    expected = reference.clip(u, v, scale=3.0, weights=WEIGHTS / WEIGHTS.sum(), **given)
+    options = {"margin": 0.2, "hardness": 1.5, "decoupled": True, "false_negative_margin": 9.0}
+    expected = reference.clip(u, v, scale=3.0, weights=WEIGHTS / WEIGHTS.sum(), **options)
     assert close(said["value"]["total"], expected.loss)
-    assert said["options"] == given | {
+    assert said["options"] == options | {
         "temperature": None, "scale": 3.0, "normalize": False, "label_smoothing": 0.0,
         "guide_margin": 0.0,
         "weights": str(files["weights"]),
@@ -80,7 +80,7 @@ def test_several_positives_or_none(pair, tmp_path):
 
 def repeated(said):
     """The loss that the function returns for what a report says of the inputs and options."""
-    features = [np.load(given["source"]) for given in said["inputs"].values()]
+    features = [np.load(file["source"]) for file in said["inputs"].values()]
     options = {name: value for name, value in said["options"].items() if value is not None}
     if "temperature" in options:
         del options["scale"]
@@ -240,8 +240,8 @@ def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
     own, mask, ids = (tmp_path / f"{name}.npy" for name in arrays)
-    given = ("--loss", "info_nce", "--own", own, "--own-mask", mask, "--no-in-batch")
-    said = report(image, text, *given, "--grad-out", tmp_path / "out")
+    arguments = ("--loss", "info_nce", "--own", own, "--own-mask", mask, "--no-in-batch")
+    said = report(image, text, *arguments, "--grad-out", tmp_path / "out")
     expected = reference.info_nce(
         u, v, own=arrays["own"], own_mask=arrays["own_mask"], in_batch=False, scale=3.0
     )
@@ -250,7 +250,9 @@ def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
                                rtol=1e-9, atol=1e-12)  # fmt: skip
     assert said["options"]["own"] == str(own)
     assert not said["options"]["in_batch"]
-    assert "--own-mask" in fail("loss", image, text, *given[:2], "--own-mask", mask, "--scale", 3)
+    assert "--own-mask" in fail(
+        "loss", image, text, *arguments[:2], "--own-mask", mask, "--scale", 3
+    )
 
     said = report(image, text, "--loss", "siglip", "--positive-ids", ids)
     both = (arrays["positive_ids"],) * 2

@@ -26,8 +26,8 @@ class VectorsOfGPU(Vectors):
     def __init__(self) -> None:
         super().__init__(np, exponent_scaled=True)
 
-    def direction(self, *given: Any) -> Any:
-        end = super().direction(*given)
+    def direction(self, *args: Any) -> Any:
+        end = super().direction(*args)
         end.reference = np.where(np.isneginf(end.lse), 0.0, end.lse / np.log(2))
         end.reference_probability = 1.0
         return end

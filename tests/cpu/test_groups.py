@@ -89,8 +89,8 @@ def test_blocks_of_every_shape(name: str) -> None:
 def test_one_group_is_none(name: str, method: str) -> None:
     features = one_problem(name, rows=30).features
     rows = len(features[0])
-    given = {"scale": 2.0, "method": method}
-    plain, one = (call(name, features, **given, **more) for more in ({}, {"groups": [7] * rows}))
+    options = {"scale": 2.0, "method": method}
+    plain, one = (call(name, features, **options, **more) for more in ({}, {"groups": [7] * rows}))
     for got, want in zip((one.loss, *one.grads), (plain.loss, *plain.grads), strict=True):
         if want is not None:
             np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-13)

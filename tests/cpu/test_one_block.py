@@ -30,8 +30,8 @@ def in_one_block(loss: str, *args: Any, **options: Any) -> tuple[Any, bool]:
     """The result, and whether one block computed it."""
     solved = []
 
-    def spy(*given: Any) -> Any:
-        solved.append(solve(*given))
+    def spy(*args: Any) -> Any:
+        solved.append(solve(*args))
         return solved[-1]
 
     solve = one_block.solve_in_one_block

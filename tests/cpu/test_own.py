@@ -166,11 +166,11 @@ def test_metrics_count_own_negatives(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_prefixes_of_own_negatives(method: str, normalize: bool) -> None:
     query, key, own, rng = problem()
-    given = {"scale": 3.0, "normalize": normalize, "own_mask": rng.random((24, 3)) < 0.7}
+    options = {"scale": 3.0, "normalize": normalize, "own_mask": rng.random((24, 3)) < 0.7}
     prefixes = {"dims": (2, 4), "dim_weights": (0.5, 2.0), "method": method}
-    got = infonce.info_nce_loss_and_grad(query, key, own=own, **given, **prefixes)
+    got = infonce.info_nce_loss_and_grad(query, key, own=own, **options, **prefixes)
     parts = {
-        d: (w, reference.info_nce(query[:, :d], key[:, :d], own=own[..., :d], **given))
+        d: (w, reference.info_nce(query[:, :d], key[:, :d], own=own[..., :d], **options))
         for d, w in ((2, 0.5), (4, 2.0))
     }
     near(got.loss, sum(w * part.loss for w, part in parts.values()))
@@ -180,7 +180,7 @@ def test_prefixes_of_own_negatives(method: str, normalize: bool) -> None:
         for d, (w, part) in parts.items():
             want[..., :d] += w * part.grads[field]
         near(getattr(got.grads, field), want)
-    alone = infonce.info_nce_loss(query, key, own=own, **given, **prefixes)
+    alone = infonce.info_nce_loss(query, key, own=own, **options, **prefixes)
     near(alone, got.loss)
 
 

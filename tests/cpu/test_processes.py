@@ -34,7 +34,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def printed(program: str, **variables: str) -> list[str]:
     """The lines that it prints, if it ends by itself and without an error."""
     environment = {**os.environ, "INFONCE_NUM_THREADS": "2", **variables}
-    environment |= {f"{of}_NUM_THREADS": "2" for of in ("OPENBLAS", "OMP", "MKL")}
+    environment |= {f"{library}_NUM_THREADS": "2" for library in ("OPENBLAS", "OMP", "MKL")}
     done = subprocess.run(
         [sys.executable, "-c", START + program],
         capture_output=True, text=True, timeout=120, env=environment,

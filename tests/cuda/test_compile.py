@@ -145,8 +145,8 @@ def compile_sweep(
 @pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_sweeps(name: str, precision: str, width: int) -> None:
-    """For Hopper alone. That shared memory suffices is asserted by the kernels. Each precision has
-    one width in three; there the first variant is compiled, and one in three of the others."""
+    """Sweeps compile for Hopper. Each precision has one width in three, and there one in three
+    variants."""
     if name == "online" and precision in config.FLOAT16:
         pytest.skip("one pass wants the exponents of float32")
     place = WIDTHS.index(width) + config.SWEEP_PRECISIONS.index(precision)
@@ -159,7 +159,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
     if name != "gradient":
         variants += [(False, 1, True), (True, 1, True)]
     if not option:
-        variants = [of for of in variants if of[1]]
+        variants = [choice for choice in variants if choice[1]]
     for i, (extras, variant, moments) in enumerate(variants):
         if i and (place + i) % 3 and not THOROUGH:
             continue
@@ -208,7 +208,7 @@ def test_sweeps_with_limits_and_biases(
 @pytest.mark.parametrize(("limits", "normalize"), [(1, False), (1, True), (2, True)])
 @pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("fp16", 1040)])
 def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: int) -> None:
-    """It has as many stages as shared memory has room for, and spills hardly anything."""
+    """A guide's sweep has as many stages as fit shared memory, and hardly spills."""
     sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], False, False, 1 + normalize)
     assert sweep is not None
     assert sweep.stages(False, False) == (4 if sweep.wide else 6)
@@ -353,29 +353,29 @@ OPTIONS = {
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("given", [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS",)], ids="-".join)
+@pytest.mark.parametrize("names", [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS",)], ids="-".join)
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
 def test_structures_lie_as_python_packs_them(
-    file: str, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    file: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read from the sources, against the compiler's sizes and offsets."""
-    kernels = list(signatures.signatures(file, given).values())
-    if given and kernels == list(signatures.signatures(file).values()):
+    """Sizes and offsets read from the sources are those of the compiler."""
+    kernels = list(signatures.signatures(file, names).values())
+    if names and kernels == list(signatures.signatures(file).values()):
         pytest.skip("these options are not its own")
     parameters = [kind for s in kernels for _, kind in s.fields]
     structures = {s.name: s for s in parameters if isinstance(s, signatures.Structure)}
     checks = "".join(
-        f"static_assert(sizeof({name}) == {of.size});\n"
+        f"static_assert(sizeof({name}) == {structure.size});\n"
         + "".join(
-            f"static_assert(__builtin_offsetof({name}, {field}) == {of.offset(field)});\n"
-            for field, _ in of.fields
+            f"static_assert(__builtin_offsetof({name}, {field}) == {structure.offset(field)});\n"
+            for field, _ in structure.fields
         )
-        for name, of in structures.items()
+        for name, structure in structures.items()
     )
     # templates that nobody instantiates cost no time
     source = compiler.flatten(file).replace('extern "C" __global__', "template <int> __global__")
     monkeypatch.setattr(compiler, "flatten", lambda _: source + checks)
-    defines = {"PRECISION": "BF16", **OPTIONS.get(file, {}), **dict.fromkeys(given, 1)}
+    defines = {"PRECISION": "BF16", **OPTIONS.get(file, {}), **dict.fromkeys(names, 1)}
     assert compiler.compile_for(file, defines, "sm_90a")[0]
 
 
@@ -385,16 +385,16 @@ def test_structures_lie_as_python_packs_them(
     ["_empty_sums", "_merge_sums", "_merge_moments", "_within", "_finalize_direction", "labels"],
 )
 def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Their texts, and the header that goes before them, as CuPy puts them together."""
+    """The preamble and operation of an elementwise kernel compile as CuPy joins them."""
     import cupy
     from infonce.kernels.gpu import vectors
 
     from infonce.checks import rows
 
     kernel = rows._label_kernel(cupy) if name == "labels" else getattr(vectors, name)
-    given = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]
+    inputs = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]
     outputs = [f"{p.ctype}& {p.name}" for p in kernel.out_params]
-    text = f"__device__ void apply({', '.join(given + outputs)}) {{\n{kernel.operation};\n}}\n"
+    text = f"__device__ void apply({', '.join(inputs + outputs)}) {{\n{kernel.operation};\n}}\n"
     (tmp_path / "elementwise.cu").write_text(kernel.preamble + text)
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
     assert compiler.compile_for("elementwise.cu", {}, "sm_80")

@@ -13,7 +13,7 @@ from infonce.kernels.grid import has_few_blocks
 
 @pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
 def test_short_rows_take_the_kernels_of_one_k_slice(precision: str) -> None:
-    """Which are compiled above."""
+    """Rows of one K-slice or less share the variants that test_compile.py compiles."""
     shapes = [
         config.sweep_for(precision, width, DEVICES["sm_90a"], False) for width in (2, 16, 128)
     ]
@@ -65,8 +65,7 @@ def test_float16_takes_the_place_of_longer_numbers_on_hopper_alone(precision: st
 
 @pytest.mark.parametrize("width", [128, 1024, 2048])
 def test_what_is_cut_off_is_that_of_a_sum_that_is_truncated(width: int) -> None:
-    """Of like terms, 32 bytes of features at a time. (16-bit mantissas lose more in hardware, whose
-    terms are longer than what it keeps of them.)"""
+    """The bias is the loss of a truncated sum of like terms, 32 bytes of features at a time."""
     steps = width // 32
     terms = np.square(np.random.default_rng(0).standard_normal((steps, 16, 4000))).sum(1)
     total = np.zeros(4000)
@@ -143,7 +142,7 @@ def test_device_with_too_little_shared_memory() -> None:
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (10**6, 10**6, 512)])
 def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: str) -> None:
-    """That of both passes, whichever needs more."""
+    """The error names the bytes of the pass that needs more."""
     for dk_in_workspace in (False, True):
         needs = config.Needs(precision, True, True, True, True, True, dk_in_workspace)
         with pytest.raises(ValueError, match="workspace: expected at least") as refused:
@@ -228,8 +227,7 @@ def test_blocks_fit_with_staged_copies_of_all_rows(
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize(("d", "overlaid"), [(128, 0), (768, 32768), (1024, 32768), (1100, 0)])
 def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool) -> None:
-    """Where 16-bit dK of 65536 keys has no room in float32, half of it lies in its destination; not
-    where it fits a quarter of the workspace, nor where the other half has no room."""
+    """Half of a 16-bit dK overlays its destination if its float32 sums take too much workspace."""
     n = 65536
     sweep = config.sweep_for("bf16", 2 * d, DEVICES["sm_90a"], False)
     needs = config.Needs(
@@ -253,8 +251,7 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
 def test_cached_exponentials_fit(
     shape: tuple[int, int, int], overlaid: bool, precision: str
 ) -> None:
-    """Of all logits, in one block, or of the first columns: as many as fit, 8192 at least.
-    Accumulators overlay their destination where more fits then."""
+    """The cache holds all logits in one block, or the first columns: at least 8192."""
     m, n, d = shape
     item = config.OPERAND_BYTES[precision]
     sweep = config.sweep_for(precision, 2 * d, DEVICES["sm_90a"], False)
@@ -308,8 +305,7 @@ def test_cached_exponentials_fit(
                                    (10**6, 10**6, 512)])  # fmt: skip
 @pytest.mark.parametrize("workspace", [2**16, 2**24, 2**28, 2**30, 2**34])
 def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspace: int) -> None:
-    """They fit, and larger ones would not. They have at least 1024 rows, and about as many all, or
-    such that 128 x 128 tiles of dQ fill 132 multiprocessors."""
+    """Blocks of all keys are the largest that fit, and have at least 1024 rows or all rows."""
     m, n, d = shape
     wave = 132 // -(-d // 128) * 128
     item = config.element_bytes(precision)
@@ -349,7 +345,8 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
 
 
 def test_blocks_of_all_keys_have_room_by_default() -> None:
-    """Of 65536 rows of 512 features in bfloat16, not of 98304."""
+    """The default workspace has room for blocks of 65536 bfloat16 keys of 512 features, not of
+    98304."""
     sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False)
     for n, rows in ((16384, 4224), (32768, 3328), (65536, 1408)):
         needs = config.Needs(
@@ -362,7 +359,7 @@ def test_blocks_of_all_keys_have_room_by_default() -> None:
 
 @pytest.mark.parametrize("square", [False, True])
 def test_accumulators_that_overlay_nearly_all_of_a_gradient(square: bool) -> None:
-    """Of float32, in rows of 2000 bytes where accumulators have 2048: blocks stay large."""
+    """A float32 dK with rows of 2000 bytes, whose accumulators take 2048, leaves large blocks."""
     n, d = 65536, 500
     sweep = config.sweep_for("fp16x3", 1024, DEVICES["sm_90a"], False)
     needs = config.Needs(

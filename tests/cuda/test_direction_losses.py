@@ -91,7 +91,7 @@ def finalize(request: pytest.FixtureRequest) -> Finalize:
 
 
 def finite_cases() -> np.ndarray:
-    """Whose logarithms and differences have no rounding of their own."""
+    """Rows whose logarithms and differences have no rounding of their own."""
     rng = np.random.default_rng(0)
     gaps = np.concatenate([
         np.arange(-1100.0, 1101.0), rng.uniform(-1100, 1100, 500), rng.uniform(-40, 40, 500),
@@ -121,10 +121,12 @@ def reference(row: np.ndarray) -> tuple[mp.mpf, mp.mpf, mp.mpf, mp.mpf]:
         )  # fmt: skip
 
 
-def ulps(got: float, expected: mp.mpf, of: float | None = None) -> float:
+def ulps(got: float, expected: mp.mpf, size: float | None = None) -> float:
     """The error in units of the last place of what was expected, or of another number."""
     with mp.workdps(60):
-        return float(abs(mp.mpf(got) - expected) / math.ulp(float(expected) if of is None else of))
+        return float(
+            abs(mp.mpf(got) - expected) / math.ulp(float(expected) if size is None else size)
+        )
 
 
 def test_finite(finalize: Finalize) -> None:
@@ -142,7 +144,7 @@ def test_finite(finalize: Finalize) -> None:
 
 
 def test_the_counterpart_in_python() -> None:
-    """Its share is 2^(gap - softplus), to the digits that this exponent has."""
+    """The share of the negatives is 2^(gap - softplus), to the digits of this exponent."""
     rows = finite_cases()
     for row, got in zip(rows, in_numpy(rows), strict=True):
         loss, share, lse2, scale_gradient = reference(row)

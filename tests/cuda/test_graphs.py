@@ -31,10 +31,10 @@ class Streams:
         self.ends_captures = False  # another thread
         current = SimpleNamespace(ptr=1, is_capturing=lambda: self.user_captures)
         self.current: Any = current
-        for of, name, fake in (
+        for module, name, fake in (
             (runtime, "memsetAsync", lambda at, _, size, stream: self.ask(stream, "zeros", at)),
             (runtime, "graphLaunch", lambda graph, stream: self.ask(stream, "graph", graph)),
-            (recorder, "gemm_ex", lambda *of, workspace: self.ask(None, "product", workspace)),
+            (recorder, "gemm_ex", lambda *args, workspace: self.ask(None, "product", workspace)),
             (cupy.cuda.device, "get_cublas_handle", lambda: 0),
             (cupy.cuda, "get_current_stream", lambda: self.current),
             (cupy.cuda, "Stream", lambda non_blocking: self),
@@ -45,7 +45,7 @@ class Streams:
             (plan, "_plans", {}),
             (streams, "_captured", {}),
         ):
-            patch.setattr(of, name, fake)
+            patch.setattr(module, name, fake)
 
     ptr = 9  # of the stream that is captured
 
@@ -93,7 +93,7 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         queue.zeroed_array(4, np.float32)
         return {"made": queue.zeroed_array(4, np.float32)}
 
-    given = cupy.ndarray(4, np.float32, cuda.malloc(16))
+    buffer = cupy.ndarray(4, np.float32, cuda.malloc(16))
     other = cupy.ndarray(4, np.float32, cuda.malloc(16))
     memory = cuda.memory
     kinds = ["zeros", "product", "product", "exchange", "zeros", "exchange", "zeros", "zeros"]
@@ -103,7 +103,7 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.run_by_plan(build, array, graphs=graphs)
         return cuda.asked
 
-    for array in (given, other):
+    for array in (buffer, other):
         rank_key = "exchange", array.data.ptr
         plain = ask(array)
         assert [what for what, _ in plain] == kinds
@@ -125,13 +125,13 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.forget()
         cuda.workspace, cuda.ends_captures = workspace, ends
         for _ in range(3):
-            assert [what for what, _ in ask(given, graphs)] == kinds
+            assert [what for what, _ in ask(buffer, graphs)] == kinds
     assert len(cuda.graphs) == 4
 
 
 def kept() -> set[Any]:
-    """By all plans: arguments, with or without graphs."""
-    return {of for p in plan._plans.values() for of in getattr(p, "bound_steps", {}).values()}
+    """The bound steps of all plans, with or without graphs."""
+    return {bound for p in plan._plans.values() for bound in getattr(p, "bound_steps", {}).values()}
 
 
 @pytest.fixture
@@ -145,11 +145,11 @@ def ask(cuda: Streams) -> Callable[[int], "plan.BoundSteps"]:
 
     def asking(n: int) -> Any:
         before, memory = kept(), cuda.memory
-        given = cupy.ndarray(n, np.float32, cuda.malloc(4 * n))
+        array = cupy.ndarray(n, np.float32, cuda.malloc(4 * n))
         for _ in range(2):
             cuda.memory = memory + 4 * n
-            plan.run_by_plan(build, given, graphs=True)
-        return max(kept() - before, key=lambda of: of.capture_number, default=None)
+            plan.run_by_plan(build, array, graphs=True)
+        return max(kept() - before, key=lambda bound: bound.capture_number, default=None)
 
     return asking
 
@@ -207,17 +207,17 @@ def test_all_that_is_kept_has_graphs(
 def test_graphs_of_all_plans_are_bounded(
     cuda: Streams, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By their bytes: the oldest of any plan goes for a new one."""
+    """A new graph replaces the oldest graph of any plan when the limit of bytes is reached."""
     monkeypatch.setattr(plan, "MAX_GRAPH_BYTES", 7 * plan.NODE_BYTES)
     graphs = [ask(n) for n in (4, 5, 4)]
     for n in (6, 5, 4, 7):
         assert kept() == set(graphs)
-        assert sum(of.graph_bytes for of in kept()) == 6 * plan.NODE_BYTES
+        assert sum(bound.graph_bytes for bound in kept()) == 6 * plan.NODE_BYTES
         graphs = [*graphs[1:], ask(n)]
 
 
 def in_threads(number: int, function: Callable[[], Any]) -> list[Any]:
-    """What it returns in each of so many threads, all of which are alive at once."""
+    """The results of `function` in `number` threads that are all alive at once."""
     results: list[Any] = []
     together = threading.Barrier(number, timeout=30)
 
@@ -258,13 +258,13 @@ def test_default_streams_of_threads(
         queue.gemm(*[0] * 18)
         return {}
 
-    given = cupy.ndarray(4, np.float32, cuda.malloc(16))
+    buffer = cupy.ndarray(4, np.float32, cuda.malloc(16))
     memory = cuda.memory
 
     def call() -> None:
         for _ in range(3):
             cuda.memory = memory
-            plan.run_by_plan(build, given, graphs=True)
+            plan.run_by_plan(build, buffer, graphs=True)
 
     for _ in range(3):
         in_threads(1, call)
@@ -326,7 +326,7 @@ def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -
     """Between two steps that are not captured it is no graph: its parameters stay."""
     cuda = Streams(monkeypatch)
     looked: list[int] = []
-    monkeypatch.setattr(driver, "launchKernel", lambda *of: looked.append(of[-2]))
+    monkeypatch.setattr(driver, "launchKernel", lambda *args: looked.append(args[-2]))
     kernel: Any = SimpleNamespace(kernel=SimpleNamespace(ptr=7))
 
     def build(array: Any, queue: Any) -> dict[str, Any]:
@@ -337,21 +337,23 @@ def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -
         queue.do(lambda stream: None)
         return {}
 
-    given = cupy.ndarray(4, np.float32, cuda.malloc(16))
+    buffer = cupy.ndarray(4, np.float32, cuda.malloc(16))
     memory = cuda.memory
     for _ in range(4):
         cuda.memory = memory
-        plan.run_by_plan(build, given, graphs=True)
-        ((arguments,),) = (of.bound_steps.values() for of in plan._plans.values())
+        plan.run_by_plan(build, buffer, graphs=True)
+        ((arguments,),) = (
+            recorded_plan.bound_steps.values() for recorded_plan in plan._plans.values()
+        )
         words, parameters, *_ = arguments.memory
         first, start = parameters.ctypes.data, words.ctypes.data
         assert first <= looked[-1] < first + parameters.nbytes
         assert start <= parameters[(looked[-1] - first) // 8] < start + words.nbytes
-        assert words[0] == given.data.ptr
+        assert words[0] == buffer.data.ptr
 
 
 def test_calls_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is too long to be recorded is asked of the device, each time."""
+    """A call that is too long for a recording is launched step by step each time."""
 
     def build(queue: Any) -> dict[str, Any]:
         if isinstance(queue, recorder.Recorder):

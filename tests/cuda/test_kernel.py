@@ -58,7 +58,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> OnHost:
 
 
 def test_the_example_of_the_page(device: OnHost) -> None:
-    """Both kernels get what their sources take: addresses, numbers, and structures by value."""
+    """Both kernels get addresses, numbers, and structures by value, as their sources declare."""
     names: dict[str, Any] = {"print": lambda _: None}
     lines = EXAMPLE.replace('side["loss"].mean()', "None")  # which a device computes
     with cupy.cuda.using_allocator(device.malloc):
@@ -81,7 +81,7 @@ def test_the_example_of_the_page(device: OnHost) -> None:
 
 
 def test_matrices_are_arrays(device: OnHost) -> None:
-    """With their strides and dtype, read from the array."""
+    """A matrix argument is an array, which provides strides and dtype."""
     z = device.array(np.ones((6, 8), np.float16))[::2, 1:]
     u, inverse, bad = (device.array(np.zeros(shape)) for shape in ((3, 7), 3, 3))
     launch = infonce.kernels.kernel("unit_rows", PRECISION="FP64")
@@ -102,7 +102,7 @@ def test_errors_come_before_a_launch(device: OnHost) -> None:
 def test_the_raw_module_of_the_page(
     device: OnHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its path is that of machine code, which has the kernel."""
+    """The module's path is a file of machine code that has the kernel."""
     loaded: list[Any] = []
 
     class RawModule:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.extras
 
 
 class Kernels:
-    """What kernels/cuda/linear.cu says, on arrays of the host."""
+    """The kernels of kernels/cuda/linear.cu in NumPy."""
 
     precision = "fp64"
 
@@ -123,7 +123,8 @@ def test_products_with_positives(
 def test_sums_and_gradients(
     by_ids: bool, symmetric: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sum_ij (a_i + b_j) u_i . v_j over pairs of one segment, against the whole matrix."""
+    """Sums and gradients of sum_ij (a_i + b_j) u_i . v_j over a segment equal those of the whole
+    matrix."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((40, 5)), rng.standard_normal((50, 5))
     k = q if symmetric else k
@@ -133,8 +134,8 @@ def test_sums_and_gradients(
     ids = np.array([7, -3, 50, 0])  # in the place of segments' numbers
     segments = Segments(query_segments, key_segments, count)
     if by_ids:
-        given = ids[query_segments]
-        segments = Segments(given, given if symmetric else ids[key_segments])
+        query_ids = ids[query_segments]
+        segments = Segments(query_ids, query_ids if symmetric else ids[key_segments])
     sides = make_rows(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
     query, key = sides[0], sides[-1]
 
@@ -159,11 +160,11 @@ def test_sums_and_gradients(
     if symmetric:
         weight = weight + weight.T
     wanted, wanted_dots = [], []
-    for g, z, of in ((weight @ v, u, length[0]), (weight.T @ u, v, length[1])):
+    for g, z, norms in ((weight @ v, u, length[0]), (weight.T @ u, v, length[1])):
         wanted_dots.append(-(g * z).sum(axis=1))
         if normalize:
             g = g - z * (g * z).sum(axis=1, keepdims=True)
-        wanted.append(-g / of)
+        wanted.append(-g / norms)
     dq, dk, query_dots, key_dots = np.zeros_like(q), np.zeros_like(k), np.zeros(m), np.zeros(n)
     term = LinearTerm(segments, a, b)
     query.subtract(LinearGradient(np, query, key, term, False, symmetric), dq, query_dots)

@@ -116,24 +116,26 @@ class HostQueue(Queue):
         elif function == "finish":
             real = np.float64 if self.precision == "fp64" else np.float32
             rows = host(a["acc"], a["n"], a["d"], a["acc_stride"], real)
-            of = self.sums[a["positives"]["begin"] is not None]  # rows are keys
+            totals = self.sums[a["positives"]["begin"] is not None]  # rows are keys
             for i, row in enumerate(rows.astype(np.float64), a["first"]):
-                of[i] = row * number(a["gradient_divisor"], i * a["divisor_step"])
+                totals[i] = row * number(a["gradient_divisor"], i * a["divisor_step"])
 
     def tensor_map(self, data: int, *form: Any) -> Any:
         return None
 
     def copy(self, to: Any, source: Any, size: int) -> None:
-        """Of finished gradients whose accumulators overlay them. Nothing here looks at them."""
+        """Counts copies of finished gradients from their accumulators. No test here reads the
+        copies."""
         self.copied += 1
 
     def zeroed_array(self, n: int, dtype: Any) -> Any:
         return cupy.empty(n, dtype)
 
     def gemm(self, *arguments: int) -> None:
-        (_, op, d, n, k, alpha, z, a, z_stride, p, _, p_stride, beta, out, made, out_stride,
-         *_), batch = arguments[:18], arguments[18:] or (0, 0, 0, 1)  # fmt: skip
-        element, real = CUBLAS_TYPES[a], CUBLAS_TYPES[made]
+        batch = arguments[18:] or (0, 0, 0, 1)
+        (_, op, d, n, k, alpha, z, input_type, z_stride, p, _, p_stride, beta, out, output_type,
+         out_stride, *_) = arguments[:18]  # fmt: skip
+        element, real = CUBLAS_TYPES[input_type], CUBLAS_TYPES[output_type]
         alpha_value, beta_value = (
             float(host(number, 1, 1, 1, real)[0, 0]) for number in (alpha, beta)
         )
@@ -197,7 +199,7 @@ def gradients_of_blocks(
             cupy.empty_like(problem.query), cupy.empty_like(problem.key), None, *wrt
         )
         recorded.solution(problem, gradients, queue)
-    for key_side in (of for of, wanted in zip((False, True), wrt, strict=True) if wanted):
+    for key_side in (side for side, wanted in zip((False, True), wrt, strict=True) if wanted):
         left, right = (p.T, query) if key_side else (p, key)
         right = right.astype(np.float64)
         gradient = np.stack([queue.sums[key_side][i] for i in range(n if key_side else m)])
@@ -216,7 +218,7 @@ def test_blocks_of_all_keys_add_to_their_gradients(
     precision: str, d: int, workspace: int, wrt: tuple[bool, bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In one pass. The first accumulators of a 16-bit dK overlay it. A float32 dK holds all."""
+    """One pass adds to dQ and dK. The first accumulators of a 16-bit dK overlay it."""
     monkeypatch.setattr(blocks, "ALL_KEYS_ROWS", 1)
     config.block_sizes_for_all_keys.cache_clear()
     queue = gradients_of_blocks(300, 1500, d, precision, workspace, wrt, 0)
@@ -227,7 +229,7 @@ def test_blocks_of_all_keys_add_to_their_gradients(
 
 
 def test_sums_are_batched_here() -> None:
-    """What the test above is about: several accumulators for each row of dQ."""
+    """The shapes of the test above have several accumulators for each row of dQ."""
     for shape in ((300, 5000, 150), (100, 2000, 40), (256, 65536, 128)):
         assert config.choose_dq_copies(shape, "fp16x3", 132, 2**28) > 1
 
@@ -237,7 +239,8 @@ def test_sums_are_batched_here() -> None:
 def test_arguments_of_cublas(
     batch: tuple[int, ...], captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of its headers, one product or a batch, by CuPy's wrapper or under capture."""
+    """cuBLAS gets its arguments in the order of its headers, from CuPy's wrapper or under
+    capture."""
     names = ["transa", "transb", "m", "n", "k", "alpha", "A", "Atype", "lda", "B", "Btype", "ldb",
              "beta", "C", "Ctype", "ldc", "compute", "algo"]  # fmt: skip
     values = dict(zip(names, range(100, 118), strict=True))
@@ -265,7 +268,7 @@ def test_arguments_of_cublas(
         cublas.gemm_ex(55, *values.values(), *batch)
     name = "gemmStridedBatchedEx" if batch else "gemmEx"
     name = f"cublasG{name[1:]}" if captured else name
-    given = [getattr(argument, "value", argument) for argument in called[name]]
-    assert given == [55, *wanted]
+    numbers = [getattr(argument, "value", argument) for argument in called[name]]
+    assert numbers == [55, *wanted]
     if captured:
         assert called["cublasSetWorkspace_v2"][2].value == 4 * 2**20

@@ -35,7 +35,7 @@ class Device:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_gpu_needed() -> Iterator[None]:
-    """Nothing is compiled, and the device is one that this machine need not have."""
+    """Tests compile nothing, and use a device that this machine need not have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy.cuda, "Device", Device)
         patch.setattr(runtime, "getDevice", lambda: 0)
@@ -53,7 +53,7 @@ def recording(
     m: int, n: int, d: int, precision: str, labels: bool = False, ids: bool = False,
     wrt: tuple[bool, bool] = (True, True), gradient: bool = True, **options: Any,
 ) -> recorder.Recorder:  # fmt: skip
-    """Of a call."""
+    """The recording of a call."""
     into = recorder.Recorder()
 
     def array(*shape: int, dtype: Any = DTYPES[precision]) -> Any:
@@ -109,7 +109,7 @@ def test_any_call_of_info_nce(
     gradient: bool, normalize: bool, ranks: bool, scalars: tuple[bool, bool],
     workspace: int,
 ) -> None:  # fmt: skip
-    """Nothing but what a plan can replay, at addresses of the call's own arrays."""
+    """A call asks only for steps that a plan can replay at the addresses of its own arrays."""
     n = n if labels else max(m, n)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "MAX_STEPS", 10**6)
@@ -159,7 +159,7 @@ def test_linear_terms_and_joint_losses(
     assert counts["join_rows"] == loss.get("joint", 0)
     options = [options for kernel, options, *_ in launches(into) if kernel == "finish"]
     assert len(options) == gradient * (1 if loss.get("symmetric") else 2)
-    assert all(of.get("LINEAR", 0) == (sums > 0) for of in options)
+    assert all(defines.get("LINEAR", 0) == (sums > 0) for defines in options)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16x3", "fp64"])
@@ -196,8 +196,7 @@ def launches(into: recorder.Recorder) -> list[tuple[str, dict[str, int], int, in
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None:
-    """From feature gradients, it changes no launch. From moments, kernels that sum have an option
-    more; without feature gradients there is one pass, and no product for gradients."""
+    """Taken from feature gradients, it changes no launch. Taken from moments, it adds an option."""
     shape = 1000, 1000, 384, precision
     without = launches(recording(*shape, **loss))
     assert launches(recording(*shape, scalar_grads=True, **loss)) == without
@@ -220,7 +219,7 @@ def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None
 
 @pytest.mark.parametrize("loss", LOSSES[1:])
 def test_many_logits_are_launched_as_before(loss: dict[str, Any]) -> None:
-    """From 2^24 logits on, the gradient of the scale is at hardly any cost."""
+    """From 2^24 logits on, the gradient of the scale changes no launch."""
     for rows, few in ((4096, True), (4104, False)):
         moments = uses_moments(rows * rows, True, False)
         assert moments == few
@@ -261,8 +260,8 @@ def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyP
 def test_one_pass_makes_both_gradients_of_one_softmax(
     precision: str, wrt: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where blocks of all keys have enough rows. Of each pair of parts there is one product for dQ
-    and one for dK, or two where some of its accumulators overlay it."""
+    """One pass runs if blocks of all keys have enough rows, with a product a side for each pair of
+    parts."""
     monkeypatch.setattr(recorder, "MAX_STEPS", 10**6)
     part_products = 3 if precision == "bf16x3" else 1
 
@@ -310,7 +309,7 @@ def test_numbers_of_a_row_take_no_other_steps(
 
 
 def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
-    """Which look for several a row, and for no more in other calls."""
+    """Kernels look for several positives a row only in calls that have several."""
     looking = {"sweep_lse", "sweep_gradient", "finish", "lse", "gradient"}
     for precision in ("bf16", "fp64"):
         into, dtype = recorder.Recorder(), DTYPES[precision]
@@ -328,8 +327,7 @@ def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
 
 
 def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the caller gives is not exceeded. Else there is room in a 32nd of the device's memory:
-    for all exponentials of 16384 rows, for a part of those of four times the rows."""
+    """A cache stays within the caller's workspace, or within 1/32 of the device's memory."""
     monkeypatch.setattr(recorder, "MAX_STEPS", 10**6)
     clip = {"row_direction_weight": 0.5, "column_direction_weight": 0.5}
 
@@ -392,8 +390,8 @@ def test_one_launch_for_small_batches_without_a_long_side() -> None:
         "fp32": [(512, 512, 1024, True), (128, 2048, 128, True), (64, 16384, 512, False),
                  (1024, 512, 64, False)],
     }  # fmt: skip
-    for precision, of in cases.items():
-        for m, n, d, pays in of:
+    for precision, shapes in cases.items():
+        for m, n, d, pays in shapes:
             into = recorder.Recorder()
             query, key = (cupy.ndarray((z, d), DTYPES[precision], into.malloc(16)) for z in (m, n))
             problem = Problem(query, key, 14.0, 1 / m, compute_precision=precision)

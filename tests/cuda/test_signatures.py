@@ -34,7 +34,7 @@ def test_every_kernel_is_found() -> None:
 
 
 def test_every_kernel_is_launched_from_one_file() -> None:
-    """By its name: a search for it finds the launch, or the pass whose schedule names it."""
+    """A search for a kernel's name finds its launch, or the pass whose schedule names it."""
     launch = (
         r"\b(?:launch\w*|rows|vectors|function|\w*Kernel)\("
         r'\s*(?:\w+,\s*)?(?:"[\w/]+\.cu",\s*)?"(\w+)"'
@@ -84,8 +84,8 @@ def test_numbers_and_addresses_in_their_places() -> None:
         1,
     ]
     signature = signatures.signature("vectors.cu", "divide_factors")
-    given = {"n": np.int64(5), "x": None, "ranges": 4096, "out": 8192}
-    assert signature.arguments(given) == [0, 5, 4096, 8192]
+    arguments = {"n": np.int64(5), "x": None, "ranges": 4096, "out": 8192}
+    assert signature.arguments(arguments) == [0, 5, 4096, 8192]
     signature = signatures.signature("vectors.cu", "raise_scale")
     scale = {"factor": 2, "feature_divisors": None, "pointer": 7, "value": 0.5}
     packed, by, out = signature.arguments({"by": 3, "out": 9, "scale": scale})
@@ -94,22 +94,22 @@ def test_numbers_and_addresses_in_their_places() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"x": 0, "n": 1, "ranges": 0}, {"x": 0, "n": 1, "ranges": 0, "to": 0},
+    "arguments", [{"x": 0, "n": 1, "ranges": 0}, {"x": 0, "n": 1, "ranges": 0, "to": 0},
               {"x": 0, "n": 1, "ranges": 0, "out": 0, "to": 0}],
 )  # fmt: skip
-def test_names_that_are_missing_or_unknown(given: dict[str, int]) -> None:
+def test_names_that_are_missing_or_unknown(arguments: dict[str, int]) -> None:
     signature = signatures.signature("vectors.cu", "divide_factors")
     with pytest.raises(
         TypeError, match=r"^divide_factors: expected x, n, ranges, out; got x, n, ranges"
     ):
-        signature.arguments(given)
+        signature.arguments(arguments)
     raise_scale = signatures.signature("vectors.cu", "raise_scale")
     with pytest.raises(
         TypeError, match=r"^Scale: expected value, pointer, factor, feature_divisors; got"
     ):
-        raise_scale.arguments({"by": 3, "out": 9, "scale": given})
+        raise_scale.arguments({"by": 3, "out": 9, "scale": arguments})
     with pytest.raises(TypeError, match=r"^divide_factors: expected"):
-        Recorder().launch(Function(), signature, 1, 128, 0, given)
+        Recorder().launch(Function(), signature, 1, 128, 0, arguments)
 
 
 def test_recordings_say_what_is_filled_in() -> None:

@@ -36,7 +36,7 @@ def make_problem(
 
 
 def placed(features: Any, place: str) -> Any:
-    """On the host, or on this rank's GPU."""
+    """The features on the host, or on this rank's GPU."""
     if place != "gpu":
         return features
     import cupy
@@ -96,7 +96,7 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
         options["labels"] = options["labels"][mine[0]]
     for side in spec.INTEGER_OPTIONS:
         if isinstance(options[side], tuple):
-            options[side] = tuple(of[own] for of, own in zip(options[side], mine, strict=True))
+            options[side] = tuple(z[own] for z, own in zip(options[side], mine, strict=True))
         elif options[side] is not None:
             options[side] = options[side][mine[0]]
     for option, own in (("weights", mine[0]), ("key_bias", mine[1])):
@@ -138,9 +138,8 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
 
 
 def equal(examples: str, place: str) -> None:
-    """By the ring, whole and in pieces, and by the gather, whose sums go home in parts; over hosts
-    of two ranks also by the hierarchical exchange. Each also with the gradient of the scale from
-    those of features, as in large batches."""
+    """Compare drawn problems by each exchange, also with the scale's gradient from feature
+    gradients."""
     ways: list[dict[str, Any]] = [
         {"exchange": "ring"}, {"exchange": "ring", "workspace": 6000}, {"exchange": "gather"},
     ]  # fmt: skip
@@ -148,7 +147,7 @@ def equal(examples: str, place: str) -> None:
         ways.append({"exchange": "hierarchical"})
     if options := offloaded(place):
         ways[1]["workspace"] = room(4 if place.endswith("host") else 64, 4, 18, 18)
-        ways = [{**of, **options} for of in ways]
+        ways = [{**way, **options} for way in ways]
     few = problems.FEW_LOGITS
     for seed in range(int(examples)):
         problems.FEW_LOGITS = 0 if seed // len(ways) % 2 else few
@@ -170,7 +169,7 @@ def in_turn(examples: str) -> None:
 
 
 def cases() -> None:
-    """What draws seldom meet."""
+    """Compare cases that draws seldom meet."""
     rng = np.random.default_rng(1)
     x, y = rng.standard_normal((2, 20, 3))
     rows = shards(20, 3)[RANK]
@@ -209,8 +208,8 @@ def cases() -> None:
     for name in ("info_nce", "clip", "lit"):
         loss = getattr(distributed, f"{name}_loss_and_grad")
         plain, hard = (
-            loss(x[rows], y[rows], scale=2.0, metrics=True, **of).metrics
-            for of in ({}, {"hardness": 9.0, "margin": 0.3})
+            loss(x[rows], y[rows], scale=2.0, metrics=True, **softmax).metrics
+            for softmax in ({}, {"hardness": 9.0, "margin": 0.3})
         )
         assert np.array_equal(hard.row_rank, plain.row_rank)
         near(hard.hardest_negative, plain.hardest_negative, "hardest negative")
@@ -237,9 +236,9 @@ def cases() -> None:
     own_negatives()
     # prefixes of the features
     for name in ("clip", "siglip"):
-        given: dict[str, Any] = {"scale": 2.0, "dims": (1, 3), "dim_weights": (0.5, 2.0)}
-        want = getattr(infonce, f"{name}_loss_and_grad")(x, y, **given)
-        got = getattr(distributed, f"{name}_loss_and_grad")(x[rows], y[rows], **given)
+        prefixes: dict[str, Any] = {"scale": 2.0, "dims": (1, 3), "dim_weights": (0.5, 2.0)}
+        want = getattr(infonce, f"{name}_loss_and_grad")(x, y, **prefixes)
+        got = getattr(distributed, f"{name}_loss_and_grad")(x[rows], y[rows], **prefixes)
         near(got.loss, want.loss, "loss of prefixes")
         near(got.grads.text, want.grads.text[rows], "d text of prefixes")
         near(got.grads.scale, want.grads.scale, "d scale of prefixes")
@@ -258,9 +257,9 @@ def own_negatives(place: str = "host") -> None:
     x, y, own = (rng.standard_normal(shape) for shape in ((20, 3), (20, 3), (20, 2, 3)))
     rows, mask = shards(20, 3)[RANK], rng.random((20, 2)) < 0.8
     for more in ({}, {"in_batch": False}, {"false_negative_margin": 0.3, "normalize": True}):
-        args, given = (x, y, rng.permutation(20)), {"own": own, "own_mask": mask}
-        mine, kept = [z[rows] for z in args], {name: z[rows] for name, z in given.items()}
-        want = infonce.info_nce_loss_and_grad(*args, scale=2.0, **given, **more)
+        args, negatives = (x, y, rng.permutation(20)), {"own": own, "own_mask": mask}
+        mine, kept = [z[rows] for z in args], {name: z[rows] for name, z in negatives.items()}
+        want = infonce.info_nce_loss_and_grad(*args, scale=2.0, **negatives, **more)
         got = distributed.info_nce_loss_and_grad(*mine, scale=2.0, **kept, **more, **offload)
         near(got.loss, want.loss, "loss of own negatives")
         near(got.grads.scale, want.grads.scale, "d scale of own negatives")
@@ -323,17 +322,17 @@ def distilled(place: str = "host") -> None:
         n = 21 if two_sided else 30
         all_features = [rng.standard_normal(shape) for shape in ((21, 4), (n, 4), (21, 3), (n, 3))]
         mine = [shards(21, n + normalize)[RANK], shards(n, n + normalize)[RANK]] * 2
-        given = {**scales, "two_sided": two_sided, "normalize": normalize}
+        options = {**scales, "two_sided": two_sided, "normalize": normalize}
         weights = rng.random(21)
-        want = reference.distill(*all_features, weights=weights / weights.sum(), **given)
+        want = reference.distill(*all_features, weights=weights / weights.sum(), **options)
         rows = [z[own] for z, own in zip(all_features, mine, strict=True)]
-        given |= {"exchange": exchange, "workspace": workspace, "weights": weights[mine[0]]}
-        given |= {"gradient_scale": "ddp", "timeout": 60, **offload}
+        options |= {"exchange": exchange, "workspace": workspace, "weights": weights[mine[0]]}
+        options |= {"gradient_scale": "ddp", "timeout": 60, **offload}
         problems.FEW_LOGITS = 0 if normalize else few  # the scale's gradient: from those of queries
         checks._cache.clear()
-        got = distributed.distill_loss_and_grad(*rows, **given)
+        got = distributed.distill_loss_and_grad(*rows, **options)
         near(got.loss, want.loss, "loss")
-        near(distributed.distill_loss(*rows, **given), want.loss, "loss alone")
+        near(distributed.distill_loss(*rows, **options), want.loss, "loss alone")
         near(got.grads.scale, want.grads["scale"], "d scale")
         near(got.grads.query, SIZE * want.grads["query"][mine[0]], "d query")
         near(got.grads.key, SIZE * want.grads["key"][mine[1]], "d key")
@@ -342,8 +341,8 @@ def distilled(place: str = "host") -> None:
         )
         # The teacher is the student
         assert not any(gradient.any() for gradient in self_taught.grads)
-        del given["weights"]
-        loss = distributed.distill_loss(*rows, reduction="none", **given)
+        del options["weights"]
+        loss = distributed.distill_loss(*rows, reduction="none", **options)
         near(loss, want.losses[mine[0]], "losses")
     problems.FEW_LOGITS = few
 

@@ -109,14 +109,14 @@ def test_the_report_follows_from_the_call(monkeypatch: pytest.MonkeyPatch) -> No
         {"transport": "mpi"}, {"gradient_scale": "ddp"}, {"ids": np.arange(6)},
         {"weights": np.ones(6)}, {"weights": zeros}, {"ids": np.arange(6, dtype=np.uint64)},
     ]  # fmt: skip
-    for given in options:
+    for changes in options:
         ranks = Mirror()
-        if given.get("weights") is zeros:
+        if changes.get("weights") is zeros:
             with pytest.raises(ValueError, match=r"^weights: expected a positive sum over all"):
-                ranks.message(scale=3.0, **given)
+                ranks.message(scale=3.0, **changes)
             kept.add(ranks.said[-1][1][0])
         else:
-            kept.add(ranks.message(scale=3.0, **given)[0])
+            kept.add(ranks.message(scale=3.0, **changes)[0])
     assert len(kept) == 1 + len(options)
     monkeypatch.setenv("INFONCE_LOCAL_SIZE", "1")
     assert Mirror().message(scale=3.0)[0] not in kept
@@ -181,20 +181,20 @@ def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
     """-1 and 2^64 - 1 have the same bits."""
     ids, z = np.arange(6), np.random.default_rng(0).standard_normal((6, 5))
 
-    def refuse(other: str, **given: Any) -> None:
-        ranks = Mirror(changed(**{name: other for name in given}))
-        name = next(iter(given))
+    def refuse(other: str, **integers: Any) -> None:
+        ranks = Mirror(changed(**{name: other for name in integers}))
+        name = next(iter(integers))
         if name == "labels":
-            distributed.sup_con_loss(z, given[name], scale=1.0, comm=ranks)
+            distributed.sup_con_loss(z, integers[name], scale=1.0, comm=ranks)
         else:
-            distributed.info_nce_loss(z, z, ids, scale=1.0, comm=ranks, ids=given[name])
+            distributed.info_nce_loss(z, z, ids, scale=1.0, comm=ranks, ids=integers[name])
 
-    for name, given in (("labels", ids.astype(np.uint64)), ("ids", ids.astype(np.uint64)),
+    for name, values in (("labels", ids.astype(np.uint64)), ("ids", ids.astype(np.uint64)),
                         ("ids", (ids, ids.astype(np.uint64)))):  # fmt: skip
         with pytest.raises(
             ValueError, match=f"^{name}: expected the same on .*, got 'given as .*uint"
         ):
-            refuse("given as int64", **{name: given})
+            refuse("given as int64", **{name: values})
     refuse("given as int64", ids=(ids, ids.astype(np.uint32)))
     refuse("given as int64", ids=ids.astype(np.int8))
 
@@ -205,7 +205,7 @@ def test_numbers_that_are_not_numbers() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In number, and to plain values: no arrays live on."""
+    """Cached reports are few and hold plain values, so no array stays alive."""
     monkeypatch.setattr(agreement, "_packed_reports", {})
     monkeypatch.setattr(agreement, "MAX_CACHED_REPORTS", 3)
     for rows in range(1, 9):

@@ -40,11 +40,11 @@ class Wires:
         self.sent: dict[tuple[int, int, int], list[Any]] = {}  # by exchange, sender, receiver
         self.arrived = threading.Condition()
 
-    def message(self, *of: int) -> list[Any]:
+    def message(self, *key: int) -> list[Any]:
         with self.arrived:
-            if not self.arrived.wait_for(lambda: of in self.sent, 5):
+            if not self.arrived.wait_for(lambda: key in self.sent, 5):
                 raise TimeoutError
-        return self.sent[of]
+        return self.sent[key]
 
 
 class Wire:
@@ -116,12 +116,12 @@ def test_every_key_meets_every_rank(
             visits: list[tuple[int, bool]] = []
             sums_of_own = np.zeros((stop - start, 4), np.int64)
 
-            def visit(of: Any, arrays: Any, sums: Any, visits: Any = visits) -> None:
-                index = np.arange(of.rows.start, of.rows.stop) % max(keys.total, 1)
+            def visit(step: Any, arrays: Any, sums: Any, visits: Any = visits) -> None:
+                index = np.arange(step.rows.start, step.rows.stop) % max(keys.total, 1)
                 np.testing.assert_array_equal(arrays[0], index)
                 np.testing.assert_array_equal(arrays[1], index[:, None] * [1.0, 2.0])
-                assert not len(of) or of.are_own == bool(set(index) & set(range(start, stop)))
-                assert 0 <= of.step < of.steps
+                assert not len(step) or step.are_own == bool(set(index) & set(range(start, stop)))
+                assert 0 <= step.step < step.steps
                 visits += [(int(i), bool(sums)) for i in index]
                 for part in sums:
                     part[:] = 0
@@ -141,7 +141,7 @@ def test_every_key_meets_every_rank(
             complete[rank].append(sums_of_own)
 
     with ThreadPoolExecutor(n) as pool:
-        errors = [of.exception() for of in [pool.submit(work, rank) for rank in range(n)]]
+        errors = [future.exception() for future in [pool.submit(work, rank) for rank in range(n)]]
     for error in sorted(filter(None, errors), key=lambda error: isinstance(error, TimeoutError)):
         raise error  # one that others did not wait for
 
@@ -228,11 +228,11 @@ def test_hosts_by_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, where the model says so and its buffers fit; never on one node."""
+    """`auto` is hierarchical on GPUs of several hosts if the model says so and its buffers fit."""
     monkeypatch.delenv("INFONCE_LOCAL_SIZE", raising=False)
     asked: list[Any] = []
-    monkeypatch.setattr(cost, "fastest", lambda *of: asked.append(of) or of[-1][-1])
+    monkeypatch.setattr(cost, "fastest", lambda *args: asked.append(args) or args[-1][-1])
     assert chosen("auto", make_ranks(*"aabb"), on_gpu=True) == "hierarchical"
     assert chosen("auto", make_ranks(*"aabbb"), on_gpu=True) == "gather"
     assert chosen("auto", make_ranks(*"aabb"), workspace=100, on_gpu=True) == "ring"
-    assert [(of[2], of[3].node_gpus) for of in asked] == [(4, 2), (5, 3), (4, 2)]
+    assert [(call[2], call[3].node_gpus) for call in asked] == [(4, 2), (5, 3), (4, 2)]

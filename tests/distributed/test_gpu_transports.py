@@ -39,7 +39,7 @@ class Threads:
         return SimpleNamespace(rank=rank, size=self.size, peers=peers, allgather=allgather)
 
     def each(self, work: Any) -> list[Any]:
-        """What `work` returns, by rank."""
+        """The results of `work`, by rank."""
 
         def on_thread(rank: int) -> Any:
             try:
@@ -115,7 +115,7 @@ def test_ranks_without_another_on_their_host_stop_nobody(runtime: Runtime) -> No
     mailboxes_by_rank = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
     assert mailboxes_by_rank[0] is None
     for rank, copies in enumerate(mailboxes_by_rank[1:], 1):
-        host = next(of for of in HOSTS if rank in of)
+        host = next(ranks for ranks in HOSTS if rank in ranks)
         assert list(copies.mailboxes) == host
         assert all(
             copies.mailboxes[other] == mailboxes_by_rank[other].mailboxes[other] for other in host
@@ -221,7 +221,8 @@ def test_last_writes_come_before_the_end(runtime: Runtime, monkeypatch: pytest.M
 def test_waits_for_data_flush_remote_writes(
     can_flush: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the device can; a word that no data precede needs no flush."""
+    """A wait flushes remote writes if the device can. A word that no data precede needs no
+    flush."""
     asked: list[int] = []
 
     def function(stream: int, at: int, number: int, flags: int) -> int:
@@ -293,11 +294,12 @@ def test_an_error_is_told_before_transfers_are_abandoned(monkeypatch: pytest.Mon
 
 
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It connects two ranks in their first exchange, which waits for the other rank."""
+    """NCCL connects two ranks in their first exchange. The wait for the other rank has the call's
+    timeout."""
     into = SimpleNamespace(do=lambda function, *pointers, capturable: function(0, *pointers))
     monkeypatch.setattr(nccl, "Queue", lambda: into)
     for name in ("eventRecord", "streamWaitEvent"):
-        monkeypatch.setattr(nccl.cupy.cuda.runtime, name, lambda *of: None)
+        monkeypatch.setattr(nccl.cupy.cuda.runtime, name, lambda *args: None)
     connected, threads = threading.Event(), []
 
     def connect() -> None:
@@ -312,8 +314,8 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
         **dict.fromkeys(("stream", "ready", "done"), SimpleNamespace(ptr=0)),
         nccl=SimpleNamespace(groupStart=lambda: None, groupEnd=connect),
         communicator=SimpleNamespace(
-            send=lambda *of: None, recv=lambda *of: None,
-            allGather=lambda *of: threads.append(threading.get_ident()),
+            send=lambda *args: None, recv=lambda *args: None,
+            allGather=lambda *args: threads.append(threading.get_ident()),
         ),
     )  # fmt: skip
     array: Any = SimpleNamespace(nbytes=8, data=SimpleNamespace(ptr=0))

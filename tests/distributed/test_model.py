@@ -40,7 +40,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     "program", ["distributed/demo.py", "benchmarks/ranks/model.py", "benchmarks/ranks/step.py"]
 )
 def test_programs_run_by_their_path(program: str) -> None:
-    """Not as parts of a package alone."""
+    """A program runs as a file, not only as a module of a package."""
     path = ROOT / program
     done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def test_programs_run_by_their_path(program: str) -> None:
 
 
 def test_recorded_gathers() -> None:
-    """Of two GPUs, by one call over MPI. Hosts differ by more than GPUs do, and few rows notice."""
+    """The model predicts recorded gathers of two GPUs, each by one call over MPI, within 15%."""
     for run in json.loads((RESULTS / "exchanges-mpi.json").read_text())["results"]:
         rows = run["batch"] / run["gpus"]
         predicted = cost.predict_gather(rows, int(run["dim"]), int(run["gpus"]))
@@ -68,8 +68,8 @@ def test_hierarchical_needs_less_of_the_network() -> None:
     slow = replace(cost.Machine(), across=cost.Link(30e-6, 4.5e9))
     for machine in (cost.Machine(), slow):
         ring, gather, hierarchical = (
-            of(4096, 512, 64, machine).exposed
-            for of in (cost.predict_ring, cost.predict_gather, cost.predict_hierarchical)
+            predict(4096, 512, 64, machine).exposed
+            for predict in (cost.predict_ring, cost.predict_gather, cost.predict_hierarchical)
         )
         assert hierarchical < min(ring, gather)
     assert cost.predict_hierarchical(4096, 512, 8) == cost.predict_hierarchical(4096, 512, 8, slow)

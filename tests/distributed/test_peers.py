@@ -69,18 +69,20 @@ class Host:
 
     def device(self, rank: int) -> Any:
         class Device:
-            def copy(_, stream: int, *of: int) -> None:
-                self.queues[rank].append(("copy", *of))
+            def copy(_, stream: int, *operands: int) -> None:
+                self.queues[rank].append(("copy", *operands))
 
-            def wait(_, stream: int, *of: int) -> None:
-                self.queues[rank].append(("wait", *of))
+            def wait(_, stream: int, *operands: int) -> None:
+                self.queues[rank].append(("wait", *operands))
 
-            def write(_, stream: int, *of: int) -> None:
-                self.queues[rank].append(("write", *of))
+            def write(_, stream: int, *operands: int) -> None:
+                self.queues[rank].append(("write", *operands))
 
-            def swap(_, stream: int, of: Swap, outgoing: Any, incoming: Any, *sides: int) -> None:
-                sent = zip(outgoing, of.sent, strict=True)
-                received = zip(incoming, of.received, strict=True)
+            def swap(
+                _, stream: int, layout: Swap, outgoing: Any, incoming: Any, *sides: int
+            ) -> None:
+                sent = zip(outgoing, layout.sent, strict=True)
+                received = zip(incoming, layout.received, strict=True)
                 self.queues[rank].append(("swap", list(sent), list(received), *sides, []))
 
             def fill(_, at: int, byte: int, size: int) -> None:
@@ -89,7 +91,7 @@ class Host:
         return Device()
 
     def array(self, rank: int, values: np.ndarray) -> int:
-        """Its address."""
+        """The address of an array on the GPU of `rank` with these values."""
         self.arrays[rank].append(values)
         return rank * SPACE + SPACE // 2 + (len(self.arrays[rank]) - 1) * 2**20
 
@@ -107,14 +109,14 @@ class Host:
         """Any stream that can go on does, until none can."""
         while ready := [rank for rank, queue in enumerate(self.queues) if self.can(queue)]:
             rank = choose.choice(ready)
-            kind, *of = self.queues[rank].pop(0)
+            kind, *operands = self.queues[rank].pop(0)
             if kind == "copy":
-                to, source, size = of
+                to, source, size = operands
                 self.at(to, size)[:] = self.at(source, size)
             elif kind == "write":
-                self.at(of[0], 4).view(np.int32)[:] = of[1]
+                self.at(operands[0], 4).view(np.int32)[:] = operands[1]
             elif kind == "swap":  # the second half of swap.cu
-                _, received, _, mine, (number,) = of
+                _, received, _, mine, (number,) = operands
                 place = mine + number % 2 * peers.MOST_SWAP_BYTES
                 for to, size in received:
                     self.at(to, size)[:] = self.at(place, size)
@@ -158,7 +160,7 @@ def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, small: int, s
         host, group = Host(ranks, peers.MAILBOX_BYTES), range(ranks)
         mailboxes = {rank: rank * SPACE for rank in group}
         copies = [Copies(rank, mailboxes, host.device(rank)) for rank in group]
-        assert [of.slot_bytes for of in copies] == [peers.LINE_BYTES * lines] * ranks
+        assert [copier.slot_bytes for copier in copies] == [peers.LINE_BYTES * lines] * ranks
         expected = []
         for _ in range(rounds):
             sizes = {
@@ -193,8 +195,7 @@ def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, small: int, s
 def test_exchanges_over_hosts(
     sizes: list[int], rounds: int, least: int, small: int, seed: int
 ) -> None:
-    """Of one, two and three GPUs, whose ranks follow each other or not: to and from any rank, by
-    copies or by NCCL."""
+    """Hosts of one to three GPUs exchange with any rank, by copies or by NCCL."""
     choose = random.Random(seed)
     ranks = list(range(sum(sizes)))
     order = choose.choice([ranks, choose.sample(ranks, len(ranks))])
@@ -208,19 +209,21 @@ def test_exchanges_over_hosts(
         ):
             patch.setattr(peers, name, value)
         for name in ("eventRecord", "streamWaitEvent"):
-            patch.setattr(nccl.cupy.cuda.runtime, name, lambda *of: None)
+            patch.setattr(nccl.cupy.cuda.runtime, name, lambda *args: None)
         fabric = Host(len(ranks), peers.MAILBOX_BYTES)
         into: Any = SimpleNamespace(
             do=lambda function, *pointers, capturable: function(0, *pointers)
         )
         queued = []
         for rank in ranks:
-            host = next(of for of in hosts if rank in of)
+            host = next(ranks_of_host for ranks_of_host in hosts if rank in ranks_of_host)
             transport: Any = object.__new__(nccl.NCCL)
             transport.ranks = SimpleNamespace(rank=rank, size=len(ranks))
             transport.nccl = transport.communicator = fabric.library(rank)
             transport.stream = transport.ready = transport.done = SimpleNamespace(ptr=0)
-            transport.linked = {(d, *of) for d in ranks for of in np.ndindex(2, 2)}
+            transport.linked = {
+                (d, *ranks_of_host) for d in ranks for ranks_of_host in np.ndindex(2, 2)
+            }
             transport.timed = []
             if len(host) > 1:
                 mailboxes_of_host = {other: other * SPACE for other in host}
@@ -287,7 +290,7 @@ def test_pieces(sizes: tuple[int, ...], lines: int) -> None:
 
 
 def test_waits_of_a_rank_whose_peer_is_gone_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error: however many pieces were to come, and to be taken."""
+    """After an error, waits end however many pieces are left."""
     monkeypatch.setattr(peers, "MAILBOX_BYTES", peers.LINE_BYTES * peers.SLOTS)
     monkeypatch.setattr(peers, "MOST_SWAP_BYTES", 0)
     host, size = Host(2, peers.MAILBOX_BYTES), 5 * peers.LINE_BYTES

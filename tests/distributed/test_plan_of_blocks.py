@@ -29,7 +29,7 @@ def no_plans() -> None:
 def test_blocks_of_many_ranks(
     loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a ring passes: a rank's own keys, and keys that are nobody's positives here."""
+    """A ring passes a rank's own keys, and keys that hold no positives of the rank."""
     rng = np.random.default_rng(0)
     m, d = 300, 64
     real = np.dtype(np.float64 if precision == "fp64" else np.float32)
@@ -181,9 +181,9 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     for steps in (gpu_ranks.VectorsOverRanks(), ElementwiseVectors()):
         outputs: list[Any] = []
         for upstream in (problem.upstream, 0.5 / m):
-            given = problems.fast_replace(problem, upstream=upstream)
+            weighted = problems.fast_replace(problem, upstream=upstream)
             if loss != "siglip":
-                spelled, stats = steps.statistics(given)
+                spelled, stats = steps.statistics(weighted)
                 assert (stats.columns is None) == (loss == "info_nce")
                 assert (stats.columns is stats.rows) == (loss == "nt_xent")
                 outputs += [spelled.upstream, *stats.rows.arrays, stats.positive_logits]
@@ -201,9 +201,15 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                 assert (end.columns is None) == (loss != "clip")
                 outputs += [end.losses, end.row_factor, end.column_factor, end.positive_gradient]
                 outputs += [end.log_scale_grad]
-                for of in (end.rows, end.columns):
-                    outputs += [] if of is None else [of.loss, of.lse, of.reference]
-            loss_sum, *scalar_totals = steps.totals(given, losses, log_scale_grad, dots, bias_grad)
+                for direction in (end.rows, end.columns):
+                    outputs += (
+                        []
+                        if direction is None
+                        else [direction.loss, direction.lse, direction.reference]
+                    )
+            loss_sum, *scalar_totals = steps.totals(
+                weighted, losses, log_scale_grad, dots, bias_grad
+            )
             if isinstance(steps, gpu_ranks.VectorsOverRanks):
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
             outputs += scalar_totals
@@ -215,7 +221,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
 
 
 def test_sums_over_ranks_have_the_same_bits() -> None:
-    """By a plan or step by step: some ranks may have a plan and others not."""
+    """A rank with a plan and a rank without one compute the same bits."""
     z = features("nt_xent", 8, 64, np.dtype("float32"), 1)[0]
     by_plan = gpu_ranks.QueuedVectors(problems.Problem(z, z, 1.0, 1.0), Queue())
     for ranks, k in ((1, 1), (2, 1), (5, 3), (1024, 2)):

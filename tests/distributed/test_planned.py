@@ -37,7 +37,7 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": ml_dtypes.bfloat16}
 
 @pytest.fixture(scope="module", autouse=True)
 def no_gpu_needed() -> Any:
-    """Nothing is compiled, and the device is one that this machine need not have."""
+    """Tests compile nothing, and use a device that this machine need not have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             cupy.cuda, "Device", lambda *_: SimpleNamespace(id=0, compute_capability="90")
@@ -110,8 +110,7 @@ def test_any_gather(
     loss: str, precision: str, rows: list[int], rank: int, d: int, ids: bool, normalize: bool,
     gradient: bool, scalars: str, reduced: bool,
 ) -> None:  # fmt: skip
-    """Nothing but what a plan can replay, at addresses of the call's own arrays; and no more
-    exchanges than there are kinds of arrays: keys, column sums, factors, dK, and numbers."""
+    """A plan can replay each step, and each kind of array is exchanged once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "MAX_STEPS", 10**6)
         counts = record(
@@ -128,7 +127,8 @@ def test_any_gather(
 
 
 def test_steps_do_not_grow_with_the_ranks() -> None:
-    """But for the additions of partial sums: as many as a number of ranks has digits in base 2."""
+    """64 ranks take the steps of 2 ranks, and one addition of partial sums for each binary
+    digit."""
     two, many = (record("clip", [256] * n, 1) for n in (2, 64))
     assert {*two, "add"} == set(many)
     added = many["add"] - two["add"], many["merge_sums"] - two["merge_sums"]
@@ -157,7 +157,7 @@ def test_work_that_hides_an_exchange(
 
 @pytest.mark.parametrize("loss", sorted(WEIGHTS))
 def test_copies_between_two_gpus_are_part_of_graphs(loss: str) -> None:
-    """What NCCL does is not, nor are copies where NCCL does the rest."""
+    """Graphs hold copies between two GPUs. They hold no call of NCCL, and no copy beside NCCL."""
     copies = Copies(1, {0: 0, 1: 2**40}, None)
     for others, rows in ((copies, [300, 200]), (None, [300, 200]), (copies, [300, 200, 100])):
         recorded_call = recording(loss, rows, 1, copies=others)
@@ -170,7 +170,7 @@ def test_copies_between_two_gpus_are_part_of_graphs(loss: str) -> None:
             step.do.args[0] for step in recorded_call.steps
             if not isinstance(step, recorder.Launch) and name(step.do) == "transfer"
         ]  # fmt: skip
-        by_nccl = [of for of in exchanges if of.links]
+        by_nccl = [exchange for exchange in exchanges if exchange.links]
         assert len(by_nccl) == (0 if in_graphs else len(exchanges))
 
 
@@ -186,7 +186,7 @@ def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go step by step, by backends of blocks."""
+    """Calls with options go step by step."""
     monkeypatch.setattr(planned.plan, "run_by_plan", lambda *_, **__: {})
     transport: Any = object.__new__(transports.NCCL)
     ranks: Any = SimpleNamespace(rank=0, size=2)
@@ -210,7 +210,7 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             assert shard.VectorsOverRanks().has_plan(problem) != steps
             if steps:
                 shard.run_block_pass(
-                    problem, False, lambda *of: asked.append(of), None,
+                    problem, False, lambda *args: asked.append(args), None,
                     ahead=Gradients(want_key=False, add_query=True),
                 )  # fmt: skip
                 backend, block = asked[-1]
@@ -250,7 +250,7 @@ def test_blocks_of_operations_on_arrays_have_no_plan(monkeypatch: pytest.MonkeyP
 def test_room_for_a_block_is_known_before_it_is_there(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a launch, nor memory."""
+    """The check of a block's workspace launches nothing and allocates nothing."""
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
     into, ahead = recorder.Recorder(), Gradients(want_key=False, add_query=True)
     with cupy.cuda.using_allocator(into.malloc):
@@ -267,7 +267,8 @@ def test_room_for_a_block_is_known_before_it_is_there(
 
 
 def test_room_that_is_enough() -> None:
-    """Where ranks ask each other whether there is room, and only there, there may be none."""
+    """No block needs more workspace than `enough_room`: ranks with as much need not ask each
+    other."""
     for m, n, d in itertools.product((1, 64, 8192, 10**6), (1, 65536, 10**7), (1, 512, 20000)):
         enough = schedule.enough_room(m, n, d)
         needs = config.Needs("fp64", True, True, True, True, 1, True, weighted_query=True)
@@ -277,12 +278,12 @@ def test_room_that_is_enough() -> None:
 
 
 def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a plan for plain losses, whose weights are in `upstream` and `row_shares`."""
+    """The plan's problem has the weights of losses in `upstream` and `row_shares`."""
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
-    given: list[Problem] = []
+    problems: list[Problem] = []
     outputs = {"loss": "the sum"}
     monkeypatch.setattr(
-        shard.gpu_plan, "run_by_plan", lambda *parts: given.append(parts[1]) or outputs
+        shard.gpu_plan, "run_by_plan", lambda *parts: problems.append(parts[1]) or outputs
     )
     into = recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
@@ -296,8 +297,8 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     assert problem.plain
     vectors = shard.VectorsOverRanks()
     assert vectors.totals(problem, losses, None, None, None)[0] == "the sum"
-    assert given[0].row_shares is weights
-    assert given[0].common_share == 1.0
+    assert problems[0].row_shares is weights
+    assert problems[0].common_share == 1.0
     separate = replace(problem, common_share=None)
     assert vectors.totals(separate, losses, None, None, None)[0] is None
     smoothed = replace(problem, weights=weights, label_smoothing=0.1)

@@ -89,7 +89,7 @@ def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
 
 # What so many ranks do. They start once, which takes seconds a process
 OPTIONS = "equal:6:host", "in_turn:40", "cases", "limits:host", "distilled"
-EQUAL = ["ranks:equal:20", *(f"options_over_ranks:{of}" for of in OPTIONS)]
+EQUAL = ["ranks:equal:20", *(f"options_over_ranks:{part}" for part in OPTIONS)]
 CHECKS = {
     1: [*EQUAL, "options_over_ranks:ends"],
     2: [
@@ -159,7 +159,7 @@ TROUBLES = ("killed", "exits", "hangs", "raises")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30 if THOROUGH else 4))
 def test_rank_in_trouble_at_any_point(seed: int) -> None:
-    """Of a call: the others name it before the time is out."""
+    """The other ranks name the rank in trouble before the timeout, at any point of a call."""
     choose, timeout = random.Random(seed), 5.0
     what, exchange = TROUBLES[seed % 4], choose.choice(["ring", "gather", "hierarchical"])
     ranks = 4 if exchange == "hierarchical" else 3
@@ -179,7 +179,7 @@ def test_rank_in_trouble_at_any_point(seed: int) -> None:
 
 @pytest.mark.parametrize("where", ["world", "another", "step"])
 def test_first_call_is_bounded(where: str) -> None:
-    """By the timeout of that call."""
+    """A rank that misses the first call is named at the call's timeout."""
     status, said = run(3, f"ranks_trouble:first:{where}:2", shell=SHELL, limit=40)
     assert status != 0
     for rank in (0, 2):
@@ -190,7 +190,7 @@ def test_first_call_is_bounded(where: str) -> None:
 
 @pytest.mark.parametrize("exchange", ["ring", "gather", "hierarchical"])
 def test_rank_that_stops(exchange: str) -> None:
-    """It is named when the time is out."""
+    """The other ranks name a stopped rank at the timeout."""
     if exchange == "hierarchical" and not THOROUGH:
         pytest.skip("the thorough profile runs it")
     ranks = 4 if exchange == "hierarchical" else 3
@@ -240,7 +240,7 @@ def gpus() -> int:
 @pytest.mark.parametrize("exchange", ["ring", "gather", "hierarchical"])
 @pytest.mark.parametrize("transport", ["auto", "staged"])
 def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
-    """Over hosts: of one GPU each."""
+    """The hierarchical exchange sees hosts of one GPU each."""
     if reason := gpu_missing():
         pytest.skip(reason)
     # both ranks compile first
@@ -251,7 +251,7 @@ def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 @pytest.mark.parametrize("how", ["copies", "nccl"])
 def test_transfers_between_two_gpus(how: str, exchange: str) -> None:
-    """What the swap of small arrays leaves untested."""
+    """Large arrays take the ways that the swap of small arrays does not."""
     if reason := gpu_missing():
         pytest.skip(reason)
     all_pass(2, f"ranks_trouble:transfers:{how}:{exchange}", limit=300)
@@ -260,7 +260,7 @@ def test_transfers_between_two_gpus(how: str, exchange: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["nccl", "staged"])
 def test_two_ranks_on_each_of_two_hosts(transport: str) -> None:
-    """Of GPUs of one host, which ranks may share but with NCCL."""
+    """Ranks share the GPUs of one host, except with NCCL."""
     if reason := gpu_missing():
         pytest.skip(reason)
     if transport == "nccl" and gpus() < 4:
@@ -306,7 +306,8 @@ def test_offload_to_gpus(check: str) -> None:
     ],
 )  # fmt: skip
 def test_rank_in_trouble_on_gpus(what: str, exchange: str, how: str) -> None:
-    """It is named: one that stops when the time is out, though the device still waits for it."""
+    """The other rank names it. A stopped rank is named at the timeout, while the device still
+    waits."""
     if reason := gpu_missing():
         pytest.skip(reason)
     if how == "nccl" and gpus() < 2:

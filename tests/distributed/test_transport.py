@@ -82,7 +82,7 @@ def test_communicator_of_ones_own() -> None:
 
 
 class Summing(Vectors):
-    """Whose totals have the sum of the losses where it is wanted, as those on a GPU."""
+    """Steps on vectors whose totals sum the losses of a reduced loss, as on a GPU."""
 
     def totals(self, problem: Any, losses: Any, *parts: Any) -> Any:
         loss = None if problem.common_share is None else losses.sum()
@@ -94,7 +94,7 @@ class Summing(Vectors):
 def test_reduction_over_ranks(
     kind: type[Vectors], reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """By ranks whose steps on vectors differ, too."""
+    """Ranks agree on the loss, also if only one of them sums losses in its totals."""
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
     block_runner = run.choose_block_runner
     queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
@@ -146,7 +146,7 @@ def test_one_rank_is_one_process(loss: str) -> None:
 
 
 def test_views_anywhere_on_one_rank() -> None:
-    """Their labels are an argument over ranks alone."""
+    """One rank accepts labels of views, an argument that only calls over ranks have."""
     z = np.random.default_rng(0).standard_normal((12, 5))
     other = np.arange(12) ^ 1
     order = np.r_[0:12:2, 1:12:2]
@@ -164,7 +164,7 @@ def test_errors_of_one_rank_are_those_of_one_process() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_other_ranks_are_told_first(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To abandon transfers takes time, and telling may fail."""
+    """A rank tells the others of an error before it abandons its transfers, which takes time."""
     steps: list[str] = []
 
     class Told(Alone):
@@ -178,7 +178,7 @@ def test_other_ranks_are_told_first(fails: bool, monkeypatch: pytest.MonkeyPatch
             if fails:
                 raise OSError("nobody hears")
 
-    def solve(*of: Any) -> Any:
+    def solve(*args: Any) -> Any:
         raise ArithmeticError("no more of this")
 
     transport = types.SimpleNamespace(close=lambda: steps.append("closed"))
@@ -315,7 +315,9 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             run.solve(
                 request, schedule, False, False, ranks, choice.make(schedule.transport, ranks)
             )
-        alive = [of() for of in rings]  # before a collection, which the end of this may begin
+        alive = [
+            reference() for reference in rings
+        ]  # before a collection, which the end of this may begin
     finally:
         gc.enable()
     assert alive == [None] * 6

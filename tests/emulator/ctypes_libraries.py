@@ -42,19 +42,19 @@ class CuBLAS:
         return 0
 
     @classmethod
-    def cublasGemmEx(cls, *given: Any) -> int:
-        return cls._product(cublas.gemmEx, given)
+    def cublasGemmEx(cls, *args: Any) -> int:
+        return cls._product(cublas.gemmEx, args)
 
     @classmethod
-    def cublasGemmStridedBatchedEx(cls, *given: Any) -> int:
-        return cls._product(cublas.gemmStridedBatchedEx, given)
+    def cublasGemmStridedBatchedEx(cls, *args: Any) -> int:
+        return cls._product(cublas.gemmStridedBatchedEx, args)
 
     @classmethod
-    def _product(cls, function: Any, given: tuple[Any, ...]) -> int:
+    def _product(cls, function: Any, args: tuple[Any, ...]) -> int:
         to = cls.workspace
         stream.submit(cls.stream, lambda: ctypes.memset(to, POISON, WORKSPACE))
         assert stream.get_current_stream().ptr == cls.stream  # the stand-in uses the current stream
-        function(*(argument.value for argument in given))
+        function(*(argument.value for argument in args))
         return 0
 
 

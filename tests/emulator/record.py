@@ -50,8 +50,8 @@ class Call:
 
     @property
     def name(self) -> str:
-        given = ", ".join([f"{k}={v}" for k, v in self.options.items()] + list(self.arrays))
-        return f"{self.loss} {'x'.join(map(str, self.shape))} {self.dtype} {given}".strip()
+        arguments = ", ".join([f"{k}={v}" for k, v in self.options.items()] + list(self.arrays))
+        return f"{self.loss} {'x'.join(map(str, self.shape))} {self.dtype} {arguments}".strip()
 
 
 def _tiled(**options: Any) -> dict[str, Any]:
@@ -117,8 +117,8 @@ def make_inputs(call: Call) -> tuple[list[np.ndarray], dict[str, Any]]:
     }  # fmt: skip
     if call.loss == "sup_con":
         inputs["labels"] = rng.integers(0, 20, rows)
-    given = {"scale": SCALE, **call.options, **{name: inputs[name] for name in call.arrays}}
-    return features, given
+    options = {"scale": SCALE, **call.options, **{name: inputs[name] for name in call.arrays}}
+    return features, options
 
 
 def run_call(call: Call, xp: Any) -> dict[str, np.ndarray]:

@@ -59,9 +59,9 @@ def test_devices_and_portable_kernels(cupy: Any, monkeypatch: pytest.MonkeyPatch
     launched: list[str] = []
     launch = engine.Kernel.launch
 
-    def begin_recorded(self: Any, *given: Any, **options: Any) -> None:
+    def begin_recorded(self: Any, *args: Any, **options: Any) -> None:
         launched.append(self.name)
-        launch(self, *given, **options)
+        launch(self, *args, **options)
 
     monkeypatch.setattr(engine.Kernel, "launch", begin_recorded)
     for device, portable, kernel in (
@@ -244,9 +244,9 @@ def test_memory_that_is_freed_before_a_copy_shows(cupy: Any) -> None:
     for _ in range(30):
         with engine.schedule(1):
             stream, to = cupy.cuda.Stream(non_blocking=True), cupy.zeros(3)
-            given = cupy.ones(3)
-            to.data.copy_from_device_async(given.data, to.nbytes, stream)
-            del given
+            array = cupy.ones(3)
+            to.data.copy_from_device_async(array.data, to.nbytes, stream)
+            del array
             stream.synchronize()
             wrong += not (to.get() == 1).all()
     assert wrong > 10

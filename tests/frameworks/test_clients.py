@@ -125,7 +125,7 @@ def test_open_clip_train_one_epoch(kind: str, accumulated: int, monkeypatch: Any
                            for i in range(STEPS * accumulated)])  # fmt: skip
         values: list[Any] = []
         loss.register_forward_hook(
-            lambda module, given, out: values.append(sum(out.values()).detach())
+            lambda module, inputs, out: values.append(sum(out.values()).detach())
         )  # fmt: skip
         optimiser = torch.optim.SGD(model.parameters(), lr=0.3)
         data = {"train": SimpleNamespace(dataloader=batches, set_epoch=lambda epoch: None)}
@@ -137,7 +137,7 @@ def test_open_clip_train_one_epoch(kind: str, accumulated: int, monkeypatch: Any
 
 
 class Batches(list[Any]):
-    """What `train_one_epoch` asks of a loader."""
+    """The part of a loader that `train_one_epoch` needs."""
 
     num_batches = property(len)
     num_samples = property(lambda self: sum(len(texts) for _, texts in self))

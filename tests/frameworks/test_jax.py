@@ -66,10 +66,10 @@ def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
 
 
 def call(loss: str, z: Any, scale: Any = None, bias: Any = None, **options: Any) -> Any:
-    given = {"bias": bias} if bias is not None else {}
+    keywords = {"bias": bias} if bias is not None else {}
     if loss == "sup_con":
-        given["labels"] = classes(len(z[0]))
-    return getattr(ij, f"{loss}_loss")(*z, scale=scale, **given, **options)
+        keywords["labels"] = classes(len(z[0]))
+    return getattr(ij, f"{loss}_loss")(*z, scale=scale, **keywords, **options)
 
 
 def close(got: Any, want: Any, tolerance: float) -> None:
@@ -85,13 +85,13 @@ def close(got: Any, want: Any, tolerance: float) -> None:
 def test_loss_and_gradients(loss: str, jitted: bool) -> None:
     with jax.enable_x64(True):
         z = features(loss, dtype=np.float64)
-        given = (z, jnp.asarray(7.0), jnp.asarray(-3.0) if loss == "siglip" else None)
+        arguments = (z, jnp.asarray(7.0), jnp.asarray(-3.0) if loss == "siglip" else None)
         ours, theirs = (
-            jax.value_and_grad(lambda *a, of=of: 3 * of(loss, *a), (0, 1, 2))
-            for of in (call, formula)
+            jax.value_and_grad(lambda *a, function=function: 3 * function(loss, *a), (0, 1, 2))
+            for function in (call, formula)
         )
-        got, grads = (jax.jit(ours) if jitted else ours)(*given)
-        want, wanted = theirs(*given)
+        got, grads = (jax.jit(ours) if jitted else ours)(*arguments)
+        want, wanted = theirs(*arguments)
         assert got.dtype == jnp.float64
         close(got, want, 1e-12)
         if loss == "lit":
@@ -213,7 +213,7 @@ HASHES = [np.arange(12) % 5 << 32, (np.arange(12) % 5).astype(np.uint64) << 61]
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("hashes", HASHES, ids=["int64", "uint64"])
 def test_integers_of_64_bits_are_not_cut(hashes: np.ndarray, jitted: bool) -> None:
-    """Without x64, JAX would cut them to their lower 32 bits: here the same, but of other rows."""
+    """Ids that differ only in their upper 32 bits stay different without x64."""
     assert not jax.config.jax_enable_x64
 
     def close_to(want: Any, function: Any, *z: Any) -> None:
@@ -261,10 +261,10 @@ def test_vmap() -> None:
 def test_inside_a_scan_and_checkpoint() -> None:
     image, text = features("clip")
 
-    def trained(of: Any) -> Any:
+    def trained(loss: Any) -> Any:
         def step(image: Any, _: Any) -> Any:
             value, gradient = jax.value_and_grad(
-                jax.checkpoint(lambda z: of("clip", (jnp.tanh(z), text), 3.0))
+                jax.checkpoint(lambda z: loss("clip", (jnp.tanh(z), text), 3.0))
             )(image)
             return image - gradient, value
 
@@ -338,10 +338,10 @@ def test_on_a_gpu(gpu: Any, loss: str, jitted: bool, dtype: str) -> None:
         z = features(loss, rows, 64, jnp.dtype(dtype))
         labels = {"labels": classes(rows)} if loss == "sup_con" else {}
         truth = judged(loss, [np.asarray(side) for side in z], scale=8.0, **labels)
-        given = [jax.device_put(side, gpu) for side in z]
+        sides = [jax.device_put(side, gpu) for side in z]
         scale = jax.device_put(jnp.float32(8.0), gpu)
         ours = jax.value_and_grad(lambda z, scale: call(loss, z, scale), (0, 1))
-        got, (grads, dscale) = (jax.jit(ours) if jitted else ours)(given, scale)
+        got, (grads, dscale) = (jax.jit(ours) if jitted else ours)(sides, scale)
         for array in (got, dscale, *grads):
             assert array.devices() == {gpu}
         close([got, dscale], [np.asarray(truth.loss), np.asarray(truth.grads["scale"])], 1e-3)

@@ -30,11 +30,11 @@ def formula(z: Any, labels: Any, temperature: Any) -> Any:
 def test_ntxent(labels: list[int]) -> None:
     """Values and gradients, with labels that are known while tracing and with others."""
     z = jax.random.normal(jax.random.key(0), (6, 4))
-    of = np.array(labels)
-    want = jax.value_and_grad(formula, (0, 2))(z, of, 0.4)
+    classes = np.array(labels)
+    want = jax.value_and_grad(formula, (0, 2))(z, classes, 0.4)
     traced = jax.jit(jax.value_and_grad(ij.ntxent, (0, 2)))
-    known = jax.jit(jax.value_and_grad(lambda a, t: ij.ntxent(a, of, t), (0, 1)))
-    for got in (traced(z, of, 0.4), known(z, 0.4)):
+    known = jax.jit(jax.value_and_grad(lambda a, t: ij.ntxent(a, classes, t), (0, 1)))
+    for got in (traced(z, classes, 0.4), known(z, 0.4)):
         # the sums are of six terms, which float32 rounds at 6e-8
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
 
@@ -77,7 +77,10 @@ def test_hashes_of_64_bits() -> None:
 @pytest.mark.parametrize("size", [2.0**-80, 2.0**80])
 def test_rows_whose_squares_leave_float32(size: float) -> None:
     z = np.random.default_rng(0).standard_normal((8, 5)).astype(np.float32)
-    labels, of = np.arange(8) // 2, jax.value_and_grad(ij.ntxent)
-    (want, slope), (got, scaled) = of(z, labels, 0.4), of(z * np.float32(size), labels, 0.4)
+    labels, value_and_grad = np.arange(8) // 2, jax.value_and_grad(ij.ntxent)
+    (want, slope), (got, scaled) = (
+        value_and_grad(z, labels, 0.4),
+        value_and_grad(z * np.float32(size), labels, 0.4),
+    )
     assert got == want
     np.testing.assert_allclose(scaled * np.float32(size), slope, rtol=2e-5, atol=2e-6)

@@ -44,11 +44,11 @@ def test_bad_calls_are_those_of_arrays(
         error, words = TypeError, ["unexpected keyword argument"]
     function = functools.partial(getattr(ij, f"{loss}_loss"), **options)
     with jax.enable_x64(True):
-        given = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args]
-        leaves = [i for i, z in enumerate(given) if isinstance(z, jax.Array)]
+        arguments = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args]
+        leaves = [i for i, z in enumerate(arguments) if isinstance(z, jax.Array)]
 
         def traced(*arrays: Any) -> Any:
-            mixed = list(given)
+            mixed = list(arguments)
             for i, z in zip(leaves, arrays, strict=True):
                 mixed[i] = z
             return function(*mixed)
@@ -61,7 +61,7 @@ def test_bad_calls_are_those_of_arrays(
             traced, error = jax.grad(traced), jax.errors.JaxRuntimeError
         with pytest.raises(error) as caught:
             jax.block_until_ready((jax.jit(traced) if jitted else traced)(
-                *[given[i] for i in leaves]))  # fmt: skip
+                *[arguments[i] for i in leaves]))  # fmt: skip
     message = str(caught.value)
     if error is jax.errors.JaxRuntimeError:
         message = message.splitlines()[-1].removeprefix("ValueError: ")
@@ -90,8 +90,8 @@ def test_bad_values(loss: str, message: str, bad: dict[str, Any]) -> None:
     z = features()
     bad = {name: jnp.asarray(value) for name, value in bad.items()}
 
-    def step(z: Any, given: Any) -> Any:
-        return getattr(ij, f"{loss}_loss")(*z, **{"scale": 2.0, **given})
+    def step(z: Any, options: Any) -> Any:
+        return getattr(ij, f"{loss}_loss")(*z, **{"scale": 2.0, **options})
 
     def known(z: Any) -> Any:
         return step(z, bad)

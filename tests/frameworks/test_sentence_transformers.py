@@ -171,7 +171,8 @@ dist.destroy_process_group()
 
 
 def test_sentence_transformers_over_ranks(tmp_path: Path) -> None:
-    """With DDP and `gather_across_devices`: negatives of both processes, the same training."""
+    """DDP with `gather_across_devices` has the negatives of both processes, and the same
+    training."""
     pytest.importorskip("sentence_transformers")
     environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     processes = [
@@ -256,8 +257,8 @@ def test_prefixes_by_their_own_matryoshka_loss(name: str) -> None:
     model, guide = (sentence_model(width=width, dropout=0.0).double() for width in (16, 8))
     results = []
     for module in (ours, losses):
-        given = (model,) if name.startswith("Multiple") else (model, guide)
-        loss = losses.MatryoshkaLoss(model, getattr(module, name)(*given), [16, 8, 4], [1, 2, 0.5])
+        models = (model,) if name.startswith("Multiple") else (model, guide)
+        loss = losses.MatryoshkaLoss(model, getattr(module, name)(*models), [16, 8, 4], [1, 2, 0.5])
         model.zero_grad()
         value = loss(tokens(model, 2), None)
         value.backward()

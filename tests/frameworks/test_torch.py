@@ -144,18 +144,18 @@ def test_func_grad(loss: str, reduction: str, device: str) -> None:
     upstream = (
         torch.arange(12.0, dtype=torch.float64, device=device) if reduction == "none" else 2.0
     )
-    given = [*z, scale] + [bias] * (loss == "siglip")
+    arguments = [*z, scale] + [bias] * (loss == "siglip")
 
-    def step(*given: Any) -> Any:
-        rest = {"scale": given[len(z)].exp(), "reduction": reduction}
-        rest |= {"bias": given[-1]} if loss == "siglip" else {}
-        return (upstream * call(loss, given[: len(z)], **rest)).sum()
+    def step(*args: Any) -> Any:
+        rest = {"scale": args[len(z)].exp(), "reduction": reduction}
+        rest |= {"bias": args[-1]} if loss == "siglip" else {}
+        return (upstream * call(loss, args[: len(z)], **rest)).sum()
 
-    leaves = [x.clone().requires_grad_() for x in given]
+    leaves = [x.clone().requires_grad_() for x in arguments]
     wanted = torch.autograd.grad(step(*leaves), leaves, allow_unused=True)
-    got = torch.func.grad(step, tuple(range(len(given))))(*given)
-    value, vjp = torch.func.vjp(step, *given)
-    torch.testing.assert_close(value, step(*given))
+    got = torch.func.grad(step, tuple(range(len(arguments))))(*arguments)
+    value, vjp = torch.func.vjp(step, *arguments)
+    torch.testing.assert_close(value, step(*arguments))
     for g, v, w in zip(got, vjp(torch.ones_like(value)), wanted, strict=True):
         w = torch.zeros_like(g) if w is None else w  # the locked tower
         torch.testing.assert_close(g, w)
@@ -227,7 +227,7 @@ def test_compile_in_one_graph(loss: str, device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")  # the compiler does
 def test_compiled_calls_that_are_no_operator() -> None:
-    """What the operator does not take breaks the graph, and is right all the same."""
+    """Arguments that the operator does not take break the graph, and the result is right."""
     image, text = (z.detach() for z in features("clip"))
 
     def loss(image: Any, **options: Any) -> Any:
@@ -237,8 +237,8 @@ def test_compiled_calls_that_are_no_operator() -> None:
     torch.testing.assert_close(rows(image), loss(image, reduction="none"))
     for options in ({"weights": [0.5] * 11 + [2]}, {"margin": np.float64(0.1)}):
         torch.compiler.reset()  # it gives up where one function is compiled many times
-        given = torch.compile(lambda z, o=options: loss(z, **o), backend="eager")
-        torch.testing.assert_close(given(image), loss(image, **options))
+        compiled_loss = torch.compile(lambda z, o=options: loss(z, **o), backend="eager")
+        torch.testing.assert_close(compiled_loss(image), loss(image, **options))
     compiled = torch.compile(torch.func.grad(loss), backend="eager")
     torch.testing.assert_close(compiled(image), torch.func.grad(loss)(image))
     for options, match in (({"temperature": -1.0}, "^temperature: expected a positive number"),
@@ -259,9 +259,9 @@ def test_options(name: str, way: str) -> None:
         vectors = {k: torch.tensor(v) for k, v in arrays.items()}
 
         def step(*features: Any, vectors: Any = vectors, plain: Any = plain) -> Any:
-            given = {k: 2 * v - v for k, v in vectors.items()} | plain
+            options = {k: 2 * v - v for k, v in vectors.items()} | plain
             reduction = "none" if way == "rows" else "mean"
-            return getattr(it, f"{name}_loss")(*features, **given, reduction=reduction).sum()
+            return getattr(it, f"{name}_loss")(*features, **options, reduction=reduction).sum()
 
         features = [torch.tensor(z, requires_grad=True) for z in problem.features]
         wanted = features[: 1 if name == "lit" else None]
@@ -290,8 +290,8 @@ def test_weights_of_a_device(loss: str, device: str) -> None:
     own = {name: 0.1 for name in ("margin", "hardness") if name not in spec.LOSSES[loss].refused}
     options = {"scale": 3.0, "reduction": "none", **own}
     rows = call(loss, z, **options)
-    for given in (torch.tensor(weights, device=device), weights):
-        torch.testing.assert_close(call(loss, z, weights=given, **options).cpu(),
+    for row_weights in (torch.tensor(weights, device=device), weights):
+        torch.testing.assert_close(call(loss, z, weights=row_weights, **options).cpu(),
                                    torch.tensor(weights) * rows.cpu())  # fmt: skip
 
 
@@ -303,8 +303,8 @@ def test_operator_check(device: str) -> None:
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
     weights = torch.arange(12.0, dtype=torch.float64, device=device)
     guide = [t.detach().flip(0) for t in z]
-    given = {"weights": weights, "row_guide": guide[0], "column_guide": guide[1]}
-    constants = [given.get(name) for name in UNTRACKED_NAMES]
+    tensors = {"weights": weights, "row_guide": guide[0], "column_guide": guide[1]}
+    constants = [tensors.get(name) for name in UNTRACKED_NAMES]
     torch.library.opcheck(
         operator,
         ("clip", z[0], z[1], None, scale, None, *constants, [True, False, True, True],

@@ -78,22 +78,22 @@ def test_open_clip_create_loss() -> None:
     settings = {"rank": 0, "world_size": 1, "local_loss": True, "gather_with_grad": True,
                 "distill": False, "siglip": False, "loss_dist_impl": "gather", "model": "ViT-B-32",
                 "coca_caption_loss_weight": 2.0, "coca_contrastive_loss_weight": 0.5}  # fmt: skip
-    for given, kind, words in (
+    for arguments, kind, words in (
         ({}, open_clip.ClipLoss, "local_loss=True, gather_with_grad=True, cache_labels=True"),
         ({"siglip": True}, open_clip.SigLipLoss, "dist_impl='gather'"),
         ({"model": "coca_ViT-B-32"}, open_clip.CoCaLoss, "caption_loss_weight=2.0, clip_loss_w"),
         ({"distill": True}, open_clip.DistillClipLoss, "cache_labels=True"),
         ({"torchcompile": True}, open_clip.ClipLoss, "cache_labels=False"),
     ):
-        loss = open_clip.create_loss(SimpleNamespace(**{**settings, **given}))
+        loss = open_clip.create_loss(SimpleNamespace(**{**settings, **arguments}))
         assert type(loss) is kind
         assert words in repr(loss)
-    for given, match in (
+    for arguments, match in (
         ({"model": "genlip_1"}, r"args\.model: expected one with a contrastive .* 'genlip_1'"),
         ({"horovod": True}, "use_horovod: expected False, got True"),
     ):
         with pytest.raises(ValueError, match=match):
-            open_clip.create_loss(SimpleNamespace(**{**settings, **given}))
+            open_clip.create_loss(SimpleNamespace(**{**settings, **arguments}))
 
 
 def test_memory_efficient_clip() -> None:
@@ -170,12 +170,12 @@ def test_memory_efficient_qwen3(negatives: int, others: str, device: str) -> Non
         own = torch.randn(8, negatives, 5, dtype=torch.float64, generator=generator).to(device)
         h = F.normalize(own.requires_grad_(), dim=2)
     inputs = [query, documents, *([own] if negatives else [])]
-    given = {"use_qq_negatives": "q" in others, "use_dd_negatives": "d" in others}
+    sides = {"use_qq_negatives": "q" in others, "use_dd_negatives": "d" in others}
     for margin in (0.1, 2.0):
         want = qwen3(q, d, h, margin, others, 0.0)
-        loss = theirs.MemoryEfficientQwen3Loss(0.1, margin, **given, stable=False)
+        loss = theirs.MemoryEfficientQwen3Loss(0.1, margin, **sides, stable=False)
         assert_same(loss(query, documents, own), want, *inputs)
-        stable = theirs.MemoryEfficientQwen3Loss(0.1, margin, **given, normalized_inputs=True)
+        stable = theirs.MemoryEfficientQwen3Loss(0.1, margin, **sides, normalized_inputs=True)
         assert_same(stable(q, d, h), want.detach() + 0.8**0.5 * (want - want.detach()), *inputs)
         if "d" in others:
             continue
@@ -184,7 +184,7 @@ def test_memory_efficient_qwen3(negatives: int, others: str, device: str) -> Non
         assert_same(got := locked(query, documents, own), want, query)
         rest = torch.autograd.grad(got, inputs[1:], allow_unused=True)
         assert all(gradient is None for gradient in rest)
-    smooth = theirs.MemoryEfficientQwen3Loss(0.1, 2.0, **given, stable=False, label_smoothing=0.2)
+    smooth = theirs.MemoryEfficientQwen3Loss(0.1, 2.0, **sides, stable=False, label_smoothing=0.2)
     if not negatives:
         assert_same(smooth(query, documents), qwen3(q, d, h, 2.0, others, 0.2), *inputs)
     smooth.margin = 0.1 if not negatives else 2.0
@@ -201,9 +201,9 @@ def test_matryoshka(kind: str, device: str) -> None:
 
     (first, second), _ = views(device)
     own = torch.stack([second.detach().flip(0), second.detach().roll(1, 0)], dim=1)
-    given = [first, second, *([own] if "Qwen3" in kind else [])]
+    embeddings = [first, second, *([own] if "Qwen3" in kind else [])]
     plain = getattr(theirs, f"MemoryEfficient{kind}Loss")(temperature=0.1)
-    want = 0.5 * plain(*(z[..., :2] for z in given)) + 2 * plain(*given)
+    want = 0.5 * plain(*(z[..., :2] for z in embeddings)) + 2 * plain(*embeddings)
     inputs = [first] if "LiT" in kind else [first, second]
     fused = getattr(theirs, f"MemoryEfficientMatryoshka{kind}Loss")
     for loss in (
@@ -211,8 +211,8 @@ def test_matryoshka(kind: str, device: str) -> None:
         fused((2, 5), (0.5, 2), 0.1),
         fused((2, 5), (0.5, 2), temperature=0.1, normalized_inputs=True),
     ):
-        assert_same(loss(*given), want, *inputs)
-    assert_same(fused([5], temperature=0.1)(*given), plain(*given), *inputs)
+        assert_same(loss(*embeddings), want, *inputs)
+    assert_same(fused([5], temperature=0.1)(*embeddings), plain(*embeddings), *inputs)
     for dims, weights, match in (
         ((3, 2), None, r"dims: expected increasing positive numbers, got \(3, 2\)"),
         ((), None, r"dims: expected increasing positive numbers, got \(\)"),
@@ -221,7 +221,7 @@ def test_matryoshka(kind: str, device: str) -> None:
         with pytest.raises(ValueError, match=match):
             fused(dims, weights)
     with pytest.raises(ValueError, match="dims: expected at most the features' width 5, got 6"):
-        fused([2, 6])(*given)
+        fused([2, 6])(*embeddings)
     plain.normalized_inputs = True
     with pytest.raises(ValueError, match=r"base_loss\.normalized_inputs: expected False, got True"):
         theirs.MatryoshkaLoss(plain, [2])
@@ -261,7 +261,8 @@ def test_infonce_cuda() -> None:
 @pytest.mark.parametrize("width", [64, 300, 2048])
 @pytest.mark.parametrize("pairs", [4, 7, 32, 128])
 def test_infonce_cuda_functions(pairs: int, width: int, device: str) -> None:
-    """Over the report's ranges, within its bounds: 1e-5 of the loss, 1e-4 of gradients."""
+    """Errors stay within the report's bounds over its sizes: 1e-5 of the loss, 1e-4 of
+    gradients."""
     from infonce.torch.infonce_cuda import InfoNCEFunction, infonce_backward, infonce_forward
 
     (z,) = features("nt_xent", 2 * pairs, width, device, dtype=torch.float32)

@@ -25,17 +25,17 @@ def test_bad_calls_are_those_of_arrays(
     options = {"scale": 2.0, **options}
     if refused := spec.GRAD_ONLY - {"metrics"} & options.keys():
         error, words = TypeError, ["unexpected keyword argument", min(refused)]
-    given = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in args]
+    arguments = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in args]
     if isinstance(options.get("own"), np.ndarray):
         options = options | {"own": torch.from_numpy(options["own"])}
-    for z in given:
+    for z in arguments:
         if isinstance(z, torch.Tensor) and z.is_floating_point():
             z.requires_grad_()
 
     def call() -> Any:
         if as_module:
-            return MODULES[loss](**options)(*given)
-        return getattr(it, f"{loss}_loss")(*given, **options)
+            return MODULES[loss](**options)(*arguments)
+        return getattr(it, f"{loss}_loss")(*arguments, **options)
 
     with pytest.raises(error) as caught:
         call()
@@ -86,7 +86,8 @@ def test_errors() -> None:
 
 
 def test_an_unknown_keyword_is_named_with_the_nearest() -> None:
-    """By the name of what was called; a module refuses it at construction."""
+    """The error begins with the name of the function or module. A module refuses at
+    construction."""
     image, text = features("clip")
     function, module = r"^infonce\.torch\.clip_loss\(\)", r"^infonce\.torch\.CLIPLoss\(\)"
     words = r": unexpected keyword argument 'normalise' \(did you mean 'normalize'\?\)$"

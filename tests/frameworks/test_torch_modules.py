@@ -24,17 +24,17 @@ pytestmark = pytest.mark.extras
 def test_a_module_is_its_function(loss: str) -> None:
     """The same arguments and defaults, and keywords at construction or at the call."""
     z = [2 * side for side in features(loss, 16)]
-    given = arguments(loss, z)
+    args = arguments(loss, z)
     module = MODULES[loss]
     for options in ({"temperature": 0.5}, {"scale": 3.0, "normalize": True, "reduction": "sum"}):
         want = call(loss, z, **options)
-        torch.testing.assert_close(module(**options)(*given), want, rtol=0, atol=0)
-        torch.testing.assert_close(module()(*given, **options), want, rtol=0, atol=0)
+        torch.testing.assert_close(module(**options)(*args), want, rtol=0, atol=0)
+        torch.testing.assert_close(module()(*args, **options), want, rtol=0, atol=0)
         assert all(
             f"{name}={value!r}" in repr(module(**options)) for name, value in options.items()
         )
     torch.testing.assert_close(
-        module(scale=1.0, normalize=True)(*given, scale=2.0),
+        module(scale=1.0, normalize=True)(*args, scale=2.0),
         call(loss, z, scale=2.0, normalize=True), rtol=0, atol=0,
     )  # fmt: skip
     if loss == "siglip":
@@ -42,7 +42,7 @@ def test_a_module_is_its_function(loss: str) -> None:
         assert torch.equal(module()(*z, -4.0), it.siglip_loss(*z, -4.0))
     else:
         with pytest.raises(ValueError, match="temperature, scale: expected one of them, got nei"):
-            module()(*given)
+            module()(*args)
     if loss == "info_nce":
         labels = torch.arange(15, -1, -1)
         assert torch.equal(module(scale=2.0)(*z, labels), it.info_nce_loss(*z, labels, scale=2.0))
@@ -50,7 +50,7 @@ def test_a_module_is_its_function(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_example_of_a_module_shows_that_module(loss: str) -> None:
-    """And runs."""
+    """The example in a module's docstring builds this module, and runs."""
     module = MODULES[loss]
     (example,) = re.findall(r"``(\w+\(normalize=True\)\(.*\))``", module.__doc__ or "")
     assert example.startswith(f"{module.__name__}(")
@@ -86,21 +86,24 @@ def test_numbers_at_the_ends_are_silent() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_learnable_module_trains_its_scale(loss: str) -> None:
-    """Its parameters are trained as those of a model whose scale is a parameter, and are saved."""
+    """A learnable scale trains as a parameter of the model does, and is part of the state."""
     z = features(loss, 16)
-    given = arguments(loss, [side.detach() for side in z])
+    args = arguments(loss, [side.detach() for side in z])
     module = MODULES[loss](learnable=True, scale=4.0, normalize=True).double()
     names = ["log_scale", "bias"] if loss == "siglip" else ["log_scale"]
     assert list(dict(module.named_parameters())) == names == list(module.state_dict())
     log_scale = torch.tensor(4.0).log().double().requires_grad_()
     bias = torch.tensor(-10.0, dtype=torch.float64, requires_grad=True)
     leaves = [log_scale, bias][: len(names)]
-    optimizers = [torch.optim.SGD(of, lr=0.1, momentum=0.9) for of in (module.parameters(), leaves)]
+    optimizers = [
+        torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        for parameters in (module.parameters(), leaves)
+    ]
     for _ in range(STEPS):
         options = {"bias": bias} if loss == "siglip" else {}
-        want = call(loss, given[:1] if loss == "sup_con" else given, scale=log_scale.exp(),
+        want = call(loss, args[:1] if loss == "sup_con" else args, scale=log_scale.exp(),
                     normalize=True, **options)  # fmt: skip
-        for value, optimizer in zip((module(*given), want), optimizers, strict=True):
+        for value, optimizer in zip((module(*args), want), optimizers, strict=True):
             torch.testing.assert_close(value, want)
             optimizer.zero_grad()
             value.backward()
@@ -110,11 +113,11 @@ def test_a_learnable_module_trains_its_scale(loss: str) -> None:
         torch.testing.assert_close(module.state_dict()[name], leaf.detach().reshape(1))
     loaded = MODULES[loss](learnable=True, temperature=0.07, normalize=True).double()
     loaded.load_state_dict(module.state_dict())
-    assert torch.equal(loaded(*given), module(*given))
+    assert torch.equal(loaded(*args), module(*args))
 
 
 def test_a_learned_scale_stays_within_its_limit() -> None:
-    """And comes back from there."""
+    """A scale above its limit counts as the limit, and training brings it below again."""
     module = it.CLIPLoss(learnable=True, temperature=0.07, max_scale=20.0)
     assert "learnable=True, max_scale=20.0" in repr(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
@@ -132,13 +135,13 @@ def test_a_learned_scale_stays_within_its_limit() -> None:
 
 @pytest.mark.parametrize("name", ["temperature", "scale", "bias"])
 def test_a_parameter_given_to_a_module_is_its_own(name: str) -> None:
-    """It moves and is replaced with the module: a copy does not train the original."""
+    """A module owns a given parameter: a copy of the module does not train the original."""
     z = [side.detach() for side in features("siglip")]
     numbers = {"scale": 3.0, "temperature": 0.5, "bias": -2.0}
     others = {} if name != "bias" else {"scale": 3.0}
-    given = torch.nn.Parameter(torch.tensor(numbers[name]))
-    module = it.SigLIPLoss(**{name: given}, **others)
-    assert dict(module.named_parameters()) == {name: given}
+    own = torch.nn.Parameter(torch.tensor(numbers[name]))
+    module = it.SigLIPLoss(**{name: own}, **others)
+    assert dict(module.named_parameters()) == {name: own}
     copied = copy.deepcopy(module).double()
     (parameter,) = copied.parameters()
     leaf = parameter.detach().clone().requires_grad_()
@@ -146,7 +149,7 @@ def test_a_parameter_given_to_a_module_is_its_own(name: str) -> None:
     want = it.siglip_loss(*z, **{name: leaf}, **others)
     want.backward()
     torch.testing.assert_close(parameter.grad, leaf.grad, rtol=0, atol=0)
-    assert given.grad is None
+    assert own.grad is None
     assert leaf.grad.abs() > 1e-6
 
 
@@ -194,8 +197,8 @@ def fitted(loss: str) -> tuple[list[np.ndarray], float]:
 
 
 def assert_rounded_once(got: Any, want: Any) -> None:
-    """Within float16's rounding of the numbers that it is to be: 2^-12 of most, and of the smallest
-    half of their distance, 2^-25."""
+    """Errors are those of one rounding to float16: 2^-12 of most numbers, 2^-25 for the
+    smallest."""
     got, want = np.asarray(got, np.float64), SCALER * np.asarray(want, np.float64)
     error = np.linalg.norm(got - want)
     assert error < 4e-4 * np.linalg.norm(want) + 2.0**-25 * np.sqrt(want.size)
@@ -281,20 +284,20 @@ VECTORS = {
 }
 
 
-def backward_passes(way: str, given: dict[str, Any], change: Any) -> tuple[Any, Any]:
+def backward_passes(way: str, options: dict[str, Any], change: Any) -> tuple[Any, Any]:
     """Gradients of a pass that computes them again, and of one after `change`."""
     query, key = features("info_nce")
     if way == "func":
 
         def step(query: Any) -> Any:
-            return it.info_nce_loss(query, key.detach(), scale=3.0, **given)
+            return it.info_nce_loss(query, key.detach(), scale=3.0, **options)
 
         want = torch.func.vjp(step, query.detach())[1](torch.ones((), dtype=torch.float64))
         _, vjp = torch.func.vjp(step, query.detach())
         change()
         return want[0], lambda: vjp(torch.ones((), dtype=torch.float64))[0]
     reduction = "none" if way == "rows" else "mean"
-    loss = it.info_nce_loss(query, key, scale=3.0, reduction=reduction, **given).sum()
+    loss = it.info_nce_loss(query, key, scale=3.0, reduction=reduction, **options).sum()
     (want,) = torch.autograd.grad(loss, query, retain_graph=True)
     change()
     return want, lambda: torch.autograd.grad(loss, query, retain_graph=True)[0]
@@ -303,20 +306,20 @@ def backward_passes(way: str, given: dict[str, Any], change: Any) -> tuple[Any, 
 @pytest.mark.parametrize("way", ["rows", "again"])
 @pytest.mark.parametrize("name", [*VECTORS, "row ids", "column ids"])
 def test_a_change_in_place_is_seen(name: str, way: str) -> None:
-    """Of tensors autograd raises its own error, as for features."""
+    """Autograd raises its own error if a tensor of options has changed, as it does for features."""
     vector: Any = VECTORS[name.split()[-1]]()
-    given: dict[str, Any] = {name: vector}
+    options: dict[str, Any] = {name: vector}
     if name not in VECTORS:
         other = VECTORS["ids"]()
-        given = {"ids": (vector, other) if name == "row ids" else (other, vector)}
-    _, again = backward_passes(way, given, lambda: vector.copy_(vector.flip(0)))
+        options = {"ids": (vector, other) if name == "row ids" else (other, vector)}
+    _, again = backward_passes(way, options, lambda: vector.copy_(vector.flip(0)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         again()
 
 
 @pytest.mark.parametrize("name", VECTORS)
 def test_a_change_in_place_inside_of_torch_func_changes_nothing(name: str) -> None:
-    """There autograd sees no change: the losses keep copies."""
+    """Losses keep copies inside of torch.func, where autograd sees no change."""
     vector = VECTORS[name]()
     want, again = backward_passes("func", {name: vector}, lambda: vector.copy_(vector.flip(0)))
     assert torch.equal(again(), want)
@@ -325,18 +328,17 @@ def test_a_change_in_place_inside_of_torch_func_changes_nothing(name: str) -> No
 @pytest.mark.parametrize("way", ["rows", "again", "func"])
 @pytest.mark.parametrize("name", [*VECTORS, "pair", "list", "inference"])
 def test_a_change_in_place_of_what_is_no_tensor_changes_nothing(name: str, way: str) -> None:
-    """Of arrays and lists there are copies, and of tensors of inference mode, which autograd does
-    not take."""
+    """Losses keep copies of arrays, lists, and tensors of inference mode."""
     if name == "inference":
         with torch.inference_mode():
             vector: Any = VECTORS["labels"]()
     else:
         vector = VECTORS.get(name, VECTORS["ids"])().numpy()
     pair = {"ids": (vector, VECTORS["ids"]())}
-    given = {"inference": {"labels": vector}, "pair": pair}.get(name, {name: vector})
+    options = {"inference": {"labels": vector}, "pair": pair}.get(name, {name: vector})
     if name == "list":
         vector = vector.tolist()
-        given = {"labels": vector}
+        options = {"labels": vector}
 
     def change() -> None:
         if name == "inference":
@@ -345,13 +347,13 @@ def test_a_change_in_place_of_what_is_no_tensor_changes_nothing(name: str, way: 
         else:
             vector[:] = vector[::-1] if name == "list" else vector[::-1].copy()
 
-    want, again = backward_passes(way, given, change)
+    want, again = backward_passes(way, options, change)
     assert torch.equal(again(), want)
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "jax", "jit"])
 def test_a_scale_of_one_number_and_a_workspace_as_text(way: str) -> None:
-    """As the functions of arrays take them. The gradient has the scale's shape."""
+    """Adapters take both as functions of arrays do. The gradient has the scale's shape."""
     z = [side.detach().float() for side in features("clip")]
     want = infonce.clip_loss_and_grad(*z, scale=2.0, workspace="1 MiB")
 
@@ -365,11 +367,11 @@ def test_a_scale_of_one_number_and_a_workspace_as_text(way: str) -> None:
         def loss(scale: Any, *z: Any) -> Any:
             return ij.clip_loss(*z, scale=scale, workspace="1 MiB")
 
-        given = jax.numpy.full(1, 2.0), *map(jax.numpy.asarray, z)
+        arrays = jax.numpy.full(1, 2.0), *map(jax.numpy.asarray, z)
         run = jax.value_and_grad(loss)
-        value, gradient = (jax.jit(run) if way == "jit" else run)(*given)
+        value, gradient = (jax.jit(run) if way == "jit" else run)(*arrays)
         with pytest.raises(ValueError, match=r"^workspace: expected a number of bytes, or"):
-            ij.clip_loss(*given[1:], scale=1.0, workspace="1 Gig")
+            ij.clip_loss(*arrays[1:], scale=1.0, workspace="1 Gig")
     else:
         scale = torch.full((1,), 2.0, requires_grad=True)
         if way == "compiled":

@@ -47,7 +47,7 @@ def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> Non
 
 
 def saved(folder: Path, case: str) -> list[Any]:
-    """What each rank saved that lived to do it."""
+    """The results of a case, one for each rank that saved any."""
     return [torch.load(file) for file in sorted(folder.glob(f"{case}-*.pt"))]
 
 
@@ -83,7 +83,7 @@ PLACES = [3, pytest.param(2, marks=pytest.mark.gpu)]  # processes on the CPU, an
 
 @pytest.fixture
 def start_ranks(request: pytest.FixtureRequest) -> Any:
-    """What the ranks saved of a case, and how many there are."""
+    """A function that returns the saved results of a case over `size` ranks."""
 
     def saved_by_ranks(case: str, size: int) -> list[Any]:
         ranks = saved(request.getfixturevalue({2: "two_gpus", 3: "three_ranks"}[size]), case)
@@ -188,7 +188,7 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "way"), torch_ranks.CACHED)
 def test_gradient_caching_is_one_pass_over_all_rows(kind: str, way: str, two_ranks: Path) -> None:
-    """Of encoders with dropout and a learned scale and bias, under DDP and fully_shard."""
+    """Encoders with dropout, scale and bias train under DDP and fully_shard as in one process."""
     want = torch_ranks.cached_alone(kind, 2)
     assert all(value.abs().max() > 1e-4 for value in want)
     ranks = saved(two_ranks, "cached")

@@ -42,8 +42,8 @@ def features(loss: str) -> list[str]:
     """The arguments that get gradients."""
     from infonce.spec import LOSSES as BY_NAME
 
-    of = BY_NAME[loss]
-    return [name for name in of.arguments if name not in of.locked]
+    kind = BY_NAME[loss]
+    return [name for name in kind.arguments if name not in kind.locked]
 
 
 def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any]]]:
@@ -155,10 +155,10 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
     rng = np.random.default_rng(0)
     wanted = checked_calls(tool, kernels, pattern)
     mine = slice(part * len(wanted) // parts, (part + 1) * len(wanted) // parts)
-    for loss, dtype, precision, rows, d, given in wanted[mine]:
+    for loss, dtype, precision, rows, d, call_options in wanted[mine]:
         # the last line of a process that was killed tells its call
-        print(loss, dtype, precision, rows, d, given, flush=True)
-        options = dict(given)
+        print(loss, dtype, precision, rows, d, call_options, flush=True)
+        options = dict(call_options)
         sides = {"distill": 4}.get(loss, 1 if loss in ONE_SIDE else 2)
         z = [(rng.standard_normal((rows, d)) / d**0.5).astype(dtype) for _ in range(sides)]
         if not options.get("offload"):
@@ -186,7 +186,7 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
         )
         arrays = [out.loss, *(g for g in out.grads if g is not None)]
         assert all(bool(cupy.isfinite(cupy.asarray(g)).all()) for g in arrays), (
-            loss, dtype, precision, rows, d, given,
+            loss, dtype, precision, rows, d, call_options,
         )  # fmt: skip
     steps_over_ranks()
     launched = {name for _, _, name, *_ in compiler._functions}
@@ -194,7 +194,7 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
 
 
 def steps_over_ranks() -> None:
-    """What a plan of one of many ranks does besides: vectors and sums of others."""
+    """Launch the other kernels of a plan over ranks: steps on vectors, and sums of other ranks."""
     import cupy
     from infonce.distributed.transports import mailboxes, peers
     from infonce.kernels.epilogues import Sums
@@ -245,8 +245,8 @@ def checked(tool: str, kernels: str, pattern: str, part: int, parts: int) -> dic
     """One tool over one of `parts` of the calls."""
     environment = os.environ | {"INFONCE_KERNELS": kernels}
     sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    given = [tool, kernels, pattern, str(part), str(parts)]
-    sweep_of_part = [sys.executable, __file__, "--sweep", *given]
+    arguments = [tool, kernels, pattern, str(part), str(parts)]
+    sweep_of_part = [sys.executable, __file__, "--sweep", *arguments]
     start = time.perf_counter()
     done = subprocess.run(
         [*sanitizer, *sweep_of_part], env=environment, text=True, check=False,

@@ -60,7 +60,9 @@ def test_explained_is_the_call_that_runs(
     loss: str, dtype: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(Call, "of", lambda *args, of=Call.of: calls.append(of(*args)) or calls[-1])
+    monkeypatch.setattr(
+        Call, "of", lambda *args, make_call=Call.of: calls.append(make_call(*args)) or calls[-1]
+    )
     z = pairs("random", rows, rows, 8, dtype, 2)
     args = [cupy.asarray(side) for side in (z[:1] if loss == "sup_con" else arguments(loss, *z))]
     labels = [cupy.arange(rows) // 4] if loss == "sup_con" else []
@@ -103,8 +105,8 @@ def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
         assert bool(cupy.isnan(out.loss))
     for scale in fewer((least, 1e-3, 1e3, 0.01 * most, most), 3):
         ref = judged(loss, host, scale=scale)
-        for given in (scale, cupy.array(scale)):
-            out = call(loss, *args, scale=given, method=method, grad_dtype=np.float64)
+        for number in (scale, cupy.array(scale)):
+            out = call(loss, *args, scale=number, method=method, grad_dtype=np.float64)
             logit = largest_logit(scale, host[0], host[-1])
             assert_loss(float(out.loss), ref.loss, dtype, logit)
             pairs_each = n if loss == "siglip" else 1
@@ -119,15 +121,15 @@ def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
 def test_the_least_workspace(loss: str) -> None:
     n = smaller(700, 50)
     args = arguments(loss, *pairs("partly aligned", n, n, 40, np.float32, 0))
-    given = [cupy.asarray(z) for z in args]
+    arrays = [cupy.asarray(z) for z in args]
     with pytest.raises(ValueError, match="workspace: expected at least") as refused:
-        call(loss, *given, scale=5.0, method="tiled", workspace=1)
+        call(loss, *arrays, scale=5.0, method="tiled", workspace=1)
     least = int(str(refused.value).split("at least ")[1].split()[0])
-    want = call(loss, *given, scale=5.0, method="tiled")
-    got = call(loss, *given, scale=5.0, method="tiled", workspace=least)
+    want = call(loss, *arrays, scale=5.0, method="tiled")
+    got = call(loss, *arrays, scale=5.0, method="tiled", workspace=least)
     assert abs(float(got.loss - want.loss)) <= 1e-6 * float(want.loss)
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
-        call(loss, *given, scale=5.0, method="tiled", workspace=least // 2)
+        call(loss, *arrays, scale=5.0, method="tiled", workspace=least // 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -264,7 +266,7 @@ def test_no_memory_left(method: str) -> None:
 
 
 def test_no_memory_left_for_exponentials() -> None:
-    """Where nothing was asked for, wide rows take more than 256 MiB if there is so much."""
+    """A call without a workspace caches exponentials of wide rows if the GPU has room for them."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("for Hopper")
     dtype = find_dtype("bfloat16")
@@ -349,7 +351,7 @@ def test_capture(loss: str, method: str) -> None:
 
 
 def test_kernels_by_themselves() -> None:
-    """As docs/api/kernels.md launches them."""
+    """The example of docs/api/kernels.md computes the loss."""
     page = Path(__file__).parents[2] / "docs" / "api" / "kernels.md"
     example, raw = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     names: dict[str, Any] = {}

@@ -322,7 +322,7 @@ def test_destinations_lend_memory(
             patch.setattr(gpu_recorded, "compile_kernels", lambda *_: None)  # which makes them too
             overlaid = run(loss, args, precision, 10.0, outs=outs, **options)
             assert sum(acc.overlay is not None for acc in accumulators) == 1
-            patch.setattr(decisions, "overlay_bytes", lambda *of: 0)
+            patch.setattr(decisions, "overlay_bytes", lambda *args: 0)
             accumulators.clear()
             plain = run(loss, args, precision, 10.0, **options)
             assert not any(acc.overlay is not None for acc in accumulators)

@@ -63,7 +63,7 @@ def test_classes(kind: str, n: int, decoupled: bool) -> None:
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("n", [65, smaller(5000, 200)])
 def test_hashes_of_64_bits(n: int, decoupled: bool) -> None:
-    """As classes, and as ids of rows and columns in two dtypes: compared by their values."""
+    """Hashes may be classes, and ids of rows and columns in two dtypes, which compare by value."""
     z, y, classes = draw_features(0, n), draw_features(1, n), np.arange(n) % 9
     hashes = classes.astype(np.uint64) * np.uint64(2**61 - 1)
     options: dict[str, Any] = {"scale": 5.0, "decoupled": decoupled}
@@ -75,14 +75,14 @@ def test_hashes_of_64_bits(n: int, decoupled: bool) -> None:
     same = classes, np.where(ids[1] < 0, 99, classes)
     labels = cupy.arange(n)
     got, want = (
-        infonce.info_nce_loss(z, y, labels, ids=tuple(map(cupy.asarray, of)), **options)
-        for of in (ids, same)
+        infonce.info_nce_loss(z, y, labels, ids=tuple(map(cupy.asarray, key_ids)), **options)
+        for key_ids in (ids, same)
     )
     assert float(got) == float(want)
 
 
 def test_labels_that_are_not_taken_make_the_loss_nan() -> None:
-    """They are not read: keys out of range, of 64 bits too, and rows that name a key twice."""
+    """Labels out of range, and rows that name a key twice, make the loss NaN."""
     z, y, rows = draw_features(0), draw_features(1), np.arange(ROWS)
     sets = np.stack([rows, np.where(rows % 2, -1, (rows + 1) % ROWS)], axis=1)
     for labels in (rows, rows.astype(np.uint64), rows.astype(np.int16), sets):
@@ -124,8 +124,11 @@ def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool)
     place = ids if kind is None else segments.rows.get()
     bound = 1e-12 if dtype == "float64" else 1e-6
     for weight in (None, factor):
-        given = None if weight is None else cupy.asarray(weight)
-        sums = [rows.sums(segments.rows, segments.count, given, segments.order) for _ in range(2)]
+        device_weight = None if weight is None else cupy.asarray(weight)
+        sums = [
+            rows.sums(segments.rows, segments.count, device_weight, segments.order)
+            for _ in range(2)
+        ]
         want, size = np.zeros((2, segments.count, width))
         here = place >= 0
         terms = u if weight is None else weight[:, None] * u
@@ -236,12 +239,12 @@ def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_capture(name: str) -> None:
-    """In a CUDA graph, replayed for other features and labels."""
-    given = draw_features(0), draw_features(1), cupy.arange(ROWS) % 50
-    step = infonce.capture(partial(call, name), *given)
+    """A CUDA graph of a call with labels computes for other features and labels."""
+    arrays = draw_features(0), draw_features(1), cupy.arange(ROWS) % 50
+    step = infonce.capture(partial(call, name), *arrays)
     others = draw_features(2), draw_features(3), cupy.arange(ROWS) // 7
     want = call(name, *others)
-    for array, value in zip(given, others, strict=True):
+    for array, value in zip(arrays, others, strict=True):
         array[...] = value
     got = step()
     assert float(got.loss) == float(want.loss)
@@ -250,7 +253,7 @@ def test_capture(name: str) -> None:
 
 
 def test_the_gradient_of_the_scale_of_many_logits(request: pytest.FixtureRequest) -> None:
-    """From finished gradients, of which linear terms are a part, or from moments of the logits."""
+    """It is right from finished gradients with linear terms, and from moments of the logits."""
     n = smaller(4400, 300)  # more than 2^24 logits
     if n < 4096:
         request.getfixturevalue("no_few_logits")

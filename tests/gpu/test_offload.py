@@ -85,7 +85,7 @@ def test_parts_of_the_gradient(loss: str, wrt: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("row", [2, 57])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_not_a_number_stays_one(loss: str, row: int) -> None:
-    """Also where all it makes is logits of -inf, which look like excluded pairs."""
+    """An infinite feature makes NaN, also if its logits are all -inf, as excluded pairs are."""
     args = arguments(loss, *pairs("random", 60, 60, 30, np.float64, 0))
     for z in args:
         z[:, 3] = -1.0
@@ -129,27 +129,29 @@ def test_progress_and_memory_too_small() -> None:
     workspace=st.integers(10, 36),
 )  # fmt: skip
 def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: int) -> None:
-    """What a pass keeps fits the workspace, and blocks are few."""
+    """The arrays of a pass fit the workspace, and blocks are few."""
     query, key = (np.broadcast_to(dtype(0), (rows, d)) for rows in (m, n))
     compute = "fp64" if dtype is np.float64 else "fp32"
     problem = Problem(query, key, 1.0, 1.0, compute_precision=compute, workspace=2**workspace)
     gradients = Gradients(query, key) if gradient else None
     row = layout.row_bytes(problem, gradients)
     try:
-        of = layout.layout(problem, gradients)
+        blocks = layout.layout(problem, gradients)
     except ValueError:
         assert 2**workspace < layout.least_workspace(least_block_side(m, n), row)
         return
-    assert of.block_bytes >= of.chunk_rows * row.block
-    with_gradient = of.staying_rows * row.staying_bytes + of.chunk_rows * row.streamed_bytes
-    assert of.chunk_rows <= of.staying_rows_without_gradients
-    without = of.staying_rows_without_gradients * row.feature + 2 * of.chunk_rows * (
+    assert blocks.block_bytes >= blocks.chunk_rows * row.block
+    with_gradient = blocks.staying_rows * row.staying_bytes + blocks.chunk_rows * row.streamed_bytes
+    assert blocks.chunk_rows <= blocks.staying_rows_without_gradients
+    without = blocks.staying_rows_without_gradients * row.feature + 2 * blocks.chunk_rows * (
         row.feature + row.leaving
     )
-    assert max(with_gradient, without) <= 2**workspace - of.block_bytes
-    assert of.smaller_side_stays == (of.staying_rows == min(m, n))
-    assert of.smaller_side_stays or of.staying_rows % of.chunk_rows == 0
-    assert of.chunk_rows >= min(n, m) or has_few_blocks(m, n, of.chunk_rows, of.chunk_rows)
+    assert max(with_gradient, without) <= 2**workspace - blocks.block_bytes
+    assert blocks.smaller_side_stays == (blocks.staying_rows == min(m, n))
+    assert blocks.smaller_side_stays or blocks.staying_rows % blocks.chunk_rows == 0
+    assert blocks.chunk_rows >= min(n, m) or has_few_blocks(
+        m, n, blocks.chunk_rows, blocks.chunk_rows
+    )
 
 
 def test_memory_mapped_on_the_cpu(tmp_path: Any) -> None:
@@ -222,7 +224,7 @@ def test_on_the_gpu(cupy: Any, loss: str, dtype: Any) -> None:
 
 @pytest.mark.gpu
 def test_pinned_mapped_and_strided(cupy: Any, tmp_path: Any) -> None:
-    """Where in the host's memory features lie changes nothing but the time."""
+    """Pinned, mapped and strided features in host memory give the same result."""
     import cupyx
 
     n, rows = smaller((1000, 256), (200, 60))

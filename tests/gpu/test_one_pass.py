@@ -38,7 +38,7 @@ Limit = Callable[[int, bool], None]
 
 @pytest.fixture
 def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """For every block computed in one pass, the query tiles that were swept twice."""
+    """A list that gets, for each block of one pass, the query tiles that were swept twice."""
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     if device.capability != "90":
         pytest.skip("for Hopper")
@@ -110,11 +110,11 @@ def test_one_pass(loss: str, dtype: str, precision: str, blocks_swept: list[list
             labels = None
             if loss == "info_nce":
                 labels = np.random.default_rng(i).integers(0, n, m)
-            given: Any = {} if labels is None else {"labels": labels}
-            ref = judged(loss, args, scale=1 / temperature, **given)
+            options: Any = {} if labels is None else {"labels": labels}
+            ref = judged(loss, args, scale=1 / temperature, **options)
             blocks_swept.clear()
             out = one_sided(loss, args, precision, 1 / temperature, workspace=workspace,
-                            grad_dtype=(None, np.float32)[i % 2], **given)  # fmt: skip
+                            grad_dtype=(None, np.float32)[i % 2], **options)  # fmt: skip
             assert len(blocks_swept) > (i % 4 == 3 and workspace < 2**28)
             try:
                 check(out, ref, args, "bf16", 1 / temperature)
@@ -158,16 +158,16 @@ def test_workspace_of_one_pass_with_keys(
     m, n, d = 2300, 4104, 256
     args = tuple(for_tensor_cores(z, dtype) for z in pairs("partly aligned", m, n, d, "f8", 0))
     ref = judged("info_nce", args, scale=14.0)
-    given = [cupy.asarray(z) for z in args]
-    outs = {"query": cupy.empty_like(given[0]), "key": cupy.empty_like(given[1])}
-    for mib, blocks in ((7 * given[0].itemsize, 2), (6, 0)):
+    arrays = [cupy.asarray(z) for z in args]
+    outs = {"query": cupy.empty_like(arrays[0]), "key": cupy.empty_like(arrays[1])}
+    for mib, blocks in ((7 * arrays[0].itemsize, 2), (6, 0)):
         workspace = mib * 2**20
         options: Any = {"workspace": workspace, "outs": outs}
-        run("info_nce", given, precision, 14.0, **options)
+        run("info_nce", arrays, precision, 14.0, **options)
         blocks_swept.clear()
         pool = cupy.cuda.MemoryPool()
         with cupy.cuda.using_allocator(pool.malloc):
-            out = run("info_nce", given, precision, 14.0, **options)
+            out = run("info_nce", arrays, precision, 14.0, **options)
             assert pool.total_bytes() <= workspace + 64 * 8 * (m + n) + 2**20
         assert len(blocks_swept) == blocks
         check(out, ref, args, "bf16", 14.0)
@@ -178,7 +178,7 @@ def test_workspace_of_one_pass_with_keys(
 def test_upstream_gradients_of_one_pass_with_keys(
     normalize: bool, rows: int, blocks_swept: list[list[int]], limit: Limit
 ) -> None:
-    """Of any size, of both signs and zero: dK has one unit for all rows."""
+    """Upstream gradients may have any size and sign, or be 0: dK has one unit for all rows."""
     m, n, d, scale = 300, 520, 64, 14.0
     query, key = (for_tensor_cores(z, "float32") for z in pairs("random", m, n, d, "f8", 5))
     labels = np.random.default_rng(0).integers(0, n, m)

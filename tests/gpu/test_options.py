@@ -100,12 +100,12 @@ def given_options(problem: Problem) -> dict[str, Any]:
 
 
 def on_gpu(problem: Problem, **options: Any) -> infonce.LossAndGrad:
-    given = given_options(problem)
+    keywords = given_options(problem)
     for key in ("labels", "ids", "key_bias"):
-        if key in given:
-            given[key] = cupy.asarray(given[key])
+        if key in keywords:
+            keywords[key] = cupy.asarray(keywords[key])
     function = getattr(infonce, f"{problem.name}_loss_and_grad")
-    return function(*map(cupy.asarray, problem.features), **given | options)
+    return function(*map(cupy.asarray, problem.features), **keywords | options)
 
 
 def compare(
@@ -145,7 +145,8 @@ def test_specification(
 def test_a_margin_beside_feature_gradients(
     name: str, dtype: str, options: dict[str, Any]
 ) -> None:  # fmt: skip
-    """They do not see it, and are rounded: of the elements of dL/dx, the sizes add up to 2."""
+    """The scale's gradient comes from feature gradients, which are rounded and do not see the
+    margin."""
     off_by = 1e-5 + 2 * ELEMENT_ROUNDOFF[PRECISION[dtype]]
     problem = make_problem(name, 300, 72, dtype, **options)
     loss = spec.LOSSES[problem.name]
@@ -200,10 +201,10 @@ def test_offload(
     n, chunk = smaller((300, 60), (80, 32))
     plain = make_problem(name, n, 72, "float32", **options)
     for problem in (plain, with_ids(plain)):
-        given = given_options(problem)
+        keywords = given_options(problem)
         function = getattr(infonce, f"{problem.name}_loss_and_grad")
         for workspace in (room(chunk, 72, 2 * n, 2 * n, 4, 4), 2**28):
-            got = function(*problem.features, **given, offload=True, workspace=workspace)
+            got = function(*problem.features, **keywords, offload=True, workspace=workspace)
             compare(problem, got, "float32")
 
 
@@ -211,7 +212,7 @@ def test_offload(
 @pytest.mark.parametrize("method", ["auto", "naive", "fused", "tiled"])
 @pytest.mark.parametrize("name", ["info_nce sets", "info_nce some"])
 def test_rows_without_a_positive(name: str, method: str, options: dict[str, Any]) -> None:
-    """They have no loss and no gradient; what is asked for in place of a mean shows it."""
+    """Rows without a positive have no loss and no gradient. Single losses show it."""
     problem = make_problem(name, 70, 12, "float64", **options)
     assert problem.labels is not None
     none = (problem.labels.reshape(70, -1) < 0).all(axis=1)
@@ -387,7 +388,7 @@ def test_limits_far_apart(name: str, dtype: str) -> None:
 def test_limits_and_biases_with_offload(name: str, dtype: str, options: dict[str, Any]) -> None:
     """Blocks of host features, each with a part of the biases and limits."""
     problem = make_problem(name, *MANY, dtype, **options)
-    given = given_options(problem)
+    keywords = given_options(problem)
     function = getattr(infonce, f"{problem.name}_loss_and_grad")
-    got = function(*problem.features, **given, offload=True, workspace=2**20)
+    got = function(*problem.features, **keywords, offload=True, workspace=2**20)
     compare(problem, got, dtype)

@@ -122,7 +122,12 @@ def test_what_has_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compiler, known, {})
     for _ in range(2):
         results(
-            loss, args, True, scale=14.0, method="tiled", progress=lambda *of: reports.append(of[0])
+            loss,
+            args,
+            True,
+            scale=14.0,
+            method="tiled",
+            progress=lambda *args: reports.append(args[0]),
         )
     assert not gpu_plan._plans
     assert reports[0] == "compiling kernels"  # side by side, before anything runs, and only once
@@ -256,7 +261,7 @@ def test_threads_and_streams() -> None:
 def test_graphs(
     loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """What is asked for again at the same addresses is one launch; new contents, same launches."""
+    """A call that comes again at the same addresses is one graph, with the bits of its launches."""
     shape = smaller((514, 513), (140, 129))
     sets = [features(loss, *shape, find_dtype(dtype), i) for i in range(2)]
     options: Any = {"scale": cupy.array(14.0), "precision": precision, "method": "tiled"}
@@ -273,9 +278,9 @@ def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: A
         wants = [results(loss, z, True, **options) for z in sets]
     launched, launch = [0], cupy.cuda.runtime.graphLaunch
 
-    def graph_launch(*of: Any) -> None:
+    def graph_launch(*args: Any) -> None:
         launched[0] += 1
-        launch(*of)
+        launch(*args)
 
     # Pools take some calls to hand out the same memory again. The pool is new, because the pool of
     # other tests has blocks that they have left, of odd sizes
@@ -283,11 +288,11 @@ def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: A
     new_pool = cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc)
     with new_pool, monkeypatch.context() as patch:
         patch.setattr(cupy.cuda.runtime, "graphLaunch", graph_launch)
-        given = [z.copy() for z in sets[0]]
+        arrays = [z.copy() for z in sets[0]]
         for i in turns:
-            for to, z in zip(given, sets[i], strict=True):
+            for to, z in zip(arrays, sets[i], strict=True):
                 to[...] = z
-            for a, b in zip(results(loss, given, True, **options), wants[i], strict=True):
+            for a, b in zip(results(loss, arrays, True, **options), wants[i], strict=True):
                 assert np.array_equal(a, b)
     return launched[0]
 
@@ -321,7 +326,7 @@ def test_graphs_of_options(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_device_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without memory for products in graphs, calls go on as before."""
+    """Calls go on without graphs if products in graphs have no memory."""
     monkeypatch.setattr(gpu_plan, "workspace", lambda stream: 0)
     sets = [features("clip", ROWS, 64, BFLOAT16, i) for i in range(2)]
     assert asked_again(monkeypatch, "clip", sets, scale=14.0, method="tiled") == 0

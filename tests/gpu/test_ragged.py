@@ -25,13 +25,14 @@ ITEM = {0: 4, 1: 8, 2: 2, 14: 2}  # bytes of an element, by cuBLAS's number for 
 def test_large_products_are_of_whole_16_bytes(
     loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which cuBLAS's fast kernels ask for: of sizes along contiguous memory, strides, addresses."""
+    """Sizes along memory, strides and addresses are multiples of 16 bytes, for cuBLAS's fast
+    kernels."""
     asked: list[tuple[int, ...]] = []
     gemm = Queue.gemm
 
-    def recorded(queue: Any, *given: int) -> None:
-        asked.append(given)
-        gemm(queue, *given)
+    def recorded(queue: Any, *args: int) -> None:
+        asked.append(args)
+        gemm(queue, *args)
 
     monkeypatch.setattr(Queue, "gemm", recorded)
     for n, d in ((1601, 500), (1443, 513)):
@@ -76,7 +77,7 @@ def test_keys_that_remain(
 def test_features_are_staged_once_where_they_fit(
     loss: str, dtype: str, precision: str, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both sides of the workspace that has room, to the same gradients."""
+    """Gradients are the same on both sides of the workspace that has room for staged features."""
     n, d = 300, 101
     args = arguments(loss, *pairs("partly aligned", n, n, d, find_dtype(dtype), 2))
     operands = config.fastest_operand_precision(
@@ -87,9 +88,9 @@ def test_features_are_staged_once_where_they_fit(
     staged: list[str] = []
     launch_rows = Launcher.launch_rows
 
-    def recorded(launcher: Any, kernel: str, *shape: int, **given: Any) -> None:
-        staged.extend([kernel] * (kernel == "stage" and not given["weight"]))
-        launch_rows(launcher, kernel, *shape, **given)
+    def recorded(launcher: Any, kernel: str, *shape: int, **arguments: Any) -> None:
+        staged.extend([kernel] * (kernel == "stage" and not arguments["weight"]))
+        launch_rows(launcher, kernel, *shape, **arguments)
 
     monkeypatch.setattr(Launcher, "launch_rows", recorded)
     monkeypatch.setattr(gpu_recorded, "compile_kernels", lambda *_: None)  # which launches them too
@@ -118,9 +119,9 @@ def test_ranges_of_keys(loss: str, wrt: tuple[str, ...], monkeypatch: pytest.Mon
     passes: list[int] = []
     run_passes = GPU.run
 
-    def recorded(self: GPU, scheduled: Any, *given: Any) -> None:
+    def recorded(self: GPU, scheduled: Any, *args: Any) -> None:
         passes.append(len(scheduled))
-        run_passes(self, scheduled, *given)
+        run_passes(self, scheduled, *args)
 
     monkeypatch.setattr(GPU, "run", recorded)
     args = arguments(loss, *pairs("random", 700, 700, 24, find_dtype("bfloat16"), 1))

@@ -101,7 +101,8 @@ def test_features_of_any_size(loss: str, dtype: str, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_rows_that_are_not_finite_leave_others_alone(precision: str) -> None:
-    """What is infinite or NaN in one query is not what brings the others into float16's range."""
+    """An infinite or NaN query does not decide the power of two that brings others into float16's
+    range."""
     image, text = pairs("random", 200, 300, 64, np.float32, 0)
     ref = judged("info_nce", (image, text), scale=20.0)
     image[3, 5], image[77, 0] = np.inf, np.nan
@@ -305,7 +306,7 @@ def test_cached_exponentials(
                 dk = call.schedule.passes[-1].dk_accumulator
                 kept.add((call.cached.columns, dk is not None and dk.overlaid > 0))
                 workspace = min(workspace, call.schedule.workspace) * 9 // 10
-            columns = {of for of, _ in kept}
+            columns = {cached_columns for cached_columns, _ in kept}
             assert max(columns) == n
             assert min(columns) < n or n < 1301
             assert (precision == "bf16" and n >= 256) == ((n, True) in kept)

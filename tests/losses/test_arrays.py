@@ -131,11 +131,11 @@ def test_tensors_under_a_transformation_cannot_be_read(torch: Any) -> None:
 @pytest.mark.parametrize("argument", ["query", "key", "labels", "ids", "scale", "grad_out"])
 def test_traced_arrays_of_jax_name_the_adapter(argument: str) -> None:
     jax = pytest.importorskip("jax")
-    given = {"query": np.eye(6, dtype="f"), "key": np.eye(6, dtype="f"), "scale": 2.0}
-    value = np.arange(6.0) if argument in ("labels", "ids") else given.get(argument, 1.0)
+    options = {"query": np.eye(6, dtype="f"), "key": np.eye(6, dtype="f"), "scale": 2.0}
+    value = np.arange(6.0) if argument in ("labels", "ids") else options.get(argument, 1.0)
 
     def traced(z: Any) -> Any:
-        given_ = {**given, argument: z}
+        given_ = {**options, argument: z}
         if argument == "grad_out":
             return infonce.info_nce_loss_and_grad(**given_).loss
         return infonce.info_nce_loss(**given_)

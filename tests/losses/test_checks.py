@@ -34,7 +34,8 @@ def test_message(
 
 
 def test_fused_counts_no_ranks_on_a_gpu() -> None:
-    """On the CPU it does: each tile's logits are there to be counted."""
+    """The fused method refuses metrics on a GPU only: on the CPU a tile's logits are there to
+    count."""
     problem = Problem(Q, K, 1.0, 1.0, method="fused")
     assert choose_method(problem) == "fused"
     with pytest.raises(ValueError, match=r'^method: "fused" .* expected .*"tiled".* metrics=True'):
@@ -162,24 +163,24 @@ INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int6
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_labels_and_ids_of_any_integer_dtype(dtype: Any) -> None:
     values = np.array([0, 1, 2, 2, 1, 0])
-    z, given = np.concatenate([Q, K])[:6], values.astype(dtype)
+    z, integers = np.concatenate([Q, K])[:6], values.astype(dtype)
     top = np.iinfo(dtype).max  # as hashes are
-    hashed = np.where(values == 2, top, given).astype(dtype)
-    for labels in (given, hashed, hashed.astype(hashed.dtype.newbyteorder())):
+    hashed = np.where(values == 2, top, integers).astype(dtype)
+    for labels in (integers, hashed, hashed.astype(hashed.dtype.newbyteorder())):
         assert infonce.sup_con_loss(z, labels, scale=2.0) == infonce.sup_con_loss(
             z, values, scale=2.0
         )
         assert infonce.clip_loss(Q, K, scale=2.0, ids=labels) == infonce.clip_loss(
             Q, K, scale=2.0, ids=values
         )
-    assert infonce.info_nce_loss(Q, K, given, scale=2.0) == infonce.info_nce_loss(
+    assert infonce.info_nce_loss(Q, K, integers, scale=2.0) == infonce.info_nce_loss(
         Q, K, values, scale=2.0
     )
 
 
 @pytest.mark.parametrize("options", [{}, {"decoupled": True}, {"label_smoothing": 0.1}])
 def test_hashes_of_64_bits_are_classes(options: Any) -> None:
-    """Those from 2^63 on are no negative labels, which stand for no class."""
+    """Hashes from 2^63 on are classes. They are not negative labels, which stand for no class."""
     hashes = np.array([2**64 - 1, BIG, 7, BIG, 2**64 - 1, 7], np.uint64)
     want = infonce.sup_con_loss_and_grad(Q, np.array([1, 0, 2, 0, 1, 2]), scale=2.0, **options)
     got = infonce.sup_con_loss_and_grad(Q, hashes, scale=2.0, **options)
@@ -230,7 +231,7 @@ def test_workspace_as_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Frame:
-    """What pandas and polars have in common."""
+    """A table with the common part of pandas and polars."""
 
     shape = (6, 4)
 

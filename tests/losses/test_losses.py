@@ -371,7 +371,7 @@ def test_one_exponential_is_not_enough_for_columns_far_below_their_rows() -> Non
 
 
 def test_tile_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides of every boundary of small tiles, rows and columns apart."""
+    """Sizes lie on both sides of each boundary of small tiles, in rows and in columns."""
     monkeypatch.setattr(schedule, "TILE", (16, 24))
     monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
     for n in (15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49):

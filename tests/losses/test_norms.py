@@ -73,7 +73,7 @@ def test_rows_of_any_norm(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_against_the_definition(method: str) -> None:
-    """Without the library's own normalisation: unit rows are made by hand, in steps of 2^-e."""
+    """The judge does not use the library's normalisation: it makes unit rows in steps of 2^-e."""
     query, key = pairs("random", 12, 12, 4, np.float64, 5)
     ref = judged("clip", (query, key), scale=14.0)
     for size in (1e-300, 1e-200, 1e-160, 1e-155, 1e154, 1e160, 1e200, 1e300):
@@ -95,7 +95,7 @@ def test_against_the_definition(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", [*LOSSES, "gte"])
 def test_logits_that_overflow_are_refused(loss: str, method: str) -> None:
-    """Without `normalize`. Long rows against short ones have logits as others do."""
+    """Long rows are refused without `normalize`. Long rows with short ones have plain logits."""
     args = arguments(loss, *pairs("random", 12, 12, 4, np.float64, 5))
     for power in (500, 700, 1000):
         long = tuple(scaled(z, power) for z in args)
@@ -172,7 +172,7 @@ def record_warnings(*calls: Any) -> list[Any]:
 
 @pytest.mark.parametrize("length", [0.4, 2.5])
 def test_rows_far_from_unit_norm_warn_once(rows: np.ndarray, length: float) -> None:
-    """At the caller's line, by the argument's name."""
+    """The warning names the argument, and points at the caller's line."""
     text = rows.copy()
     text[:20] *= length
     (warning,) = record_warnings(*[lambda: infonce.clip_loss(rows, text, scale=2.0)] * 2)

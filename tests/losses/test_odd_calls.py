@@ -73,13 +73,13 @@ def call(function: str, argument: str, value: Any) -> Any:
     loss = function.partition("_loss")[0]
     names = [p for p in inspect.signature(getattr(infonce, function)).parameters]
     features = arguments(loss, *(z.copy() for z in Z))
-    given: dict[str, Any] = dict(zip(names, features, strict=False))
-    given |= {} if argument == "temperature" else {"scale": 2.0}
-    return getattr(infonce, function)(**{**given, argument: value})
+    keywords: dict[str, Any] = dict(zip(names, features, strict=False))
+    keywords |= {} if argument == "temperature" else {"scale": 2.0}
+    return getattr(infonce, function)(**{**keywords, argument: value})
 
 
 def outcome(function: str, argument: str, value: Any) -> str | None:
-    """What the call is refused with, in words that a caller can use; None if it is not."""
+    """The message of the error, which begins with the caller's words, or None without an error."""
     try:
         call(function, argument, value)
     except (TypeError, ValueError) as error:
@@ -139,8 +139,8 @@ def test_subclasses_are_arrays(loss: str, method: str, make: Callable[[Any], Any
     got = function(*map(make, args), scale=make(np.array([[2.0]]))[0, 0], method=method, out=out)
     assert type(got.loss) is np.ndarray
     assert got.loss == want.loss
-    for given, gradient in zip(out, want.grads, strict=False):
-        np.testing.assert_array_equal(np.asarray(given), gradient)
+    for array, gradient in zip(out, want.grads, strict=False):
+        np.testing.assert_array_equal(np.asarray(array), gradient)
     assert got.grads[0] is out[0]
     assert type(function(*map(make, args), **options).grads[0]) is np.ndarray
 
@@ -168,13 +168,13 @@ def test_one_row_of_a_matrix_does_not_end_the_process() -> None:
     ],
 )  # fmt: skip
 def test_masks_are_refused(argument: str, value: Any, method: str) -> None:
-    given = {"query": Z[0], "key": Z[1], "method": method, "reduction": "none"}
-    given |= {} if argument == "temperature" else {"scale": 2.0}
+    arguments = {"query": Z[0], "key": Z[1], "method": method, "reduction": "none"}
+    arguments |= {} if argument == "temperature" else {"scale": 2.0}
     for mask in (False, True):
         masked = np.ma.masked_array(value, mask=mask)
-        infonce.info_nce_loss_and_grad(**{**given, argument: value})  # static
+        infonce.info_nce_loss_and_grad(**{**arguments, argument: value})  # static
         with pytest.raises(TypeError, match=rf"^{argument}: expected .*Masked.* \.filled\("):
-            infonce.info_nce_loss_and_grad(**{**given, argument: masked})
+            infonce.info_nce_loss_and_grad(**{**arguments, argument: masked})
     with pytest.raises(TypeError, match=r"^out\['key'\]: expected .*Masked.* \.filled\("):
         infonce.info_nce_loss_and_grad(*Z, scale=1.0, out={"key": np.ma.empty((6, 4))})
 

@@ -54,8 +54,8 @@ def test_float64_is_the_specification(name: str, method: str) -> None:
 class VectorsOfGPU(Vectors):
     """Reference exponents are log-sum-exps, as kernels have them: their probability is a number."""
 
-    def direction(self, *given: Any) -> Any:
-        end = super().direction(*given)
+    def direction(self, *args: Any) -> Any:
+        end = super().direction(*args)
         end.reference = np.where(np.isneginf(end.lse), 0.0, end.lse / LN_2)
         end.reference_probability = 1.0
         return end
@@ -68,8 +68,8 @@ def test_array_operations_of_a_gpu(
 ) -> None:
     monkeypatch.setattr(backend.CPU, "vectors", VectorsOfGPU(np))
     problem = unit_problem(name, 20, 6, 5)._replace(softmax=taken(name, options))
-    given = {key: v for key, v in problem.options().items() if key != "weights"}
-    compare(problem, given, "naive")
+    keywords = {key: v for key, v in problem.options().items() if key != "weights"}
+    compare(problem, keywords, "naive")
 
 
 @pytest.mark.parametrize("grad_dtype", [None, np.float32])
@@ -87,10 +87,10 @@ def test_biases_and_limits_in_blocks(
     options = taken(name, options | {k: v[:58] for k, v in options.items() if k == "key_bias"})
     problem = problem._replace(softmax=options)
     want = problem.reference()
-    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    keywords = {key: v for key, v in problem.options().items() if key != "weights"}
     for method in ("fused", "tiled"):
         got = getattr(infonce, f"{name}_loss_and_grad")(
-            *problem.features, method=method, grad_dtype=grad_dtype, **given
+            *problem.features, method=method, grad_dtype=grad_dtype, **keywords
         )
         assert_near(got.loss, want.loss)
         assert_near(got.grads.scale, want.grads["scale"])
@@ -141,14 +141,14 @@ def test_limits_need_room_for_whole_gradients() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["info_nce", "nt_xent", "lit", "sup_con"])
 def test_the_same_bias_of_all_keys_changes_nothing(name: str, method: str) -> None:
-    """But the log-sum-exps, of losses of rows alone."""
+    """The bias changes only the log-sum-exps of losses of rows."""
     for options in TOGETHER:
         problem = one_problem(name)._replace(softmax=taken(name, options))
-        given = {key: v for key, v in problem.options().items() if key != "weights"}
+        keywords = {key: v for key, v in problem.options().items() if key != "weights"}
         for wrt in (None, ("scale",)):
             plain, got = (
                 getattr(infonce, f"{name}_loss_and_grad")(
-                    *problem.features, method=method, wrt=wrt, **given, **bias
+                    *problem.features, method=method, wrt=wrt, **keywords, **bias
                 )
                 for bias in ({}, {"key_bias": np.full(6, 3.0)})
             )
@@ -229,12 +229,12 @@ def test_float32_is_within_its_bounds(name: str, method: str, options: dict[str,
     problem = unit_problem(name, 150, 24, 5)._replace(scale=20.0, softmax=taken(name, options))
     features = tuple(z.astype(np.float32) for z in problem.features)
     want = problem._replace(features=features).reference()
-    given = {key: v for key, v in problem.options().items() if key != "ids"}
-    weights = given.pop("weights")
+    keywords = {key: v for key, v in problem.options().items() if key != "ids"}
+    weights = keywords.pop("weights")
     assert weights is None
     workspace = None if method == "naive" else 30_000
     got = getattr(infonce, f"{name}_loss_and_grad")(
-        *features, method=method, workspace=workspace, grad_dtype=np.float64, **given
+        *features, method=method, workspace=workspace, grad_dtype=np.float64, **keywords
     )
     logit = largest_logit(20.0 + options.get("hardness", 0.0), features[0], features[-1])
     assert_loss(got.loss, want.loss, "float32", logit)
@@ -247,14 +247,14 @@ def test_float32_is_within_its_bounds(name: str, method: str, options: dict[str,
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", [*NAMES, "siglip"])
 def test_weights_of_rows(name: str, method: str) -> None:
-    """Of each loss, of their sum, and of the mean, which divides by the sum of the weights."""
+    """Weights multiply each loss, and count in the sum. The mean divides by their sum."""
     problem = one_problem(name, rows=8)
     rows = 8
     weights = np.array([0.5, 0.0, 2.0, 1.0, 1.0, 3.0, 0.1, 0.7])[:rows]
-    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    keywords = {key: v for key, v in problem.options().items() if key != "weights"}
     loss = getattr(infonce, f"{name}_loss")
-    each = loss(*problem.features, reduction="none", method=method, **given)
-    options = {"weights": weights, "method": method, **given}
+    each = loss(*problem.features, reduction="none", method=method, **keywords)
+    options = {"weights": weights, "method": method, **keywords}
     weighted = loss(*problem.features, reduction="none", **options)
     assert_near(weighted, weights * each)
     assert_near(loss(*problem.features, reduction="sum", **options), (weights * each).sum())
@@ -302,13 +302,13 @@ def test_no_row_has_a_positive(method: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_neutral_values_have_the_bits_of_none(name: str, method: str) -> None:
     problem = one_problem(name)
-    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    options = {key: v for key, v in problem.options().items() if key != "weights"}
     function = getattr(infonce, f"{name}_loss_and_grad")
-    plain = function(*problem.features, method=method, **given)
+    plain = function(*problem.features, method=method, **options)
     neutral = {key: spec.DEFAULTS[key] for key in (*spec.SOFTMAX_OPTIONS, "weights")}
     if name == "info_nce":
         neutral["labels"] = np.arange(6)[:, None]
-    got = function(*problem.features, method=method, **given | neutral)
+    got = function(*problem.features, method=method, **options | neutral)
     assert got.loss == plain.loss
     for have, want in zip(got.grads, plain.grads, strict=True):
         np.testing.assert_array_equal(have, want)
@@ -318,9 +318,9 @@ def test_neutral_values_have_the_bits_of_none(name: str, method: str) -> None:
 @pytest.mark.parametrize("name", ["info_nce", "gte"])
 def test_gradients_that_are_asked_for(name: str, wrt: tuple[str, ...]) -> None:
     problem = one_problem(name)._replace(softmax={"margin": 0.3, "label_smoothing": 0.2})
-    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    options = {key: v for key, v in problem.options().items() if key != "weights"}
     out = {key: np.full((6, 4), np.nan, np.float32) for key in wrt if key != "scale"}
-    got = getattr(infonce, f"{name}_loss_and_grad")(*problem.features, wrt=wrt, out=out, **given)
+    got = getattr(infonce, f"{name}_loss_and_grad")(*problem.features, wrt=wrt, out=out, **options)
     want = problem.reference()
     assert_near(got.loss, want.loss)
     for argument in ("query", "key", "scale"):
@@ -334,8 +334,7 @@ def test_gradients_that_are_asked_for(name: str, wrt: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("rows", [32, 33])
 def test_joint_gradients_in_one_array(rows: int) -> None:
-    """They are its halves where both begin as arrays of libraries do, and else, or given by the
-    caller, arrays of their own: the same numbers."""
+    """Gradients are halves of one array if both halves are aligned, else arrays of their own."""
     z = np.random.default_rng(0).standard_normal((2, rows, 4), np.float32)
     got = infonce.gte_loss_and_grad(*z, scale=3.0)
     one = got.grads.query.base is not None and got.grads.query.base is got.grads.key.base
@@ -369,9 +368,9 @@ def test_a_value_that_is_not_finite_makes_the_loss_nan(name: str) -> None:
     for options in (*TOGETHER, LIMIT):
         problem = one_problem(name)._replace(softmax=taken(name, options))
         problem.features[-1][2, 1] = np.inf
-        given = {key: v for key, v in problem.options().items() if key != "weights"}
+        keywords = {key: v for key, v in problem.options().items() if key != "weights"}
         for method in METHODS:
-            loss = getattr(infonce, f"{name}_loss")(*problem.features, method=method, **given)
+            loss = getattr(infonce, f"{name}_loss")(*problem.features, method=method, **keywords)
             assert np.isnan(loss)
 
 

@@ -81,9 +81,9 @@ def terms(loss: str, args: tuple[np.ndarray, ...], scale: float, bias: float = -
 
 
 def bound(loss: str, args: tuple[np.ndarray, ...], scale: float, precision: str) -> float:
-    """What rounding the logits may do. A logit is off by u of its largest terms, and with it the
-    logarithm of its probability, twice: in the exponential and in the sum. A few roundings of
-    float32 come on top. All of this is relative to the terms."""
+    """The largest effect of rounded logits on the scale's gradient. A logit is off by u of its
+    largest terms. The logarithm of a probability is off twice by that: in the exponential and in
+    the sum. A few roundings of float32 come on top. All of this is relative to the terms."""
     lengths = [np.linalg.norm(np.asarray(z, np.float64), axis=1).max() for z in args]
     roundoff = 2.0**-53 if precision == "fp64" else 2.0**-24
     relative = (
@@ -180,14 +180,14 @@ def test_rows_far_apart(dtype: Any, scale: float, place: str) -> None:
 @on_host_and_gpu
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 def test_options(dtype: Any, place: str) -> None:
-    """Which pairs count, what rows weigh, and normalisation."""
+    """The scale's gradient is right with excluded pairs, weights of rows, and normalisation."""
     query, key = pairs("partly aligned", 130, 200, 48, dtype, 3)
     precision = "fp32" if dtype is np.float32 else "bf16"
     rng = np.random.default_rng(4)
     labels, grad_out = rng.integers(0, 200, 130), rng.uniform(-1, 1, 130)
     ids = np.arange(130) // 3
     limit = 3 * bound("info_nce", (query, key), 14.0, precision)
-    for loss, args, options, given in (
+    for loss, args, options, loss_options in (
         ("info_nce", (query, key, labels), {"labels": labels}, {}),
         ("clip", (query, key[:130]), {"ids": ids}, {"ids": ids}),
         ("clip", (2 * query, key[:130]), {"normalize": True}, {"normalize": True}),
@@ -198,16 +198,22 @@ def test_options(dtype: Any, place: str) -> None:
         caller_features = args[:2]
         want = judged(loss, caller_features, scale=14.0, **options).grads["scale"]
         if len(args) == 3:
-            given = {**given, "labels": labels}
-        got = evaluate(place, loss, caller_features, precision, scale=14.0, method="tiled", **given)
-        assert abs(got - want) <= limit * (130 if "grad_out" in given else 1), (loss, options, got)
+            loss_options = {**loss_options, "labels": labels}
+        got = evaluate(
+            place, loss, caller_features, precision, scale=14.0, method="tiled", **loss_options
+        )
+        assert abs(got - want) <= limit * (130 if "grad_out" in loss_options else 1), (
+            loss,
+            options,
+            got,
+        )
 
 
 @on_host_and_gpu
 @pytest.mark.parametrize("method", ["tiled", "fused", "naive"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_rows_without_negatives(loss: str, method: str, place: str) -> None:
-    """Nothing depends on the scale but SigLIP's loss of its one pair."""
+    """Without negatives, only SigLIP's loss of its one pair depends on the scale."""
     for rows in (2, 1) if loss == "nt_xent" else (1,):
         args = features(loss, "random", rows, 8, np.float32)[: 1 if loss == "nt_xent" else 2]
         if loss == "nt_xent":
@@ -221,14 +227,14 @@ def test_rows_without_negatives(loss: str, method: str, place: str) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_features_that_are_not_finite(loss: str, bad: float, place: str) -> None:
-    for of in (0, -1):
+    for row in (0, -1):
         args = features(loss, "random", 20, 8, np.float32)
-        args[of][3, 2] = bad
+        args[row][3, 2] = bad
         for wrt in (("scale",), None):
             for method in ("tiled", "naive"):
                 options = {} if wrt is None else {"wrt": wrt}
                 got = evaluate(place, loss, args, "fp32", scale=3.0, method=method, **options)
-                assert not np.isfinite(got), (of, wrt, method)
+                assert not np.isfinite(got), (row, wrt, method)
 
 
 @on_host_and_gpu
@@ -240,9 +246,13 @@ def test_the_scale_alone_takes_one_pass(loss: str, place: str) -> None:
         if "bias" in wrt and loss != "siglip":
             continue
         function = getattr(infonce, f"{loss}_loss_and_grad")
-        given = map(cupy.asarray, args) if place == "gpu" else args
+        arrays = map(cupy.asarray, args) if place == "gpu" else args
         out = function(
-            *given, scale=9.0, method="tiled", wrt=wrt, progress=lambda phase, *_: phases.add(phase)
+            *arrays,
+            scale=9.0,
+            method="tiled",
+            wrt=wrt,
+            progress=lambda phase, *_: phases.add(phase),
         )
         if "scale" in wrt:
             assert np.isfinite(float(out.grads.scale))
@@ -264,7 +274,7 @@ def test_what_a_backend_leaves_out_is_no_nan(scalar: str, monkeypatch: pytest.Mo
 
 
 def test_where_moments_pay() -> None:
-    """Without feature gradients; or on a GPU, for few logits."""
+    """Moments are taken without feature gradients, and for few logits on a GPU."""
     few = problems.FEW_LOGITS
     for logits, features_too, on_cpu, pay in (
         (few, True, False, True), (few + 1, True, False, False), (few + 1, False, False, True),
@@ -275,8 +285,7 @@ def test_where_moments_pay() -> None:
 
 @pytest.mark.parametrize("name", MARGIN)
 def test_a_margin_beside_feature_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not see it. No moments are taken for that: with other options, positives of equal
-    ids, rows of several positives and of none, and the gradient of either side."""
+    """A margin alone takes no moments, also with options, sets of positives, or one gradient."""
     moments: list[bool] = []
     identity = Vectors.identity
 

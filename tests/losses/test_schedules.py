@@ -32,11 +32,11 @@ def test_clamp(kind: str) -> None:
         return (np if kind == "numpy" else pytest.importorskip("jax.numpy")).asarray(value)
 
     for value, want in ((-0.5, 0.0), (2.0, 2.0), (4.7, math.log(100)), (math.nan, math.nan)):
-        given = make(value)
-        got = schedules.clamp(given)
-        assert type(got).__name__ == {"numpy": "float64"}.get(kind, type(given).__name__)
+        argument = make(value)
+        got = schedules.clamp(argument)
+        assert type(got).__name__ == {"numpy": "float64"}.get(kind, type(argument).__name__)
         assert float(got) == pytest.approx(want, nan_ok=True)
-        assert float(given) == pytest.approx(value, nan_ok=True)  # the caller's is left alone
+        assert float(argument) == pytest.approx(value, nan_ok=True)  # the caller's is left alone
     assert schedules.clamp(make(9.0), largest=math.e) == pytest.approx(1.0)
 
 

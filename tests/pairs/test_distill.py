@@ -147,7 +147,7 @@ def test_a_teacher_equal_to_the_student_gives_no_gradient(
 
 
 def entropies(logits: np.ndarray) -> np.ndarray:
-    """Of the softmax of each row."""
+    """The entropy of the softmax of each row."""
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     return -(p * np.log(p)).sum(axis=1)

@@ -21,7 +21,7 @@ if not MISSING:
 
 
 def features(m: int, n: int, d: int = 24, e: int = 40, seed: int = 0) -> list[np.ndarray]:
-    """Of a student and a teacher; rows of about unit length."""
+    """Features of a student and a teacher, in rows of about unit length."""
     rng = np.random.default_rng(seed)
     return [rng.normal(size=(rows, w)) / w**0.5 for w in (d, e) for rows in (m, n)]
 
@@ -59,7 +59,7 @@ KINDS = [(0, "bfloat16", "bf16"), (0, "float32", "fp32"), (2, "bfloat16", "bf16"
 def test_precisions(
     device: int, dtype: str, precision: str, two_sided: bool, normalize: bool
 ) -> None:
-    """On both sides of tiles, whose last rows and columns are few; the teacher has wider rows."""
+    """Sizes lie on both sides of tiles, and the teacher has wider rows."""
     m, n = (257, 257) if two_sided else (130, 257)
     args = [z.astype(find_dtype(dtype)).astype(np.float64) for z in features(m, n, 72, 136)]
     options: dict[str, Any] = {"scale": 6.0, "teacher_scale": 8.0, "two_sided": two_sided}
@@ -80,11 +80,11 @@ def test_blocks(m: int, n: int, scale: float) -> None:
     want = reference.distill(*args, **options)
     wide = placed(args)
     for workspace in (None, 2**15):
-        given = {"workspace": workspace, "grad_dtype": np.float32, **options}
-        check(infonce.distill_loss_and_grad(*wide, **given), want, args, "fp64")
-        got = infonce.distill_loss_and_grad(*wide, wrt="key", **given)
+        keywords = {"workspace": workspace, "grad_dtype": np.float32, **options}
+        check(infonce.distill_loss_and_grad(*wide, **keywords), want, args, "fp64")
+        got = infonce.distill_loss_and_grad(*wide, wrt="key", **keywords)
         np.testing.assert_allclose(got.grads.key.get(), want.grads["key"], rtol=1e-4, atol=1e-6)
-        got = infonce.distill_loss_and_grad(*wide, wrt=("query", "scale"), **given)
+        got = infonce.distill_loss_and_grad(*wide, wrt=("query", "scale"), **keywords)
         assert got.grads.key is None
         check(got, want, args, "fp64")
 
@@ -111,10 +111,10 @@ def test_methods_reductions_and_weights(method: str) -> None:
 def test_dtypes_of_teachers(dtypes: tuple[str, str]) -> None:
     """A teacher of another dtype is not rounded to that of the student."""
     args = features(40, 40)
-    given = [*placed(args[:2], dtypes[0]), *placed(args[2:], dtypes[1])[::1]]
-    given[3] = cupy.asarray(np.asfortranarray(args[3].astype(np.float32)))
-    want = reference.distill(*(z.get().astype(np.float64) for z in given), scale=5.0)
-    got = infonce.distill_loss_and_grad(*given, scale=5.0, grad_dtype=np.float32)
+    arrays = [*placed(args[:2], dtypes[0]), *placed(args[2:], dtypes[1])[::1]]
+    arrays[3] = cupy.asarray(np.asfortranarray(args[3].astype(np.float32)))
+    want = reference.distill(*(z.get().astype(np.float64) for z in arrays), scale=5.0)
+    got = infonce.distill_loss_and_grad(*arrays, scale=5.0, grad_dtype=np.float32)
     check(got, want, args, "fp32")
 
 
@@ -159,7 +159,7 @@ def test_kernels_and_workspaces(
     calls = []
     solve = select.solve_distillation_by_kernels
     monkeypatch.setattr(
-        select, "solve_distillation_by_kernels", lambda *given: calls.append(given) or solve(*given)
+        select, "solve_distillation_by_kernels", lambda *args: calls.append(args) or solve(*args)
     )
     got = infonce.distill_loss_and_grad(
         *placed(args, dtype), scale=60.0, teacher_scale=3.0, workspace=workspace,
@@ -190,8 +190,8 @@ def test_features_in_host_memory(m: int, n: int, workspace: int | None) -> None:
     options: dict[str, Any] = {"scale": 2.0, "teacher_scale": 3.0, "two_sided": m == n}
     want = reference.distill(*args, **options)
     for dtype, tolerance in (("float64", 1e-12), ("float32", 1e-5)):
-        given = [z.astype(dtype) for z in args]
-        got = infonce.distill_loss_and_grad(*given, offload=True, workspace=workspace, **options)
+        arrays = [z.astype(dtype) for z in args]
+        got = infonce.distill_loss_and_grad(*arrays, offload=True, workspace=workspace, **options)
         np.testing.assert_allclose(got.loss, want.loss, rtol=tolerance)
         for name, gradient in want.grads.items():
             have = getattr(got.grads, name)

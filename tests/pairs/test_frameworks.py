@@ -137,7 +137,7 @@ def test_distillation_in_torch(dtype: str, two_sided: bool) -> None:
 
 
 def test_distillation_of_float16_features_keeps_small_gradients() -> None:
-    """They wait in float32 for the factor of a GradScaler. In float16 they would be 0."""
+    """Gradients stay float32 until a GradScaler's factor arrives. In float16 they would be 0."""
     torch = pytest.importorskip("torch")
     import infonce.torch as losses
 

@@ -31,11 +31,11 @@ def test_groups_in_host_memory_leave_out_blocks(
     groups = np.arange(rows) * 5 // rows
     groups = np.tile(groups[::2], 2) if name == "nt_xent" else groups
     call = getattr(infonce, f"{name}_loss_and_grad")
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scale": 10.0,
         "grad_dtype": np.float64 if dtype == "float64" else np.float32,
     }
-    got, want = (call(*features, groups=g, **given) for g in (groups, cupy.asarray(groups)))
+    got, want = (call(*features, groups=g, **options) for g in (groups, cupy.asarray(groups)))
     tolerance = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 1e-2}[dtype]
     for field, gradient in zip(want.grads._fields, want.grads, strict=True):
         if gradient is not None:

@@ -75,7 +75,8 @@ def test_a_guide_of_the_features_is_false_negative_margin(
 
 
 def test_pairs_that_are_left_out(method: dict[str, Any]) -> None:
-    """Of the positive 1.0, and a margin 0.5, negatives of 1.4 stay and of 1.6 do not."""
+    """With a positive of 1.0 and a margin of 0.5, a negative of 1.4 counts and one of 1.6 does
+    not."""
     query, key = np.ones((1, 1)), np.array([[0.3], [0.2], [0.7], [0.1]])
     guide = np.ones((1, 1)), np.array([[1.0], [1.4], [1.6], [-2.0]])
     options: dict[str, Any] = {"scale": 3.0, **method}
@@ -86,8 +87,7 @@ def test_pairs_that_are_left_out(method: dict[str, Any]) -> None:
 
 
 def test_each_direction_compares_with_its_own_positive(method: dict[str, Any]) -> None:
-    """By the guide, positives are 1 and 3, the pair (0, 1) is 2: row 0 leaves it out, column 1 does
-    not."""
+    """Positives are 1 and 3 and the pair (0, 1) is 2: row 0 leaves it out, column 1 does not."""
     z = np.zeros((2, 1))
     guide = np.array([[1.0, 0.0], [0.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 1.0]])
     loss = infonce.clip_loss(z, z, scale=1.0, guide=guide, reduction="none", **method)
@@ -123,7 +123,9 @@ def test_both_passes_leave_out_the_same_pairs(
     z = rng.standard_normal((2, 150, 8)).astype(np.float32)
     z[:, :, -1] = 1.0  # whose gradient is the sum of the slopes
     pair = name != "nt_xent"
-    features, guides = (tuple(of) if pair else of[:1] for of in (z, guide.astype(np.float32)))
+    features, guides = (
+        tuple(sides) if pair else sides[:1] for sides in (z, guide.astype(np.float32))
+    )
     for workspace in (None, 40_000):
         got = getattr(infonce, f"{name}_loss_and_grad")(
             *features, scale=1.0, reduction="sum", grad_dtype=grad_dtype, method="tiled",

@@ -35,7 +35,7 @@ def placed(value: Any) -> Any:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_guides(name: str, normalize: bool, method: str) -> None:
-    """In several blocks, with other options, float64 and float32."""
+    """Guides are right in several blocks, with other options, in float64 and float32."""
     problem = one_problem(name, rows=40)._replace(normalize=normalize)
     guide = tuple(np.random.default_rng(3).normal(size=(len(problem.features), 40, 5)))
     softmax = {"guide": guide if len(guide) > 1 else guide[0], "guide_margin": 0.2}
@@ -72,7 +72,7 @@ def test_marks_on_both_sides_of_tiles(name: str, dtype: str, data: st.DataObject
     """Guides whose products every precision holds exactly, none within 0.5 of a limit; one block
     and several, of rows of one K-slice and of several."""
     rows, columns = data.draw(SIDES, "rows"), data.draw(SIDES, "columns")
-    width, guide_width = (data.draw(st.sampled_from([8, 40, 136]), of) for of in ("D", "E"))
+    width, guide_width = (data.draw(st.sampled_from([8, 40, 136]), label) for label in ("D", "E"))
     rows += rows % 2 if name == "nt_xent" else 0
     columns = columns if name == "info_nce" and columns > rows else rows
     rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))

@@ -51,9 +51,9 @@ def test_options_of_the_softmax(
     one_set = loss in ("nt_xent", "sup_con")
     args = pairs("partly aligned", 15 if one_set else 30, 15 if one_set else 30, 8, np.float64, 3)
     args = arguments("nt_xent" if one_set else loss, *args)
-    given = {k: v for k, v in options.items() if k not in REFUSED.get(loss, ())}
-    if "guide" in given:
-        given["guide"] = GUIDE[0] if one_set else tuple(GUIDE)
+    keywords = {k: v for k, v in options.items() if k not in REFUSED.get(loss, ())}
+    if "guide" in keywords:
+        keywords["guide"] = GUIDE[0] if one_set else tuple(GUIDE)
     labels = None
     if loss == "info_nce":
         labels = np.arange(30)
@@ -64,21 +64,21 @@ def test_options_of_the_softmax(
     if loss == "sup_con":
         labels = np.arange(30) // 4
         labels[3] = -1  # and rows 28, 29 are a class of two
-    reference_options = dict(given) if labels is None else given | {"labels": labels}
-    if "weights" in given:
+    reference_options = dict(keywords) if labels is None else keywords | {"labels": labels}
+    if "weights" in keywords:
         some = np.ones(30, bool)
         if loss == "sup_con":
             some = labels >= 0  # no class has a single row
         elif labels is not None:
             some = (labels.reshape(30, -1) >= 0).any(axis=1)
-        weights = some * given["weights"]
+        weights = some * keywords["weights"]
         reference_options["weights"] = weights / weights.sum()
     want = getattr(reference, loss)(*args, scale=6.0, **reference_options)
-    given |= {"scale": 6.0, "workspace": workspace, "offload": True}
+    keywords |= {"scale": 6.0, "workspace": workspace, "offload": True}
     last = spec.LOSSES[loss].arguments[-1]
     for wrt in (None, (last, "scale")) if loss != "lit" else (None,):
         with mock.patch.object(validation, "gpu_missing", return_value=""):
-            out, device = on_host(loss, args, labels, wrt=wrt, **given)
+            out, device = on_host(loss, args, labels, wrt=wrt, **keywords)
         assert device.whole == (workspace > 7_000)
         assert device.whole or device.blocks > 4
         np.testing.assert_allclose(out.loss, want.loss, rtol=1e-12)
@@ -94,23 +94,25 @@ def test_options_of_the_softmax(
 def test_distillation(
     two_sided: bool, workspace: int, few: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Of some queries and keys, with a teacher of another width; and one that is the student."""
+    """The teacher has rows of another width, or is the student."""
     if not few:
         request.getfixturevalue("no_few_logits")
     rng = np.random.default_rng(0)
     m, n = (30, 30) if two_sided else (20, 34)
-    query, key, *teachers = (rng.standard_normal(of) for of in ((m, 8), (n, 8), (m, 5), (n, 5)))
+    query, key, *teachers = (
+        rng.standard_normal(shape) for shape in ((m, 8), (n, 8), (m, 5), (n, 5))
+    )
     weights = rng.random(m)
-    given: dict[str, Any] = {"scale": 2.0, "normalize": few}
+    options: dict[str, Any] = {"scale": 2.0, "normalize": few}
     want = reference.distill(
         query, key, *teachers, weights=weights / weights.sum(), teacher_scale=3.0,
-        two_sided=two_sided, **given,
+        two_sided=two_sided, **options,
     )  # fmt: skip
     teacher = Teacher(*teachers, scale=3.0, two_sided=two_sided)
-    given["workspace"] = workspace
+    options["workspace"] = workspace
     for wrt in (None, ("key", "scale"), ("scale",)):
         out, device = on_host(
-            "distill", (query, key), teacher=teacher, weights=weights, wrt=wrt, **given
+            "distill", (query, key), teacher=teacher, weights=weights, wrt=wrt, **options
         )
         assert device.whole == (workspace > 9_000)
         assert device.whole or device.blocks > 4
@@ -122,11 +124,11 @@ def test_distillation(
             if got is not None:
                 np.testing.assert_allclose(got, gradient, rtol=1e-11, atol=1e-13)
     student = Teacher(query, key, two_sided=two_sided)
-    self_taught, _ = on_host("distill", (query, key), teacher=student, **given)
+    self_taught, _ = on_host("distill", (query, key), teacher=student, **options)
     assert not self_taught.grads.query.any()
     assert not self_taught.grads.key.any()
     teachers[1][7, 2] = np.nan
-    assert np.isnan(on_host("distill", (query, key), teacher=teacher, **given)[0].loss)
+    assert np.isnan(on_host("distill", (query, key), teacher=teacher, **options)[0].loss)
 
 
 @pytest.mark.parametrize("has_whole_mask", [True, False])
@@ -151,15 +153,15 @@ def test_own_negatives(
     workspace = 10_000_000 if has_whole_mask else 7_000 if dtype is np.float64 else 4_000
     monkeypatch.setattr(between_passes, "OWN_BYTES", 3000)
     rng = np.random.default_rng(0)
-    args = [rng.standard_normal(of) / 3 for of in ((30, 8), (34, 8), (30, 3, 8))]
+    args = [rng.standard_normal(shape) / 3 for shape in ((30, 8), (34, 8), (30, 3, 8))]
     query, key, own = (z.astype(dtype) for z in args)
     labels, mask = rng.permutation(34)[:30], rng.random((30, 3)) < 0.8
     own[~mask] = np.nan
-    given = {"scale": 6.0, "own_mask": mask, **options}
-    want = reference.info_nce(query, key, own=own, labels=labels, **given)
+    keywords = {"scale": 6.0, "own_mask": mask, **options}
+    want = reference.info_nce(query, key, own=own, labels=labels, **keywords)
     for wrt in (None, ("own",), ("query", "scale"), ("key", "own")):
         out, device = on_host(
-            "info_nce own", (query, key, own), labels, wrt=wrt, workspace=workspace, **given
+            "info_nce own", (query, key, own), labels, wrt=wrt, workspace=workspace, **keywords
         )
         assert device.whole == has_whole_mask
         assert device.whole or device.blocks > 4
@@ -169,15 +171,15 @@ def test_own_negatives(
             assert (got is None) == (wrt is not None and name not in wrt)
             if got is not None:
                 assert_grad(got, gradient, np.dtype(dtype).name, 10.0, terms=1.0)
-    if "guide" not in given and "false_negative_margin" not in given and dtype is np.float64:
-        given["metrics"] = "key_bias" not in given
-        how = {"normalize": False, **given}
+    if "guide" not in keywords and "false_negative_margin" not in keywords and dtype is np.float64:
+        keywords["metrics"] = "key_bias" not in keywords
+        how = {"normalize": False, **keywords}
         plain = infonce.info_nce_loss_and_grad(query, key, labels, own=own, **how)
         out, _ = on_host("info_nce own", (query, key, own), labels, workspace=workspace, **how)
         close(out, plain)
-        del given["metrics"]
+        del keywords["metrics"]
     own[3, :, 1], mask[3] = np.inf, True
     losses = on_host(
-        "info_nce own", (query, key, own), labels, reduction="none", workspace=workspace, **given
+        "info_nce own", (query, key, own), labels, reduction="none", workspace=workspace, **keywords
     )[0].loss
     assert np.flatnonzero(np.isnan(losses)).tolist() == [3]

@@ -134,7 +134,7 @@ def test_torch() -> None:
 
 @pytest.mark.extras
 def test_siglip_kernel() -> None:
-    """As published: the mean over all pairs of the weighted binary cross-entropy."""
+    """The drop-in is the published mean over all pairs of the weighted binary cross-entropy."""
     torch = pytest.importorskip("torch")
     from infonce.torch import siglip_kernel as theirs
 

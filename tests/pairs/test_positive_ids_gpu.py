@@ -40,15 +40,15 @@ def compare(dtype: str, rows: int, columns: int, width: int, names: Any, **optio
         "ids": (np.arange(rows) // 4, rng.integers(0, rows // 4, columns)),
         "groups": (np.arange(rows) // 9, np.sort(rng.integers(0, 5, columns))),
     }
-    given = {name: pairs[name] for name in ("positive_ids", *names) if name in pairs}
+    keywords = {name: pairs[name] for name in ("positive_ids", *names) if name in pairs}
     weights = rng.uniform(0.5, 2.0, rows) if "weights" in names else np.ones(rows)
     both: dict[str, Any] = {"scale": SCALE, "normalize": True}
     want = reference.siglip(
-        image, text, bias=BIAS, weights=weights / weights.sum(), **both, **given
+        image, text, bias=BIAS, weights=weights / weights.sum(), **both, **keywords
     )
     if "weights" in names:
         options["weights"] = place(weights)
-    placed = {name: tuple(map(place, pair)) for name, pair in given.items()}
+    placed = {name: tuple(map(place, pair)) for name, pair in keywords.items()}
     got = infonce.siglip_loss_and_grad(place(image), place(text), BIAS, **both, **placed, **options)
     logit = SCALE - BIAS
     assert_loss(float(got.loss), want.loss, dtype, logit)
@@ -72,7 +72,7 @@ def test_kernels(dtype: str, portable: bool, monkeypatch: pytest.MonkeyPatch) ->
     seen = []
     begin = one_pass.SigmoidRun.__init__
     monkeypatch.setattr(
-        one_pass.SigmoidRun, "__init__", lambda run, *given: seen.append(1) or begin(run, *given)
+        one_pass.SigmoidRun, "__init__", lambda run, *args: seen.append(1) or begin(run, *args)
     )
     compare(dtype, 140, 270, 20, ())
     compare(dtype, 140, 270, 20, ("ids", "groups"), workspace=2**17)

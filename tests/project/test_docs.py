@@ -200,7 +200,7 @@ def test_list_of_files_is_that_of_the_sources() -> None:
 
 
 def test_names_of_the_code_are_there() -> None:
-    """In backticks: constants in all pages, and all names in CONTRIBUTING.md."""
+    """The code has all constants that pages name, and all names in CONTRIBUTING.md."""
     folders = ("infonce", "kernels", "distributed", "tests", "benchmarks")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     sources = [path.read_text() for path in files if path.suffix in (".py", ".cu", ".cuh")]
@@ -236,7 +236,7 @@ NAMES = {"info_nce": "InfoNCE", "nt_xent": "NT-Xent", "sup_con": "SupCon", "clip
     "setup.cfg description", "setup.cfg keywords", "infonce --help",
 ])  # fmt: skip
 def test_every_loss_is_named(place: str) -> None:
-    """By its name or by its function."""
+    """Each place names every loss, or its function."""
     assert NAMES.keys() == LOSSES.keys()
     file, _, part = place.partition(" ")
     if file == "infonce":

@@ -27,13 +27,13 @@ LOAD = "".join(
 )
 
 
-def javascript(code: str, given: Any = None) -> Any:
-    """What `code` returns of `given`, both as JSON."""
+def javascript(code: str, arguments: Any = None) -> Any:
+    """The result of JavaScript code, which sees `arguments` as `given`."""
     read = "const given = JSON.parse(require('fs').readFileSync(0));"
     program = f"{LOAD}{read}console.log(JSON.stringify((() => {{{code}}})()))"
     done = subprocess.run(
         ["node", "-e", program],
-        input=json.dumps(given),
+        input=json.dumps(arguments),
         capture_output=True,
         text=True,
         timeout=120,
@@ -137,7 +137,8 @@ def test_exact_values_are_those_of_mpmath() -> None:
 @needs_node
 @pytest.mark.parametrize("name", ["fp64", "fp32", "bf16x3", "tf32", "fp16", "bf16"])
 def test_errors_are_within_their_bounds(name: str) -> None:
-    """Of each logit, row and element. Bounds are used: some error is a twentieth of its bound."""
+    """Errors of logits, rows and elements are below their bounds, and some are above a
+    twentieth."""
     worst = javascript(
         """
         const worst = {}, past = [];
@@ -193,7 +194,7 @@ def test_errors_of_the_notebook_are_within_their_bounds(form: str) -> None:
 
 @needs_node
 def test_products_in_a_format_are_those_of_the_notebooks() -> None:
-    """But for the order of sums in float32."""
+    """Products differ only by the order of sums in float32."""
     rng = np.random.default_rng(1)
     a, b = rng.standard_normal((2, 12, 20)).astype(np.float32)
     for name in ("fp32", "bf16x3", "tf32", "fp16", "bf16"):
@@ -207,7 +208,7 @@ def test_products_in_a_format_are_those_of_the_notebooks() -> None:
 @needs_node
 @pytest.mark.skipif(not BROWSER, reason="no browser to open the page")
 def test_page_in_a_browser(tmp_path: Path) -> None:
-    """What the page shows is what its scripts compute under node, in plots and in digits."""
+    """The page shows the numbers that its scripts compute under node, in plots and in digits."""
     names = re.findall(
         r'_static/explorer/(\w+\.js)"', (SCRIPTS.parents[1] / "explorer.md").read_text()
     )

@@ -31,18 +31,26 @@ def links(page: Path) -> list[str]:
 
 
 def test_entries_are_a_sentence() -> None:
-    words = [word for of in entries() for word in of]
+    words = [word for words_of_entry in entries() for word in words_of_entry]
     assert len(words) == len(set(words)) > 50
-    assert not [of for of, text in entries().items() if not re.fullmatch(r"[^ ].*[^.]\.", text)]
-    assert not [of for of, text in entries().items() if re.search(r"[a-z`]\. [A-Z]", text)]
+    assert not [
+        words_of_entry
+        for words_of_entry, text in entries().items()
+        if not re.fullmatch(r"[^ ].*[^.]\.", text)
+    ]
+    assert not [
+        words_of_entry
+        for words_of_entry, text in entries().items()
+        if re.search(r"[a-z`]\. [A-Z]", text)
+    ]
 
 
 def test_links_and_entries_belong_together() -> None:
     """Each link has an entry, and of each entry at least one word is linked."""
     linked = {term for page in PAGES for term in links(page)}
-    words = {word.lower() for of in entries() for word in of}
+    words = {word.lower() for entry in entries() for word in entry}
     assert not linked - words
-    assert not [of for of in entries() if not linked & {word.lower() for word in of}]
+    assert not [entry for entry in entries() if not linked & {word.lower() for word in entry}]
 
 
 @pytest.mark.parametrize("name", LINKED)

@@ -87,7 +87,7 @@ def first_cell(path: Path, before: str, folder: Path) -> list[str]:
 
 @named
 def test_says_what_to_install(path: Path, tmp_path: Path) -> None:
-    """Its first cell, where a library is missing."""
+    """The first cell names the extra of a missing library."""
     last = first_cell(path, "import sys; sys.modules['matplotlib'] = None", tmp_path)[-1]
     want = "ImportError: this notebook needs matplotlib: python -m pip install "
     assert last == want + "'infonce-kernels[notebooks]'"
@@ -95,7 +95,7 @@ def test_says_what_to_install(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["04_tiles_and_ring", "06_gpu_speed"])
 def test_says_where_records_are(name: str, tmp_path: Path) -> None:
-    """Where infonce is a wheel, far from a checkout."""
+    """The first cell says where records are if infonce is a wheel far from a checkout."""
     wheel = "import infonce; infonce.__file__ = '/nowhere/lib/infonce/__init__.py'"
     last = first_cell(FOLDER / f"{name}.ipynb", wheel, tmp_path)[-1]
     assert last.startswith("FileNotFoundError: this notebook draws the recorded runs in benchmarks")
@@ -115,7 +115,7 @@ def test_records_that_are_missing_are_skipped(
 
 
 class Slider:
-    """What `explore` needs of ipywidgets' SelectionSlider."""
+    """The part of ipywidgets' SelectionSlider that `explore` needs."""
 
     def __init__(self, *, value: Any, **_layout: Any) -> None:
         self.value, self.watchers = value, []
@@ -131,8 +131,8 @@ class Slider:
 
 
 def test_sliders_draw_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ipywidgets and a kernel are, whatever the environment's variables; first of all
-    without them."""
+    """A moved slider draws again if ipywidgets and a kernel are there. Without them there is no
+    slider."""
     shown: list[Any] = []
     widgets = types.ModuleType("ipywidgets")
     widgets.__spec__ = importlib.machinery.ModuleSpec("ipywidgets", None)

@@ -81,7 +81,7 @@ def test_adapters_are_attributes(module: str) -> None:
 
 @pytest.mark.parametrize("library", ["jax", "torch"])
 def test_a_framework_that_is_missing_is_named_with_its_extra(library: str) -> None:
-    """By the import of the adapter and of a module in it. `hasattr` is False and does not raise."""
+    """Imports of the adapter and of its modules name the extra. `hasattr` is False."""
     inner = {"jax": "optax", "torch": "open_clip"}[library]
     said = run(
         f"import sys; sys.modules[{library!r}] = None\n"
@@ -171,7 +171,7 @@ def test_description_stands_without_the_repository(wheel: Path) -> None:
 
 
 def extra(wheel: Path, name: str) -> dict[str, Requirement]:
-    """What `pip install infonce-kernels[name]` brings on Linux, beyond what all have."""
+    """The requirements that `pip install infonce-kernels[name]` adds on Linux."""
     folder = f"infonce_kernels-{infonce.__version__}.dist-info"
     built = importlib.metadata.PathDistribution(zipfile.Path(wheel) / folder)  # type: ignore[arg-type]
     wanted = [Requirement(line) for line in built.requires or ()]
@@ -198,7 +198,7 @@ def test_extras_that_info_names_bring_the_library(wheel: Path) -> None:
 
 
 def test_workers_share_the_machine() -> None:
-    """What tests/conftest.py sets is set before NumPy reads it."""
+    """tests/conftest.py sets its environment variables before NumPy reads them."""
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ
     if "PYTEST_XDIST_WORKER" in os.environ:
         most = int(os.environ["OMP_NUM_THREADS"])

@@ -63,7 +63,7 @@ def test_stubs_are_those_of_the_table(package: str) -> None:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What mypy says of a user's file with right and wrong calls."""
+    """mypy's output for a user's file with right and wrong calls."""
     pytest.importorskip("mypy")
     folder = tmp_path_factory.mktemp("user")
     (folder / "mypy.ini").write_text(CONFIG)
@@ -84,15 +84,15 @@ def test_mypy_takes_right_calls_and_refuses_wrong_ones(said: str) -> None:
         assert words in lines[line]
 
 
-def defaults(of: Any) -> dict[str, Any]:
-    parameters = inspect.signature(of).parameters.values()
+def defaults(function: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("loss", LOSSES)
 def test_help_has_all_keywords(loss: str) -> None:
-    """Those of the functions and modules as they are imported, with their defaults."""
+    """Imported functions and modules have all keywords and their defaults."""
     pytest.importorskip("torch")
     import infonce.torch as it
 

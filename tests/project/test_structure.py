@@ -67,7 +67,7 @@ SOURCES = sources()
 
 
 def named(module: str, source: str, is_package: bool) -> Iterator[str]:
-    """What the statements of a module import, by absolute names."""
+    """The absolute names that the statements of a module import."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -235,7 +235,7 @@ def may_skip(node: ast.AST) -> bool:
 
 
 def unmarked(source: str) -> list[str]:
-    """What is skipped for want of them, and is selected neither by `-m extras` nor by `-m gpu`."""
+    """Tests that skip without an extra or a GPU, and have neither mark."""
 
     def marked(node: ast.AST) -> bool:
         return re.search(r"mark\.(extras|gpu)|gpu_only", ast.unparse(node)) is not None

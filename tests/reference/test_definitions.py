@@ -109,7 +109,7 @@ def test_gradients_are_central_differences_of_the_value(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_weights_are_the_upstream_gradient_of_each_row(name):
-    """By linearity: the gradients are the weighted sum of the single rows' gradients."""
+    """Gradients are the weighted sum of the single rows' gradients."""
     problem = one_problem(name, normalize=True)
     weights = np.random.default_rng(1).normal(size=6)
     result = problem._replace(weights=weights).reference()

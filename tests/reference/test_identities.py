@@ -39,7 +39,7 @@ def closed_form_problem(name, image, text, scale, **options):
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_identical_rows_give_the_log_of_the_number_of_candidates(name, n, scale):
-    """Nothing to choose by: log n; log(2n - 1) for nt_xent, where 2n rows compare with others."""
+    """The loss is log n, or log(2n - 1) for nt_xent, whose 2n rows compare with all others."""
     rows = np.tile([0.6, 0.8], (n, 1))
     result = closed_form_problem(name, rows, rows, scale).reference()
     candidates = 1 + CANDIDATES.get(name, 1) * (n - 1)

@@ -153,7 +153,7 @@ def test_gte_is_info_nce_over_four_sets_of_keys(problem):
 @quick
 @given(problems(names=("info_nce", "sup_con"), options=EITHER))
 def test_a_row_without_a_positive_is_left_out(problem):
-    """Its loss and its share of the gradient are 0, and the mean is that of the other rows."""
+    """The row has no loss and no gradient, and the mean is that of the other rows."""
     result = problem._replace(weights=None).reference()
     with_positive = np.array([bool(positives) for positives in problem.positives()])
     assert not result.losses[~with_positive].any()
@@ -254,7 +254,7 @@ def test_clip_of_two_linear_encoders():
 
 
 def test_without_negatives_a_decoupled_loss_has_no_bound():
-    """But its gradient is that of -x: the positive is drawn near."""
+    """The loss is -inf, and its gradient is that of -x."""
     result = reference.info_nce([[1.0, 2.0]], [[3.0, 4.0]], scale=2.0, decoupled=True)
     assert result.loss == -np.inf
     assert result.lse[0] == -np.inf

@@ -50,20 +50,20 @@ class Direct:
 
 
 class Recording(recorder.Recorder):
-    """Of one call."""
+    """The recording of one call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.direct: list[Step] = []
         self.ends: list[int] = []  # of each launch's words
 
-    def launch(self, *given: Any) -> None:
-        super().launch(*given)
+    def launch(self, *launch: Any) -> None:
+        super().launch(*launch)
         self.ends.append(len(self.words.values))
 
-    def memory(self, given: int) -> int:
+    def memory(self, size: int) -> int:
         """Bytes that the call makes."""
-        return sum(self.sizes[given:])
+        return sum(self.sizes[size:])
 
     def steps_taken(self) -> Iterator[Step]:
         """All steps, with addresses as numbers of buffers and offsets."""
@@ -145,14 +145,14 @@ class Device:
 
 @contextmanager
 def nothing_runs() -> Iterator[SimpleNamespace]:
-    """What is asked of the GPU goes to the recording `into`; its `device` is any."""
+    """Within this context, work for the GPU goes to the recording `into`. `device` may be any."""
     from unittest.mock import patch
 
     now = SimpleNamespace(into=None, device=None)
     modules = [m for name, m in sys.modules.items() if name.startswith("infonce.kernels.gpu")]
 
     def to_recording(name: str) -> Any:
-        return lambda _, *given, **options: getattr(now.into, name)(*given, **options)
+        return lambda _, *args, **options: getattr(now.into, name)(*args, **options)
 
     methods = (
         "function", "launch", "tensor_map", "gemm", "copy", "zeroed_array", "clear", "scratch",
@@ -201,10 +201,10 @@ def run(drawn: Drawn) -> str:
         if drawn.block is None:
             select.solve(drawn.problem, drawn.gradients)
         else:
-            of = drawn.block
+            block = drawn.block
             shard.run_block_pass(
-                drawn.problem, of.triangle, of.epilogue, drawn.gradients, of.not_finite,
-                of.to_clear, of.ahead,
+                drawn.problem, block.triangle, block.epilogue, drawn.gradients, block.not_finite,
+                block.to_clear, block.ahead,
             )  # fmt: skip
     except recorder.TooLong:
         return "too long"
@@ -236,12 +236,12 @@ def record_call(drawing: Drawing, now: SimpleNamespace, index: int) -> tuple[str
     drawing.malloc = into.malloc
     with cupy.cuda.using_allocator(into.malloc):
         drawn = drawing.block_of_ranks() if index % 4 == 3 else drawing.call()
-        now.device, given = drawn.device, len(into.sizes)
+        now.device, count_before = drawn.device, len(into.sizes)
         outcome = run(drawn)
         if index % 16 == 0 and outcome == "done" and int(drawn.device.capability) >= 80:
             record_vectors(drawn, into)
     into.finish()
-    return outcome, list(into.steps_taken()), into.memory(given)
+    return outcome, list(into.steps_taken()), into.memory(count_before)
 
 
 def record(path: Path, calls: int, seed: int, show: int | None) -> None:

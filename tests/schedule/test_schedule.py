@@ -118,7 +118,7 @@ def test_the_kernel_of_a_guide(device: str, compute_precision: str, kernel: str)
 
 
 def test_the_decisions_of_one_call() -> None:
-    """Those that docs/methods.md tells about."""
+    """The decisions are those of the example in docs/methods.md."""
     call_schedule = schedule(a_call(LossForm.BOTH, 65536, 65536, 512), DEVICES["h200"])
     purposes = [scheduled.purpose for scheduled in call_schedule.passes]
     assert purposes == [Purpose.STATISTICS, Purpose.GRADIENT]
@@ -146,7 +146,7 @@ def test_the_decisions_of_one_call() -> None:
 
 @pytest.mark.parametrize("wrt", ["k", "q", "qk"])
 def test_no_memory_is_reserved_that_no_pass_uses(wrt: str) -> None:
-    """For one gradient alone, none for the other's accumulator."""
+    """A call for one gradient reserves no accumulator of the other."""
     call_schedule = schedule(a_call(LossForm.BOTH, 65536, 65536, 512, wrt=wrt), DEVICES["h200"])
     names = {part.name for scheduled in call_schedule.passes for part in scheduled.workspace}
     assert ("dq_accumulator" in names, "dk_accumulator" in names) == ("q" in wrt, "k" in wrt)

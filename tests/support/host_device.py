@@ -119,10 +119,10 @@ class Host:
         return Copy(self, lambda: np.copyto(target, source), target)
 
     def leave(self, target: Any, source: Any, add: bool) -> "Copy":
-        given = source.copy()
+        host_copy = source.copy()
 
         def copy() -> None:
-            np.testing.assert_array_equal(given, source)  # nothing has overwritten the source
+            np.testing.assert_array_equal(host_copy, source)  # nothing has overwritten the source
             target[...] = target + source if add else source
 
         return Copy(self, copy, None if add else target)

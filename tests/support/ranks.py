@@ -180,7 +180,7 @@ cases = st.fixed_dictionaries({
 
 
 def lead(step: Any, case: Any) -> None:
-    """On rank 0: run `step(case)` on all ranks. AssertionError says which ranks failed, and how."""
+    """Run `step(case)` on all ranks, from rank 0. AssertionError names ranks that failed."""
     failures = follow(step, COMM.bcast(case))
     assert not any(failures), [f"rank {r}: {text}" for r, text in enumerate(failures) if text]
 
@@ -221,7 +221,7 @@ def equal(examples: str) -> None:
 
 
 def lead_examples(examples: int) -> None:
-    """On rank 0: one case of each loss, exchange and method, then `examples` of hypothesis."""
+    """Run one case of each loss, exchange and method from rank 0, then `examples` drawn ones."""
 
     @settings(max_examples=examples, derandomize=True, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -339,7 +339,7 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
 
 
 def compute_on_device(place: str) -> None:
-    """For `offload`: compute on this rank's GPU, or ("host") on the stand-in of host_device.py."""
+    """Make `offload` compute on this rank's GPU, or on the stand-in of host_device.py ("host")."""
     if place == "gpu":
         import cupy
 

@@ -32,9 +32,9 @@ def memory() -> None:
 
     def peak(**options: Any) -> int:  # the most bytes that are allocated during a call
         for part in (slice(10), slice(None)):  # the first call, of 10 rows, compiles
-            given, into = [z[part] for z in sides], [z[part] for z in out]
+            features, into = [z[part] for z in sides], [z[part] for z in out]
             tracemalloc.start()
-            distributed.clip_loss_and_grad(*given, scale=1.0, out=into, **options)
+            distributed.clip_loss_and_grad(*features, scale=1.0, out=into, **options)
             most = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         return most
@@ -272,16 +272,16 @@ def trouble(
     if what.endswith("in a plan") and RANK == 1:
         planned = importlib.import_module("infonce.distributed.planned")
         solve = planned.solve_by_plan
-        planned.solve_by_plan = lambda *of: end() if calls == 2 else solve(*of)
+        planned.solve_by_plan = lambda *args: end() if calls == 2 else solve(*args)
     if what.endswith("after the loss") and RANK == 1:
         nccl = importlib.import_module("infonce.distributed.transports.nccl")
         transfer, sent = nccl.NCCL.transfer, []
 
-        def without_gradients(self: Any, *of: Any) -> None:
+        def without_gradients(self: Any, *args: Any) -> None:
             """The exchanges of keys, sums of columns and factors, but not that of dK."""
             sent.append(calls)
             if sent.count(2) < 4:
-                transfer(self, *of)
+                transfer(self, *args)
 
         nccl.NCCL.transfer = without_gradients
         nccl.NCCL.finish = lambda self: end() if calls == 2 else None

@@ -68,7 +68,7 @@ class Problem(NamedTuple):
         return getattr(reference, self.name)(*self.features, **self.options())
 
     def positives(self):
-        """For each row, the set of its positive keys."""
+        """The set of positive keys of each row."""
         rows = len(self.features[0])
         if self.name == "nt_xent":
             return [{(i + rows // 2) % rows} for i in range(rows)]
@@ -83,8 +83,7 @@ class Problem(NamedTuple):
         return [{int(j) for j in np.atleast_1d(row) if j >= 0} for row in self.labels]
 
     def have_loss(self):
-        """For each row, whether it has a loss: it has a positive, or the loss is SigLIP, for which
-        negatives are enough."""
+        """Whether each row has a loss: rows of SigLIP, and rows with a positive."""
         return np.array([self.name == "siglip" or bool(keys) for keys in self.positives()])
 
     def definition(self):

@@ -113,7 +113,8 @@ def _numpy(case: Case, features: Sequence[Array]) -> Outcome:
 
 
 def joint_rows(xp: Any, x: Any) -> Any:
-    """Of [2 B, 2 B] logits, [B, 4 B]: rows i and i + B in one, their common product in it once."""
+    """Logits [B, 4 B] from logits [2 B, 2 B]: row i holds rows i and i + B, with their common
+    product once."""
     half = len(x) // 2
     rows = xp.concatenate([x[:half], x[half:]], 1)
     rows[xp.arange(half), xp.arange(2 * half, 3 * half)] = -xp.inf

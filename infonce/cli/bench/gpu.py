@@ -47,7 +47,8 @@ class Device:
         return z.astype(DTYPES[dtype])
 
     def inputs(self, case: Case) -> list[list[Array]]:
-        """So many sets that the other sets fill the L2 cache; at most `MOST_INPUTS`."""
+        """Sets of features: at most `MOST_INPUTS`, or enough that the other sets fill the L2
+        cache."""
         cache = self.cupy.cuda.Device().attributes["L2CacheSize"]
         one = [self._unit_rows(*shape, case.dtype) for shape in case.shapes]
         sets = min(MOST_INPUTS, 1 + -(-cache // sum(z.nbytes for z in one)))
@@ -57,7 +58,7 @@ class Device:
         return [one, *others]
 
     def reference(self, case: Case, features: Sequence[Array]) -> Outcome | None:
-        """By panels, in torch's float64; None without torch."""
+        """The loss and gradients by panels in torch's float64. None without torch."""
         if case.rows > REFERENCE_ROWS:
             return None
         try:

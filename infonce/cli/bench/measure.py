@@ -41,7 +41,7 @@ class Case:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of the features, one for each argument."""
+        """The shape of the features of each argument."""
         last = self.rows if self.keys is None else self.keys
         return [(self.rows, self.dim), (last, self.dim)][: len(self.kind.arguments)]
 
@@ -90,7 +90,7 @@ class Case:
         return self.products * 2 * self.rows * self.shapes[-1][0] * self.dim
 
     def select_gradients(self, values: Sequence[Any]) -> list[Any]:
-        """Those of `values`, one for each argument, whose argument gets a gradient."""
+        """The items of `values` (one for each argument) whose argument gets a gradient."""
         pairs = zip(self.kind.arguments, values, strict=True)
         wanted = self.wrt or [a for a in self.kind.arguments if a not in self.kind.locked]
         return [value for name, value in pairs if name in wanted]
@@ -136,7 +136,7 @@ class Bench(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a record names in addition to commit and date. `gemm`: the rates of `time_gemm`."""
+        """The facts of a record besides commit and date. `gemm` has the rates of `time_gemm`."""
         ...
 
 

@@ -36,7 +36,7 @@ PLACE_ROWS = 64  # rows of a place of linear.cu, which adds up the rows of a seg
 
 @dataclass(frozen=True)
 class Needs:
-    """Which arrays a pass needs in the workspace; vectors of length M and N are outside it."""
+    """The arrays that a pass needs in the workspace. Vectors of length M and N lie outside."""
 
     precision: str
     staged_query: bool  # queries are read from converted or normalised copies

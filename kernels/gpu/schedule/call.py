@@ -24,7 +24,7 @@ class LossForm(Enum):
 
 
 class Purpose(Enum):
-    """What a pass computes."""
+    """The results that a pass computes."""
 
     STATISTICS = "log-sum-exp"
     RETRIEVAL_RANKS = "ranks"  # retrieval ranks

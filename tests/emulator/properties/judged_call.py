@@ -86,7 +86,8 @@ class Call:
 
     @cached_property
     def lengths(self) -> list[Any]:
-        """What `normalize` divides by: 1 without it, and for rows of zeros, which stay zero."""
+        """The divisors of rows under `normalize`: norms, or 1 for rows of zeros. 1 without
+        `normalize`."""
         if not self.options.get("normalize"):
             return [np.ones((len(z), 1)) for z in self.wide]
         norms = [np.linalg.norm(z, axis=1, keepdims=True) for z in self.wide]
@@ -136,7 +137,8 @@ class Call:
 
     @cached_property
     def row_weights(self) -> tuple[Any, Any]:
-        """Of each loss in the reduced loss, and in what the gradients are of."""
+        """The weight of each loss in the reduced loss, and in the sum that the gradients belong
+        to."""
         has_positive = self._masks[0].any(axis=1) | self.kind.sigmoid
         weights = np.where(has_positive, self.options.get("weights", 1.0), 0.0)
         if self.options.get("reduction", "mean") == "mean":
@@ -241,7 +243,7 @@ class Call:
         return np.concatenate(np.split(terms, 2, axis=1)) if self.kind.joint else terms
 
     def losses_bound(self) -> Any:
-        """Of each row's loss."""
+        """The bound of the error of each row's loss."""
         # The slopes of a softmax's row add up to 2 at most: its probabilities and its targets
         summed = self.terms.sum(axis=1) if self.kind.sigmoid else 2.0
         least = 4 * self.unit * (1 + self.largest) * summed

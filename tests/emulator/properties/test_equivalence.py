@@ -143,8 +143,8 @@ def calls(draw: st.DrawFn, name: str, cases: Any = CASES) -> Call:
 
 
 def with_clear_limits(call: Call) -> Call:
-    """With a false_negative_margin from which all pairs are far, so that rounding decides about
-    none; or without."""
+    """The call with a false_negative_margin that no pair is near, so that rounding decides about
+    none."""
     if "false_negative_margin" not in call.options:
         return call
     options = dict(call.options)
@@ -227,7 +227,8 @@ def test_keys_of_a_block_accumulate_by_ranges() -> None:
 
 
 def test_the_least_workspace_that_an_error_names() -> None:
-    """It has room for gradient chunks whose elements are longer than those of features."""
+    """The workspace has room for gradient chunks, whose elements are longer than those of
+    features."""
     rng = np.random.default_rng(0)
     z = tuple(rng.standard_normal((61, 300)).astype(find_dtype("bfloat16")) / 17 for _ in range(2))
     options = {"scale": 5.0, "bias": -3.0, "ids": np.arange(61) // 2, "wrt": ["text", "scale"]}

@@ -138,7 +138,7 @@ def run(name: str, seed: int) -> list[bytes]:
 
 
 def use_emulator() -> None:
-    """From now on, `import cupy` is the stand-in."""
+    """Make `import cupy` import the stand-in."""
     emulator = Path(__file__).parents[1]
     sys.path[:0] = [str(emulator / "stand_in"), str(emulator)]
     import ctypes_libraries

@@ -104,7 +104,7 @@ def synchronisations(file: str, text: str) -> Iterator[Mutant]:
 
 
 def closing(code: str, start: int) -> int:
-    """Where the parenthesis is closed that was opened before `start`."""
+    """The position of the parenthesis that closes the one opened before `start`."""
     depth = 1
     for i in range(start, len(code)):
         depth += (code[i] == "(") - (code[i] == ")")
@@ -138,8 +138,8 @@ def sources_with(changed: dict[tuple[str, int], str]) -> Iterator[Path]:
 
 
 def in_child(sources: Path, function: Callable[[], Any]) -> Any:
-    """What `function` returns in a process of its own, whose kernels are compiled from `sources`. A
-    string: why it did not end well (signal 14: it took more than `SECONDS`)."""
+    """The result of `function` in a child process that compiles `sources`, or a string that says
+    how it failed."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -85,7 +85,8 @@ def raises(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
 
 
 def main(cases: dict[str, Callable[..., None]]) -> None:
-    """Those that the command line names, in float64; what follows a colon are their arguments."""
+    """Run the cases of the command line in float64. Arguments of a case follow its name and a
+    colon."""
     jax.config.update("jax_enable_x64", True)
     for case in sys.argv[1:]:
         name, *arguments = case.split(":")

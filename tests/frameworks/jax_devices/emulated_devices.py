@@ -32,17 +32,17 @@ def shard(array: np.ndarray, rank: int) -> np.ndarray:
 
 
 def filled(shapes: Any) -> Any:
-    return jax.tree.map(lambda of: cupy.empty(of.shape, of.dtype), shapes)
+    return jax.tree.map(lambda shape: cupy.empty(shape.shape, shape.dtype), shapes)
 
 
 def evaluate(
     name: str, z: list[np.ndarray], numbers: dict[str, Any], by_row: dict[str, Any]
 ) -> Any:
     """Loss, d queries, d keys, and gradients of the numbers, as `axis.evaluate` has them."""
-    kind, of = ALL_LOSSES[name], jax.ShapeDtypeStruct
+    kind, struct = ALL_LOSSES[name], jax.ShapeDtypeStruct
     wrt = tuple(arg for arg in (*kind.arguments, *numbers) if arg not in kind.locked)
     call = TracedCall(kind, (), False, wrt, Axis(("data",), R, frozenset(), False))
-    given = []
+    arguments = []
     for rank in range(R):
         absent = dict.fromkeys(
             (
@@ -58,25 +58,28 @@ def evaluate(
         arrays = {"features": tuple(shard(side, rank) for side in z)}
         arrays |= jax.tree.map(lambda of_all, rank=rank: shard(of_all, rank), by_row)
         arrays |= {k: np.asarray(v, DTYPE) for k, v in numbers.items()}
-        given.append({**absent, **arrays})
-    owns = [np.concatenate(of["features"] if kind.joint else of["features"][-1:]) for of in given]
+        arguments.append({**absent, **arrays})
+    owns = [
+        np.concatenate(struct["features"] if kind.joint else struct["features"][-1:])
+        for struct in arguments
+    ]
     keys = np.concatenate(owns)
     guide_key = by_row["guide"][1] if "guide" in by_row else None
     gathered = {"keys": keys, "auxiliary_keys": by_row.get("teacher_key", guide_key)}
-    plan = rounds.plan_callbacks(call, {**given[0], **gathered})
+    plan = rounds.plan_callbacks(call, {**arguments[0], **gathered})
     inputs = [
         {
-            **jax.tree.map(cupy.asarray, {**of, **gathered, "rank": np.int32(i)}),
+            **jax.tree.map(cupy.asarray, {**struct, **gathered, "rank": np.int32(i)}),
             "earlier_callbacks": [],
         }
-        for i, of in enumerate(given)
+        for i, struct in enumerate(arguments)
     ]
     for travel in plan.travels:
         payload = (travel.vector_count, len(owns[0]), 2)
         numbers_of = (R, *payload) if travel.to_owners else payload
         shapes = {
-            "error_and_results": of((1 + travel.result_count, 2), np.uint32),
-            "travelling": of(numbers_of, np.uint32),
+            "error_and_results": struct((1 + travel.result_count, 2), np.uint32),
+            "travelling": struct(numbers_of, np.uint32),
         }
         outs = [filled(shapes) for _ in range(R)]
         for out, device in zip(outs, inputs, strict=True):
@@ -88,10 +91,10 @@ def evaluate(
             device["earlier_callbacks"] = [
                 *device["earlier_callbacks"], {"error_and_results": results, "arrived": arrived}
             ]  # fmt: skip
-    shapes = {k: v for k, v in output_shapes(call, given[0]).items() if k not in kind.arguments}
+    shapes = {k: v for k, v in output_shapes(call, arguments[0]).items() if k not in kind.arguments}
     dq_shape = owns[0].shape if kind.symmetric else (M, D)
-    shapes |= {"dq": of(dq_shape, plan.sum_dtype), "weight": None}
-    shapes |= {"partial_dk": of(keys.shape, plan.sum_dtype)} if plan.has_partial_dk else {}
+    shapes |= {"dq": struct(dq_shape, plan.sum_dtype), "weight": None}
+    shapes |= {"partial_dk": struct(keys.shape, plan.sum_dtype)} if plan.has_partial_dk else {}
     outs = [filled(shapes) for _ in range(R)]
     for out, device in zip(outs, inputs, strict=True):
         rounds.run_callback(call, plan, out, device)

@@ -81,24 +81,26 @@ def distilled(seed: int) -> None:
     columns = rows if two_sided else rows + R
     z = [rng.normal(size=(n, D)) for n in (rows, columns)]
     teacher = [rng.normal(size=(n, 3)) for n in (rows, columns)]
-    given = {"two_sided": two_sided, "normalize": bool(rng.random() < 0.5)}
+    options = {"two_sided": two_sided, "normalize": bool(rng.random() < 0.5)}
     by_row = dict(zip(("teacher_query", "teacher_key"), teacher, strict=True))
     weights = rng.uniform(0.0, 2.0, rows) if weighted else np.ones(rows)
     by_row |= {"weights": weights} if weighted else {}
     numbers = {"scale": rng.uniform(0.5, 8.0)}
     teacher_scale = float(rng.uniform(0.5, 8.0))
-    loss = partial(whole_loss, "distill", teacher_temperature=1 / teacher_scale, **given)
+    loss = partial(whole_loss, "distill", teacher_temperature=1 / teacher_scale, **options)
     step = mapped(loss, inside=bool(seed % 2))
     if seed % 3 == 2:
         over = partial(ij.sharded(ij.distill_loss, MESH, "data"), teacher_scale=teacher_scale)
-        step = jax.jit(jax.value_and_grad(lambda z, n, by: over(*z, **n, **by, **given), (0, 1)))
+        step = jax.jit(jax.value_and_grad(lambda z, n, by: over(*z, **n, **by, **options), (0, 1)))
     got, (grads, number_gradients) = step(*jax.tree.map(jnp.asarray, (z, numbers, by_row)))
     want = reference.distill(*z, *teacher, **numbers, teacher_scale=teacher_scale,
-                             weights=weights / weights.sum(), **given)  # fmt: skip
-    what = f"distill, seed {seed}, {given}, {list(by_row)}"
+                             weights=weights / weights.sum(), **options)  # fmt: skip
+    what = f"distill, seed {seed}, {options}, {list(by_row)}"
     close(what, got, want.loss)
     # relative to the terms p and p^T of a gradient, which cancel: a gradient with p^T = 0
-    term = numbers["scale"] * (weights / weights.sum()).max() * max(np.abs(of).max() for of in z)
+    term = (
+        numbers["scale"] * (weights / weights.sum()).max() * max(np.abs(side).max() for side in z)
+    )
     for name, gradient in zip(("query", "key"), grads, strict=True):
         close(f"{what}: d {name}", *(np.append(g, term) for g in (gradient, want.grads[name])))
     # relative to 1, for terms of the size of products cancel
@@ -114,13 +116,13 @@ def drawn(name: str, seed: int) -> None:
     drawn = drawn_problem(name, rng, rows, columns, D)
     if name == "info_nce" and rng.random() < 0.5:
         drawn = with_own(drawn, rng)
-    problem, given = call_of(drawn, reduction)
-    numbers = {"scale": jnp.asarray(given.pop("scale"))}
+    problem, options = call_of(drawn, reduction)
+    numbers = {"scale": jnp.asarray(options.pop("scale"))}
     if name == "siglip":
         numbers["bias"] = jnp.asarray(problem.bias)
     arrays = ("labels", "guide", "own", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS)
-    by_row = {k: given.pop(k) for k in arrays if given.get(k) is not None}
-    given = {k: v for k, v in given.items() if v is not None} | {"reduction": reduction}
+    by_row = {k: options.pop(k) for k in arrays if options.get(k) is not None}
+    options = {k: v for k, v in options.items() if v is not None} | {"reduction": reduction}
     upstream = np.ones(rows)
     if reduction == "none":
         upstream = rng.uniform(-1.0, 1.0, rows)
@@ -130,12 +132,12 @@ def drawn(name: str, seed: int) -> None:
     prefixes = {}
     if not own and "dims" not in spec.LOSSES[name].refused and rng.random() < 0.3:
         prefixes = {"dims": (2, D), "dim_weights": (0.5, 1.0)}
-        given |= prefixes
+        options |= prefixes
     way = int(rng.integers(5))  # the last one: `sharded`
-    loss = partial(whole_loss, name, **given)
+    loss = partial(whole_loss, name, **options)
     if way == 4:
         over = ij.sharded(getattr(ij, f"{name}_loss"), MESH, "data")
-        loss = lambda z, numbers, by_row: over(*z, **numbers, **by_row, **given)  # noqa: E731
+        loss = lambda z, numbers, by_row: over(*z, **numbers, **by_row, **options)  # noqa: E731
     elif name == "nt_xent" and rows % (2 * R) == 0 and rng.random() < 0.5:
         order = order.reshape(2, R, -1).swapaxes(0, 1).ravel()  # both views on one device
         z, by_row, upstream = jax.tree.map(lambda v: v[order], (z, by_row, upstream))
@@ -161,7 +163,7 @@ def drawn(name: str, seed: int) -> None:
     z += own.values()
     got, (grads, number_gradients) = step(z, numbers, (by_row, jnp.asarray(upstream)))
     loss_wanted, grads_wanted = expected(problem, prefixes)
-    what = f"{name}, seed {seed}, {given}, {list(by_row)}, way {way}, without d {still}"
+    what = f"{name}, seed {seed}, {options}, {list(by_row)}, way {way}, without d {still}"
     close(what, got, loss_wanted)
     by_name = zip((*FEATURES[name], *own), grads, strict=True)
     for field, gradient in [*by_name, *number_gradients.items()]:
@@ -174,7 +176,7 @@ def drawn(name: str, seed: int) -> None:
 
 
 def metrics() -> None:
-    """Of the rows of a device, with the keys of all."""
+    """Compare the metrics of each device's rows, which count the keys of all devices."""
     fields = "row_loss", "column_loss", "row_rank", "column_rank", "positive", "hardest_negative"
     for name in ("clip", "lit", "info_nce", "nt_xent"):
         z, numbers = features(name), {"scale": SCALE}
@@ -227,7 +229,8 @@ def formula(name: str, z: list[Any], numbers: Any, by_row: Any) -> Any:
 
 
 def modes() -> None:
-    """Where each device has R times its part of the gradient, it is as with the formula."""
+    """Compare unchecked shard_map, pmap and vmap, in which a device has R times its part of the
+    gradient."""
     for name in ("clip", "info_nce"):
         z, numbers = features(name), {"scale": SCALE.astype(np.float64)}
         rng = np.random.default_rng(0)
@@ -237,8 +240,8 @@ def modes() -> None:
         sharded = jax.tree.map(lambda v: v.reshape(R, -1, *v.shape[1:]), (z, by_row))
         shards = sharded[0]
 
-        def both(z: Any, numbers: Any, by_row: Any, of: Any = None, name: str = name) -> Any:
-            value, (grads, number_gradients) = jax.value_and_grad(partial(of, name), (0, 1))(
+        def both(z: Any, numbers: Any, by_row: Any, loss: Any = None, name: str = name) -> Any:
+            value, (grads, number_gradients) = jax.value_and_grad(partial(loss, name), (0, 1))(
                 z, numbers, by_row
             )
             return value, (grads, jax.lax.pmean(number_gradients, "data"))
@@ -246,10 +249,10 @@ def modes() -> None:
         over = partial(jax.shard_map, mesh=MESH, in_specs=(ROWS, SAME, ROWS), check_vma=False,
                        out_specs=(SAME, (ROWS, SAME)))  # fmt: skip
         ours, theirs = (
-            (jax.jit(over(partial(both, of=of)))(z, numbers, by_row),
-             jax.pmap(partial(both, of=of), "data", in_axes=(0, None, 0))(
+            (jax.jit(over(partial(both, loss=function)))(z, numbers, by_row),
+             jax.pmap(partial(both, loss=function), "data", in_axes=(0, None, 0))(
                  shards, numbers, sharded[1]))
-            for of in (whole_loss, formula)
+            for function in (whole_loss, formula)
         )  # fmt: skip
         close(f"{name}: unchecked, and pmap, as the formula", ours, theirs)
 
@@ -282,9 +285,9 @@ def transforms() -> None:
     want = jax.vmap(alone, (0, None, None))(stacked, numbers, {})
     close("vmap", jax.jit(run)(stacked, numbers, {}), want)
 
-    def trained(of: Any, z: Any) -> Any:
+    def trained(function: Any, z: Any) -> Any:
         def loss(z: Any) -> Any:
-            return of("clip", [jnp.tanh(v) for v in z], numbers, {})
+            return function("clip", [jnp.tanh(v) for v in z], numbers, {})
 
         def step(z: Any, _: Any) -> Any:
             value, grads = jax.value_and_grad(jax.checkpoint(loss))(z)
@@ -315,7 +318,8 @@ def transforms() -> None:
 
 
 def single_precision() -> None:
-    """Without jax_enable_x64, at a scale of 100: float32 and less, ids of 64 bits."""
+    """Compare 32-bit and 16-bit features with ids of 64 bits at a scale of 100, without
+    jax_enable_x64."""
     jax.config.update("jax_enable_x64", False)
     hashes = (np.arange(6 * R) % 7 << 40) + 5  # without their upper halves, all the same
     for name, dtype, tolerance in (
@@ -323,11 +327,11 @@ def single_precision() -> None:
         ("clip", "float16", 2e-3), ("siglip", "float32", 1e-5),
     ):  # fmt: skip
         z = features(name, dtype=jnp.dtype(dtype))
-        given = {"ids": hashes} if dtype == "float32" else {}
+        options = {"ids": hashes} if dtype == "float32" else {}
         alone = getattr(ij, f"{name}_loss")
 
-        def step(of: Any, z: Any = z, given: Any = given) -> Any:
-            f = jax.value_and_grad(lambda z, s: of(*z, scale=s, **given), (0, 1))
+        def step(loss: Any, z: Any = z, options: Any = options) -> Any:
+            f = jax.value_and_grad(lambda z, s: loss(*z, scale=s, **options), (0, 1))
             return jax.jit(f)(z, jnp.float32(100.0))
 
         got, want = step(ij.sharded(alone, MESH, "data")), step(alone)

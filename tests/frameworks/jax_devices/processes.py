@@ -22,7 +22,7 @@ Z = np.random.default_rng(0).standard_normal((2, 6 * len(jax.devices()), 5))
 for loss in ("clip", "nt_xent", "gte"):
     features = list(Z[: len(infonce.spec.LOSSES[loss].arguments)])
     over = ij.sharded(getattr(ij, f"{loss}_loss"), MESH, "data")
-    step = jax.jit(jax.value_and_grad(lambda z, scale, of=over: of(*z, scale=scale), (0, 1)))
+    step = jax.jit(jax.value_and_grad(lambda z, scale, loss=over: loss(*z, scale=scale), (0, 1)))
     put = [jax.make_array_from_callback(z.shape, ROWS, z.__getitem__) for z in features]
     value, (grads, scale_gradient) = step(put, 2.0)
     want = getattr(infonce, f"{loss}_loss_and_grad")(*features, scale=2.0)

@@ -68,7 +68,7 @@ def compiled() -> None:
         wanted = name != "lit" and (name not in ("nt_xent", "sup_con", "gte") or R > 2)
         assert sizes["reduce-scatter", "features"] == wanted, (name, sizes)
         others = set(sizes) - {("all-gather", "features"), ("reduce-scatter", "features")}
-        assert all(of == "vectors" for _, of in others), (name, sizes)
+        assert all(which == "vectors" for _, which in others), (name, sizes)
         if name in ("info_nce", "siglip", "lit"):  # rows alone have sums
             assert {kind for kind, _ in others} == {"all-reduce"}, (name, sizes)
         joint = 2 if name == "gte" or "own" in by_row else 1
@@ -154,11 +154,11 @@ def refused() -> None:
         raises(ValueError, rf"axis_name: expected .* got {re.escape(repr(names))}",
                lambda: run(partial(call, axis_name=names)))  # noqa: B023  # fmt: skip
     raises(ValueError, "text: expected 6 rows like image",
-           lambda: run(lambda z, *of: call([z[0], z[1][1:]], *of)))  # fmt: skip
+           lambda: run(lambda z, *args: call([z[0], z[1][1:]], *args)))  # fmt: skip
     raises(ValueError, 'method: expected "auto"', lambda: run(partial(call, method="fused")))
     raises(ValueError, "workspace: expected at least", lambda: run(partial(call, workspace=64)))
     raises(ValueError, "features: expected an even number of rows",
-           lambda: run(lambda z, *of: whole_loss("nt_xent", [z[0][1:]], *of)))  # fmt: skip
+           lambda: run(lambda z, *args: whole_loss("nt_xent", [z[0][1:]], *args)))  # fmt: skip
     raises(ValueError, "labels: expected with axis_name",
            lambda: ij.nt_xent_loss(z[0], labels=jnp.arange(6 * R), scale=3.0))  # fmt: skip
     raises(TypeError, "unexpected keyword argument 'marign'",
@@ -174,8 +174,7 @@ def refused() -> None:
 
 
 def not_a_number() -> None:
-    """What is known only when the program runs: NaN on all devices, with the reason in the log. An
-    error on one device would leave the others waiting."""
+    """Values that only the running program knows make NaN on all devices, and a line of the log."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ def batch(loss: str, dtype: Any, seed: int) -> list[Any]:
 
 
 def bits(loss: str, features: list[Any], numbers: dict[str, Any], options: dict[str, Any]) -> list:
-    """Of the loss and of all gradients."""
+    """The dtypes and bytes of the loss and all gradients."""
     for tensor in (*features, *numbers.values()):
         tensor.grad = None
     value = getattr(infonce.torch, f"{loss}_loss")(*features, **numbers, **options)

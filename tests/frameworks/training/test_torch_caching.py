@@ -58,7 +58,8 @@ def towers() -> Any:
 @pytest.mark.parametrize("chunk", [1, 3, 10, 64])
 @pytest.mark.parametrize("module", [it.CLIPLoss, it.SigLIPLoss, it.InfoNCELoss, it.GTELoss])
 def test_gradients_are_those_of_one_graph(towers: Any, module: Any, chunk: int) -> None:
-    """Those of a learned scale and bias too; then random numbers go on as after the first pass."""
+    """Gradients equal those of one graph, also of scale and bias. The generator's state does,
+    too."""
     results = []
     batch = pairs()
     for run in (it.grad_cache, in_one_graph):
@@ -102,7 +103,7 @@ def test_options_of_a_function_get_their_gradients(towers: Any) -> None:
 
 
 def test_one_encoder_for_two_inputs_and_gradients_that_are_there(towers: Any) -> None:
-    """They are added, as those of backward()."""
+    """Gradients of both inputs add to existing gradients, as backward() adds them."""
     results = []
     batch = pairs()
     for run in (it.grad_cache, in_one_graph):
@@ -152,7 +153,8 @@ def test_a_frozen_encoder_runs_once(towers: Any, loss: Any) -> None:
 
 
 def test_autocast(towers: Any) -> None:
-    """It keeps converted weights: those of the first pass have no graph."""
+    """Autocast's cache of converted weights from the first pass, which has no graph, is not
+    used."""
     results = []
     batch = pairs(torch.float32)
     for run in (it.grad_cache, in_one_graph):

@@ -37,12 +37,12 @@ NAMES = (
 
 def _function(name: str) -> Any:
     function = getattr(np, name)
-    return lambda *given, **options: apply(function, *given, **options)
+    return lambda *args, **options: apply(function, *args, **options)
 
 
 globals().update({name: _function(name) for name in FUNCTIONS.split()})
 globals().update({name: getattr(np, name) for name in NAMES.split()})
-linalg = SimpleNamespace(norm=lambda *given, **options: apply(np.linalg.norm, *given, **options))
+linalg = SimpleNamespace(norm=lambda *args, **options: apply(np.linalg.norm, *args, **options))
 lib = SimpleNamespace(
     stride_tricks=SimpleNamespace(
         as_strided=lambda z, shape, strides: ndarray(shape, z.dtype, z.data, strides)
@@ -91,12 +91,12 @@ def ones_like(like: ndarray, dtype: Any = None) -> ndarray:
     return ones(like.shape, like.dtype if dtype is None else dtype)
 
 
-def arange(*given: Any, **options: Any) -> ndarray:
-    return on_device(np.arange(*given, **options))
+def arange(*args: Any, **options: Any) -> ndarray:
+    return on_device(np.arange(*args, **options))
 
 
-def linspace(*given: Any, **options: Any) -> ndarray:
-    return on_device(np.linspace(*given, **options))
+def linspace(*args: Any, **options: Any) -> ndarray:
+    return on_device(np.linspace(*args, **options))
 
 
 # -- to and from the host

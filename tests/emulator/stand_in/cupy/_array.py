@@ -127,7 +127,7 @@ class ndarray:
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("Non-scalar numpy.ndarray cannot be used for fill")
-        run(lambda to, at, of: operator.setitem(to, at, of), self, _index(index), value)
+        run(lambda to, at, values: operator.setitem(to, at, values), self, _index(index), value)
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
@@ -163,8 +163,8 @@ class ndarray:
 
 
 def _method(name: str) -> Callable[..., Any]:
-    return lambda self, *given, **options: apply(
-        lambda z, *more: getattr(z, name)(*more, **options), self, *given
+    return lambda self, *operands, **options: apply(
+        lambda z, *more: getattr(z, name)(*more, **options), self, *operands
     )
 
 
@@ -174,20 +174,32 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
               "xor", "lshift", "rshift"):  # fmt: skip
     _function = getattr(operator, _name)
     _plain = _name.rstrip("_")
-    setattr(ndarray, f"__{_plain}__", lambda self, other, of=_function: apply(of, self, other))
-    setattr(ndarray, f"__r{_plain}__", lambda self, other, of=_function: apply(of, other, self))
+    setattr(
+        ndarray,
+        f"__{_plain}__",
+        lambda self, other, function=_function: apply(function, self, other),
+    )
+    setattr(
+        ndarray,
+        f"__r{_plain}__",
+        lambda self, other, function=_function: apply(function, other, self),
+    )
 
-    def _in_place(self: ndarray, other: Any, of: Any = _function) -> ndarray:
-        run(lambda to, more: np.copyto(to, of(to, more), casting="same_kind"), self, other)
+    def _in_place(self: ndarray, other: Any, function: Any = _function) -> ndarray:
+        run(lambda to, more: np.copyto(to, function(to, more), casting="same_kind"), self, other)
         return self
 
     setattr(ndarray, f"__i{_plain}__", _in_place)
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _function = getattr(operator, _name)
-    setattr(ndarray, f"__{_name}__", lambda self, other, of=_function: apply(of, self, other))
+    setattr(
+        ndarray,
+        f"__{_name}__",
+        lambda self, other, function=_function: apply(function, self, other),
+    )
 for _name in ("neg", "pos", "abs", "invert"):
     _function = getattr(operator, _name)
-    setattr(ndarray, f"__{_name}__", lambda self, of=_function: apply(of, self))
+    setattr(ndarray, f"__{_name}__", lambda self, function=_function: apply(function, self))
 ndarray.__hash__ = None  # type: ignore[assignment]
 
 
@@ -220,17 +232,17 @@ def _has_arrays(index: Any) -> bool:
 
 def _index(index: Any) -> Any:
     """Arrays of the host may be indices."""
-    given = index if isinstance(index, tuple) else (index,)
+    indices = index if isinstance(index, tuple) else (index,)
     parts = tuple(
-        on_device(np.asarray(p)) if isinstance(p, np.ndarray | list) else p for p in given
+        on_device(np.asarray(p)) if isinstance(p, np.ndarray | list) else p for p in indices
     )
     return parts if isinstance(index, tuple) else parts[0]
 
 
-def viewed(of: ndarray, host: Any) -> Any:
+def viewed(owner: ndarray, host: Any) -> Any:
     """An array on the same memory."""
-    offset = host.__array_interface__["data"][0] - of.data.ptr if host.size else 0
-    return ndarray._of(host, of.data + offset)
+    offset = host.__array_interface__["data"][0] - owner.data.ptr if host.size else 0
+    return ndarray._of(host, owner.data + offset)
 
 
 def on_device(values: np.ndarray, order: str = "K") -> ndarray:
@@ -259,9 +271,9 @@ def host_values(part: Any) -> Any:
     return part
 
 
-def run(function: Callable[..., Any], *given: Any) -> None:
-    """What writes to arrays that are there, on the current stream."""
-    values = host_values(given)
+def run(function: Callable[..., Any], *operands: Any) -> None:
+    """Run a function that writes to existing arrays, on the current stream."""
+    values = host_values(operands)
 
     def work() -> None:
         with np.errstate(all="ignore"):
@@ -270,12 +282,12 @@ def run(function: Callable[..., Any], *given: Any) -> None:
     streams.get_current_stream().submit(work)
 
 
-def apply(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+def apply(function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
     """An operation on the current stream, and its result on the device. Shapes and dtypes must not
     depend on what arrays hold if the stream is being captured."""
     out = options.pop("out", None)
     out = out[0] if isinstance(out, tuple) else out
-    values, options = host_values(given), {k: host_values(v) for k, v in options.items()}
+    values, options = host_values(operands), {k: host_values(v) for k, v in options.items()}
     stream = streams.get_current_stream()
     stream.finish()  # NumPy reads the operands now, so earlier work has to be done
 
@@ -284,7 +296,7 @@ def apply(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
             return function(*values, **options)
 
     result = computed()  # of a stream under capture: for its shape and dtype
-    arrays = [z for z in _flat(given) if isinstance(z, ndarray)]
+    arrays = [z for z in _flat(operands) if isinstance(z, ndarray)]
     if out is not None:
         run(lambda to: np.copyto(to, computed(), casting="same_kind"), out)
         return out
@@ -303,14 +315,14 @@ def _flat(part: Any) -> list[Any]:
     return [part]
 
 
-def _result(result: Any, given: list[ndarray], computed: Callable[[], Any]) -> Any:
+def _result(result: Any, operands: list[ndarray], computed: Callable[[], Any]) -> Any:
     """A view where NumPy has made one."""
     if not isinstance(result, np.ndarray | np.generic):
         return result
     result = np.asarray(result)
     if result.size:
         start = result.__array_interface__["data"][0]
-        for array in given:
+        for array in operands:
             memory_of = array.data.mem
             if memory_of.ptr <= start < memory_of.ptr + memory_of.size:
                 return viewed(array, result)

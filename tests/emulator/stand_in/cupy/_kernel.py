@@ -70,7 +70,7 @@ class RawKernel:
 
     @property
     def attributes(self) -> dict[str, int]:
-        """Without those of machine code."""
+        """CuPy's attributes of a kernel, without those that machine code decides."""
         return {"max_dynamic_shared_size_bytes": self.max_dynamic_shared_size_bytes}
 
     @property
@@ -81,8 +81,8 @@ class RawKernel:
     def max_dynamic_shared_size_bytes(self, size: int) -> None:
         self.kernel.max_shared = size
 
-    def __call__(self, *given: Any, **options: Any) -> None:
-        self.kernel(*given, **options)
+    def __call__(self, *args: Any, **options: Any) -> None:
+        self.kernel(*args, **options)
 
 
 class ElementwiseKernel:
@@ -107,9 +107,9 @@ class ElementwiseKernel:
             f"if (i >= size) return;\n{' '.join(lines)}\n{operation};\n}}\n"
         )
 
-    def __call__(self, *given: Any, size: int | None = None) -> Any:
-        inputs = list(given[: len(self._inputs)])
-        outputs = list(given[len(self._inputs) :])
+    def __call__(self, *args: Any, size: int | None = None) -> Any:
+        inputs = list(args[: len(self._inputs)])
+        outputs = list(args[len(self._inputs) :])
         arrays = [
             z.shape for z, (*_, raw) in zip(inputs, self._inputs, strict=True)
             if isinstance(z, ndarray) and not raw

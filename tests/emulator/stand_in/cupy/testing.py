@@ -11,8 +11,8 @@ def _host(array: Any) -> Any:
     return array.get() if isinstance(array, _array.ndarray) else array
 
 
-def assert_allclose(actual: Any, desired: Any, *given: Any, **options: Any) -> None:
-    np.testing.assert_allclose(_host(actual), _host(desired), *given, **options)
+def assert_allclose(actual: Any, desired: Any, *args: Any, **options: Any) -> None:
+    np.testing.assert_allclose(_host(actual), _host(desired), *args, **options)
 
 
 def assert_array_equal(actual: Any, desired: Any, **options: Any) -> None:

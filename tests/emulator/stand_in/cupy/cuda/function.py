@@ -44,7 +44,7 @@ class Function:
         self, grid: int, block: int, shared: int, values: list[bytes], stream: int,
         cooperative: bool,
     ) -> None:  # fmt: skip
-        """With the bytes of each parameter."""
+        """Launch the kernel. `values` has the bytes of each parameter."""
         sizes = self._kernel.sizes
         if shared > self.max_shared:
             raise runtime.CUDARuntimeError(

@@ -130,7 +130,7 @@ Stream.null = Stream(null=True)
 
 
 class Graph:
-    """What a stream was asked for while it was captured."""
+    """The work that a captured stream was asked for."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
