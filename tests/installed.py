@@ -35,8 +35,8 @@ def main() -> None:
     assert abs(out.loss - exact) < 1e-6 * exact, (out.loss, exact)
 
     command = Path(sys.executable).with_name("infonce")
-    said = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
-    assert "explain" in said, said
+    output = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
+    assert "explain" in output, output
     print(f"{package}: {about['Version']}, loss {out.loss:.6f}, {len(sources)} CUDA sources")
 
 

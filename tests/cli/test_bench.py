@@ -137,9 +137,9 @@ def test_record_is_written_though_nobody_reads_the_table(tmp_path):
 
 def test_bench_options(tmp_path):
     for bad in ("7", "abc", "0", "-1", "1e3", "64,", "", "1.5", "64 128"):
-        said = fail("bench", "--sizes", bad)
-        assert "'--sizes': expected even numbers of rows from 2, as in 1024,4096,8192" in said
-        assert f"got {bad.split(',')[-1]!r}" in said
+        error = fail("bench", "--sizes", bad)
+        assert "'--sizes': expected even numbers of rows from 2, as in 1024,4096,8192" in error
+        assert f"got {bad.split(',')[-1]!r}" in error
     assert "got 64 more than once" in fail("bench", "--sizes", "64,32,64")
     assert "got numpy more than once" in fail("bench", "--methods", "numpy,fused,numpy")
     assert "got 'numba'" in fail("bench", "--methods", "numpy,numba")
@@ -156,8 +156,8 @@ def test_bench_options(tmp_path):
 @pytest.mark.extras
 @pytest.mark.skipif(not MISSING, reason="there is a GPU")
 def test_bench_without_a_gpu(monkeypatch):
-    said = fail("bench", "--gpu", "--sizes", 32)
-    assert "expected a GPU that CuPy can use" in said
+    error = fail("bench", "--gpu", "--sizes", 32)
+    assert "expected a GPU that CuPy can use" in error
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert "pip install 'infonce-kernels[cuda13]'" in fail("bench", "--gpu", "--sizes", 32)
     assert "with --gpu, got 'numpy'" in fail("bench", "--gpu", "--methods", "products,numpy")

@@ -107,8 +107,8 @@ def test_demo_is_refused_or_interrupted_whole(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     fail("demo", "--output", tmp_path / "file" / "demo.png")
     fail("demo", "--output", tmp_path)
-    said = fail("demo", "--temperature", 0, "--output", tmp_path / "demo.png")
-    assert "--temperature: expected at least 0.01, got 0.0" in said
+    error = fail("demo", "--temperature", 0, "--output", tmp_path / "demo.png")
+    assert "--temperature: expected at least 0.01, got 0.0" in error
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -173,12 +173,12 @@ def test_compile_says_what_it_compiled(monkeypatch):
     libraries = dict.fromkeys(("NVRTC", "cuBLAS", "NCCL"), "available")
     monkeypatch.setattr(info, "_cuda_libraries", lambda: libraries)
     monkeypatch.setattr(info, "_transports", lambda on_gpu: {})
-    for seconds, said in (({}, "were in the cache"), ({"lse.cu": 1.5}, "")):
+    for seconds, note in (({}, "were in the cache"), ({"lse.cu": 1.5}, "")):
         monkeypatch.setattr(info, "_compile_common_calls", lambda seconds=seconds: seconds)
         result = run("info", "--compile")
         assert result.exit_code == 0
-        assert said in result.stderr
-        assert bool(said) == bool(result.stderr)
+        assert note in result.stderr
+        assert bool(note) == bool(result.stderr)
         assert ("lse.cu: 1.5 s" in result.stdout) == bool(seconds)
 
 

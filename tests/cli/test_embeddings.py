@@ -90,5 +90,5 @@ def test_parquet_that_is_no_embeddings(pair, tmp_path):
         "inner": "expected numbers in all rows of 'z', got nulls",
         "broken": "broken.parquet: not a whole .parquet file",
     }.items():
-        said = fail("loss", tmp_path / f"{name}.parquet", pair[1], "--scale", 1)
-        assert words in said
+        error = fail("loss", tmp_path / f"{name}.parquet", pair[1], "--scale", 1)
+        assert words in error

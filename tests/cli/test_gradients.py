@@ -67,8 +67,8 @@ def test_nothing_is_overwritten_without_force(pair, tmp_path, existing):
 def test_folder_that_cannot_be_written(pair, tmp_path, monkeypatch):
     base = ("loss", *pair[:2], "--scale", 2, "--grad-out")
     monkeypatch.setattr(loss_command, "open_embeddings", None)  # refused before anything is read
-    said = fail(*base, pair[0] / "out")  # under a regular file: not even root can
-    assert "image.npy: expected a folder that exists" in said
+    error = fail(*base, pair[0] / "out")  # under a regular file: not even root can
+    assert "image.npy: expected a folder that exists" in error
     parent = tmp_path / "no" / "such"
     assert f"{parent}: expected a folder that exists" in fail(*base, parent / "parent")
     assert "expected a folder, got a file" in fail(*base, pair[0])
@@ -93,8 +93,8 @@ def test_inputs_are_not_overwritten(pair, tmp_path, monkeypatch):
         (tmp_path / "link", text, (tmp_path / "text.npz:u", text, "--loss", "clip")),
         (shards, shards, (image, shards)),
     ):
-        said = fail(*base, folder, *name)
-        assert f"--grad-out: expected another folder, {source} is an input" in said
+        error = fail(*base, folder, *name)
+        assert f"--grad-out: expected another folder, {source} is an input" in error
     monkeypatch.undo()
     succeed(*base, shards / "gradients", image, shards)  # is no shard
     assert sorted(path.name for path in shards.iterdir()) == ["gradients", "part_0.npy"]
@@ -153,8 +153,8 @@ def test_failed_commit_leaves_nothing(pair, tmp_path, monkeypatch):
 
     monkeypatch.setattr(gradient_files, "_sync", full)
     out = tmp_path / "out"
-    said = fail("loss", *pair[:2], "--scale", 2, "--grad-out", out, code=1)
-    assert "No space left" in said
+    error = fail("loss", *pair[:2], "--scale", 2, "--grad-out", out, code=1)
+    assert "No space left" in error
     assert not out.exists()
 
 
@@ -175,11 +175,11 @@ def test_ctrl_c(tmp_path):
             time.sleep(0.02)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
         process.stderr.close()
     assert process.returncode == 130
-    assert said == "infonce: interrupted\n"
+    assert output == "infonce: interrupted\n"
     assert not out.exists()

@@ -116,8 +116,8 @@ def test_not_finite_is_null_and_fails(pair):
 def test_many_rows_not_finite_are_a_few_in_the_message(pair):
     image, text, u, _ = pair
     np.save(image, u * np.nan)
-    said = run("loss", image, text, "--scale", 1).stderr
-    assert said.endswith("in 48 of 48 rows: 0, 1, 2, 3, 4, ...\n")
+    output = run("loss", image, text, "--scale", 1).stderr
+    assert output.endswith("in 48 of 48 rows: 0, 1, 2, 3, 4, ...\n")
 
 
 @pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
@@ -188,10 +188,10 @@ def test_sizes_as_tables_show_them():
 
 @pytest.mark.parametrize("text", ["3 apples", "1.5.2GiB", "-1", "", "GiB", "1 G"])
 def test_bad_size(pair, text):
-    said = fail("loss", *pair[:2], "--scale", 1, "--workspace", text)
-    assert "'--workspace'" in said
-    assert "(B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)" in said
-    assert f"got {text!r}" in said
+    error = fail("loss", *pair[:2], "--scale", 1, "--workspace", text)
+    assert "'--workspace'" in error
+    assert "(B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)" in error
+    assert f"got {text!r}" in error
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -306,8 +306,8 @@ def test_bad_inputs(pair, tmp_path):
     out = tmp_path / "out"
     for name, message in bad_inputs(tmp_path, pair[2]).items():
         base = ("loss", tmp_path / name, pair[1], "--scale", 1, "--grad-out", out)
-        said = fail(*base)
-        assert message in said, (name, said)
+        error = fail(*base)
+        assert message in error, (name, error)
         assert not out.exists(), name
 
 
@@ -319,8 +319,8 @@ def test_names_that_are_no_file(pair, tmp_path):
     base = ("loss", *pair[:2], "--scale", 1, "--loss", "info_nce")
     missing = tmp_path / "missing.npy"
     for option in ("--labels", "--ids"):
-        said = fail(*base, option, missing)
-        assert said == f"infonce: error: {missing}: no such file or folder\n"
+        error = fail(*base, option, missing)
+        assert error == f"infonce: error: {missing}: no such file or folder\n"
 
 
 def test_any_name_of_a_npy_file(pair, tmp_path):
@@ -334,8 +334,8 @@ def test_file_that_may_not_be_read(pair, monkeypatch):
         raise PermissionError(13, "Permission denied", os.fspath(path))
 
     monkeypatch.setattr(np.lib.format, "open_memmap", refused)  # root may read everything
-    said = fail("loss", *pair[:2], "--scale", 1)
-    assert said == f"infonce: error: {pair[0]}: Permission denied\n"
+    error = fail("loss", *pair[:2], "--scale", 1)
+    assert error == f"infonce: error: {pair[0]}: Permission denied\n"
 
 
 def test_bad_options(pair, tmp_path):
@@ -349,8 +349,8 @@ def test_bad_options(pair, tmp_path):
     assert "need --grad-out" in fail(*base, "--scale", 1, "--force")
     assert "No such option" in fail(*base, "--scael", 1)
     assert f"--ids ({pair[0]}): expected integers" in fail(*base, "--scale", 1, "--ids", pair[0])
-    said = fail(*base, "--scale", 1, "--loss", "info_nce", "--labels", pair[0])
-    assert f"--labels ({pair[0]}): expected integers" in said
+    error = fail(*base, "--scale", 1, "--loss", "info_nce", "--labels", pair[0])
+    assert f"--labels ({pair[0]}): expected integers" in error
     assert "error: --workspace" in fail(*base, "--scale", 1, "--workspace", "0")
     assert "workspace" in fail(*base, "--scale", 1, "--workspace", "4")
     fail("lose")
@@ -369,8 +369,8 @@ def test_a_real_failure_has_no_traceback(tmp_path):
 def test_missing_library_names_its_extra(pair, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     (tmp_path / "u.safetensors").touch()
-    said = fail("loss", tmp_path / "u.safetensors", pair[1], "--scale", 1)
-    assert "pip install 'infonce-kernels[safetensors]'" in said
+    error = fail("loss", tmp_path / "u.safetensors", pair[1], "--scale", 1)
+    assert "pip install 'infonce-kernels[safetensors]'" in error
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert "pip install 'infonce-kernels[demo]'" in fail("demo", "--output", tmp_path / "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

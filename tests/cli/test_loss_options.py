@@ -32,35 +32,35 @@ def report(*arguments):
 def test_options_are_those_of_the_functions(pair, files):
     image, text, u, v = pair
     flags = ("--margin", 0.2, "--hardness", 1.5, "--decoupled", "--false-negative-margin", 9.0)
-    said = report(image, text, *flags, "--weights", files["weights"])
+    result = report(image, text, *flags, "--weights", files["weights"])
     options = {"margin": 0.2, "hardness": 1.5, "decoupled": True, "false_negative_margin": 9.0}
     expected = reference.clip(u, v, scale=3.0, weights=WEIGHTS / WEIGHTS.sum(), **options)
-    assert close(said["value"]["total"], expected.loss)
-    assert said["options"] == options | {
+    assert close(result["value"]["total"], expected.loss)
+    assert result["options"] == options | {
         "temperature": None, "scale": 3.0, "normalize": False, "label_smoothing": 0.0,
         "guide_margin": 0.0,
         "weights": str(files["weights"]),
     }  # fmt: skip
-    assert said["retrieval"] is None  # the logits are others
-    said = report(image, text, "--label-smoothing", 0.1, "--key-bias", files["key_bias"])
+    assert result["retrieval"] is None  # the logits are others
+    result = report(image, text, "--label-smoothing", 0.1, "--key-bias", files["key_bias"])
     expected = reference.clip(u, v, scale=3.0, label_smoothing=0.1, key_bias=BIASES)
-    assert close(said["value"]["total"], expected.loss)
-    assert said["retrieval"] is None
-    said = report(image, text, "--hardness", 1.5)
-    assert said["retrieval"] == report(image, text)["retrieval"]
+    assert close(result["value"]["total"], expected.loss)
+    assert result["retrieval"] is None
+    result = report(image, text, "--hardness", 1.5)
+    assert result["retrieval"] == report(image, text)["retrieval"]
 
 
 def test_losses_of_classes_and_of_joint_rows(pair, files, tmp_path):
     image, text, u, v = pair
-    said = report(image, "--loss", "sup_con", "--labels", files["labels"],
+    result = report(image, "--loss", "sup_con", "--labels", files["labels"],
                   "--grad-out", tmp_path / "out")  # fmt: skip
     expected = reference.sup_con(u, labels=LABELS, scale=3.0)
-    assert close(said["value"]["total"], expected.loss)
-    assert close(said["lse"]["rows"]["mean"], expected.lse.mean())
+    assert close(result["value"]["total"], expected.loss)
+    assert close(result["lse"]["rows"]["mean"], expected.lse.mean())
     gradient = np.load(tmp_path / "out" / "features.npy")
     np.testing.assert_allclose(gradient, expected.grads["features"], rtol=1e-4, atol=1e-6)
-    said = report(image, text, "--loss", "gte", "--margin", 0.1)
-    assert close(said["value"]["total"], reference.gte(u, v, scale=3.0, margin=0.1).loss)
+    result = report(image, text, "--loss", "gte", "--margin", 0.1)
+    assert close(result["value"]["total"], reference.gte(u, v, scale=3.0, margin=0.1).loss)
 
 
 def test_several_positives_or_none(pair, tmp_path):
@@ -69,19 +69,19 @@ def test_several_positives_or_none(pair, tmp_path):
     for labels in (np.stack([np.arange(M), LABELS], axis=1), LABELS):
         np.save(tmp_path / "sets.npy", labels)
         base = (image, text, "--loss", "info_nce", "--labels", tmp_path / "sets.npy")
-        said = report(*base)
+        result = report(*base)
         expected = reference.info_nce(u, v, labels=labels, scale=3.0)
-        assert close(said["value"]["total"], expected.loss)
-        assert said["retrieval"] is None
+        assert close(result["value"]["total"], expected.loss)
+        assert result["retrieval"] is None
         assert "--metrics: expected one positive a row" in fail(
             "loss", *base, "--scale", 3, "--metrics"
         )
 
 
-def repeated(said):
+def repeated(report):
     """The loss that the function returns for what a report says of the inputs and options."""
-    features = [np.load(file["source"]) for file in said["inputs"].values()]
-    options = {name: value for name, value in said["options"].items() if value is not None}
+    features = [np.load(file["source"]) for file in report["inputs"].values()]
+    options = {name: value for name, value in report["options"].items() if value is not None}
     if "temperature" in options:
         del options["scale"]
     for name in {"weights", "key_bias", "labels"} & options.keys():
@@ -89,7 +89,7 @@ def repeated(said):
     if "ids" in options:
         ids = [np.load(path) for path in options["ids"]]
         options["ids"] = ids[0] if len(ids) == 1 else tuple(ids)
-    return getattr(infonce, f"{said['loss']}_loss")(*features, **options)
+    return getattr(infonce, f"{report['loss']}_loss")(*features, **options)
 
 
 def test_json_has_all_that_the_loss_depends_on(pair, files, tmp_path):
@@ -107,8 +107,8 @@ def test_json_has_all_that_the_loss_depends_on(pair, files, tmp_path):
          "--false-negative-margin", 0.1),
     ]  # fmt: skip
     for call in calls:
-        said = json.loads(succeed("loss", *pair[:2], *call, "--json"))
-        assert close(said["value"]["total"], repeated(said)), call
+        result = json.loads(succeed("loss", *pair[:2], *call, "--json"))
+        assert close(result["value"]["total"], repeated(result)), call
     out = ("--grad-out", tmp_path / "out", "--grad-dtype", "float64")
     assert report(*pair[:2], *out)["options"]["grad_dtype"] == "float64"
 
@@ -150,13 +150,13 @@ def test_bad_options(pair, files, tmp_path):
         assert message in fail(*base, *options)
     assert "sup_con: expected --labels" in fail("loss", image, "--loss", "sup_con", "--scale", 1)
     np.save(tmp_path / "words.npy", np.array(["a"] * M))
-    said = fail(*base, "--loss", "info_nce", "--labels", tmp_path / "words.npy")
-    assert "expected integers, got dtype <U1" in said
+    error = fail(*base, "--loss", "info_nce", "--labels", tmp_path / "words.npy")
+    assert "expected integers, got dtype <U1" in error
     out = tmp_path / "weights"
     out.mkdir()
     files["weights"].rename(out / "image.npy")
-    said = fail(*base, "--weights", out / "image.npy", "--grad-out", out, "--force")
-    assert "image.npy is an input" in said
+    error = fail(*base, "--weights", out / "image.npy", "--grad-out", out, "--force")
+    assert "image.npy is an input" in error
 
 
 def test_no_negatives(tmp_path):
@@ -174,10 +174,10 @@ def test_labels_and_ids_of_64_bits(pair, tmp_path):
     classes = np.arange(M) % 5
     np.save(tmp_path / "hashes.npy", classes.astype(np.uint64) * np.uint64(2**62 - 1))
     expected = reference.sup_con(u, labels=classes, scale=3.0)
-    said = report(image, "--loss", "sup_con", "--labels", tmp_path / "hashes.npy")
-    assert close(said["value"]["total"], expected.loss)
-    said = report(image, text, "--ids", tmp_path / "hashes.npy")
-    assert close(said["value"]["total"], reference.clip(u, v, scale=3.0, ids=classes).loss)
+    result = report(image, "--loss", "sup_con", "--labels", tmp_path / "hashes.npy")
+    assert close(result["value"]["total"], expected.loss)
+    result = report(image, text, "--ids", tmp_path / "hashes.npy")
+    assert close(result["value"]["total"], reference.clip(u, v, scale=3.0, ids=classes).loss)
     np.save(tmp_path / "eye.npy", np.eye(M, dtype=np.int64))
     words = fail("loss", image, text, "--loss", "info_nce", "--labels", tmp_path / "eye.npy",
                  "--scale", 3)  # fmt: skip
@@ -191,13 +191,13 @@ def test_guides_are_embeddings_of_files(pair, tmp_path):
     for path, z in zip(paths, guide, strict=True):
         np.save(path, z)
     flags = ("--guide", paths[0], "--guide", paths[1], "--guide-margin", 0.3)
-    said = report(image, text, *flags)
+    result = report(image, text, *flags)
     expected = reference.clip(u, v, scale=3.0, guide=tuple(guide), guide_margin=0.3)
-    assert close(said["value"]["total"], expected.loss)
+    assert close(result["value"]["total"], expected.loss)
     assert expected.loss != reference.clip(u, v, scale=3.0).loss
-    assert said["options"]["guide"] == list(map(str, paths))
-    assert said["options"]["guide_margin"] == 0.3
-    assert said["retrieval"] is None
+    assert result["options"]["guide"] == list(map(str, paths))
+    assert result["options"]["guide_margin"] == 0.3
+    assert result["retrieval"] is None
     assert "--guide: expected 2 for clip, got 1" in fail("loss", image, text, *flags[:2])
     np.save(paths[1], guide[1, :3])
     words = "expected shape"
@@ -212,24 +212,24 @@ def test_a_teacher_has_embeddings_of_files(pair, tmp_path):
         np.save(path, z)
     flags = ["--loss", "distill", *(word for option in paths.items() for word in option)]
     for two_sided, more in ((True, []), (False, ["--no-two-sided"])):
-        said = report(image, text, *flags, "--teacher-scale", 2.0, *more, "--grad-out",
+        result = report(image, text, *flags, "--teacher-scale", 2.0, *more, "--grad-out",
                       tmp_path / str(two_sided))  # fmt: skip
         expected = reference.distill(
             u, v, *teacher, scale=3.0, teacher_scale=2.0, two_sided=two_sided
         )
-        assert close(said["value"]["total"], expected.loss)
+        assert close(result["value"]["total"], expected.loss)
         gradient = np.load(tmp_path / str(two_sided) / "key.npy")
         np.testing.assert_allclose(gradient, expected.grads["key"], rtol=1e-5, atol=1e-7)
-        assert said["options"]["teacher_key"] == str(paths["--teacher-key"])
-        assert said["options"]["teacher_scale"] == 2.0
+        assert result["options"]["teacher_key"] == str(paths["--teacher-key"])
+        assert result["options"]["teacher_scale"] == 2.0
     assert "--teacher-key is of distill" in fail("loss", image, text, *flags[4:])
     words = "distill: expected --teacher-query and --teacher-key"
     assert words in fail("loss", image, text, *flags[:4])
-    said = fail("loss", image, text, *flags, "--scale", 3, "--teacher-scale", -1)
-    assert "--teacher-scale: expected a positive number, got -1.0" in said
+    result = fail("loss", image, text, *flags, "--scale", 3, "--teacher-scale", -1)
+    assert "--teacher-scale: expected a positive number, got -1.0" in result
     np.save(paths["--teacher-key"], teacher[1][:3])
-    said = fail("loss", image, text, *flags, "--scale", 3)
-    assert re.search(r"--teacher-key \(.*tk.npy\): expected shape", said)
+    result = fail("loss", image, text, *flags, "--scale", 3)
+    assert re.search(r"--teacher-key \(.*tk.npy\): expected shape", result)
 
 
 def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
@@ -241,23 +241,23 @@ def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
         np.save(tmp_path / f"{name}.npy", array)
     own, mask, ids = (tmp_path / f"{name}.npy" for name in arrays)
     arguments = ("--loss", "info_nce", "--own", own, "--own-mask", mask, "--no-in-batch")
-    said = report(image, text, *arguments, "--grad-out", tmp_path / "out")
+    result = report(image, text, *arguments, "--grad-out", tmp_path / "out")
     expected = reference.info_nce(
         u, v, own=arrays["own"], own_mask=arrays["own_mask"], in_batch=False, scale=3.0
     )
-    assert close(said["value"]["total"], expected.loss)
+    assert close(result["value"]["total"], expected.loss)
     np.testing.assert_allclose(np.load(tmp_path / "out" / "own.npy"), expected.grads["own"],
                                rtol=1e-9, atol=1e-12)  # fmt: skip
-    assert said["options"]["own"] == str(own)
-    assert not said["options"]["in_batch"]
+    assert result["options"]["own"] == str(own)
+    assert not result["options"]["in_batch"]
     assert "--own-mask" in fail(
         "loss", image, text, *arguments[:2], "--own-mask", mask, "--scale", 3
     )
 
-    said = report(image, text, "--loss", "siglip", "--positive-ids", ids)
+    result = report(image, text, "--loss", "siglip", "--positive-ids", ids)
     both = (arrays["positive_ids"],) * 2
     expected = reference.siglip(u, v, scale=3.0, bias=-10.0, positive_ids=both)
-    assert close(said["value"]["total"], expected.loss)
+    assert close(result["value"]["total"], expected.loss)
 
     prefixes = ("--dims", f"2,{u.shape[1]}", "--dim-weights", "0.5,1")
     parts = (reference.clip(u[:, :d], v[:, :d], scale=3.0).loss for d in (2, u.shape[1]))

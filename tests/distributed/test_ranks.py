@@ -66,25 +66,25 @@ def run(
         checking(ranks, *checks, shell=shell), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, timeout=limit, env=ENVIRONMENT, check=False,
     )  # fmt: skip
-    said = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # colours of Open MPI's mpiexec
-    no_orphans(said)
-    return done.returncode, said
+    output = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # colours of Open MPI's mpiexec
+    no_orphans(output)
+    return done.returncode, output
 
 
-def no_orphans(said: str) -> None:
-    for process in map(int, re.findall(r"^process (\d+)$", said, re.MULTILINE)):
+def no_orphans(output: str) -> None:
+    for process in map(int, re.findall(r"^process (\d+)$", output, re.MULTILINE)):
         for _ in range(50):
             if not Path(f"/proc/{process}").exists():
                 break
             time.sleep(0.1)
-        assert not Path(f"/proc/{process}").exists(), f"process {process} is left behind\n{said}"
+        assert not Path(f"/proc/{process}").exists(), f"process {process} is left behind\n{output}"
 
 
 def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
-    status, said = run(ranks, *checks, limit=limit)
-    passed = Counter(re.findall(r"^passed (.*)$", said, re.MULTILINE))
-    assert passed == dict.fromkeys(checks, ranks), said
-    assert status == 0, said
+    status, output = run(ranks, *checks, limit=limit)
+    passed = Counter(re.findall(r"^passed (.*)$", output, re.MULTILINE))
+    assert passed == dict.fromkeys(checks, ranks), output
+    assert status == 0, output
 
 
 # What so many ranks do. They start once, which takes seconds a process
@@ -143,14 +143,14 @@ SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
 def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
     """The others, of its host and of another, say which rank and what, soon, and nobody stays."""
     ranks = 4 if exchange == "hierarchical" else 3
-    status, said = run(ranks, f"ranks_trouble:trouble:{what}:20:{exchange}", shell=SHELL)
+    status, output = run(ranks, f"ranks_trouble:trouble:{what}:20:{exchange}", shell=SHELL)
     assert status != 0
-    assert said.count("call 1") == ranks, said
+    assert output.count("call 1") == ranks, output
     for rank in (0, *range(2, ranks)):
-        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: {words}", said)
-        assert error is not None, said
-        assert float(error[1]) < 10, said
-        assert f"rank {rank} then: this communicator is out of step" in said
+        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: {words}", output)
+        assert error is not None, output
+        assert float(error[1]) < 10, output
+        assert f"rank {rank} then: this communicator is out of step" in output
 
 
 TROUBLES = ("killed", "exits", "hangs", "raises")
@@ -165,27 +165,27 @@ def test_rank_in_trouble_at_any_point(seed: int) -> None:
     ranks = 4 if exchange == "hierarchical" else 3
     culprit = choose.randrange(ranks)
     check = f"ranks_trouble:at_any_point:{what}:{culprit}:{seed}:{exchange}:{timeout:g}"
-    status, said = run(ranks, check, shell=SHELL)
+    status, output = run(ranks, check, shell=SHELL)
     assert status != 0
-    assert len(re.findall(rf"^rank {culprit} {what} at line", said, re.MULTILINE)) == 1, said
+    assert len(re.findall(rf"^rank {culprit} {what} at line", output, re.MULTILINE)) == 1, output
     for rank in {*range(ranks)} - {culprit}:
-        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
-        assert error is not None, said
+        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", output)
+        assert error is not None, output
         # one that hangs is named by ranks that have waited for it, or have been told so
         named = re.sub(r"^rank \d+ waited 5 s for ", "", error[2])
-        assert re.findall(r"rank (\d+)", named) == [str(culprit)], said
-        assert float(error[1]) < timeout + 1, said
+        assert re.findall(r"rank (\d+)", named) == [str(culprit)], output
+        assert float(error[1]) < timeout + 1, output
 
 
 @pytest.mark.parametrize("where", ["world", "another", "step"])
 def test_first_call_is_bounded(where: str) -> None:
     """A rank that misses the first call is named at the call's timeout."""
-    status, said = run(3, f"ranks_trouble:first:{where}:2", shell=SHELL, limit=40)
+    status, output = run(3, f"ranks_trouble:first:{where}:2", shell=SHELL, limit=40)
     assert status != 0
     for rank in (0, 2):
-        error = re.search(rf"rank {rank} after ([\d.]+) s: rank {rank} waited 2 s for", said)
-        assert error is not None, said
-        assert 2 <= float(error[1]) < 3, said
+        error = re.search(rf"rank {rank} after ([\d.]+) s: rank {rank} waited 2 s for", output)
+        assert error is not None, output
+        assert 2 <= float(error[1]) < 3, output
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather", "hierarchical"])
@@ -194,13 +194,13 @@ def test_rank_that_stops(exchange: str) -> None:
     if exchange == "hierarchical" and not THOROUGH:
         pytest.skip("the thorough profile runs it")
     ranks = 4 if exchange == "hierarchical" else 3
-    status, said = run(ranks, f"ranks_trouble:trouble:stopped:3:{exchange}", shell=SHELL)
+    status, output = run(ranks, f"ranks_trouble:trouble:stopped:3:{exchange}", shell=SHELL)
     assert status != 0
     for rank in (0, *range(2, ranks)):
-        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
-        assert error is not None, said
-        assert 2 < float(error[1]) < 8, said
-        assert "rank 1" in error[2], said
+        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", output)
+        assert error is not None, output
+        assert 2 < float(error[1]) < 8, output
+        assert "rank 1" in error[2], output
 
 
 def test_ctrl_c_ends_all_ranks() -> None:
@@ -209,17 +209,17 @@ def test_ctrl_c_ends_all_ranks() -> None:
         stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True,
     ) as job:  # fmt: skip
         assert job.stdout is not None
-        said = ""
-        while "now" not in said:
+        output = ""
+        while "now" not in output:
             line = job.stdout.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
         began = time.monotonic()
         os.killpg(job.pid, signal.SIGINT)
         rest, _ = job.communicate(timeout=30)
         assert time.monotonic() - began < 20
     assert job.returncode != 0
-    no_orphans(said + rest)
+    no_orphans(output + rest)
 
 
 @functools.cache
@@ -316,11 +316,11 @@ def test_rank_in_trouble_on_gpus(what: str, exchange: str, how: str) -> None:
     if what.startswith("stopped"):
         timeout, words, low, high = 3, ".*rank 1", 2, 8
     check = f"ranks_trouble:trouble:{what}:{timeout}:{exchange}:gpu:{how}"
-    status, said = run(2, check, shell=SHELL)
+    status, output = run(2, check, shell=SHELL)
     assert status != 0
-    error = re.search(rf"rank 0 after ([\d.]+) s: RankError: {words}", said)
-    assert error is not None, said
-    assert low < float(error[1]) < high, said
+    error = re.search(rf"rank 0 after ([\d.]+) s: RankError: {words}", output)
+    assert error is not None, output
+    assert low < float(error[1]) < high, output
 
 
 def test_demo() -> None:

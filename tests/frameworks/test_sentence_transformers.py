@@ -183,11 +183,11 @@ def test_sentence_transformers_over_ranks(tmp_path: Path) -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=180)[0] for process in processes]
+        outputs = [process.communicate(timeout=180)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
     for rank in range(2):
         out = torch.load(tmp_path / f"{rank}.pt")
         for case in range(len(OVER_RANKS)):

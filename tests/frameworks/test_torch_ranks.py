@@ -38,12 +38,12 @@ def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> Non
         for rank in range(size)
     ]
     try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     expected = [0, 3] if "failures" in cases else [0] * size
-    assert [p.returncode for p in processes] == expected, "\n".join(said)
+    assert [p.returncode for p in processes] == expected, "\n".join(outputs)
 
 
 def saved(folder: Path, case: str) -> list[Any]:
@@ -209,10 +209,12 @@ def test_gradient_caching_needs_as_many_chunks_on_all_ranks(two_ranks: Path) -> 
 
 
 def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:
-    (said,) = saved(two_ranks, "failures")
-    assert "width: expected the same on all ranks, got 3 on rank 0 and 4 on rank 1" in said["width"]
-    assert "after" not in said  # they are still in step
-    assert said["died"].startswith("rank 1 (process")
+    (errors,) = saved(two_ranks, "failures")
+    assert (
+        "width: expected the same on all ranks, got 3 on rank 0 and 4 on rank 1" in errors["width"]
+    )
+    assert "after" not in errors  # they are still in step
+    assert errors["died"].startswith("rank 1 (process")
 
 
 def test_first_call_is_bounded(tmp_path: Path) -> None:

@@ -254,10 +254,10 @@ def checked(tool: str, kernels: str, pattern: str, part: int, parts: int) -> dic
     )  # fmt: skip
     launched = re.search(r"^kernels: (.*)$", done.stdout, re.M)
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", done.stdout)
-    said = summary[-1] if summary else f"exit status {done.returncode}"
+    note = summary[-1] if summary else f"exit status {done.returncode}"
     killed = done.returncode != 0 and launched is None and "Traceback" not in done.stdout
     print(
-        f"{tool}, {kernels} kernels, part {part + 1} of {parts}: {said}"
+        f"{tool}, {kernels} kernels, part {part + 1} of {parts}: {note}"
         + killed * ", but the process ended early",
         flush=True,
     )

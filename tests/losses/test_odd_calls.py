@@ -83,15 +83,15 @@ def outcome(function: str, argument: str, value: Any) -> str | None:
     try:
         call(function, argument, value)
     except (TypeError, ValueError) as error:
-        said = str(error)
+        message = str(error)
     else:
         return None
     features = ("image", "text", "query", "key", "features")
     names = features if argument in features else (argument, "temperature, scale", f"{function}()")
-    assert said.startswith(names), said
-    assert "\n" not in said
-    assert len(said) < 500, said
-    return said
+    assert message.startswith(names), message
+    assert "\n" not in message
+    assert len(message) < 500, message
+    return message
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -32,7 +32,7 @@ def plots(notebook: Any) -> list[str]:
     return [o.data["image/png"] for o in outputs if "image/png" in o.get("data", {})]
 
 
-def said(notebook: Any) -> str:
+def printed(notebook: Any) -> str:
     outputs = (output for cell in code_cells(notebook) for output in cell.outputs)
     return "".join(o.text for o in outputs if o.output_type == "stream")
 
@@ -54,7 +54,7 @@ def test_committed_with_its_plots(path: Path) -> None:
     assert path.stat().st_size < 600_000
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error"]
-    assert "GPU" in said(notebook)
+    assert "GPU" in printed(notebook)
 
 
 @named
@@ -71,7 +71,7 @@ def test_runs_in_a_folder_of_its_own(path: Path, tmp_path: Path) -> None:
     # beside other tests: threads of BLAS that wait for a core cost more than they bring
     client.execute(env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     assert len(plots(notebook)) == recorded
-    assert "No GPU: skips" in said(notebook) or "GPU available" in said(notebook)
+    assert "No GPU: skips" in printed(notebook) or "GPU available" in printed(notebook)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 

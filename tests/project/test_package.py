@@ -56,11 +56,11 @@ def test_every_public_name_is_documented_and_typed() -> None:
 def test_a_name_that_is_not_there_tells_what_is(name: str, near: str) -> None:
     with pytest.raises(AttributeError) as caught:
         getattr(infonce, name)
-    said = str(caught.value)
-    assert said.startswith(f"module 'infonce' has no attribute {name!r}")
-    assert (f"(did you mean {near}" in said) == bool(near)
+    message = str(caught.value)
+    assert message.startswith(f"module 'infonce' has no attribute {name!r}")
+    assert (f"(did you mean {near}" in message) == bool(near)
     losses = ("clip", "distill", "gte", "info_nce", "lit", "nt_xent", "siglip", "sup_con")
-    assert said.endswith("losses are " + ", ".join(f"{loss}_loss" for loss in losses))
+    assert message.endswith("losses are " + ", ".join(f"{loss}_loss" for loss in losses))
 
 
 @pytest.mark.extras
@@ -74,16 +74,16 @@ def test_adapters_are_attributes(module: str) -> None:
         f"try: infonce.{module}.clip\n"
         "except AttributeError as error: print(loaded, function.__name__, error)"
     )
-    said = run(code)
-    assert said.startswith(f"False clip_loss module 'infonce.{module}' has no attribute 'clip'")
-    assert "clip_loss?)" in said
+    output = run(code)
+    assert output.startswith(f"False clip_loss module 'infonce.{module}' has no attribute 'clip'")
+    assert "clip_loss?)" in output
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])
 def test_a_framework_that_is_missing_is_named_with_its_extra(library: str) -> None:
     """Imports of the adapter and of its modules name the extra. `hasattr` is False."""
     inner = {"jax": "optax", "torch": "open_clip"}[library]
-    said = run(
+    output = run(
         f"import sys; sys.modules[{library!r}] = None\n"
         "import importlib, infonce\n"
         f"print(hasattr(infonce, {library!r}))\n"
@@ -93,9 +93,9 @@ def test_a_framework_that_is_missing_is_named_with_its_extra(library: str) -> No
         "    try: importlib.import_module(name)\n"
         "    except ModuleNotFoundError as error: print(error)\n"
     ).splitlines()
-    assert said[0] == "False"
-    assert len(said) == 4
-    for line in said[1:]:
+    assert output[0] == "False"
+    assert len(output) == 4
+    for line in output[1:]:
         assert f"needs {library}, which is not installed" in line
         assert line.endswith(f"pip install 'infonce-kernels[{library}]'")
 

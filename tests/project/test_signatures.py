@@ -62,7 +62,7 @@ def test_stubs_are_those_of_the_table(package: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+def mypy_output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """mypy's output for a user's file with right and wrong calls."""
     pytest.importorskip("mypy")
     folder = tmp_path_factory.mktemp("user")
@@ -76,10 +76,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
-def test_mypy_takes_right_calls_and_refuses_wrong_ones(said: str) -> None:
-    lines = {int(n): text for n, text in re.findall(r"train\.py:(\d+): error: (.*)", said)}
+def test_mypy_takes_right_calls_and_refuses_wrong_ones(mypy_output: str) -> None:
+    lines = {int(n): text for n, text in re.findall(r"train\.py:(\d+): error: (.*)", mypy_output)}
     first = len(PROGRAM.splitlines()) + 1
-    assert sorted(lines) == [*range(first, first + len(WRONG))], said
+    assert sorted(lines) == [*range(first, first + len(WRONG))], mypy_output
     for line, words in enumerate(WRONG.values(), first):
         assert words in lines[line]
 

@@ -205,14 +205,14 @@ def mismatch() -> None:
     for words, kind, call in bad_calls(RANK, SIZE):
         try:
             call()
-            said = "nothing"
+            note = "nothing"
         except (MemoryError, TypeError, ValueError) as error:
-            said = f"{type(error).__name__}: {error}"
-        everyone = COMM.allgather(said)
+            note = f"{type(error).__name__}: {error}"
+        everyone = COMM.allgather(note)
         assert len(set(everyone)) == 1, everyone
-        assert said.startswith(kind), said
+        assert note.startswith(kind), note
         for word in words.split():
-            assert word in said, f"{word!r} is not in {said!r}"
+            assert word in note, f"{word!r} is not in {note!r}"
         compare({"loss": "clip", "n": 9, "d": 3, "extra": 0, "seed": 1, "scale": 1.0,
                  "aligned": 0.0, "normalize": False, "ids": False, "labelled": False,
                  "reduction": "mean", "dtype": "float64"})  # fmt: skip

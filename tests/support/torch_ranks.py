@@ -287,48 +287,48 @@ def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
     distill = open_clip.DistillClipLoss(rank=rank, world_size=size)
     teacher = [2 * side.detach().flip(1) for side in rows]
     both = distill(*rows, 2.0, *teacher, 1.5)
-    said = ""
+    message = ""
     try:
         bank(*rows)
     except ValueError as error:
-        said = str(error)
+        message = str(error)
     results = {name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()}
     results["distill"] = [sum(both).detach(), *torch.autograd.grad(sum(both), rows)]
     on_cpu = {name: [value.cpu() for value in values] for name, values in results.items()}
-    return {"bank": bank.memory_bank.bank.cpu(), "unequal": said, **on_cpu}
+    return {"bank": bank.memory_bank.bank.cpu(), "unequal": message, **on_cpu}
 
 
 def failures(rank: int, size: int, device: str) -> dict[str, Any]:
     """Messages of the errors that a rank gets if another rank passes another width, or ends."""
-    said = {}
+    messages = {}
     for name, width in (("width", 3 + rank), ("after", 3)):
         z = torch.ones(4, width)
         try:
             it.clip_loss(z, z, scale=1.0, group=dist.group.WORLD)
         except ValueError as error:
-            said[name] = str(error)
+            messages[name] = str(error)
     try:
         if rank == 1:
             os._exit(3)  # without a message to the other ranks
         z = torch.ones(4, 3)
         it.clip_loss(z, z, scale=1.0, group=dist.group.WORLD, timeout=60)
     except RankError as error:
-        said["died"] = str(error)
-    return said
+        messages["died"] = str(error)
+    return messages
 
 
 def late(rank: int, size: int, device: str) -> dict[str, Any]:
     """The message and the time of the error of the first call, if another rank does not call."""
     z, began = torch.ones(4, 3), time.monotonic()
-    said = ""
+    message = ""
     try:
         if rank == 1:
             time.sleep(10)
         else:
             it.clip_loss(z, z, scale=1.0, group=dist.group.WORLD, timeout=2)
     except RankError as error:
-        said = str(error)
-    return {"said": said, "after": time.monotonic() - began}
+        message = str(error)
+    return {"said": message, "after": time.monotonic() - began}
 
 
 def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") -> None:

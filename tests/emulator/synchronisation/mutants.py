@@ -266,8 +266,8 @@ def main() -> int:
             if not verdict:
                 entry["reason"] = reason(mutant)
             results.append(entry)
-            said = verdict.get("noticed") or f"MISSED by {len(mine)} calls: {entry['reason']}"
-            print(f"{mutant.file}:{mutant.line}: {mutant.code[:60]}: {said}", flush=True)
+            note = verdict.get("noticed") or f"MISSED by {len(mine)} calls: {entry['reason']}"
+            print(f"{mutant.file}:{mutant.line}: {mutant.code[:60]}: {note}", flush=True)
     noticed = sum("noticed" in entry for entry in results)
     explained = sum(bool(entry.get("reason")) for entry in results)
     print(f"{noticed} of {len(results)} are noticed; {explained} more have their reason")

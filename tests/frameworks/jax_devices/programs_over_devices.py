@@ -111,9 +111,9 @@ def page() -> None:
     text = text.partition("### Over devices")[2].partition("\n## ")[0]
     trained, global_arrays = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         exec(trained, names)
-    assert said.getvalue().count("\n") == 30
+    assert output.getvalue().count("\n") == 30
     assert names["value"] < 0.5
     image, text = names["batch"]
     exec(global_arrays, names)
@@ -175,9 +175,9 @@ def refused() -> None:
 
 def not_a_number() -> None:
     """Values that only the running program knows make NaN on all devices, and a line of the log."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("infonce.jax").addHandler(handler)
     logging.getLogger("infonce.jax").propagate = False
     z, n = features("clip"), 6 * R
@@ -187,28 +187,28 @@ def not_a_number() -> None:
         warnings.simplefilter("error")  # of norms, on one device, would leave the others waiting
         assert np.isfinite(jax.jit(lambda z: clip(9 * z[0], z[1], scale=3.0))(z))
     assert np.isnan(jax.jit(lambda z: clip(*z, scale=3.0))(bad))
-    assert not said
+    assert not messages
     step = jax.jit(jax.value_and_grad(lambda z, labels: info_nce(*z, labels, scale=3.0)))
     value, grads = step(z, jnp.arange(n).at[n - 1].set(n))
     assert np.isnan(value)
     assert np.isnan(grads[1]).all()
-    assert said == [
+    assert messages == [
         f"info_nce_loss: the loss is NaN: ValueError: labels: expected values in [0, {n}), or "
         f"negative ones for none, got {n} at position 5"
     ]
     close("the same program, with labels in range", step(z, jnp.arange(n))[0],
           one("info_nce", z, {"scale": 3.0}, {}))  # fmt: skip
-    del said[:]
+    del messages[:]
     step = jax.jit(lambda z, s: clip(*z, scale=s))
     assert np.isnan(step(z, -1.0))
-    assert len(said) == R
-    assert "scale: expected" in said[0]
-    del said[:]
+    assert len(messages) == R
+    assert "scale: expected" in messages[0]
+    del messages[:]
     views = ij.sharded(ij.nt_xent_loss, MESH, "data")
     assert np.isnan(
         jax.jit(lambda z, y: views(z, labels=y, scale=3.0))(z[0], (jnp.arange(n) + 1) % n)
     )
-    assert any("labels: expected two rows that are each other's label" in text for text in said)
+    assert any("labels: expected two rows that are each other's label" in text for text in messages)
 
 
 if __name__ == "__main__":

@@ -28,17 +28,17 @@ def start(program: str, devices: int, *arguments: str) -> subprocess.Popen[str]:
 
 def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
     try:
-        said = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(said)
-    return said
+    assert not any(process.returncode for process in processes), "\n".join(outputs)
+    return outputs
 
 
 def run(program: str, devices: int, *cases: str) -> None:
-    (said,) = outputs([start(program, devices, *cases)])
-    assert said.count(" s\n") >= len(cases), said
+    (output,) = outputs([start(program, devices, *cases)])
+    assert output.count(" s\n") >= len(cases), output
 
 
 @pytest.mark.parametrize(("devices", "seeds"), [(2, 3), (4, 3), (8, 2)])
@@ -67,15 +67,15 @@ def test_two_processes() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    said = outputs([start("processes.py", 2, str(rank), str(port)) for rank in range(2)])
-    assert all("equal" in text for text in said), said
+    message = outputs([start("processes.py", 2, str(rank), str(port)) for rank in range(2)])
+    assert all("equal" in text for text in message), message
 
 
 @pytest.mark.skipif(bool(engine.missing()), reason=engine.missing())
 def test_callbacks_of_gpus_on_the_emulator() -> None:
     losses = "clip", "nt_xent", "siglip", "sup_con", "clip guide", "distill"
-    (said,) = outputs([start("emulated_devices.py", 1, "3", *losses)])
-    assert said.count("is equal") == len(losses), said
+    (output,) = outputs([start("emulated_devices.py", 1, "3", *losses)])
+    assert output.count("is equal") == len(losses), output
 
 
 @pytest.mark.slow
