@@ -196,21 +196,21 @@ def find_local_size(nodes: list[list[int]]) -> int | None:
 
 
 def choose_exchange(
-    asked: str, problem: Problem, gradients: Gradients | None, on_gpu: bool, keys: Partition,
+    exchange: str, problem: Problem, gradients: Gradients | None, on_gpu: bool, keys: Partition,
     nodes: list[list[int]], room: int,
 ) -> str:  # fmt: skip
-    """The exchange of a call: the `asked` exchange, or for "auto" the fastest exchange that fits.
+    """The exchange of a call: `exchange`, or for "auto" the fastest exchange that fits.
 
     On GPUs, a model of the machine predicts the times (cost.py). On CPUs there is no model: a
     gather has the fewest messages, so "auto" is a gather if it fits, else a ring.
 
     `room` is the number of bytes for buffers on each rank, the smallest `find_exchange_room` of all
     ranks. `nodes` are the ranks of each node.
-    ValueError if the `asked` exchange does not fit into `room`, or if it needs the same number of
-    ranks on each node. A ring always fits: its shards go round in pieces.
+    ValueError if `exchange` does not fit into `room`, or if it is "hierarchical" and nodes do not
+    have equal numbers of ranks. A ring always fits: its shards go round in pieces.
     """
-    if asked == "ring":
-        return asked
+    if exchange == "ring":
+        return exchange
     d, item = problem.shape[2], problem.key.dtype.itemsize
     dk_travels = gradients is not None and (gradients.want_key or problem.symmetric)
     dk_bytes = d * choose_sum_dtype(problem).itemsize if dk_travels else 0
@@ -222,19 +222,19 @@ def choose_exchange(
     size = find_local_size(nodes)
     if size is not None:
         buffer_bytes["hierarchical"] = cost.hierarchical_bytes(keys.rows, size, *key_and_sum_bytes)
-    elif asked == "hierarchical":
+    elif exchange == "hierarchical":
         raise ValueError(
             'exchange: expected as many ranks on each node, one after another, for "hierarchical", '
             f'got nodes with ranks {", ".join(map(str, nodes))}; exchange="ring" takes any'
         )
-    if asked != "auto":
-        if buffer_bytes[asked] > room:
+    if exchange != "auto":
+        if buffer_bytes[exchange] > room:
             raise ValueError(
-                f"workspace: expected at least {2 * buffer_bytes[asked]} bytes to gather keys of "
-                f'width {d} by exchange="{asked}", {keys.total} over {len(keys.rows)} ranks, got '
-                f'{problem.workspace}; "ring" takes less'
+                f"workspace: expected at least {2 * buffer_bytes[exchange]} bytes to gather keys "
+                f'of width {d} by exchange="{exchange}", {keys.total} over {len(keys.rows)} ranks, '
+                f'got {problem.workspace}; "ring" takes less'
             )
-        return asked
+        return exchange
     fitting = [name for name, needed in buffer_bytes.items() if needed <= room]
     if not on_gpu:
         return "gather" if "gather" in fitting else "ring"

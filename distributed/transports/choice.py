@@ -31,11 +31,11 @@ def cuda_aware() -> bool | None:
 
     The answer is that of INFONCE_CUDA_AWARE_MPI if it is set, otherwise the library's.
     """
-    asked = os.environ.get(CUDA_AWARE, "")
-    if asked:
-        if asked not in ("0", "1"):
-            raise ValueError(f"{CUDA_AWARE}: expected 0 or 1, got {asked!r}")
-        return asked == "1"
+    value = os.environ.get(CUDA_AWARE, "")
+    if value:
+        if value not in ("0", "1"):
+            raise ValueError(f"{CUDA_AWARE}: expected 0 or 1, got {value!r}")
+        return value == "1"
     return _query_library()
 
 
@@ -83,13 +83,13 @@ def describe(on_gpu: bool) -> dict[str, str]:
     return states
 
 
-def choose(asked: str, availability_by_rank: Sequence[Availability]) -> str:
-    """The transport `asked`, or for "auto" the first one that all ranks can use.
+def choose(transport: str, availability_by_rank: Sequence[Availability]) -> str:
+    """The transport of a call: `transport`, or for "auto" the first one that all ranks can use.
 
-    `availability_by_rank` has the transports of each rank. ValueError names a rank without the
-    transport `asked`; "auto" always finds one, because all ranks have "mpi" or "staged".
+    `availability_by_rank` has the transports of each rank. ValueError names a rank without
+    `transport`; "auto" always finds one, because all ranks have "mpi" or "staged".
     """
-    for name in availability_by_rank[0] if asked == "auto" else [asked]:
+    for name in availability_by_rank[0] if transport == "auto" else [transport]:
         reasons = [
             (rank, transports.get(name, "it does not carry this kind of array"))
             for rank, transports in enumerate(availability_by_rank)
@@ -99,7 +99,8 @@ def choose(asked: str, availability_by_rank: Sequence[Availability]) -> str:
             return name
     rank, reason = reasons[0]
     raise ValueError(
-        f"transport: expected one that all ranks have, got {asked!r}; rank {rank}: {name}: {reason}"
+        f"transport: expected one that all ranks have, got {transport!r}; "
+        f"rank {rank}: {name}: {reason}"
     )
 
 

@@ -188,6 +188,20 @@ def reset_peak() -> bool:
     return True
 
 
+class ResidentGrowth:
+    """The growth of the memory of this process since this object was made."""
+
+    def __init__(self) -> None:
+        self._peak_is_reset, self._before = reset_peak(), resident()
+
+    def bytes(self, inputs: int = 0) -> int | None:
+        """The growth of the peak beyond the bytes of `inputs`. None if the system cannot tell."""
+        peak = peak_resident()
+        if not self._peak_is_reset or peak is None or self._before is None:
+            return None
+        return max(0, peak - self._before - inputs)
+
+
 def return_freed_memory() -> None:
     """Return freed memory to the system (glibc), so that growth counts all later allocations."""
     with suppress(AttributeError, OSError, TypeError):  # another C library; TypeError: Windows

@@ -10,14 +10,16 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from .common import Misuse, one_line_errors, optional
+from .common import Misuse, flag, one_line_errors, optional
 
 KEYED = (".npz", ".safetensors", ".pt", ".parquet")  # files of several arrays
 KNOWN = f"a .npy, {', '.join(KEYED[:-1])} or {KEYED[-1]} file, or a folder of .npy shards"
@@ -30,6 +32,48 @@ SAFETENSORS: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
 }
+
+
+@dataclass(frozen=True)
+class LossFiles:
+    """The files of a call of a loss. A source is a path, or PATH:KEY (`open_embeddings`)."""
+
+    features: Mapping[str, str]  # sources by argument
+    teacher: Mapping[str, str]  # sources of the teacher's features, by option
+    arrays: Mapping[str, Path]  # .npy files by option
+    sides: Mapping[str, Sequence[Path]]  # .npy files by option: one for both sides, or two
+    guides: Sequence[str]  # sources: none, one, or one for rows and one for columns
+
+    def paths(self) -> list[Path]:
+        """All files, without keys."""
+        sources = (*self.features.values(), *self.teacher.values(), *self.guides)
+        files = [split(source)[0] for source in sources]
+        return [*files, *self.arrays.values(), *chain(*self.sides.values())]
+
+    def open_features(self) -> dict[str, Any]:
+        return {name: open_embeddings(source) for name, source in self.features.items()}
+
+    def open_teacher(self) -> dict[str, Any]:
+        return {name: open_embeddings(source) for name, source in self.teacher.items()}
+
+    def open_options(self) -> dict[str, Any]:
+        """The arrays of all options but the teacher's, by option."""
+        sides = {name: tuple(map(open_npy, paths)) for name, paths in self.sides.items()}
+        if self.guides:
+            sides["guide"] = tuple(map(open_embeddings, self.guides))
+        single_or_both = {name: z[0] if len(z) == 1 else z for name, z in sides.items()}
+        return {name: open_npy(path) for name, path in self.arrays.items()} | single_or_both
+
+    def names_in_errors(self) -> dict[str, str]:
+        """Argument -> its name on the command line, with its file."""
+        names = {name: f"{name} ({source})" for name, source in self.features.items()}
+        for name, file in {**self.arrays, **self.teacher}.items():
+            names[name] = f"{flag(name)} ({file})"
+        for name, files in {**self.sides, "guide": self.guides}.items():
+            for i, file in enumerate(files):
+                argument = f"{name}[{i}]" if len(files) > 1 else name
+                names[argument] = f"{flag(name)} ({file})"
+        return names
 
 
 def open_embeddings(source: str) -> Any:

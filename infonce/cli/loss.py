@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..checks import norms, validation
 from ..checks.teacher import ALL_LOSSES
 from ..reference import normalize
 from ..result import LossAndGrad
-from ..spec import CHOICES, OPTIONS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
+from ..spec import CHOICES, OPTIONS, PREFIX_OPTIONS, Loss
 from . import loss_report, machine
 from .common import (
     TEACHER,
@@ -28,19 +27,18 @@ from .common import (
     UNITS_HELP,
     Bytes,
     List,
+    ResidentGrowth,
     check_destination,
     flag,
     one_line_errors,
     optional,
     peak_resident,
     progress_bar,
-    reset_peak,
-    resident,
     teacher_options,
     to_json,
     written_whole,
 )
-from .embeddings import open_embeddings, open_npy, some, split
+from .embeddings import LossFiles, some
 from .gradient_files import GradientFiles, check_gradient_files
 
 PATH = click.Path(path_type=Path)
@@ -76,7 +74,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("image")
 @click.argument("text", required=False)
 @click.option(
-    "--loss", "kind", type=click.Choice(list(ALL_LOSSES)), default="clip", help="Which loss."
+    "--loss", "loss_name", type=click.Choice(list(ALL_LOSSES)), default="clip", help="Which loss."
 )
 @click.option(
     "--temperature",
@@ -120,7 +118,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def loss(
     image: str,
     text: str | None,
-    kind: str,
+    loss_name: str,
     labels: Path | None,
     guides: tuple[str, ...],
     bias: float | None,
@@ -145,121 +143,61 @@ def loss(
     .parquet are read, and shards are joined in memory, in one array of their dtype. --grad-out DIR
     gets one .npy for each argument that has a gradient, and scalars.json.
     """
-    chosen = ALL_LOSSES[kind]
-    teacher = {name: options.pop(name) for name in TEACHER}
-    teacher = {name: value for name, value in teacher.items() if value is not None}
-    if teacher and not chosen.taught:
-        raise click.UsageError(f"{flag(min(teacher))} is of distill")
-    if chosen.taught and not teacher.keys() >= TEACHER_FEATURES:
-        raise click.UsageError("distill: expected --teacher-query and --teacher-key")
-    sources = _sources(chosen, image, text)
-    if bias is not None and not chosen.sigmoid:
+    kind = ALL_LOSSES[loss_name]
+    files = _take_files(kind, image, text, labels, guides, options)
+    if bias is not None and not kind.sigmoid:
         raise click.UsageError("--bias is of siglip")
-    if labels is not None and kind not in LABELLED:
-        raise click.UsageError(f"--labels is of {' and '.join(LABELLED)}")
-    if labels is None and chosen.classes:
-        raise click.UsageError(f"{kind}: expected --labels, the class of each row")
-    sides = {name: options.pop(name) for name in spec.INTEGER_OPTIONS}
-    for name, files in sides.items():
-        if len(files) > 2:
-            raise click.UsageError(f"{flag(name)}: expected one file or two, got {len(files)}")
-    if guides and len(guides) != len(sources):
-        raise click.UsageError(f"--guide: expected {len(sources)} for {kind}, got {len(guides)}")
-    if grad_out is None and (force or grad_dtype):
-        raise click.UsageError("--force and --grad-dtype need --grad-out")
     several = temperatures is not None and len(temperatures) > 1
-    if several and grad_out is not None:
-        raise click.UsageError("--grad-out: expected one --temperature, got several")
-    if plot is not None and not several:
-        raise click.UsageError("--plot: expected several values of --temperature, as in 0.01,0.07")
+    _check_outputs(several, grad_out, grad_dtype, force, plot)
     figures = optional("matplotlib.figure", "plot") if plot else None
-    if plot is not None:
-        check_destination(plot)
-
-    paths = {"labels": labels, **{name: options.pop(name) for name in ("own", *spec.ARRAY_OPTIONS)}}
-    paths = {name: path for name, path in paths.items() if path is not None}
+    with_grad = [name for name in kind.arguments if name not in kind.locked]
+    with_grad += ["own"] if "own" in files.arrays else []
     if grad_out is not None:
-        files = [split(source)[0] for source in sources.values()]
-        files += [*paths.values(), *chain(*sides.values())]
-        files += [split(of)[0] for of in (*guides, *map(teacher.get, TEACHER_FEATURES)) if of]
-        with_grad = [name for name in chosen.arguments if name not in chosen.locked]
-        if "own" in paths:
-            with_grad.append("own")
-        check_gradient_files(grad_out, with_grad, files, force)
+        check_gradient_files(grad_out, with_grad, files.paths(), force)
 
     # Import Numba before measuring: its memory is not counted.
     from ..kernels.cpu import backend as cpu  # noqa: F401
 
-    measured = reset_peak()
-    before = resident()
-    features = {name: open_embeddings(source) for name, source in sources.items()}
+    growth = ResidentGrowth()
+    features, teacher = files.open_features(), files.open_teacher()
+    inputs = features | teacher
+    options |= files.open_options() | teacher
     if bias is not None:
         options["bias"] = bias
-    options |= {name: open_npy(path) for name, path in paths.items()}
-    for name, files in sides.items():
-        arrays = [open_npy(path) for path in files]
-        if arrays:
-            options[name] = arrays[0] if len(arrays) == 1 else tuple(arrays)
-    if guides:
-        opened = tuple(open_embeddings(source) for source in guides)
-        options["guide"] = opened if len(opened) > 1 else opened[0]
-    teacher_features = {
-        n: open_embeddings(of) for n, of in teacher.items() if n in TEACHER_FEATURES
-    }
-    options |= teacher | teacher_features
-    options["metrics"] = _reports_metrics(chosen, options) if metrics is None else metrics
+    options["metrics"] = _reports_metrics(kind, options) if metrics is None else metrics
 
-    names_in_errors = {name: f"{name} ({source})" for name, source in sources.items()}
-    names_in_errors |= {name: f"{flag(name)} ({path})" for name, path in paths.items()}
-    names_in_errors |= {name: f"{flag(name)} ({teacher[name]})" for name in teacher_features}
-    for name, files in {**sides, "guide": guides}.items():
-        for i, file in enumerate(files):
-            argument = f"{name}[{i}]" if len(files) > 1 else name
-            names_in_errors[argument] = f"{flag(name)} ({file})"
+    names_in_errors = files.names_in_errors()
     start = time.perf_counter()
     results = []
     values: Sequence[float | None] = temperatures or [None]
     for temperature in values:
         options["temperature"] = temperature
         if grad_out is None:
-            results.append(_evaluate(chosen, features, names_in_errors, wrt=(), **options))
+            results.append(_evaluate(kind, features, names_in_errors, wrt=(), **options))
             continue
         with GradientFiles(
             grad_out, {name: (features | options)[name] for name in with_grad}, grad_dtype
         ) as gradients:
-            result = _evaluate(chosen, features, names_in_errors, out=gradients.arrays, **options)
-            results.append(result)
+            results.append(
+                _evaluate(kind, features, names_in_errors, out=gradients.arrays, **options)
+            )
             gradients.commit(_scalars(results[0]))
-    seconds = time.perf_counter() - start
 
-    inputs = features | teacher_features
-    size = sum(z.nbytes for z in inputs.values())
-    peak = peak_resident()
-    record = _record(chosen, options, temperatures, paths, sides)
-    record |= ({"guide": list(guides)} if guides else {}) | teacher
-    report = {
-        "loss": kind,
-        "inputs": {
-            name: {"source": source, "shape": features[name].shape,
-                   "dtype": str(features[name].dtype)}
-            for name, source in sources.items()
-        },
-        **(_by_temperature(record, results) if several else loss_report.numbers(results[0])),
-        "retrieval": loss_report.retrieval(results[0]),
+    seconds = time.perf_counter() - start
+    report = loss_report.report(kind, files, features, options, temperatures, results)
+    input_bytes = sum(z.nbytes for z in inputs.values())
+    report |= {
         "memory_bytes": {
-            "inputs": size,
-            "peak_rss": peak,
-            "growth_over_inputs": max(0, peak - before - size)
-            if measured and peak is not None and before is not None else None,
+            "inputs": input_bytes,
+            "peak_rss": peak_resident(),
+            "growth_over_inputs": growth.bytes(input_bytes),
         },
         "seconds": seconds,
-        "method": options["method"],
-        "precision": options["precision"],
-        "options": record | ({"grad_dtype": grad_dtype} if grad_dtype else {}),
-        "workspace_bytes": options["workspace"],
         "gradients": str(grad_out) if grad_out else None,
         "versions": machine.versions("numpy", "numba"),
-    }  # fmt: skip
+    }
+    if grad_dtype:
+        report["options"]["grad_dtype"] = grad_dtype
     if plot is not None:
         with written_whole(plot) as temporary:
             loss_report.figure(figures, report).savefig(temporary, format="png", dpi=120)
@@ -267,6 +205,7 @@ def loss(
         click.echo(to_json(report))
     else:
         loss_report.tables(report)
+
     for result in results:
         if not math.isfinite(result.loss):
             raise click.ClickException(_why_not_finite(result.loss, inputs, names_in_errors))
@@ -275,6 +214,58 @@ def loss(
         hint = _norms_hint(inputs, names_in_errors)
         if hint is not None:
             click.echo(f"infonce: {hint}", err=True)
+
+
+def _take_files(
+    kind: Loss, image: str, text: str | None, labels: Path | None, guides: Sequence[str],
+    options: dict[str, Any],
+) -> LossFiles:  # fmt: skip
+    """The files of a call. Takes the options that are files, or None, out of `options`.
+
+    click.UsageError if the loss has no such option, or if files are missing.
+    """
+    teacher = {name: options.pop(name) for name in TEACHER}
+    teacher = {name: value for name, value in teacher.items() if value is not None}
+    if teacher and not kind.taught:
+        raise click.UsageError(f"{flag(min(teacher))} is of distill")
+    if kind.taught and not teacher.keys() >= TEACHER_FEATURES:
+        raise click.UsageError("distill: expected --teacher-query and --teacher-key")
+    options |= {name: v for name, v in teacher.items() if name not in TEACHER_FEATURES}
+    features = _sources(kind, image, text)
+    if labels is not None and kind.name not in LABELLED:
+        raise click.UsageError(f"--labels is of {' and '.join(LABELLED)}")
+    if labels is None and kind.classes:
+        raise click.UsageError(f"{kind.name}: expected --labels, the class of each row")
+    integers = {name: options.pop(name) for name in spec.INTEGER_OPTIONS}
+    for name, paths in integers.items():
+        if len(paths) > 2:
+            raise click.UsageError(f"{flag(name)}: expected one file or two, got {len(paths)}")
+    if guides and len(guides) != len(features):
+        raise click.UsageError(
+            f"--guide: expected {len(features)} for {kind.name}, got {len(guides)}"
+        )
+    arrays = {"labels": labels} | {name: options.pop(name) for name in ("own", *spec.ARRAY_OPTIONS)}
+    return LossFiles(
+        features=features,
+        teacher={name: v for name, v in teacher.items() if name in TEACHER_FEATURES},
+        arrays={name: path for name, path in arrays.items() if path is not None},
+        sides={name: paths for name, paths in integers.items() if paths},
+        guides=guides,
+    )
+
+
+def _check_outputs(
+    several: bool, grad_out: Path | None, grad_dtype: str | None, force: bool, plot: Path | None
+) -> None:
+    """click.UsageError for outputs that the call does not have. `several`: temperatures."""
+    if grad_out is None and (force or grad_dtype):
+        raise click.UsageError("--force and --grad-dtype need --grad-out")
+    if several and grad_out is not None:
+        raise click.UsageError("--grad-out: expected one --temperature, got several")
+    if plot is not None and not several:
+        raise click.UsageError("--plot: expected several values of --temperature, as in 0.01,0.07")
+    if plot is not None:
+        check_destination(plot)
 
 
 def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
@@ -300,44 +291,6 @@ def _reports_metrics(kind: Loss, options: Mapping[str, Any]) -> bool:
     arrays = {"key_bias", "guide", "own"} & options.keys()
     changed = arrays or options["false_negative_margin"] != math.inf
     return single and not changed and "metrics" not in kind.refused
-
-
-def _record(
-    kind: Loss, options: Mapping[str, Any], temperatures: Sequence[float] | None,
-    paths: Mapping[str, Path], sides: Mapping[str, Sequence[Path]],
-) -> dict[str, Any]:  # fmt: skip
-    """The options on which the loss depends: `scale` as it was used, and arrays by their path."""
-    scale = kind.scale if options["scale"] is None else options["scale"]
-    record: dict[str, Any] = {"temperature": None, "scale": scale}
-    if temperatures is not None:
-        record = {"temperature": temperatures, "scale": [1 / t for t in temperatures]}
-        if len(temperatures) == 1:
-            record = {name: values[0] for name, values in record.items()}
-    if kind.sigmoid:
-        record["bias"] = options.get("bias", kind.bias)
-    names = [
-        name
-        for name in SOFTMAX_OPTIONS
-        if name not in ("guide", *spec.ARRAY_OPTIONS, *kind.refused)
-    ]
-    record |= {name: options[name] for name in ("normalize", *names)}
-    record |= {name: str(path) for name, path in paths.items()}
-    record |= {"in_batch": options["in_batch"]} if "own" in paths else {}
-    record |= {name: options[name] for name in PREFIX_OPTIONS if options[name] is not None}
-    return record | {name: [*map(str, files)] for name, files in sides.items() if files}
-
-
-def _by_temperature(
-    record: Mapping[str, Any], results: Sequence[LossAndGrad]
-) -> dict[str, list[dict[str, Any]]]:
-    """The numbers of each of several temperatures, for the report."""
-    runs = zip(record["temperature"], record["scale"], results, strict=True)
-    return {
-        "by_temperature": [
-            {"temperature": temperature, "scale": scale, **loss_report.numbers(result)}
-            for temperature, scale, result in runs
-        ]
-    }
 
 
 def _evaluate(

@@ -8,15 +8,80 @@ from typing import Any
 
 from rich.table import Table
 
+from .. import spec
 from ..checks.teacher import ALL_LOSSES
 from ..result import LossAndGrad
-from ..spec import DEFAULTS, PREFIX_OPTIONS
-from .common import flag, human, stdout
+from ..spec import DEFAULTS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
+from .common import TEACHER, flag, human, stdout
+from .embeddings import LossFiles
 
 SIDES = ("rows", "columns")
 
 
-def numbers(result: LossAndGrad) -> dict[str, Any]:
+def report(
+    kind: Loss, files: LossFiles, features: Mapping[str, Any], options: Mapping[str, Any],
+    temperatures: Sequence[float] | None, results: Sequence[LossAndGrad],
+) -> dict[str, Any]:  # fmt: skip
+    """The report of a call, without its costs. `results` has one result for each temperature."""
+    record = _options(kind, files, options, temperatures)
+    return {
+        "loss": kind.name,
+        "inputs": {
+            name: {"source": source, "shape": features[name].shape,
+                   "dtype": str(features[name].dtype)}
+            for name, source in files.features.items()
+        },
+        **(_numbers(results[0]) if len(results) == 1 else _by_temperature(record, results)),
+        "retrieval": _retrieval(results[0]),
+        "method": options["method"],
+        "precision": options["precision"],
+        "options": record,
+        "workspace_bytes": options["workspace"],
+    }  # fmt: skip
+
+
+def _options(
+    kind: Loss, files: LossFiles, options: Mapping[str, Any], temperatures: Sequence[float] | None
+) -> dict[str, Any]:
+    """The options on which the loss depends: `scale` as it was used, and arrays by their path."""
+    scale = kind.scale if options["scale"] is None else options["scale"]
+    record: dict[str, Any] = {"temperature": None, "scale": scale}
+    if temperatures is not None:
+        record = {"temperature": temperatures, "scale": [1 / t for t in temperatures]}
+        if len(temperatures) == 1:
+            record = {name: values[0] for name, values in record.items()}
+    if kind.sigmoid:
+        record["bias"] = options.get("bias", kind.bias)
+    names = [
+        name
+        for name in SOFTMAX_OPTIONS
+        if name not in ("guide", *spec.ARRAY_OPTIONS, *kind.refused)
+    ]
+    record |= {name: options[name] for name in ("normalize", *names)}
+    record |= {name: str(path) for name, path in files.arrays.items()}
+    record |= {"in_batch": options["in_batch"]} if "own" in files.arrays else {}
+    record |= {name: options[name] for name in PREFIX_OPTIONS if options[name] is not None}
+    record |= {name: [*map(str, paths)] for name, paths in files.sides.items()}
+    record |= {"guide": list(files.guides)} if files.guides else {}
+    record |= {name: options[name] for name in TEACHER if name in options}
+    record.update(files.teacher)
+    return record
+
+
+def _by_temperature(
+    record: Mapping[str, Any], results: Sequence[LossAndGrad]
+) -> dict[str, list[dict[str, Any]]]:
+    """The numbers of each of several temperatures."""
+    runs = zip(record["temperature"], record["scale"], results, strict=True)
+    return {
+        "by_temperature": [
+            {"temperature": temperature, "scale": scale, **_numbers(result)}
+            for temperature, scale, result in runs
+        ]
+    }
+
+
+def _numbers(result: LossAndGrad) -> dict[str, Any]:
     """The loss and the log-sum-exps of a result."""
     value = {"total": float(result.loss), "unweighted": _directions(result)}
     return {"value": value, "lse": _lse(result)}
@@ -33,7 +98,7 @@ def _directions(result: LossAndGrad) -> dict[str, float | None]:
     }
 
 
-def retrieval(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
+def _retrieval(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
     """Share of positives that rank first, and among the first five; None if the loss is NaN."""
     if result.metrics is None or not math.isfinite(result.loss):
         return None

@@ -98,8 +98,8 @@ class ArrayPass:
                     else:
                         sums += product
                 if self.want_key:
-                    mine = slice(columns.start - self.first_key, columns.stop - self.first_key)
-                    self.key_sums[mine] += g.T @ query
+                    own_keys = slice(columns.start - self.first_key, columns.stop - self.first_key)
+                    self.key_sums[own_keys] += g.T @ query
             if problem.progress is not None:
                 blocks_done = a * len(self.grid.columns) + step + 1
                 problem.progress(self.epilogue.phase, blocks_done, len(self.grid))
@@ -113,8 +113,8 @@ class ArrayPass:
             return
         for columns in self.grid.columns:
             key, norms = self.backend.unit_rows(problem, problem.key[columns])
-            mine = slice(columns.start - self.first_key, columns.stop - self.first_key)
-            self._store(self.key_sums[mine], key, norms, columns, True, gradients.key)
+            own_keys = slice(columns.start - self.first_key, columns.stop - self.first_key)
+            self._store(self.key_sums[own_keys], key, norms, columns, True, gradients.key)
 
     def _store(
         self, g: Array, z: Array, norms: Norms, rows: slice, is_key_side: bool, out: Array

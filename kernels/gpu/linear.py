@@ -36,7 +36,7 @@ class GPURows:
         self.real = np.dtype(np.float64 if launcher.precision == "fp64" else np.float32)
 
     @staticmethod
-    def of(features: Array, problem: Problem) -> GPURows:
+    def from_features(features: Array, problem: Problem) -> GPURows:
         """The rows [n, d] of an array on the current device, outside of a pass."""
         device = cupy.cuda.Device()
         precision = config.fastest_operand_precision(

@@ -53,7 +53,7 @@ def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
 
     A call with a plan needs no such step: its recording starts the compilation of each kernel.
     """
-    kind = problem.query.device.id, Call.of(problem, gradients)
+    kind = problem.query.device.id, Call.from_problem(problem, gradients)
     if kind not in _compiled:
         _compiled.add(kind)
         silent = replace(problem, progress=None)
@@ -85,7 +85,7 @@ def block(
 
     The pass writes into its arguments, so there are no new arrays.
     """
-    scheduled = BlockPass.of(epilogue, triangle, gradients is not None)
+    scheduled = BlockPass.from_epilogue(epilogue, triangle, gradients is not None)
     gpu = GPU(problem, gradients or ahead, queue, scheduled)
     if to_clear is not None:
         gpu.vectors.clear(to_clear)

@@ -74,7 +74,9 @@ def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients
         return
     block = BlockPass(None, accumulates=gradients is not None)
     properties = device_properties(problem.query.device.id)
-    tiled_schedule(Call.of(readable_by_kernels(problem), gradients or ahead, block), properties)
+    tiled_schedule(
+        Call.from_problem(readable_by_kernels(problem), gradients or ahead, block), properties
+    )
 
 
 def _on_arrays(problem: Problem) -> bool:
@@ -84,7 +86,7 @@ def _on_arrays(problem: Problem) -> bool:
 
 def _array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
     """The backend that computes blocks by operations on CuPy's arrays."""
-    return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.GPURows.of)
+    return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.GPURows.from_features)
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:

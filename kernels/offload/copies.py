@@ -66,7 +66,7 @@ class GPUDevice:
 
     @staticmethod
     def rows(features: Array, problem: Problem) -> GPURows:
-        return GPURows.of(features, problem)
+        return GPURows.from_features(features, problem)
 
     @staticmethod
     def put(array: Array) -> Array:

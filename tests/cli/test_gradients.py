@@ -1,6 +1,5 @@
 """`infonce loss --grad-out`: gradients as files, all of them or none."""
 
-import importlib
 import json
 import os
 import signal
@@ -13,9 +12,7 @@ import pytest
 from command_line import D, M, fail, run, succeed
 
 import infonce
-
-loss_command = importlib.import_module("infonce.cli.loss")
-gradient_files = importlib.import_module("infonce.cli.gradient_files")
+from infonce.cli import embeddings, gradient_files
 
 
 @pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce"])
@@ -66,7 +63,7 @@ def test_nothing_is_overwritten_without_force(pair, tmp_path, existing):
 
 def test_folder_that_cannot_be_written(pair, tmp_path, monkeypatch):
     base = ("loss", *pair[:2], "--scale", 2, "--grad-out")
-    monkeypatch.setattr(loss_command, "open_embeddings", None)  # refused before anything is read
+    monkeypatch.setattr(embeddings, "open_embeddings", None)  # refused before anything is read
     error = fail(*base, pair[0] / "out")  # under a regular file: not even root can
     assert "image.npy: expected a folder that exists" in error
     parent = tmp_path / "no" / "such"
@@ -80,7 +77,7 @@ def test_folder_that_cannot_be_written(pair, tmp_path, monkeypatch):
 
 def test_inputs_are_not_overwritten(pair, tmp_path, monkeypatch):
     image, text, u, _ = pair
-    monkeypatch.setattr(loss_command, "open_embeddings", None)  # refused before anything is read
+    monkeypatch.setattr(embeddings, "open_embeddings", None)  # refused before anything is read
     shards = tmp_path / "shards"
     shards.mkdir()
     np.save(shards / "part_0.npy", u)

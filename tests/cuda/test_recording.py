@@ -246,7 +246,7 @@ def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyP
         problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, "i8"), compute_precision="fp32")
         gradients = Gradients(dq, dk)
         epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
-        gpu = backend.GPU(problem, gradients, into, BlockPass.of(epilogue, False, True))
+        gpu = backend.GPU(problem, gradients, into, BlockPass.from_epilogue(epilogue, False, True))
         gpu.buffers.prepare(problem)
         (scheduled,) = gpu.schedule.passes
         for step, staged in ((m, 2), (m, 2), (m // 2, 5), (m, 7)):

@@ -60,8 +60,9 @@ def test_explained_is_the_call_that_runs(
     loss: str, dtype: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
+    make_call = Call.from_problem
     monkeypatch.setattr(
-        Call, "of", lambda *args, make_call=Call.of: calls.append(make_call(*args)) or calls[-1]
+        Call, "from_problem", lambda *args: calls.append(make_call(*args)) or calls[-1]
     )
     z = pairs("random", rows, rows, 8, dtype, 2)
     args = [cupy.asarray(side) for side in (z[:1] if loss == "sup_con" else arguments(loss, *z))]

@@ -101,7 +101,7 @@ def test_labels_that_are_not_taken_make_the_loss_nan() -> None:
 def make_rows(z: Any, normalize: bool) -> Any:
     problem: Any = SimpleNamespace(compute_precision="fp64" if z.dtype == np.float64 else "bf16")
     problem.normalize = normalize
-    return GPURows.of(cupy.asarray(z), problem)
+    return GPURows.from_features(cupy.asarray(z), problem)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -169,7 +169,7 @@ def test_kernels_and_workspaces(
     check(got, want, args, "bf16" if dtype == "bfloat16" else "fp32")
     assert got.grads.scale is not None
     properties = device_properties(cupy.cuda.Device().id)
-    schedule = tiled_schedule(Call.of(*calls[0]), properties)
+    schedule = tiled_schedule(Call.from_problem(*calls[0]), properties)
     assert schedule.workspace <= workspace
     scheduled = schedule.passes[0]
     assert len(scheduled.grid) > 1 or width == 1600

@@ -214,7 +214,7 @@ def test_launches_are_those_that_calls_ask_for() -> None:
                 drawn = Drawing(index, into.malloc).call()
                 if drawn.problem.weights is not None:  # which kernels find in `upstream`
                     drawn.problem.weights = None
-                now.device, call = drawn.device, Call.of(drawn.problem, drawn.gradients)
+                now.device, call = drawn.device, Call.from_problem(drawn.problem, drawn.gradients)
                 outcome = launches.run(drawn)
             if outcome.startswith("refused"):
                 with pytest.raises(ValueError, match=r"^(precision|workspace|method): ") as error:

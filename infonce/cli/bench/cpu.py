@@ -11,7 +11,7 @@ import numpy as np
 
 from ...kernels.cpu.resources import BUFFER_POOL
 from .. import machine
-from ..common import peak_resident, reset_peak, resident, return_freed_memory
+from ..common import ResidentGrowth, return_freed_memory
 from . import contenders_cpu
 from .measure import DTYPES, Array, Case, Outcome, Run
 
@@ -66,14 +66,12 @@ class Host:
         tracemalloc.stop()
         BUFFER_POOL.clear()
         return_freed_memory()
-        measured, before = reset_peak(), resident()
+        growth = ResidentGrowth()
         run()
-        peak = peak_resident()
-        known = measured and peak is not None and before is not None
         return {
             # torch does not allocate through NumPy
             "numpy_peak_bytes": None if method == "torch" else allocated,
-            "rss_growth_bytes": max(0, (peak or 0) - (before or 0)) if known else None,
+            "rss_growth_bytes": growth.bytes(),
         }
 
     def turn(self, run: Run) -> dict[str, list[float]]:

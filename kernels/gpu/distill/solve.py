@@ -38,7 +38,7 @@ def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients |
     """Loss, log-sum-exps and gradients of a whole call."""
     problem = _with_one_precision(problem)
     properties = device_properties(cupy.cuda.Device().id)
-    schedule = tiled_schedule(Call.of(problem, gradients), properties)
+    schedule = tiled_schedule(Call.from_problem(problem, gradients), properties)
     m = problem.shape[0]
     positives = cupy.full(m, -1)  # none
     student, teacher = (

@@ -51,7 +51,7 @@ class Matrix:
         return Matrix(rows, columns, dtype, columns * ITEM[dtype], ITEM[dtype])
 
     @staticmethod
-    def of(array: Array) -> Matrix:
+    def from_array(array: Array) -> Matrix:
         """The description of an array on a GPU."""
         (rows, columns), (row_stride, column_stride) = array.shape, array.strides
         offset = array.data.ptr % 16
@@ -84,7 +84,7 @@ class BlockPass:
     accumulates: bool = False  # the pass, or a later pass of the call, adds to gradients
 
     @staticmethod
-    def of(epilogue: Any, triangle: bool, accumulates: bool) -> BlockPass:
+    def from_epilogue(epilogue: Any, triangle: bool, accumulates: bool) -> BlockPass:
         """The description of the pass with an epilogue, or of a question."""
         match epilogue:
             case Statistics():
@@ -147,8 +147,11 @@ class Call:
     block: BlockPass | None = None  # None: all passes of a whole call
 
     @staticmethod
-    def of(problem: Problem, gradients: Gradients | None, block: BlockPass | None = None) -> Call:
+    def from_problem(
+        problem: Problem, gradients: Gradients | None, block: BlockPass | None = None
+    ) -> Call:  # fmt: skip
         """The description of a problem whose arrays are on a GPU."""
+        query, key = Matrix.from_array(problem.query), Matrix.from_array(problem.key)
         dq = dk = None
         if gradients is not None:
             dq, dk = map(_describe_matrix, (gradients.query, gradients.key))
@@ -161,7 +164,7 @@ class Call:
         classes = problem.classes
         sums = None if classes is None else classes.in_sums
         return Call(
-            _find_loss(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
+            _find_loss(problem), query, key, dq, dk,
             problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
             problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
@@ -290,7 +293,7 @@ class Call:
 
 
 def _describe_matrix(array: Array | None) -> Matrix | None:
-    return None if array is None else Matrix.of(array)
+    return None if array is None else Matrix.from_array(array)
 
 
 def _find_loss(problem: Problem) -> LossForm:

@@ -17,7 +17,7 @@ MAX_FUSED_LOGITS = 2**18
 MAX_FUSED_ROWS = 2048
 
 
-def choose_method(asked: Problem | Call) -> str:
+def choose_method(call: Problem | Call) -> str:
     """The method of a call:
 
     "fused"   one launch, for a small batch or if the caller asks for it
@@ -27,45 +27,45 @@ def choose_method(asked: Problem | Call) -> str:
 
     ValueError for "fused" if the logits do not fit the workspace, or if `metrics` asks for ranks.
     """
-    method = asked.method
+    method = call.method
     if method == "fused":
-        _require_one_launch(asked)
+        _require_one_launch(call)
         # "naive" keeps the logits, as "fused" does, and takes all options
-        return "fused" if asked.plain else "naive"
+        return "fused" if call.plain else "naive"
     if method in ("naive", "tiled"):
         return method
-    m, n, d = asked.shape
+    m, n, d = call.shape
     is_small = (
         m * n <= MAX_FUSED_LOGITS and max(m, n) <= MAX_FUSED_ROWS
         and m * n * d <= MAX_FUSED_MULTIPLY_ADDS
     )  # fmt: skip
-    if not is_small or not asked.plain or asked.retrieval_ranks:
+    if not is_small or not call.plain or call.retrieval_ranks:
         return "tiled"
-    return "fused" if logit_bytes(asked, plain=True) <= asked.workspace else "tiled"
+    return "fused" if logit_bytes(call, plain=True) <= call.workspace else "tiled"
 
 
-def logit_bytes(asked: Problem | Call, *, plain: bool) -> int:
+def logit_bytes(call: Problem | Call, *, plain: bool) -> int:
     """Bytes of the logits and dL/dx of a call that is or is not `plain` (`Call.plain`).
 
     Options of the softmax need more matrices of this size.
     """
-    m, n, _ = asked.shape
+    m, n, _ = call.shape
     matrices = 2 if plain else MATRICES_WITH_OPTIONS
-    return matrices * m * n * (8 if asked.compute_precision == "fp64" else 4)
+    return matrices * m * n * (8 if call.compute_precision == "fp64" else 4)
 
 
-def _require_one_launch(asked: Problem | Call) -> None:
+def _require_one_launch(call: Problem | Call) -> None:
     """ValueError if a call that asks for "fused" cannot have it."""
-    if asked.retrieval_ranks:
+    if call.retrieval_ranks:
         raise ValueError(
             'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
             "with metrics=True"
         )
-    lacking = logit_bytes(asked, plain=asked.plain) - asked.workspace
+    lacking = logit_bytes(call, plain=call.plain) - call.workspace
     if lacking > 0:
-        m, n, _ = asked.shape
+        m, n, _ = call.shape
         raise ValueError(
-            f'method: "fused" keeps the {m} x {n} logits within workspace = {asked.workspace} '
+            f'method: "fused" keeps the {m} x {n} logits within workspace = {call.workspace} '
             f'bytes, which lacks {lacking}; expected method="tiled" or a larger workspace'
         )
 

@@ -51,7 +51,7 @@ class GPU:
         block: BlockPass | None = None,
     ) -> None:  # fmt: skip
         properties = device_properties(cupy.cuda.Device().id)
-        self.schedule = tiled_schedule(Call.of(problem, gradients, block), properties)
+        self.schedule = tiled_schedule(Call.from_problem(problem, gradients, block), properties)
         self.buffers = Buffers(problem, self.schedule, queue or Queue())
         self.vectors = self.buffers.vectors
 
