@@ -63,7 +63,7 @@ class RankSchedule:
     local_size: int | None  # number of ranks of each node, or None: see `find_local_size`
     piece_count: int  # number of pieces in which a shard goes round a ring
     symmetric: bool  # queries are keys
-    transport: str  # its name in `transports.CHOICES`
+    transport: str  # a name of `transports.CHOICES`
     sum_dtype: np.dtype[Any]  # of gradients that travel between ranks: see `choose_sum_dtype`
     weighted: bool  # whether rows of any rank have weights
     may_lack_room: bool  # whether memory may be too small for a block of a rank: `may_lack_room`

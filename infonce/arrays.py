@@ -152,7 +152,7 @@ def _view_cpu_tensor(tensor: Any) -> Array:
     """A NumPy array on a tensor's memory."""
     torch = sys.modules["torch"]
     tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # which `Tensor.numpy` refuses
+    if tensor.dtype == torch.bfloat16:  # `Tensor.numpy` refuses bfloat16
         import ml_dtypes
 
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

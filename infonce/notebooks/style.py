@@ -46,7 +46,7 @@ def require(*modules: str, records: bool = False) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 

@@ -39,7 +39,7 @@ class RowBytes:
     """Bytes on the device for one row."""
 
     feature: int  # the features of the row
-    accumulator: int  # its gradient, while it accumulates
+    accumulator: int  # the gradient of the row while it accumulates
     leaving: int  # a gradient in the dtype in which it is copied to the host
     block: int  # in the workspace of a block's pass: see `block_row_bytes`
 

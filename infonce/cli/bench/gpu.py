@@ -84,7 +84,7 @@ class Device:
         return torch if torch is not None and torch.cuda.is_available() else None
 
     def memory(self, method: str, run: Run) -> dict[str, int | None]:
-        if method == "captured":  # its memory is reserved with the graph, not in a call
+        if method == "captured":  # the graph reserves the memory, before any call
             return {"peak_bytes": None}
         self.release()
         torch, before = self._torch(), 0

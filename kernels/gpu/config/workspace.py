@@ -214,7 +214,7 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
     # the sizes that `_largest` tries: multiples of BLOCK_M, or powers of 2
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
     least = needs.block_bytes(min(side, m), min(side, n), d, block_n)
-    if needs.dk_in_workspace:  # its accumulators get half of the workspace, blocks the other half
+    if needs.dk_in_workspace:  # dK's accumulators get half of the workspace, blocks the rest
         least = 2 * max(least, min(side, n) * needs.accumulator_row_bytes(d))
     return least
 

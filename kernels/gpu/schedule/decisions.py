@@ -298,7 +298,7 @@ def divide_workspace(
     one_pass = may_compute_in_one_pass(call, operands, sweep)
     needs_dq_only = call.gradient and dk is None
     writes_gradient = call.gradient and register_sweep is None
-    all_rows_gradient = dq if symmetric else dk  # its accumulator has the rows of all blocks
+    all_rows_gradient = dq if symmetric else dk  # the accumulator has the rows of all blocks
     needs = Needs(
         precision=operands.precision, sweep=sweep, moments=call.moments, gradient=writes_gradient,
         staged_query=operands.query.reading is not Reading.IN_PLACE,

@@ -64,7 +64,7 @@ class StatisticsRun(PassRun):
         # slots: partial sums that the kernel leaves for each row and for each column
         row_slots = shape.row_slots(m, n, triangle)
         column_slots = shape.column_slots(m, n, triangle) if kernel.defines["COLUMNS"] else 0
-        column_side = "column"  # whose slots get the sums of columns
+        column_side = "column"  # the side whose slots get the sums of columns
         if triangle and isinstance(shape, config.Tile):
             # queries are the keys, so the sums of column i belong to row i. They fill the slots of
             # row i that the tiles below the diagonal leave empty
