@@ -142,7 +142,8 @@ def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rea
     # squares of features that are narrower than float64 stay within the range of float64
     bounds = SAFE_SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
     if features.dtype not in DTYPES.values() or not features.dtype.isnative:
-        features = features.astype(dtype)
+        # float64 stays float64: its features may be below the range of a float32 `dtype`
+        features = features.astype(DTYPES["fp64"] if features.dtype.itemsize == 8 else dtype)
     if not (features.flags.c_contiguous and features.flags.aligned):
         features = features.copy()  # Numba would compile `unit_rows` for each layout
     if unit_rows(features, *bounds, z, inverse):

@@ -93,6 +93,21 @@ def test_against_the_definition(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_of_the_other_byte_order_keep_their_range(loss: str, method: str) -> None:
+    """float64 rows with features below float32's range count in float32, in both byte orders."""
+    args = arguments(loss, *pairs("random", 40, 40, 8, np.float64, 3))
+    options: Any = {"scale": 4.0, "normalize": True, "precision": "fp32", "method": method}
+    want = call(loss, *args, **options)
+    swapped = tuple((z * 1e-110).astype(np.dtype(np.float64).newbyteorder()) for z in args)
+    got = call(loss, *swapped, **options)
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
+    for gradient, right in zip(got.grads, want.grads, strict=True):
+        if right is not None and np.ndim(right):
+            assert_grad(gradient * 1e-110, right, "float32", 4.0, terms=4.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", [*LOSSES, "gte"])
 def test_logits_that_overflow_are_refused(loss: str, method: str) -> None:
     """Long rows are refused without `normalize`. Long rows with short ones have plain logits."""

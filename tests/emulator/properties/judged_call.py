@@ -29,7 +29,9 @@ STEPS = 8  # roundings on the way to an exponential
 SPREAD = 3  # deviations of a sum of roundings; of one to three terms: the worst case
 CUT = 2.0**-24  # of a sum, in a step of a tensor core
 LONGEST = {"fp32": 2}  # steps of a sum; others are as long as rows
-SMALLEST = {"fp64": 1e-290, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # 1e-24 for others
+# Absolute errors, of numbers below the range of a dtype
+SMALLEST_ELEMENT = {"float16": 2.0**-24, "bfloat16": 2.0**-126}  # of a gradient of this dtype
+SMALLEST_NORMAL = 2.0**-126  # of float32, in which precisions but fp64 compute: less becomes 0
 # arrays, on the features' side
 PER_ROW = ("labels", "weights", "key_bias", *spec.INTEGER_OPTIONS, "grad_out")
 
@@ -249,6 +251,8 @@ class Call:
         least = 4 * self.unit * (1 + self.largest) * summed
         if "label_smoothing" in self.options:
             least = 2 * least
+        if self.precision != "fp64":
+            least = least + SMALLEST_NORMAL * self.dots.shape[1]
         return LOSS_BOUND[self.precision] * np.abs(self.reference.losses) + least
 
     def feature_bounds(self) -> list[Any]:
@@ -327,8 +331,8 @@ class Call:
             have = _host(have)
             want, bound = np.nan_to_num(want), bounds[name]
             bound += (ml_dtypes.finfo(have.dtype).eps + self.unit) * np.linalg.norm(want)
-            smallest = SMALLEST.get(self.precision, SMALLEST.get(have.dtype.name, 1e-24))
-            bound += smallest * np.sqrt(want.size)
+            least = 1e-290 if self.precision == "fp64" else 1e-24
+            bound += SMALLEST_ELEMENT.get(have.dtype.name, least) * np.sqrt(want.size)
             assert have.shape == np.shape(want), f"gradient of {name} of shape {have.shape}"
             error = np.linalg.norm(have.astype(np.float64) - want)
             assert error <= bound, (
