@@ -93,7 +93,9 @@ def block_row_bytes(m: int, n: int, width: int, item: int, real: int) -> int:
 def least_workspace(rows: int, row: RowBytes) -> int:
     """Bytes of the smallest workspace for chunks of `rows` rows, if no side stays as a whole.
 
-    Three quarters of the workspace are for the chunk and its block, as in `layout`.
+    Three quarters of the workspace are for the chunk and its block, as in `layout`. Blocks of few
+    and short rows may need more, because a device pads rows: then the schedule of a block raises
+    the error (`divide_workspace` of gpu/schedule).
     """
     return -(-4 * rows * (row.streamed_bytes + row.block) // 3)
 
