@@ -3,8 +3,9 @@
 // use the same structs. `Options`, at the end, is all of them together. Options that change only the loss of a row from
 // its sums are in RowOptions (vectors/sums.cuh).
 //
-// A new option is one more struct, its -D option below, its name in `Options`, and its vectors in `Block`.
-// CONTRIBUTING.md lists its other files.
+// A new option is one more struct, its -D option below, its name in `Options`, and its vectors in `Block`. The host
+// sets the -D options of a call by `Call.pair_defines` (kernels/gpu/schedule/call.py), which `scheduled_kernel`
+// (kernels/gpu/schedule/passes.py) gives to each kernel. CONTRIBUTING.md lists the other files of an option.
 #pragma once
 #include "block/block.cuh"
 
