@@ -1,5 +1,4 @@
-"""What ranks do in test_ranks.py (`ranks.main`): options of the softmax, sets of positives, sup_con
-and gte, against their definition; gradients of parameters; numbers at the ends of their range."""
+"""Checks of options over ranks: softmax, positives, sup_con, gte, parameters, ends of the range."""
 
 import itertools
 from typing import Any
@@ -20,7 +19,8 @@ NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte", "siglip")
 
 
 def near(got: Any, want: Any, what: str) -> None:
-    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=what)
+    # Gradients of short normalised rows have large terms, which may cancel
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-11, err_msg=what)
 
 
 def make_problem(

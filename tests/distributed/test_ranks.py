@@ -275,7 +275,7 @@ def test_options_on_gpus(ranks: int, check: str) -> None:
     """A test a check, so that workers share the time in which kernels compile."""
     if reason := gpu_missing():
         pytest.skip(reason)
-    all_pass(ranks, f"options_over_ranks:{check}", limit=540)
+    all_pass(ranks, f"options_over_ranks:{check}", limit=900)
 
 
 @pytest.mark.gpu
@@ -291,7 +291,7 @@ def test_options_on_gpus(ranks: int, check: str) -> None:
 def test_offload_to_gpus(check: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    all_pass(2, check, limit=540)
+    all_pass(2, check, limit=900)
 
 
 @pytest.mark.gpu

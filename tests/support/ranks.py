@@ -151,8 +151,8 @@ def compare(case: dict[str, Any]) -> None:
         g, w = getattr(got.metrics, name), getattr(want.metrics, name)
         if w is None:
             assert g is None, name
-        elif w.dtype.kind == "i":  # retrieval ranks, which rounding of close logits changes
-            if dtype.name == "float64":
+        elif w.dtype.kind == "i":  # rounding changes retrieval ranks of logits that are close
+            if dtype.name == "float64" and not (d == 1 and case["normalize"]):  # then rows are +-1
                 assert np.array_equal(g, w[mine[name == "column_rank"]]), name
         else:
             g, w = (np.maximum(z, -1e30) for z in (g, w))  # -inf for rows without negatives
