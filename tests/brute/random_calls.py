@@ -76,8 +76,10 @@ def shares(drawn: Drawn, want: Judgement) -> Iterator[tuple[str, float]]:
     for place, name in enumerate(spec.LOSSES[call.loss].arguments):
         got = getattr(out.grads, name)
         if got is not None:
-            bound = want.bounds[place]
-            yield "gradient", gradient_share(got, want.grads[place], bound, drawn.compute)
+            # a product that underflows is off by half of the smallest number, times the scale
+            tiny = float(ml_dtypes.finfo(drawn.compute).smallest_subnormal)
+            bound = want.bounds[place] + tiny * max(1.0, call.scale) * max(want.dots.shape)
+            yield "gradient", gradient_share(got, want.grads[place], bound)
     for name in ("scale", "bias"):
         got = getattr(out.grads, name, None)
         if got is not None:
@@ -97,15 +99,14 @@ def share(got: Any, want: Any, bound: Any) -> float:
     return float(np.max(np.where(np.isnan(ratio), np.inf, ratio), initial=0.0))
 
 
-def gradient_share(got: Any, want: Any, bound: Any, compute: str) -> float:
+def gradient_share(got: Any, want: Any, bound: Any) -> float:
     """The largest error of a row divided by its bound. A row may be infinite only near the dtype's
     limit."""
     finfo = ml_dtypes.finfo(got.dtype)
     wide = got.astype(np.longdouble)
     length = np.sqrt((want * want).sum(axis=1))
     bound = bound + (ROUNDING[got.dtype.name] + 2.0**-52) * length
-    least = max(float(ml_dtypes.finfo(t).smallest_subnormal) for t in (got.dtype, compute))
-    bound = bound + 2 * least * np.sqrt(want.shape[1])
+    bound = bound + 2 * float(finfo.smallest_subnormal) * np.sqrt(want.shape[1])
     near = np.abs(want).max(axis=1) + bound >= float(finfo.max)
     assert (np.isfinite(wide).all(axis=1) | near).all(), "not finite"
     wide = np.where(near[:, None], want, wide)

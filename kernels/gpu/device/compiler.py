@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = Path(__file__).parents[2] / "cuda"  # the folder of all sources
-# Options of NVRTC for all kernels. Subnormal float32 numbers become 0; divisions and roots are
-# rounded correctly
+# Options of NVRTC for all kernels. Subnormal float32 numbers become 0, as in the instructions with
+# `.ftz` of cuda/ptx/numbers.cuh. Divisions and roots are rounded correctly
 FLAGS = ("--std=c++17", "-default-device", "-ftz=true", "-prec-div=true", "-prec-sqrt=true")
 Defines = Mapping[str, int | str]  # -D options: values by name
 
