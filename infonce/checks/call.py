@@ -91,9 +91,7 @@ class _StaticChecks:
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
 # Options whose values are checked in every call; also options in `NUMBERS`, if they are arrays
-PER_CALL = frozenset(
-    {"out", "grad_out", "progress", "guide", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS}
-)
+PER_CALL = {"out", "grad_out", "progress", "guide", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS}
 NUMBERS = frozenset({"scale", "temperature"})
 MOST_TEMPLATE_LOGITS = 2**20  # M x N for `template_has_defaults`; as many as one block may have
 MOST_CACHED = 256  # calls in `_cache`; one more empties it
@@ -116,8 +114,9 @@ def check(
         cache_key = _cache_key(loss, descriptions, labelled, bias, options, with_grad, batch)
     static = None if cache_key is None else _cache.get(cache_key)
     if static is None:
-        call = loss, arrays, descriptions, labelled, bias, options, with_grad, batch
-        static = _check_static(*call)
+        static = _check_static(
+            loss, arrays, descriptions, labelled, bias, options, with_grad, batch
+        )
         if cache_key is not None:
             if len(_cache) >= MOST_CACHED:
                 _cache.clear()
