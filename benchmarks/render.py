@@ -187,8 +187,9 @@ def ladder(record: Mapping[str, Any]) -> str:
         for case, rows in cases.items():
             if rows.keys() & {"naive", "portable"} and rows[CEILING]["size"] >= 4096:  # not fused
                 lines += [
-                    _line([case, STEPS[key], *_standing({LIBRARY: rows[key]}), _brief(rows[key])])
-                    for key in filter(rows.__contains__, STEPS)
+                    _line([case, step, *_standing({LIBRARY: rows[method]}), _brief(rows[method])])
+                    for method, step in STEPS.items()
+                    if method in rows
                 ]
     return "\n".join(lines) + "\n"
 
@@ -239,7 +240,7 @@ def drawn(row: Row) -> bool:
 def _curves(
     axes: Any, rows: Iterable[Row], field: str, factor: float, wanted: Callable[[str], bool]
 ) -> None:
-    """One line for each contender: `of` against the batch."""
+    """One line for each contender: `field` against the batch."""
     rows = [row for row in rows if wanted(row["method"]) and row.get(field) is not None]
     for method in sorted({row["method"] for row in rows}, key=lambda m: (m not in NAMES, m)):
         points: dict[int, float] = {}
@@ -287,7 +288,7 @@ def over_compiled(record: Mapping[str, Any], path: Path) -> None:
         for row, ratio in _ratios(record):
             method_line = lines.setdefault(row[fixed], {}).setdefault(row["method"], {})
             method_line.setdefault(row[along], ratio)  # of two sections, the first counts
-        value = max(lines, key=lambda value_name: max(map(len, lines[value_name].values())))
+        value = max(lines, key=lambda name: max(map(len, lines[name].values())))
         for method, points in lines[value].items():
             style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")
             line = zip(*sorted(points.items()), strict=True)

@@ -279,7 +279,9 @@ class OwnNegatives:
         parts = slices(m, max(1, OWN_BYTES // row_bytes))
         for rows, (query, keys) in zip(parts, self.rows.read(parts), strict=True):
             query, query_norms = normalized_rows(xp, query, problem.normalize, self.dtype)
-            keys, left_out = keys.astype(self.dtype), None
+            if keys.dtype.itemsize < 8:  # `normalized_rows` needs the range of float64 keys
+                keys = keys.astype(self.dtype)
+            left_out = None
             if problem.own_mask is not None:  # masked keys become 0, because they may be NaN
                 left_out = ~problem.own_mask[rows]
                 keys = xp.where(left_out[:, :, None], keys.dtype.type(0), keys)

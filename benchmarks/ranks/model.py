@@ -97,11 +97,11 @@ def _figure(dim: int, machine: Machine, counts: list[int]) -> Any:
     figure = common.optional("matplotlib.figure", "plot").Figure((9, 4), layout="constrained")
     rows = 2.0 ** np.arange(8, 18.01, 0.25)
     exchanges = {"ring": predict_ring, "hierarchical": predict_hierarchical}
-    for axes, (name, predictions) in zip(
+    for axes, (name, predict) in zip(
         figure.subplots(1, 2, sharey=True), exchanges.items(), strict=True
     ):
         for n in (8, 64, 1024):
-            efficiency = [predictions(b, dim, n, machine).efficiency for b in rows]
+            efficiency = [predict(b, dim, n, machine).efficiency for b in rows]
             axes.semilogx(rows, efficiency, base=2, label=f"{n} GPUs")
         axes.set(xlabel="rows a GPU", title=name)
         axes.grid(alpha=0.3)

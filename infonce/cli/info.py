@@ -57,7 +57,7 @@ def info(as_json: bool, compiles: bool) -> None:
         "blas": machine.blas(),
         "environment": machine.environment(),
         "backends": {"cpu": _cpu(), "cuda": cuda},
-        "gpu": machine.gpu() if can_compile else None,  # `gpu` needs NVRTC's version, too
+        "gpu": machine.gpu() if can_compile else None,  # `gpu` asks for NVRTC's version
         "optional": _optional(),
         "cuda_libraries": libraries,
         "transports": _transports(on_gpu),

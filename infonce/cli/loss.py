@@ -184,14 +184,15 @@ def loss(
             gradients.commit(_scalars(results[0]))
 
     seconds = time.perf_counter() - start
-    report = loss_report.report(kind, files, features, options, temperatures, results)
     input_bytes = sum(z.nbytes for z in inputs.values())
+    memory_bytes = {
+        "inputs": input_bytes,
+        "peak_rss": peak_resident(),
+        "growth_over_inputs": growth.bytes(input_bytes),
+    }
+    report = loss_report.build_report(kind, files, features, options, temperatures, results)
     report |= {
-        "memory_bytes": {
-            "inputs": input_bytes,
-            "peak_rss": peak_resident(),
-            "growth_over_inputs": growth.bytes(input_bytes),
-        },
+        "memory_bytes": memory_bytes,
         "seconds": seconds,
         "gradients": str(grad_out) if grad_out else None,
         "versions": machine.versions("numpy", "numba"),

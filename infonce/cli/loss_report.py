@@ -18,7 +18,7 @@ from .embeddings import LossFiles
 SIDES = ("rows", "columns")
 
 
-def report(
+def build_report(
     kind: Loss, files: LossFiles, features: Mapping[str, Any], options: Mapping[str, Any],
     temperatures: Sequence[float] | None, results: Sequence[LossAndGrad],
 ) -> dict[str, Any]:  # fmt: skip

@@ -32,7 +32,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         for_kernels = problem.without_weights()
     method = choose_method(for_kernels)
     if method == "naive" and not for_kernels.plain:
-        return METHODS["naive arrays"](problem, gradients)  # the naive method reads the weights
+        return METHODS["naive arrays"](problem, gradients)  # operations on arrays read the weights
     return METHODS[method](for_kernels, gradients)
 
 

@@ -72,6 +72,20 @@ def test_options_and_sizes(monkeypatch: pytest.MonkeyPatch, method: str) -> None
     check()
 
 
+@pytest.mark.parametrize("size", [1e-110, 1e110])
+@pytest.mark.parametrize("method", METHODS)
+def test_float64_rows_keep_their_range_in_float32(method: str, size: float) -> None:
+    """Own keys are normalised before float32, in which their features would be 0 or infinite."""
+    query, key, own, rng = problem()
+    options: dict[str, Any] = {"scale": 3.0, "normalize": True, "precision": "fp32"}
+    options |= {"method": method, "own_mask": rng.random(own.shape[:2]) < 0.7}
+    want = infonce.info_nce_loss_and_grad(query, key, own=own, **options)
+    got = infonce.info_nce_loss_and_grad(query, key, own=own * size, **options)
+    assert_loss(got.loss, want.loss, "float32", 3.0)
+    assert_grad(got.grads.query, want.grads.query, "float32", 3.0, terms=3.0)
+    assert_grad(got.grads.own * size, want.grads.own, "float32", 3.0, terms=3.0)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_of_one_query_they_are_more_keys(method: str) -> None:
     query, key, own, _ = problem(m=1)

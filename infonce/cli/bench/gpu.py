@@ -47,8 +47,7 @@ class Device:
         return z.astype(DTYPES[dtype])
 
     def inputs(self, case: Case) -> list[list[Array]]:
-        """Sets of features: at most `MOST_INPUTS`, or enough that the other sets fill the L2
-        cache."""
+        """Enough sets of features that the other sets fill the L2 cache, at most `MOST_INPUTS`."""
         cache = self.cupy.cuda.Device().attributes["L2CacheSize"]
         one = [self._unit_rows(*shape, case.dtype) for shape in case.shapes]
         sets = min(MOST_INPUTS, 1 + -(-cache // sum(z.nbytes for z in one)))

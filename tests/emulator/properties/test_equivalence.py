@@ -203,9 +203,9 @@ def computed(call: Call, way: dict[str, Any]) -> Any:
         try:
             return run(**options)
         except ValueError as error:
-            # Rows are padded in blocks of an offloaded call, so that tiny ones need more than the
-            # chunks' share. The error then names the bytes of a block
-            if method != "offload":
+            # Blocks of an offloaded call pad their rows (`layout.least_workspace`). So a tiny block
+            # may need more than the chunks' share, which no workspace of 64 KiB or more does
+            if method != "offload" or options["workspace"] >= 2**16:
                 raise
             options["workspace"] += 4 * named_workspace(error)
         return run(**options)

@@ -59,6 +59,25 @@ def test_own_negatives(dtype: str, method: str, device: int) -> None:
             near(getattr(got.grads, name), want.grads[name], dtype)
 
 
+@pytest.mark.parametrize("device", [HOPPER, PORTABLE])
+@pytest.mark.parametrize("method", ["naive", "tiled", "offload"])
+def test_float64_own_keys_keep_their_range_in_float32(method: str, device: int) -> None:
+    """Own keys are normalised before float32, in which their features would be infinite."""
+    rng = np.random.default_rng(0)
+    query, key, own = (rng.standard_normal((*n, 24)) for n in ((40,), (70,), (40, 3)))
+    options: dict[str, Any] = {"scale": 6.0, "normalize": True}
+    want = reference.info_nce(query, key, own=own, **options)
+    place, how = cupy.asarray, {"method": method}
+    if method == "offload":
+        place, how = np.asarray, {"offload": True, "workspace": 2**15}
+    with cupy.cuda.Device(device):
+        arrays, options["own"] = [place(z) for z in (query, key)], place(own * 1e110)
+        got = infonce.info_nce_loss_and_grad(*arrays, precision="fp32", **options, **how)
+    near(got.loss, want.loss, "float32")
+    near(got.grads.query, want.grads["query"], "float32")
+    near(cupy.asnumpy(got.grads.own) * 1e110, want.grads["own"], "float32")
+
+
 def check_metrics(metrics: infonce.Metrics, args: Any, labels: np.ndarray) -> None:
     """Own negatives that the mask counts compete with the positive."""
     query, key, own, mask = args
