@@ -1,0 +1,206 @@
+"""Tables of the documentation, in Markdown, from a record of benchmarks/results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+UNITS: dict[str, tuple[str, Callable[[float], str]]] = {  # end of a key -> heading's end, format
+    "_s": (" (ms)", _ms),
+    "_bytes": (" (MiB)", lambda x: f"{x / 2**20:.1f}"),
+    "_share": (" share", lambda x: f"{x:.0%}"),
+    "_error": (" error", lambda x: f"{x:.0e}"),
+}
+
+
+def column(key: str) -> tuple[str, Callable[[Any], str]]:
+    """Heading of a key, and how its values are written."""
+    for end, (heading, form) in UNITS.items():
+        if key.endswith(end):
+            return key.removesuffix(end).replace("_", " ") + heading, form
+    return key.replace("_", " "), lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Markdown: where and when it was measured, then one line for each result."""
+    rows = record["results"]
+    if "section" in rows[0]:
+        return side_by_side(record)
+    lines = provenance(record)
+    keys = dict.fromkeys(
+        key for row in rows for key, value in row.items() if not isinstance(value, (list, dict))
+    )
+    columns = {key: column(key) for key in keys}
+    lines += ["", _line(heading for heading, _ in columns.values()), "|---" * len(keys) + "|"]
+    for row in rows:
+        cells = ((form, row.get(key)) for key, (_, form) in columns.items())
+        lines.append(_line("-" if value is None else form(value) for form, value in cells))
+    return "\n".join(lines) + "\n"
+
+
+def provenance(record: Mapping[str, Any]) -> list[str]:
+    """The lines that say where, when and how the record was measured."""
+    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
+    gpu = record.get("gpu")
+    driver = f", driver {gpu['driver']}, CUDA {gpu['cuda']}" if gpu else ""
+    lines = [
+        f"{record['device']}{driver}; {versions}; commit {record['commit']}; {record['date']}."
+    ]
+    for part in ("settings", "environment"):
+        pairs = (f"{name} {value}" for name, value in record.get(part, {}).items())
+        if text := ", ".join(pairs):
+            lines.append(f"{part.capitalize()}: {text}.")
+    return lines
+
+
+# --- one GPU, contenders side by side -------------------------------------------------------------
+
+LIBRARY = "auto"  # the method that stands for this library as it is called
+CEILING = "products"
+OTHERS = (  # what is not this library's
+    "panels", "torch", "torch.compile", "open_clip", "cut_cross_entropy", "inf_cl",
+    "memory_efficient_clip", "siglip_kernel", "quack",
+)  # fmt: skip
+SELECTED = (  # cases of the `peers` table
+    "clip bfloat16 8192 x 512", "clip bfloat16 32768 x 512", "clip bfloat16 65536 x 512",
+    "clip float32 16384 x 512, fp32", "lit bfloat16 65536 x 512", "siglip bfloat16 65536 x 512",
+    "nt_xent bfloat16 65536 x 128", "nt_xent float32 256 x 2048",
+)  # fmt: skip
+NAMES = {LIBRARY: "infonce", CEILING: "bare products"}
+STEPS = {"naive": "1. naive", "portable": "2. tiles", LIBRARY: "3. sweeps", CEILING: NAMES[CEILING]}
+Row = Mapping[str, Any]
+
+
+def side_by_side(record: Mapping[str, Any]) -> str:
+    """One line for each case, one column for each contender, in tables by kind."""
+    size, ceiling = record["gemm"]["size"], ceiling_tflops(record)
+    lines = [
+        *provenance(record),
+        f"cuBLAS's bf16 product of {size} rows: {ceiling:.0f} TFLOP/s.",
+        "",
+        "Median milliseconds (Python and waiting included), MiB beyond inputs and gradients;",
+        "errors of loss and gradient, relative to float64 on the same inputs.",
+    ]
+    for title, cases in _cases(record).items():
+        methods = list(dict.fromkeys(method for rows in cases.values() for method in rows))
+        titles = [title, "of the bare products", "TFLOP/s"]
+        lines += ["", _line([*titles, *(NAMES.get(method, method) for method in methods)])]
+        lines.append("|---" * (len(titles) + len(methods)) + "|")
+        lines += [
+            _line([name, *_standing(rows), *(_measured(rows.get(method)) for method in methods)])
+            for name, rows in cases.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _cases(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Row]]]:
+    """Title of a table -> case -> method -> its result."""
+    tables: dict[str, dict[str, dict[str, Row]]] = {}
+    for row in record["results"]:
+        case = tables.setdefault(row["table"], {}).setdefault(case_name(row), {})
+        case.setdefault(row["method"], row)  # of two sections, the first counts
+    return tables
+
+
+def _all_cases(record: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
+    """The cases of all tables. A case of two tables has the rows of the first."""
+    tables = reversed(_cases(record).values())
+    return {case: rows for table in tables for case, rows in table.items()}
+
+
+def peers(record: Mapping[str, Any]) -> str:
+    """A few cases: this library, the bare products, and the best of the others."""
+    headings = ["loss and gradient", *NAMES.values(), "fastest other", "other of least memory"]
+    lines = [_line(headings), "|---" * len(headings) + "|"]
+    cases = _all_cases(record)
+    for case in filter(cases.__contains__, SELECTED):
+        rows = {method: row for method, row in cases[case].items() if "median_s" in row}
+        others = [rows[method] for method in OTHERS if method in rows]
+        best = (min(others, key=lambda row: row[field]) for field in ("median_s", "peak_bytes"))
+        cells = [_brief(rows[method]) if method in rows else "-" for method in NAMES]
+        cells += [f"{row['method']}: {_brief(row)}" for row in best] if others else ["-", "-"]
+        lines.append(_line([case, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _brief(row: Row) -> str:
+    """Time and memory."""
+    return f"{_ms(row['median_s'])} ms, {row['peak_bytes'] / 2**20:.0f} MiB"
+
+
+def goals(record: Mapping[str, Any]) -> str:
+    """Cases with a goal, in milliseconds."""
+    lines = [_line(["case", "goal (ms)", "measured (ms)", ""]), "|---|---|---|---|"]
+    for row in record["results"]:
+        if "median_s" in row and "goal_s" in row:
+            goal, time = row["goal_s"], row[row["timed"]]
+            case = case_name(row) + ("" if row["method"] == LIBRARY else f", {row['method']}")
+            verdict = "reached" if time <= goal else "missed"
+            lines.append(_line([case, _ms(goal), _ms(time), verdict]))
+    return "\n".join(lines) + "\n"
+
+
+def ladder(record: Mapping[str, Any]) -> str:
+    """Cases that an earlier step of the ladder ran too, a line for each step."""
+    headings = ["case", "step", "of the bare products", "TFLOP/s", "time, memory"]
+    lines = [*provenance(record)[:1], "", _line(headings), "|---" * len(headings) + "|"]
+    for cases in _cases(record).values():
+        for case, rows in cases.items():
+            if rows.keys() & {"naive", "portable"} and rows[CEILING]["size"] >= 4096:  # not fused
+                lines += [
+                    _line([case, step, *_standing({LIBRARY: rows[method]}), _brief(rows[method])])
+                    for method, step in STEPS.items()
+                    if method in rows
+                ]
+    return "\n".join(lines) + "\n"
+
+
+def ceiling_tflops(record: Mapping[str, Any]) -> float:
+    """The rate of cuBLAS's bf16 product in the same run, in TFLOP/s."""
+    return float(statistics.median(record["gemm"]["gflops"])) / 1e3
+
+
+def case_name(row: Row) -> str:
+    """The case of a row, in words."""
+    precision = "" if row["precision"] == "auto" else f", {row['precision']}"
+    alone = "" if row["gradient"] else ", loss only"
+    if row.get("wrt"):
+        alone = f", gradient of {' and '.join(row['wrt'])} only"
+    keys = f" of {row['keys']}" if "keys" in row else ""
+    return f"{row['loss']} {row['dtype']} {row['size']}{keys} x {row['dim']}{precision}{alone}"
+
+
+def _standing(rows: Mapping[str, Row]) -> tuple[str, str]:
+    """This library's time divided by the time of the bare products, and its useful rate."""
+    row = rows.get(LIBRARY, {})
+    if "median_s" not in row:
+        return "-", "-"
+    share = f"{row['products_share']:.2f}" if "products_share" in row else "-"
+    return share, f"{row['gflops'] / 1e3:.3g}"
+
+
+def _measured(row: Row | None) -> str:
+    """Time and memory, and below them the errors."""
+    if row is None:
+        return ""
+    if "median_s" not in row:
+        return "-"
+    wall = f" ({_ms(row['wall_s'])})" if "wall_s" in row else ""
+    errors = [f"{row[key]:.0e}" for key in ("loss_error", "gradient_error") if key in row]
+    below = f"<br>{', '.join(errors)}" if errors else ""
+    peak = row["peak_bytes"]
+    memory = "" if peak is None else f", {peak / 2**20:.0f} MiB"
+    return f"{_ms(row['median_s'])}{wall}{memory}{below}"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+KINDS = {"results": table, "peers": peers, "goals": goals, "ladder": ladder}
