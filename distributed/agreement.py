@@ -233,9 +233,10 @@ def agree_on_schedule(
         Partition([sum(rows) if call.kind.joint else rows[argument] for rows in rows_by_rank])
         for argument in (0, call.kind.key_argument)
     )
-    # A rank has checked its call in step 1 if its check has passed (`shared_values`) or has refused
-    # the call (`failure`). If all ranks have, each rank has as many rows as in its last call. Then
-    # the checks had the right numbers of rows, and a refusal counts
+    # A rank that has checked its call in step 1 reports `shared_values` (the check has passed) or a
+    # `failure` (the check has refused the call). A rank checks only if it has as many rows as in
+    # its last call, and takes the other ranks' rows from the last schedule. So these rows are right
+    # if every rank has checked its call. Then a refusal counts
     every_rank_has_checked = all(report.shared_values or report.failure for report in reports)
     if every_rank_has_checked:
         raise_first_failure([report.failure for report in reports], own_error)

@@ -330,7 +330,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The data of a loss. In functions that are called `loss`, it is the parameter `kind`."""
+    """What tells one loss from the others. Functions that compute a `loss` call it `kind`."""
 
     name: str  # of its functions, without "_loss"
     # feature arguments: queries, keys, own negatives; one array if the queries are the keys
@@ -344,8 +344,9 @@ class Loss:
     square: bool = False  # as many keys as queries are required, except with `positive_ids`
     locked: tuple[str, ...] = ()  # arguments that never get a gradient
     sigmoid: bool = False  # a sigmoid of each pair, and no softmax
-    scale: float | None = None  # default; None: the caller has to pass scale or temperature
-    bias: float | None = None  # default of the argument `bias`; None: the loss has no bias
+    # defaults of the loss; all other options have the defaults of `OPTIONS`, for all losses
+    scale: float | None = None  # None: the caller has to pass scale or temperature
+    bias: float | None = None  # None: the loss has no bias
     refused: tuple[str, ...] = ()  # options that mean nothing for the loss, and raise a ValueError
     classes: bool = False  # labels are classes: the positives of a row are all others of its class
     joint: bool = False  # query i and key i share one softmax, over all queries and keys

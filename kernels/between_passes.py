@@ -33,8 +33,9 @@ class Finalized:
     row_factor: Array  # [M] a of `SoftmaxGradient`
     column_factor: Array | None  # [N] b of `SoftmaxGradient`; None: columns have no softmax
     positive_gradient: Array  # [M] or [M, P], as in `SoftmaxGradient`
-    # [M] upstream times d loss / d log(scale), from moments. If there are no moments and the loss
-    # has a margin: only the margin's part, because `Gradients.dots` have the rest. None: not wanted
+    # [M] upstream times d loss / d log(scale). With moments, it is complete. Without moments,
+    # `Gradients.dots` have the part of the pairs in blocks, and this is the rest: the parts of a
+    # margin and of own negatives (`OwnNegatives.finish` adds these). None: there is no such part
     log_scale_grad: Array | None = None
     linear: Sequence[LinearTerm] = ()
     # own negatives, which are in the sums; their gradients follow after the gradient pass

@@ -73,7 +73,9 @@ class Problem:
     query_ids: Array = None  # [M] int64: pairs of equal ids are excluded, except for positives
     key_ids: Array = None  # [N] int64 ids of keys, likewise
     normalize: bool = False  # rows of `query` and `key` are divided by their norms
-    compute_precision: str = "fp32"  # resolved precision of products and exponentials: no "auto"
+    # precision of matrix products, never "auto". Logits and exponentials are float64 for "fp64" and
+    # float32 otherwise
+    compute_precision: str = "fp32"
     method: str = "auto"  # as the caller chose it: "auto" is not resolved
     workspace: int = WORKSPACE  # bytes
     retrieval_ranks: bool = False  # also count the keys that score above the positive
@@ -247,7 +249,7 @@ class Problem:
         return self.scale_grad_from_dots and self.margin != 0.0
 
     @property
-    def pair_count(self) -> float:
+    def pair_repeats(self) -> float:
         """How often the sum of `Gradients.dots` contains the term dL/dx_ij x_ij of a pair: twice if
         queries are the keys, because dQ_i then has terms of row i as a query and as a key."""
         return 2.0 if self.symmetric and self.scale_grad_from_dots else 1.0

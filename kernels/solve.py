@@ -341,14 +341,14 @@ class Vectors:
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
         """(reduced loss, gradient of the scale, gradient of the bias), 0-d each.
 
-        The loss is None, because the caller reduces `losses`; the method of a GPU reduces them.
-        Gradients that are not wanted are None. The gradient of the scale follows from
-        `log_scale_grad` (`Finalized`) and `dots` (`Gradients`). `bias_grad` [M] is times the scale.
+        The loss is None: the caller reduces `losses`, except on a GPU. A gradient is None if it is
+        not wanted. The gradient of the scale is the float64 sum of `log_scale_grad` (`Finalized`)
+        and `dots` (`Gradients`). `bias_grad` [M]: the bias's gradient by row, times the scale.
         """
         scale = problem.scale
         total_bias_grad = None if bias_grad is None else bias_grad.sum() / scale
-        parts = (log_scale_grad, 1.0), (dots, problem.pair_count)
-        scale_parts = [part.sum() / counts for part, counts in parts if part is not None]
+        parts = (log_scale_grad, 1.0), (dots, problem.pair_repeats)
+        scale_parts = [part.sum() / divisor for part, divisor in parts if part is not None]
         return None, sum(scale_parts) / scale if scale_parts else None, total_bias_grad
 
     def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:

@@ -9,13 +9,13 @@ once. The sums of the shard's keys follow the shard: a counterpart adds the sums
 sums that arrive, and sends the result to the next counterpart, at the end to the owner of the keys.
 
 The work is a pipeline of ticks. Ticks 0 and 1 run during the visits of this node's keys, and tick
-t >= 2 runs during step t - 1. In tick t,
+t >= 2 runs during step t - 1. The keys of node h - s, and their sums, pass these stages:
 
-    keys of node h - t - 1 arrive from the counterpart on node h - 1,
-    keys of node h - t are gathered inside the node,
-    sums of the keys of node h - t + 2 go, inside this node, to the rank with the local rank of the
-        keys' owner, which adds them,
-    sums of the keys of node h - t + 3, with this node's part, go to the counterpart on node h + 1.
+    tick s - 1    the keys arrive from the counterpart on node h - 1
+    tick s        they are gathered inside this node
+    step s        this node's ranks visit them; tick s + 1 runs meanwhile
+    tick s + 2    their sums are added inside this node, by the counterpart of the keys' owner
+    tick s + 3    that rank sends the sums to its counterpart on node h + 1
 
 A tick is one exchange, so links inside nodes and links between nodes work at the same time. The
 sums of a shard are always added in the same order: pairwise over the ranks of a node, and over
@@ -109,14 +109,16 @@ class Hierarchical:
         pipeline = Pipeline(self, round, reach, summed_reach)
         # sums of this rank's keys: over the queries of its node, then over those of other nodes
         complete: list[list[Array]] = []
-        visits = reach  # number of visits of the round: `Keys.steps`
+        # Visits are numbered for `Keys`. Visit k of the gather has numbers 2 k and 2 k + 1 if its
+        # keys wrap around, or 2 k + 1 alone. Each other node has one visit, after all of these
+        gather_visits = 0
 
         def visit_in_node(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             """Visit keys of this node. `keys.rows` count from the first key of the node, and may
             pass its last key: then the keys from the first key on take a second visit."""
-            nonlocal visits
+            nonlocal gather_visits
             pipeline.advance(min(pipeline.begun + 1, 2))  # ticks 0 and 1, in the first two visits
-            visits = 2 * keys.steps + reach  # a visit of the gather may take two
+            gather_visits = 2 * keys.steps
             node_start = self.partition.starts[self.first_rank(0)]
             node_keys = self.gather.partition.total
             start, stop = keys.rows.start, keys.rows.stop
@@ -127,7 +129,7 @@ class Hierarchical:
             for number, (first, last, part) in enumerate(ranges, 2 * keys.step + 2 - len(ranges)):
                 rows = slice(node_start + first, node_start + last)
                 visit(
-                    Keys(keys.are_own, rows, True, number, visits),
+                    Keys(keys.are_own, rows, True, number, gather_visits + reach),
                     [array[part] for array in arrays], [array[part] for array in sums],
                 )  # fmt: skip
 
@@ -146,7 +148,8 @@ class Hierarchical:
                 continue
             start = self.partition.starts[self.first_rank(step)]
             rows = slice(start, start + self.shards(step).total)
-            visit(Keys(False, rows, True, visits - reach + step - 1, visits), arrays, sums)
+            number = gather_visits + step - 1
+            visit(Keys(False, rows, True, number, gather_visits + reach), arrays, sums)
         complete += pipeline.finish()
         if round.keep is not None and complete:
             round.keep(slice(0, self.partition.rows[self.rank]), *complete)

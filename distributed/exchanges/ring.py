@@ -1,11 +1,15 @@
 """The ring: shards of keys go from rank to rank, and sums over queries follow them.
 
 Sums are numbers for each key that all ranks add to: dK, or sums of columns. In step s, rank r of n
-ranks has the keys of rank k = r - s (mod n). While a block is computed, two things arrive from rank
-r - 1: the keys of the next block, and the running sums of the keys of this block, to which the
-ranks k, k + 1, ..., r - 1 have added. Rank r adds its own sums. So the sums of shard k are always
-added in the order k, k + 1, ... After the last step with sums, the sums are sent to the owner of
-the keys.
+ranks has the keys of rank k = r - s (mod n). While rank r computes a block with these keys, two
+things arrive from rank r - 1:
+
+- the keys of the next block,
+- the running sums of the keys of this block: the sums of ranks k, k + 1, ..., r - 1.
+
+Then rank r adds the sums of its block to the running sums. So the sums of shard k are always added
+in the order k, k + 1, ... After the last step with sums, the sums are sent to the owner of the
+keys.
 
 A round has n steps. If queries are keys, a round may have about half of the steps
 (`Round.visits_half`). Then rank k computes no sums for its own keys in step 0, and the order of the
@@ -80,7 +84,9 @@ class Ring:
         lengths = [rows.stop - rows.start for rows in piece_rows]
         own_rows = self._own_rows(piece_rows[rank])
         arrays: list[Array] = [array[own_rows] for array in round.own]
-        sums_to_send: list[Array] = []  # the sums that the next step sends
+        # Step s computes sums in slot s % 3, and receives running sums in slot (s + 1) % 3. It
+        # sends the sums of step s - 1, which are in slot (s - 1) % 3
+        sums_to_send: list[Array] = []
         for step in range(steps):
             # start the transfers that this step's block hides
             owner, next_owner = (rank - step) % ranks, (rank - step - 1) % ranks
@@ -108,7 +114,8 @@ class Ring:
             if round.combine is not None and running_sums:
                 round.combine(sums, running_sums)  # then the sums are of ranks owner ... rank
             arrays = next_arrays
-            sums_to_send = sums or sums_to_send
+            if sums:
+                sums_to_send = sums
 
         # send the last sums to the owner of the keys, and receive the sums of the own keys
         if summed_steps and round.keep is not None:

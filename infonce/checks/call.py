@@ -170,7 +170,7 @@ def _add_vectors(
             problem.query_ids = problem.key_ids = problem.classes.rows
     elif labels is not None:  # a row of nt_xent (symmetric) has one positive: its other view
         problem.positives, problem.known_row_nans, has_positive = rows.positives(
-            xp, labels, m, static.batch.columns, none_or_sets=not loss.symmetric
+            xp, labels, m, static.batch.columns, any_number=not loss.symmetric
         )  # fmt: skip
     if (weights := get("weights")) is not None:
         weights = rows.weights(xp, weights, m, batch is None)

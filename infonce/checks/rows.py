@@ -22,39 +22,40 @@ from .validation import as_array, features, integers, numbers, what
 
 
 def positives(
-    xp: Any, labels: Array, m: int, n: int, none_or_sets: bool
+    xp: Any, labels: Array, m: int, n: int, any_number: bool
 ) -> tuple[Array, Array | None, Array | None]:
     """Check labels, which are indices of keys. Returns three values:
 
-    - positives: [m] int64, the key of each row, or -1 for none. With `none_or_sets` also [m, P]:
-      the keys of each row in ascending order, after -1 for each missing key.
+    - positives: [m] int64, the key of each row, or -1 for none. With `any_number` also [m, P]: the
+      keys of each row in ascending order, after -1 for each missing key.
     - label_nans: with cupy, `Problem.known_row_nans`; with numpy None.
-    - has_positive: [m], whether a row has a positive. None with cupy, if not `none_or_sets`.
+    - has_positive: [m], whether a row has a positive. None with cupy, if not `any_number`.
 
-    `none_or_sets`: a row may have no positive (a negative label), or several ([m, P]).
+    `any_number`: a row may have any number of positives: none (a negative label), or several
+    ([m, P]). Otherwise each row must have one.
 
     If features are in host memory (`xp` is numpy), a label of n or more is an error. A negative
-    label becomes -1: without `none_or_sets`, the caller refuses it (`distributed.run`). If features
+    label becomes -1: without `any_number`, the caller refuses it (`distributed.run`). If features
     are on a GPU (`xp` is cupy), no label is read, because to read it would wait for the GPU: the
-    row of a label of n or more, or of a negative one without `none_or_sets`, gets the loss NaN.
+    row of a label of n or more, or of a negative one without `any_number`, gets the loss NaN.
     """
-    labels = integers(xp, "labels", labels, m, none_or_sets)
+    labels = integers(xp, "labels", labels, m, any_number)
     if xp is not np:
         if is_uint64(labels):  # labels beyond int64 become n, which is out of range too
             labels = xp.minimum(labels, np.uint64(n))
         labels = xp.ascontiguousarray(labels, dtype=np.int64)
-        labels, label_nans, has_positive = _label_kernel(xp)(labels, n, none_or_sets)
+        labels, label_nans, has_positive = _label_kernel(xp)(labels, n, any_number)
         if labels.ndim > 1:  # reduce what the kernel returns for each label to each row
             labels, repeated = _sorted_sets(labels)
             label_nans, has_positive = label_nans.sum(axis=1), has_positive.max(axis=1)
             if repeated is not None:
                 label_nans = xp.where(repeated.any(axis=1), np.nan, label_nans)
-        return labels, label_nans, has_positive if none_or_sets else None
+        return labels, label_nans, has_positive if any_number else None
     outside = labels >= n
     if outside.any():
         first = np.argwhere(outside)[0]
         at = int(first[0]) if labels.ndim == 1 else tuple(map(int, first))
-        or_none = ", or negative ones for none" if none_or_sets else ""
+        or_none = ", or negative ones for none" if any_number else ""
         raise ValueError(
             f"labels: expected values in [0, {n}){or_none}, got {labels[tuple(first)]} at "
             f"position {at}"

@@ -111,7 +111,7 @@ def _kernel_and_products(
                 cublas_products.add(
                     m, n, 0, is_key_side=False, dq_copies=scheduled.dq_accumulator.dq_copies
                 )
-            # in a diagonal block of views, the product for dQ is the whole gradient
+            # if queries are the keys, the product for dQ of a diagonal block is all of its gradient
             dq_is_all = schedule.call.symmetric and rows == columns
             needs_dk = scheduled.dk_accumulator is not None and not dq_is_all
             if needs_dk and not scheduled.in_registers:

@@ -24,8 +24,8 @@ Arguments = tuple[Any, Any]
 class SoftmaxFactors:
     """Reference exponents and factors of a softmax gradient, in the dtype of products.
 
-    With dot products x_ij and c = `logit_scale`, the base-2 logit of a pair is c x_ij. dL/dx of a
-    negative, times the scale, is
+    With dot products x_ij and c = `exponent_scale`, the exponent of a pair is c x_ij, in base 2.
+    dL/dx of a negative, times the scale, is
 
         row_factor_i 2^(c (x_ij - row_reference_i))
             + column_factor_j 2^(c (x_ij - column_reference_j)),
@@ -38,12 +38,13 @@ class SoftmaxFactors:
     """
 
     def __init__(
-        self, epilogue: SoftmaxGradient, logit_scale: float, dtype: np.dtype[Any], same_logits: bool
-    ) -> None:
+        self, epilogue: SoftmaxGradient, exponent_scale: float, dtype: np.dtype[Any],
+        same_logits: bool,
+    ) -> None:  # fmt: skip
         """`same_logits`: rows and columns have the same logits (no key bias, limits and guide)."""
-        self.logit_scale, self.one_exponential = logit_scale, False
+        self.exponent_scale, self.one_exponential = exponent_scale, False
         self.row_reference, self.row_factor, row_reference2 = rounded_reference(
-            np, logit_scale, epilogue.row_reference, epilogue.row_factor, dtype
+            np, exponent_scale, epilogue.row_reference, epilogue.row_factor, dtype
         )
         self.two_sided = epilogue.column_reference is not None
         if epilogue.column_reference is None or epilogue.column_factor is None:
@@ -63,7 +64,7 @@ class SoftmaxFactors:
             self.shared_column_factor = (epilogue.column_factor * column_exponentials).astype(dtype)
         else:
             self.column_reference, self.column_factor, _ = rounded_reference(
-                np, logit_scale, epilogue.column_reference, epilogue.column_factor, dtype
+                np, exponent_scale, epilogue.column_reference, epilogue.column_factor, dtype
             )
 
     def write_gradient(
@@ -77,7 +78,7 @@ class SoftmaxFactors:
 
         `row_arguments` and `column_arguments` are (bias of keys, limits): `PassState.directions`.
         """
-        scale, reference = self.logit_scale, self.row_reference[rows]
+        scale, reference = self.exponent_scale, self.row_reference[rows]
         row_factor = self.row_factor[rows]
         if not self.two_sided:
             softmax_gradient(x, scale, reference, row_factor, *row_arguments, guide_bits)

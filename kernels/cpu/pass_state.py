@@ -31,15 +31,15 @@ class PassState:
     ) -> None:
         self.call_state, self.problem, self.grid = call_state, problem, grid
         self.epilogue, self.gradients, self.order = epilogue, gradients, order
-        self.has_teacher, self.teacher_logit_scale = isinstance(problem, TaughtProblem), 1.0
+        self.has_teacher, self.teacher_exponent_scale = isinstance(problem, TaughtProblem), 1.0
         if isinstance(problem, TaughtProblem):
-            self.teacher_logit_scale = float(problem.teacher_scale) * LOG2_E
-        # dot products times `logit_scale` are exponents in base 2 (of a sigmoid: natural logits),
-        # and those of positives times `positive_scale` are their logits
-        self.logit_scale = float(problem.scale) * (1.0 if isinstance(epilogue, Sigmoid) else LOG2_E)
-        self.positive_scale = self.logit_scale
-        if problem.hardness:
-            self.logit_scale = float(problem.exponent_scale) * LOG2_E
+            self.teacher_exponent_scale = float(problem.teacher_scale) * LOG2_E
+        # The dot product of a negative times `exponent_scale` is its exponent in base 2. That of a
+        # positive times `positive_scale` is its logit in base 2, which `hardness` does not change.
+        # A sigmoid has natural exponents and logits
+        unit = 1.0 if isinstance(epilogue, Sigmoid) else LOG2_E
+        self.exponent_scale = float(problem.exponent_scale) * unit
+        self.positive_scale = float(problem.scale) * unit
         self._convert_options()
         self._convert_epilogue()
         self._prepare_column_gradients()
@@ -59,7 +59,7 @@ class PassState:
         problem, dtype = self.problem, self.call_state.dtype
         # in units of dot products, to which loops add them
         self.key_bias, self.query_bias = (
-            None if bias is None else (bias * (LOG2_E / self.logit_scale)).astype(dtype)
+            None if bias is None else (bias * (LOG2_E / self.exponent_scale)).astype(dtype)
             for bias in (problem.key_bias, problem.query_bias)
         )
         self.query_limits, self.key_limits, self.guide_query_limits, self.guide_key_limits = (
@@ -78,10 +78,10 @@ class PassState:
         epilogue, problem, dtype = self.epilogue, self.problem, self.call_state.dtype
         if isinstance(epilogue, SoftmaxGradient):
             self.positive_gradient = epilogue.positive_gradient.astype(dtype)
-            self.factors = SoftmaxFactors(epilogue, self.logit_scale, dtype, self.same_logits)
+            self.factors = SoftmaxFactors(epilogue, self.exponent_scale, dtype, self.same_logits)
             if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
                 self.teacher_factors = SoftmaxFactors(
-                    epilogue.teacher, self.teacher_logit_scale, dtype, same_logits=True
+                    epilogue.teacher, self.teacher_exponent_scale, dtype, same_logits=True
                 )
         elif isinstance(epilogue, Sigmoid):
             self.row_factor = epilogue.row_factor.astype(dtype)
@@ -186,8 +186,8 @@ class PassState:
     ) -> None:
         """Complete the gradients `g` of `rows`, and write them to their destination.
 
-        Linear terms are subtracted (a `LinearGradient` is minus their gradient), and `g` is
-        differentiated through the normalisation. If `destination` is None, `g` is the destination.
+        First, `g` gets the gradient of the linear terms (`subtract`). Then `g` is differentiated
+        through the normalisation. If `destination` is None, `g` is the destination.
         """
         assert self.gradients is not None
         linear = self.key_linear if is_key_side else self.query_linear

@@ -197,8 +197,9 @@ class RowBlockOrder:
 class _Pools(Guarded):
     """Idle worker threads of earlier calls.
 
-    A new thread starts on a busy core, and the system moves it later than a small batch ends. So
-    calls reuse threads. At exit, a hook of concurrent.futures ends the threads and waits for them.
+    A new thread may start on a core that another thread uses. Before the system moves the new
+    thread, a small batch would be complete. So calls reuse threads. At exit, a hook of
+    concurrent.futures ends the threads and waits for them.
     Daemon threads would not be waited for, and could be inside BLAS when its memory is freed.
     """
 

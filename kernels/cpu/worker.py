@@ -223,11 +223,11 @@ class Worker:
             # dQ is multiplied by `rescale` when the largest logit of its row changes
             self.rescale = self.tile_rows.max[: len(x)]
             sums = epilogue.rows.part(rows).arrays
-            tile.online_softmax(x, self.state.logit_scale, *sums, self.rescale)
+            tile.online_softmax(x, self.state.exponent_scale, *sums, self.rescale)
         elif isinstance(epilogue, RetrievalRanks):
             return self.count_higher_logits(epilogue, x, rows, columns)
         elif isinstance(epilogue, TaughtStatistics):
-            constants = self.state.logit_scale, self.state.teacher_logit_scale
+            constants = self.state.exponent_scale, self.state.teacher_exponent_scale
             run_in_order = distillation.statistics(
                 epilogue, x, self.auxiliary_tile, *constants, rows, columns
             )
@@ -297,7 +297,7 @@ class Worker:
         Returns the step that merges the sums of the tile into those of the pass, if it has to run
         in the order of the row blocks; None: the step has run already.
         """
-        state = self.state
+        state, scale = self.state, self.state.exponent_scale
         m, n = x.shape
         tile_rows, tile_columns = self.tile_rows.part(slice(m)), self.tile_columns.part(slice(n))
         both = stats.columns is not None and not diagonal
@@ -305,15 +305,14 @@ class Worker:
         if both and state.same_logits:
             partial = self.partial[:, :n]
             tile.row_and_column_statistics(
-                x, state.logit_scale, *tile_rows.arrays, *tile_columns.arrays, partial[0],
-                partial[-1],
-            )  # fmt: skip
+                x, scale, *tile_rows.arrays, *tile_columns.arrays, partial[0], partial[-1]
+            )
         else:
             guide_bits = self.auxiliary_tile
-            tile.row_statistics(x, state.logit_scale, *tile_rows.arrays, *row_arguments, guide_bits)
+            tile.row_statistics(x, scale, *tile_rows.arrays, *row_arguments, guide_bits)
             if both:
                 tile.column_statistics(
-                    x, state.logit_scale, *tile_columns.arrays, *column_arguments, guide_bits
+                    x, scale, *tile_columns.arrays, *column_arguments, guide_bits
                 )
 
         def run_in_order() -> None:
@@ -380,16 +379,17 @@ class Worker:
         """Complete dQ of an online softmax, whose exponentials were not divided by their sum yet.
 
         g_i: sum_j 2^(c (x_ij - max_i)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y),
-        where c is `logit_scale`, a_i upstream_i row_direction_weight scale, and y row i's positive.
+        where c is `exponent_scale`, a_i is upstream_i row_direction_weight scale, and y is the
+        positive of row i.
         """
         problem, call_state = self.state.problem, self.state.call_state
         sums, positive = stats.rows.part(rows), stats.positive_logits[rows]
         # `sums` are views of `stats.rows`, whose maxima and moments are those of dot products. They
         # become those of base-2 logits in place: `between_passes.finalize` reads `stats.rows` after
         # the pass
-        sums.max *= self.state.logit_scale
+        sums.max *= self.state.exponent_scale
         if sums.moment is not None:
-            sums.moment *= self.state.logit_scale
+            sums.moment *= self.state.exponent_scale
         end = finalize_direction(np, sums, positive)
         a = problem.upstream[rows] * problem.row_direction_weight * float(problem.scale)
         # `reference_probability` is 2^(reference - lse), so `sum_factor` is a 2^(max - lse)

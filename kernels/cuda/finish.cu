@@ -2,9 +2,12 @@
 // differentiates through the normalisation. A warp, or half of a warp, computes a row.
 //
 // rows.cuh defines the factor f, the exponent e and s = 2^-e z of a row z, whose normalised row is u = f s. With
-// P_ij = dL/dx_ij, the elements of a gradient block are multiplied by both factors: P_ij f_i f_j. So the product of
-// the block with the rows s_j is g_i = f_i dU_i, with dU_i the gradient with respect to u_i. The gradient with respect
-// to the features z is
+// P_ij = dL/dx_ij, the gradient with respect to u_i is dU_i = sum_j P_ij u_j. A gradient block has P_ij f_i f_j, so its
+// product with the rows s_j is
+//
+//     g_i = sum_j P_ij f_i f_j s_j = f_i sum_j P_ij u_j = f_i dU_i.
+//
+// The gradient with respect to the features z is
 //
 //     dz = (dU - u <dU, u>) / |z| = 2^-e (g - f^2 s <g, s>),     <dU, u> = <g, s>.
 //
@@ -142,8 +145,9 @@ struct Finished {
   T g[LANE_FEATURES];  // the gradient g of the opening comment
   T x[LANE_FEATURES];  // the row s of the opening comment; not set if `with_row` is false
 
-  // `sum` is the row of the accumulator. The row is multiplied by |root| and by root: `root` is the `signed_root` of
-  // the gradient divisor, times the root of the feature divisor.
+  // `sum` is the row of the accumulator. The row is multiplied by the gradient divisor and the feature divisor, as
+  // |root| and then root, because the divisor may be too small for a float. `root` is the `signed_root` of the gradient
+  // divisor, times the root of the feature divisor.
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
                                       const LinearGradients& linear, const Matrix& z, i64 row, i64 column,
                                       i64 d, double factor, int exponent, bool with_row = true) {

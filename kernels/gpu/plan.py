@@ -207,7 +207,7 @@ class BoundSteps:
 
     steps: list[BoundStep]
     memory: tuple[Any, ...]  # the graphs, and the arrays with the parameters of launches
-    final: bool  # the steps are graphs, or never become graphs
+    final: bool  # False: the next call replaces these steps by graphs
     graph_bytes: int = 0
     capture_number: int = 0  # captures of all plans are numbered from 0 on, in their order
 
@@ -292,11 +292,11 @@ class Plan:
         addresses += shared.ptr, *[memory.ptr for memory in separate.values()]
 
         current = cupy.cuda.get_current_stream()
-        captured = current.is_capturing()  # by the caller, whose graph then gets all steps
-        if captured:
+        caller_captures = current.is_capturing()  # then the caller's graph gets all steps
+        if caller_captures:
             note_capture(current)
         stream = current.ptr
-        steps_key = captured, identity(stream), *addresses, *numbers
+        steps_key = caller_captures, identity(stream), *addresses, *numbers
         bound = self.bound_steps.get(steps_key)
         # The first call with these addresses and numbers launches its steps. A later call makes
         # graphs if no stream is under capture, because freeing old graphs would end the capture
@@ -304,7 +304,7 @@ class Plan:
             starts = self._starts(caller_arrays, shared.ptr, separate)
             bound = self._bind(starts, numbers, stream)
             _store(self.bound_steps, MAX_BOUND_STEPS, steps_key, bound)
-        elif not (bound.final or captured):
+        elif not (bound.final or caller_captures):
             with _lock:
                 if not capture_under_way():
                     starts = self._starts(caller_arrays, shared.ptr, separate)
@@ -369,20 +369,20 @@ class Plan:
             if not starts[self.product_memory]:
                 return replace(plain, final=True)
         capture_stream = cupy.cuda.Stream(non_blocking=True)
-        captured_steps = self._bind(starts, numbers, capture_stream.ptr)
+        steps_to_capture = self._bind(starts, numbers, capture_stream.ptr)
         bound: list[BoundStep] = []
         graphs, nodes = [], 0
-        steps = zip(self.steps, plain.steps, captured_steps.steps, strict=True)
+        steps = zip(self.steps, plain.steps, steps_to_capture.steps, strict=True)
         for capturable, group in groupby(steps, lambda step: getattr(step[0], "capturable", True)):
-            _, direct, captured = zip(*group, strict=True)
-            if not capturable or len(direct) == 1:
-                bound += direct
+            _, group_plain, group_to_capture = zip(*group, strict=True)
+            if not capturable or len(group_plain) == 1:
+                bound += group_plain
                 continue
             try:
-                graphs.append(_graph(captured, capture_stream))
+                graphs.append(_graph(group_to_capture, capture_stream))
             except RuntimeError:  # the end of another thread's graph has ended this capture
                 return replace(plain, final=True)
-            nodes += len(captured)
+            nodes += len(group_to_capture)
             bound.append((runtime.graphLaunch, (graphs[-1].graphExec, stream)))
         memory = *plain.memory, graphs  # steps outside of graphs read `plain.memory`
         return BoundSteps(bound, memory, True, nodes * NODE_BYTES, next(_captures))

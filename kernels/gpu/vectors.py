@@ -130,7 +130,8 @@ class Scalars:
     """
 
     def __init__(self, launcher: Launcher, problem: Problem) -> None:
-        self.scale, self._scale = self.exponent_scale, _ = scalar(problem.scale)
+        self.scale, self._scale = scalar(problem.scale)
+        self.exponent_scale = self.scale
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
         if problem.hardness:
             self._raised = cupy.empty(1)
@@ -388,7 +389,7 @@ class TiledVectors(ElementwiseVectors):
                 "losses": losses, "m": len(losses), "common_share": problem.common_share or 0.0,
                 "row_shares": problem.row_shares, "log_scale_grad": log_scale_grad, "dots": dots,
                 "count": 0 if dots is None else len(dots),
-                "pair_count": problem.pair_count, "bias_grad": bias_grad,
+                "pair_repeats": problem.pair_repeats, "bias_grad": bias_grad,
                 "scale": self.scalars.scale, "out": out, "is_float": not self.double,
             },
         )  # fmt: skip

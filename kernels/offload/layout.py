@@ -133,22 +133,23 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
         if rows < least_rows:
             least_bytes = least_workspace(least_rows, row)
             raise make_workspace_error(problem.shape, least_bytes, workspace)
-    chunk_rows = max(least_rows, _even(larger, rows))
+    chunk_rows = max(least_rows, _even_step(larger, rows))
     if not smaller_side_stays:
         room = workspace - chunk_rows * bytes_per_row
         staying_rows = min(smaller, room // row.staying_bytes // chunk_rows * chunk_rows)
-        smaller_side_stays = staying_rows == smaller  # with smaller chunks it may fit after all
+        # chunks are now smaller than WAVE_ROWS, and beside them all of the smaller side may fit
+        smaller_side_stays = staying_rows == smaller
     # The rest of the workspace is for blocks. In a pass without gradients, more rows can stay,
     # because rows have no accumulators. Chunks then have two buffers for arriving features; the two
     # for leaving gradients stay allocated in all passes of a call (`StreamedCall.departures`)
     block_bytes = workspace - staying_rows * row.staying_bytes - chunk_rows * row.streamed_bytes
     copy_buffer_bytes = 2 * chunk_rows * (row.feature + row.leaving)
-    without_gradients = (workspace - block_bytes - copy_buffer_bytes) // row.feature
+    rows_without_gradients = (workspace - block_bytes - copy_buffer_bytes) // row.feature
     if problem.guided:  # all passes have the same blocks: see `StreamedPass.steps`
-        without_gradients = staying_rows
-    elif without_gradients < smaller:
-        without_gradients = without_gradients // chunk_rows * chunk_rows
-    return Layout(chunk_rows, staying_rows, without_gradients, block_bytes, smaller_side_stays)
+        rows_without_gradients = staying_rows
+    elif rows_without_gradients < smaller:
+        rows_without_gradients = rows_without_gradients // chunk_rows * chunk_rows
+    return Layout(chunk_rows, staying_rows, rows_without_gradients, block_bytes, smaller_side_stays)
 
 
 def room_for_blocks(problem: Problem, gradients: Gradients | None) -> int:
@@ -166,7 +167,7 @@ def room_for_blocks(problem: Problem, gradients: Gradients | None) -> int:
     return left if 2 * left >= problem.workspace else 0
 
 
-def _even(n: int, limit: int) -> int:
+def _even_step(n: int, limit: int) -> int:
     """Rows of a chunk, at most `limit`, such that n rows are divided into chunks of equal size."""
     rows = -(-n // -(-n // max(1, limit)))
     if rows <= CHUNK_ROW_MULTIPLE:

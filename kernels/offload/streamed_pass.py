@@ -149,8 +149,8 @@ class StreamedPass:
             chunks = before + [p for p in chunks if p.start >= span_rows.stop]
         steps: list[Step] = [(None, [span_rows])] if self.problem.symmetric else []
         for i, chunk in enumerate(chunks):
-            by_chunk = i + 1 == len(chunks) if self.gradients is not None else not steps
-            if by_chunk or self.problem.guided:
+            is_first, is_last = not steps, i + 1 == len(chunks)
+            if self.problem.guided or (is_first if self.gradients is None else is_last):
                 steps.append((chunk, span))
             elif self.gradients is not None:
                 steps.append((chunk, self.pieces(span, chunk)))

@@ -276,8 +276,8 @@ class _LossNode(_ReverseModeOnly):
     ) -> Tensor:
         if call.loss is not None:  # a repeated call: loss and gradients are already computed
             ctx.call, ctx.has_untracked = call, False
-            # ctx.dtypes: None if each gradient has the dtype of its input already
-            loss, call.loss, ctx.dtypes = call.loss, None, None
+            loss, call.loss = call.loss, None
+            ctx.dtypes = None  # `backward` converts no gradient: features' gradients are converted
             for x in inputs[:2]:  # gradients of scale and bias have the dtype of the loss
                 if x is not None and x.dtype != loss.dtype:
                     ctx.dtypes = [None if x is None else x.dtype for x in inputs]

@@ -341,17 +341,17 @@ struct All {
     (Each::copy_columns(to, from, copy), ...);
   }
 
-  // For the portable kernels: x becomes EXCLUDED (common.cuh: its exponential is 0) if any option excludes the pair
-  // from both softmaxes. If an option SPLITS, these kernels also ask `in_row` and `in_column`.
+  // Called by portable kernels: x becomes EXCLUDED (common.cuh: its exponential is 0) if any option leaves the pair out
+  // of both softmaxes. If an option SPLITS, these kernels also ask `in_row` and `in_column`.
   template <class Pair>
-  __device__ __forceinline__ static void exclude(Real& x, const Pair& p) {
+  __device__ __forceinline__ static void exclude_in_tile(Real& x, const Pair& p) {
     if (is_positive(p)) return;
     ((x = Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
-  // For the sweeps: x becomes EXCLUDED if an option that MASKS excludes the pair. For options that SPLIT, sweeps ask
-  // only `in_row` and `in_column`.
+  // Called by sweeps: the same, but only options that MASK are asked. For options that SPLIT, sweeps ask `in_row` and
+  // `in_column` alone.
   template <class Pair>
-  __device__ __forceinline__ static void mask(Real& x, const Pair& p) {
+  __device__ __forceinline__ static void exclude_in_sweep(Real& x, const Pair& p) {
     if (is_positive(p)) return;
     ((x = Each::MASKS && Each::excluded(x, p) ? EXCLUDED : x), ...);
   }

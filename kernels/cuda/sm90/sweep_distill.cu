@@ -100,8 +100,8 @@ struct Distillation {
 
   // x has the products of the student, y the products of the teacher.
   __device__ __forceinline__ void tile(float (&x)[64], float (&y)[64], int t) {
-    apply_factors(x, student_rows.rows, consumer.student.columns, lane);
-    apply_factors(y, teacher_rows.rows, consumer.teacher.columns, lane);
+    apply_norm_factors(x, student_rows.rows, consumer.student.columns, lane);
+    apply_norm_factors(y, teacher_rows.rows, consumer.teacher.columns, lane);
     if (t * TILE_COLUMNS + TILE_COLUMNS > student_rows.rows.unpadded_columns) {
       fill_padding(x, outside_product(c), t);
       fill_padding(y, outside_product(teacher_c), t);

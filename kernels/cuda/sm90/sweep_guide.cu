@@ -30,7 +30,7 @@ struct Guide {
   __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    apply_factors(x, rows, consumer.columns, lane);
+    apply_norm_factors(x, rows, consumer.columns, lane);
     u32 row_word[2] = {0, 0}, column_word[2] = {0, 0};  // the words of this thread's two rows
 #pragma unroll
     for (int s = 0; s < TILE_SLICES; ++s) {

@@ -126,8 +126,8 @@ distill(const __grid_constant__ Block block, const __grid_constant__ Block teach
     Products x, t;  // of the student, of the teacher
     tile_product(x, pipeline, p);
     tile_product(t, pipeline, p, true);
-    apply_factors(x, student_shared.tile, p);
-    apply_factors(t, teacher_shared.tile, p);
+    apply_norm_factors(x, student_shared.tile, p);
+    apply_norm_factors(t, teacher_shared.tile, p);
     if (rows_here < BLOCK_M || columns_here < BLOCK_N) {
       leave_out(x, outside_product(c), rows_here, columns_here, p);
       leave_out(t, outside_product(teacher_c), rows_here, columns_here, p);
@@ -140,7 +140,7 @@ distill(const __grid_constant__ Block block, const __grid_constant__ Block teach
     if (COLUMNS)
       store_sums(loss_shared.column_sums, column_sums + tile.row / BLOCK_M * columns + tile.column, columns_here);
     if (!GRADIENT) continue;
-    apply_factors(x, student_shared.tile, p);  // now of P
+    apply_norm_factors(x, student_shared.tile, p);  // P_ij becomes P_ij f_i f_j
     store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

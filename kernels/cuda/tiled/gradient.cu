@@ -1,13 +1,16 @@
 // Gradient pass, portable: the gradient block P = dL/dx, from which cuBLAS computes dQ += P K and dK += P' Q.
 //
-// With c = scale log2 e, x = q . k, R and C the log-sum-exps in base 2 of rows and columns, and a_i (b_j) the upstream
-// gradient of row i (column j) times the weight of its direction and the scale:
+// With x = q . k, R and C the log-sum-exps in base 2 of rows and columns, and A_i (B_j) the upstream gradient of row i
+// (column j) times the weight of its direction and the scale:
 //
-//     P_ij = a_i 2^(c x_ij - R_i) + b_j 2^(c x_ij - C_j)        negatives
+//     P_ij = A_i 2^(c x_ij - R_i) + B_j 2^(c x_ij - C_j)        negatives
 //     P_ij = 0                                                  positives
 //
-// All of P is divided by the gradient divisor. The kernel gets R, C and c rounded to the type of products, and factors
-// a, u and v in the place of a and b (vectors/factors.cuh). They contain the gradient divisor and correct the rounding:
+// c = scale log2 e; with `hardness`, c = (scale + hardness) log2 e.
+//
+// All of P is divided by the gradient divisor. The kernel gets R, C and c rounded to the type of products. Instead of A
+// and B it gets the factors a, u and v (vectors/factors.cuh), which contain the gradient divisor and correct the
+// rounding:
 //
 //     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `one_exponential`: R and C are close
 //     P_ij = e a_i + 2^(c x_ij - C_j) v_j                     for any R and C
@@ -73,14 +76,14 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     prepare(f, factors, block, tile);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, p);
-    exclude(x, shared, block, tile, p);
+    apply_norm_factors(x, shared, p);
+    exclude_pairs(x, shared, block, tile, p);
     // No synchronisation is needed here, but without this barrier the compiler loads all numbers of the tile's rows and
     // columns before the code below, and runs out of registers
     if (Options::SPARSE) __syncwarp();
     differentiate(x, f, shared, c, one_exponential, p);
     set_aside_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
-    apply_factors(x, shared, p);  // now of P: P_ij f_i f_j
+    apply_norm_factors(x, shared, p);  // P_ij becomes P_ij f_i f_j
     store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

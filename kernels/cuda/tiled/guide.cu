@@ -26,7 +26,7 @@ guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
     prepare(shared, block, tile);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, p);
+    apply_norm_factors(x, shared, p);
     const i64 first = tile.column + p.warp_n * WARP_N;  // first column of this warp
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

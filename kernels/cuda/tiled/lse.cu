@@ -203,11 +203,11 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_partials, 
     prepare(shared, block, tile);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, p);
+    apply_norm_factors(x, shared, p);
     set_aside_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
       positive[pair] = scale * (double)value;
     });
-    exclude(x, shared, block, tile, p);
+    exclude_pairs(x, shared, block, tile, p);
     if (!sum_strip(x, c, sums, shared, p)) sum_strip_by_own_maxima(x, c, sums, shared, p);
     __syncthreads();  // the writes of all strips' sums come before their reads
     store_sums(sums, block, tile, c, Partials{row_partials, row_moments}, row_stride,

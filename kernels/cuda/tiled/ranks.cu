@@ -18,9 +18,9 @@ ranks(const __grid_constant__ Block block, const Real* row_threshold, const Real
     prepare(shared, block, tile);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, p);
+    apply_norm_factors(x, shared, p);
     set_aside_positives(x, shared, block, tile, p, LOW, [](i64, Real) {});
-    exclude(x, shared, block, tile, p);
+    exclude_pairs(x, shared, block, tile, p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const i64 row = tile.row + p.row(i);

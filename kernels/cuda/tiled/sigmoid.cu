@@ -82,11 +82,11 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     fetch(s.a, row_factor + tile.row, block.q.rows - tile.row);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, p);
+    apply_norm_factors(x, shared, p);
     set_aside_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
       positive[pair] = scale * (double)value;
     });
-    exclude(x, shared, block, tile, p);
+    exclude_pairs(x, shared, block, tile, p);
     differentiate(x, s, shared, (Real)logit_factor(scale), (Real)bias.get(), p);
     __syncthreads();  // the writes of all strips' sums come before their reads
     for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
@@ -105,7 +105,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
 #endif
     }
     if (!GRADIENT) continue;
-    apply_factors(x, shared, p);  // now of P
+    apply_norm_factors(x, shared, p);  // P_ij becomes P_ij f_i f_j
     store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
 }
 
 // NORM_FACTORS: x_ij *= f_i f_j, so that products of rows s become products of normalised rows (rows.cuh).
-__device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, const Position& p) {
+__device__ __forceinline__ void apply_norm_factors(Products& x, const TileShared& s, const Position& p) {
   if (!NORM_FACTORS) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
@@ -111,8 +111,8 @@ __device__ __forceinline__ void set_aside_positives(Products& x, const TileShare
 
 // Replaces the products of pairs that are in no softmax by EXCLUDED, which changes no maximum and no sum: padding after
 // the last row or column, i = j if queries are keys, and pairs that options exclude.
-__device__ __forceinline__ void exclude(Products& x, const TileShared& s, const Block& b,
-                                        const Tile& t, const Position& p) {
+__device__ __forceinline__ void exclude_pairs(Products& x, const TileShared& s, const Block& b, const Tile& t,
+                                              const Position& p) {
   const int rows = (int)min((i64)BLOCK_M, b.q.rows - t.row);
   const int columns = (int)min((i64)BLOCK_N, b.k.rows - t.column);
   const i64 diagonal = b.first_row + t.row - b.first_column - t.column;  // column - row on the diagonal
@@ -126,7 +126,7 @@ __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const 
     for (int j = 0; j < LANE_N; ++j) {
       const int r = p.row(i), c = p.column(j);
       if (r >= rows || c >= columns || c - r == excluded_distance) x[i][j] = EXCLUDED;
-      Options::exclude(x[i][j], s.pair(r, c));
+      Options::exclude_in_tile(x[i][j], s.pair(r, c));
     }
 }
 

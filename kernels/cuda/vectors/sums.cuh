@@ -50,7 +50,7 @@ struct Sums {
 //     `moments` are [slots, stride], with one slot for each row.
 //   - The maxima, times c = scale log2(e), are base-2 logits. The maxima of tiled/lse.cu are products, and `scale` is
 //     the scale of the logits. The maxima of a sweep are base-2 logits already, so `scale` is ln 2, and c is 1.
-//   - Moments have products as factors. Moments, times logit_scale log2(e), have base-2 logits as factors.
+//   - Moments have products as factors. Moments, times exponent_scale log2(e), have base-2 logits as factors.
 //   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
 //   - If `written_tiles` is not null, the sums belong to columns of a sweep (sm90/sweep_lse.cu). Each thread block of
 //     the sweep has two slots, one for each group of 64 rows of its query tiles. The slots are valid for the columns of
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, const __grid_constant__ Sums sums,
             const u32* written_tiles,
-            const Real* moments, const __grid_constant__ Scale logit_scale) {
+            const Real* moments, const __grid_constant__ Scale exponent_scale) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
   __shared__ int writers[MAX_SWEEP_BLOCKS], writer_count;  // blocks of the sweep that have written sums of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
@@ -72,7 +72,7 @@ merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
     __syncthreads();  // the writes of writers[] and writer_count come before their reads
     slots = (i64)writer_count * 2;
   }
-  const double c = scale.get() * LOG2_E, c_moments = moments ? logit_scale.get() * LOG2_E : 0;
+  const double c = scale.get() * LOG2_E, c_moments = moments ? exponent_scale.get() * LOG2_E : 0;
   Sum own_slots = {-INFINITY_, 0, 0};
   if (i < n) {
 #pragma unroll 4
@@ -371,17 +371,17 @@ __device__ __forceinline__ double add_up(const double* x, i64 n, const double* w
 // The scalars of a result, by one thread block, at the end of a call. Null arrays count as 0, null row_shares as 1.
 //
 //     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
-//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_count) / scale
+//     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_repeats) / scale
 //     gradient of the bias:  out[2] = sum of bias_grad / scale
 //
-// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_count` times: 2 if queries are keys, else 1.
+// `dots` are <dQ_i, q_i> of `count` rows. They contain each pair `pair_repeats` times: 2 if queries are keys, else 1.
 // bias_grad has the sums of dL/dx over rows, with x a product. A logit is z = scale x + bias, so dL/dz is
 // (dL/dx) / scale, and the gradient of the bias is the sum of dL/dz.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double common_share, const double* row_shares, const double* log_scale_grad,
-       const double* dots, i64 count, double pair_count, const double* bias_grad,
+       const double* dots, i64 count, double pair_repeats, const double* bias_grad,
        const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  const double log_scale_sum = add_up(log_scale_grad, m) + add_up(dots, count) / pair_count;
+  const double log_scale_sum = add_up(log_scale_grad, m) + add_up(dots, count) / pair_repeats;
   const double sums[3] = {common_share * add_up(losses, m, row_shares), log_scale_sum / scale.bare(),
                           add_up(bias_grad, m) / scale.bare()};
   if (threadIdx.x) return;

@@ -30,7 +30,7 @@ SUMS_BYTES = 4 * 1024
 MOMENTS_BYTES = 4608
 GRADIENT_STRIP_BYTES = 8 * 1024  # a strip of the gradient block, for each consumer warpgroup
 VECTOR_BYTES = 1024  # a vector of real numbers: 4 bytes x 128 columns of a tile x 2 consumers
-EXTRAS_BYTES = 3 * 1024  # ids (8 bytes) and factors (4 bytes) of columns, for both consumers
+IDS_AND_FACTORS_BYTES = 3 * 1024  # ids (8 bytes) and norm factors (4 bytes), for both consumers
 NAME_BYTES = 2 * VECTOR_BYTES  # a vector of groups or positive ids: 8 bytes x 128 x 2
 BARRIER_BYTES = 256
 LEAST_TEACHER_STAGES = 4  # of a sweep with a teacher: with fewer, products wait for their keys
@@ -62,7 +62,7 @@ class Sweep:
     residency: Residency
     workers: int  # thread blocks, or clusters of two, that run at once
     shared_memory: int  # most bytes of a thread block
-    extras: bool  # rows and columns have ids, or factors of normalisation
+    ids_or_factors: bool  # rows and columns have ids, or norm factors
     moments: bool = False  # sums have first moments
     number_count: int = 0  # vectors of real numbers for options of pairs (`Call.number_count`)
     name_count: int = 0  # vectors of integers for options of pairs (`Call.name_count`)
@@ -113,7 +113,7 @@ class Sweep:
     def reserved(self, gradient: bool, sums: bool) -> int:
         """Bytes of shared memory for all but the query tile and the stages (see `stages`)."""
         if self.teacher_slices:  # references and factors of both models, weights, normalisation
-            vector_bytes = VECTOR_BYTES * (6 + 2 * self.extras)
+            vector_bytes = VECTOR_BYTES * (6 + 2 * self.ids_or_factors)
             warpgroup_bytes = GRADIENT_STRIP_BYTES + SUMS_BYTES
             return BARRIER_BYTES + vector_bytes + self.warpgroups * warpgroup_bytes
         number_bytes = VECTOR_BYTES * self.number_count  # limits and biases of columns
@@ -123,7 +123,7 @@ class Sweep:
         strip_bytes = 0 if self.in_registers else self.warpgroups * GRADIENT_STRIP_BYTES
         gradient_bytes = factor_bytes + strip_bytes
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
-        extra_bytes = self.extras * EXTRAS_BYTES + self.name_count * NAME_BYTES
+        extra_bytes = self.ids_or_factors * IDS_AND_FACTORS_BYTES + self.name_count * NAME_BYTES
         column_bytes = number_bytes + extra_bytes
         return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + column_bytes
 
@@ -283,15 +283,15 @@ def _max_segments(sweep: Sweep, query_tiles: int, key_tiles: int) -> int:
 
 @lru_cache
 def sweep_for(
-    precision: str, width: int, device: DeviceProperties, extras: bool, moments: bool = False,
-    number_count: int = 0, name_count: int = 0,
+    precision: str, width: int, device: DeviceProperties, ids_or_factors: bool,
+    moments: bool = False, number_count: int = 0, name_count: int = 0,
 ) -> Sweep | None:  # fmt: skip
     """The sweep for rows of `width` bytes in each part.
 
-    None, which means tiled kernels, for devices other than Hopper (compute capability 9.0), with
+    None, so that portable kernels run, for devices other than Hopper (compute capability 9.0), with
     INFONCE_KERNELS=portable (`DeviceProperties.has_sweeps`), and for precisions that no sweep has.
 
-    `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
+    `ids_or_factors`: rows have ids, or norm factors. `moments`: sums have first moments.
     `number_count`, `name_count`: vectors for options of pairs, as in `Call`.
     """
     if not device.has_sweeps or precision not in SWEEP_PRECISIONS:
@@ -303,7 +303,9 @@ def sweep_for(
         residency = Residency.STREAMED
     workers = device.multiprocessors // (2 if residency is Residency.WIDE else 1)
     memory = device.shared_memory
-    return Sweep(k_slices, residency, workers, memory, extras, moments, number_count, name_count)
+    return Sweep(
+        k_slices, residency, workers, memory, ids_or_factors, moments, number_count, name_count
+    )
 
 
 @lru_cache

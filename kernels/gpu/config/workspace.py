@@ -145,7 +145,7 @@ def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: i
 
 
 def workspace_of_passes(workspace: int, reserved: int) -> int:
-    """Bytes of the workspace that passes get: all but `reserved`, and at least half."""
+    """Bytes of `workspace` for the passes: all but `reserved`, but half of them at least."""
     return workspace - min(workspace // 2, reserved)
 
 
@@ -255,16 +255,16 @@ def largest_blocks(
         # A query tile for each worker. If these rows leave no room for rows / 4 columns, a query
         # tile for two workers, which take a segment each. If these leave none: square blocks
         for divisor in (1, 2):
-            rows = _even(m, min(m, needs.sweep.rows_at_once // divisor))
+            rows = _even_step(m, min(m, needs.sweep.rows_at_once // divisor))
             if has_room(rows, min(n, rows // 4)):
                 columns = _largest(n, partial(has_room, rows))
-                return BlockSizes(rows, _even(n, columns), dk_rows, overlaid)
+                return BlockSizes(rows, _even_step(n, columns), dk_rows, overlaid)
     side = _largest(max(m, n), lambda s: has_room(min(s, m), min(s, n)))
     rows, columns = min(side, m), min(side, n)
     if not symmetric:
         columns = _largest(n, partial(has_room, rows))
         rows = _largest(m, lambda r: has_room(r, columns))
-    return BlockSizes(_even(m, rows), _even(n, columns), dk_rows, overlaid)
+    return BlockSizes(_even_step(m, rows), _even_step(n, columns), dk_rows, overlaid)
 
 
 @lru_cache(1024)
@@ -286,7 +286,7 @@ def choose_block_sizes(
     passes = needs.statistics_needs, needs.gradient_needs
     least = max(least_workspace(shape, each, block_n) for each in passes)  # bytes
     if workspace < least:
-        # for the message, the caller's workspace: this inverts `workspace_of_passes`
+        # the message has bytes of the caller's workspace, of which `workspace` is the passes' part
         least, workspace = (size + min(size, reserved) for size in (least, workspace))
         raise make_workspace_error(shape, least, workspace)
     caching = _block_sizes_with_cache(shape, needs, cache_bytes, block_n) if cache_bytes else None
@@ -327,7 +327,7 @@ def block_sizes_for_all_keys(
         rows = _largest(m, lambda rows: size(overlaid, rows) <= room)
         if size(overlaid, rows) > room:
             return 0
-        return rows - rows % wave if ALL_KEYS_ROWS <= wave <= rows < m else _even(m, rows)
+        return rows - rows % wave if ALL_KEYS_ROWS <= wave <= rows < m else _even_step(m, rows)
 
     border = needs.overlay_border(n, d) if dk_rows else 0
     overlaid = border if count_block_rows(border) > count_block_rows(0) else 0
@@ -392,8 +392,8 @@ def _largest(most: int, has_room: Callable[[int], bool]) -> int:
     return size
 
 
-def _even(n: int, step: int) -> int:
-    """A smaller step that divides n into as many steps as `step` does, of nearly equal sizes."""
+def _even_step(n: int, step: int) -> int:
+    """`step`, or a smaller step that covers n in as many steps, which are nearly equal then."""
     steps = -(-n // step)
     if step < BLOCK_M or steps == 1:
         return step

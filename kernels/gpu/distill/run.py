@@ -44,8 +44,8 @@ class TeacherOperands:
             launcher, [self.query, self.key], buffers.schedule.device.multiprocessors
         )
         self._scalars = Scalars(launcher, problem)  # keeps the array of the scale alive
-        # struct Scale, by which the teacher's products are multiplied to be logits
-        self.logit_scale = self._scalars.scale | {
+        # struct Scale, by which kernels multiply the teacher's products to get exponents
+        self.exponent_scale = self._scalars.scale | {
             "factor": 1 + buffers.truncation_bias(problem.shape[2]),
             "feature_divisors": address(self.feature_divisors, 2),
         }
@@ -127,7 +127,7 @@ class DistillationRun(GradientRun):
         item, teacher = self.buffers.operands.item, self.teacher
         teacher_block = self.block_fields(rows, columns, False) | {
             "q": query.fields(item), "k": key.fields(item), "width": teacher.width,
-            "scale": teacher.logit_scale,
+            "scale": teacher.exponent_scale,
         }  # fmt: skip
         arguments = {
             "teacher": teacher_block, "factors": student_factors,
@@ -163,7 +163,7 @@ class DistillationRun(GradientRun):
     def add_sums(self, side: str, slots: int, sums: Array, rows: slice) -> None:
         """Add a block's partial sums, `slots` for each row (column), to `sums` of `rows`."""
         divisor_one = self.epilogue.factors[0].ranges  # begins with the gradient divisor 1
-        partial_sums, scale = self.memory[f"{side}_partials"], self.logit_scale
+        partial_sums, scale = self.memory[f"{side}_partials"], self.exponent_scale
         self.buffers.add_partial_sums(
             partial_sums, moments=None, slots=slots, ranges=divisor_one, scale=scale, rows=rows,
             first_sums=sums[0], second_sums=sums[1], moment_sums=None,

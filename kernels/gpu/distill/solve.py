@@ -99,7 +99,7 @@ def _solve(
     # the softmax of a column, whose probabilities are targets, is over all queries of the teacher
     nans = nans + _row_nans(teacher_problem, vectors, queries_spoil_all=problem.two_sided)
     weight = (problem.upstream + nans) * problem.scale
-    scales = buffers.logit_scale, teacher.logit_scale
+    scales = buffers.exponent_scale, teacher.exponent_scale
     factors = probability_factors(buffers, rows, columns, scales)
     row_weight, column_weight = problem.row_direction_weight, problem.column_direction_weight
     row_sums, column_sums = cupy.zeros((2, m)), cupy.zeros((2, n))
@@ -150,7 +150,7 @@ def _losses(
     """
     # the factor of products in base-2 logits, and its quotient to the rounded factor
     c = problem.scale if isinstance(problem.scale, cupy.ndarray) else np.float64(problem.scale)
-    c = c * (LOG2_E * buffers.logit_scale["factor"])
+    c = c * (LOG2_E * buffers.exponent_scale["factor"])
     if buffers.feature_divisors is not None:
         c = buffers.feature_divisors[2] * c
     u = c / c.astype(buffers.real)

@@ -215,19 +215,19 @@ def product_bytes(operand_precision: str, query: OperandRows, key: OperandRows) 
 def choose_sweeps(
     call: Call, operands: Operands, teacher: Operands | None, device: DeviceProperties
 ) -> tuple[Sweep | None, Sweep | None]:
-    """The sweep of all passes, and a sweep of the gradient pass that keeps dL/dx in registers.
+    """(the call's sweep, its register sweep), by device, precision and width (`config.sweep_for`).
 
-    If the first is None, portable kernels compute all passes. If the second is None, the first also
-    computes the gradient pass. The second computes no dK, so it is for queries that are the keys.
+    Portable kernels compute all passes if the first is None. A register sweep keeps dL/dx in
+    registers, and computes only the gradient pass. It has no dK, so queries must be the keys.
     """
     if teacher is not None:
         sweep = config.teacher_sweep(
             operands.precision, operands.width, teacher.width, device, call.normalize
         )
         return sweep, None
-    extras = call.normalize or call.ids
+    ids_or_factors = call.normalize or call.ids
     sweep = config.sweep_for(
-        operands.precision, operands.width, device, extras, call.moments, call.number_count,
+        operands.precision, operands.width, device, ids_or_factors, call.moments, call.number_count,
         call.name_count,
     )  # fmt: skip
     if not (call.symmetric and call.gradient):
@@ -305,7 +305,7 @@ def divide_workspace(
         staged_key=operands.key.reading is not Reading.IN_PLACE,
         staged_copy_bytes=operands.staged_copy_bytes,
         columns=call.two_sided or symmetric,
-        # sums of rows in the gradient pass; `block_sizes_for_all_keys` sets them for dK in one pass
+        # whether gradient passes sum rows; for one pass with dK, `block_sizes_for_all_keys` sets it
         rows=call.loss is LossForm.PAIRS or call.taught or (one_pass and needs_dq_only),
         dq_copies=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient and not (dq_in_place if symmetric else dk_in_place),

@@ -23,12 +23,14 @@ LARGE_PRODUCT = 2**30
 PART_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # small parts of gradient blocks are multiplied by this: SMALL_PART_FACTOR of common.cuh
 SMALL_PART_FACTOR = {"fp16x3": 2048.0}
-# Tensor cores truncate sums, so sums are too small. A factor corrects the mean loss of sums of
-# large parts, which have at most MAX_SUM_TERMS terms: 512 for "fp16x3" (float32 on Hopper).
-# cuBLAS's sums of 512 terms lose 47 units of 2^-24 of the sum if all terms have one sign, and 9 if
-# signs are mixed (benchmarks/NOTES.md). The correction is about halfway: 27 units.
-# `truncation_bias` has 0.6 units for a step of 16 terms, measured in sums of 32 terms, so 512 terms
-# give 32 * 0.6 = 19.2. But longer sums lose more in each step. Hence the factor 27 / 19.2
+# Tensor cores truncate sums, so sums are too small. The relative correction of a sum of large parts
+# is `truncation_bias` times SUM_BIAS_FACTOR. `truncation_bias` was measured in sums of 32 terms.
+# Longer sums lose more. The longest have 512 terms (MAX_SUM_TERMS, fp16x3). In units of 2^-24:
+#
+#     lost by cuBLAS, 512 terms of one sign       47   (benchmarks/NOTES.md)
+#     lost by cuBLAS, 512 terms of mixed signs     9
+#     correction, about halfway                   27
+#     `truncation_bias` of 512 terms              19.2   so the factor is 27 / 19.2
 SUM_BIAS_FACTOR = 1.4
 
 
@@ -75,7 +77,8 @@ def divide_terms(
     first product of each copy replaces the numbers in the copy, and all other products are added.
     """
     item, max_terms = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, terms)
-    for gradient_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
+    pairs = PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]
+    for pair_number, (gradient_part, feature_part) in enumerate(pairs):
         both_large = gradient_part == feature_part == 0
         factor = 1 / SMALL_PART_FACTOR.get(precision, 1.0) if gradient_part else 1.0
         # The truncation of sums with a small part is negligible, so one sum may have all terms. But
@@ -84,10 +87,10 @@ def divide_terms(
         for start, batch_terms, batch in _batches(terms, sum_terms, dq_copies):
             if both_large and precision in config.MAX_SUM_TERMS:
                 factor = 1 + SUM_BIAS_FACTOR * config.truncation_bias(precision, batch_terms * item)
-            replaces = overwrites and start < dq_copies * sum_terms
+            sum_number = start // sum_terms
+            is_first = pair_number == 0 and sum_number < dq_copies  # the first product of its copy
             yield ProductBatch(gradient_part, feature_part, start, batch_terms, batch,
-                               start // sum_terms % dq_copies, factor, replaces)  # fmt: skip
-        overwrites = False  # the products of the other pairs of parts are added
+                               sum_number % dq_copies, factor, overwrites and is_first)  # fmt: skip
 
 
 def _batches(terms: int, sum_terms: int, max_batch: int) -> Iterator[tuple[int, int, int]]:

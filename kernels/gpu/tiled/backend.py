@@ -115,7 +115,7 @@ class GPU:
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
         """Run `passes`, which have the same epilogue, in their order."""
-        if not self.buffers.logit_scale:  # before the first pass of the call
+        if not self.buffers.exponent_scale:  # before the first pass of the call
             self.buffers.prepare(problem)
         for before, scheduled in zip((None, *passes), passes, strict=False):
             follows_first = before is not None and before.dk_accumulator is None

@@ -159,8 +159,9 @@ class Buffers:
         self.cached: CachedExponentials | None = None
         if schedule.cached:
             self.cached = CachedExponentials(schedule, self.workspace.divide(()), queue)
-        # struct Scale, by which products are multiplied to be logits; {} before `prepare`
-        self.logit_scale: Fields = {}
+        # struct Scale, by which kernels multiply products to get exponents: the scale of the logits
+        # plus `hardness` (`Problem.exponent_scale`); {} before `prepare`
+        self.exponent_scale: Fields = {}
         self.pair_vectors: PairVectors | None = None
         self._queries_by_key: tuple[Array, Array, Array] | None = None
 
@@ -173,7 +174,7 @@ class Buffers:
         self.feature_divisors = find_feature_divisors(
             self.launcher, self.sides, self.schedule.device.multiprocessors
         )
-        self.logit_scale = {
+        self.exponent_scale = {
             **self.scalars.exponent_scale,
             "factor": 1 + self.truncation_bias(problem.shape[2]),
             "feature_divisors": address(self.feature_divisors, 2),
@@ -203,7 +204,7 @@ class Buffers:
 
     def to_products(self, values: Array, value_scale: Fields) -> Array:
         """Convert `values`, which `value_scale` makes logits, to the unit of products."""
-        return to_products(self.launcher, values, value_scale, self.logit_scale, self.real)
+        return to_products(self.launcher, values, value_scale, self.exponent_scale, self.real)
 
     def add_bias(self, logits: Array, bias: Array, by: float, out: Array) -> None:
         """out = logits + by * bias: base-2 logits; `by` is +-log2 e for biases in natural units."""

@@ -115,7 +115,7 @@ class GradientRun(PassRun):
         The next call for the same sums returns False. In a triangle, row block i and column block i
         are the same rows, so they have the same sums.
         """
-        accumulator_block = accumulator is self.dk_accumulator, block
+        accumulator_block = (accumulator is self.dk_accumulator, block)
         is_first = accumulator_block not in self.begun
         self.begun.add(accumulator_block)
         return is_first
@@ -340,7 +340,7 @@ class SoftmaxRun(GradientRun):
                  "m": m, "n": n, "out": self.ranges},
             )  # fmt: skip
         self.factors = GradientFactors(
-            self.launcher, buffers.real, (m, n), sources, self.logit_scale, self.ranges
+            self.launcher, buffers.real, (m, n), sources, self.exponent_scale, self.ranges
         )
 
     def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:

@@ -96,11 +96,11 @@ class StatisticsRun(PassRun):
         """
         n = rows.stop - rows.start
         # the maxima of portable kernels are products, the maxima of sweeps are base-2 logits
-        scale = self.logit_scale if isinstance(self.shape, config.Tile) else BASE_2
+        scale = self.exponent_scale if isinstance(self.shape, config.Tile) else BASE_2
         self.launcher.launch_vectors(
             "merge_partial_sums", n, threads=4, partial_sums=self.memory[f"{side}_partials"],
             moments=self.memory.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
-            logit_scale=self.logit_scale, sums=sums_fields(sums, rows.start),
+            exponent_scale=self.exponent_scale, sums=sums_fields(sums, rows.start),
             written_tiles=written_tiles,
         )  # fmt: skip
 

@@ -76,7 +76,7 @@ class OnlineRun(GradientRun):
         slots = sweep(None, shape.segments(n, key_count))
         self.launch_query_tiles(
             "check_references", n, pairs=self.partials, moments=self.moments, slots=slots, n=n,
-            scale=self.logit_scale, reference=reference, sum=row_sum, moment=row_moment,
+            scale=self.exponent_scale, reference=reference, sum=row_sum, moment=row_moment,
             acc=accumulator, acc_stride=accumulator_stride, d=d, repeated_tiles=self.repeated_tiles,
         )  # fmt: skip
 
@@ -103,7 +103,7 @@ class OnlineRun(GradientRun):
             positives=address(self.problem.positives, start),
             upstream=address(self.problem.upstream, start),
             factor=address(self.buffers.query.factor, start), n=n,
-            row_direction_weight=self.problem.row_direction_weight, scale=self.logit_scale,
+            row_direction_weight=self.problem.row_direction_weight, scale=self.exponent_scale,
             options=self.buffers.scalars.row_options(self.problem),
             gradient_divisor=address(self.row_divisors, start),
             positive_gradient=address(self.positive_gradient, start),
@@ -154,7 +154,7 @@ class SigmoidRun(GradientRun):
         self.launch(self.scheduled.kernel, rows, columns, arguments)
         self.buffers.add_partial_sums(
             partials, moments, self.shape.row_slots(n, self.key_operand.rows), self.ranges,
-            self.logit_scale, rows, epilogue.losses, epilogue.bias_grad, epilogue.log_scale_grad,
+            self.exponent_scale, rows, epilogue.losses, epilogue.bias_grad, epilogue.log_scale_grad,
         )  # fmt: skip
         self.multiply(rows, columns, row_block, column_block)
 

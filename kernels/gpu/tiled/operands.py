@@ -186,17 +186,18 @@ def find_feature_divisors(
 
 
 def to_products(
-    launcher: Launcher, values: Array, value_scale: Fields, logit_scale: Fields, real: np.dtype[Any]
-) -> Array:
+    launcher: Launcher, values: Array, value_scale: Fields, exponent_scale: Fields,
+    real: np.dtype[Any],
+) -> Array:  # fmt: skip
     """Convert `values` to the unit of products, for kernels that compare or add them to products.
 
-    Scales are struct Scale: `values` times `value_scale`, and results times `logit_scale`, are
-    logits.
+    Scales are struct Scale: `values` times `value_scale`, and results times `exponent_scale`, are
+    exponents.
     """
     n = len(values)
     out = cupy.empty(n, real)
     launcher.launch_vectors(
-        "to_products", n, values=values, value_scale=value_scale, n=n, scale=logit_scale, out=out
+        "to_products", n, values=values, value_scale=value_scale, n=n, scale=exponent_scale, out=out
     )
     return out
 

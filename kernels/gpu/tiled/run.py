@@ -29,7 +29,7 @@ class PassRun:
         self.grid, self.shape = scheduled.grid, scheduled.shape
         if problem.host_groups is not None:
             self.grid = _restrict_to_groups(problem, scheduled.grid)
-        self.logit_scale, self.pair_vectors = buffers.logit_scale, buffers.pair_vectors
+        self.exponent_scale, self.pair_vectors = buffers.exponent_scale, buffers.pair_vectors
         self.guide = buffers.guide
         self.mark_fields: Fields = {}  # fields of struct Block: the guide's marks of a block
         self.largest_rows, self.largest_columns = scheduled.grid.largest  # sizes of a block
@@ -96,7 +96,7 @@ class PassRun:
             "positives": address(problem.positives, rows.start), "set_size": problem.set_size,
             "query_ids": address(problem.query_ids, rows.start),
             "key_ids": address(problem.key_ids, columns.start),
-            "symmetric": problem.symmetric, "triangle": triangle, "scale": self.logit_scale,
+            "symmetric": problem.symmetric, "triangle": triangle, "scale": self.exponent_scale,
         }  # fmt: skip
         if self.pair_vectors is not None:
             fields |= self.pair_vectors.fields(rows, columns)

@@ -107,8 +107,9 @@ void sync_cluster(Place at) {
   note_acquire(state.cluster);
 }
 
-// Barriers of a block or a cluster no longer wait for a thread that ends. The thread calls it before `alive` is less.
-// Only a phase in which others have arrived already expects it; later phases expect `alive` threads.
+// Lets the barriers of a block and of a cluster no longer wait for a thread that ends. It is called while the block's
+// `alive` still counts the thread. Only a phase in which others have arrived already expects the thread; later phases
+// expect `alive` threads.
 void thread_ended(Fiber& fiber) {
   Barrier& block = fiber.owner->named_barriers[0];
   const int left = fiber.owner->alive - 1;

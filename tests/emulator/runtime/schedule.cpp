@@ -54,7 +54,7 @@ void thread_entry() {
   thread_body(thread_data);
   Fiber& fiber = me();
   fiber.done = true;
-  fiber.warp->conditions[fiber.lane()] = NEVER;
+  fiber.warp->conditions[fiber.lane()] = WAITS_FOREVER;
   Block& block = *fiber.owner;
   thread_ended(fiber);
   if (--block.alive == 0) block_ended(block);

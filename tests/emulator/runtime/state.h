@@ -45,14 +45,15 @@ struct Mbarrier : Meeting {
   int64_t bytes = 0;  // that copies have still to bring before the phase is complete
 };
 
-// A lane waits as long as (*word & mask) == value. The default condition never waits, and NEVER always waits.
+// A lane waits as long as (*word & mask) == value. With the default condition a lane goes on at once, and with
+// WAITS_FOREVER it never goes on.
 inline const uint32_t always = 1;
 struct Condition {
   const uint32_t* word = &always;
   uint32_t mask = 1, value = 0;
   bool lets_go_on() const { return (*word & mask) != value; }
 };
-constexpr Condition NEVER{&always, 0, 0};
+constexpr Condition WAITS_FOREVER{&always, 0, 0};
 struct Wait : Condition {
   const Meeting* meeting = nullptr;  // null: the lane does not wait
   const char* what = "";             // the name of the meeting in reports

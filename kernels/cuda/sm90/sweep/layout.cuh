@@ -76,8 +76,8 @@ constexpr int STAGE_BYTES = STAGE_ROWS_BYTES + TILES_PER_KEY_TILE * K_SLICE_TILE
 constexpr int ROW_SLOTS = STREAMED ? 1 : 2;
 constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
 constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part of a row
-// Stages that a key tile passes through: one for each of its K-slices. If WIDE, the large parts of keys come twice,
-// because a stage holds one part of the queries (find_row_slice).
+// Stages that a key tile passes through. If queries stay in shared memory (not STREAMED): RESIDENT_SLICES, one for each
+// K-slice. If WIDE, the large parts of keys come twice, because a stage holds one part of the queries (find_row_slice).
 constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES + TEACHER_SLICES;
 enum : int { RESIDENT_SLICES = K_SLICES + TEACHER_SLICES };  // K-slices of a query tile that stays in shared memory
 // Warps that read a stage: the warps of one consumer, or (STREAMED) of both consumers in all blocks of the cluster

@@ -1,5 +1,5 @@
 // From the products of a sweep's tile to the logits that are in the sums: all but positives, padding, the diagonal if
-// queries are keys, and pairs that options leave out (`prepare`). tiled/tile.cuh does the same for tiled kernels.
+// queries are keys, and pairs that options leave out (`prepare`). tiled/tile.cuh does the same for portable kernels.
 // Called by the epilogues, with `x`: this thread's 64 products of the tile (Lane in layout.cuh says which).
 #pragma once
 #include "sm90/sweep/sweep.cuh"
@@ -154,8 +154,8 @@ __device__ __forceinline__ void set_aside_positives(float (&x)[64], const int (&
 }
 
 // normalize=True: products of features become products of unit rows, by the norm factors of row and column.
-__device__ __forceinline__ void apply_factors(float (&x)[64], const Rows& rows, const Columns& columns,
-                                              const Lane& lane) {
+__device__ __forceinline__ void apply_norm_factors(float (&x)[64], const Rows& rows, const Columns& columns,
+                                                   const Lane& lane) {
 #if NORM_FACTORS
 #pragma unroll
   for (int i = 0; i < 64; ++i)
@@ -164,7 +164,7 @@ __device__ __forceinline__ void apply_factors(float (&x)[64], const Rows& rows, 
 }
 
 // Called first by all epilogues except those of guides and of distillation. In this order:
-//   1. Norm factors are applied (`apply_factors`).
+//   1. Norm factors are applied (`apply_norm_factors`).
 //   2. `take(index, product)` gets each positive of the tile, with its index in b.positives.
 //   3. The products of pairs in neither softmax become EXCLUDED: positives, pairs that options mask, padding, and
 //      i = j if queries are keys. Pairs that options leave out of one softmax only (SPLITS) stay.
@@ -172,7 +172,7 @@ template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
                                         const Block& b, int query_tile, int tile, const Lane& lane,
                                         Take take) {
-  apply_factors(x, rows, columns, lane);
+  apply_norm_factors(x, rows, columns, lane);
   const int first_column = tile * TILE_COLUMNS;
   const i64 set_size = b.positives_of_row();  // 1 without SETS
   for (i64 number = 0; number < set_size; ++number) {
@@ -191,7 +191,7 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
   if (Options::MASKS)
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-      Options::mask(x[i], Pair<Rows, Columns>{rows.marks(i), rows, columns, i / 2 % 2, get_column(i, lane)});
+      Options::exclude_in_sweep(x[i], Pair<Rows, Columns>{rows.marks(i), rows, columns, i / 2 % 2, get_column(i, lane)});
     }
   const int diagonal = rows.diagonal - first_column;  // of the query tile's first row, in the tile
   const bool has_diagonal = diagonal > -QUERY_TILE_ROWS && diagonal < TILE_COLUMNS;

@@ -57,7 +57,8 @@ struct TeacherMaps {
 
 // --- the producer warp ---------------------------------------------------------------------------------
 
-// One thread loads the query tiles and key tiles of this thread block, in the order in which `consume` multiplies them.
+// Run by one thread of the producer warp: loads the query tiles and key tiles of this thread block, in the order in
+// which `consume` multiplies them.
 template <class Epilogue>
 __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMap& q,
                                         const TensorMap& k, const Block& b, int segments,
@@ -72,7 +73,8 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
     const int row = w.query_tile * QUERY_TILE_ROWS + rank * OWN_ROWS;
 #if !STREAMED
     // All consumers have read the rows of the last query tile before these loads. For the first query tile, and below
-    // for the first use of each stage, the parity is 1. A new mbarrier has passed it, so the wait ends at once
+    // for the first use of each stage, this thread waits for the phase of parity 1. For a new mbarrier, that phase
+    // counts as complete, so the wait ends at once
     barrier_wait(s.queries_empty, (query_tiles & 1) ^ 1);
     barrier_expect(s.queries_full, sizeof s.q);
     for (int i = 0; i < K_SLICES; ++i)
@@ -201,10 +203,11 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   const u32 rows = shared_descriptor(shared_address(s.q) + lane.half * 64 * K_SLICE);
   PipelineState pipe;
   u32 query_tiles = 0;  // begun so far
-  // The two warpgroups of a consumer are in step, with one turn for both, if they share values of columns (such as
-  // norm factors) in shared memory, or if the ring has stages for two key tiles or fewer, too few for one warpgroup to
-  // run ahead of the other. Otherwise (narrow rows, whose epilogues take longer than products) each half of the query
-  // tile has a ping-pong of its own: one half may multiply while both warpgroups of the other half run epilogues.
+  // The two warpgroups of a consumer are in step, and take one turn together, in two cases:
+  //   - They share values of columns in shared memory, such as norm factors.
+  //   - The ring has stages for at most two key tiles. With so few stages, no warpgroup can run ahead of the other.
+  // Otherwise rows are narrow, and epilogues take longer than products. Then each half of the query tile has a
+  // ping-pong of its own: one half may multiply while both warpgroups of the other half run epilogues.
   constexpr bool IN_STEP = Epilogue::PUBLISHES || HAS_COLUMN_VALUES || 2 * K_SLICES >= STAGES;
   const int ping_pong = PING_PONG + (IN_STEP ? 0 : 2 * lane.half);
   // Threads of both consumers that meet at a ping-pong barrier
@@ -224,9 +227,10 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       const bool is_last = t + 2 >= w.end;
       if (!has_turn) {
         pipe.skip_tile();
-        if (is_last && t == w.first && t + 1 == w.end) {  // the only tile: this consumer has none
-          // All lanes have waited for queries_full before the next query tile is loaded. Otherwise the barrier could
-          // complete a second phase while a lane still waits for the first, and the lane would wait forever
+        if (is_last && t == w.first && t + 1 == w.end) {
+          // The query tile has one tile, which the other consumer computes. This consumer arrives without products.
+          // `__syncwarp`: first, all lanes have ended their wait for queries_full. Otherwise the next query tile could
+          // complete another phase of queries_full, and a lane that still waits would wait forever
           __syncwarp();
           if (lane.lane == 0) barrier_arrive(s.queries_empty);
         }
