@@ -238,7 +238,7 @@ def choose_exchange(
     fitting = [name for name, needed in buffer_bytes.items() if needed <= room]
     if not on_gpu:
         return "gather" if "gather" in fitting else "ring"
-    # nodes that differ in size count as large as the largest one
+    # if nodes differ in size, each counts as if it had as many ranks as the largest
     machine = cost.Machine(node_gpus=size or max(map(len, nodes)))
     return cost.fastest(keys.largest, d, len(keys.rows), machine, tuple(fitting))
 

@@ -28,7 +28,7 @@ class Segments:
     row's segment."""
 
     # [M] int64: the segment of each row, in [0, count), or -1 for none. If `count` is None, the
-    # segments are ids of any value. `rows` None, on a GPU: all rows and keys are in one segment
+    # segments are ids of any value. On a GPU, `rows` may be None: there is one segment, with all
     rows: Array
     columns: Array  # [N]: the segment of each key, like `rows`
     count: int | None = None  # number of segments; None: `numbered` finds it
@@ -269,14 +269,15 @@ def segment_sums_from_products(
 class LabelSmoothing:
     """Label smoothing: the mean logits, and the keys over which they are means.
 
-    The keys that take part for a row are the keys of its segment in each of `parts`, added or
-    subtracted by the sign of the part, and the positives of the row that the parts leave out.
+    The keys that take part for a row are found in three steps: add the keys of its segment in the
+    parts of sign 1, take away those in the parts of sign -1, and add the row's positives that are
+    missing then (`added_positives`).
     """
 
     rows: KeyMeans  # [M]; [B] of a joint loss
     columns: KeyMeans | None  # [N]; None: columns have no softmax
     parts: list[tuple[float, Segments]]  # (sign 1 or -1, segments)
-    added_positives: Array  # [M, P] bool: whether a positive takes part that `parts` leave out
+    added_positives: Array  # [M, P] bool: the positives of each row that are not in the parts' sum
 
     def terms(
         self, xp: Any, e: float, row_upstream: Array, column_upstream: Array | None, joint: bool
@@ -313,7 +314,7 @@ def find_label_smoothing(
     `positive_logits` (base 2, without margin) and `positive_bias` (natural units; None: no biases)
     are [M] or [M, P]. Ids with groups are refused: they need sums of all id-group pairs.
     """
-    # The keys that take part: `parts`, and positives that `parts` leave out
+    # The keys that take part, as `LabelSmoothing` describes them
     m, n, _ = problem.shape
     sets = as_sets(problem.positives)
     added_positives = xp.zeros(sets.shape, bool)
@@ -329,7 +330,7 @@ def find_label_smoothing(
         added_positives = (sets >= 0) & (ids_at_positives == problem.query_ids[:, None])
 
     def sum_over_added(values: Array) -> Array:
-        """[M] the sum of values at positives over the positives that `parts` leave out."""
+        """[M] the sum of values at positives over the `added_positives`."""
         return xp.where(added_positives, as_sets(values), 0.0).sum(axis=1)
 
     # Sums of the logits of the keys that take part, in natural units. All positives take part, and
@@ -339,7 +340,8 @@ def find_label_smoothing(
     row_sum = sum_over_added(positive_logits * LN_2) - margins
     row_count = added_positives.sum(axis=1).astype(float)
     row_bias: Any = 0.0 if positive_bias is None else sum_over_added(positive_bias)
-    column_sum, column_count = row_sum, row_count  # key i is the positive of query i
+    # query i and key i are positives of each other, so column i begins with the sums of row i
+    column_sum, column_count = row_sum, row_count
     for sign, segments in parts:
         row_sums, column_sums = backend.segment_sums(problem, segments, problem.two_sided)
         row_sum = row_sum + sign * problem.scale * row_sums.products

@@ -21,8 +21,8 @@ LOG2_E = 1.4426950408889634  # natural logits times LOG2_E are logits in base 2
 LN_2 = 0.6931471805599453  # base-2 logits and logarithms times LN_2 are natural
 # The smallest and the largest scale, if exponents are float32 ("fp32" and all lower precisions) or
 # float64 ("fp64"). Above the range, rounding changes the logits of unit rows by 1, so that no digit
-# of a probability is right. Below the range, the scale times probabilities, weights and upstream
-# gradients could underflow: the lower bound leaves half of the dtype's exponents to these factors
+# of a probability is right. Below the range, a gradient could underflow: it is the scale times a
+# probability, a weight and an upstream gradient. Half of the dtype's exponents are left to these
 SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
 # Arguments of np.errstate, whose setting holds only in the thread that enters it: a value out of
 # range becomes infinity or NaN without a warning

@@ -3,7 +3,7 @@
     all_gather    keys [N, D], and their features [N, E] from a guide or a teacher
     for each vector that has to travel (`rounds.CallbackPlan.travels`):
         callback      blocks of this device's rows [M, D] with the keys of all devices
-        collective    all_to_all of sums of columns, or all_gather of numbers of keys
+        collective    all_to_all of sums of columns, or all_gather of a vector [N] of the keys
     last callback loss, metrics, dQ of this device's rows, a part of dK for all keys
     psum_scatter  parts of dK [N, D]: their sum over devices, for each device's own keys
 

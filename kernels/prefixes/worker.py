@@ -50,16 +50,16 @@ class PrefixWorker(Worker):
             shape = len(q), len(k)
             self.tiles = [self.further_tile(p, *shape) for p in range(len(self.ranges) - 1)]
             for prefix, x in enumerate(self.tiles):
-                self.add_range(x, q, k, prefix, self.tiles[prefix - 1])
+                self.add_range(x, q, k, prefix, self.tiles[prefix - 1] if prefix else None)
         x = super().tile_products(row_block, column_block, q, k)
         self.tiles.append(x)
         return x
 
-    def add_range(self, x: Array, q: Array, k: Array, prefix: int, before: Array) -> None:
-        """x = the products of a prefix. `before` has the products of the prefix before it."""
+    def add_range(self, x: Array, q: Array, k: Array, prefix: int, before: Array | None) -> None:
+        """x = the products of a prefix. `before` has those of the prefix before it, if any."""
         features = self.ranges[prefix]
         np.matmul(q[:, features], k[:, features].T, out=x)
-        if prefix:
+        if before is not None:
             np.add(x, before, out=x)
 
     def compute_products(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
@@ -70,9 +70,10 @@ class PrefixWorker(Worker):
         """
         last = len(self.ranges) - 1
         if isinstance(self.state.epilogue, PrefixGradient):
-            self.add_range(x, q, k, last, self.tiles[-1])
+            self.add_range(x, q, k, last, self.tiles[last - 1])
             return
-        self.merges, before = [], x
+        self.merges = []
+        before: Array | None = None
         for prefix in range(last + 1):
             y = x if prefix == last else self.further_tile(prefix % 2, *x.shape)
             self.add_range(y, q, k, prefix, before)
@@ -101,7 +102,7 @@ class PrefixWorker(Worker):
         sizes = 1 + (2 if state.problem.moments else 1)
         self.tile_rows, self.tile_columns = (Sums(*np.empty((sizes, n))) for n in x.shape)
         merge = self.statistics(stats, y, rows, columns, False)
-        if y is x:  # the next prefix adds to these products
+        if y is x:  # not changed by norms: the products of the next prefix are added to x
             tile.insert_positives(x, positives, columns.start, positive_products.astype(x.dtype))
         return merge
 

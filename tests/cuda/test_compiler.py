@@ -107,6 +107,28 @@ def test_raw_modules_load_what_is_in_the_cache(
 
 
 @pytest.mark.extras
+def test_a_file_is_not_compiled_again_while_it_is_loaded(
+    nothing_compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = []
+
+    class SlowModule(RawModule):
+        """While a thread loads it, another thread begins a call with the same kernel."""
+
+        def __init__(self, *, path: str) -> None:
+            super().__init__(path=path)
+            again.append(compiler.start(Card, "rows.cu"))
+
+    monkeypatch.setattr(pytest.importorskip("cupy"), "RawModule", SlowModule)
+    assert compiler.start(Card, "rows.cu")
+    compiler.function(Card, "rows.cu", "stage")
+    again.append(compiler.start(Card, "rows.cu"))
+    assert again == [False, False]
+    assert not compiler._started
+    assert nothing_compiled == ["rows.cu"]
+
+
+@pytest.mark.extras
 def test_kernels_load_where_no_cache_can_be_written(
     nothing_compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,10 +1,11 @@
 // Retrieval ranks (`metrics`): how many negatives of a row, and with COLUMNS of a column, have a larger product than
 // its positive. A launch adds the counts of its block to row_rank and column_rank.
 //
-// The threshold of a row is the product of its positive, from the log-sum-exp pass. If that pass is portable, too, the
-// product of a key that equals the positive has the bits of the threshold (PRECISION FP64: up to the last bit), and is
-// not counted. After a sweep, bits may differ, and such a key may count. Counts are integers, so atomic additions give
-// the same result in any order.
+// The threshold of a row is the product of its positive, from the log-sum-exp pass. A key that equals the positive:
+//   - If a portable kernel ran the log-sum-exp pass, the key's product has the bits of the threshold (PRECISION FP64: up
+//     to the last bit), and is not counted.
+//   - If a sweep ran that pass, bits may differ, and the key may be counted.
+// Counts are integers, so atomic additions give the same result in any order.
 #include "tiled/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)

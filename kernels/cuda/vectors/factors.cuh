@@ -138,9 +138,10 @@ extern "C" __global__ void divide_factors(const double* x, i64 n, const Ranges* 
   if (i < n) out[i] = (Real)(x[i] / ranges->gradient_divisor);
 }
 
-// Converts n numbers to the unit of products, in which kernels compare or add them (thresholds, limits, biases):
-// out[i] is the product x whose logit, x times `scale`, is values[i] times `value_scale`. If a kernel has computed
-// values[i] from a float32 product, out[i] has the bits of this product; from a float64 product, up to the last bit.
+// out = values value_scale / scale: n numbers (thresholds, limits, biases) in the unit of products, in which kernels
+// compare them with products, or add them. `values` times `value_scale`, and products times `scale`, are exponents.
+// If a kernel has computed values[i] from a float32 product, out[i] has the bits of this product; from a float64
+// product, up to the last bit.
 extern "C" __global__ void to_products(const double* values, const __grid_constant__ Scale value_scale, i64 n,
                                        const __grid_constant__ Scale scale, Real* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;

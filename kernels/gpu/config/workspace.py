@@ -343,9 +343,9 @@ def _block_sizes_with_cache(
 ) -> tuple[BlockSizes, BlockSizes, int] | None:
     """`choose_block_sizes` with a cache for as many columns as fit; None (no cache) if too few fit.
 
-    Blocks have all rows. The exponentials of the first block are cached. Later, their memory holds
-    the gradient blocks of all other blocks. Accumulators of dK overlay their destination only if
-    more columns are cached then.
+    Blocks have all rows. The first block has the cached columns. After it, the memory of the cache
+    holds the gradient blocks of all other blocks. Accumulators of dK overlay their destination only
+    if that leaves room for more cached columns.
     """
     m, n, d = shape
     dk_rows = n if needs.dk_in_workspace else 0

@@ -155,7 +155,7 @@ def _temporary_directory() -> Path:
 
 _modules: dict[tuple[Any, ...], Any] = {}  # cupy.RawModule, by `_module_key`
 _functions: dict[tuple[Any, ...], Any] = {}  # cupy.RawKernel
-_started: dict[tuple[Any, ...], Future[Path]] = {}  # by `_module_key`, until they are loaded
+_started: dict[tuple[Any, ...], Future[Path]] = {}  # by `_module_key`, until the module is loaded
 _lock = threading.Lock()
 
 
@@ -167,7 +167,10 @@ def start(device: Any, file: str, **defines: int | str) -> bool:
     """
     key = _module_key(device, file, defines)
     future: Future[Path] = Future()
-    if key in _modules or _started.setdefault(key, future) is not future:
+    if _started.setdefault(key, future) is not future:
+        return False
+    if key in _modules:  # tested second: a module is in one of the two dictionaries at any time
+        del _started[key]
         return False
 
     arch = architecture(device.compute_capability)
@@ -212,12 +215,15 @@ def _load(device: Any, file: str, name: str, shared: int, defines: Defines) -> A
 
     key = _module_key(device, file, defines)
     if key not in _modules:
-        started = _started.pop(key, None)
-        if started is None:
-            path = cubin(file, defines, architecture(device.compute_capability))
-        else:
-            path = started.result()
-        _modules[key] = cupy.RawModule(path=str(path))
+        started = _started.get(key)
+        try:
+            if started is None:
+                path = cubin(file, defines, architecture(device.compute_capability))
+            else:
+                path = started.result()
+            _modules[key] = cupy.RawModule(path=str(path))
+        finally:
+            _started.pop(key, None)
     kernel = _modules[key].get_function(name)
     if shared > kernel.max_dynamic_shared_size_bytes:  # 48 KiB at first
         kernel.max_dynamic_shared_size_bytes = shared

@@ -280,8 +280,8 @@ class Call:
         """Whether the loss and dQ follow from sums of rows only, so that one pass is enough.
 
         That is: there is one softmax, over keys; a query has one positive; there are no retrieval
-        ranks, label smoothing, classes, joint rows, own negatives or teacher; and there is margin,
-        decoupled or hardness only without options of pairs (`pair_options`).
+        ranks, label smoothing, classes, joint rows, own negatives or teacher; and margin, decoupled
+        and hardness are not combined with options of pairs (`pair_options`).
         """
         combined = bool(self.row_numbers and self.pair_options)
         options = self.linear_terms or self.joint or self.own or self.taught or combined

@@ -316,8 +316,8 @@ def divide_workspace(
 
     # the largest blocks
     may_cache = may_cache_exponentials(call, operands, sweep)
-    # Cached exponentials, and one pass with dK, save a matrix product. If the call may cache, both
-    # may exceed the default workspace
+    # Cached exponentials save a matrix product, and so does one pass with dK. If `may_cache`, the
+    # memory of either may exceed the default workspace
     may_extend = may_cache and not call.workspace_given
     extended_room = max(room, device.default_memory_limit) if may_extend else room
     sizes = None
@@ -341,7 +341,7 @@ def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None)
     - The gradients of a row follow from its own sums: there is one softmax, over keys, with one
       positive and few options (`Call.loss_follows_from_row_sums` has the list).
     - There is a sweep whose precision has the exponent range of float32 (`ONE_PASS_PRECISIONS`).
-    - No blocks are left out by groups: for dK, a block has all keys. (Also if dK is not wanted.)
+    - No groups leave out blocks (`host_groups`): a block with all keys, for dK, meets all groups.
     """
     return (
         call.block is None and call.gradient and call.loss_follows_from_row_sums
@@ -358,7 +358,7 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     - There is no teacher, and there are no retrieval ranks, whose pass would run between these two.
     - Pairs have no options (groups, positive ids, limits, a guide, biases), which the kernel of
       cached exponentials does not take. Ids are no such option.
-    - The call wants dK, or one pass cannot compute dQ (`may_compute_in_one_pass`).
+    - A cache is needed: it is not if the call wants dQ alone and `may_compute_in_one_pass`.
     """
     dq_only = call.loss is LossForm.ROWS and call.key_gradient is None
     min_by_precision = MIN_CACHED_K_SLICES_OF_DQ if dq_only else MIN_CACHED_K_SLICES
