@@ -234,9 +234,9 @@ def agree_on_schedule(
         for argument in (0, call.kind.key_argument)
     )
     # A rank that has checked its call in step 1 reports `shared_values` (the check has passed) or a
-    # `failure` (the check has refused the call). A rank checks only if it has as many rows as in
-    # its last call, and takes the other ranks' rows from the last schedule. So these rows are right
-    # if every rank has checked its call. Then a refusal counts
+    # `failure` (the check has refused the call). A rank checks only if its own rows are those of
+    # the last schedule, and assumes that the others' rows are too. If every rank has checked, this
+    # is true, and a refusal counts. Otherwise all ranks check again
     every_rank_has_checked = all(report.shared_values or report.failure for report in reports)
     if every_rank_has_checked:
         raise_first_failure([report.failure for report in reports], own_error)

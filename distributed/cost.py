@@ -57,8 +57,8 @@ class Machine:
     start: float = 0.28e-3  # seconds a block: launches, and idle multiprocessors at its end
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
     across: Link = Link(30e-6, 45e9)  # the network: 400 Gb/s a GPU
-    node_gpus: int = 8  # GPUs of a node; `schedule.choose_exchange` passes the number of a call's
-    # for a gather; a hierarchical exchange uses only `gather_call` and `gather_message`
+    node_gpus: int = 8  # GPUs of a node; `schedule.choose_exchange` sets it for each call
+    # the next three: for a gather; a hierarchical exchange uses `gather_call` and `gather_message`
     gather_call: float = 0.17e-3  # seconds a call: the agreement of ranks, and their sums
     gather_block: float = 0.06e-3  # seconds a block, in place of `start`
     gather_message: float = 1.5e-6  # seconds a message to one rank
@@ -237,7 +237,7 @@ def fastest(
     rows: float, dim: int, ranks: int, machine: Machine | None = None,
     among: tuple[str, ...] = tuple(EXCHANGES),
 ) -> str:  # fmt: skip
-    """The exchange `among` these that takes the least time for a call as in `predict_ring`.
+    """The exchange among `among` that takes the least time for the call of `predict_ring`.
 
     "hierarchical" is left out unless there are several nodes with several GPUs: it is a gather on
     one node, and a ring over nodes of one GPU.

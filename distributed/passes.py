@@ -369,9 +369,9 @@ class PassesOverRanks:
     def _is_triangle(
         self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion
     ) -> bool:
-        """Whether the block is the local block of a symmetric problem, and computes each pair of
-        rows once. It does so in the first pass without metrics, and for gradients only with limits:
-        then both passes leave out the same pairs. It comes first, because it overwrites dQ."""
+        """Whether the block computes each pair of rows of a symmetric problem's local block once.
+        The first pass does so without metrics. The gradient pass does so with limits, to leave out
+        the same pairs, and visits this block first, because a triangle overwrites dQ."""
         if not (problem.symmetric and keys.are_whole_shards and keys.are_own):
             return False
         if isinstance(epilogue, Statistics):

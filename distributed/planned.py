@@ -78,7 +78,7 @@ def _build(
     problem = fast_replace(problem, positives=positives)
 
     def run_block_pass(*block: Any) -> None:
-        """See `passes.RunBlockPass`. No pass takes a workspace of the size of a later pass."""
+        """See `passes.RunBlockPass`. `ahead=None`: later passes do not change the workspace."""
         recorded.block(*block, ahead=None, queue=queue)
 
     keys = Partition(list(key_rows))
@@ -89,7 +89,7 @@ def _build(
     )  # fmt: skip
     result = solve_by_passes(problem, passes, gradients)
     return {
-        # not if the loss is reduced: then the caller gets only the loss
+        # None if the loss is reduced: the caller gets no losses of rows
         "losses": result.losses if problem.common_share is None else None,
         "row_lse": result.row_lse, "column_lse": result.column_lse,
         **totals(exchanger, vectors, result.loss, result, divisors, dtype),

@@ -1,6 +1,6 @@
 """The run of a call over ranks by its schedule: the passes, and sums over the ranks.
 
-call.py has agreed on the schedule before, and makes a result of the solution after.
+Before the run, call.py agrees on the schedule. After the run, call.py makes the call's result.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def solve(
     if ddp:
         problem.upstream = problem.upstream * gradient_factor
 
-    # On GPUs: one plan for the whole call, if it has one. `upstream` contains the weights. So a
-    # loss that follows from sums and the logits of positives does not need `weights` itself: a loss
-    # without linear terms, joint softmax, positive ids, `groups`, `own`, `key_bias` and limits
+    # On GPUs: one plan for the whole call, if the call has one. A plan reads no `weights`, because
+    # `upstream` contains them. A loss that does not follow from sums needs `weights`, and has no
+    # plan: with linear terms, joint softmax, positive ids, `groups`, `own`, `key_bias` or limits
     if request.on_gpu:
         unweighted = problem.without_weights() if problem.loss_follows_from_sums else problem
         by_plan: Solution | None = planned.solve_by_plan(
@@ -123,7 +123,7 @@ def apply_weights(
     own_weight = float(len(problem.query) // (2 if problem.joint else 1))
     if problem.weights is not None:
         own_weight = transport.read(problem.weights.sum())
-        problem.row_shares = problem.weights  # not divided by W: `totals` divides the sum (a mean)
+        problem.row_shares = problem.weights  # without W: for a mean, `totals` divides the sum by W
         problem.upstream = problem.upstream * problem.weights
     # the sum is 0 if no row has a positive; the loss is then 0, whatever its divisor
     total_weight = _exact_sum(ranks.allgather(own_weight)) or 1.0

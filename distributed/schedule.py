@@ -292,7 +292,7 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
 
 @cache
 def enough_room(m: int, n: int, d: int) -> int:
-    """A generous upper bound, in bytes, of the smallest workspace that a block can have.
+    """A generous upper bound, in bytes, of the least workspace that any block needs.
 
     The block has up to m rows and n keys, and its features have width d. With the least workspace,
     a backend divides it into squares of `side` logits. The bound has 64 bytes for each logit of a

@@ -84,9 +84,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "scale": Option(None, "float or array of one number",
         """Multiplies the dot products. ValueError outside of [2^-511, 2^53] for products in
-        float64, of [2^-63, 2^24] in float32 or less (a temperature below 1.1e-16, 6e-8): above,
-        rounding changes the logits of unit rows by 1. A 0-d array on a GPU is not read before
-        the launch: outside of the range the loss is NaN.""",
+        float64, and outside of [2^-63, 2^24] for products in float32 or less. At a larger scale (a
+        temperature below 1.1e-16, or 6e-8), rounding changes the logits of unit rows by 1. A 0-d
+        array on a GPU is not read before the launch: outside of the range the loss is NaN.""",
     ),
     "ids": Option(
         None,

@@ -127,9 +127,9 @@ def finalize(
         log_scale_grad = problem.margin * as_sets(xp.where(present, pull, 0.0)).sum(axis=1)
 
     # If queries are the keys, a gradient pass adds dL/dx and its transpose, so a pair of positives
-    # has the pulls of both rows. (Without a gradient pass they are not added: over ranks, that is
-    # an exchange, and the method naive adds the transpose itself.) Blocks have 2B rows of a joint
-    # loss, whose pull contains both rows already
+    # gets the pulls of both rows. They are added here only if a gradient pass by blocks follows:
+    # over ranks, adding is an exchange, and the method naive adds the transpose itself. In a joint
+    # loss, a pull of B already has both rows i and i + B; blocks need it for each of the 2B rows
     if problem.joint:
         row_factor, inserted_pull = xp.tile(row_factor, 2), xp.tile(inserted_pull, 2)
         # an array, also if the probability is the number 1
@@ -280,7 +280,7 @@ class OwnNegatives:
         parts = slices(m, max(1, OWN_BYTES // row_bytes))
         for rows, (query, keys) in zip(parts, self.rows.read(parts), strict=True):
             query, query_norms = normalized_rows(xp, query, problem.normalize, self.dtype)
-            if keys.dtype.itemsize < 8:  # `normalized_rows` needs the range of float64 keys
+            if keys.dtype.itemsize < 8:  # float64 keys stay: `normalized_rows` needs their range
                 keys = keys.astype(self.dtype)
             left_out = None
             if problem.own_mask is not None:  # masked keys become 0, because they may be NaN

@@ -116,7 +116,7 @@ def without_other_groups(
     """
     if not grid.rows or not grid.columns:
         return grid
-    end = grid.columns[-1].stop  # the grid may have only the first columns
+    end = grid.columns[-1].stop  # the grid may have only a range of the columns
     row_starts, column_starts = (
         [part.start for part in parts] for parts in (grid.rows, grid.columns)
     )

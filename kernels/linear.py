@@ -28,7 +28,7 @@ class Segments:
     row's segment."""
 
     # [M] int64: the segment of each row, in [0, count), or -1 for none. If `count` is None, the
-    # segments are ids of any value. On a GPU, `rows` may be None: there is one segment, with all
+    # segments are ids of any value. On a GPU, `rows` may be None: all rows are in one segment
     rows: Array
     columns: Array  # [N]: the segment of each key, like `rows`
     count: int | None = None  # number of segments; None: `numbered` finds it
@@ -78,8 +78,8 @@ class Segments:
 class Classes(Segments):
     """Segments that are classes of SupCon. On a GPU `count` is None: the host does not know it."""
 
-    # The two fields are set on a GPU, for its kernels. `in_sums`, with `order`: only the classes of
-    # more than two rows (`decoupled`: of two or more), whose loss has a mean over the class
+    # Both fields are set on a GPU, for its kernels. `in_sums` has an `order`, and only the classes
+    # of more than two rows (`decoupled`: of two or more), whose loss has a mean over the class
     in_sums: Segments | None = None
     others: Array = None  # [N] number of other rows in a class of `in_sums`; 0 in other classes
 
@@ -151,7 +151,7 @@ class SegmentedRows(Protocol):
 
 
 class LinearGradient:
-    """The gradient of a linear term with respect to the rows u_i of one side, queries or keys:
+    """Minus the gradient of a linear term with respect to the rows u_i of one side:
 
     -dL/du_i = factor_i (sums[segment_i] - own_count u_i) + weighted[segment_i]
 
@@ -182,8 +182,8 @@ class LinearGradient:
             other_side, other_sums = query, term.query_sums
         elif symmetric:  # row i is also key i, and has the factor of row i there
             other_factor = own_factor
-        # If queries are the keys, `sums` and `weighted` both contain row i itself. The pair i = i
-        # does not count, so it is subtracted twice
+        # If queries are the keys, `sums` and `weighted` both contain row i. A row makes no pair
+        # with itself, so factor_i u_i is subtracted twice
         self.own_count = 2.0 if symmetric else 0.0
         self.segment, self.factor = own_segment, own_factor
         grouping = other_segment, segments.count
@@ -374,9 +374,9 @@ def add_class_means(
 ) -> LinearTerm:  # fmt: skip
     """Replace the losses of rows in classes of more than two rows (`decoupled`: of two or more).
 
-    The loss of such a row is the log-sum-exp minus the mean of its positives' logits. Its positives
-    are also in the sums of negatives, unless `decoupled`. Then the loss is at least the logarithm
-    of the number of positives, so the subtraction loses little precision. In a class of two rows,
+    The loss of such a row is the log-sum-exp minus the mean of its positives' logits. Unless the
+    loss is `decoupled`, the positives are also in the sums of negatives. Such a loss is at least
+    the logarithm of their number, so the subtraction loses little precision. In a class of two,
     the other row is the row's positive, as in other losses (`partners`).
 
     Changes `rows.loss` and `rows.log_scale_grad` of these rows. Returns the linear term of the

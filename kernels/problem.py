@@ -61,8 +61,8 @@ class Problem:
     # int64, -1 for no key. [M]: the positive key of each row; [M, P]: its up to P positives. None:
     # `default_positives`
     positives: Array = None
-    # the factor of all rows in the reduced loss, common_share sum_i losses_i row_shares_i, where
-    # row_shares_i is 1 if `row_shares` is None. None: the loss is not reduced
+    # the reduced loss is common_share sum_i row_shares_i losses_i, with row_shares_i = 1 if
+    # `row_shares` is None. If `common_share` is None, the loss is not reduced
     common_share: float | None = None
     row_direction_weight: float = 1.0  # factor, in `losses_i`, of the loss of the softmax over keys
     column_direction_weight: float = 0.0  # the same of the softmax over queries; 0: not computed
@@ -148,9 +148,9 @@ class Problem:
     def plain_logits(self) -> bool:
         """Whether the call has no groups, own negatives, biases of keys, `false_negative_margin`,
         guide and teacher (`TaughtProblem`). Only the option `ids` may then leave out pairs."""
-        # the chained `is` asks, in little time, whether all three are None
-        has_arrays = not (self.query_groups is self.own is self.key_bias is None)
-        return not has_arrays and not self.compares_with_limits
+        # a chained `is` is the fastest test that all three are None
+        no_arrays = self.query_groups is self.own is self.key_bias is None
+        return no_arrays and not self.compares_with_limits
 
     @property
     def plain_targets(self) -> bool:

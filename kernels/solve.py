@@ -361,9 +361,9 @@ def run_gradient_pass(
     problem: Problem, backend: Backend, triangle: bool, epilogue: SoftmaxGradient | Sigmoid,
     gradients: Gradients,
 ) -> None:  # fmt: skip
-    """One pass for dQ and dK if all of dK can be accumulated at once. Otherwise, to stay within the
-    workspace, logits are computed twice: in a pass for dQ, then in one for each range of keys; or,
-    if queries are the keys, in one pass of the whole square, whose dQ has all terms."""
+    """Compute dQ and dK in one pass if all of dK can be accumulated at once. Otherwise logits are
+    computed twice: in one pass for dQ, and in one pass for each range of keys. If queries are the
+    keys, one pass visits the whole square instead, and its dQ has all terms."""
     ranges = backend.key_ranges(problem)
     grid = backend.grid(problem, triangle and len(ranges) == 1)
     if problem.symmetric or not gradients.want_key or len(ranges) == 1:

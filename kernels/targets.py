@@ -1,9 +1,9 @@
 """The targets of rows: sets of positives, margins, label smoothing. Also the limits of negatives,
 and the positives of a pairwise sigmoid that are pairs of equal ids.
 
-`between_passes.finalize` calls this file for a softmax. This file gets a function for one direction
-of a loss, `Vectors.direction`, which calls `direction_losses`. If the target of a row is one
-positive with probability 1, `direction_losses` has all formulas: n is the log-sum-exp of the
+`between_passes.finalize` calls this file for a softmax. `finalize_with_targets` calls
+`Vectors.direction`, and so `direction_losses`, for one direction of a loss. If the target of a row
+is one positive with probability 1, `direction_losses` has all formulas: n is the log-sum-exp of the
 negatives, p the logit of the positive, the loss is softplus(n - p), and the gradient at the
 positive is -sigmoid(n - p). This file adds the terms of other targets. The target of a row with P
 labels >= 0 has probability (1 - e) / P at each of these positives, plus e / K at each key. All
@@ -144,9 +144,9 @@ def find_targets(
         biased, softmax_mean = (logits, None) if bias is None else (logits + bias, logits)
         if key_means is None:
             return Targets(biased, softmax_mean)
-        excess = excess_scale_grad = e * (LN_2 * logits - key_means.logit)
-        if bias is not None:
-            excess = excess_scale_grad + e * (LN_2 * bias - key_means.bias)
+        excess_scale_grad = e * (LN_2 * logits - key_means.logit)
+        bias_excess = 0.0 if bias is None else e * (LN_2 * bias - key_means.bias)
+        excess = excess_scale_grad + bias_excess
         return Targets(biased, softmax_mean, excess, excess_scale_grad, offset=-e)
 
     # sets of positives; `below` are logits minus the row's largest one, `top`
@@ -187,15 +187,15 @@ def finalize_with_targets(
     direction: DirectionLosses = vectors.direction(
         sums, target.logit, problem.decoupled, target.softmax_mean
     )
-    moments = direction.log_scale_grad is not None
+    has_scale_grad = direction.log_scale_grad is not None
     if target.excess is not None:
         direction.loss = direction.loss + target.excess
-        if moments:
+        if has_scale_grad:
             direction.log_scale_grad = direction.log_scale_grad + target.excess_scale_grad
     if problem.weights is not None:  # a row without a positive has weight 0, and its loss is 0
         lacks_positive = xp.isneginf(target.logit)
         direction.loss = xp.where(lacks_positive, 0.0, direction.loss)
-        if moments:
+        if has_scale_grad:
             direction.log_scale_grad = xp.where(lacks_positive, 0.0, direction.log_scale_grad)
     return direction
 
@@ -250,7 +250,7 @@ def weigh_positives(xp: Any, problem: Problem, query_counts: Array, key_counts: 
     """Set `query_pair_weights` and `key_pair_weights` of `problem` from `count_positives`.
 
     These are the two terms of v_ij (see above `PositivePairs`), 1 / (2 k_i) and 1 / (2 k'_j). A
-    count of 0 becomes 1: such a row has no positive pair, which would read its weight.
+    count of 0 becomes 1: such a row or column is in no positive pair, so its weight is not used.
     """
     problem.query_pair_weights, problem.key_pair_weights = (
         0.5 / xp.maximum(count, 1) for count in (query_counts, key_counts)

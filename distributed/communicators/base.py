@@ -124,7 +124,7 @@ class Communicator:
     def name_silent_ranks(self) -> str:
         """Words for a `RankError`: the ranks that have not announced that they wait.
 
-        They are "another rank" in a communicator whose ranks do not announce it.
+        "another rank", if the ranks of this communicator announce no waits.
         """
         return "another rank"
 

@@ -89,7 +89,8 @@ class MPIRanks(Communicator):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.broken: str | None = None  # message of the error that ended this communicator
         self.peers = Peers()
-        # allgathers so far. Control messages carry it, so that ranks ignore those of earlier steps
+        # Allgathers so far; control messages carry the sender's count. ENDED from before this
+        # rank's current allgather is an error. WAITING counts only for the current allgather
         self.allgather_count = 0
         self._process = os.getpid()  # a forked process is no rank
         self._data: Any = None  # the duplicate for data messages

@@ -72,10 +72,10 @@ class Gather:
             self.xp.empty((own_sum_count + summed_reach, rows[r], *tail), dtype)
             for tail, dtype in types
         ]  # fmt: skip
-        # If keys have to arrive, the local block comes first, so that it is computed meanwhile.
-        # Otherwise it comes last, while sums go home. If it comes first, sums of any size (dK)
-        # divide no visit: a sigmoid loss has only one round, which has sums only with gradients.
-        # So the round has the same visits, and the loss the same bits, with gradients and without
+        # If keys have to arrive, the local block comes first: it is computed meanwhile. Otherwise
+        # it comes last, while sums go home. If it comes first, visits are not divided, however
+        # large their sums (dK) are. So a sigmoid loss, which has one round, has the same visits,
+        # and the same bits, with gradients and without
         local_first = pending is not None or round.same_pairs
         other_visits = list(self._list_visits(reach, summed_reach, () if local_first else types))
         if round.visits_half and round.same_pairs and 2 * reach == n:

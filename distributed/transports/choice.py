@@ -93,7 +93,7 @@ def choose(transport: str, availability_by_rank: Sequence[Availability]) -> str:
         reasons = [
             (rank, transports.get(name, "it does not carry this kind of array"))
             for rank, transports in enumerate(availability_by_rank)
-            if transports.get(name, "no") is not None
+            if name not in transports or transports[name] is not None
         ]
         if not reasons:
             return name

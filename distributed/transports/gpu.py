@@ -88,8 +88,8 @@ class OnDevice:
         self.plans = OwnedPlans()  # of calls: they hold this transport
         # the stream of transfers; of high priority, because transfers are short
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
-        # The call's work before an exchange is done, and the exchange is done. Each exchange
-        # records these events again; a wait refers to the latest record before the wait
+        # `ready`: the call's work before an exchange is done. `done`: the exchange is done. Each
+        # exchange records both events again; a wait refers to the latest record before the wait
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
 

@@ -201,10 +201,10 @@ class _QueuedNCCL:
     """The transport through a queue, which runs the exchanges or records them for a plan.
 
     `may_launch_late`: an exchange is launched only when the caller waits for it, if this rank
-    receives at most `LATE_BYTES` of it by NCCL. (It is 0 bytes if copies carry all arrays:
-    then each exchange is launched so.) So the block that hides the exchange is launched
-    first: the block does not wait for the launch of the exchange, and gets multiprocessors first.
-    On the device, the exchange waits for `mark`, not for the block.
+    receives at most `LATE_BYTES` of it by NCCL. (If copies carry all arrays, NCCL receives 0 bytes:
+    then every exchange is launched late.) So the block that hides the exchange is launched first.
+    The block does not wait for that launch, and gets multiprocessors first. On the device, the
+    exchange waits for `mark`, not for the block.
     """
 
     def __init__(self, transport: NCCL, queue: Queue, may_launch_late: bool = False) -> None:

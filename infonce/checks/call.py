@@ -84,8 +84,8 @@ class _StaticChecks:
     offload: bool
     has_vectors: bool  # a call has labels, own negatives or an option in `PER_CALL`
     template: Problem  # the problem of such calls, without features, scale, bias and vectors
-    # the template has the default `positives` and `upstream` as arrays: small calls on the CPU that
-    # have no vectors of their own
+    # whether the template has arrays for the default `positives` and `upstream`: only for small
+    # calls on the CPU, without vectors (`has_vectors`) and without a joint loss
     template_has_defaults: bool
 
 
@@ -210,8 +210,8 @@ def _set_groups(
     """Set the groups of queries and keys in `problem`. With `in_batch=False`, all queries are in
     one group and all keys in another, so that no key is a negative.
 
-    `default_positives`: the positive of row i follows from the index i. Then the host knows which
-    blocks have a positive, and a GPU may leave out other blocks, those without a common group.
+    `default_positives`: the positive of row i follows from the index i. So the host knows which
+    blocks have no positive. A GPU may leave out those that have no common group either.
     """
     xp, sizes = static.xp, (len(arrays[0]), len(arrays[loss.key_argument]))
     groups = options.get("groups")
@@ -275,8 +275,8 @@ def _cache_key(
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """The key of a call in `_cache`. It has the types of all options, and values of options.
 
-    If all types are in `PLAIN`, the key has all values. Otherwise the key lacks the values of
-    `PER_CALL` and the arrays of `NUMBERS`; it is None if any other option but `wrt` is not plain.
+    If all types are in `PLAIN`, the key has all values. Otherwise it lacks values of `PER_CALL` and
+    arrays of `NUMBERS`. It is None if another value is not plain (for `wrt`, a list of names is).
     """
     plain = options  # options whose values are part of the key
     types = tuple(map(type, options.values()))  # part of the key too, because True == 1

@@ -64,8 +64,8 @@ def read_widths(dims: Any, width: int) -> list[int]:
     if not all(map(validation.is_integer, listed)):
         raise TypeError(f"{expected}, got {validation.what(dims)}")
     widths = [int(d) for d in listed]
-    in_range = [0, *widths, width + 1]  # increases if the widths increase, from 1 to `width`
-    if not widths or any(a >= b for a, b in pairwise(in_range)):
+    with_bounds = [0, *widths, width + 1]  # increases if the widths increase, from 1 to `width`
+    if not widths or any(a >= b for a, b in pairwise(with_bounds)):
         raise ValueError(f"{expected}, got {widths}")
     return widths
 

@@ -193,7 +193,7 @@ def _make_call(
     wants_query = bool(feature_names) if kind.joint else kind.arguments[0] in wrt
     wants_key = not kind.symmetric and kind.arguments[-1] in wrt
     return Call(
-        _softmax_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
+        _loss_form(kind), query, key, dq if wants_query else None, dk if wants_key else None,
         validation.precision(precision, {dtype}, on_cpu=False),
         moments=bool(wrt & {"scale", "bias"})
         and uses_moments(m * n, bool(feature_names), on_cpu=False),
@@ -223,7 +223,7 @@ def _make_schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Sched
     return [schedule(each, gpu.properties) for each in (lse, lse, taught)]
 
 
-def _softmax_of(kind: spec.Loss) -> LossForm:
+def _loss_form(kind: spec.Loss) -> LossForm:
     """The softmax or sigmoid of a loss. Views are rows that are queries and keys."""
     if kind.sigmoid:
         return LossForm.PAIRS

@@ -84,9 +84,9 @@ def _kernel_and_products(
 ) -> Iterator[tuple[str, int, int, float, float]]:
     """(kernel, blocks, launches, operations, bytes) of a pass's kernel, and of its cuBLAS products.
 
-    The same tuple with 0 blocks stands for the products, if there are any. The operations of the
-    kernel are 2 (logits that are computed) D (`PART_PRODUCTS`) (1, or 2 with dQ in registers), with
-    D the features of the loss and of a teacher.
+    A second tuple, with 0 blocks, is for the cuBLAS products, if there are any. The kernel does
+    2 L D P R operations: L computed logits, D features of the loss and of a teacher, P from
+    `PART_PRODUCTS`, and R = 2 if it keeps dL/dx in registers and multiplies it for dQ, else 1.
     """
     item_bytes = config.OPERAND_BYTES[operands.precision]
     computed_logits, read_bytes, cached_bytes, launches = 0.0, 0, 0, 0
@@ -111,9 +111,9 @@ def _kernel_and_products(
                 cublas_products.add(
                     m, n, 0, is_key_side=False, dq_copies=scheduled.dq_accumulator.dq_copies
                 )
-            # if queries are the keys, the product for dQ of a diagonal block is all of its gradient
-            dq_is_all = schedule.call.symmetric and rows == columns
-            needs_dk = scheduled.dk_accumulator is not None and not dq_is_all
+            # if queries are the keys, the product for dQ gives a diagonal block's whole gradient
+            dq_is_whole_gradient = schedule.call.symmetric and rows == columns
+            needs_dk = scheduled.dk_accumulator is not None and not dq_is_whole_gradient
             if needs_dk and not scheduled.in_registers:
                 cublas_products.add(m, n, scheduled.dk_accumulator.first_row - columns.start, True)
     writes_blocks = scheduled.gradients and not scheduled.in_registers

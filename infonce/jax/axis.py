@@ -200,8 +200,8 @@ def sum_over_devices(
         loss = jax.lax.psum(loss, axis.names)
     if weight is not None:
         weight = jax.lax.psum(weight, axis.names)
-        # `loss` is the weighted sum / (rows of all devices), and 0 if all weights are 0. Its factor
-        # makes it the weighted sum / (sum of weights).
+        # `loss` is the weighted sum divided by the rows of all devices. `factor` replaces this
+        # divisor by the sum of the weights. If all weights are 0, the loss stays 0.
         factor = rows * axis.size / jnp.where(weight == 0, 1, weight)
         loss = loss * factor.astype(loss.dtype)
     metrics = jax.lax.stop_gradient(metrics)

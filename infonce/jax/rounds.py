@@ -343,7 +343,7 @@ def _check_call(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
     if problem.method == "naive":
         problem.workspace = UNBOUNDED_WORKSPACE  # "naive" keeps all logits, however many
     # `moments` changes which vectors travel, and JAX has to know these vectors while it traces. So
-    # it is decided from shapes (the platform that will run the program is not known yet)
+    # shapes and JAX's default backend decide: the platform of the program is not known yet
     moments_pay = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
     problem.moments = problem.scalar_grads and moments_pay
     if request.gradients is None and "own" in request.wrt:
@@ -380,8 +380,8 @@ def _solve(
     if problem.weights is not None:
         problem.row_shares = problem.weights  # `axis.sum_over_devices` divides by their sum
         problem.upstream = problem.upstream * problem.weights
-    # Kernels read the weights from `upstream`; operations on arrays, for classes and other losses
-    # that sums and positives' logits do not determine (`loss_follows_from_sums`), from `weights`
+    # Kernels read the weights from `upstream`. Operations on arrays read `weights`: they compute
+    # classes, and losses that sums and positives' logits do not determine
     if request.on_gpu and not call.kind.classes and problem.loss_follows_from_sums:
         problem = problem.without_weights()
     solution = solver_by_passes(problem)(problem, passes, gradients)

@@ -91,8 +91,8 @@ def grad_cache(
     # Step 1: outputs for all rows, without a graph. They are the leaves of the loss's graph.
     with torch.no_grad():
         outputs = [tower.encode() for tower in towers]
-    # Autocast caches converted weights. Older versions of PyTorch would use weights that were
-    # converted without a graph in step 3 too, which needs weights with a graph.
+    # Autocast caches converted weights. Weights of step 1 have no graph, but step 3 needs a graph.
+    # Older versions of PyTorch would use the cached weights in step 3 too.
     torch.clear_autocast_cache()
     for tower, leaves in zip(towers, outputs, strict=True):
         for leaf in leaves:

@@ -114,8 +114,8 @@ def _over_prefixes(
 
 
 def require_known(function: str, options: Collection[str], known: Collection[str]) -> None:
-    """TypeError for an unknown keyword. `function` is the name in the message, `known` the keywords
-    beyond those of one process."""
+    """TypeError for an unknown keyword. `function` is the function's name in the message, `known`
+    are all its keywords."""
     if refused := (GRAD_ONLY - ONE_PROCESS_OPTIONS).intersection(options):
         raise TypeError(
             f"{function}: unexpected keyword argument {min(refused)!r}: gradients are autograd's"

@@ -6,8 +6,8 @@ initialised. What differs:
 
 - The number of rows and the width may be any, so `head_dim` has no effect. Processes may have
   different numbers of rows.
-- `cal_ring_loss` and `cal_inf_loss` are the same: the loss of the rows of all processes. Under DDP,
-  which averages, its gradients are those of this loss.
+- `cal_ring_loss` and `cal_inf_loss` are the same: the loss of the rows of all processes. DDP's
+  average of the gradients is the gradient of this loss.
 
 Other keywords are those of `infonce.torch.info_nce_loss`.
 """

@@ -97,9 +97,11 @@ class CPU:
             not_finite_rows[:] = True
         call_state = self.call_state
         if call_state.auxiliary_query is not None and call_state.auxiliary_key is not None:
-            not_finite_rows |= (bad_other := not_finite(call_state.auxiliary_query.features))
-            spoils_columns = (problem.symmetric or problem.two_sided) and bad_other.any()
-            not_finite_rows |= spoils_columns or not_finite(call_state.auxiliary_key.features).any()
+            auxiliary_rows = not_finite(call_state.auxiliary_query.features)
+            # if queries are in the softmaxes of columns, one such query affects all rows
+            affects_all = (problem.symmetric or problem.two_sided) and auxiliary_rows.any()
+            affects_all |= not_finite(call_state.auxiliary_key.features).any()
+            not_finite_rows |= auxiliary_rows | affects_all
         return np.where(not_finite_rows, np.nan, 0.0)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
@@ -144,7 +146,7 @@ class CPU:
         # these tiles (`CallState.left_buffers`). Over a triangle, and with `retrieval_ranks`, the
         # pass runs forwards. Workers then end with other tiles, and give their buffers to the pool
         call_state, schedule = self.call_state, self.schedule
-        backwards = isinstance(epilogue, Statistics) and schedule.both_passes
+        backwards = isinstance(epilogue, Statistics) and schedule.has_gradients
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         if problem.query_groups is not None:
             groups = problem.query_groups, problem.key_groups

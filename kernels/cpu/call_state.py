@@ -26,7 +26,8 @@ class CallState:
     schedule: CPUSchedule
     auxiliary_query: Side | None = None  # features of a guide, or of a teacher
     auxiliary_key: Side | None = None
-    # Logits that the log-sum-exp pass keeps for the gradient pass, as far as the workspace has room
+    # Dot products of blocks, which the log-sum-exp pass keeps for the gradient pass, as far as the
+    # workspace has room
     kept_logits: dict[Block, Array] = field(default_factory=dict)
     kept_memory: Array | None = None
     kept_grid: Grid | None = None
@@ -50,8 +51,8 @@ class CallState:
         places = {}
         used_elements = lacking_bytes = 0
         blocks = [(a, b) for a in range(len(grid.rows)) for b in grid.visits(a)]
-        # By column blocks, so that each row block keeps as many. A row block with more would be
-        # done early in the gradient pass, and its thread would wait for the others
+        # In the order of column blocks, so that all row blocks keep equally many. A row block with
+        # more would be done early in the gradient pass, and its thread would wait for the others
         for a, b in sorted(blocks, key=lambda block: block[1]):
             # Skip the last block of each worker, whose logits stay in the worker's buffer
             if leaves_buffers and a < schedule.threads and b == 0:

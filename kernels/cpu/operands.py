@@ -69,12 +69,12 @@ class Side:
         return out
 
     def to_features(
-        self, g: Array, z: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
+        self, g: Array, u: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
     ) -> Array:
-        """The gradient dL/dz of the features of `rows`, from g = dL/du.
+        """dL/dz of the features z of `rows`, from g = dL/du, with the normalised rows u = z / |z|.
 
-        `z` are the normalised rows u, and `dots` are <g, u>. The result is g, overwritten, or a new
-        array of `dtype` if `dtype` has a wider range.
+        `dots` are <g, u>. Returns g itself if rows are not normalised. Otherwise returns g,
+        overwritten, or a new array of `dtype` if `dtype` is wider than the dtype of g.
         """
         norms = self.norms
         if norms is None:
@@ -82,7 +82,7 @@ class Side:
         if dtype.itemsize > g.itemsize:
             # gradients of very long or short rows may over- or underflow in float32
             g = g.astype(dtype)
-        normalization_backward(g, z, dots, norms.inverse[rows])
+        normalization_backward(g, u, dots, norms.inverse[rows])
         if norms.exponent is not None:
             np.ldexp(g, -norms.exponent[rows, None], out=g)
         return g
@@ -199,13 +199,13 @@ def dots_at(query: Side, key: Side, positives: Array) -> Array:
 def rank_thresholds(query: Side, key: Side, positives: Array) -> Array:
     """[M] float64: dot products above which a key is nearer to a row than the row's positive.
 
-    A threshold is the product x of the row q with its positive k, and a bound of the rounding of x
+    A threshold is the product x of the row q with its positive k, plus a bound of the rounding of x
     in a tile. So a key that equals the positive is not nearer, although BLAS may round its product
     in another way. Each of D partial sums is rounded by up to eps / 2 of itself. If signs are
     equal, partial sums grow to x, and D roundings have the standard deviation 0.17 eps sqrt(D) |x|.
     If signs are mixed, partial sums are a random walk of up to about 1.6 a / sqrt(D), where a is
     the sum of |q_d k_d|, and D roundings have a standard deviation below 0.33 eps a. The bound is
-    six times their sum: eps (sqrt(D) |x| + 2 a).
+    six times the sum of both deviations: eps (sqrt(D) |x| + 2 a).
     """
     dots, magnitudes = np.empty((2, len(positives)))
     for rows in slices(len(positives), 256):
@@ -219,7 +219,7 @@ def rank_thresholds(query: Side, key: Side, positives: Array) -> Array:
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
     """Subtract the linear term from g, the gradient of `rows`, whose normalised features are z."""
     factor = np.zeros(len(g)) if term.factor is None else term.factor[rows]
-    # the compiled loop takes both arrays: for an array that is None, another times 0
+    # the compiled loop needs both arrays: in place of None it gets the other one, with factor 0
     sums = term.weighted if term.sums is None else term.sums
     weighted = sums if term.weighted is None else term.weighted
     has_weighted = 0.0 if term.weighted is None else 1.0

@@ -48,7 +48,7 @@ class PassState:
         self.kept_logits: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
             self.kept_logits = call_state.take_kept_logits(grid)
-        elif isinstance(epilogue, Statistics) and call_state.schedule.both_passes:
+        elif isinstance(epilogue, Statistics) and call_state.schedule.has_gradients:
             call_state.keep_logits(problem, grid)
             self.kept_logits = call_state.kept_logits
 
@@ -102,13 +102,13 @@ class PassState:
         accumulate in their destination if it has the compute dtype, otherwise in new memory.
         """
         grid, gradients = self.grid, self.gradients
-        self.column_gradients = gradients is not None and (
+        self.has_column_gradients = gradients is not None and (
             grid.triangle or (gradients.want_key and not self.problem.symmetric)
         )
         self.in_place = self.call_state.schedule.dk_accumulator_rows == 0
         # the row block that overwrites the gradients of a column block; later row blocks add
         self.first_row_blocks: dict[int, int] = {}
-        if gradients is None or not self.column_gradients:
+        if gradients is None or not self.has_column_gradients:
             return
         keys = slice(grid.columns[0].start, grid.columns[-1].stop)
         destination = gradients.query if grid.triangle else gradients.key
@@ -137,7 +137,7 @@ class PassState:
             self.query_linear = [
                 LinearGradient(*sides, term, False, symmetric) for term in epilogue.linear
             ]
-        if self.column_gradients and not symmetric:
+        if self.has_column_gradients and not symmetric:
             self.key_linear = [
                 LinearGradient(*sides, term, True, symmetric) for term in epilogue.linear
             ]
@@ -156,7 +156,7 @@ class PassState:
         """Store the gradients of the columns. `CPU.run_pass` calls this when its workers end.
         Over a triangle there is nothing to do: `Worker.finish_dq` has added them to dQ."""
         gradients, call_state = self.gradients, self.call_state
-        if gradients is None or not self.column_gradients or self.grid.triangle:
+        if gradients is None or not self.has_column_gradients or self.grid.triangle:
             return
         need_dots = gradients.dots is not None and not gradients.want_query
         buffer = None
@@ -187,7 +187,8 @@ class PassState:
         """Complete the gradients `g` of `rows`, and write them to their destination.
 
         First, `g` gets the gradient of the linear terms (`subtract`). Then `g` is differentiated
-        through the normalisation. If `destination` is None, `g` is the destination.
+        through the normalisation. `destination` None: the result stays in `g`, which is the
+        destination itself, or memory that only `dots` need.
         """
         assert self.gradients is not None
         linear = self.key_linear if is_key_side else self.query_linear

@@ -76,7 +76,7 @@ class _Blas(Guarded):
         """The number of workers to start, at least 1: the smallest of the number of cores of this
         process and, for each BLAS library, the number of threads that the caller lets it use."""
         with self._lock:
-            # while a pass runs, the setting of BLAS is 1: the numbers before the pass count
+            # while a pass runs, BLAS has 1 thread: take the numbers from before the pass
             blas = self._before if self._users else self._numbers()
             cores = (
                 len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

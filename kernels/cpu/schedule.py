@@ -48,8 +48,8 @@ def choose_method(problem: Problem) -> str:
 
     "naive"      the whole matrix of logits, if the caller asks for it
     "one block"  one compiled call between products, for a small batch
-    "tiled"      passes over blocks, for other batches, and always for a teacher, for whose losses
-                 "naive" makes the whole matrix one tile (`decide`)
+    "tiled"      passes over blocks, for other batches, and for all calls with a teacher. With a
+                 teacher, the method "naive" makes the whole matrix one tile (`decide`)
     """
     if problem.method == "naive" and not isinstance(problem, TaughtProblem):
         return "naive"
@@ -102,7 +102,7 @@ class WorkerMemory:
     further_tiles: int  # tiles in addition to the logits of a block
     row_elements: int  # for each row of a tile: copies of features, the accumulator of dQ
     column_elements: int  # for each column of a tile: copies of features
-    gradient: bool  # whether the buffers hold a product of gradients
+    gradient: bool  # whether a buffer holds products with dL/dx (`Worker.product`)
 
     def block_elements(self, m: int, n: int) -> int:
         """Elements of the memory of a block: logits [m, n], and a guide's bits or teacher's logits.
@@ -138,7 +138,7 @@ class CPUSchedule:
 
     tile: tuple[int, int]  # rows and columns
     threads: int
-    both_passes: bool  # whether both passes run, so that the first may keep logits for the second
+    has_gradients: bool  # then a log-sum-exp pass may keep logits for the gradient pass
     dq_in_place: bool  # whether dQ accumulates in its destination
     dk_accumulator_rows: int  # rows of dK in the workspace at once; 0: in their destination
     memory: WorkerMemory
@@ -150,8 +150,8 @@ def decide(
 ) -> CPUSchedule:  # fmt: skip
     """The schedule of a call by passes. ValueError if the workspace has no room for a worker.
 
-    `ahead`: gradients that a later pass over ranks will accumulate: its tiles are those of this
-    pass. `further_tiles`: see `WorkerMemory`.
+    `ahead`: gradients of a later pass over ranks, in this pass without gradients. Both passes then
+    have the same tiles. `further_tiles`: see `WorkerMemory`.
     """
     dtype = DTYPES[problem.compute_precision]
     dq_in_place = gradients is not None and _accumulates_dq_in_place(problem, gradients, dtype)

@@ -78,7 +78,7 @@ class Worker:
         grid, gradients, order = state.grid, state.gradients, state.order
         rows = grid.rows[row_block]
         q = state.call_state.query.block(rows, self.query_buffer)
-        row_gradients = gradients is not None and (gradients.want_query or grid.triangle)
+        has_row_gradients = gradients is not None and (gradients.want_query or grid.triangle)
         is_first_tile = True
         column_blocks = grid.visits(row_block)
         for column_block in reversed(column_blocks) if order.backwards else column_blocks:
@@ -87,15 +87,15 @@ class Worker:
             columns = grid.columns[column_block]
             diagonal = grid.triangle and row_block == column_block
             if diagonal and state.query_limits is not None:
-                k = q  # the same array: x_ij and x_ji have the same digits beside a limit
+                k = q  # so x_ij and x_ji have the same digits, and are on one side of a limit
             else:
                 k = state.call_state.key.block(columns, self.key_buffer)
             x = self.tile_products(row_block, column_block, q, k)
-            # `run_in_order` adds to sums of columns; None: this pass has no such step
-            run_in_order = self.apply_epilogue(x, rows, columns, diagonal)
-            if row_gradients:
+            # a step that must run in the order of the row blocks; None: this tile has no such step
+            merge_tile = self.apply_epilogue(x, rows, columns, diagonal)
+            if has_row_gradients:
                 self.add_to_dq(x, k, rows, is_first_tile)
-            add_columns = state.column_gradients and not diagonal
+            add_columns = state.has_column_gradients and not diagonal
             if add_columns:
                 dk = state.column_accumulator(columns)
                 overwrites = state.first_row_blocks[column_block] == row_block
@@ -103,10 +103,10 @@ class Worker:
                 # dk before the first row block calls `order.advance`
                 product = dk if overwrites and dk.flags.c_contiguous else self.product[: len(k)]
                 self.multiply_gradient(x, q, product, transposed=True)
-            if run_in_order is not None or state.column_gradients:
+            if merge_tile is not None or state.has_column_gradients:
                 order.wait(row_block, column_block)
-            if run_in_order is not None:
-                run_in_order()
+            if merge_tile is not None:
+                merge_tile()
             if add_columns and product is not dk:
                 if overwrites:
                     np.copyto(dk, product)
@@ -115,7 +115,7 @@ class Worker:
             order.advance(row_block, column_block)
             is_first_tile = False
             report()
-        if row_gradients:
+        if has_row_gradients:
             if is_first_tile:  # the grid leaves out all blocks of these rows
                 self.dq_accumulator(rows)[...] = 0
             self.finish_dq(rows, q)
@@ -144,8 +144,8 @@ class Worker:
     def compute_products(self, x: Array, q: Array, k: Array, rows: slice, columns: slice) -> None:
         """Compute the dot products of a tile into x, -inf for excluded pairs.
 
-        In a pass that computes sums, positives become -inf, too, and their logits are stored in the
-        epilogue's `positive_logits`.
+        Except in a gradient pass, positives become -inf, too. Their logits are then written to the
+        epilogue's `positive_logits` (`RetrievalRanks` has them already).
         """
         state, problem = self.state, self.state.problem
         not_finite = None  # pairs whose guide's product is not finite: their logits become NaN
@@ -211,8 +211,8 @@ class Worker:
     ) -> Callable[[], None] | None:
         """Apply the pass's epilogue to a tile of products x, which it may overwrite by dL/dx.
 
-        Returns the step that adds to sums of columns, which the caller runs in the order of the row
-        blocks; None: there is no such step. `diagonal`: the tile's rows are its columns.
+        Returns the step that merges the tile's sums (or ranks), for the caller to run in the order
+        of row blocks. None: no such step, or it has run. `diagonal`: rows of the tile are columns.
         """
         epilogue = self.state.epilogue
         if isinstance(epilogue, SoftmaxGradient):
@@ -220,7 +220,7 @@ class Worker:
         elif isinstance(epilogue, Sigmoid):
             self.write_sigmoid_gradient(epilogue, x, rows, columns)
         elif isinstance(epilogue, OnlineSoftmax):
-            # dQ is multiplied by `rescale` when the largest logit of its row changes
+            # factors of dQ in rows whose largest logit changes, in memory that is otherwise unused
             self.rescale = self.tile_rows.max[: len(x)]
             sums = epilogue.rows.part(rows).arrays
             tile.online_softmax(x, self.state.exponent_scale, *sums, self.rescale)
@@ -228,12 +228,12 @@ class Worker:
             return self.count_higher_logits(epilogue, x, rows, columns)
         elif isinstance(epilogue, TaughtStatistics):
             constants = self.state.exponent_scale, self.state.teacher_exponent_scale
-            run_in_order = distillation.statistics(
+            merge_tile = distillation.statistics(
                 epilogue, x, self.auxiliary_tile, *constants, rows, columns
             )
             if epilogue.columns is not None:
-                return run_in_order
-            run_in_order()
+                return merge_tile
+            merge_tile()
         else:
             return self.statistics(epilogue, x, rows, columns, diagonal)
         return None
@@ -258,14 +258,14 @@ class Worker:
         self, epilogue: Sigmoid, x: Array, rows: slice, columns: slice
     ) -> None:
         """x <- dL/dx times the scale, of a pairwise sigmoid, and its sums over rows."""
-        state, moments = self.state, epilogue.log_scale_grad
+        state, log_scale_grad = self.state, epilogue.log_scale_grad
         problem = state.problem
         scale, bias = float(problem.scale), float(problem.bias)
         sums = (
             epilogue.losses[rows], epilogue.bias_grad[rows],
-            None if moments is None else moments[rows],
+            None if log_scale_grad is None else log_scale_grad[rows],
         )  # fmt: skip
-        if problem.has_positive_ids:  # equal positive ids are all positives of a tile
+        if problem.has_positive_ids:  # positives are the tile's pairs of equal ids
             pairs = (
                 problem.query_positive_ids[rows], problem.key_positive_ids[columns],
                 state.query_pair_weights[rows], state.key_pair_weights[columns],
@@ -315,7 +315,7 @@ class Worker:
                     x, scale, *tile_columns.arrays, *column_arguments, guide_bits
                 )
 
-        def run_in_order() -> None:
+        def merge_tile() -> None:
             # Row sums are also merged in order: if queries are the keys, earlier row blocks add to
             # them as columns
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
@@ -330,8 +330,8 @@ class Worker:
                     count_above_columns(x, state.positive_scale, *counts)
 
         if stats.columns is not None:
-            return run_in_order
-        run_in_order()
+            return merge_tile
+        merge_tile()
         return None
 
     def add_to_dq(self, x: Array, k: Array, rows: slice, is_first_tile: bool) -> None:

@@ -49,7 +49,8 @@ from .streamed_pass import StreamedCall, StreamedPass
 
 def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) -> Solution:
     """Loss and gradients of a problem whose arrays are on the host, computed by `device`."""
-    sizes, on_device_problem = layout(problem, gradients), _copy_vectors(device, problem)
+    sizes = layout(problem, gradients)
+    vectors_on_device = _copy_vectors(device, problem)  # features stay on the host
     with device.copies() as copies:
         # Touch the gradients before all else: the system provides their memory while products run
         for to in _destinations(gradients):
@@ -60,14 +61,14 @@ def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) 
         # `room` is 0 if features and gradients take more than half of the workspace: then they are
         # streamed. The top of this file has the reason of the other conditions
         if room and (one_chunk or problem.symmetric or allows_online_softmax(problem, gradients)):
-            resident_problem = replace(on_device_problem, workspace=room, workspace_given=True)
-            solution = _solve_resident(resident_problem, gradients, device, copies)
+            to_copy = replace(vectors_on_device, workspace=room, workspace_given=True)
+            solution = _solve_resident(to_copy, gradients, device, copies)
         else:
             backend = Offload(problem, gradients, sizes, device, copies)
             if problem.own is not None:
-                on_device_problem.own_rows = StreamedOwnRows(problem, backend.context)
+                vectors_on_device.own_rows = StreamedOwnRows(problem, backend.context)
             solve_by_passes = solver_by_passes(problem)
-            solution = solve_by_passes(on_device_problem, backend, gradients)
+            solution = solve_by_passes(vectors_on_device, backend, gradients)
     if not problem.retrieval_ranks:  # then no caller needs the statistics
         solution = replace(solution, statistics=None, direction_losses=None)
     on_host: Solution = map_arrays(solution, device.get)

@@ -52,11 +52,10 @@ class DeviceRows(SegmentedRows, Protocol):
     """`linear.SegmentedRows` on the device."""
 
     def subtract(self, term: LinearGradient, gradient: Array, dots: Array | None) -> None:
-        """Subtract `term` from the complete gradient of these rows.
+        """Subtract `term`, which is minus a gradient, from the complete gradient of these rows.
 
-        `LinearGradient` is minus the gradient of a linear term, so this adds that gradient. `term`
-        is first differentiated through the normalisation. `dots` (`Gradients.dots` of these rows)
-        gets the part of the term, too.
+        `term` is first differentiated through the normalisation. Its part is subtracted from `dots`
+        (`Gradients.dots` of these rows), too.
         """
         ...
 

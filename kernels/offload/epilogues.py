@@ -21,7 +21,7 @@ def map_arrays(
     """A copy of a dataclass or tuple of arrays, with `function` applied to each array.
 
     An object that occurs twice is mapped once, so that it is one object in the result, too.
-    `mapped` is for calls by itself: id of an object -> its result.
+    `mapped` is only for recursive calls: id of an object -> its result.
     """
     mapped = {} if mapped is None else mapped
     if value is None:

@@ -16,7 +16,7 @@ MOST_WAVES = 4  # times WAVE_ROWS: the largest number of rows of one chunk
 FEWEST_CHUNKS = 3  # of a side with at least FEWEST_CHUNKS * WAVE_ROWS rows
 PIECE_CHUNKS = 2  # chunks of the staying side in one block, in a pass with gradients
 GRADIENT_BLOCK_COLUMNS = 4224  # columns of a gradient block; products of fewer columns are slower
-CHUNK_ROW_MULTIPLE = 128  # chunks of more rows have a multiple of it, or a whole side
+CHUNK_ROW_MULTIPLE = 128  # a chunk of more rows has a multiple of it, unless it is a whole side
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     if not smaller_side_stays:
         room = workspace - chunk_rows * bytes_per_row
         staying_rows = min(smaller, room // row.staying_bytes // chunk_rows * chunk_rows)
-        # chunks are now smaller than WAVE_ROWS, and beside them all of the smaller side may fit
+        # beside chunks of fewer than WAVE_ROWS rows, all of the smaller side may fit
         smaller_side_stays = staying_rows == smaller
     # The rest of the workspace is for blocks. In a pass without gradients, more rows can stay,
     # because rows have no accumulators. Chunks then have two buffers for arriving features; the two

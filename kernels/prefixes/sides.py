@@ -58,7 +58,7 @@ class PrefixSide(Side):
 
             dL/dz = (g - u sum_{p in P} r_p^2 <dL/dv_p, v_p>) / |z|
 
-        One r_p is that of v_p = r_p u, the other that of 1 / |prefix of z| = r_p / |z|.
+        r_p^2 has one factor r_p from v_p = r_p u, and one from 1 / |prefix of z| = r_p / |z|.
         `dots` of all features is not used: `self.dots` has those of each prefix.
         """
         if self.norms is None:

@@ -8,7 +8,7 @@ All prefixes share their matrix products, which take the time of the products of
   feature.
 
 Exponentials, and memory for a tile of logits, are taken once for each prefix. Calls that `fits`
-refuses, and calls on a GPU, are calls of each prefix: `infonce/checks/prefixes.py`.
+refuses, and calls on a GPU, become one call for each prefix: `infonce/checks/prefixes.py`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class PrefixWorker(Worker):
         sizes = 1 + (2 if state.problem.moments else 1)
         self.tile_rows, self.tile_columns = (Sums(*np.empty((sizes, n))) for n in x.shape)
         merge = self.statistics(stats, y, rows, columns, False)
-        if y is x:  # not changed by norms: the products of the next prefix are added to x
+        if y is x:  # x has -inf at positives now, and the next prefix adds to x: restore them
             tile.insert_positives(x, positives, columns.start, positive_products.astype(x.dtype))
         return merge
 
@@ -152,11 +152,11 @@ class PrefixWorker(Worker):
 
         merges = [merge for merge in self.merges if merge is not None]
 
-        def run_in_order() -> None:
+        def merge_tile() -> None:
             for merge in merges:
                 merge()
 
-        return run_in_order if merges else None
+        return merge_tile if merges else None
 
     def multiply_gradient(
         self, x: Array, features: Array, out: Array, transposed: bool = False

@@ -71,7 +71,7 @@ def evaluate(
     kind: Loss, features: Sequence[Tensor], labels: Tensor | None, scale: Any, bias: Any,
     options: dict[str, Any], wrt: frozenset[str], **more: Any,
 ) -> LossAndGrad:  # fmt: skip
-    """Loss and the gradients named in `wrt`, as tensors. `more` has `grad_out`, or lacks it."""
+    """Loss and gradients named in `wrt`, as tensors. `more`: `metrics`, and `grad_out` if known."""
     is_plain = labels is None and "grad_out" not in more and more.get("metrics", False) is False
     if is_plain and features[0].is_cpu and options.get("group") is None:
         result = repeated.evaluate(kind, features, scale, bias, options, wrt)
@@ -214,8 +214,8 @@ def apply_repeated(
         return None
     options = {**options}
     scale = options.pop("scale", None)
-    if "temperature" in options:  # to the end, as `functions._apply` does: the order of options is
-        options["temperature"] = options.pop("temperature")  # a part of the template's key
+    if "temperature" in options:  # move it to the end, where `functions._apply` puts it too: the
+        options["temperature"] = options.pop("temperature")  # template's key has the options' order
     inputs = [x if type(x) in TENSOR_TYPES else None for x in (scale, bias)]
     if not TENSOR_TYPES.issuperset(map(type, features)) or any(
         [x is not None and x.ndim for x in inputs]
@@ -225,7 +225,7 @@ def apply_repeated(
     wanted = differentiated_names(kind, tuple(needs))
     result = repeated.evaluate(kind, features, scale, bias, options, wanted, may_be_first=False)
     if result is None or not wanted:
-        return result and result[0]  # None, or the loss
+        return None if result is None else result[0]
     loss, grads = result
     call = TorchCall(kind, None, scale, bias, options, False, loss, wanted=wanted)
     call.grads = [grads.get(name) for name in ("scale", "bias", *kind.arguments)]
@@ -277,7 +277,7 @@ class _LossNode(_ReverseModeOnly):
         if call.loss is not None:  # a repeated call: loss and gradients are already computed
             ctx.call, ctx.has_untracked = call, False
             loss, call.loss = call.loss, None
-            ctx.dtypes = None  # `backward` converts no gradient: features' gradients are converted
+            ctx.dtypes = None  # `backward` converts nothing: feature gradients have final dtypes
             for x in inputs[:2]:  # gradients of scale and bias have the dtype of the loss
                 if x is not None and x.dtype != loss.dtype:
                     ctx.dtypes = [None if x is None else x.dtype for x in inputs]

@@ -161,7 +161,7 @@ def _solve(
     if not kind.symmetric and names[1] in wrt:
         key_out = np.empty(key.shape, key.dtype)
     gradients = None
-    if not (query_out is key_out is None):
+    if query_out is not None or key_out is not None:
         gradients = Gradients(
             query_out, key_out, want_query=query_out is not None, want_key=key_out is not None
         )

@@ -75,8 +75,8 @@ def softmax(  # type: ignore[no-untyped-def]
     x, positives, row_ids, column_ids, scale, margin, upstream, row_direction_weight,
     column_direction_weight, symmetric, gradient, moments, losses, lse,
 ):  # fmt: skip
-    """Raw products x become dL/dx, for a gradient. `losses` [M] and `lse` [2, .] are written;
-    `moments` [2, .] is memory for the sums' moments.
+    """Raw products x become dL/dx times the scale, for a gradient. `losses` [M] and `lse` [2, .]
+    are written; `moments` [2, .] is memory for the sums' moments.
 
     Returns (whether x is finite, the sum of the losses, d loss / d log(scale)). If x is not finite,
     nothing is computed, and the caller leaves the call to passes.
@@ -108,12 +108,13 @@ def softmax(  # type: ignore[no-untyped-def]
     else:
         tile.row_statistics(x, c, high[0, :m], total[0, :m], row_moment)
 
-    # From sums to losses, and to references and factors of the gradient
-    # (`total` and `high` [1] then have the float64 factors and references of columns)
+    # From sums to losses, and to references and factors of the gradient. After column j's sums are
+    # read, their memory gets the float64 factor and reference of the column
+    column_factor64, column_reference64 = total[1], high[1]
     one = np.ones(1, x.dtype)
     reference, factor = np.empty((2, max(m, n)), x.dtype), np.empty((2, max(m, n)), x.dtype)
-    again, pull = np.empty(m), np.zeros((m, 1))
-    top, low, least = -np.inf, np.inf, np.inf
+    row_reference2, pull = np.empty(m), np.zeros((m, 1))
+    highest_row, lowest_row, lowest_column = -np.inf, np.inf, np.inf
     loss, log_scale_grad = 0.0, 0.0
     for i in range(m):
         p = positive[i, 0] - c * margin
@@ -126,11 +127,13 @@ def softmax(  # type: ignore[no-untyped-def]
         if total[0, i] != 0.0:
             mean = moments[0, i] / total[0, i]
             log_scale_grad += upstream[i] * row_direction_weight * negative_part * (mean - p)
-        reference[0, i], factor[0, i], again[i] = rounded_reference(c, base, a * weight, one)
-        top, low = max(top, again[i]), min(low, again[i])
+        reference[0, i], factor[0, i], base2 = rounded_reference(c, base, a * weight, one)
+        row_reference2[i] = base2
+        highest_row, lowest_row = max(highest_row, base2), min(lowest_row, base2)
         if symmetric:
-            reference[1, i], factor[1, i], least = reference[0, i], factor[0, i], min(least, base)
-            total[1, i], high[1, i] = a * weight, base
+            reference[1, i], factor[1, i] = reference[0, i], factor[0, i]
+            column_factor64[i], column_reference64[i] = a * weight, base
+            lowest_column = min(lowest_column, base)
     if two_sided:  # key i is the positive of query i
         for j in range(n):
             p = positive[j, 0] - c * margin
@@ -144,7 +147,8 @@ def softmax(  # type: ignore[no-untyped-def]
                 mean = moments[1, j] / total[1, j]
                 log_scale_grad += upstream[j] * column_direction_weight * negative_part * (mean - p)
             reference[1, j], factor[1, j], _ = rounded_reference(c, base, b * weight, one)
-            total[1, j], high[1, j], least = b * weight, base, min(least, base)
+            column_factor64[j], column_reference64[j] = b * weight, base
+            lowest_column = min(lowest_column, base)
     for i in range(m):
         loss += losses[i]
     log_scale_grad *= LN_2
@@ -154,13 +158,16 @@ def softmax(  # type: ignore[no-untyped-def]
     # dL/dx. One exponential for both directions while none underflows: see `SoftmaxFactors`
     if not (two_sided or symmetric):
         softmax_gradient(x, c, reference[0, :m], factor[0, :m])
-    elif top - least < 40 and top - low < 80 and max(abs(top), abs(low)) < EXACT:
-        middle = 0.5 * (top + least)
+    elif (
+        highest_row - lowest_column < 40 and highest_row - lowest_row < 80
+        and max(abs(highest_row), abs(lowest_row)) < EXACT
+    ):  # fmt: skip
+        middle = 0.5 * (highest_row + lowest_column)
         u, v = np.empty(m, x.dtype), np.empty(n, x.dtype)
         for i in range(m):
-            u[i] = 2.0 ** (again[i] - middle)
+            u[i] = 2.0 ** (row_reference2[i] - middle)
         for j in range(n):
-            v[j] = total[1, j] * 2.0 ** (middle - high[1, j])
+            v[j] = column_factor64[j] * 2.0 ** (middle - column_reference64[j])
         softmax_gradient_shared(x, c, reference[0, :m], factor[0, :m], u, v)
     else:
         softmax_gradient_two_sided(
@@ -177,9 +184,10 @@ def softmax(  # type: ignore[no-untyped-def]
 def sigmoid(  # type: ignore[no-untyped-def]
     x, positives, row_ids, column_ids, scale, bias, upstream, moments, losses
 ):
-    """As `softmax`, of the pairwise sigmoid: raw products x become dL/dx, `losses` are added to.
+    """As `softmax`, of the pairwise sigmoid. Raw products x become dL/dx times the scale. Losses
+    are added to `losses`.
 
-    Returns (whether x is finite, sum of the losses, d loss / d log(scale), the sum of dL/dx).
+    Returns (whether x is finite, sum of losses, d loss / d log(scale), scale times sum of dL/dx).
     """
     if not all_finite(x):
         return False, 0.0, 0.0, 0.0

@@ -64,7 +64,7 @@ def solve_in_one_block(
 
 
 def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
-    """The losses, from raw products x. For a `gradient`, x becomes dL/dx."""
+    """The losses, from raw products x. For a `gradient`, x becomes dL/dx times the scale."""
     m, n = x.shape
     positives, row_ids, column_ids = np.ascontiguousarray(problem.positives), NO_IDS, NO_IDS
     if problem.query_ids is not None:
@@ -155,7 +155,7 @@ def _store(
     problem: Problem, gradients: Gradients, g: Array, query: ReadableRows, key: ReadableRows,
     team: Team, product: Product,
 ) -> None:  # fmt: skip
-    """Compute the gradients of features, from dL/dx, and store them."""
+    """Compute the gradients of features, from g = dL/dx times the scale, and store them."""
     products = []
     if gradients.query is not None and gradients.want_query:
         products.append((gradients.query, g, key[0], query))
@@ -164,11 +164,13 @@ def _store(
     # With an even number of threads, the first half computes dQ and the second half dK, and each
     # half divides the rows of its product. This takes less time than all threads for one product
     # after the other
-    has_parts_each = len(products) == 2 and team.threads % 2 == 0
-    parts = team.threads // 2 if has_parts_each else team.threads
+    one_product_per_half = len(products) == 2 and team.threads % 2 == 0
+    parts = team.threads // 2 if one_product_per_half else team.threads
 
     def store_part(part: int) -> None:
-        for to, left, right, own in products[part // parts :][:1] if has_parts_each else products:
+        for to, left, right, own in (
+            products[part // parts :][:1] if one_product_per_half else products
+        ):
             _store_rows(to, left, right, own, _part(len(to), parts, part % parts), product)
 
     team.share(store_part, last=True)
