@@ -25,7 +25,7 @@ struct PlainBlock {
   Operand q, k;
   i64 width;                   // bytes of the features in a row, of one part
   i64 first_row, first_column;  // of the block, in the whole matrix
-  i64 row_tiles, column_tiles;  // number of tiles in a column of tiles, and in a row of tiles
+  i64 row_tiles, column_tiles;  // tiles from the first to the last row, and from the first to the last column
   const i64* positives;  // [rows of the block, set_size] keys of each row's positives, in the whole matrix
   i64 set_size;          // 1 without SETS
   const i64* query_ids;  // [rows] (IDS), or null

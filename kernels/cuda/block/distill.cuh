@@ -51,8 +51,9 @@ __device__ __forceinline__ Exponentials exponentials(Real x, Real c, const RowFa
 // Sums over the pairs of a row, or of a column, with the probabilities p of the student and q of the teacher, and y the
 // exponent of the student (`row_exponent`, the base-2 logarithm of p but for the rounding of its reference):
 //   - target: q y, for the loss. The kernels multiply the complete sum by the teacher's factor a or v of q.
-//   - excess (MOMENTS): (p - q) y, for the gradient of the scale, d loss / d log(scale) = sum (p - q) x. The logits x
-//     are y plus a number of the row, which cancels, because p and q both add up to 1.
+//   - excess (MOMENTS): (p - q) y, for the gradient of the scale: d loss / d log(scale) = sum (p - q) z, with logits z
+//     in natural units. z is ln 2 times y plus a number of the row or column. This number cancels, because p and q both
+//     add up to 1.
 // y is near 0 for probable pairs, so an error of their q has little weight in both sums.
 struct DistillSums {
   Real target, excess;

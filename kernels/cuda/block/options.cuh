@@ -68,8 +68,8 @@ __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + co
 __device__ __forceinline__ i64 mark_word(i64 rows, i64 row, i64 column) {
   return (column / MARKED_COLUMNS * rows + row) * 4 + column / 2 % 4;
 }
-// Takes the place of a word of column_marks if columns have no softmax: then only the mark of the row decides whether a
-// pair is in neither softmax.
+// Takes the place of a word of column_marks if columns have no softmax: then `excluded` depends on the mark of the row
+// alone.
 enum : u32 { ALL_MARKED = ~0u };
 
 // Whether a guide leaves a pair out of the softmax of its row, and of its column: bit `bit` of two words of marks.
@@ -286,9 +286,9 @@ struct GuideMarks : Option<GuideMarks> {
 #endif
 };
 
-// Biases of keys are added to logits: key_bias. A bias in the softmax of a column is the same for all pairs of the
-// column, so it cancels: the caller subtracts it from the log-sum-exp (`add_bias` in vectors/sums.cuh). So the bias may
-// stay in the exponential that serves both directions.
+// Biases of keys are added to logits: key_bias. All terms in the sum of a column have the bias of this column, so the
+// caller subtracts it from the maximum of the complete sum (`add_bias` in vectors/sums.cuh). So one exponential, with
+// the bias, may serve both directions.
 struct Biases : Option<Biases> {
 #if BIAS
   enum : bool { SHIFTS = true };
@@ -369,7 +369,7 @@ struct All {
     if (SEVERAL_SPLIT ? in_row(x, p) : !SPLITS) sum += e;
     if (!SEVERAL_SPLIT) (Each::add_to_row(sum, e, x, p), ...);
   }
-  // The sum of the exponentials of two pairs of one column, without those that are not in its softmax.
+  // Adds up the exponentials of two pairs of one column. A pair counts only if the column's softmax has it.
   template <class Pair>
   __device__ __forceinline__ static float column_sum(float e0, float x0, const Pair& p0, float e1, float x1,
                                                      const Pair& p1) {

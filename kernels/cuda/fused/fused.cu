@@ -4,9 +4,9 @@
 // structures, fused/logits.cuh phases 0 and 1, fused/losses.cuh phases 2 and 3.
 //
 // The products x_ij = q_i . k_j are computed once, and stay in the workspace (and the L2 cache). All thread
-// blocks go through the same phases. A barrier over the grid separates two phases if the later one reads what other
-// thread blocks wrote in the earlier one. That is so for all phases, except: without NORMALIZE, phase 0 follows phase 1
-// without a barrier; and phase 3 follows phase 2 without one if columns have no softmax and queries are not the keys.
+// blocks go through the same phases. A barrier over the grid separates the phases, with two exceptions:
+//   - Without NORMALIZE, phase 0 comes after phase 1, and no barrier is between them.
+//   - If columns have no softmax and queries are not the keys, no barrier is between phases 2 and 3.
 //
 //     0  norms of rows; NaN flags of rows with features that are not finite
 //     1  x, by tiles of 64 x 64. If x is symmetric, one triangle of the tiles. If there are fewer tiles than

@@ -57,7 +57,7 @@ struct Fused {
   const i64 *query_ids, *key_ids;
   i64 gradient;                                  // whether gradients are wanted
   i64 parts;                                     // number of parts of the features in phase 1
-  Real* x;                                       // [max(parts, 2), M, N]: logits, then P
+  Real* x;                                       // [max(parts, 2), M, N]: products of each part; later x and P
   double *row_inverse, *column_inverse;          // 1 / |z|
   double *row_nans, *column_nans;                // NaN if a feature of the row is not finite, else 0
   double *row_gap, *column_gap;                  // DirectionLosses::gap, base 2

@@ -146,14 +146,14 @@ struct SigmoidLoss {
           x[i] = fmaf(-e, ea, ea);
         } else if (FORMULA == SERIES) {
           const float e = exp2_(z);
-          // log1p * e = log(1 + e), and (1 + g * e) * e = e / (1 + e)
-          float log1p = fmaf(e, 0.2f, -0.25f), g = e - 1;
-          log1p = fmaf(log1p, e, 1.0f / 3);
-          log1p = fmaf(log1p, e, -0.5f);
+          // log1p_by_e * e = log(1 + e), and (1 + g * e) * e = e / (1 + e)
+          float log1p_by_e = fmaf(e, 0.2f, -0.25f), g = e - 1;
+          log1p_by_e = fmaf(log1p_by_e, e, 1.0f / 3);
+          log1p_by_e = fmaf(log1p_by_e, e, -0.5f);
           g = fmaf(g, e, 1.0f);
-          log1p = fmaf(log1p, e, 1.0f);
+          log1p_by_e = fmaf(log1p_by_e, e, 1.0f);
           g = fmaf(g, e, -1.0f);
-          tile_sums[h].loss = fmaf(log1p, e, tile_sums[h].loss);
+          tile_sums[h].loss = fmaf(log1p_by_e, e, tile_sums[h].loss);
           x[i] = fmaf(g, e, 1.0f) * e * a[h];
 #if POSITIVE_IDS
         } else if (FORMULA == WITH_POSITIVES) {
@@ -207,7 +207,7 @@ struct SigmoidLoss {
   }
 };
 
-//   - row_factor [rows]: a_i, divided by the gradient divisor
+//   - row_factor [rows]: a_i of tiled/sigmoid.cu, which is already divided by the gradient divisor
 //   - positive [rows]: logits of positives without the bias
 //   - row_sums [ROW_SLOTS segments, row_stride]: (sum of losses, sum of P) over negatives, and with POSITIVE_IDS over
 //     positives by ids, too

@@ -2,9 +2,9 @@
 // are known (each from its own log-sum-exp pass). On Hopper, sm90/sweep_distill.cu computes the same.
 //
 // In the softmax of row i, p is the probability of the student and q the probability of the teacher; in the softmax of
-// column j they are p' and q'. a and b are the weights of the losses of rows and columns:
+// column j they are p' and q'. w and w' are the weights of the losses of rows and columns:
 //
-//     P_ij = a_i (p_ij - q_ij) + b_j (p'_ij - q'_ij)
+//     P_ij = w_i (p_ij - q_ij) + w'_j (p'_ij - q'_ij)
 //     loss of row i = -sum_j q_ij log p_ij
 //
 // A tile yields the sums of block/distill.cuh for each of its rows, and with COLUMNS for each of its columns. The
@@ -28,7 +28,7 @@ __device__ __forceinline__ void prepare(ModelShared& s, const Factors& f, const 
 
 // The weights of the losses of a tile's rows and columns, and the sums of its strips. Real2 is (target, excess).
 struct LossShared {
-  Real row_weight[BLOCK_M], column_weight[BLOCK_N];  // a and b
+  Real row_weight[BLOCK_M], column_weight[BLOCK_N];  // w and w'
   Real2 row_sums[WARPS_N][BLOCK_M], column_sums[WARPS_M][BLOCK_N];
 };
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_sums(const Real2 (&strips)[STRIPS][N], Rea
 }
 
 // Writes the gradient block, if GRADIENT, and the sums of each tile: row_sums [column tiles, rows] and column_sums
-// [row tiles, columns]. `factors` are those of a loss with weight 1, and row_weight and column_weight are a and b.
+// [row tiles, columns]. `factors` are those of a loss with weight 1, and row_weight and column_weight are w and w'.
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 distill(const __grid_constant__ Block block, const __grid_constant__ Block teacher,
         const __grid_constant__ Factors factors, const __grid_constant__ Factors teacher_factors,

@@ -30,13 +30,13 @@ guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
     const i64 first = tile.column + p.warp_n * WARP_N;  // first column of this warp
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      u32 in_row = 0, in_column = 0;  // marks for the row and for the columns; bit j belongs to x[i][j]
+      u32 row_bits = 0, column_bits = 0;  // marks for the row and for the columns; bit j belongs to x[i][j]
 #pragma unroll
       for (int j = 0; j < LANE_N; ++j) {
         const auto pair = shared.pair(p.row(i), p.column(j));
-        in_row |= (u32)(x[i][j] > pair.rows.row_limits[pair.row]) << j;
+        row_bits |= (u32)(x[i][j] > pair.rows.row_limits[pair.row]) << j;
 #if LIMITS == 2
-        in_column |= (u32)(x[i][j] > pair.columns.column_limits[pair.column]) << j;
+        column_bits |= (u32)(x[i][j] > pair.columns.column_limits[pair.column]) << j;
 #endif
       }
       const i64 row = tile.row + p.row(i);
@@ -44,8 +44,8 @@ guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
       // A word (mark_word) has 32 / LANE_N pieces of LANE_N bits. Each warp in a row of warps writes one piece
       const i64 word = mark_word(block.q.rows, row, first + 2 * p.t);
       const i64 piece = word * (32 / LANE_N) + first % MARKED_COLUMNS / WARP_N;
-      ((MarksOfLane*)row_marks)[piece] = (MarksOfLane)in_row;
-      if (LIMITS == 2) ((MarksOfLane*)column_marks)[piece] = (MarksOfLane)in_column;
+      ((MarksOfLane*)row_marks)[piece] = (MarksOfLane)row_bits;
+      if (LIMITS == 2) ((MarksOfLane*)column_marks)[piece] = (MarksOfLane)column_bits;
     }
   }
 }

@@ -163,9 +163,9 @@ __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real 
 }
 
 // Merges the partial sums of a tile's strips, and writes them to `rows` [column tiles, row_stride] and `columns`
-// [row tiles, column_stride]. A column tile is a slot of a row, and a row tile is a slot of a column. In a triangle,
-// `rows` and `columns` are the same arrays: row r of row tile a fills the slots from a on as a row, in tiles (a, b),
-// and the slots before a as a column, in tiles (b, a).
+// [row tiles, column_stride]. A row has a slot for each column tile, and a column has a slot for each row tile. In a
+// triangle, `rows` and `columns` are the same arrays, and row r of row tile a gets all its slots: tile (a, b) writes
+// slot b for b >= a, from row r of the tile, and tile (b, a) writes slot b for b < a, from column r of the tile.
 __device__ __forceinline__ void store_sums(StripSums& sums, const Block& b, const Tile& t, Real c,
                                            const Partials& rows, i64 row_stride,
                                            const Partials& columns, i64 column_stride) {

@@ -11,9 +11,9 @@
 // warps of 64 x 64 products load two thirds of the bytes that warps of 64 x 32 load.
 //
 // With LEVELS 2, sums are taken in two levels: first over one or two K-slices (PROMOTE), then over these sums.
-// Otherwise, tensor cores, which cut off bits when they add, and long sums in float32 would lose digits that a scale of
-// 200 makes visible. The second level needs as many registers as the first, so WARP_N is 32. LEVELS is 2 for FP32,
-// FP16X3 and BF16X3, and for TF32, BF16 and FP16 above 1024 features (`tile_for` in kernels/gpu/config/tile.py).
+// One level would lose digits, which a scale of 200 makes visible: tensor cores cut off bits when they add, and long
+// sums in float32 round often. The second level needs as many registers as the first, so WARP_N is 32. LEVELS is 2 for
+// FP32, FP16X3 and BF16X3, and for TF32, BF16 and FP16 above 1024 features (`tile_for` in kernels/gpu/config/tile.py).
 //
 // BF16X3, FP16X3: an operand is a sum of two parts, adjacent 16-bit matrices. The product is a sum over three times as
 // many K-slices: one visit of the K-slices for each pair of parts that is not lost in rounding, small terms first.

@@ -2,8 +2,8 @@
 // its positive. A launch adds the counts of its block to row_rank and column_rank.
 //
 // The threshold of a row is the product of its positive, from the log-sum-exp pass. A key that equals the positive:
-//   - If a portable kernel ran the log-sum-exp pass, the key's product has the bits of the threshold (PRECISION FP64: up
-//     to the last bit), and is not counted.
+//   - If a portable kernel ran the log-sum-exp pass, the key's product has the bits of the threshold, and is not
+//     counted (PRECISION FP64: the last bit may differ).
 //   - If a sweep ran that pass, bits may differ, and the key may be counted.
 // Counts are integers, so atomic additions give the same result in any order.
 #include "tiled/tile.cuh"

@@ -34,23 +34,23 @@ __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, con
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const Real product = x[i][j];
-      Real z = fma(scale, product, bias);  // -t_ij z_ij of the opening comment: the loss is softplus(z)
+      Real y = fma(scale, product, bias);  // -t_ij z_ij of the opening comment: the loss is softplus(y)
 #if POSITIVE_IDS
       const int row = p.row(i), column = p.column(j);
       const bool positive = product != EXCLUDED && Options::is_positive(shared.pair(row, column));
       const Real weight =
           positive ? shared.rows.query_pair_weights[row] + shared.columns.key_pair_weights[column] : 1;
-      if (positive) z = -z;
+      if (positive) y = -y;
 #endif
-      const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
+      const Real e = exp2_(-fabs(y) * (Real)LOG2_E);
       Real sigmoid_of_abs, log1p;
       sigmoid_parts(e, sigmoid_of_abs, log1p);
 #if POSITIVE_IDS
-      loss = fma(weight, max_(z, 0) + log1p, loss);
-      x[i][j] = (z < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * (positive ? -weight : weight) * a;
+      loss = fma(weight, max_(y, 0) + log1p, loss);
+      x[i][j] = (y < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * (positive ? -weight : weight) * a;
 #else
-      loss += max_(z, 0) + log1p;
-      x[i][j] = (z < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * a;
+      loss += max_(y, 0) + log1p;
+      x[i][j] = (y < 0 ? e * sigmoid_of_abs : sigmoid_of_abs) * a;
 #endif
       total += x[i][j];
       if (MOMENTS) moment = fma(x[i][j], product, moment);

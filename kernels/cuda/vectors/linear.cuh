@@ -69,19 +69,20 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
     loss += row_term, log_scale_grad += row_term;
     g.row_linear[i] = smoothing * row_factor / n;
     at_positives = count ? smoothing * row_factor * ((double)count / n - 1) : 0;
-    double at_positive = smoothing * row_factor / (count ? count : 1);  // change of dL/dx at one positive
-    if (g.joint) at_positive += smoothing * row_factor / n;  // the linear term counts this pair twice
-    else if (f.symmetric && count) at_positive += smoothing * f.row_factor[keys[0]];  // it is its positive's positive
+    double gradient_change = smoothing * row_factor / (count ? count : 1);  // of dL/dx at each positive
+    if (g.joint) gradient_change += smoothing * row_factor / n;  // the linear term counts this pair twice
+    // Row i is the positive of its own positive, so the row of its positive changes dL/dx of the pair, too
+    else if (f.symmetric && count) gradient_change += smoothing * f.row_factor[keys[0]];
     if (f.two_sided) {
       const double column_factor = f.column_factor[i];
       column_term = any ? smoothing * (mean - (scale * g.column_products[i] - margins) / g.column_keys) : 0;
-      at_positive += smoothing * column_factor;
+      gradient_change += smoothing * column_factor;
       at_positives += smoothing * column_factor * (1.0 / g.column_keys - 1);
       g.column_linear[i] = smoothing * column_factor / g.column_keys;
       f.column_loss[i] += column_term;
     }
     for (i64 s = 0; s < set_size; ++s)
-      if (keys[s] >= 0) f.positive_gradient[i * set_size + s] += at_positive;
+      if (keys[s] >= 0) f.positive_gradient[i * set_size + s] += gradient_change;
   }
   f.row_loss[i] += loss;
   f.losses[i] += f.row_direction_weight * loss + f.column_direction_weight * column_term;

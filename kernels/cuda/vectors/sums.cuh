@@ -50,7 +50,7 @@ struct Sums {
 //     `moments` are [slots, stride], with one slot for each row.
 //   - The maxima, times c = scale log2(e), are base-2 logits. The maxima of tiled/lse.cu are products, and `scale` is
 //     the scale of the logits. The maxima of a sweep are base-2 logits already, so `scale` is ln 2, and c is 1.
-//   - Moments have products as factors. Moments, times exponent_scale log2(e), have base-2 logits as factors.
+//   - A moment is a sum of exponentials times products. exponent_scale log2(e) turns the products into exponents.
 //   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
 //   - If `written_tiles` is not null, the sums belong to columns of a sweep (sm90/sweep_lse.cu). Each thread block of
 //     the sweep has two slots, one for each group of 64 rows of its query tiles. The slots are valid for the columns of
@@ -92,8 +92,8 @@ merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
   sums.set(i, total);
 }
 
-// For losses without a log-sum-exp: adds the slots of row i, each with two partial sums (x, y), and a moment unless
-// `moment_sums` is null, to sums of the row:
+// For passes that add up losses (sigmoid, distillation): adds the slots of row i to the sums of row i. A slot has two
+// partial sums (x, y), and a moment unless `moment_sums` is null:
 //     first_sums[i] += sum of x
 //     second_sums[i] += gradient_divisor * (sum of y)
 //     moment_sums[i] += gradient_divisor * (scale.get() / scale.bare()) * (sum of moments)
@@ -217,7 +217,8 @@ extern "C" __global__ void limits(const double* dots, const i64* positives, i64 
   out[i] = any ? top + margin : INFINITY_;
 }
 
-// out[i] = x[i] + by * bias[i]: adds biases in natural units (by = log2 e) to log-sum-exps in base 2.
+// out[i] = x[i] + by * bias[i]: x are base-2 logits or log-sum-exps, and biases are in natural units. `by` is log2 e to
+// add the bias, and -log2 e to subtract it.
 extern "C" __global__ void add_bias(const double* x, const double* bias, double by, i64 n, double* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < n) out[i] = x[i] + by * bias[i];
@@ -272,17 +273,17 @@ __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const
   f.row_factor[i] = a;
 }
 
-// `finalize` for row i if rows have several positives. All P positives of a row count as one positive, whose logit m is
-// their log-sum-exp. With n the log-sum-exp of the negatives and f_s the share of positive s in the softmax over the
-// positives, loss = softplus(n - m) + (m - mean of their logits), and -dL/dx at positive s is
-// a (f_s sigmoid(n - m) + 1 / P - f_s). There are no columns. (More: kernels/targets.py)
+// `finalize` for row i if rows have several positives. All positives of a row (`count` of them) act as one positive,
+// whose logit is their log-sum-exp L. With N the log-sum-exp of the negatives, and f_s the share of positive s in the
+// softmax over the positives: loss = softplus(N - L) + (L - mean of their logits), and -dL/dx at positive s is
+// a (f_s sigmoid(N - L) + 1 / count - f_s). Columns have no softmax. (More: kernels/targets.py)
 __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   const i64 set_size = f.set_size, *keys = f.positives + i * set_size;  // positives of this row, -1 for none
   const double* exponents = f.positive + i * set_size;
   double* gradient = f.positive_gradient + i * set_size;
   // The base-2 logit of positive s, with margin and bias
   const auto biased = [&](i64 s) { return f.options.logit(exponents[s]) + f.options.bias(keys[s]); };
-  // With `below` = logit - top, at most 0, and `scaled_part` = `below` without the bias, which depends on the scale:
+  // `below` = logit - top, at most 0. `scaled_part` = `below` without the bias: only this part depends on the scale.
   // total = sum of 2^below, sum = sum of `below`, unbiased = sum of scaled_part, weighted = sum of 2^below scaled_part
   double top = -INFINITY_, total = 0, sum = 0, unbiased = 0, weighted = 0;
   i64 count = 0;

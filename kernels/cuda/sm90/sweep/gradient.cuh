@@ -8,9 +8,9 @@
 #pragma once
 #include "sm90/sweep/logits.cuh"
 
-// Whether shared memory has the reference exponents of a tile's columns. With options that SPLIT or SHIFT, their
-// numbers take this place, and reference exponents are read from global memory, if one exponential does not serve both
-// sides.
+// Whether shared memory has the reference exponents of a tile's columns. If options SPLIT or SHIFT, the options' values
+// need this memory, and `load_references` reads global memory. It is called only if one exponential does not serve both
+// directions.
 constexpr bool KEEPS_REFERENCES = COLUMNS && !Options::SPLITS && !Options::SHIFTS;
 
 struct LogitGradient {

@@ -95,10 +95,11 @@ struct Work {
 
 // Item `item` of the work of a sweep: a query tile and a segment. Each of n clusters of thread blocks takes every n-th
 // item (`produce` and `consume` in sweep.cuh). Items are in this order:
-//   - If WIDE, all segments of QUERY_TILES_AT_ONCE query tiles, then of the next ones. So few query tiles and few
-//     segments are in work at a time, and their features, which do not stay in shared memory, stay in the L2 cache.
-//   - If `skips_query_tiles` (the caller has a list of visited tiles), all segments of a query tile, then of the next
+//   - With `skips_query_tiles` (the caller has a list of visited tiles): all segments of a query tile, then of the next
 //     one. So the segments of the few visited query tiles go to different thread blocks.
+//   - Otherwise, with WIDE: QUERY_TILES_AT_ONCE query tiles, then the next ones. Of these query tiles, first all first
+//     segments, then all second segments. Their features do not stay in shared memory. But few query tiles and few
+//     segments are in work at a time, so their features stay in the L2 cache.
 //   - Otherwise, the first segment of all query tiles, then the second.
 // In a triangle, a query tile meets the key tiles from the diagonal on and half way round. So each pair of query tiles
 // meets once, and the work of query tiles differs by one key tile at most: if the number of tiles is even, tiles t and

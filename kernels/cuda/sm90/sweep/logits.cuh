@@ -8,7 +8,9 @@
 struct Rows : Options::RowValues<2> {
   int positive[2];  // column of the positive in the block, or -1; with SETS, `prepare` looks up all positives
   int diagonal;     // if queries are keys, the column of the query tile's first row; otherwise a number far away
-  int unpadded_columns;  // columns of the block without padding; 0 if the query tile has padding, rows beyond the block
+  // Tiles that end at or before this column have no padding: the block's number of columns, or 0 if the query tile has
+  // rows beyond the block
+  int unpadded_columns;
 #if NORM_FACTORS
   float factor[2];  // norm factors
 #endif
@@ -191,7 +193,8 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
   if (Options::MASKS)
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-      Options::exclude_in_sweep(x[i], Pair<Rows, Columns>{rows.marks(i), rows, columns, i / 2 % 2, get_column(i, lane)});
+      Options::exclude_in_sweep(
+          x[i], Pair<Rows, Columns>{rows.marks(i), rows, columns, i / 2 % 2, get_column(i, lane)});
     }
   const int diagonal = rows.diagonal - first_column;  // of the query tile's first row, in the tile
   const bool has_diagonal = diagonal > -QUERY_TILE_ROWS && diagonal < TILE_COLUMNS;
