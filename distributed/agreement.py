@@ -198,7 +198,7 @@ def agree_on_schedule(
 
     def check_call(queries: Partition, keys: Partition) -> tuple[Request, RankMessage]:
         request = call.check(features, queries, keys, ranks.rank)
-        return request, make_checked_message(call, request, features, argument_rows)
+        return request, make_checked_message(call, request, features, argument_rows, ranks.over_mpi)
 
     # step 1
     last_schedule, own_error, own_message = ranks.last_schedule, read_error, None
@@ -272,9 +272,10 @@ def unpack_reports(messages: Sequence[RankMessage]) -> list[RankReport]:
 
 
 def make_checked_message(
-    call: RankCall, request: Request, features: list[Array], argument_rows: list[int]
-) -> RankMessage:
-    """The message of a rank whose call is checked."""
+    call: RankCall, request: Request, features: list[Array], argument_rows: list[int],
+    over_mpi: bool,
+) -> RankMessage:  # fmt: skip
+    """The message of a rank whose call is checked. `over_mpi`: see `Communicator`."""
     options, problem = call.options, request.problem
     labels, classes = call.labels, call.kind.classes
     array_types = {  # types of labels, ids and guides, which must be comparable over all ranks
@@ -296,7 +297,7 @@ def make_checked_message(
     keywords["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
     cache_key = (  # `static` is one object for all calls with the same shapes, dtypes and options
         request.static, *keywords.values(), *array_types.values(),
-        os.environ.get(transports.CUDA_AWARE), has_weights, may_be_positive,
+        os.environ.get(transports.CUDA_AWARE), over_mpi, has_weights, may_be_positive,
     )  # fmt: skip
     packed_report = _packed_reports.get(cache_key)
     if packed_report is None:
@@ -304,7 +305,7 @@ def make_checked_message(
         if request.on_gpu:
             from .transports.gpu import device_name
 
-            gpu, availability = device_name(), transports.gpu_availability()
+            gpu, availability = device_name(), transports.gpu_availability(over_mpi)
         shared_values = _list_shared_values(call, request, features, array_types) | keywords
         packed_report = pickle.dumps(RankReport(
             argument_rows, None, pickle.dumps(shared_values), availability, gpu,

@@ -70,6 +70,8 @@ class Communicator:
     rank, size : int
     timeout : float or None
         Seconds that a rank waits for others before `RankError`; set by each call of a loss.
+    over_mpi : bool
+        Whether MPI carries `exchange`, which then takes GPU arrays if MPI is CUDA-aware.
     peers : Peers or None
         The processes of the ranks, if they are known.
     last_schedule : RankSchedule or None
@@ -82,6 +84,7 @@ class Communicator:
     rank: int
     size: int
     timeout: float | None = TIMEOUT
+    over_mpi: bool = False
     peers: Peers | None = None
     last_schedule: Any = None
     waited: float = 0.0

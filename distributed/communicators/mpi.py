@@ -82,6 +82,7 @@ class MPIRanks(Communicator):
     caller. The first allgather makes the duplicates, within the timeout of the call.
     """
 
+    over_mpi = True
     peers: Peers
 
     def __init__(self, MPI: Any, comm: Any) -> None:

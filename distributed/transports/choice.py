@@ -2,10 +2,10 @@
 
 | transport | for |
 |---|---|
-| `mpi` | NumPy arrays: plain MPI |
+| `mpi` | NumPy arrays, by the communicator: MPI, or gloo for a process group of PyTorch |
 | `nccl` | CuPy arrays, one GPU for each rank: NCCL from CuPy, on a separate stream |
 | `cuda-aware` | CuPy arrays, if the MPI library says that it accepts them |
-| `staged` | CuPy arrays over any MPI, through pinned host memory |
+| `staged` | CuPy arrays over any communicator, through pinned host memory |
 
 An MPI library that is not CUDA-aware crashes on a GPU array, so the library is queried first.
 """
@@ -54,13 +54,18 @@ Availability = dict[str, str | None]
 HOST_AVAILABILITY: Availability = {"mpi": None}
 
 
-def gpu_availability() -> Availability:
-    """The transports for GPU arrays on this rank."""
+def gpu_availability(over_mpi: bool) -> Availability:
+    """The transports for GPU arrays on this rank. `over_mpi`: see `Communicator`."""
     from . import nccl
 
+    why_not_cuda_aware = None
+    if not over_mpi:
+        why_not_cuda_aware = "the ranks do not communicate by MPI"
+    elif not cuda_aware():
+        why_not_cuda_aware = "the MPI library does not say it is CUDA-aware"
     return {
         "nccl": nccl.why_unavailable(),
-        "cuda-aware": None if cuda_aware() else "the MPI library does not say it is CUDA-aware",
+        "cuda-aware": why_not_cuda_aware,
         "staged": None,
     }
 
@@ -78,7 +83,7 @@ def describe(on_gpu: bool) -> dict[str, str]:
         states = {"mpi": "available: " + " ".join(library.split()).rstrip("\0")}
     except ImportError as error:
         return {"mpi": f"unavailable: {' '.join(str(error).split())}"}
-    for name, why in gpu_availability().items() if on_gpu else ():
+    for name, why in gpu_availability(over_mpi=True).items() if on_gpu else ():
         states[name] = "available" if why is None else f"unavailable: {why}"
     return states
 

@@ -91,8 +91,8 @@ def run_by_plan(
 
 
 def compile_kernels(build: Build, progress: Progress | None, *inputs: Any) -> None:
-    """Compile all kernels that `build(*inputs, queue)` launches at the same time: the rehearsal
-    starts a thread for each kernel (`Recorder.function`), and the loop waits for the threads."""
+    """Compile the kernels of `build(*inputs, queue)`, all at the same time. The rehearsal starts a
+    thread for each file and its -D options (`Recorder.function`). The loop waits for them."""
     recorder = rehearse(build, *inputs)
     for done, wait_for_kernel in enumerate(recorder.compiling, 1):
         wait_for_kernel()
@@ -243,8 +243,8 @@ class Plan:
         self.steps, self.array_count = recorder.steps, len(recorder.sizes)
         # the index in `words` of each parameter of the launches, in their order
         self.parameters = np.array(recorder.parameters, np.int64)
-        # 8-byte words: parameters of launches first, then arguments of other steps. A call writes
-        # its addresses to a copy of them, at `pointers`, and its numbers, at `numbers`
+        # 8-byte words: parameters of launches first, then arguments of other steps. `_bind` copies
+        # them, and writes the call's addresses at `pointers`, and its numbers at `numbers`
         launches, others = recorder.words, recorder.other_arguments
         first = self.first_other_word = len(launches.values)
         self.words = np.array([*launches.values, *others.values], np.uint64)
@@ -257,7 +257,7 @@ class Plan:
         self.pointer_offsets = offsets.view(np.uint64)
         self.numbers = np.array([position for position, _ in launches.numbers], np.int64)
         self.number_indices = np.array([index for _, index in launches.numbers], np.int64)
-        self.maps = recorder.maps  # tensor maps, which depend on addresses: made in each call
+        self.maps = recorder.maps  # tensor maps, which depend on addresses: made by `_bind`
         # By addresses, numbers and the stream of a call. There are few keys, because a training
         # loop usually gets the same memory again, and a ring uses some buffers in turn
         self.bound_steps: dict[tuple[Any, ...], BoundSteps] = {}

@@ -48,8 +48,9 @@ _compiled: set[tuple[int, Call]] = set()  # (device, kind of call) of `compile_k
 
 
 def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
-    """Compile all kernels of a call without a plan at the same time, if it is the first of its
-    kind. `select._by_passes` calls this before the first launch.
+    """Before the first call of a kind without a plan: compile its kernels, all at the same time.
+
+    `select._by_passes` calls this before the first launch.
 
     A call with a plan needs no such step: its recording starts the compilation of each kernel.
     """

@@ -271,9 +271,9 @@ class TiledVectors(ElementwiseVectors):
         if problem.set_size > 1:
             positive_gradient = cupy.empty((m, problem.set_size))
         column_loss, column_reference, column_factor = out[5:] if two_sided else (None, None, None)
-        # metrics are of logits, and of rows with one positive
-        has_metrics = problem.hardness and problem.retrieval_ranks
-        positive_logits = cupy.empty(m) if has_metrics else None
+        # with `hardness`, positives in `stats` are exponents; metrics need them as logits
+        converts_positives = problem.hardness and problem.retrieval_ranks
+        positive_logits = cupy.empty(m) if converts_positives else None
         columns = stats.columns if two_sided and stats.columns is not None else rows
         finalize_arguments = {
             "rows": sums_fields(rows), "columns": sums_fields(columns),

@@ -48,7 +48,7 @@ class PrefixSide(Side):
         return self.ratios is None or bool(self.ratios.max(initial=0.0) <= MOST_RATIO)
 
     def to_features(
-        self, g: Array, z: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
+        self, g: Array, u: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
     ) -> Array:
         """See `Side`. Each prefix is differentiated through its own norm.
 
@@ -69,5 +69,5 @@ class PrefixSide(Side):
         for prefix in reversed(range(len(self.ranges))):
             part, ratio = self.ranges[prefix], self.ratios[prefix, rows].astype(np.float64)
             pull += ratio * ratio * self.dots[prefix, rows]
-            normalization_backward(g[:, part], z[:, part], pull, self.norms.inverse[rows])
+            normalization_backward(g[:, part], u[:, part], pull, self.norms.inverse[rows])
         return g

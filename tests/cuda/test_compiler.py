@@ -127,6 +127,16 @@ def test_a_file_is_not_compiled_again_while_it_is_loaded(
     assert not compiler._started
     assert nothing_compiled == ["rows.cu"]
 
+    class EmptiedMeanwhile(dict[Any, Any]):
+        """`_modules`, while the thread that has loaded a module empties `_started`."""
+
+        def __contains__(self, key: object) -> bool:
+            compiler._started.pop(key, None)  # type: ignore[call-overload]
+            return super().__contains__(key)
+
+    monkeypatch.setattr(compiler, "_modules", EmptiedMeanwhile(compiler._modules))
+    assert not compiler.start(Card, "rows.cu")
+
 
 @pytest.mark.extras
 def test_kernels_load_where_no_cache_can_be_written(

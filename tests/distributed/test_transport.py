@@ -343,6 +343,20 @@ def test_cuda_aware_by_explicit_word(
     assert choice.cuda_aware() is want
 
 
+@pytest.mark.extras
+def test_cuda_aware_wants_ranks_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other communicators take no GPU arrays, and do not load MPI to ask."""
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", "1")
+    over_mpi = choice.gpu_availability(mpi.MPIRanks.over_mpi)
+    assert over_mpi["cuda-aware"] is None
+    monkeypatch.delenv("INFONCE_CUDA_AWARE_MPI")
+    monkeypatch.setattr(choice, "_query_library", lambda: pytest.fail("MPI was loaded"))
+    others = choice.gpu_availability(Alone.over_mpi)
+    assert others["cuda-aware"] == "the ranks do not communicate by MPI"
+    assert others.keys() == over_mpi.keys()
+
+
 def test_cuda_aware_by_a_word_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", "maybe")
     with pytest.raises(ValueError, match="INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got 'maybe'"):

@@ -1,8 +1,8 @@
 """A process group of torch.distributed as a communicator of `infonce.distributed`.
 
-Arrays on GPUs are sent by infonce's own NCCL transport if NCCL is available, as over MPI; otherwise
-through pinned host memory. A gloo group, which this module makes, sends host arrays and the small
-values of an allgather.
+infonce's own NCCL transport sends arrays on GPUs, if NCCL is available. Otherwise they go through
+pinned host memory. A gloo group, which this module makes, sends host arrays and the small values of
+an allgather.
 """
 
 from __future__ import annotations

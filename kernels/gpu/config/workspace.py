@@ -236,7 +236,7 @@ def largest_blocks(
     m, n, d = shape
     row_bytes = needs.accumulator_row_bytes(d)
     max_dk_rows = max(1, workspace // 2 // row_bytes)
-    dk_rows, overlaid = min(n, max_dk_rows) if needs.dk_in_workspace else 0, 0
+    overlaid, dk_rows = 0, min(n, max_dk_rows) if needs.dk_in_workspace else 0
     # `max_dk_rows` take half of the workspace, so more than half of them take more than a quarter
     if needs.overlay_row_bytes and 2 * dk_rows > max_dk_rows:
         border = needs.overlay_border(n, d)

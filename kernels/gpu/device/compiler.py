@@ -169,8 +169,8 @@ def start(device: Any, file: str, **defines: int | str) -> bool:
     future: Future[Path] = Future()
     if _started.setdefault(key, future) is not future:
         return False
-    if key in _modules:  # tested second: a module is in one of the two dictionaries at any time
-        del _started[key]
+    if key in _modules:  # asked after `_started`: `_load` fills `_modules`, then empties `_started`
+        _started.pop(key, None)  # `_load` of another thread may have taken it out already
         return False
 
     arch = architecture(device.compute_capability)

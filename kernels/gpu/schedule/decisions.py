@@ -316,8 +316,8 @@ def divide_workspace(
 
     # the largest blocks
     may_cache = may_cache_exponentials(call, operands, sweep)
-    # Cached exponentials save a matrix product, and so does one pass with dK. If `may_cache`, the
-    # memory of either may exceed the default workspace
+    # Cached exponentials save a matrix product, and one pass with dK saves one. Both may exceed the
+    # default workspace, but only if `may_cache` is true and the caller gives no workspace
     may_extend = may_cache and not call.workspace_given
     extended_room = max(room, device.default_memory_limit) if may_extend else room
     sizes = None
@@ -358,7 +358,7 @@ def may_cache_exponentials(call: Call, operands: Operands, sweep: Sweep | None) 
     - There is no teacher, and there are no retrieval ranks, whose pass would run between these two.
     - Pairs have no options (groups, positive ids, limits, a guide, biases), which the kernel of
       cached exponentials does not take. Ids are no such option.
-    - A cache is needed: it is not if the call wants dQ alone and `may_compute_in_one_pass`.
+    - The call wants dK, or not `may_compute_in_one_pass`: one pass for dQ alone needs no cache.
     """
     dq_only = call.loss is LossForm.ROWS and call.key_gradient is None
     min_by_precision = MIN_CACHED_K_SLICES_OF_DQ if dq_only else MIN_CACHED_K_SLICES
