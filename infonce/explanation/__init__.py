@@ -248,7 +248,7 @@ def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
         return {"loss and gradient": {p.name: p.bytes for p in last.one_launch.memory}}
     memory: dict[str, dict[str, int]] = {}
     for scheduled in (one for each in schedules for one in each.passes):
-        parts = {part.name: part.bytes for part in scheduled.workspace}
+        parts = {part.name: part.bytes for part in scheduled.parts}
         parts_so_far = memory.get(scheduled.purpose.value, {})
         if sum(parts.values()) >= sum(parts_so_far.values()):
             memory[scheduled.purpose.value] = parts

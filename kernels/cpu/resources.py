@@ -341,7 +341,7 @@ def available_memory() -> int:
 
 
 def require_memory(problem: Problem, needed: int) -> None:
-    """MemoryError if `needed` bytes are not free."""
+    """For the method naive: MemoryError if `needed` bytes are not free."""
     room = available_memory()
     if room and needed > room:
         m, n, _ = problem.shape

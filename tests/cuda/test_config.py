@@ -98,8 +98,8 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
         assert 1 <= segments <= meetings
         assert segments <= sweep.max_segments(n, n)
         slots = sweep.segment_slots * sweep.max_segments(n, n)
-        assert slots * n <= sweep.row_sums(n, n)
-        assert sweep.column_slots(n, n, triangle) * n <= sweep.column_sums(n, n)
+        assert slots * n <= sweep.max_row_partials(n, n)
+        assert sweep.column_slots(n, n, triangle) * n <= sweep.max_column_partials(n, n)
         if n >= 8192:  # at least nine tenths of the workers' time are of use
             rounds = -(-tiles * segments // sweep.workers)
             assert tiles * meetings / (rounds * -(-meetings // segments) * sweep.workers) > 0.9

@@ -86,8 +86,8 @@ def test_passes_fit_their_workspace_and_visit_all_blocks(
         scheduled for scheduled in call_schedule.passes if scheduled.dk_accumulator is not None
     ]
     for scheduled in call_schedule.passes:
-        assert aligned(call_schedule, scheduled.workspace) <= call_schedule.workspace
-        names = [part.name for part in scheduled.workspace]
+        assert aligned(call_schedule, scheduled.parts) <= call_schedule.workspace
+        names = [part.name for part in scheduled.parts]
         assert len(set(names)) == len(names)
         edges = [0, *(rows.stop for rows in scheduled.grid.rows)]
         assert [rows.start for rows in scheduled.grid.rows] == edges[:-1]
@@ -133,7 +133,7 @@ def test_the_decisions_of_one_call() -> None:
     assert [scheduled.purpose for scheduled in one.passes] == [Purpose.ONE_PASS]
     views = schedule(a_call(LossForm.VIEWS, 65536, 0, 128), DEVICES["h200"])
     assert [scheduled.kernel.name for scheduled in views.passes] == ["sweep_lse", "sweep_narrow"]
-    assert not [part for part in views.passes[1].workspace if part.name == "gradient_block"]
+    assert not [part for part in views.passes[1].parts if part.name == "gradient_block"]
     # Products of eight K-slices take no longer than a cache would save
     assert call_schedule.cached_columns == 0
     wide = schedule(a_call(LossForm.BOTH, 16384, 16384, 576), DEVICES["h200"])
@@ -148,9 +148,9 @@ def test_the_decisions_of_one_call() -> None:
 def test_no_memory_is_reserved_that_no_pass_uses(wrt: str) -> None:
     """A call for one gradient reserves no accumulator of the other."""
     call_schedule = schedule(a_call(LossForm.BOTH, 65536, 65536, 512, wrt=wrt), DEVICES["h200"])
-    names = {part.name for scheduled in call_schedule.passes for part in scheduled.workspace}
+    names = {part.name for scheduled in call_schedule.passes for part in scheduled.parts}
     assert ("dq_accumulator" in names, "dk_accumulator" in names) == ("q" in wrt, "k" in wrt)
-    taken = max(aligned(call_schedule, scheduled.workspace) for scheduled in call_schedule.passes)
+    taken = max(aligned(call_schedule, scheduled.parts) for scheduled in call_schedule.passes)
     assert call_schedule.workspace - taken <= 16 * ALIGNMENT
 
 

@@ -225,9 +225,11 @@ def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]
 
 
 def errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
-    """Relative errors: of the loss, and the largest ||g - g_ref|| / ||g_ref|| of a gradient. None
-    without a reference, of bare products, which have no loss, and of a loss that is 0, without
-    negatives: such contenders are timed unchecked."""
+    """Relative errors: of the loss, and the largest ||g - g_ref|| / ||g_ref|| of a gradient.
+
+    {}, for a contender that is timed unchecked: there is no reference, or the reference's loss is 0
+    (there are no negatives), or the contender has no loss (bare products).
+    """
     loss, gradients = outcome
     loss = float(loss)
     if reference is None or float(reference[0]) == 0 or (loss != loss and not gradients):

@@ -12,13 +12,14 @@ from .elementary import compiled, exp2, log1p, wide_vectors
 
 @compiled
 def sigmoid(  # type: ignore[no-untyped-def]
-    x, scale, bias, a, losses, gradient_sums, moments,
+    x, scale, bias, a, losses, bias_grad, moments,
     row_positive_ids=None, column_positive_ids=None, row_weights=None, column_weights=None,
 ):  # fmt: skip
     """Negatives: x <- a_i sigmoid(z) and losses_i += softplus(z), with z = scale x + bias.
 
-    a_i is the upstream gradient of row i. The sum of the new x of a row is added to gradient_sums,
-    and the sum of the new x times the old x to `moments` (or None).
+    a_i is the upstream gradient of row i times the scale (`Sigmoid.row_factor`). The sum of the new
+    x of a row is added to bias_grad, and the sum of the new x times the old x to `moments` (or
+    None).
 
     Pairs of equal positive ids are positives: x <- -v a_i sigmoid(-z) and
     losses_i += v softplus(-z), with v = row_weights_i + column_weights_j.
@@ -52,14 +53,14 @@ def sigmoid(  # type: ignore[no-untyped-def]
                 moment += p * (row[j] if row[j] != low else zero)
             row[j] = p
         losses[i] += loss
-        gradient_sums[i] += total
+        bias_grad[i] += total
         if moments is not None:
             moments[i] += moment
 
 
 @compiled
 def sigmoid_positives(  # type: ignore[no-untyped-def]
-    x, positives, first_column, logits, scale, bias, a, losses, gradient_sums, moments
+    x, positives, first_column, logits, scale, bias, a, losses, bias_grad, moments
 ):
     """Positives: x <- -a_i sigmoid(-z) and losses_i += softplus(-z), with z = logits_i + bias.
 
@@ -72,7 +73,7 @@ def sigmoid_positives(  # type: ignore[no-untyped-def]
             e = np.exp(-abs(z))
             p = (e if z >= 0 else 1.0) / (1.0 + e)
             losses[i] += max(-z, 0.0) + np.log1p(e)
-            gradient_sums[i] += -a[i] * p
+            bias_grad[i] += -a[i] * p
             if moments is not None:
                 moments[i] += -a[i] * p * (logits[i] / scale)
             x[i, j] = -a[i] * p

@@ -130,12 +130,13 @@ def _multiply_half(z: Array, x: Array, parts: int, part: int) -> None:
         rows, columns = own, _part(len(z), parts, (part + step) % parts)
         if 2 * step == parts:
             # The parts are opposite in the ring, so the threads of both come here with this pair.
-            # The rows of x of the upper part are halved. The thread of the upper part computes the
-            # first half, the thread of the lower part the second half
-            upper, lower = sorted((own, columns), key=lambda side: side.start)
-            middle = (upper.start + upper.stop) // 2
-            rows = slice(upper.start, middle) if own is upper else slice(middle, upper.stop)
-            columns = lower
+            # The rows of the part with smaller numbers are halved. Its own thread multiplies the
+            # first half of them by the other part, and the other thread the second half
+            first, second = sorted((own, columns), key=lambda side: side.start)
+            middle = (first.start + first.stop) // 2
+            is_first = own.start == first.start
+            rows = slice(first.start, middle) if is_first else slice(middle, first.stop)
+            columns = second
         np.matmul(z[rows], z[columns].T, out=x[rows, columns])
         x[columns, rows] = x[rows, columns].T
 

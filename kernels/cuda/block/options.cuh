@@ -185,8 +185,8 @@ struct OtherGroups : Option<OtherGroups> {
 #endif
 };
 
-// Pairs of equal positive ids are positives of a sigmoid: positive_ids. The epilogues of sigmoids ask `is_positive`,
-// and multiply the losses of positives by their weights.
+// Pairs of equal positive ids are positives of a sigmoid: positive_ids. tiled/sigmoid.cu asks
+// `is_positive`; sm90/sweep_sigmoid.cu compares the ids itself. Both multiply the losses of positives by their weights.
 struct PositiveIds : Option<PositiveIds> {
 #if POSITIVE_IDS
   template <int N>

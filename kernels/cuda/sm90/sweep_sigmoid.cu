@@ -109,7 +109,8 @@ struct SigmoidLoss {
     __device__ __forceinline__ bool have(int i) const {
       return ids[i / 2 % 2] == loss.consumer.columns.key_positive_ids[get_column(i, loss.lane)];
     }
-    // The weight of the pair of x[i], if it is a positive.
+    // The weight of the pair of x[i], if it is a positive. Columns' ids are in the order of the columns, but their real
+    // numbers are in the order of `find_slice_position`.
     __device__ __forceinline__ float weight(int i) const {
       return weights[i / 2 % 2] + loss.consumer.columns.key_pair_weights[find_slice_position(get_column(i, loss.lane))];
     }

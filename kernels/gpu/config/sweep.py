@@ -18,7 +18,7 @@ from .tile import BLOCK_M
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 STRIP = 16  # rows of a gradient block that a warp has: kernels/cuda/sm90/sweep/strip.cuh
 # Most segments that a worker computes in turn, if query tiles have several. It bounds the memory of
-# their partial sums (`Sweep.row_sums`)
+# their partial sums (`Sweep.max_row_partials`)
 MAX_ROUNDS = 8
 # Least and most segments of a query tile of wide rows. Workers compute the segments of eight query
 # tiles at a time (QUERY_TILES_AT_ONCE of kernels/cuda/sm90/sweep/layout.cuh). With at least eight
@@ -46,6 +46,7 @@ class Residency(Enum):
     beside the stages. Shared memory would be too slow for streamed products of 128 x 128: hence
     128 x 256 for WIDE, and a cluster, so that each key is loaded once for 256 rows. STREAMED is for
     fp16x3: its sums in two levels take twice the registers, so each consumer is one warpgroup.
+    IN_REGISTERS is for narrow rows: `choose_register_sweep` has the conditions.
     """
 
     RESIDENT = "the query tile stays in shared memory"
@@ -64,8 +65,8 @@ class Sweep:
     shared_memory: int  # most bytes of a thread block
     ids_or_factors: bool  # rows and columns have ids, or norm factors
     moments: bool = False  # sums have first moments
-    number_count: int = 0  # vectors of real numbers for options of pairs (`Call.number_count`)
-    name_count: int = 0  # vectors of integers for options of pairs (`Call.name_count`)
+    real_count: int = 0  # vectors of real numbers for options of pairs (`Call.real_count`)
+    integer_count: int = 0  # vectors of integers for options of pairs (`Call.integer_count`)
     teacher_slices: int = 0  # K-slices of a row of the teacher's features; 0: there is no teacher
 
     square = True  # query tiles and key tiles have one size, so a sweep can visit a triangle
@@ -116,14 +117,14 @@ class Sweep:
             vector_bytes = VECTOR_BYTES * (6 + 2 * self.ids_or_factors)
             warpgroup_bytes = GRADIENT_STRIP_BYTES + SUMS_BYTES
             return BARRIER_BYTES + vector_bytes + self.warpgroups * warpgroup_bytes
-        number_bytes = VECTOR_BYTES * self.number_count  # limits and biases of columns
+        number_bytes = VECTOR_BYTES * self.real_count  # limits and biases of columns
         # Factors of columns; and reference exponents of columns, if there are no numbers. With
         # numbers, kernels read reference exponents from global memory (sm90/sweep/gradient.cuh)
-        factor_bytes = VECTOR_BYTES * (1 if self.number_count else 2)
+        factor_bytes = VECTOR_BYTES * (1 if self.real_count else 2)
         strip_bytes = 0 if self.in_registers else self.warpgroups * GRADIENT_STRIP_BYTES
         gradient_bytes = factor_bytes + strip_bytes
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
-        extra_bytes = self.ids_or_factors * IDS_AND_FACTORS_BYTES + self.name_count * NAME_BYTES
+        extra_bytes = self.ids_or_factors * IDS_AND_FACTORS_BYTES + self.integer_count * NAME_BYTES
         column_bytes = number_bytes + extra_bytes
         return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + column_bytes
 
@@ -191,7 +192,7 @@ class Sweep:
         return -(-rows // self.query_tile_rows), -(-columns // self.block_n)
 
     def max_segments(self, rows: int, columns: int) -> int:
-        """The most segments of a query tile's keys, for which `row_sums` has room."""
+        """The most segments of a query tile's keys, for which `max_row_partials` has room."""
         return _max_segments(self, *self._tiles(rows, columns))
 
     @property
@@ -216,7 +217,7 @@ class Sweep:
             return -(-rows // self.query_tile_rows)
         return 2 * self.blocks(rows, columns, triangle)
 
-    def row_sums(self, rows: int, columns: int) -> int:
+    def max_row_partials(self, rows: int, columns: int) -> int:
         """The most partial sums that a launch of up to rows x columns leaves for all its rows.
 
         A row has `segment_slots` sums, at most two, for each segment of its query tile. A query
@@ -231,7 +232,7 @@ class Sweep:
         segment_rows = min(rows * key_tiles, MAX_ROUNDS * self.workers * BLOCK_M)
         return 2 * max(rows, segment_rows)
 
-    def column_sums(self, rows: int, columns: int) -> int:
+    def max_column_partials(self, rows: int, columns: int) -> int:
         """All partial sums that launches of up to rows x columns leave for columns."""
         query_tiles, key_tiles = self._tiles(rows, columns)
         if self.teacher_slices:
@@ -284,7 +285,7 @@ def _max_segments(sweep: Sweep, query_tiles: int, key_tiles: int) -> int:
 @lru_cache
 def sweep_for(
     precision: str, width: int, device: DeviceProperties, ids_or_factors: bool,
-    moments: bool = False, number_count: int = 0, name_count: int = 0,
+    moments: bool = False, real_count: int = 0, integer_count: int = 0,
 ) -> Sweep | None:  # fmt: skip
     """The sweep for rows of `width` bytes in each part.
 
@@ -292,7 +293,7 @@ def sweep_for(
     INFONCE_KERNELS=portable (`DeviceProperties.has_sweeps`), and for precisions that no sweep has.
 
     `ids_or_factors`: rows have ids, or norm factors. `moments`: sums have first moments.
-    `number_count`, `name_count`: vectors for options of pairs, as in `Call`.
+    `real_count`, `integer_count`: vectors for options of pairs, as in `Call`.
     """
     if not device.has_sweeps or precision not in SWEEP_PRECISIONS:
         return None
@@ -304,7 +305,7 @@ def sweep_for(
     workers = device.multiprocessors // (2 if residency is Residency.WIDE else 1)
     memory = device.shared_memory
     return Sweep(
-        k_slices, residency, workers, memory, ids_or_factors, moments, number_count, name_count
+        k_slices, residency, workers, memory, ids_or_factors, moments, real_count, integer_count
     )
 
 

@@ -30,8 +30,8 @@ class Tile:
     levels: int = 2  # 2: products are sums of sums, for accuracy, in twice the registers
     min_blocks: int = 1  # thread blocks on a multiprocessor; the compiler limits registers for it
     real: int = 4  # bytes of a logit
-    number_count: int = 0  # vectors of real numbers for options of pairs (`Call.number_count`)
-    name_count: int = 0  # vectors of integers for options of pairs (`Call.name_count`)
+    real_count: int = 0  # vectors of real numbers for options of pairs (`Call.real_count`)
+    integer_count: int = 0  # vectors of integers for options of pairs (`Call.integer_count`)
     guided: bool = False  # pairs have marks of a guide
     taught: bool = False  # a tile has a second product, of a teacher's features
 
@@ -58,8 +58,8 @@ class Tile:
         sides = BLOCK_M + self.block_n
         sums = 3 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
         factors = 3 * BLOCK_M + 2 * self.block_n
-        vectors = (1 + self.number_count) * sides
-        integers = BLOCK_M + (1 + self.name_count) * sides
+        vectors = (1 + self.real_count) * sides
+        integers = BLOCK_M + (1 + self.integer_count) * sides
         marks = self.guided * 2 * BLOCK_M * MARK_BYTES
         if self.taught:
             strips = self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n
@@ -84,11 +84,11 @@ class Tile:
         """Partial sums that a launch leaves for each column."""
         return -(-rows // BLOCK_M)
 
-    def row_sums(self, rows: int, columns: int) -> int:
+    def max_row_partials(self, rows: int, columns: int) -> int:
         """All partial sums of rows, for launches of up to rows x columns."""
         return rows * self.row_slots(rows, columns)
 
-    def column_sums(self, rows: int, columns: int) -> int:
+    def max_column_partials(self, rows: int, columns: int) -> int:
         """All partial sums of columns, for launches of up to rows x columns."""
         return columns * self.column_slots(rows, columns)
 
@@ -98,8 +98,8 @@ def tile_for(
     precision: str,
     d: int,
     device: DeviceProperties,
-    number_count: int = 0,
-    name_count: int = 0,
+    real_count: int = 0,
+    integer_count: int = 0,
     guided: bool = False,
     taught: bool = False,
 ) -> Tile:
@@ -113,7 +113,7 @@ def tile_for(
 
     ValueError if no candidate fits.
 
-    `number_count`, `name_count`: vectors for options of pairs, as in `Call`. `taught`: a warp has
+    `real_count`, `integer_count`: vectors for options of pairs, as in `Call`. `taught`: a warp has
     registers for two products, of the features and of the teacher's.
     """
     two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (
@@ -129,7 +129,7 @@ def tile_for(
     for block_n, warp_n, stages, blocks in candidates:
         real = ACCUMULATOR_BYTES[precision]
         candidate = Tile(
-            block_n, warp_n, stages, levels, blocks, real, number_count, name_count, guided, taught
+            block_n, warp_n, stages, levels, blocks, real, real_count, integer_count, guided, taught
         )
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)

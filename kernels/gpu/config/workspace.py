@@ -41,12 +41,12 @@ class Needs:
     precision: str
     staged_query: bool  # queries are read from converted or normalised copies
     staged_key: bool  # keys are read from such copies
-    columns: bool  # columns have sums
-    gradient: bool  # dL/dx of a block is written to memory
+    sums_columns: bool  # columns have sums
+    has_gradient_block: bool  # dL/dx of a block is written to memory
     dq_copies: int  # accumulators of each row of dQ; 0: dQ accumulates in its destination
     dk_in_workspace: bool  # dK (if queries are keys, dQ of all rows) accumulates in the workspace
     sweep: Sweep | None = None  # computes the blocks; None: portable kernels do
-    rows: bool = True  # rows have sums
+    sums_rows: bool = True  # rows have sums
     # bytes of a row of dK's destination, if accumulators of dK's first rows may overlay it; 0: all
     # accumulators are in the workspace
     overlay_row_bytes: int = 0
@@ -61,12 +61,13 @@ class Needs:
     @property
     def statistics_needs(self) -> Needs:
         """The needs of the log-sum-exp pass."""
-        return replace(self, gradient=False, dq_copies=0, dk_in_workspace=False, rows=True)
+        needs = replace(self, has_gradient_block=False, dq_copies=0, dk_in_workspace=False)
+        return replace(needs, sums_rows=True)
 
     @property
     def gradient_needs(self) -> Needs:
         """The needs of the gradient pass. Only with a teacher does it add up columns."""
-        return self if self.teacher_rows is not None else replace(self, columns=False)
+        return self if self.teacher_rows is not None else replace(self, sums_columns=False)
 
     def accumulator_row_bytes(self, d: int) -> int:
         """Bytes of a row of an accumulator."""
@@ -82,8 +83,9 @@ class Needs:
         real, tile = ACCUMULATOR_BYTES[self.precision], self.sweep or Tile(block_n)
         operand_row = padded(d, self.precision) * OPERAND_BYTES[self.precision]
         accumulator_row = self.accumulator_row_bytes(d)
-        row_sums = tile.row_sums(rows, columns) if self.rows else 0
-        column_sums = tile.column_sums(rows, columns) if self.columns else 0
+        block_bytes = self.has_gradient_block and self.gradient_block_bytes(rows, columns, d)
+        row_partials = tile.max_row_partials(rows, columns) if self.sums_rows else 0
+        column_partials = tile.max_column_partials(rows, columns) if self.sums_columns else 0
         by_block = not self.staged_copy_bytes
         teacher_query_row, teacher_key_row = self.teacher_rows or (0, 0)
         sizes = {
@@ -93,13 +95,13 @@ class Needs:
             **(self.guide.parts(rows, columns) if self.guide is not None else {}),
             "teacher_query_rows": rows * teacher_query_row,
             "teacher_key_rows": columns * teacher_key_row,
-            "gradient_block": self.gradient and self.gradient_block_bytes(rows, columns, d),
+            "gradient_block": block_bytes,
             "dq_accumulator": dq_rows * accumulator_row,
             "dk_accumulator": dk_rows * accumulator_row,
-            "row_partials": 2 * row_sums * real,
-            "row_moments": self.moments * row_sums * real,
-            "column_partials": 2 * column_sums * real,
-            "column_moments": self.moments * column_sums * real,
+            "row_partials": 2 * row_partials * real,
+            "row_moments": self.moments * row_partials * real,
+            "column_partials": 2 * column_partials * real,
+            "column_moments": self.moments * column_partials * real,
             "weighted_queries": self.weighted_query * rows * operand_row,
         }
         return {name: size for name, size in sizes.items() if size}
@@ -199,10 +201,7 @@ class BlockSizes:
     cached_columns: int = 0  # the first columns, whose exponentials are cached between the passes
 
     def column_blocks(self, n: int) -> list[slice]:
-        """The column blocks of n columns.
-
-        No block contains the border of dK's overlaid rows, or the border of the cached columns.
-        """
+        """The column blocks of n columns. Overlaid rows, and cached columns, end with a block."""
         borders = sorted({0, self.overlaid, self.cached_columns, n})
         return [block for a, b in pairwise(borders) for block in slices(b, self.columns, a)]
 
@@ -243,6 +242,7 @@ def largest_blocks(
         if border and n - border <= max_dk_rows:
             dk_rows, overlaid = n, border
     room = workspace - needs.staged_copy_bytes - (dk_rows - overlaid) * row_bytes
+    # from here on, m and n are the most rows and columns of a block
     n = max(overlaid, n - overlaid)  # no block contains the border
     m = n if symmetric else m
     if most_side is not None:
@@ -251,7 +251,7 @@ def largest_blocks(
     def has_room(rows: int, columns: int) -> bool:
         return needs.block_bytes(rows, columns, d, block_n) <= room
 
-    if needs.sweep is not None and needs.gradient and not symmetric:
+    if needs.sweep is not None and needs.has_gradient_block and not symmetric:
         # A query tile for each worker. If these rows leave no room for rows / 4 columns, a query
         # tile for two workers, which take a segment each. If these leave none: square blocks
         for divisor in (1, 2):
@@ -286,7 +286,7 @@ def choose_block_sizes(
     passes = needs.statistics_needs, needs.gradient_needs
     least = max(least_workspace(shape, each, block_n) for each in passes)  # bytes
     if workspace < least:
-        # the message has bytes of the caller's workspace, of which `workspace` is the passes' part
+        # for the message, add what `workspace_of_passes` took: `reserved`, or as much as it left
         least, workspace = (size + min(size, reserved) for size in (least, workspace))
         raise make_workspace_error(shape, least, workspace)
     caching = _block_sizes_with_cache(shape, needs, cache_bytes, block_n) if cache_bytes else None
@@ -316,7 +316,7 @@ def block_sizes_for_all_keys(
     # The rows of a block whose tiles of dQ (BLOCK_M rows x BLOCK_M features) occupy all
     # multiprocessors once. Large blocks have a multiple of it, so that no multiprocessor is idle
     wave = needs.sweep.rows_at_once // -(-d // BLOCK_M) // BLOCK_M * BLOCK_M
-    needs = replace(needs, rows=True, columns=False, weighted_query=True)
+    needs = replace(needs, sums_rows=True, sums_columns=False, weighted_query=True)
     dk_rows = n if needs.dk_in_workspace else 0
     room = workspace - needs.staged_copy_bytes
 
@@ -350,7 +350,7 @@ def _block_sizes_with_cache(
     m, n, d = shape
     dk_rows = n if needs.dk_in_workspace else 0
     # the memory of the cache is also the gradient block
-    gradient_needs = replace(needs.gradient_needs, gradient=False)
+    gradient_needs = replace(needs.gradient_needs, has_gradient_block=False)
 
     def size(overlaid: int, columns: int) -> int:
         block_sizes = BlockSizes(m, columns, dk_rows, overlaid)

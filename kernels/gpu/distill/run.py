@@ -134,8 +134,8 @@ class DistillationRun(GradientRun):
             "teacher_factors": teacher_factors,
             "row_weight": address(self.row_weight, rows.start),
             "column_weight": address(self.column_weight, columns.start),
-            "row_sums": self.memory["row_partials"],
-            "column_sums": self.memory.get("column_partials"),
+            "row_sums": self.parts["row_partials"],
+            "column_sums": self.parts.get("column_partials"),
         }  # fmt: skip
         if isinstance(self.shape, config.Sweep):
             arguments |= {
@@ -156,14 +156,14 @@ class DistillationRun(GradientRun):
     def teacher_operands(self, rows: slice, columns: slice) -> tuple[Operand, Operand]:
         """The operands of the teacher's features for a block."""
         teacher, staged = self.teacher, self.buffers.workspace.staged
-        query = teacher.query.prepare_rows(rows, "teacher_query_rows", self.memory, staged)
-        key = teacher.key.prepare_rows(columns, "teacher_key_rows", self.memory, staged)
+        query = teacher.query.prepare_rows(rows, "teacher_query_rows", self.parts, staged)
+        key = teacher.key.prepare_rows(columns, "teacher_key_rows", self.parts, staged)
         return query, key
 
     def add_sums(self, side: str, slots: int, sums: Array, rows: slice) -> None:
         """Add a block's partial sums, `slots` for each row (column), to `sums` of `rows`."""
         divisor_one = self.epilogue.factors[0].ranges  # begins with the gradient divisor 1
-        partial_sums, scale = self.memory[f"{side}_partials"], self.exponent_scale
+        partial_sums, scale = self.parts[f"{side}_partials"], self.exponent_scale
         self.buffers.add_partial_sums(
             partial_sums, moments=None, slots=slots, ranges=divisor_one, scale=scale, rows=rows,
             first_sums=sums[0], second_sums=sums[1], moment_sums=None,

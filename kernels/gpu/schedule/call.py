@@ -132,7 +132,7 @@ class Call:
     guide_key: Matrix | None = None
     teacher_query: Matrix | None = None  # features of the teacher; None: the call has no teacher
     teacher_key: Matrix | None = None
-    row_numbers: bool = False  # margin, decoupled or hardness: options of the loss of a row
+    row_loss_options: bool = False  # margin, decoupled or hardness: options of the loss of a row
     # weights of the caller, and 0 for rows without a positive. `select.solve` leaves them out for
     # kernels, which find them in the upstream gradient
     weights: bool = False
@@ -236,12 +236,12 @@ class Call:
         return names + self.has_limits + self.guided + self.key_bias
 
     @property
-    def name_count(self) -> int:
+    def integer_count(self) -> int:
         """Integers (8 bytes) of a row or column for options of pairs: groups, positive ids."""
         return self.groups + self.positive_ids
 
     @property
-    def number_count(self) -> int:
+    def real_count(self) -> int:
         """Real numbers of a row or column for options of pairs: limits, biases, and the weights of
         positive ids."""
         return self.has_limits + self.key_bias + self.positive_ids
@@ -268,10 +268,11 @@ class Call:
     def plain(self) -> bool:
         """Whether each row has one positive, and the softmax has no options but `ids`.
 
-        That is: no groups, positive ids, limits, guide, biases (`pair_options`), margin, decoupled,
-        hardness (`row_numbers`), weights, own negatives, label smoothing, classes or joint rows.
+        That is: no groups, positive ids, limits, guide, biases (`pair_options`); no margin,
+        decoupled, hardness (`row_loss_options`); no weights, own negatives, label smoothing,
+        classes or joint rows.
         """
-        options = self.pair_options or self.row_numbers or self.weights
+        options = self.pair_options or self.row_loss_options or self.weights
         options = options or self.own or self.linear_terms or self.joint
         return not (options or self.set_size > 1)
 
@@ -283,7 +284,7 @@ class Call:
         ranks, label smoothing, classes, joint rows, own negatives or teacher; and margin, decoupled
         and hardness are not combined with options of pairs (`pair_options`).
         """
-        combined = bool(self.row_numbers and self.pair_options)
+        combined = bool(self.row_loss_options and self.pair_options)
         options = self.linear_terms or self.joint or self.own or self.taught or combined
         return (
             self.loss is LossForm.ROWS

@@ -80,7 +80,7 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     """The schedule of a tiled call, or of a block over ranks."""
     operands = choose_operands(call, device)
     tile = config.tile_for(
-        operands.precision, call.widest, device, call.number_count, call.name_count, call.guided,
+        operands.precision, call.widest, device, call.real_count, call.integer_count, call.guided,
         call.taught,
     )  # fmt: skip
     teacher = choose_teacher(call, operands) if call.taught else None
@@ -132,7 +132,7 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
         # With two parts, products of a small part of one side and a large part of the other side
         # are added in a fixed order of the sides, so the sums x_ij and x_ji have different orders
         bits_vary = operand_precision in config.OPERAND_PARTS
-        # Features of another dtype are divided to fit float16. Each block has its own divisors
+        # Features of another dtype are divided to fit float16: each block of ranks has a divisor
         all_float16 = call.query.dtype == call.key.dtype == "float16"
         has_divisors = operand_precision in config.FLOAT16 and not all_float16
         if bits_vary or (call.limits_given and has_divisors):
@@ -227,8 +227,8 @@ def choose_sweeps(
         return sweep, None
     ids_or_factors = call.normalize or call.ids
     sweep = config.sweep_for(
-        operands.precision, operands.width, device, ids_or_factors, call.moments, call.number_count,
-        call.name_count,
+        operands.precision, operands.width, device, ids_or_factors, call.moments, call.real_count,
+        call.integer_count,
     )  # fmt: skip
     if not (call.symmetric and call.gradient):
         return sweep, None
@@ -261,9 +261,9 @@ def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
     sweep = None
     if operand_precision not in config.OPERAND_PARTS:
         # a guide has no ids; the factors of normalised keys are one more vector of columns
-        numbers = guide.number_count + guide.normalize
-        sweep = config.sweep_for(operand_precision, width, device, False, number_count=numbers)
-    shape = sweep or config.tile_for(operand_precision, guide.shape[2], device, guide.number_count)
+        real_count = guide.real_count + guide.normalize
+        sweep = config.sweep_for(operand_precision, width, device, False, real_count=real_count)
+    shape = sweep or config.tile_for(operand_precision, guide.shape[2], device, guide.real_count)
     name = "sweep_guide" if sweep else "guide"
     kernel = scheduled_kernel(
         name, guide, operand_precision, shape, gradient=False, COLUMNS=int(columns_too)
@@ -300,13 +300,13 @@ def divide_workspace(
     writes_gradient = call.gradient and register_sweep is None
     all_rows_gradient = dq if symmetric else dk  # the accumulator has the rows of all blocks
     needs = Needs(
-        precision=operands.precision, sweep=sweep, moments=call.moments, gradient=writes_gradient,
+        precision=operands.precision, sweep=sweep, moments=call.moments,
+        has_gradient_block=writes_gradient, sums_columns=call.two_sided or symmetric,
         staged_query=operands.query.reading is not Reading.IN_PLACE,
         staged_key=operands.key.reading is not Reading.IN_PLACE,
         staged_copy_bytes=operands.staged_copy_bytes,
-        columns=call.two_sided or symmetric,
         # whether gradient passes sum rows; for one pass with dK, `block_sizes_for_all_keys` sets it
-        rows=call.loss is LossForm.PAIRS or call.taught or (one_pass and needs_dq_only),
+        sums_rows=call.loss is LossForm.PAIRS or call.taught or (one_pass and needs_dq_only),
         dq_copies=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient and not (dq_in_place if symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),

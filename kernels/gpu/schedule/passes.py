@@ -80,7 +80,7 @@ class ScheduledPass:
     grid: Grid
     shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
-    workspace: tuple[Part, ...]
+    parts: tuple[Part, ...]  # of the workspace
     # variants of `kernel`; None: there is no such variant
     # for blocks on the diagonal, if queries are keys
     diagonal_kernel: ScheduledKernel | None = None
@@ -111,8 +111,9 @@ class WorkspaceDivision:
     gradient: BlockSizes  # of the gradient pass
     workspace: int  # bytes of all parts, with their alignment
     one_pass: bool  # one pass computes log-sum-exps and gradients
-    dq_in_place: bool  # dQ accumulates in its destination
-    dk_in_place: bool  # dK accumulates in its destination
+    # whether each accumulates in its destination; true also if it is not wanted
+    dq_in_place: bool
+    dk_in_place: bool
     dq_copies: int  # accumulators of each row of dQ, whose sum is dQ
 
 
@@ -197,8 +198,8 @@ class PassScheduler:
         return self.call.query_gradient is not None, self.call.key_gradient is not None
 
     @property
-    def two_sided(self) -> bool:
-        """Whether rows and columns have a softmax, so that each gradient has terms of both."""
+    def has_column_terms(self) -> bool:
+        """Whether gradients have terms of the columns' softmax, which a triangle adds, too."""
         block = self.call.block
         if block is not None:
             return block.column_sums
@@ -215,7 +216,7 @@ class PassScheduler:
         """The -D option that adds first moments to sums."""
         return {"MOMENTS": 1} if self.call.moments else {}
 
-    def memory(
+    def parts(
         self, grid: Grid, dq_rows: int = 0, dk_rows: int = 0, **needs: Any
     ) -> tuple[Part, ...]:
         """The parts of the workspace that a pass uses.
@@ -240,7 +241,7 @@ class PassScheduler:
         call, shape = self.call, self.sweep or self.tile
         grid = self.grid(self.division.statistics, False, triangle)
         columns = columns or triangle
-        memory = self.memory(grid, gradient=False, rows=True, columns=columns)
+        parts = self.parts(grid, has_gradient_block=False, sums_rows=True, sums_columns=columns)
 
         def kernel(column_sums: bool, caches: bool = False) -> ScheduledKernel:
             """The variant of the kernel that adds up columns, or caches exponentials."""
@@ -253,7 +254,7 @@ class PassScheduler:
         # in a block on the diagonal, columns have sums only if the launch visits one triangle of
         # the block, for which tiles must be square
         return ScheduledPass(
-            Purpose.STATISTICS, grid, shape, kernel(columns), memory, column_sums=columns,
+            Purpose.STATISTICS, grid, shape, kernel(columns), parts, column_sums=columns,
             diagonal_kernel=kernel(columns and shape.square) if call.symmetric else None,
             caching_kernel=kernel(columns, True) if self.division.gradient.cached_columns else None,
         )  # fmt: skip
@@ -261,17 +262,18 @@ class PassScheduler:
     def ranks(self, grid: Grid, columns: bool) -> ScheduledPass:
         """The pass of retrieval ranks, which counts the logits above those of positives."""
         kernel = self.kernel("ranks", self.tile, COLUMNS=int(columns))
-        memory = self.memory(grid, gradient=False, rows=False, columns=False)
+        parts = self.parts(grid, has_gradient_block=False, sums_rows=False, sums_columns=False)
         return ScheduledPass(
-            Purpose.RETRIEVAL_RANKS, grid, self.tile, kernel, memory, column_sums=columns
+            Purpose.RETRIEVAL_RANKS, grid, self.tile, kernel, parts, column_sums=columns
         )
 
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[ScheduledPass, ...]:
         """The gradient passes: one pass, if the accumulator of dK has room for all keys.
 
         Otherwise the first pass computes dQ, and one pass for each range of keys computes dK. The
-        first pass of a sigmoid also completes the losses, so a sigmoid has this pass without dQ,
-        too: the pass of a range would add all positives to the losses, but has only some of them.
+        first pass of a sigmoid also completes the losses, for which it needs the logits of all
+        positives. The pass of a range has only some of them. So a sigmoid has a first pass also if
+        dQ is not wanted.
         If queries are the keys, one pass always suffices. It visits a triangle if all rows have
         room in the accumulator and gradient blocks are written to memory. Otherwise it visits the
         whole square of blocks, and a block adds to the gradients of its rows only.
@@ -296,31 +298,29 @@ class PassScheduler:
         self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool
     ) -> ScheduledPass:
         """A pass that computes dL/dx of each block, and adds its products to dQ and dK."""
-        call, division, shape = (
-            self.call,
-            self.division,
-            self.register_sweep or self.sweep or self.tile,
-        )
+        call, division = self.call, self.division
+        shape = self.register_sweep or self.sweep or self.tile
         # of features; without it a sigmoid pass computes only the loss
         wants_gradient, cached = want_query or want_key, division.gradient.cached_columns > 0
-        has_gradient_block = division.needs.gradient and wants_gradient
+        has_gradient_block = division.needs.has_gradient_block and wants_gradient
         dq = dk = None
         if grid.triangle and wants_gradient:  # rows and columns add to the same gradients
-            dq = dk = self.dk_accumulator(grid, division.dq_in_place)
+            dq = dk = self.all_keys_accumulator(grid, division.dq_in_place)
         else:
             if want_query or (wants_gradient and call.symmetric):
                 dq = self.dq_accumulator(grid)
             if want_key and not call.symmetric:
-                dk = self.dk_accumulator(grid, division.dk_in_place)
+                dk = self.all_keys_accumulator(grid, division.dk_in_place)
         # the memory of the cache is also the gradient block
-        memory = self.memory(
+        parts = self.parts(
             grid, dq.dq_copies * dq.rows if dq else 0, dk.rows if dk and dk is not dq else 0,
-            gradient=has_gradient_block and not cached, rows=purpose is not Purpose.GRADIENT,
-            columns=purpose is Purpose.DISTILLATION and self.two_sided,
+            has_gradient_block=has_gradient_block and not cached,
+            sums_rows=purpose is not Purpose.GRADIENT,
+            sums_columns=purpose is Purpose.DISTILLATION and self.has_column_terms,
             weighted_query=purpose is Purpose.ONE_PASS and want_key,
         )  # fmt: skip
         return ScheduledPass(
-            purpose, grid, shape, self.gradient_kernel(purpose, shape, wants_gradient), memory,
+            purpose, grid, shape, self.gradient_kernel(purpose, shape, wants_gradient), parts,
             cached_kernel=self.cached_kernel() if cached else None, gradients=wants_gradient,
             dq_accumulator=dq, dk_accumulator=dk, in_registers=self.register_sweep is not None,
         )  # fmt: skip
@@ -333,7 +333,7 @@ class PassScheduler:
         if purpose is Purpose.ONE_PASS:
             return self.kernel("sweep_online", shape, **self.moments)
         if purpose is Purpose.DISTILLATION:
-            name, columns = "distill" if tiled else "sweep_distill", int(self.two_sided)
+            name, columns = "distill" if tiled else "sweep_distill", int(self.has_column_terms)
             return self.kernel(
                 name, shape, COLUMNS=columns, GRADIENT=int(wants_gradient), **self.moments
             )
@@ -341,11 +341,14 @@ class PassScheduler:
             name = "sigmoid" if tiled else "sweep_sigmoid"
             return self.kernel(name, shape, GRADIENT=int(wants_gradient), **self.moments)
         name = "sweep_narrow" if self.register_sweep else "gradient" if tiled else "sweep_gradient"
-        return self.kernel(name, shape, COLUMNS=int(self.two_sided))
+        return self.kernel(name, shape, COLUMNS=int(self.has_column_terms))
 
     def cached_kernel(self) -> ScheduledKernel:
         """The kernel that computes gradient blocks from cached exponentials."""
-        options = ("PRECISION", self.operands.precision.upper()), ("COLUMNS", int(self.two_sided))
+        options = (
+            ("PRECISION", self.operands.precision.upper()),
+            ("COLUMNS", int(self.has_column_terms)),
+        )
         return ScheduledKernel(
             "sm90/cached_gradient.cu", "cached_gradient", CACHED_THREADS, options
         )
@@ -359,7 +362,7 @@ class PassScheduler:
         sums = count_first_block_sums(self.operands.precision, first_block_keys, columns)
         return AccumulatorRows(False, rows, dq_copies=min(self.division.dq_copies, sums))
 
-    def dk_accumulator(self, grid: Grid, in_place: bool) -> AccumulatorRows:
+    def all_keys_accumulator(self, grid: Grid, in_place: bool) -> AccumulatorRows:
         """The accumulator of dK (in a triangle of both gradients): the rows of all keys of a grid.
 
         The first rows may overlay their destination. After the last block, they are converted in
@@ -369,7 +372,7 @@ class PassScheduler:
             return AccumulatorRows(in_place=True)
         needs, block_sizes, (m, _, d) = self.division.needs, self.division.gradient, self.call.shape
         first, end = grid.columns[0].start, grid.columns[-1].stop
-        if not (needs.gradient and block_sizes.overlaid):
+        if not (needs.has_gradient_block and block_sizes.overlaid):
             return AccumulatorRows(False, end - first, first)
         largest = (m, block_sizes.cached_columns) if block_sizes.cached_columns else grid.largest
         rows_at_once = needs.gradient_block_bytes(*largest, d) // needs.overlay_row_bytes

@@ -40,7 +40,7 @@ class Workspace:
     def divide(self, parts: Sequence[Part]) -> dict[str, Array]:
         """The parts of cached exponentials, then `parts`: an array of bytes for each, by its name.
 
-        `PassScheduler.memory` of kernels/gpu/schedule/passes.py has chosen names and sizes.
+        `PassScheduler.parts` of kernels/gpu/schedule/passes.py has chosen names and sizes.
         """
         if self.memory is None:
             self.memory = self.queue.scratch(self.schedule.workspace)
@@ -55,7 +55,7 @@ class Workspace:
         """The parts of a pass. Rows that the last pass has staged stay if blocks have its size."""
         if self.largest_block != scheduled.grid.largest:
             self.largest_block, self.staged = scheduled.grid.largest, {}
-        return self.divide(scheduled.workspace)
+        return self.divide(scheduled.parts)
 
 
 class PairVectors:
@@ -152,8 +152,8 @@ class Buffers:
         self.guide = Guide(problem, schedule, queue) if schedule.guide is not None else None
         self.vectors = TiledVectors(self.launcher, problem)
         self.scalars = self.vectors.scalars
-        # read before `materialize_vectors` makes `problem.positives` a vector, also if key i is by
-        # rule the positive of query i
+        # Whether key i is the positive of query i by rule, without a vector. Read here, because
+        # `materialize_vectors` later gives the problem a vector also in this case
         self.paired = problem.paired
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
@@ -221,10 +221,10 @@ class Buffers:
             launcher, positives = self.launcher, problem.positives
             m, n = positives.size, problem.shape[1]
             zeros = launcher.queue.zeroed_array(n + 1, np.int64)
-            begin = end = zeros[:n]
-            order = zeros[n:]
+            end, taken = zeros[:n], zeros[n:]
+            begin, order = end, taken  # without positives among these keys: empty lists
             if not problem.no_local_positives:
-                begin, taken, order = cupy.empty(n, np.int64), order, cupy.empty(m, np.int64)
+                begin, order = cupy.empty(n, np.int64), cupy.empty(m, np.int64)
                 launcher.launch_vectors("count_queries", m, positives=positives, m=m, end=end)
                 launcher.launch_vectors("place_queries", n, n=n, begin=begin, end=end, taken=taken)
                 launcher.launch_vectors(

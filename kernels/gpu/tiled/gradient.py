@@ -58,9 +58,9 @@ class GradientRun(PassRun):
         self.begun: set[tuple[bool, int]] = set()
         if buffers.cached is not None:
             self.gradient_block = buffers.cached.block
-        elif "gradient_block" in self.memory:
+        elif "gradient_block" in self.parts:
             self.gradient_block = GradientBlock(
-                self.memory["gradient_block"], self.largest_columns, buffers.precision
+                self.parts["gradient_block"], self.largest_columns, buffers.precision
             )
         if gradients is None or not scheduled.gradients:
             return
@@ -85,7 +85,7 @@ class GradientRun(PassRun):
         if rows.overlaid:
             overlay = Accumulator(cupy.ndarray((rows.overlaid, width), real, out.data), width, 0)
         shape = rows.dq_copies, rows.rows, width
-        memory = cupy.ndarray(shape, real, self.memory[name].data)
+        memory = cupy.ndarray(shape, real, self.parts[name].data)
         return Accumulator(memory, width, rows.first_row, overlay, rows.dq_copies)
 
     def gradient_arguments(self) -> Fields:

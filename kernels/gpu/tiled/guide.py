@@ -98,14 +98,14 @@ class Guide:
         self.positives = problem.positives
 
     def mark(
-        self, rows: slice, columns: slice, memory: dict[str, Array], staged: dict[str, slice]
+        self, rows: slice, columns: slice, parts: dict[str, Array], staged: dict[str, slice]
     ) -> Fields:
         """Mark the pairs of a block. Returns the fields that the marks add to its struct Block."""
         assert self.limits is not None
-        query = self.query.prepare_rows(rows, "guide_query_rows", memory, staged)
-        key = self.key.prepare_rows(columns, "guide_key_rows", memory, staged)
+        query = self.query.prepare_rows(rows, "guide_query_rows", parts, staged)
+        key = self.key.prepare_rows(columns, "guide_key_rows", parts, staged)
         item, shape = self.operands.item, self.schedule.shape
-        mark_fields = {"row_marks": memory["row_marks"], "column_marks": memory.get("column_marks")}
+        mark_fields = {"row_marks": parts["row_marks"], "column_marks": parts.get("column_marks")}
         row_limits, column_limits = self.limits
         block = {
             "q": query.fields(item), "k": key.fields(item), "width": self.operands.width,

@@ -52,7 +52,7 @@ class StatisticsRun(PassRun):
             self.buffers.add_bias(sums.max, bias, -LOG2_E, sums.max)
 
     def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
-        stats, scheduled, shape, memory = self.stats, self.scheduled, self.shape, self.memory
+        stats, scheduled, shape, parts = self.stats, self.scheduled, self.shape, self.parts
         m, n = self.query_operand.rows, self.key_operand.rows
         # a block on the diagonal has the pairs (i, j) and (j, i), so one triangle of it suffices
         is_diagonal = self.problem.symmetric and rows == columns
@@ -71,9 +71,9 @@ class StatisticsRun(PassRun):
             column_side, column_slots = "row", 0
         arguments = {
             "positive": address(stats.positive_logits, rows.start),
-            "row_partials": memory["row_partials"], "row_moments": memory.get("row_moments"),
-            "row_stride": m, "column_partials": memory.get(f"{column_side}_partials"),
-            "column_moments": memory.get(f"{column_side}_moments"), "column_stride": n,
+            "row_partials": parts["row_partials"], "row_moments": parts.get("row_moments"),
+            "row_stride": m, "column_partials": parts.get(f"{column_side}_partials"),
+            "column_moments": parts.get(f"{column_side}_moments"), "column_stride": n,
         }  # fmt: skip
         if isinstance(shape, config.Sweep):
             arguments |= {"written_tiles": self.written_tiles, "cached": NOTHING_CACHED}
@@ -98,8 +98,8 @@ class StatisticsRun(PassRun):
         # the maxima of portable kernels are products, the maxima of sweeps are base-2 logits
         scale = self.exponent_scale if isinstance(self.shape, config.Tile) else BASE_2
         self.launcher.launch_vectors(
-            "merge_partial_sums", n, threads=4, partial_sums=self.memory[f"{side}_partials"],
-            moments=self.memory.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
+            "merge_partial_sums", n, threads=4, partial_sums=self.parts[f"{side}_partials"],
+            moments=self.parts.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
             exponent_scale=self.exponent_scale, sums=sums_fields(sums, rows.start),
             written_tiles=written_tiles,
         )  # fmt: skip

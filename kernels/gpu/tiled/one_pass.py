@@ -43,7 +43,7 @@ class OnlineRun(GradientRun):
         self.repeated_tiles = cupy.empty(-(-self.largest_rows // config.BLOCK_M), np.int32)
         self.row_divisors = cupy.empty(m)  # u
         self.positive_gradient = cupy.empty(m)
-        self.partials, self.moments = self.memory["row_partials"], self.memory.get("row_moments")
+        self.partials, self.moments = self.parts["row_partials"], self.parts.get("row_moments")
         if self.dk_accumulator is not None:
             # u q is divided by the divisor of `ranges`, which follows from the largest upstream
             # gradient, so that weights of any size fit 16-bit elements
@@ -109,7 +109,7 @@ class OnlineRun(GradientRun):
             positive_gradient=address(self.positive_gradient, start),
         )  # fmt: skip
         if self.dk_accumulator is not None:
-            buffer = self.memory["weighted_queries"]
+            buffer = self.parts["weighted_queries"]
             weighted = self.buffers.query.stage(rows, buffer, self.row_divisors, self.ranges)
             self.add_to_columns(weighted, self.grid.columns[0], overwrites=start == 0)
         super().end_rows(rows)
@@ -140,7 +140,7 @@ class SigmoidRun(GradientRun):
 
     def compute_block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
-        partials, moments = self.memory["row_partials"], self.memory.get("row_moments")
+        partials, moments = self.parts["row_partials"], self.parts.get("row_moments")
         arguments = {
             "bias": self.buffers.scalars.bias,
             "row_factor": address(self.divided_row_factor, start),

@@ -78,18 +78,18 @@ class OperandSide(Features):
             self.all_rows = Operand(address(features), stride, 0, len(features), 0)
 
     def prepare_rows(
-        self, rows: slice, name: str, memory: dict[str, Array], staged: dict[str, slice]
+        self, rows: slice, name: str, parts: dict[str, Array], staged: dict[str, slice]
     ) -> Operand:
         """The operand of `rows`, the rows of a block.
 
-        If rows are staged by block, they are copied to part `name` of the workspace (`memory`),
+        If rows are staged by block, they are copied to part `name` of the workspace,
         unless they are there already (`staged`). If all rows are staged, the first call does so.
         """
         if self.layout.reading is Reading.BY_BLOCK:
             if staged.get(name) != rows:
                 staged[name] = rows
-                return self.stage(rows, memory[name])
-            return self.staged_operand(rows, memory[name])
+                return self.stage(rows, parts[name])
+            return self.staged_operand(rows, parts[name])
         if self.all_rows is None:
             n = len(self.features)
             self.memory = cupy.empty(n * self.layout.row_bytes, np.uint8)
@@ -256,15 +256,13 @@ class CachedExponentials:
     layout of a gradient block, which then overwrites them (kernels/cuda/sm90/sweep_lse.cu).
     """
 
-    def __init__(self, schedule: Schedule, memory: Mapping[str, Array], queue: Queue) -> None:
+    def __init__(self, schedule: Schedule, parts: Mapping[str, Array], queue: Queue) -> None:
         assert schedule.operands is not None
         self.columns, m = schedule.cached_columns, schedule.call.shape[0]
-        self.block = GradientBlock(
-            memory["exponentials"], self.columns, schedule.operands.precision
-        )
+        self.block = GradientBlock(parts["exponentials"], self.columns, schedule.operands.precision)
         self.tiles = -(-self.columns // config.BLOCK_M)  # key tiles
         # [strips of 16 rows, tiles] float32: reference exponents, which were subtracted from logits
-        self.references = memory["references"]
+        self.references = parts["references"]
         # for each query tile, 1 if its exponentials are not cached, because its logits lie too far
         # apart for one reference exponent in each strip and tile; 0 before the pass
         self.uncached_tiles = queue.zeroed_array(-(-m // config.BLOCK_M), np.int32)

@@ -33,20 +33,20 @@ class PassRun:
         self.guide = buffers.guide
         self.mark_fields: Fields = {}  # fields of struct Block: the guide's marks of a block
         self.largest_rows, self.largest_columns = scheduled.grid.largest  # sizes of a block
-        # the parts of the workspace by name, as `PassScheduler.memory` has chosen them
-        self.memory = buffers.workspace.begin_pass(scheduled)
+        # the parts of the workspace by name, as `PassScheduler.parts` has chosen them
+        self.parts = buffers.workspace.begin_pass(scheduled)
 
     def run(self) -> None:
         """Visit all blocks: the row blocks in their order, and for each its column blocks."""
         done, total = 0, len(self.grid)
         query, key, staged = self.buffers.query, self.buffers.key, self.buffers.workspace.staged
         for row_block, rows in enumerate(self.grid.rows):
-            self.query_operand = query.prepare_rows(rows, "query_rows", self.memory, staged)
+            self.query_operand = query.prepare_rows(rows, "query_rows", self.parts, staged)
             for column_block in self.grid.visits(row_block):
                 columns = self.grid.columns[column_block]
-                self.key_operand = key.prepare_rows(columns, "key_rows", self.memory, staged)
+                self.key_operand = key.prepare_rows(columns, "key_rows", self.parts, staged)
                 if self.guide is not None:
-                    self.mark_fields = self.guide.mark(rows, columns, self.memory, staged)
+                    self.mark_fields = self.guide.mark(rows, columns, self.parts, staged)
                 self.compute_block(rows, columns, row_block, column_block)
                 done += 1
                 if self.problem.progress is not None:
@@ -72,9 +72,10 @@ class PassRun:
     ) -> None:  # fmt: skip
         """Launch a kernel of kernels/cuda/tiled or sm90 over the current block.
 
-        `arguments` lack struct Block and the operands. `triangle`: compute only tiles on and above
-        the diagonal. `segments`: the number of segments into which a sweep divides the keys of each
-        query tile; 0: the fastest number.
+        `arguments` lack struct Block and the operands. `triangle`: compute half of a block on the
+        diagonal: portable kernels its tiles on and above the diagonal, a sweep half of the key
+        tiles of each query tile (`get_work` of sm90/sweep/layout.cuh). `segments`: the number of
+        segments into which a sweep divides the keys of each query tile; 0: the fastest number.
         """
         buffers = self.buffers
         arguments = {"block": self.block_fields(rows, columns, triangle), **arguments}

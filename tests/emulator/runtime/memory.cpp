@@ -3,8 +3,9 @@
 //     lse: an access 0 bytes beyond the end of array of 7200 bytes
 //       block 3, thread 70, after tiled/pipeline.cuh:120, at tiled/lse.cu:95
 //
-// `after` names the last synchronisation that the thread came to, and `at` the line of the access. Within the
-// alignment before the page, writes are found at the end of the launch (`find_damage`), and reads return NaN.
+// `after` names the last synchronisation that the thread came to, and `at` the line of the access. The length of an
+// array may be no multiple of ALIGNMENT. Then up to 15 bytes are between the array and the page: the end of the launch
+// finds writes to these bytes (`find_damage`), and reads of them return NaN.
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>

@@ -53,14 +53,14 @@ __device__ __forceinline__ void streamed_products(float (&products)[TILES_PER_KE
   for (int i = 0; i < 64; ++i) x[i] = 0;
 #pragma unroll 1
   for (int slice = 0; slice < FEATURE_SLICES; ++slice) {
-    const u32 small_stage = pipe.stage;
+    const u32 small_stage = pipe.stage;  // a stage has a K-slice of queries, and STAGE_ROWS_BYTES later one of keys
     const u32 small_keys = shared_descriptor(shared_address(s.k[small_stage]) + STAGE_ROWS_BYTES);
     const u32 small_rows = shared_descriptor(shared_address(s.k[small_stage]) + lane.row_group() * 64 * K_SLICE);
     const int to_large = STAGE_BYTES / 16;  // from a small part to its large part, in units of descriptors (16 bytes)
     // The TMA writes to both stages come before the reads of wgmma
     for (int p = 0; p < PARTS; ++p, pipe.next()) barrier_wait(s.full[pipe.stage], pipe.phase);
-    // The relative truncation bias grows with the length of a sum, and if most terms have one sign. So products of
-    // large parts are summed half a K-slice at a time
+    // A long sum has a larger relative truncation bias than a short one, above all if most terms have one sign. So
+    // products of large parts are summed half a K-slice at a time
     float first_half[64], second_half[64];
     warpgroup_arrive();
     multiply_k_slice(first_half, small_rows, small_keys + to_large, true);

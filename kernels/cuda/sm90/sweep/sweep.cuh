@@ -57,8 +57,8 @@ struct TeacherMaps {
 
 // --- the producer warp ---------------------------------------------------------------------------------
 
-// Run by one thread of the producer warp: loads the query tiles and key tiles of this thread block, in the order in
-// which `consume` multiplies them.
+// Run by one thread of the producer warp, the first of the last warpgroup (`sweep`, below): loads the query tiles and
+// key tiles of this thread block, in the order in which `consume` multiplies them.
 template <class Epilogue>
 __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMap& q,
                                         const TensorMap& k, const Block& b, int segments,
