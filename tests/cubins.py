@@ -4,11 +4,11 @@
     python tests/cubins.py record after.json      in the checkout after the change
     python tests/cubins.py compare before.json after.json
 
-`record` runs tests/cuda/test_compile.py and writes a digest of each cubin that the tests compile,
-by file, architecture and -D options. Names of functions and types, which a cubin has in tables of
-their own, are not in the digest: to rename them changes no machine code.
-`HYPOTHESIS_PROFILE=thorough` compiles all variants; options of pytest after the file's name choose
-among the tests (`-k sweeps`).
+`record` runs tests/cuda/test_compile.py on the kernels of the checkout, which must be installed. It
+writes a digest of each cubin that the tests compile, by file, architecture and -D options. Names of
+functions and types, which a cubin has in tables of their own, are not in the digest: to rename them
+changes no machine code. `HYPOTHESIS_PROFILE=thorough` compiles all variants; options of pytest
+after the file's name choose among the tests (`-k sweeps`).
 """
 
 import hashlib
@@ -20,15 +20,21 @@ from pathlib import Path
 
 import pytest
 
+import infonce
+
 # Types of ELF sections: symbols, strings, nothing in the file, and NVIDIA's second table of symbols
 NAMES = {2, 3, 8, 0x70000085}
-TESTS = Path(__file__).parent / "cuda" / "test_compile.py"
+CHECKOUT = Path(__file__).resolve().parents[1]
+TESTS = CHECKOUT / "tests" / "cuda" / "test_compile.py"
 
 
 def record(path: Path, options: list[str]) -> int:
     """The exit status of the tests."""
     from infonce.kernels.gpu.device import compiler
 
+    installed = Path(infonce.__file__).resolve().parents[1]
+    if installed != CHECKOUT:
+        sys.exit(f"expected infonce of {CHECKOUT}, got that of {installed}: pip install -e . first")
     digests: dict[str, str] = {}
     compile_for = compiler.compile_for
 

@@ -21,7 +21,8 @@ THREADS, SHARE_THREADS = 256, 1024  # of a block of other kernels, of find_share
 
 
 def _launcher(queue: Queue) -> Launcher:
-    return Launcher(cupy.cuda.Device(), "fp32", queue)  # no kernel of labels.cu has products
+    # a precision that labels.cu compiles with, but does not use: its kernels have no products
+    return Launcher(cupy.cuda.Device(), "fp32", queue)
 
 
 def _sorted(
@@ -29,8 +30,8 @@ def _sorted(
 ) -> tuple[Array, Array]:
     """([n] int64 labels in ascending order, [n] int64 row of each; rows of a label ascend).
 
-    [n] `ids` gets the label of each row. With `negative_apart`, each row with a negative label is a
-    class by itself: sorted labels and `ids` have a different number for it.
+    `ids` [n] is filled with the label of each row. With `negative_apart`, each row with a negative
+    label is a class by itself: it gets a negative number of its own in place of its label.
     """
     n, launcher = len(labels), _launcher(queue)
     runs = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
@@ -39,11 +40,11 @@ def _sorted(
         {"labels": labels, "n": n, "negative_apart": negative_apart, "ids": ids, "sorted": runs[0],
          "order": runs[1]},
     )  # fmt: skip
+    if n <= SORT_ROWS:
+        return runs
     # merge sorted runs of `run_rows` rows in pairs, until one run is left
-    run_rows, merged = SORT_ROWS, runs
+    run_rows, merged = SORT_ROWS, (cupy.empty(n, np.int64), cupy.empty(n, np.int64))
     while run_rows < n:
-        if merged is runs:
-            merged = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
         launcher.launch(
             "labels.cu", "merge_labels", -(-n // THREADS), THREADS,
             {"sorted": runs[0], "order": runs[1], "n": n, "run": run_rows, "merged": merged[0],

@@ -122,7 +122,7 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
             if symmetric or columns is not None:
                 stats.column_rank = (columns or rows).rank
             solution.statistics = stats
-    # NaN flags: a query's makes the loss of its row NaN, a key's all losses
+    # NaN flags: the flag of a query makes the loss of its row NaN, the flag of a key all losses
     solution.losses = solution.losses + u_nans + v_nans.sum()
     if problem.known_row_nans is not None:
         solution.losses += problem.known_row_nans

@@ -143,6 +143,6 @@ def totals(
 ) -> dict[str, Array | None]:  # fmt: skip
     """Queue the sums of a rank's losses and of its gradients of scale and bias, in float64."""
     vectors = TiledVectors.without_passes(problem, queue)
-    vectors.double, vectors.out = True, np.dtype(np.float64)
+    vectors.double, vectors.result_dtype = True, np.dtype(np.float64)
     sums = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)
     return dict(zip(("loss", "scale_grad", "bias_grad"), sums, strict=True))

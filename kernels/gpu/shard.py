@@ -212,7 +212,8 @@ class QueuedVectors(VectorsOverRanks):
         )
 
     def assign(self, to: Array, sums: Array | float, other: Array | None = None) -> None:
-        """Write `sums` (a number: zeros), plus `other` if it is given, to `to`."""
+        """to = sums + other (None: nothing is added). If `sums` is a number, `to` gets zeros, and
+        `other` is None."""
         if to.ndim == 1:
             assert isinstance(sums, cupy.ndarray)
             self.queue.copy(to.data, sums.data, to.nbytes)

@@ -159,7 +159,7 @@ class TiledVectors(ElementwiseVectors):
         self.launcher, self.scalars = launcher, Scalars(launcher, problem)
         # results are float64 for float64 features, else float32; the caller converts other dtypes
         self.double = problem.query.dtype == np.float64 or launcher.precision == "fp64"
-        self.out = np.dtype(np.float64 if self.double else np.float32)
+        self.result_dtype = np.dtype(np.float64 if self.double else np.float32)
         # NaN flag of all losses: 0 at first (`begin`, `begin_sigmoid`), then NaN if a feature on
         # which all losses depend is not finite: of any key, or of a guide (`Guide.with_limits`)
         self.any_key = cupy.empty(1)
@@ -208,16 +208,15 @@ class TiledVectors(ElementwiseVectors):
             starts = range(first, first + vectors * size, size)
             return Sums(*(memory[start : start + size] for start in starts))
 
-        rows = columns = sums(0, m)
-        positive = memory[vectors * m : vectors * m + pairs]
-        if two_sided:
-            columns = sums(vectors * m + pairs, n)
+        rows, positive = sums(0, m), memory[vectors * m : vectors * m + pairs]
+        columns = sums(vectors * m + pairs, n) if two_sided else None
         problem, defaults = self.materialize_vectors(problem)
         positive = positive.reshape(problem.positives.shape)
-        self.begin(rows, columns if two_sided else None, positive, defaults, self.any_key, m, n)
-        # ranks need true maxima, which a triangle of a symmetric loss does not leave
-        triangle = problem.symmetric and not problem.retrieval_ranks
-        stats = Statistics(rows, columns if two_sided or triangle else None, positive)
+        self.begin(rows, columns, positive, defaults, self.any_key, m, n)
+        # in a triangle, rows have the sums of columns, but not the true maxima that ranks need
+        if problem.symmetric and not problem.retrieval_ranks:
+            columns = rows
+        stats = Statistics(rows, columns, positive)
         if problem.retrieval_ranks:
             stats.row_rank = self.launcher.queue.zeroed_array(m, np.int64)
             if two_sided:
@@ -235,8 +234,8 @@ class TiledVectors(ElementwiseVectors):
         """Begin a log-sum-exp pass: set sums to sums of nothing, and write default vectors."""
         self.launcher.launch_vectors(
             "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
-            positive=positive, set_size=1 if positive is None else positive.size // m, m=m, n=n,
-            defaults=defaults, any_key_not_finite=any_key,
+            positive_logits=positive, set_size=1 if positive is None else positive.size // m,
+            m=m, n=n, defaults=defaults, any_key_not_finite=any_key,
         )  # fmt: skip
 
     def find_limits(self, problem: Problem, dots: Array) -> Array:
@@ -264,7 +263,7 @@ class TiledVectors(ElementwiseVectors):
         if not_finite is None:
             not_finite = NotFinite(self.find_row_nans(problem, self.any_key), self.any_key)
         out = cupy.empty((8 if two_sided else 5, m))
-        lses = cupy.empty((2, m), self.out)
+        lses = cupy.empty((2, m), self.result_dtype)
         wants_log_scale_grad = problem.moments or problem.dots_lack_margin
         log_scale_grad = cupy.empty(m) if wants_log_scale_grad else None
         losses, row_loss, row_reference, row_factor, positive_gradient = out[:5]
@@ -277,7 +276,7 @@ class TiledVectors(ElementwiseVectors):
         columns = stats.columns if two_sided and stats.columns is not None else rows
         finalize_arguments = {
             "rows": sums_fields(rows), "columns": sums_fields(columns),
-            "positive": stats.positive_logits, "positives": problem.positives,
+            "positive_logits": stats.positive_logits, "positives": problem.positives,
             "set_size": problem.set_size, "upstream": upstream, "row_nans": not_finite.rows,
             "any_key_not_finite": not_finite.any_key,
             "row_direction_weight": problem.row_direction_weight,
@@ -289,7 +288,8 @@ class TiledVectors(ElementwiseVectors):
             "column_loss": column_loss, "column_reference": column_reference,
             "row_factor": row_factor, "column_factor": column_factor,
             "positive_gradient": positive_gradient, "log_scale_grad": log_scale_grad,
-            "positive_logit": positive_logits, "row_lse": lses, "column_lse": address(lses, 1),
+            "metrics_positive_logits": positive_logits,
+            "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
         self.launcher.launch_vectors("finalize", m, f=finalize_arguments)
         terms: Sequence[LinearTerm] = ()
@@ -333,7 +333,7 @@ class TiledVectors(ElementwiseVectors):
         self.launcher.launch_vectors(
             "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.scalars.scale,
             row_factor=row_factor, losses=losses, bias_grad=bias_grad,
-            log_scale_grad=log_scale_grad, positive=positive,
+            log_scale_grad=log_scale_grad, positive_logits=positive,
             defaults=defaults, any_key_not_finite=self.any_key,
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
@@ -382,7 +382,7 @@ class TiledVectors(ElementwiseVectors):
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
         dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        out = cupy.empty(3, self.out)
+        out = cupy.empty(3, self.result_dtype)
         self.launcher.launch(
             "vectors.cu", "totals", 1, 1024,
             {

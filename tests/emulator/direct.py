@@ -136,12 +136,13 @@ def tiled_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
         "COLUMNS": 1,
     }  # fmt: skip
     arguments = {
-        "block": z.block(config.BLOCK_M, tile.block_n), "positive": engine.Memory(8 * z.m).ptr,
+        "block": z.block(config.BLOCK_M, tile.block_n),
+        "positive_logits": engine.Memory(8 * z.m).ptr,
         "row_partials": rows.ptr, "row_stride": z.m, "column_partials": columns.ptr,
         "column_stride": z.n, "row_moments": 0, "column_moments": 0,
     }  # fmt: skip
     positive = engine.Memory(8 * z.m)
-    arguments["positive"] = positive.ptr
+    arguments["positive_logits"] = positive.ptr
     blocks = tile.blocks(z.m, z.n, 2)  # each has several tiles
     launch("tiled/lse.cu", "lse", blocks, tile.threads, tile.shared, arguments, defines, edit, seed)
     factor = SCALE * LOG2_E
@@ -181,7 +182,7 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
         "COLUMNS": 1, "MAXIMA": 0, "CACHE": 0,
     }  # fmt: skip
     arguments = sweep_arguments(z, sweep) | {
-        "positive": positive.ptr, "row_partials": rows.ptr, "row_stride": z.m,
+        "positive_logits": positive.ptr, "row_partials": rows.ptr, "row_stride": z.m,
         "column_partials": columns.ptr, "column_stride": z.n, "written_tiles": marks.ptr,
         "cached": {"references": 0, "stride": 0, "uncached_tiles": 0},
         "gradient_block": NO_GRADIENT_BLOCK,

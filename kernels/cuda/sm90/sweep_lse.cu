@@ -65,8 +65,8 @@ struct Lse {
   const Lane& lane;
   ConsumerShared& consumer;
   WarpgroupShared& group;
-  double* positive;       // [rows]: base-2 logits of positives
-  Partials row_partials;  // [ROW_SLOTS segments, row_stride]
+  double* positive_logits;  // [rows]: base-2 logits of positives
+  Partials row_partials;    // [ROW_SLOTS segments, row_stride]
   i64 row_stride;
   Partials column_partials;  // of this warpgroup's 64 rows, from this thread's column of tile 0 on
   u32* written_tiles;        // [thread blocks, 32]: `tiles_with_sums` of the block's first warp
@@ -106,9 +106,9 @@ struct Lse {
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
     prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 index, float product) {
       const double logit = b.scale.get() * LOG2_E * (double)product;
-      positive[index] = logit;
+      positive_logits[index] = logit;
       // A triangle visits a pair once. The pair is also the positive of the row whose number is this column
-      if (b.triangle) positive[b.positives[index] - b.first_column] = logit;
+      if (b.triangle) positive_logits[b.positives[index] - b.first_column] = logit;
     });
     bool fits_cache = true;
     if (MAXIMA || !sum_with_shared_reference(x, t)) {
@@ -366,7 +366,7 @@ struct Lse {
   }
 };
 
-//   - positive [rows]: base-2 logits of positives
+//   - positive_logits [rows]: base-2 logits of positives
 //   - row_partials [ROW_SLOTS segments, row_stride]: pairs (r, sum)
 //   - column_partials [ROW_GROUPS thread blocks, column_stride]: pairs (r, sum), undefined in tiles without a bit
 //   - written_tiles [thread blocks, 32]: bit i of word l says whether the block has written the pairs of tile 32 l + i
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-          const __grid_constant__ Block block, i64 segments, double* positive, float2* row_partials,
+          const __grid_constant__ Block block, i64 segments, double* positive_logits, float2* row_partials,
           i64 row_stride, float2* column_partials, i64 column_stride, u32* written_tiles,
           const __grid_constant__ CachedExponentials cached, const __grid_constant__ GradientBlock gradient_block,
           const __grid_constant__ TensorMap gradient_map, float* row_moments, float* column_moments) {
@@ -390,11 +390,10 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
   out = &strip;
 #endif
   const i64 own_pairs = (ROW_GROUPS * (i64)blockIdx.x + lane.row_group()) * column_stride + Lse::column(lane);
-  Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive,
+  Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive_logits,
           Partials{row_partials, row_moments}, row_stride,
           Partials{column_partials, column_moments}.from(own_pairs), written_tiles,
           (float)logit_factor(block.scale.get() * LOG2_E), cached, out};
   if (COLUMNS && block.column_tiles * TILES_PER_KEY_TILE > MAX_WRITTEN_TILES) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
-  if (COLUMNS && lane.warpgroup < WARPGROUPS) lse.end();
 }

@@ -32,7 +32,7 @@ struct Online {
   ConsumerShared& consumer;
   const float* references;  // [rows]: r_i
   const double* before;     // [rows]: rows' sums over earlier blocks of columns, against r_i
-  double* positive;         // these four: see the kernel
+  double* positive_logits;  // these four: see the kernel
   float2* row_partials;
   i64 row_stride;
   float* row_moments;
@@ -74,7 +74,7 @@ struct Online {
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
     prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 index, float product) {
-      positive[index] = scale * (double)product;
+      positive_logits[index] = scale * (double)product;
     });
     const int strip_row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
     float e[64], tile_sum[2] = {0, 0};
@@ -126,7 +126,7 @@ struct Online {
 };
 
 //   - references [rows]: r_i. before [rows]: rows' sums over earlier blocks; 0 in the first block
-//   - positive [rows]: base-2 logits of positives
+//   - positive_logits [rows]: base-2 logits of positives
 //   - row_partials [ROW_SLOTS segments, row_stride]: (`high`, sum), over the four threads of the row
 //   - row_moments (MOMENTS): sums of e_ij x_ij, in the layout of row_partials
 //   - visited_tiles: null in the first launch; then the query tiles that are computed again (`is_visited`)
@@ -136,14 +136,14 @@ __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
              const __grid_constant__ Block block, i64 segments, const float* references,
-             const double* before, double* positive, float2* row_partials, i64 row_stride,
+             const double* before, double* positive_logits, float2* row_partials, i64 row_stride,
              const int* visited_tiles, const __grid_constant__ GradientBlock gradient_block,
              const __grid_constant__ TensorMap gradient_map, float* row_moments) {
   SweepShared<Online>& shared = sweep_shared<Online>();
   const Lane lane;
   Online::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   const double scale = block.scale.get() * LOG2_E;
-  Online online{block, lane, shared.consumer[lane.consumer & 1], references, before, positive,
+  Online online{block, lane, shared.consumer[lane.consumer & 1], references, before, positive_logits,
                 row_partials, row_stride, row_moments, GradientStrip(gradient_map, gradient_block, group.strips, lane),
                 scale,
                 (float)scale};

@@ -35,7 +35,7 @@ struct SigmoidLoss {
   const Lane& lane;
   ConsumerShared& consumer;
   const float* row_factor;  // [rows]: a_i
-  double* positive;         // these four: see the kernel
+  double* positive_logits;  // these four: see the kernel
   float2* row_sums;
   float* row_moments;
   i64 row_stride;
@@ -64,7 +64,7 @@ struct SigmoidLoss {
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
     prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 index, float product) {
-      positive[index] = scale * (double)product;
+      positive_logits[index] = scale * (double)product;
     });
 #pragma unroll
     for (int h = 0; h < 2; ++h) tile_sums[h] = RowSums{};
@@ -209,7 +209,7 @@ struct SigmoidLoss {
 };
 
 //   - row_factor [rows]: a_i of tiled/sigmoid.cu, which is already divided by the gradient divisor
-//   - positive [rows]: logits of positives without the bias
+//   - positive_logits [rows]: logits of positives without the bias
 //   - row_sums [ROW_SLOTS segments, row_stride]: (sum of losses, sum of P) over negatives, and with POSITIVE_IDS over
 //     positives by ids, too
 //   - row_moments (MOMENTS): sums of P x, in the layout of row_sums
@@ -219,14 +219,14 @@ __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
               const __grid_constant__ Block block, i64 segments,
-              const __grid_constant__ Scalar bias, const float* row_factor, double* positive,
+              const __grid_constant__ Scalar bias, const float* row_factor, double* positive_logits,
               float2* row_sums, i64 row_stride, const __grid_constant__ GradientBlock gradient_block,
               const __grid_constant__ TensorMap gradient_map, float* row_moments) {
   SweepShared<SigmoidLoss>& shared = sweep_shared<SigmoidLoss>();
   const Lane lane;
   const double scale = block.scale.get();
   SigmoidLoss::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
-  SigmoidLoss loss{block, lane, shared.consumer[lane.consumer & 1], row_factor, positive, row_sums,
+  SigmoidLoss loss{block, lane, shared.consumer[lane.consumer & 1], row_factor, positive_logits, row_sums,
                    row_moments, row_stride, GradientStrip(gradient_map, gradient_block, group.strips, lane),
                    scale, (float)logit_factor(scale * LOG2_E), (float)(bias.get() * LOG2_E)};
   sweep(shared, q, k, block, (int)segments, loss, lane);

@@ -190,7 +190,7 @@ __device__ __forceinline__ void store_sums(StripSums& sums, const Block& b, cons
 // Writes the partial sums of all tiles of the block (store_sums), and to `positive` [rows, set_size] the base-2 logits
 // of the positives in the block.
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
-lse(const __grid_constant__ Block block, double* positive, Real2* row_partials, i64 row_stride,
+lse(const __grid_constant__ Block block, double* positive_logits, Real2* row_partials, i64 row_stride,
     Real2* column_partials, i64 column_stride, Real* row_moments, Real* column_moments) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
@@ -205,7 +205,7 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_partials, 
     tile_product(x, pipeline, p);
     apply_norm_factors(x, shared, p);
     set_aside_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
-      positive[pair] = scale * (double)value;
+      positive_logits[pair] = scale * (double)value;
     });
     exclude_pairs(x, shared, block, tile, p);
     if (!sum_strip(x, c, sums, shared, p)) sum_strip_by_own_maxima(x, c, sums, shared, p);

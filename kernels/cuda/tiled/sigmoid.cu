@@ -69,7 +69,7 @@ __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, con
 // gradient block.
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias,
-        const Real* row_factor, double* positive, Real2* row_sums, i64 row_stride,
+        const Real* row_factor, double* positive_logits, Real2* row_sums, i64 row_stride,
         const __grid_constant__ GradientBlock gradient_block, Real* row_moments) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
@@ -84,7 +84,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     tile_product(x, pipeline, p);
     apply_norm_factors(x, shared, p);
     set_aside_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
-      positive[pair] = scale * (double)value;
+      positive_logits[pair] = scale * (double)value;
     });
     exclude_pairs(x, shared, block, tile, p);
     differentiate(x, s, shared, (Real)logit_factor(scale), (Real)bias.get(), p);

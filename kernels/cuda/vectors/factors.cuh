@@ -107,11 +107,12 @@ __device__ __forceinline__ double reference(double lse, double c, Real& h) {
   return (double)h * (c / rounded);
 }
 
-// Writes the factors of m rows and n columns, after `ranges`. With `rest`, the log-sum-exp that the rounded reference
-// exponent stands for:
-//   - a and v are factors divided by the gradient divisor, times 2^(rest - log-sum-exp), which corrects the rounding.
+// Writes the factors of m rows and n columns, after `ranges`. `represented_lse` is the log-sum-exp that the rounded
+// reference exponent stands for.
+//   - a and v are factors divided by the gradient divisor, times 2^(represented_lse - log-sum-exp). This power corrects
+//     the rounding.
 //   - If one exponential e = 2^(c x - row reference) serves both directions, u v e is the term of the column: u is
-//     2^(rest - middle), and v has `middle` in the place of `rest`.
+//     2^(represented_lse - middle), and v has `middle` in the place of `represented_lse`.
 extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 m, i64 n,
                                    const __grid_constant__ Scale scale, const Ranges* ranges,
                                    const __grid_constant__ FactorTargets out) {
@@ -119,16 +120,17 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
   const double c = scale.get() * LOG2_E, inverse_divisor = 1 / ranges->gradient_divisor;
   if (i < m) {
     Real h;
-    const double rest = reference(f.row_reference[i], c, h);
+    const double represented_lse = reference(f.row_reference[i], c, h);
     out.row_reference[i] = h;
-    out.a[i] = (Real)(f.row_factor[i] * exp2(rest - f.row_reference[i]) * inverse_divisor);
-    if (f.column_reference) out.u[i] = ranges->one_exponential ? (Real)exp2(rest - ranges->middle) : 0;
+    out.a[i] = (Real)(f.row_factor[i] * exp2(represented_lse - f.row_reference[i]) * inverse_divisor);
+    if (f.column_reference) out.u[i] = ranges->one_exponential ? (Real)exp2(represented_lse - ranges->middle) : 0;
   }
   if (f.column_reference && i < n) {
     Real h;
-    const double lse = f.column_reference[i], rest = reference(lse, c, h);
+    const double lse = f.column_reference[i], represented_lse = reference(lse, c, h);
     out.column_reference[i] = h;
-    out.v[i] = (Real)(f.column_factor[i] * exp2((ranges->one_exponential ? ranges->middle : rest) - lse) * inverse_divisor);
+    const double exponent = (ranges->one_exponential ? ranges->middle : represented_lse) - lse;
+    out.v[i] = (Real)(f.column_factor[i] * exp2(exponent) * inverse_divisor);
   }
 }
 

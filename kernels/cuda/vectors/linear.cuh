@@ -44,7 +44,7 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
   double mean = 0;  // of the logits of the row's positives
   i64 count = 0;
   for (i64 s = 0; s < set_size; ++s)
-    if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive[i * set_size + s]), ++count;
+    if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive_logits[i * set_size + s]), ++count;
   if (count) mean /= count;
   // Changes of the losses of row and column, of the gradient by log(scale), and of the sum of -dL/dx at the positives
   double loss = 0, column_term = 0, log_scale_grad = 0, at_positives = 0;

@@ -8,7 +8,7 @@
 extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
                                          const __grid_constant__ Scale scale, double* row_factor,
                                          double* losses, double* bias_grad,
-                                         double* log_scale_grad, double* positive,
+                                         double* log_scale_grad, double* positive_logits,
                                          const __grid_constant__ DefaultVectors defaults,
                                          double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -18,7 +18,7 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
   row_factor[i] = upstream[i] * scale.bare();
   losses[i] = bias_grad[i] = 0;
   if (log_scale_grad) log_scale_grad[i] = 0;
-  positive[i] = NAN_;
+  positive_logits[i] = NAN_;
 }
 
 // After the pass: the loss of a row becomes NaN if a feature of the row, or of any key, is not finite. (For losses with

@@ -48,8 +48,8 @@ struct Sums {
 // Adds the partial sums of one block of logits to the sums of n rows (or n columns), always in one order.
 //   - A slot is one partial sum of a row: (max, sum), and a moment unless `moments` is null. `partial_sums` and
 //     `moments` are [slots, stride], with one slot for each row.
-//   - The maxima, times c = scale log2(e), are base-2 logits. The maxima of tiled/lse.cu are products, and `scale` is
-//     the scale of the logits. The maxima of a sweep are base-2 logits already, so `scale` is ln 2, and c is 1.
+//   - The maxima, times maxima_scale log2(e), are base-2 logits. The maxima of tiled/lse.cu are products, and
+//     maxima_scale is the scale of exponents. The maxima of a sweep are base-2 logits, and maxima_scale is ln 2.
 //   - A moment is a sum of exponentials times products. exponent_scale log2(e) turns the products into exponents.
 //   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
 //   - If `written_tiles` is not null, the sums belong to columns of a sweep (sm90/sweep_lse.cu). Each thread block of
@@ -57,7 +57,7 @@ struct Sums {
 //     the tiles in the block's bits of `written_tiles`.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
-            const __grid_constant__ Scale scale, const __grid_constant__ Sums sums,
+            const __grid_constant__ Scale maxima_scale, const __grid_constant__ Sums sums,
             const u32* written_tiles,
             const Real* moments, const __grid_constant__ Scale exponent_scale) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
@@ -72,7 +72,7 @@ merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
     __syncthreads();  // the writes of writers[] and writer_count come before their reads
     slots = (i64)writer_count * 2;
   }
-  const double c = scale.get() * LOG2_E, c_moments = moments ? exponent_scale.get() * LOG2_E : 0;
+  const double c_maxima = maxima_scale.get() * LOG2_E, c_moments = moments ? exponent_scale.get() * LOG2_E : 0;
   Sum own_slots = {-INFINITY_, 0, 0};
   if (i < n) {
 #pragma unroll 4
@@ -80,7 +80,7 @@ merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
       const i64 slot = written_tiles ? (i64)writers[s / 2] * 2 + s % 2 : s;
       const Real2 partial = partial_sums[slot * stride + i];
       const double moment = moments ? c_moments * (double)moments[slot * stride + i] : 0;
-      own_slots = merge(own_slots, Sum{c * (double)partial.x, (double)partial.y, moment});
+      own_slots = merge(own_slots, Sum{c_maxima * (double)partial.x, (double)partial.y, moment});
     }
   }
   parts[part][lane] = own_slots;
@@ -149,14 +149,14 @@ struct DefaultVectors {
 // Before a log-sum-exp pass: sums of m rows and n columns become (-inf, 0, 0), and logits of positives [m, set_size]
 // become NaN, until the pass finds them. Pointers of `columns`, and `any_key_not_finite`, may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
-                                 const __grid_constant__ Sums columns, double* positive,
+                                 const __grid_constant__ Sums columns, double* positive_logits,
                                  i64 set_size, i64 m, i64 n,
                                  const __grid_constant__ DefaultVectors defaults,
                                  double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) {
     rows.set(i, {-INFINITY_, 0, 0});
-    for (i64 pair = i * set_size; pair < (i + 1) * set_size; ++pair) positive[pair] = NAN_;
+    for (i64 pair = i * set_size; pair < (i + 1) * set_size; ++pair) positive_logits[pair] = NAN_;
     defaults.write(i, m);
   }
   if (columns.max && i < n) columns.set(i, {-INFINITY_, 0, 0});
@@ -229,7 +229,7 @@ __device__ __forceinline__ double get_reference(double lse2) { return is_nothing
 
 struct FinalizeArguments {
   Sums rows, columns;                // complete; `columns` counts only if two_sided
-  double* positive;                  // [m, set_size] base-2 logits of positives, in the scale of exponents
+  double* positive_logits;           // [m, set_size] base-2 logits of positives, in the scale of exponents
   const i64* positives;              // [m, set_size] keys, -1 for none
   i64 set_size;                      // positives of a row, at most
   const double* upstream;            // [m] upstream gradients of the losses
@@ -240,9 +240,9 @@ struct FinalizeArguments {
   // symmetric: queries are keys. triangle: the pass has visited one triangle. lse_is_float: row_lse is float*
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // Results, [m] each; positive_gradient [m, set_size]. losses: with both directions, weighted. row_loss, column_loss:
-  // of one direction. References: log-sum-exps, base 2. log_scale_grad, positive_logit: null if not wanted
+  // of one direction. References: log-sum-exps, base 2. log_scale_grad, metrics_positive_logits: null if not wanted
   double *losses, *row_loss, *row_reference, *column_loss, *column_reference, *row_factor,
-      *column_factor, *positive_gradient, *log_scale_grad, *positive_logit;
+      *column_factor, *positive_gradient, *log_scale_grad, *metrics_positive_logits;
   void *row_lse, *column_lse;        // log-sum-exps, natural units: float if lse_is_float, else double
 };
 
@@ -279,7 +279,7 @@ __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const
 // a (f_s sigmoid(N - L) + 1 / count - f_s). Columns have no softmax. (More: kernels/targets.py)
 __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   const i64 set_size = f.set_size, *keys = f.positives + i * set_size;  // positives of this row, -1 for none
-  const double* exponents = f.positive + i * set_size;
+  const double* exponents = f.positive_logits + i * set_size;
   double* gradient = f.positive_gradient + i * set_size;
   // The base-2 logit of positive s, with margin and bias
   const auto biased = [&](i64 s) { return f.options.logit(exponents[s]) + f.options.bias(keys[s]); };
@@ -323,10 +323,10 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
   }
   const double scale = f.options.scale.bare(), upstream = f.upstream[i];
   const i64 partner = f.positives[i];
-  double positive = f.positive[i];
+  double positive = f.positive_logits[i];
   // A triangle has found the logit of the pair (i, partner) once, for the row of lower number
-  if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
-  if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
+  if (f.triangle && partner >= 0 && partner < i) f.positive_logits[i] = positive = f.positive_logits[partner];
+  if (f.metrics_positive_logits) f.metrics_positive_logits[i] = positive * f.options.to_logits();
   const DirectionLosses row = f.options.finalize_one(f.rows.get(i), positive, partner, f.options.bias(partner));
   const double a = upstream * (f.row_direction_weight * scale);
   double loss = f.row_direction_weight * row.loss, log_scale_grad = f.row_direction_weight * row.log_scale_grad;

@@ -23,7 +23,7 @@ def choose_method(call: Problem | Call) -> str:
     "fused"   one launch, for a small batch or if the caller asks for it
     "tiled"   passes over blocks, for other batches or if the caller asks for it
     "naive"   the whole matrix, if the caller asks for it, or asks for "fused" with an option that
-              the fused kernel lacks: it has `ids` and no other option (`plain`)
+              the fused kernel lacks: it has `normalize`, `ids`, and no other option (`plain`)
 
     ValueError for "fused" if the logits do not fit the workspace, or if `metrics` asks for ranks.
     """

@@ -219,7 +219,7 @@ class GradientRun(PassRun):
             converted = cupy.ndarray(destination.shape, destination.dtype, memory)
             self.finish(accumulator, rows, converted, rows.start)
             self.launcher.queue.copy(destination.data, converted.data, destination.nbytes)
-        # last, because the sums of the overlaid rows have filled the memory of these rows, too
+        # these rows come last: the memory of their gradients had sums of overlaid rows until now
         self.finish(accumulator, slice(accumulator.first_row, self.grid.columns[-1].stop), out)
 
     def finish(

@@ -70,7 +70,7 @@ class StatisticsRun(PassRun):
             # row i that the tiles below the diagonal leave empty
             column_side, column_slots = "row", 0
         arguments = {
-            "positive": address(stats.positive_logits, rows.start),
+            "positive_logits": address(stats.positive_logits, rows.start),
             "row_partials": parts["row_partials"], "row_moments": parts.get("row_moments"),
             "row_stride": m, "column_partials": parts.get(f"{column_side}_partials"),
             "column_moments": parts.get(f"{column_side}_moments"), "column_stride": n,
@@ -96,10 +96,11 @@ class StatisticsRun(PassRun):
         """
         n = rows.stop - rows.start
         # the maxima of portable kernels are products, the maxima of sweeps are base-2 logits
-        scale = self.exponent_scale if isinstance(self.shape, config.Tile) else BASE_2
+        maxima_scale = self.exponent_scale if isinstance(self.shape, config.Tile) else BASE_2
         self.launcher.launch_vectors(
             "merge_partial_sums", n, threads=4, partial_sums=self.parts[f"{side}_partials"],
-            moments=self.parts.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
+            moments=self.parts.get(f"{side}_moments"), slots=slots, stride=n, n=n,
+            maxima_scale=maxima_scale,
             exponent_scale=self.exponent_scale, sums=sums_fields(sums, rows.start),
             written_tiles=written_tiles,
         )  # fmt: skip

@@ -60,7 +60,7 @@ class OnlineRun(GradientRun):
             """Launch the sweep for query tiles (None: all); return its partial sums of a row."""
             arguments = {
                 "references": reference, "before": row_sum,
-                "positive": address(self.epilogue.positive_logits, start),
+                "positive_logits": address(self.epilogue.positive_logits, start),
                 "row_partials": self.partials, "row_stride": n, "row_moments": self.moments,
                 "visited_tiles": visited_tiles, **self.gradient_arguments(),
             }  # fmt: skip
@@ -99,7 +99,8 @@ class OnlineRun(GradientRun):
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
         self.launcher.launch_vectors(
             "end_online", n, reference=address(self.references, start),
-            rows=sums_fields(sums, start), positive=address(self.epilogue.positive_logits, start),
+            rows=sums_fields(sums, start),
+            positive_logits=address(self.epilogue.positive_logits, start),
             positives=address(self.problem.positives, start),
             upstream=address(self.problem.upstream, start),
             factor=address(self.buffers.query.factor, start), n=n,
@@ -144,7 +145,7 @@ class SigmoidRun(GradientRun):
         arguments = {
             "bias": self.buffers.scalars.bias,
             "row_factor": address(self.divided_row_factor, start),
-            "positive": address(epilogue.positive_logits, start), "row_sums": partials,
+            "positive_logits": address(epilogue.positive_logits, start), "row_sums": partials,
             "row_stride": n, "row_moments": moments,
         }  # fmt: skip
         if isinstance(self.shape, config.Sweep):

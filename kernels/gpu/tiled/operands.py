@@ -38,8 +38,8 @@ class Operand:
 class Features:
     """The features of queries or keys, and numbers that normalise their rows (`row_norms`).
 
-    Row i of unit norm is factor[i] 2^-exponent[i] times the features. Both are None if rows are not
-    normalised. Staged rows are divided by the power of two; the factors multiply products.
+    Row i of unit norm is factor[i] 2^-exponent[i] times the features. Both arrays are None if rows
+    are not normalised. Staged rows are divided by the power of two; the factors multiply products.
     """
 
     def __init__(
