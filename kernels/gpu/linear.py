@@ -176,7 +176,7 @@ def finalize_linear_terms(
     launcher.launch_vectors(
         "finalize_linear", m,
         g={"f": finalize_arguments, "label_smoothing": problem.label_smoothing,
-           "joint": problem.joint, "row_keys": max(1, n - problem.symmetric), "column_keys": m,
+           "joint": problem.joint, "row_keys": max(1, n - problem.symmetric), "column_queries": m,
            **vectors},
     )  # fmt: skip
     return terms

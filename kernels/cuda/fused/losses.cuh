@@ -6,16 +6,16 @@
 // --- phase 2 -----------------------------------------------------------------------------------------------
 
 // Computes the gap, log-sum-exp (natural units), reference and factor of a row or a column. Its negatives have the
-// largest product `max`, and `sum` is the sum of 2^(c (x - max)). `positive` is the product of its positive (null:
-// none). `weight` is the upstream gradient times the weight of the direction and the scale. With reference and factor,
-// dL/dx of a negative is factor 2^(c (x - reference)): reference is the log-sum-exp in the unit of products, rounded,
-// and factor is `weight`, corrected for this rounding.
-__device__ __noinline__ void finalize(double c, double max, double sum, const Real* positive,
+// largest product `max`, and `sum` is the sum of 2^(c (x - max)). `positive_product` is the product of its positive
+// (null: none). `weight` is the upstream gradient times the weight of the direction and the scale. dL/dx of a negative
+// is factor 2^(c (x - reference)): reference is the log-sum-exp in the unit of products, rounded, and factor is
+// `weight`, corrected for this rounding.
+__device__ __noinline__ void finalize(double c, double max, double sum, const Real* positive_product,
                                       double weight, double* gap, Real* lse, Real* reference,
                                       Real* factor) {
   const Sum negatives = {c * max, sum};
-  const DirectionLosses d = positive ? finalize_direction(negatives, c * (double)*positive)
-                               : without_positive(negatives);
+  const DirectionLosses d = positive_product ? finalize_direction(negatives, c * (double)*positive_product)
+                                              : without_positive(negatives);
   *gap = d.gap;
   *lse = (Real)(LN_2 * d.lse2);
   const double exact = d.lse2 / c;
@@ -31,20 +31,20 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
   const Team team(f.m, memory);
   for (i64 i = team.row; i < f.m; i += team.step) {
     const Real* x = f.x + i * f.n;
-    const i64 y = get_positive(f, i);
+    const i64 positive = get_positive(f, i);
     Real top = LOW;
 #pragma unroll 4
     for (i64 j = team.lane; j < f.n; j += team.lanes)
-      if (j != y && !excluded(f, i, j)) top = max_(top, x[j]);
+      if (j != positive && !excluded(f, i, j)) top = max_(top, x[j]);
     top = (Real)team.max(top);
     const Real shift = top == LOW ? 0 : top;
     double sum = 0;
 #pragma unroll 4
     for (i64 j = team.lane; j < f.n; j += team.lanes)
-      if (j != y && !excluded(f, i, j)) sum += exp2_(c * (x[j] - shift));
+      if (j != positive && !excluded(f, i, j)) sum += exp2_(c * (x[j] - shift));
     sum = team.sum(sum);
     if (team.lane == 0)
-      finalize(c2, top, sum, y < 0 ? nullptr : x + y,
+      finalize(c2, top, sum, positive < 0 ? nullptr : x + positive,
                get_upstream(f, i) * f.row_direction_weight * scale, f.row_gap + i,
                f.row_lse + i, f.row_reference + i, f.row_factor + i);
   }
@@ -126,49 +126,50 @@ __device__ void compute_row_losses(const Fused& f, const Slope& s, double scale,
   const Team team(f.m, memory);
   for (i64 i = team.row; i < f.m; i += team.step) {
     const Real* x = f.x + i * f.n;
-    const i64 y = get_positive(f, i);
+    const i64 positive = get_positive(f, i);
     double row_nan = 0;  // NaN if a feature of the row or of any key is not finite
     for (i64 j = team.lane; j < f.n; j += team.lanes) row_nan += f.column_nans[j];
     row_nan = team.sum(row_nan) + f.row_nans[i];
     if (f.known_row_nans) row_nan += f.known_row_nans[i];
 
-    // `here`: dL/dx at the positive. `dot`, `total`: sums of P_ij x_ij and of P_ij
-    double loss = 0, dot = 0, total = 0, here;
+    // at_positive: dL/dx at the positive. dot, total: sums of P_ij x_ij and of P_ij
+    double loss = 0, dot = 0, total = 0, at_positive;
     if (SIGMOID) {
-      const GapResult at = gap_result(-LOG2_E * (scale * (double)x[y] + bias));
-      here = -get_upstream(f, i) * scale * at.negative_probability;
+      const GapResult pair = gap_result(-LOG2_E * (scale * (double)x[positive] + bias));
+      at_positive = -get_upstream(f, i) * scale * pair.negative_probability;
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
-        if (j == y || excluded(f, i, j)) continue;
+        if (j == positive || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
         Real sigmoid_of_abs, log1p;
         sigmoid_parts(exp2_(-fabs(t) * (Real)LOG2_E), sigmoid_of_abs, log1p);
         loss += max_(t, 0) + log1p;
       }
-      loss = team.sum(loss) + at.loss;
+      loss = team.sum(loss) + pair.loss;
     } else {
       const GapResult row = gap_result(f.row_gap[i]);
       loss = f.row_direction_weight * row.loss;
-      here = -get_upstream(f, i) * f.row_direction_weight * scale * row.negative_probability;
+      at_positive = -get_upstream(f, i) * f.row_direction_weight * scale * row.negative_probability;
       if (TWO_SIDED) {
         const GapResult column = gap_result(f.column_gap[i]);
         loss += f.column_direction_weight * column.loss;
-        here -= get_upstream(f, i) * f.column_direction_weight * scale * column.negative_probability;
+        at_positive -= get_upstream(f, i) * f.column_direction_weight * scale * column.negative_probability;
       }
       if (SYMMETRIC)  // the pair counts for both its rows
-        here -= get_upstream(f, y) * f.row_direction_weight * scale * gap_result(f.row_gap[y]).negative_probability;
+        at_positive -= get_upstream(f, positive) * f.row_direction_weight * scale *
+                       gap_result(f.row_gap[positive]).negative_probability;
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + row_nan);
     if (!f.gradient) continue;
     Real* out = f.x + (f.m + i) * f.n;  // row i of P
     for (i64 j = team.lane; j < f.n; j += team.lanes) {
-      const Real p = j == y ? (Real)here : excluded(f, i, j) ? 0 : slope(f, s, i, j, x[j]);
+      const Real p = j == positive ? (Real)at_positive : excluded(f, i, j) ? 0 : slope(f, s, i, j, x[j]);
       out[j] = p;
-      if (j == y || p == 0) continue;
+      if (j == positive || p == 0) continue;
       dot += (double)p * (double)x[j];
       total += p;
     }
-    dot = team.sum(dot) + (y < 0 ? 0 : here * (double)x[y]);
-    total = team.sum(total) + here;
+    dot = team.sum(dot) + (positive < 0 ? 0 : at_positive * (double)x[positive]);
+    total = team.sum(total) + at_positive;
     if (team.lane == 0) {
       f.row_dot[i] = dot;
       f.row_sum[i] = total;

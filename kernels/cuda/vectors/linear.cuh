@@ -19,7 +19,7 @@ struct LinearFinalizeArguments {
   FinalizeArguments f;  // of `finalize`, whose results this kernel changes
   double label_smoothing;
   i64 joint;                                     // 1: rows i and i + m / 2 share one softmax
-  i64 row_keys, column_keys;                     // number of keys of a row, and of queries of a column
+  i64 row_keys, column_queries;                  // number of keys of a row, and of queries of a column
   const double *row_products, *column_products;  // query i times the sum of its keys; key i times the sum of its
                                                  // queries; null without label smoothing
   const i64* others;                             // other rows in the class of row i; 0 if the class has no sum
@@ -75,10 +75,10 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
     else if (f.symmetric && count) gradient_change += smoothing * f.row_factor[keys[0]];
     if (f.two_sided) {
       const double column_factor = f.column_factor[i];
-      column_term = any ? smoothing * (mean - (scale * g.column_products[i] - margins) / g.column_keys) : 0;
+      column_term = any ? smoothing * (mean - (scale * g.column_products[i] - margins) / g.column_queries) : 0;
       gradient_change += smoothing * column_factor;
-      at_positives += smoothing * column_factor * (1.0 / g.column_keys - 1);
-      g.column_linear[i] = smoothing * column_factor / g.column_keys;
+      at_positives += smoothing * column_factor * (1.0 / g.column_queries - 1);
+      g.column_linear[i] = smoothing * column_factor / g.column_queries;
       f.column_loss[i] += column_term;
     }
     for (i64 s = 0; s < set_size; ++s)

@@ -37,12 +37,13 @@ def find_ranges(
     `vectors` are `FACTOR_SOURCES` by name, of M rows and N columns, without those that the loss
     lacks. References are log-sum-exps in base 2. The fields of struct Ranges are
 
-    - gradient_divisor: a bound of abs(dL/dx) over `largest_element`. The bound is twice the largest
-      gradient at a positive, because dL/dx has a term of the row and a term of the column, each at
-      most the gradient at its positive; or 2^-60 of the largest factor if that is more, so that
-      factors over the divisor fit float32; with `by_factor`, at least twice the largest factor;
-      without `positive_gradient`, the largest factor. If the bound is below 1e-300 or not finite,
-      the divisor is 1.
+    - gradient_divisor: a bound of abs(dL/dx) over `largest_element`; 1 if the bound is below 1e-300
+      or not finite. The bound is the largest of these numbers:
+      twice the largest gradient at a positive, because dL/dx has a term of the row and a term of
+      the column, each at most the gradient at its positive;
+      2^-60 of the largest factor, so that factors over the divisor fit float32;
+      with `by_factor`, twice the largest factor;
+      without `positive_gradient`, the largest factor.
     - middle: halfway between the largest reference of a row and the smallest of a column
     - one_exponential: 1 if one exponential serves row and column of a logit. The largest reference
       of a row is then less than 40 above the smallest of a column, and 80 above that of a row.
