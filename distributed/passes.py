@@ -67,7 +67,7 @@ class PassesOverRanks:
         self.vectors, self.xp = vectors, vectors.xp
         # whether the positives of a rank's rows are its own keys: not in `info_nce` and `lit`
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
-        self.positives_are_local = pairs and not labelled
+        self.positives_are_own = pairs and not labelled
         m = len(problem.query)
         if gradients is not None and problem.scale_grad_from_dots:
             gradients.dots = vectors.zero_vector(m if gradients.want_query else partition.total)
@@ -102,7 +102,7 @@ class PassesOverRanks:
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         xp, positives = self.xp, problem.positives
-        if self.positives_are_local:
+        if self.positives_are_own:
             return per_key[positives - self.first_key]
         out = xp.zeros(positives.shape, per_key.dtype)
 
@@ -125,7 +125,7 @@ class PassesOverRanks:
             self._block(problem, keys, arrays, add, None)
 
         own = key_arrays(problem)
-        if self.positives_are_local:
+        if self.positives_are_own:
             own_keys = slice(self.first_key, self.first_key + len(problem.key))
             visit(Keys(True, own_keys, True, step=0, steps=1), own, [])
         else:
@@ -339,16 +339,16 @@ class PassesOverRanks:
         whether the block has logits."""
         is_local_block = keys.are_whole_shards and keys.are_own
         symmetric = problem.symmetric and is_local_block
-        no_local_positives = self.positives_are_local and not keys.are_own
+        lacks_positives = self.positives_are_own and not keys.are_own
         key_fields = dict(zip(key_array_names(problem), arrays, strict=False))
         if symmetric:
             key_fields["key"] = problem.query
         block = fast_replace(
             problem,
             **key_fields,
-            positives=self._block_positives(problem, keys, no_local_positives),
+            positives=self._block_positives(problem, keys, lacks_positives),
             key_shard=not is_local_block,
-            no_local_positives=no_local_positives,
+            lacks_positives=lacks_positives,
             symmetric=symmetric,
             column_direction_weight=problem.block_column_weight,
             progress=self._progress(problem, keys),
@@ -378,18 +378,18 @@ class PassesOverRanks:
             return epilogue.columns is not None
         return problem.compares_with_limits and isinstance(epilogue, SoftmaxGradient)
 
-    def _block_positives(self, problem: Problem, keys: Keys, no_local_positives: bool) -> Array:
+    def _block_positives(self, problem: Problem, keys: Keys, lacks_positives: bool) -> Array:
         """[M] or [M, P]: the `positives` of the block of these keys."""
         # kept for later blocks if all are -1, or if they are the positives of the local block
-        is_fixed = self.positives_are_local and (no_local_positives or keys.are_whole_shards)
+        is_fixed = self.positives_are_own and (lacks_positives or keys.are_whole_shards)
         known = self.known_positives if is_fixed else {}
-        if no_local_positives not in known:
-            known[no_local_positives] = self._index_among(keys, problem.positives)
-        return known[no_local_positives]
+        if lacks_positives not in known:
+            known[lacks_positives] = self._index_among(keys, problem.positives)
+        return known[lacks_positives]
 
     def _index_among(self, keys: Keys, positives: Array) -> Array:
         """The index of each positive among these keys; -1 for a positive that is another key."""
-        return self.vectors.local_positives(positives, keys.rows, self.key_count)
+        return self.vectors.positives_in_block(positives, keys.rows, self.key_count)
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
         report = problem.progress

@@ -69,7 +69,7 @@ class Problem:
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
     symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
     key_shard: bool = False  # `key` is a part of all keys; a positive outside of it is -1
-    no_local_positives: bool = False  # no positive is in `key`: all positives are -1
+    lacks_positives: bool = False  # no positive is in `key`: all positives are -1
     query_ids: Array = None  # [M] int64: pairs of equal ids are excluded, except for positives
     key_ids: Array = None  # [N] int64 ids of keys, likewise
     normalize: bool = False  # rows of `query` and `key` are divided by their norms

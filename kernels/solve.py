@@ -252,14 +252,14 @@ class Vectors:
             self.add(sums, other)
         to[...] = sums
 
-    def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
+    def positives_in_block(self, positives: Array, keys: slice, total: int = 0) -> Array:
         """The positives as indices within the range `keys`; -1 for a positive outside, and for -1.
         A range over ranks may go on from the last of `total` keys to key 0: then `keys.stop` is
         above `total`."""
-        local = positives - keys.start
-        local = self.xp.where(local < 0, local + total, local)
-        inside = (positives >= 0) & (local >= 0) & (local < keys.stop - keys.start)
-        return self.xp.where(inside, local, -1)
+        index = positives - keys.start
+        index = self.xp.where(index < 0, index + total, index)
+        is_inside = (positives >= 0) & (index >= 0) & (index < keys.stop - keys.start)
+        return self.xp.where(is_inside, index, -1)
 
     def direction(
         self, sums: Sums, positive: Array, decoupled: bool = False,

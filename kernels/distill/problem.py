@@ -40,7 +40,7 @@ def models(problem: TaughtProblem) -> tuple[Problem, Problem]:
     pass of each problem by its kernels.
     """
     values = {field.name: getattr(problem, field.name) for field in fields(Problem)}
-    values |= {"key_shard": True, "no_local_positives": True, "moments": False}
+    values |= {"key_shard": True, "lacks_positives": True, "moments": False}
     student = Problem(**values)
     teacher = fast_replace(
         student, query=problem.teacher_query, key=problem.teacher_key, scale=problem.teacher_scale

@@ -196,14 +196,14 @@ class QueuedVectors(VectorsOverRanks):
         self.launcher.launch_vectors("shard_positives", m, start=start, m=m, positives=positives)
         return positives
 
-    def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
+    def positives_in_block(self, positives: Array, keys: slice, total: int = 0) -> Array:
         n = len(positives)
-        local = cupy.empty(n, np.int64)
+        out = cupy.empty(n, np.int64)
         self.launcher.launch_vectors(
-            "local_positives", n, positives=positives, n=n, start=keys.start, stop=keys.stop,
-            total=total, local=local,
+            "positives_in_block", n, positives=positives, n=n, start=keys.start, stop=keys.stop,
+            total=total, out=out,
         )  # fmt: skip
-        return local
+        return out
 
     def add(self, sums: Array, other: Array) -> None:
         is_float = sums.dtype == np.float32

@@ -35,7 +35,7 @@ _empty_sums = cupy.ElementwiseKernel(
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
 # Merge sums in place (solve.Vectors.merge), without and with moments. `_within` gives the position
-# of a positive in a range of keys, or -1 (solve.Vectors.local_positives)
+# of a positive in a range of keys, or -1 (solve.Vectors.positives_in_block)
 _merge_sums = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum", "float64 max, float64 sum",
     """
@@ -57,10 +57,10 @@ _merge_moments = cupy.ElementwiseKernel(
     "infonce_merge_moments", preamble=_DIRECTION_LOSSES,
 )  # fmt: skip
 _within = cupy.ElementwiseKernel(
-    "int64 positive, int64 start, int64 stop, int64 total", "int64 local",
+    "int64 positive, int64 start, int64 stop, int64 total", "int64 index",
     """
     const long long at = positive - start + (positive < start ? total : 0);
-    local = positive >= 0 && at >= 0 && at < stop - start ? at : -1;
+    index = positive >= 0 && at >= 0 && at < stop - start ? at : -1;
     """,
     "infonce_within",
 )  # fmt: skip
@@ -101,7 +101,7 @@ class ElementwiseVectors(two_passes.Vectors):
         else:
             _merge_moments(*other.arrays, *sums.arrays)
 
-    def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
+    def positives_in_block(self, positives: Array, keys: slice, total: int = 0) -> Array:
         return _within(positives, keys.start, keys.stop, total)
 
     def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:

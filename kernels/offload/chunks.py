@@ -65,9 +65,9 @@ class SideRows:
 
     def part(self, rows: slice) -> SideRows:
         """The part with `rows`, which are numbers of rows of the whole side."""
-        local = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-        gradient = None if self.gradient is None else self.gradient[local]
-        return SideRows(rows, [z[local] for z in self.arrays], gradient)
+        own_rows = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+        gradient = None if self.gradient is None else self.gradient[own_rows]
+        return SideRows(rows, [z[own_rows] for z in self.arrays], gradient)
 
 
 class Arrivals:

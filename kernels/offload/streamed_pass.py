@@ -248,21 +248,21 @@ class StreamedPass:
         symmetric = keys is None
         keys = keys or replace(queries, gradient=None)
         rows, columns = queries.rows, keys.rows
-        diagonal, no_local = rows == columns, problem.no_local_positives
+        diagonal, lacks_positives = rows == columns, problem.lacks_positives
         if self.context.on_diagonal:
-            no_local = no_local or are_disjoint(rows, columns)
+            lacks_positives = lacks_positives or are_disjoint(rows, columns)
 
         query_name, key_name = problem.auxiliary_names
         block = fast_replace(
             problem,
             **dict(zip(("query", query_name), queries.arrays, strict=False)),
             **dict(zip(("key", key_name), keys.arrays, strict=False)),
-            positives=self.device.vectors.local_positives(problem.positives[rows], columns),
+            positives=self.device.vectors.positives_in_block(problem.positives[rows], columns),
             **parts(problem, QUERY_VECTORS, rows),
             **parts(problem, KEY_VECTORS, columns),
             symmetric=symmetric,
             key_shard=problem.key_shard or not diagonal,
-            no_local_positives=no_local,
+            lacks_positives=lacks_positives,
             column_direction_weight=problem.block_column_weight,
             workspace=self.context.layout.block_bytes,
             # `leave` adds linear terms, `between_passes.OwnNegatives` computes own negatives

@@ -43,7 +43,7 @@ def test_blocks_of_many_ranks(
             query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
             positives=cupy.asarray(positives), column_direction_weight=0.5 * pairs,
             bias=-10.0 if sigmoid else None, symmetric=symmetric, key_shard=not own,
-            no_local_positives=not own,
+            lacks_positives=not own,
             compute_precision=precision, scalar_grads=True, moments=True,
         )  # fmt: skip
 
@@ -109,7 +109,7 @@ def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool =
     problem = problems.Problem(
         query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
         positives=cupy.full(m, -1), column_direction_weight=0.5, key_shard=True,
-        no_local_positives=True,
+        lacks_positives=True,
         compute_precision="bf16", scalar_grads=True, moments=True,
     )  # fmt: skip
     vectors = ElementwiseVectors()

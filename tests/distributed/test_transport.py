@@ -367,7 +367,7 @@ def test_partition() -> None:
     shards = Partition([3, 0, 2])
     assert (shards.total, shards.largest, shards.starts) == (5, 3, [0, 3, 3, 5])
     rows = np.array([0, 4, 2, 3])
-    local = [Vectors(np).local_positives(rows, shard).tolist() for shard in shards.piece(0, 1)]
+    local = [Vectors(np).positives_in_block(rows, shard).tolist() for shard in shards.piece(0, 1)]
     assert local == [[0, -1, 2, -1], [-1] * 4, [-1, 1, -1, 0]]
     pieces = [shards.piece(j, 2) for j in range(2)]
     assert pieces[0] == [slice(0, 1), slice(3, 3), slice(3, 4)]

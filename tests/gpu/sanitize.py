@@ -208,7 +208,7 @@ def steps_over_ranks() -> None:
     problem = check(CLIP, [z, z], None, None, {"scale": 1.0}, False).problem
     vectors = QueuedVectors(problem, Queue())
     own = vectors.shard_positives(5, 67)
-    local = vectors.local_positives(own, slice(60, 75), 75)
+    local = vectors.positives_in_block(own, slice(60, 75), 75)
     assert local.tolist() == [-1] * 55 + list(range(12))
     sums = Sums(cupy.zeros(67), cupy.ones(67))
     vectors.merge(sums, Sums(cupy.ones(67), cupy.ones(67)))

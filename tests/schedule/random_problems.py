@@ -194,7 +194,7 @@ class Drawing:
             problem.key, own, loss = self.matrix(n, d, problem.query.dtype.name), False, "both"
         if problem.symmetric:
             problem.symmetric, problem.column_direction_weight = own, problem.row_direction_weight
-        problem.key_shard, problem.no_local_positives = not own, not own and self.some(2)
+        problem.key_shard, problem.lacks_positives = not own, not own and self.some(2)
         if problem.compares_with_limits:
             problem.query_limits = self.vector(m)
             problem.key_limits = self.vector(n) if own or loss == "both" else None

@@ -196,12 +196,12 @@ def follow(step: Any, case: Any) -> list[str | None]:  # for each rank, its erro
 
 @contextmanager
 def watched_blocks() -> Iterator[set[bool]]:
-    """Context: collects and checks `Problem.no_local_positives` of the blocks that are computed."""
+    """Context: collects and checks `Problem.lacks_positives` of the blocks that are computed."""
     seen, start = set(), CPU.__init__
 
     def watched(self: CPU, problem: Problem, *gradients: Any) -> None:
-        assert not (problem.no_local_positives and np.any(problem.positives >= 0))
-        seen.add(problem.no_local_positives)
+        assert not (problem.lacks_positives and np.any(problem.positives >= 0))
+        seen.add(problem.lacks_positives)
         start(self, problem, *gradients)
 
     with patch.object(CPU, "__init__", watched):

@@ -8,16 +8,16 @@ extern "C" __global__ void shard_positives(i64 start, i64 m, i64* positives) {
   if (i < m) positives[i] = start + i;
 }
 
-// From indices of the whole batch to indices of a shard, which has the keys start .. stop - 1: local[i] is
+// From indices of the whole batch to indices of a shard, which has the keys start .. stop - 1: out[i] is
 // positives[i] - start, or -1 if the positive is not in the shard. `stop` may exceed the number `total` of all keys:
 // after the last key comes key 0. Each row has a positive (>= 0), because only plans with `shard_positives` launch this
 // kernel.
-extern "C" __global__ void local_positives(const i64* positives, i64 n, i64 start, i64 stop, i64 total,
-                                           i64* local) {
+extern "C" __global__ void positives_in_block(const i64* positives, i64 n, i64 start, i64 stop, i64 total,
+                                              i64* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
   const i64 at = positives[i] - start + (positives[i] < start ? total : 0);
-  local[i] = at >= 0 && at < stop - start ? at : -1;
+  out[i] = at >= 0 && at < stop - start ? at : -1;
 }
 
 // Merges `other`, the sums of the same n rows over other keys, into `sums`.

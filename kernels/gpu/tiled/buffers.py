@@ -223,7 +223,7 @@ class Buffers:
             zeros = launcher.queue.zeroed_array(n + 1, np.int64)
             end, taken = zeros[:n], zeros[n:]
             begin, order = end, taken  # without positives among these keys: empty lists
-            if not problem.no_local_positives:
+            if not problem.lacks_positives:
                 begin, order = cupy.empty(n, np.int64), cupy.empty(m, np.int64)
                 launcher.launch_vectors("count_queries", m, positives=positives, m=m, end=end)
                 launcher.launch_vectors("place_queries", n, n=n, begin=begin, end=end, taken=taken)
