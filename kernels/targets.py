@@ -97,7 +97,7 @@ def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
 
     `false_negative_margin` has limits of the loss's own dot products, a guide has limits of the
     guide's. Column j has the limit of row j: key j is the positive of query j, or, if queries are
-    the keys, columns are rows.
+    the keys, columns are rows. `vectors.find_limits` is `find_limits`, or a kernel on a GPU.
     """
     columns_have_limits = problem.symmetric or problem.two_sided
     limit_vectors: dict[str, Any] = {}

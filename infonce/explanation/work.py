@@ -71,9 +71,13 @@ def _count_guide_work(
         for column_block in scheduled.grid.visits(row_block):
             columns = scheduled.grid.columns[column_block]
             m, n = rows.stop - rows.start, columns.stop - columns.start
-            flops += 2.0 * m * n * operands.width / operands.item * PART_PRODUCTS[operands.parts]
+            flops += (
+                2.0 * m * n * operands.part_bytes / operands.item * PART_PRODUCTS[operands.parts]
+            )
             # features of the guide are read, and marks, of one bit, are written
-            moved += (m + n) * operands.width * operands.parts + guide.marks_per_pair * m * n / 8
+            moved += (
+                m + n
+            ) * operands.part_bytes * operands.parts + guide.marks_per_pair * m * n / 8
     blocks, seconds = len(scheduled.grid), _seconds(gpu, operands.precision, flops, moved)
     tile, kernel = (shape.query_tile_rows, shape.block_n), guide.kernel.file.removesuffix(".cu")
     return Work(name, kernel, tile, scheduled.grid.largest, blocks, blocks, flops, moved, seconds)
@@ -93,7 +97,7 @@ def _kernel_and_products(
     is_gradient = scheduled.purpose is Purpose.GRADIENT
     # the logits of a teacher are computed by the same launches
     teacher = schedule.teacher
-    teacher_row_bytes = 0 if teacher is None else teacher.width * teacher.parts
+    teacher_row_bytes = 0 if teacher is None else teacher.part_bytes * teacher.parts
     cublas_products = _Products(operands)
     for row_block, rows in enumerate(scheduled.grid.rows):
         for column_block in scheduled.grid.visits(row_block):
@@ -104,7 +108,7 @@ def _kernel_and_products(
             is_cached = is_gradient and columns.stop <= schedule.cached_columns
             computed_logits += 0 if is_cached else m * n / (2 if is_halved else 1)
             cached_bytes += m * n * item_bytes * is_cached
-            read_bytes += (m + n) * (operands.width * operands.parts + teacher_row_bytes)
+            read_bytes += (m + n) * (operands.part_bytes * operands.parts + teacher_row_bytes)
             # a block of one pass has a second launch, `check_references`
             launches += 1 + (scheduled.purpose is Purpose.ONE_PASS)
             if scheduled.dq_accumulator is not None and not scheduled.in_registers:
@@ -115,11 +119,14 @@ def _kernel_and_products(
             dq_is_whole_gradient = schedule.call.symmetric and rows == columns
             needs_dk = scheduled.dk_accumulator is not None and not dq_is_whole_gradient
             if needs_dk and not scheduled.in_registers:
-                cublas_products.add(m, n, scheduled.dk_accumulator.first_row - columns.start, True)
+                border = scheduled.dk_accumulator.first_row - columns.start
+                cublas_products.add(m, n, border, is_key_side=True)
     writes_blocks = scheduled.gradients and not scheduled.in_registers
     written_bytes = computed_logits * item_bytes if writes_blocks else 0
     written_bytes += schedule.cached[0].bytes if scheduled.caching_kernel else 0
-    features = (operands.width + (0 if teacher is None else teacher.width)) / operands.item
+    features = (
+        operands.part_bytes + (0 if teacher is None else teacher.part_bytes)
+    ) / operands.item
     # a kernel that keeps dL/dx in registers computes a second matrix product, which gives dQ
     kernel_products = 1 + scheduled.in_registers
     flops = 2.0 * computed_logits * features * PART_PRODUCTS[operands.parts] * kernel_products
@@ -145,14 +152,15 @@ class _Products:
     def __init__(self, operands: Operands) -> None:
         self.operands, self.number, self.flops, self.bytes = operands, 0, 0.0, 0.0
 
-    def add(self, m: int, n: int, border: int, is_key_side: bool, dq_copies: int = 1) -> None:
+    def add(self, m: int, n: int, border: int, *, is_key_side: bool, dq_copies: int = 1) -> None:
         """Add the products of a block of m x n logits that compute dK (`is_key_side`) or dQ.
 
         `border`: the first key whose accumulator is in the workspace, counted from the first key of
-        the block; keys before it have another accumulator.
+        the block. A border within the block divides the products (`divide_keys`); a border at its
+        first key, or outside, divides nothing.
         `dq_copies`: partial sums of dQ that are computed at once.
         """
-        precision, width = self.operands.precision, self.operands.gradient_width
+        precision, width = self.operands.precision, self.operands.gradient_features
         sum_bytes, item_bytes = config.ACCUMULATOR_BYTES[precision], self.operands.item
         for keys in divide_keys(m, n, width, precision, border):
             rows, terms = m, keys.stop - keys.start
@@ -183,6 +191,6 @@ def _count_one_launch_work(schedule: Schedule, gpu: DeviceModel) -> Work:
 
 def _seconds(gpu: DeviceModel, precision: str, flops: float, moved: float) -> float:
     """The least time of a step: of its operations or of its bytes, whichever takes longer."""
-    # precisions without a rate of their own multiply 16-bit operands
+    # precisions without a rate of their own multiply operands of 16 bits, at the rate of these
     rate = gpu.flops.get(precision, gpu.flops["16 bits"])
     return max(flops / rate, moved / gpu.bandwidth)

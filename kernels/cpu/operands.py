@@ -168,7 +168,8 @@ def not_finite(features: Array) -> Array:
 def find_norms(features: Array, dtype: np.dtype[Any]) -> Norms:
     """The norms of rows, for products in `dtype`.
 
-    A float64 row with a squared norm outside of `SAFE_SQUARES` is divided by a power of two first.
+    Squares are added up in float64. A float64 row with a squared norm outside of `SAFE_SQUARES` is
+    divided by a power of two first. Squares of narrower features stay within float64's range.
     """
     squares = np.empty(len(features))
     for rows, z in Side(features, DTYPES["fp64"], None).blocks():
@@ -261,7 +262,7 @@ def unit_rows(z, least, largest, out, inverse):  # type: ignore[no-untyped-def]
 
 @compiled
 def normalize_rows(z, inverse_norms):  # type: ignore[no-untyped-def]
-    """z_i <- z_i / |z_i|, in float64, because the scale multiplies the rounding error."""
+    """z_i <- z_i * inverse_norms_i, in float64: the scale multiplies the rounding error."""
     wide_vectors()
     for i in range(z.shape[0]):
         row, inverse = z[i], inverse_norms[i]

@@ -188,7 +188,8 @@ class RowBlockOrder:
             self._condition.notify_all()
 
     def cancel(self) -> None:
-        """Stop all workers: each raises `Cancelled` at its next wait."""
+        """Stop all workers: each raises `Cancelled` at its next wait or next tile
+        (`Worker.run_row_block`)."""
         with self._condition:
             self.cancelled = True
             self._condition.notify_all()

@@ -67,9 +67,10 @@ def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Cla
     - [N] float64 1.0 for a row that has a positive, otherwise 0.0.
 
     The number of classes stays on the device. Only classes of 3 rows or more (2 if `decoupled`)
-    have sums, so there are at most N / 3 (N / 2) segments. In a class of two, the only other row is
-    the positive, and needs no sum; but if `decoupled`, the softmax leaves out all positives. A row
-    with a negative label is a class by itself. `unsigned`: labels are the bits of unsigned
+    have sums, so there are at most N / 3 (N / 2) segments, rounded up. `find_classes` of labels.cu
+    numbers them without counting; some numbers have no class. In a class of two, the only other row
+    is the positive, and needs no sum; but if `decoupled`, the softmax leaves out all positives. A
+    row with a negative label is a class by itself. `unsigned`: labels are the bits of unsigned
     integers, and none is negative.
     """
     least_rows = 2 if decoupled else 3

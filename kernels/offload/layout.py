@@ -106,10 +106,11 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     A chunk has at most MOST_WAVES * WAVE_ROWS rows. A side of FEWEST_CHUNKS * WAVE_ROWS rows or
     more has at least FEWEST_CHUNKS chunks. Reason: the first copy precedes all products, and the
     last copy follows them, so no product hides these two copies.
-    If the smaller side fits with its gradient, it stays in all passes. Otherwise a quarter of the
-    workspace is for rows that stay: of the side whose gradient a pass computes, so that the
-    gradient is complete before it leaves the device. ValueError if there would be too many chunks
-    (`grid.has_few_blocks`).
+    If the smaller side fits with its gradient, beside a chunk of WAVE_ROWS rows of the other side,
+    it stays in all passes. Otherwise a quarter of the workspace is for rows that stay: of the side
+    whose gradient a pass computes, so that the gradient is complete before it leaves the device.
+    (If a quarter has room for the whole smaller side, that side stays, too.) ValueError if there
+    would be too many chunks (`grid.has_few_blocks`).
     """
     (m, n, _), workspace = problem.shape, problem.workspace
     row = row_bytes(problem, gradients)
@@ -133,7 +134,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
         if rows < least_rows:
             least_bytes = least_workspace(least_rows, row)
             raise make_workspace_error(problem.shape, least_bytes, workspace)
-    chunk_rows = max(least_rows, _even_step(larger, rows))
+    chunk_rows = max(least_rows, _equal_chunk_rows(larger, rows))
     if not smaller_side_stays:
         room = workspace - chunk_rows * bytes_per_row
         staying_rows = min(smaller, room // row.staying_bytes // chunk_rows * chunk_rows)
@@ -167,7 +168,7 @@ def room_for_blocks(problem: Problem, gradients: Gradients | None) -> int:
     return left if 2 * left >= problem.workspace else 0
 
 
-def _even_step(n: int, limit: int) -> int:
+def _equal_chunk_rows(n: int, limit: int) -> int:
     """Rows of a chunk, at most `limit`, such that n rows are divided into chunks of equal size."""
     rows = -(-n // -(-n // max(1, limit)))
     if rows <= CHUNK_ROW_MULTIPLE:

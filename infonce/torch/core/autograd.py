@@ -295,7 +295,7 @@ class _LossNode(_ReverseModeOnly):
         if wanted:
             call.copy_arrays()
             ctx.call, ctx.dtypes = call, [None if x is None else x.dtype for x in inputs]
-            untracked = call.untracked
+            untracked = call.untracked  # tensors that need no gradient, such as labels and weights
             ctx.has_untracked = untracked is not NO_TENSORS
             ctx.save_for_backward(*(untracked if ctx.has_untracked else ()), *inputs)
         return result.loss

@@ -234,6 +234,8 @@ struct Limits : Option<Limits> {
     return x > p.rows.row_limits[p.row];
   }
 #elif LIMITS == 2
+  // `excluded` is for portable kernels (`exclude_in_tile`): a pair that neither softmax has. The functions after it
+  // decide for one softmax.
   template <int N>
   struct ColumnValues { alignas(16) Real column_limits[N]; };
   template <class To, class From, class Copy>

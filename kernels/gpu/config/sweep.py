@@ -33,6 +33,8 @@ VECTOR_BYTES = 1024  # a vector of real numbers: 4 bytes x 128 columns of a tile
 IDS_AND_FACTORS_BYTES = 3 * 1024  # ids (8 bytes) and norm factors (4 bytes), for both consumers
 NAME_BYTES = 2 * VECTOR_BYTES  # a vector of groups or positive ids: 8 bytes x 128 x 2
 BARRIER_BYTES = 256
+# The most stages; for a sweep with dL/dx in registers, the most key tiles that stages hold
+MAX_STAGES, MAX_KEY_TILES = 8, 6
 LEAST_TEACHER_STAGES = 4  # of a sweep with a teacher: with fewer, products wait for their keys
 # The time to begin and end a query tile, relative to the time of the products of one K-slice
 QUERY_TILE_COST = 14.0
@@ -92,10 +94,10 @@ class Sweep:
         that caches exponentials does both. The kernel of a guide does neither.
         """
         free_bytes = self.shared_memory - self.reserved(gradient, sums) - self.query_tile_bytes
-        if self.in_registers:  # stages for up to 6 whole key tiles
-            key_tiles = min(6, free_bytes // self.stage_bytes // self.k_slices)
+        if self.in_registers:  # whole key tiles, because each is read by two products
+            key_tiles = min(MAX_KEY_TILES, free_bytes // self.stage_bytes // self.k_slices)
             return key_tiles * self.k_slices
-        stages = min(8, free_bytes // self.stage_bytes)
+        stages = min(MAX_STAGES, free_bytes // self.stage_bytes)
         # STREAMED sweeps multiply both parts of the same features together, from two adjacent
         # stages. All other sweeps multiply the K-slices of one stage at a time
         return stages // 2 * 2 if self.residency is Residency.STREAMED else stages

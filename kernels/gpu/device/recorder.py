@@ -153,7 +153,8 @@ class Recorder(Queue):
     def stand_in(self, array: Array) -> Array:
         """An array like `array`, a caller's, at a placeholder address: the call's next array.
 
-        The placeholder address equals the address of `array` modulo `ADDRESS_MODULUS`.
+        The placeholder address equals the address of `array` modulo `ADDRESS_MODULUS`. So recorded
+        offsets contain this remainder, and `Plan._starts` leaves it off.
         """
         memory = self.malloc(SPACING // 2).mem
         pointer = cupy.cuda.MemoryPointer(memory, array.data.ptr % ADDRESS_MODULUS)

@@ -37,7 +37,7 @@ class TeacherOperands:
     def __init__(self, problem: Problem, operands: Operands, buffers: Buffers) -> None:
         launcher = buffers.launcher
         side = launcher, problem.normalize, buffers.real
-        self.width = operands.width  # bytes of a row in products, in each part
+        self.part_bytes = operands.part_bytes
         self.query = OperandSide(*side, problem.query, operands.query)
         self.key = OperandSide(*side, problem.key, operands.key)
         self.feature_divisors = find_feature_divisors(
@@ -126,7 +126,7 @@ class DistillationRun(GradientRun):
         query, key = self.teacher_operands(rows, columns)
         item, teacher = self.buffers.operands.item, self.teacher
         teacher_block = self.block_fields(rows, columns, False) | {
-            "q": query.fields(item), "k": key.fields(item), "width": teacher.width,
+            "q": query.fields(item), "k": key.fields(item), "width": teacher.part_bytes,
             "scale": teacher.exponent_scale,
         }  # fmt: skip
         arguments = {

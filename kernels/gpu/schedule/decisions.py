@@ -222,13 +222,13 @@ def choose_sweeps(
     """
     if teacher is not None:
         sweep = config.teacher_sweep(
-            operands.precision, operands.width, teacher.width, device, call.normalize
+            operands.precision, operands.part_bytes, teacher.part_bytes, device, call.normalize
         )
         return sweep, None
     ids_or_factors = call.normalize or call.ids
     sweep = config.sweep_for(
-        operands.precision, operands.width, device, ids_or_factors, call.moments, call.real_count,
-        call.integer_count,
+        operands.precision, operands.part_bytes, device, ids_or_factors, call.moments,
+        call.real_count, call.integer_count,
     )  # fmt: skip
     if not (call.symmetric and call.gradient):
         return sweep, None
@@ -247,7 +247,7 @@ def choose_teacher(call: Call, operands: Operands) -> Operands:
         choose_rows(call, z, operands.precision) for z in (call.teacher_query, call.teacher_key)
     )
     return replace(
-        operands, query=query, key=key, width=product_bytes(operands.precision, query, key)
+        operands, query=query, key=key, part_bytes=product_bytes(operands.precision, query, key)
     )
 
 
@@ -376,7 +376,7 @@ def accumulates_in_place(out: Matrix, operands: Operands) -> bool:
     """Whether gradients can accumulate in their destination `out`."""
     return (
         out.dtype == operands.accumulator_dtype and out.has_aligned_rows
-        and out.columns == operands.gradient_width and out.column_stride == ITEM[out.dtype]
+        and out.columns == operands.gradient_features and out.column_stride == ITEM[out.dtype]
     )  # fmt: skip
 
 
@@ -389,7 +389,7 @@ def overlay_bytes(out: Matrix | None, operands: Operands) -> int:
     """
     if out is None or not out.is_contiguous or out.offset:
         return 0
-    accumulator_row_bytes = operands.gradient_width * ITEM[operands.accumulator_dtype]
+    accumulator_row_bytes = operands.gradient_features * ITEM[operands.accumulator_dtype]
     return out.row_bytes if out.row_bytes <= accumulator_row_bytes else 0
 
 

@@ -57,7 +57,7 @@ def divide_keys(rows: int, keys: int, width: int, precision: str, border: int = 
     2. As many of the other keys as fill multiples of `WHOLE_BYTES`.
     3. The rest, for large products only. Otherwise range 2 has all keys from `border` on.
 
-    `width`: features of a row (`Operands.gradient_width`).
+    `width`: features of a row (`Operands.gradient_features`).
     """
     rest = 0
     border = min(max(border, 0), keys)

@@ -36,8 +36,8 @@ class Operands:
     precision: str
     query: OperandRows
     key: OperandRows
-    width: int  # bytes of one part of a row in the products that compute logits
-    gradient_width: int  # features of a row in the products that compute dQ and dK
+    part_bytes: int  # bytes of one part of a row in the products that compute logits
+    gradient_features: int  # features of a row in the products that compute dQ and dK
     staged_copy_bytes: int  # bytes of copies of all rows (`Reading.ONCE`); 0: there are none
 
     @property

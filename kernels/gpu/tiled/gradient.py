@@ -81,7 +81,7 @@ class GradientRun(PassRun):
             return None
         if rows.in_place:
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
-        overlay, width, real = None, self.buffers.operands.gradient_width, self.buffers.real
+        overlay, width, real = None, self.buffers.operands.gradient_features, self.buffers.real
         if rows.overlaid:
             overlay = Accumulator(cupy.ndarray((rows.overlaid, width), real, out.data), width, 0)
         shape = rows.dq_copies, rows.rows, width
@@ -149,8 +149,9 @@ class GradientRun(PassRun):
 
     def divide_keys(self, border: int = 0) -> list[slice]:
         """The keys of the block in ranges, each with its own products (`schedule.divide_keys`)."""
-        operands, rows, keys = self.buffers.operands, self.query_operand.rows, self.key_operand.rows
-        return schedule.divide_keys(rows, keys, operands.gradient_width, operands.precision, border)
+        rows, keys, operands = self.query_operand.rows, self.key_operand.rows, self.buffers.operands
+        d = operands.gradient_features
+        return schedule.divide_keys(rows, keys, d, operands.precision, border)
 
     def add_product(
         self, op: int, keys: slice, features: Operand, accumulator: Accumulator, row: int,
@@ -167,7 +168,7 @@ class GradientRun(PassRun):
         if op == OP_T:
             n, k, first_feature_row = k, n, 0
         operands, real, block = self.buffers.operands, self.buffers.real, self.gradient_block
-        precision, item, width = operands.precision, operands.item, operands.gradient_width
+        precision, item, width = operands.precision, operands.item, operands.gradient_features
         operand_type = ELEMENT_TYPE[precision]
         sum_type = ELEMENT_TYPE["fp64" if precision == "fp64" else "fp32"]
         term_stride = 1 if op == OP_N else block.stride  # elements of P from term to term

@@ -108,7 +108,7 @@ class Guide:
         mark_fields = {"row_marks": parts["row_marks"], "column_marks": parts.get("column_marks")}
         row_limits, column_limits = self.limits
         block = {
-            "q": query.fields(item), "k": key.fields(item), "width": self.operands.width,
+            "q": query.fields(item), "k": key.fields(item), "width": self.operands.part_bytes,
             "row_tiles": -(-query.rows // shape.query_tile_rows),
             "column_tiles": -(-key.rows // shape.block_n), "scale": NATURAL,
             "row_limits": address(row_limits, rows.start),

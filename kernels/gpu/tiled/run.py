@@ -91,7 +91,7 @@ class PassRun:
         fields = {
             "q": self.query_operand.fields(operands.item),
             "k": self.key_operand.fields(operands.item),
-            "width": operands.width, "first_row": rows.start, "first_column": columns.start,
+            "width": operands.part_bytes, "first_row": rows.start, "first_column": columns.start,
             "row_tiles": -(-self.query_operand.rows // shape.query_tile_rows),
             "column_tiles": -(-self.key_operand.rows // shape.block_n),
             "positives": address(problem.positives, rows.start), "set_size": problem.set_size,
