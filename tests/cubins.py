@@ -54,16 +54,19 @@ def record(path: Path, options: list[str]) -> int:
 
 
 def without_names(cubin: bytes) -> bytes:
-    """The sections of an ELF file but those of symbols and their names."""
+    """The sections of an ELF file, sorted, but those of symbols and their names. The compiler sorts
+    functions by name, so a new name moves a section."""
     start, size, count = (  # of the table of sections, one of its entries, the number of entries
         *struct.unpack_from("<Q", cubin, 0x28),
         *struct.unpack_from("<2H", cubin, 0x3A),
     )
     headers = [struct.unpack_from("<2I4Q", cubin, start + i * size) for i in range(count)]
     return b"".join(
-        cubin[offset : offset + length]
-        for _, kind, _, _, offset, length in headers
-        if kind not in NAMES
+        sorted(
+            cubin[offset : offset + length]
+            for _, kind, _, _, offset, length in headers
+            if kind not in NAMES
+        )
     )
 
 
