@@ -106,8 +106,9 @@ def raise_first_failure(failures: Sequence[Failure], own_error: Exception | None
 def require_equal_values(values_by_rank: Sequence[Sequence[bytes]]) -> None:
     """Raise an `AgreedError` that names the first value in which a rank differs from rank 0.
 
-    Each rank has one or more pickled dictionaries of values by name. A later dictionary (of
-    scalars) replaces values of the dictionary before it, which has None in their places.
+    Each rank has pickled dictionaries of values by name: the values of the kind of call, with None
+    in the places of scalars, and then the scalars. Temperatures are not compared: scales are
+    (`TEMPERATURES`).
     """
     for rank, packed in enumerate(values_by_rank):
         if packed == values_by_rank[0]:
@@ -187,7 +188,7 @@ def agree_on_schedule(
        assumption. Any other rank reports only its numbers of rows. All ranks exchange these
        messages.
     2. If all reports equal those of the last call, the ranks compare only the scalars, and use the
-       schedule of the last call again. Then step 2 is the last step.
+       schedule of the last call again. The steps below are for all other calls.
     3. If a rank has not checked its call, all ranks check their calls with the numbers of rows that
        they know now, and exchange messages again.
     4. The ranks compare the values that must be equal, and decide a schedule.

@@ -73,26 +73,31 @@ def finalize(
 
     # Losses of rows and of columns, added up with the weights of the directions. `upstream` has
     # grad_out and the row shares (infonce/checks/validation.py: upstream)
-    rows, columns = finalize_with_targets(vectors, problem, row_sums, row_targets), None
+    row_losses, column_losses = finalize_with_targets(vectors, problem, row_sums, row_targets), None
     if problem.two_sided and stats.columns is not None:
-        columns = finalize_with_targets(vectors, problem, stats.columns, column_targets)
+        column_losses = finalize_with_targets(vectors, problem, stats.columns, column_targets)
     row_upstream = problem.upstream * (problem.row_direction_weight * scale)
     linear = []
-    if problem.classes is not None:  # changes the losses in `rows`
+    if problem.classes is not None:  # changes `row_losses`
         linear.append(
-            add_class_means(xp, problem, backend, smoothing, row_sums, rows, row_upstream)
+            add_class_means(xp, problem, backend, smoothing, row_sums, row_losses, row_upstream)
         )
-    losses, log_scale_grad = problem.row_direction_weight * rows.loss, rows.log_scale_grad
+    losses, log_scale_grad = (
+        problem.row_direction_weight * row_losses.loss,
+        row_losses.log_scale_grad,
+    )
     if log_scale_grad is not None:
         log_scale_grad = problem.row_direction_weight * log_scale_grad
-    row_factor = row_upstream * rows.reference_probability
+    # dL/dx of a negative is row_factor 2^(x - reference), x base 2. The kernels on a GPU have the
+    # log-sum-exp as reference, whose probability is 1
+    row_factor = row_upstream * row_losses.reference_probability
     column_upstream = column_factor = None
-    if columns is not None:
-        losses = losses + problem.column_direction_weight * columns.loss
+    if column_losses is not None:
+        losses = losses + problem.column_direction_weight * column_losses.loss
         if log_scale_grad is not None:
-            log_scale_grad += problem.column_direction_weight * columns.log_scale_grad
+            log_scale_grad += problem.column_direction_weight * column_losses.log_scale_grad
         column_upstream = problem.upstream * (problem.column_direction_weight * scale)
-        column_factor = column_upstream * columns.reference_probability
+        column_factor = column_upstream * column_losses.reference_probability
     if smoothing is not None:
         linear += smoothing.terms(
             xp, problem.label_smoothing, row_upstream, column_upstream, problem.joint
@@ -111,10 +116,11 @@ def finalize(
         # which is no row's positive, leaves `log_scale_grad` finite
         log_scale_grad = problem.upstream * log_scale_grad
 
-    # `pull` is -scale dL/dx at the positives, of which the gradient pass inserts `inserted_pull`
-    pull = _times(row_upstream, row_targets.pull(rows.negative_probability))
-    if columns is not None:
-        pull = pull + column_upstream * column_targets.pull(columns.negative_probability)
+    # `pull` is -scale dL/dx at the positives, by all terms of the loss. `inserted_pull` is the part
+    # that the gradient pass inserts: the linear terms of the label smoothing add the rest
+    pull = _times(row_upstream, row_targets.pull(row_losses.negative_probability))
+    if column_losses is not None:
+        pull = pull + column_upstream * column_targets.pull(column_losses.negative_probability)
     inserted_pull = pull
     if smoothing is not None:
         pull, inserted_pull = _add_smoothing(
@@ -133,14 +139,14 @@ def finalize(
     if problem.joint:
         row_factor, inserted_pull = xp.tile(row_factor, 2), xp.tile(inserted_pull, 2)
         # an array, also if the probability is the number 1
-        probability = rows.reference_probability + xp.zeros_like(rows.reference)
-        rows.reference = xp.tile(rows.reference, 2)
-        rows.reference_probability = xp.tile(probability, 2)
+        probability = row_losses.reference_probability + xp.zeros_like(row_losses.reference)
+        row_losses.reference = xp.tile(row_losses.reference, 2)
+        row_losses.reference_probability = xp.tile(probability, 2)
     elif problem.symmetric and gradient:
         inserted_pull = inserted_pull + backend.take_at_positives(problem, inserted_pull)
     return Finalized(
-        losses, rows, columns, row_factor, column_factor, -inserted_pull, log_scale_grad,
-        tuple(linear), own,
+        losses, row_losses, column_losses, row_factor, column_factor, -inserted_pull,
+        log_scale_grad, tuple(linear), own,
     )  # fmt: skip
 
 

@@ -59,6 +59,7 @@ def finalize_direction(
         top = _finite(xp, xp.maximum(sums.max, positive))
         total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
         loss, negative_probability = softplus2(xp, gap), sigmoid2(xp, gap)
+    # `total` is the sum of all terms relative to `top`, the largest logit, which is finite
     lse2 = top + xp.log2(total)
     # `sums.max` of a column may be above the column's largest logit, if rows and columns share
     # exponentials (`row_and_column_statistics` on the CPU). Then `total` may be below 1. If it is,

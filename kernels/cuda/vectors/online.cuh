@@ -123,7 +123,7 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
   if (rows.moment) rows.moment[i] *= c;
   const i64 key = positives[i];
-  const DirectionLosses row = options.finalize_one(rows.get(i), positive_logits[i], key, options.bias(key));
+  const DirectionLosses row = options.direction_of_one(rows.get(i), positive_logits[i], key, options.bias(key));
   const double a = upstream[i] * (row_direction_weight * options.scale.bare());
   gradient_divisor[i] =
       rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);

@@ -170,7 +170,7 @@ extern "C" __global__ void raise_scale(const __grid_constant__ Scale scale, doub
 
 // Options of the softmax that change how the loss of a row follows from its complete sums (infonce/spec.py: OPTIONS).
 // With `hardness`, the passes multiply all products by a larger scale, the scale of exponents. Otherwise exponent_scale
-// is the scale.
+// is the scale. Their `bare` values are without the feature divisors (struct Scale in common.cuh).
 struct RowOptions {
   Scale scale, exponent_scale;
   double margin;           // is subtracted from the positive's product
@@ -189,17 +189,17 @@ struct RowOptions {
   }
   // The direction of a row with this positive `logit`. `negatives` are sums over logits in the scale of exponents.
   // `mean`: see `finalize_direction`.
-  __device__ __forceinline__ DirectionLosses finalize(Sum negatives, double logit, double mean) const {
+  __device__ __forceinline__ DirectionLosses direction(Sum negatives, double logit, double mean) const {
     negatives.moment *= to_logits();
     return finalize_direction(negatives, logit, decoupled, mean);
   }
   // The same for one positive, key `partner` (-1: none), whose base-2 logit in the scale of exponents is `positive`,
   // without its `bias`. The bias does not depend on the scale, so it is not in `mean`, from which the derivative by
   // log(scale) follows.
-  __device__ __forceinline__ DirectionLosses finalize_one(Sum negatives, double positive, i64 partner,
-                                              double bias = 0) const {
+  __device__ __forceinline__ DirectionLosses direction_of_one(Sum negatives, double positive, i64 partner,
+                                                  double bias = 0) const {
     if (partner < 0) return without_positive(negatives);
-    return finalize(negatives, logit(positive) + bias, logit(positive));
+    return direction(negatives, logit(positive) + bias, logit(positive));
   }
 };
 
@@ -297,7 +297,7 @@ __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   DirectionLosses row = without_positive(f.rows.get(i));
   if (count) {
     const double positive_mean = weighted / total;  // mean of scaled_part under the softmax over the positives
-    row = f.options.finalize(f.rows.get(i), top + log2(total), top + positive_mean);
+    row = f.options.direction(f.rows.get(i), top + log2(total), top + positive_mean);
     row.loss += LN_2 * (log2(total) - sum / count);
     row.log_scale_grad += LN_2 * (positive_mean - unbiased / count);
   }
@@ -327,17 +327,17 @@ extern "C" __global__ void finalize(const __grid_constant__ FinalizeArguments f)
   // A triangle has found the logit of the pair (i, partner) once, for the row of lower number
   if (f.triangle && partner >= 0 && partner < i) f.positive_logits[i] = positive = f.positive_logits[partner];
   if (f.metrics_positive_logits) f.metrics_positive_logits[i] = positive * f.options.to_logits();
-  const DirectionLosses row = f.options.finalize_one(f.rows.get(i), positive, partner, f.options.bias(partner));
+  const DirectionLosses row = f.options.direction_of_one(f.rows.get(i), positive, partner, f.options.bias(partner));
   const double a = upstream * (f.row_direction_weight * scale);
   double loss = f.row_direction_weight * row.loss, log_scale_grad = f.row_direction_weight * row.log_scale_grad;
   // -dL/dx at the positive: the part of this row (and its column), and the part of the row of the partner
   double at_positive = a * row.negative_probability, partner_gradient = 0;
   if (f.symmetric && partner >= 0)
     partner_gradient = f.upstream[partner] * (f.row_direction_weight * scale) *
-                 f.options.finalize_one(f.rows.get(partner), positive, i, f.options.bias(i))
+                 f.options.direction_of_one(f.rows.get(partner), positive, i, f.options.bias(i))
                      .negative_probability;
   if (f.two_sided) {
-    const DirectionLosses column = f.options.finalize_one(f.columns.get(i), positive, partner);
+    const DirectionLosses column = f.options.direction_of_one(f.columns.get(i), positive, partner);
     const double b = upstream * (f.column_direction_weight * scale);
     loss += f.column_direction_weight * column.loss;
     log_scale_grad += f.column_direction_weight * column.log_scale_grad;

@@ -60,9 +60,10 @@ def fastest_operand_precision(precision: str, device: DeviceProperties) -> str:
     Hopper multiplies 16-bit numbers fastest. There, two replacements are as accurate. All other
     precisions stay, and all precisions stay on other devices and with INFONCE_KERNELS=portable.
 
-    - "fp32" becomes "fp16x3". A float32 operand of 24 bits is the sum of two float16 parts of 11
-      bits, and a product is the sum of three products of parts: the fourth, of both small parts, is
-      below float32's rounding. Sums are short, against truncation (`MAX_SUM_TERMS`).
+    - "fp32" becomes "fp16x3". A float32 operand has 24 bits. It becomes the sum of two float16
+      parts of 11 bits and a sign each, without its last two bits. A product is the sum of three
+      products of parts: the fourth, of both small parts, is below float32's rounding. Sums are
+      short, against truncation (`MAX_SUM_TERMS`).
     - "tf32" becomes "fp16", which has the same mantissa and is twice as fast.
 
     Features and gradient blocks are divided by feature and gradient divisors, so that float16

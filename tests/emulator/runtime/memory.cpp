@@ -20,8 +20,8 @@
 
 namespace device {
 
-void fault(const char* what, const void* address, const void* instruction);
-bool is_running();
+void fault(const char* what, const void* address, const void* instruction);  // schedule.cpp
+bool is_running();                                                           // schedule.cpp
 
 namespace {
 
@@ -49,8 +49,8 @@ struct Array {
 std::map<const char*, Array> arrays;  // by their start
 std::mutex arrays_lock;
 
-// Maps pages between two pages that cannot be used. The array begins at the last multiple of `alignment` at which
-// its bytes fit the pages.
+// Maps pages between two pages that cannot be used. The array begins at a multiple of `alignment`, and ends less than
+// `alignment` bytes before the second unusable page.
 Array map_array(size_t bytes, size_t alignment) {
   const size_t inside = round_up(bytes ? bytes : 1, alignment), mapped = round_up(inside, page_bytes());
   char* pages = (char*)mmap(nullptr, mapped + 2 * page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -20,9 +20,9 @@
 // (ping-pong): while one uses the tensor cores, the other runs the epilogue of its last tile. If the epilogue of a
 // tile is shorter than its products, exponentials cost no time.
 //
-// BF16X3: a row has the large parts of its features, and then their small parts. A K-slice of the keys' small parts is
-// multiplied by the queries' large parts, and a K-slice of the keys' large parts by both parts of the queries. The
-// product of two small parts is below rounding, and is left out.
+// Two parts (BF16X3 and FP16X3; float32 is FP16X3): a row has the large parts of its features, and then their small
+// parts. A K-slice of the keys' small parts is multiplied by the queries' large parts, and a K-slice of the keys' large
+// parts by both parts of the queries. The product of two small parts is below rounding, and is left out.
 //
 // STREAMED (WIDE or FP16X3): rows of Q do not stay in shared memory. Each K-slice of the queries is loaded together
 // with a K-slice of the keys, and consumers take no turns (sweep/streamed.cuh).
@@ -87,7 +87,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
       for (int i = 0; i < TILE_STAGES; ++i, pipe.next()) {
         u64& full = s.full[pipe.stage];
         char *rows = s.k[pipe.stage], *keys = rows + STAGE_ROWS_BYTES;
-        // All READERS have read the K-slice in this stage before the loads refill it
+        // All READERS (warps, each by `release_stage`) have read the K-slice in this stage before the loads refill it
         barrier_wait(s.empty[pipe.stage], pipe.phase ^ 1);
         barrier_expect(full, STAGE_BYTES);
         const int feature = find_key_slice(i) * K_SLICE_ELEMENTS;
