@@ -263,7 +263,8 @@ def use_caller_stream(array: Array) -> Any:
 
     For a torch tensor on a GPU, this is torch's current stream of its device, so that the call runs
     after the kernels that compute the tensor, and before those that read the result. Otherwise it
-    is CuPy's current stream, which stays as it is.
+    is CuPy's current stream, which stays as it is. Memory comes from CuPy's allocator; while torch
+    captures a graph, from torch.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:

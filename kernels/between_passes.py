@@ -82,10 +82,8 @@ def finalize(
         linear.append(
             add_class_means(xp, problem, backend, smoothing, row_sums, row_losses, row_upstream)
         )
-    losses, log_scale_grad = (
-        problem.row_direction_weight * row_losses.loss,
-        row_losses.log_scale_grad,
-    )
+    losses = problem.row_direction_weight * row_losses.loss
+    log_scale_grad = row_losses.log_scale_grad
     if log_scale_grad is not None:
         log_scale_grad = problem.row_direction_weight * log_scale_grad
     # dL/dx of a negative is row_factor 2^(x - reference), x base 2. The kernels on a GPU have the

@@ -114,7 +114,7 @@ class Mailboxes:
 
         The memory is not from a pool of CuPy: other processes map it, so it must not be reused.
         """
-        size = MOST_WORD_BYTES + peers.MAILBOX_BYTES + 2 * peers.MOST_SWAP_BYTES + 2 * LINE_BYTES
+        size = MOST_WORD_BYTES + peers.SLOTS_BYTES + 2 * peers.MOST_SWAP_BYTES + 2 * LINE_BYTES
         self.device = cupy.cuda.Device()
         self.mapped: dict[int, int] = {}  # rank -> address of its mailbox in this process
         self.own: int | None = runtime.malloc(size)  # address; None after `free`

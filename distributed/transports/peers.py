@@ -33,7 +33,7 @@ from itertools import zip_longest
 from typing import Any
 
 SLOTS = 2  # for each sender
-MAILBOX_BYTES = 2**25  # bytes of all slots in a mailbox
+SLOTS_BYTES = 2**25  # of all slots in a mailbox
 # The least bytes of a message that is copied, if a node has more than two ranks. NCCL sends smaller
 # messages, because a small copy spends most of its time between its steps
 LEAST_COPY_BYTES = 2**20
@@ -101,7 +101,7 @@ class Copies:
         self.partner = next(r for r in self.ranks if r != rank) if len(self.ranks) == 2 else None
         self.word_bytes = -(-len(self.ranks) * SLOTS * WORD_BYTES // LINE_BYTES) * LINE_BYTES
         slot_count = SLOTS * (len(self.ranks) - 1)
-        self.slot_bytes = MAILBOX_BYTES // slot_count // LINE_BYTES * LINE_BYTES
+        self.slot_bytes = SLOTS_BYTES // slot_count // LINE_BYTES * LINE_BYTES
         self.channel = 2 * self.word_bytes + self.slot_bytes * slot_count
 
     def take(self, rank: int, size: int) -> bool:
@@ -116,8 +116,9 @@ class Copies:
     def run(self, swaps: Sequence[Swap], addresses: Sequence[int], stream: Any) -> None:
         """Queue swaps on the stream.
 
-        The kernel swap.cu makes a swap if the node has two ranks and the arrays of each direction
-        fit its buffer. Copy engines make all other swaps.
+        The kernel swap.cu makes a swap if the node has two ranks, and each direction has at most
+        MOST_SWAP_ARRAYS arrays, which fit the kernel's buffer (`padded_bytes`). Copy engines make
+        all other swaps.
         `addresses` has, for each swap, the addresses of sent arrays and then of received arrays.
         All ranks call this with matching swaps in the same order.
         """

@@ -66,18 +66,15 @@ def _count_guide_work(
 ) -> Work:
     """The work of the guide's kernel, which marks the pairs of all blocks of a pass."""
     operands, shape = guide.operands, guide.shape
+    features, row_bytes = operands.part_bytes / operands.item, operands.part_bytes * operands.parts
     flops = moved = 0.0
     for row_block, rows in enumerate(scheduled.grid.rows):
         for column_block in scheduled.grid.visits(row_block):
             columns = scheduled.grid.columns[column_block]
             m, n = rows.stop - rows.start, columns.stop - columns.start
-            flops += (
-                2.0 * m * n * operands.part_bytes / operands.item * PART_PRODUCTS[operands.parts]
-            )
+            flops += 2.0 * m * n * features * PART_PRODUCTS[operands.parts]
             # features of the guide are read, and marks, of one bit, are written
-            moved += (
-                m + n
-            ) * operands.part_bytes * operands.parts + guide.marks_per_pair * m * n / 8
+            moved += (m + n) * row_bytes + guide.marks_per_pair * m * n / 8
     blocks, seconds = len(scheduled.grid), _seconds(gpu, operands.precision, flops, moved)
     tile, kernel = (shape.query_tile_rows, shape.block_n), guide.kernel.file.removesuffix(".cu")
     return Work(name, kernel, tile, scheduled.grid.largest, blocks, blocks, flops, moved, seconds)
@@ -124,9 +121,8 @@ def _kernel_and_products(
     writes_blocks = scheduled.gradients and not scheduled.in_registers
     written_bytes = computed_logits * item_bytes if writes_blocks else 0
     written_bytes += schedule.cached[0].bytes if scheduled.caching_kernel else 0
-    features = (
-        operands.part_bytes + (0 if teacher is None else teacher.part_bytes)
-    ) / operands.item
+    part_bytes = operands.part_bytes + (0 if teacher is None else teacher.part_bytes)
+    features = part_bytes / operands.item
     # a kernel that keeps dL/dx in registers computes a second matrix product, which gives dQ
     kernel_products = 1 + scheduled.in_registers
     flops = 2.0 * computed_logits * features * PART_PRODUCTS[operands.parts] * kernel_products

@@ -323,7 +323,7 @@ class Plan:
     def _starts(
         self, caller_arrays: Sequence[Array], shared: int, separate: Mapping[int, Any]
     ) -> list[int]:  # fmt: skip
-        """Addresses of arrays: rounded down to 16 for `caller_arrays` (`Recorder.stand_in`)."""
+        """Addresses of arrays: `caller_arrays` rounded down to 16 bytes (`Recorder.stand_in`)."""
         starts = [array.data.ptr // ADDRESS_MODULUS * ADDRESS_MODULUS for array in caller_arrays]
         starts += [0] * (self.array_count - len(caller_arrays))
         for array, offset in self.sharing:

@@ -155,9 +155,9 @@ def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, small: int, s
     although one stream of each rank does everything."""
     choose = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "MAILBOX_BYTES", peers.LINE_BYTES * lines * peers.SLOTS * (ranks - 1))
+        patch.setattr(peers, "SLOTS_BYTES", peers.LINE_BYTES * lines * peers.SLOTS * (ranks - 1))
         patch.setattr(peers, "MOST_SWAP_BYTES", small)
-        host, group = Host(ranks, peers.MAILBOX_BYTES), range(ranks)
+        host, group = Host(ranks, peers.SLOTS_BYTES), range(ranks)
         mailboxes = {rank: rank * SPACE for rank in group}
         copies = [Copies(rank, mailboxes, host.device(rank)) for rank in group]
         assert [copier.slot_bytes for copier in copies] == [peers.LINE_BYTES * lines] * ranks
@@ -203,14 +203,14 @@ def test_exchanges_over_hosts(
     hosts = [sorted(order[at : at + n]) for at, n in zip(starts, sizes, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
-            ("MAILBOX_BYTES", 2**14),
+            ("SLOTS_BYTES", 2**14),
             ("MOST_SWAP_BYTES", small),
             ("LEAST_COPY_BYTES", least),
         ):
             patch.setattr(peers, name, value)
         for name in ("eventRecord", "streamWaitEvent"):
             patch.setattr(nccl.cupy.cuda.runtime, name, lambda *args: None)
-        fabric = Host(len(ranks), peers.MAILBOX_BYTES)
+        fabric = Host(len(ranks), peers.SLOTS_BYTES)
         into: Any = SimpleNamespace(
             do=lambda function, *pointers, capturable: function(0, *pointers)
         )
@@ -291,9 +291,9 @@ def test_pieces(sizes: tuple[int, ...], lines: int) -> None:
 
 def test_waits_of_a_rank_whose_peer_is_gone_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error, waits end however many pieces are left."""
-    monkeypatch.setattr(peers, "MAILBOX_BYTES", peers.LINE_BYTES * peers.SLOTS)
+    monkeypatch.setattr(peers, "SLOTS_BYTES", peers.LINE_BYTES * peers.SLOTS)
     monkeypatch.setattr(peers, "MOST_SWAP_BYTES", 0)
-    host, size = Host(2, peers.MAILBOX_BYTES), 5 * peers.LINE_BYTES
+    host, size = Host(2, peers.SLOTS_BYTES), 5 * peers.LINE_BYTES
     copies = Copies(0, {0: 0, 1: SPACE}, host.device(0))
     addresses = [host.array(0, np.zeros(size, np.uint8)) for _ in range(2)]
     copies.run([Swap(1, (size,), 1, (size,))], addresses, 0)
@@ -326,7 +326,7 @@ def test_swap_with_itself() -> None:
     """The kernel, where both ranks are one: arrays of any sizes and places, in turn."""
     import cupy
 
-    mailbox = cupy.zeros(2**20 + peers.MAILBOX_BYTES + 3 * peers.MOST_SWAP_BYTES, np.uint8)
+    mailbox = cupy.zeros(2**20 + peers.SLOTS_BYTES + 3 * peers.MOST_SWAP_BYTES, np.uint8)
     copies = Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), mailboxes.StreamOperations())
     stream, rng = cupy.cuda.Stream(non_blocking=True), np.random.default_rng(0)
     for sizes in ((1,), (8, 24, 8), (64, 17, 3, 4096), (2**20,), (2**19 - 16, 8, 2**18 + 8), (5,)):

@@ -251,7 +251,7 @@ def transfers(how: str, exchange: str) -> None:
         os.environ[SWITCH] = "0"
     else:
         peers = importlib.import_module("infonce.distributed.transports.peers")
-        peers.MOST_SWAP_BYTES, peers.MAILBOX_BYTES = 0, 2**16
+        peers.MOST_SWAP_BYTES, peers.SLOTS_BYTES = 0, 2**16
     accuracy("gpu", "auto", exchange)
 
 

@@ -4,8 +4,8 @@
 // its sums are in RowOptions (vectors/sums.cuh).
 //
 // A new option is one more struct, its -D option below, its name in `Options`, and its vectors in `Block`. The host
-// sets the -D options of a call by `Call.pair_defines` (kernels/gpu/schedule/call.py), which `scheduled_kernel`
-// (kernels/gpu/schedule/passes.py) gives to each kernel. CONTRIBUTING.md lists the other files of an option.
+// sets the -D options of a call in `scheduled_kernel` (kernels/gpu/schedule/passes.py): IDS and NORM_FACTORS there, and
+// all others by `Call.pair_defines` (kernels/gpu/schedule/call.py). CONTRIBUTING.md lists the other files of an option.
 #pragma once
 #include "block/block.cuh"
 

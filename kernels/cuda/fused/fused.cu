@@ -7,6 +7,8 @@
 // blocks go through the same phases. A barrier over the grid separates the phases, with two exceptions:
 //   - Without NORMALIZE, phase 0 comes after phase 1, and no barrier is between them.
 //   - If columns have no softmax and queries are not the keys, no barrier is between phases 2 and 3.
+// Two phases may have a barrier within: phase 2, after the parts of x are added up (TWO_SIDED), and phase 4, after the
+// products of columns with their gradients (NORMALIZE).
 //
 //     0  norms of rows; NaN flags of rows with features that are not finite
 //     1  x, by tiles of 64 x 64. If x is symmetric, one triangle of the tiles. If there are fewer tiles than

@@ -286,7 +286,7 @@ def choose_block_sizes(
     passes = needs.statistics_needs, needs.gradient_needs
     least = max(least_workspace(shape, each, block_n) for each in passes)  # bytes
     if workspace < least:
-        # for the message, add what `workspace_of_passes` took: `reserved`, or as much as it left
+        # the caller's bytes, for the message: the inverse of `workspace_of_passes`
         least, workspace = (size + min(size, reserved) for size in (least, workspace))
         raise make_workspace_error(shape, least, workspace)
     caching = _block_sizes_with_cache(shape, needs, cache_bytes, block_n) if cache_bytes else None

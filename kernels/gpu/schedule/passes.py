@@ -199,7 +199,8 @@ class PassScheduler:
 
     @property
     def has_column_terms(self) -> bool:
-        """Whether gradients have terms of the columns' softmax, which a triangle adds, too."""
+        """Whether dL/dx of a pair has a term of its column: of the softmax over the column; or, if
+        queries are the keys, of the row with the number of the column."""
         block = self.call.block
         if block is not None:
             return block.column_sums

@@ -34,8 +34,8 @@ class StatisticsRun(PassRun):
     def run(self) -> None:
         """Visit all blocks; then subtract biases that kernels add to all logits of a column or row.
 
-        Sums may have terms of earlier passes, over ranks. These terms get the bias before the
-        visit, so that all terms of a sum have it. `PairVectors` says why.
+        Over ranks, sums may have terms of earlier passes, which have no bias any more. These terms
+        get the bias before the visit, so that all terms of a sum have it. `PairVectors` says why.
         """
         stats, vectors = self.stats, self.pair_vectors
         biased: list[tuple[Sums, Array]] = []
