@@ -5,7 +5,6 @@ import ast
 import json
 import math
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -191,12 +190,6 @@ def test_main_rooms_are_on_the_map() -> None:
     files = [path for room in rooms for path in (ROOT / room).glob("*.py")]
     named = [path.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py"]
     assert not [path for path in named if f"`{path}`" not in page]
-
-
-def test_list_of_files_is_that_of_the_sources() -> None:
-    listing = runpy.run_path(str(DOCS / "list_files.py"))
-    assert (DOCS / "files.md").read_text() == listing["page"](), "run: python docs/list_files.py"
-    assert "`evaluate`" in listing["page"]()
 
 
 def test_names_of_the_code_are_there() -> None:

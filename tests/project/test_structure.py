@@ -1,4 +1,4 @@
-"""Which module may import which: layers, and no circles. How much a file and a folder may hold.
+"""Which module may import which: layers, and no circles.
 
 Every import counts, also those inside functions and under TYPE_CHECKING. The tests read sources, so
 libraries that a module imports need not be installed.
@@ -7,7 +7,7 @@ libraries that a module imports need not be installed.
 import ast
 import configparser
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,8 +41,6 @@ LAYERS = [
     {"infonce.result"},
 ]
 
-FOLDERS = ("infonce", "kernels", "distributed", "tests", "benchmarks", "notebooks", "docs")
-MOST_LINES, MOST_FILES, MOST_DEFINES = 400, 10, 60
 
 
 def packages() -> dict[str, Path]:
@@ -172,50 +170,6 @@ def test_packages_that_stand_alone(package: str, allowed: set[str]) -> None:
     for module in filter(lambda m: within(m, package), SOURCES):
         outside = {name for name in IMPORTS[module] if not any(within(name, a) for a in allowed)}
         assert not outside, module
-
-
-# --- sizes ----------------------------------------------------------------------------------------
-
-
-def source_files(root: Path) -> list[Path]:
-    return [
-        path for folder in FOLDERS for path in sorted((root / folder).rglob("*.*"))
-        if path.suffix in (".py", ".cu", ".cuh")
-    ]  # fmt: skip
-
-
-def too_large(root: Path) -> dict[str, int]:
-    """Lines of the files that have too many, and files of the folders that do."""
-    files = source_files(root)
-    lines = {path: len(path.read_text().splitlines()) for path in files}
-    counts = Counter(path.parent for path in files)
-    large = [(path, n) for path, n in lines.items() if n > MOST_LINES]
-    large += [(folder, n) for folder, n in counts.items() if n > MOST_FILES]
-    return {path.relative_to(root).as_posix(): n for path, n in large}
-
-
-def test_files_and_folders_stay_small() -> None:
-    assert not too_large(ROOT)
-
-
-def test_what_is_too_large_is_found(tmp_path: Path) -> None:
-    (tmp_path / "docs" / "inner").mkdir(parents=True)
-    for i in range(MOST_FILES + 1):
-        (tmp_path / "docs" / "inner" / f"{i}.py").write_text("")
-    (tmp_path / "docs" / "long.cuh").write_text("\n" * (MOST_LINES + 1))
-    (tmp_path / "docs" / "full.cu").write_text("\n" * MOST_LINES)
-    assert too_large(tmp_path) == {
-        "docs/inner": MOST_FILES + 1, "docs/long.cuh": MOST_LINES + 1,
-    }  # fmt: skip
-
-
-def test_few_macros() -> None:
-    cuda = [path for path in source_files(ROOT) if path.suffix != ".py"]
-    assert len(cuda) > 10
-    macros = Counter(
-        {path.name: len(re.findall(r"^\s*#\s*define\b", path.read_text(), re.M)) for path in cuda}
-    )
-    assert macros.total() <= MOST_DEFINES, macros.most_common()
 
 
 # --- markers --------------------------------------------------------------------------------------
