@@ -57,15 +57,14 @@ def grad_cache(
     Returns
     -------
     0-d tensor
-        The loss of the whole batch, detached; if the loss returns a tuple, that tuple.
+        The loss of the whole batch, detached; if the loss returns a tuple, that tuple. If gradients
+        are disabled, as by `torch.no_grad`, only the loss is computed: step 1, then the loss.
 
     Raises
     ------
     TypeError, ValueError
         Before any work for arguments that do not fit, and then for an encoder that returns another
         number of rows, and for a loss without a gradient.
-    RuntimeError
-        If gradients are disabled, as by `torch.no_grad`.
 
     Notes
     -----
@@ -83,8 +82,7 @@ def grad_cache(
     towers = _make_towers(encoders, inputs, chunk)
     if not callable(loss):
         raise TypeError(f"loss: expected a callable, got {validation.what(loss)}")
-    if not torch.is_grad_enabled():
-        raise RuntimeError("grad_cache: expected enabled gradients, got torch.no_grad()")
+    with_gradients = torch.is_grad_enabled()
     for tower in towers:
         tower.require_same_chunks()
 
@@ -94,19 +92,21 @@ def grad_cache(
     # Autocast caches converted weights. Weights of step 1 have no graph, but step 3 needs a graph.
     # Older versions of PyTorch would use the cached weights in step 3 too.
     torch.clear_autocast_cache()
-    for tower, leaves in zip(towers, outputs, strict=True):
-        for leaf in leaves:
-            leaf.requires_grad_(tower.trained)
+    if with_gradients:
+        for tower, leaves in zip(towers, outputs, strict=True):
+            for leaf in leaves:
+                leaf.requires_grad_(tower.trained)
 
     # Step 2: gradients of the leaves
     result = loss(*(leaf for leaves in outputs for leaf in leaves), **options)
     value, *others = result if isinstance(result, tuple) else (result,)
-    if not isinstance(value, Tensor) or not value.requires_grad:
+    if not isinstance(value, Tensor) or (with_gradients and not value.requires_grad):
         raise TypeError(
             "loss: expected a function of tensors with a gradient, such as "
             f"infonce.torch.clip_loss, got one that returns {validation.what(value)}"
         )
-    value.backward()
+    if with_gradients:
+        value.backward()
 
     # Step 3: gradients of the parameters. A module synchronises them in its last step. A tower
     # whose outputs have no gradient, such as a frozen one, is not encoded again.
@@ -139,25 +139,30 @@ class _Tower:
         self.chunks = chunk_slices(lengths[0], chunk)
         self.random_states: list[_RandomState] = []  # of each chunk, before it is first encoded
         self.parallel: list[Any] = []  # modules that synchronise gradients over processes
-        # whether a parameter needs a gradient; True for a function, whose parameters are not known
-        self.trained = True
-        tensors = [z for entry in inputs for z in _list_arrays(entry)]
+        tensors = [z for entry in inputs for z in _list_arrays(entry) if isinstance(z, Tensor)]
         if isinstance(encoder, nn.Module):
-            parameters = list(encoder.parameters())
-            self.trained = any(z.requires_grad for z in parameters)
             self.parallel = list(dict.fromkeys(_find_parallel(encoder)))
-            tensors += parameters
-        self.gpus = {z.device for z in tensors if isinstance(z, Tensor) and z.is_cuda}
+            tensors += encoder.parameters()
+        # whether a parameter or an input needs a gradient; True for a function, whose parameters
+        # are not known
+        self.trained = not isinstance(encoder, nn.Module) or any(z.requires_grad for z in tensors)
+        self.gpus = {z.device for z in tensors if z.is_cuda}
         if torch.cuda.is_initialized():
             self.gpus.add(torch.device("cuda", torch.cuda.current_device()))
 
     def encode(self) -> list[Tensor]:
-        """The encoder's outputs for all rows, computed chunk by chunk."""
+        """The encoder's outputs for all rows, computed chunk by chunk, in memory of their own.
+
+        An output may be a parameter, an input, or a view of one: its copy has a `.grad` of its own.
+        """
         chunks = []
         for rows in self.chunks:
             self.random_states.append(_RandomState(self.gpus))
             chunks.append(self._run(rows))
-        return [z[0] if _is_number(z[0]) else torch.cat(z) for z in zip(*chunks, strict=True)]
+        return [
+            z[0].detach().clone() if _is_number(z[0]) else torch.cat(z)
+            for z in zip(*chunks, strict=True)
+        ]
 
     def backward(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         """Encode chunk `i` again, with its graph, and run the backward pass through the encoder.
