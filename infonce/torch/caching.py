@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..checks import validation
-from ..training.grad_cache import chunk_slices, one_each, require_batch
+from ..training.grad_cache import (
+    chunk_slices,
+    count_rows,
+    list_arrays,
+    one_each,
+    require_batch,
+    select_rows,
+)
 
 Encoder = Callable[..., Any]  # chunks of its inputs -> features [rows, D], or a tuple of outputs
 
@@ -131,15 +138,10 @@ class _Tower:
 
     def __init__(self, name: str, encoder: Encoder, inputs: Sequence[Any], chunk: int) -> None:
         self.name, self.encoder, self.inputs = name, encoder, inputs
-        lengths = [len(z) for entry in inputs for z in _list_arrays(entry)]
-        if len(set(lengths)) != 1:
-            raise ValueError(
-                f"inputs: expected the same number of rows in each of {name}, got {lengths}"
-            )
-        self.chunks = chunk_slices(lengths[0], chunk)
+        self.chunks = chunk_slices(count_rows(name, inputs), chunk)
         self.random_states: list[_RandomState] = []  # of each chunk, before it is first encoded
         self.parallel: list[Any] = []  # modules that synchronise gradients over processes
-        tensors = [z for entry in inputs for z in _list_arrays(entry) if isinstance(z, Tensor)]
+        tensors = [z for entry in inputs for z in list_arrays(entry) if isinstance(z, Tensor)]
         if isinstance(encoder, nn.Module):
             self.parallel = list(dict.fromkeys(_find_parallel(encoder)))
             tensors += encoder.parameters()
@@ -183,7 +185,7 @@ class _Tower:
 
     def _run(self, rows: slice) -> list[Tensor]:
         """The encoder's outputs for a chunk of rows. ValueError if their shapes do not fit."""
-        out = self.encoder(*(_select_rows(entry, rows) for entry in self.inputs))
+        out = self.encoder(*(select_rows(entry, rows) for entry in self.inputs))
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         for z in outputs:
             if not isinstance(z, Tensor):
@@ -246,18 +248,6 @@ def _make_towers(encoders: Any, inputs: Any, chunk: int) -> list[_Tower]:
         return [_Tower("encoders", encoder, inputs, chunk)]
     each = zip(one_each("encoders", encoders, len(inputs)), inputs, strict=True)
     return [_Tower(f"encoders[{i}]", encoder, [z], chunk) for i, (encoder, z) in enumerate(each)]
-
-
-def _list_arrays(entry: Any) -> list[Any]:
-    """The arrays of an entry of `inputs`: the values of a mapping, or the entry itself."""
-    return list(entry.values()) if isinstance(entry, Mapping) else [entry]
-
-
-def _select_rows(entry: Any, rows: slice) -> Any:
-    """A chunk of an entry of `inputs`."""
-    if isinstance(entry, Mapping):
-        return {name: z[rows] for name, z in entry.items()}
-    return entry[rows]
 
 
 def _is_number(output: Tensor) -> bool:
