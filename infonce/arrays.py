@@ -158,6 +158,7 @@ def view_tensor(tensor: Any) -> Array:
     dtypes that `_torch_dtypes` lacks take it. An error of `REFUSALS` if the memory is none, or does
     not have the tensor's values.
     """
+    memory: Any
     on_host, dtype = tensor.is_cpu, _torch_dtypes().get(tensor.dtype)
     if dtype is None or not (on_host or tensor.is_cuda):
         tensor = tensor.detach()

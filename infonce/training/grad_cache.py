@@ -75,8 +75,9 @@ def grad_cache(
     _require_gradients(loss_and_grad)
     _require_detached(options)
     require_batch(inputs, chunk, (list, tuple, Mapping))
-    names = list(inputs) if isinstance(inputs, Mapping) else range(len(inputs))
-    entries = [inputs[name] for name in names]
+    # an input's name, or its place among the arguments of the loss
+    names: list[Any] = list(inputs if isinstance(inputs, Mapping) else range(len(inputs)))
+    entries = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
     encoders = one_each("encode", encode, len(entries))
     backwards = one_each("backward", backward, len(entries))
     chunks = [
@@ -93,8 +94,9 @@ def grad_cache(
         out = loss_and_grad(*features, **options)
     if not hasattr(out, "grads"):
         raise TypeError(f"{EXPECTED}, got one that returns {validation.what(out)}")
-    for name, entry, run, slices in zip(names, entries, backwards, chunks, strict=True):
-        gradient = getattr(out.grads, name) if isinstance(name, str) else out.grads[name]
+    for key, entry, run, slices in zip(names, entries, backwards, chunks, strict=True):
+        gradients: Any = out.grads
+        gradient = getattr(gradients, key) if isinstance(inputs, Mapping) else gradients[key]
         if run is None or gradient is None:
             continue
         for rows in slices:
@@ -106,7 +108,7 @@ def grad_cache(
 def _encoded(name: str, encode: Encode, entry: Any, rows: slice) -> Any:
     """The features of a chunk. ValueError, naming the encoder `name`, unless they are its rows."""
     features, n = encode(select_rows(entry, rows)), rows.stop - rows.start
-    shape = getattr(features, "shape", ())
+    shape: tuple[int, ...] = getattr(features, "shape", ())
     if len(shape) < 2 or shape[0] != n:
         raise ValueError(f"{name}: expected features of {n} rows, got {validation.what(features)}")
     return features
