@@ -9,7 +9,7 @@ from torch.nn import Module, Parameter
 
 from ..spec import Method, Precision, Reduction
 from .caching import grad_cache as grad_cache
-from .core.distillation import distill_loss as distill_loss
+from .functions import distill_loss as distill_loss
 
 __all__ = [
     "CLIPLoss",

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from . import functions
-from .core.distillation import distill_loss
 from .core.drop_in import DropIn, require
+from .functions import distill_loss
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss"]
 
