@@ -15,12 +15,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def link_packages(folder: Path) -> None:
+    """Links to all packages in the empty `folder`, where an installation would have them."""
+    package = folder / "infonce"
+    package.mkdir()
+    for path in (*(ROOT / "infonce").iterdir(), ROOT / "kernels", ROOT / "distributed"):
+        (package / path.name).symlink_to(path)
+
+
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder, "infonce")
-        package.mkdir()
-        for path in (*(ROOT / "infonce").iterdir(), ROOT / "kernels", ROOT / "distributed"):
-            (package / path.name).symlink_to(path)
+        link_packages(Path(folder))
         options = ["--config-file", ROOT / "setup.cfg", "--cache-dir", ROOT / ".mypy_cache"]
         command = [sys.executable, "-m", "mypy", *options, *(sys.argv[1:] or ["infonce"])]
         return subprocess.run(command, cwd=folder).returncode
