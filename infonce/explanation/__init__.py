@@ -205,8 +205,9 @@ def _make_call(
 
 def _narrow(call: Call, width: int) -> Call:
     """The call on the first `width` features of each row."""
-    matrices = (call.query, call.key, call.query_gradient, call.key_gradient)
-    query, key, dq, dk = (None if z is None else replace(z, columns=width) for z in matrices)
+    query, key = (replace(z, columns=width) for z in (call.query, call.key))
+    gradients = (call.query_gradient, call.key_gradient)
+    dq, dk = (None if z is None else replace(z, columns=width) for z in gradients)
     return replace(call, query=query, key=key, query_gradient=dq, key_gradient=dk)
 
 

@@ -114,9 +114,9 @@ def _kernel_and_products(
                 )
             # if queries are the keys, the product for dQ gives a diagonal block's whole gradient
             dq_is_whole_gradient = schedule.call.symmetric and rows == columns
-            needs_dk = scheduled.dk_accumulator is not None and not dq_is_whole_gradient
-            if needs_dk and not scheduled.in_registers:
-                border = scheduled.dk_accumulator.first_row - columns.start
+            dk_accumulator = None if dq_is_whole_gradient else scheduled.dk_accumulator
+            if dk_accumulator is not None and not scheduled.in_registers:
+                border = dk_accumulator.first_row - columns.start
                 cublas_products.add(m, n, border, is_key_side=True)
     writes_blocks = scheduled.gradients and not scheduled.in_registers
     written_bytes = computed_logits * item_bytes if writes_blocks else 0

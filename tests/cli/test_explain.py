@@ -172,8 +172,27 @@ def test_bad_input(arguments: Any, options: dict[str, Any], message: str) -> Non
 def test_errors_of_the_command_are_one_line() -> None:
     done = CliRunner().invoke(main, ["explain", "clip", "64", "64", "--keys", "9"])
     assert done.exit_code == 2
-    assert done.output.splitlines() == ["infonce: error: keys: expected 64 for clip, got 9"]
+    assert done.output.splitlines() == ["infonce: error: --keys: expected 64 for clip, got 9"]
     assert "--device" in output("explain", "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-5", "512"), "ROWS, FEATURES: expected positive integers, got -5"),
+        (("64", "-12", "--keys", "9"), "ROWS, FEATURES: expected positive integers, got -12"),
+        (("64", "0"), "FEATURES: expected a positive integer, got int 0"),
+        (("64", "64", "--keys", "-1"), "--keys: expected a positive integer, got int -1"),
+        (("64", "64", "--dims", "-4,8"), "--dims: expected increasing integers in [1, 64]"),
+        (("64", "64", "--dims", "4,x"), "expected integers separated by commas, got '4,x'"),
+        (("64", "64", "--workspace", "0"), "--workspace': expected a positive number of bytes"),
+        (("64", "64", "--positive-ids"), "--positive-ids: clip does not take it"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_command_name_its_arguments(arguments: Any, message: str) -> None:
+    done = CliRunner().invoke(main, ["explain", "clip", *arguments])
+    assert done.exit_code == 2
+    assert message in done.stderr
 
 
 def test_it_needs_no_cupy() -> None:
