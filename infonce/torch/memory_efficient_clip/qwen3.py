@@ -113,6 +113,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         if own is not None:
             expected = (len(query), *own.shape[1:2], query.shape[-1])
             require_shape("hard_negative_features", own, expected)
+            own = own if own.shape[1] else None
         if self._locked:
             documents, own = documents.detach(), None if own is None else own.detach()
 
