@@ -9,9 +9,9 @@ where a drop-in is a subclass of it; open_clip's and lightly's own losses too if
 
 The bound of an error is counted, not tuned. A logit is a dot product of D terms, times the scale s,
 of rows of norm R: its rounding error is at most e = (D + 4) u s R^2, with u the rounding of the
-dtype of the loss, and of features in 16 bits where a drop-in normalises them before. A row's loss has two sums
-of logits (SigLIP's one for each key), and a gradient is s R times probabilities, which err by as
-much, plus a rounding for each of N terms, and divided by the smallest norm if rows are normalised.
+dtype of the loss, and of features in 16 bits where a drop-in normalises them before. A row's loss
+has two sums of logits (SigLIP's one for each key), and a gradient is s R times probabilities, which
+err by as much, plus a rounding for each of N terms, over the smallest norm of rows.
 """
 
 from __future__ import annotations
