@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -342,6 +343,15 @@ def test_settings_that_are_checked_at_the_call() -> None:
         lightly.NTXentLoss(0.1, 4, group=object())
     with pytest.raises(ValueError, match=r"group: expected None, got .*: labels are those of t"):
         sup_contrast.SupConLoss(group=object())
+
+
+def test_gist_checks_the_margin_at_each_call() -> None:
+    pytest.importorskip("sentence_transformers")
+    from infonce.torch.sentence_transformers import gist
+
+    settings = SimpleNamespace(temperature=0.1, margin_strategy="relative", margin=0.1)
+    with pytest.raises(ValueError, match='margin_strategy: expected "absolute" with a margin'):
+        gist.guided_loss(settings, UNIT, TEACHER)
 
 
 # --- arguments ------------------------------------------------------------------------------------

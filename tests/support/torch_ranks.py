@@ -74,7 +74,7 @@ def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu")
     for batch in batches(batch_size):
         mine = [z.split(SIZES[:size])[rank] if size > 1 else z for z in batch]
         image, text, scale, bias = model(*(z.to(device) for z in mine))
-        value = criterion(image, text, scale, bias) + 0.0 * bias
+        value = criterion(image, text, scale, bias)  # DDP waits for a gradient of each
         optimiser.zero_grad()
         value.backward()
         optimiser.step()

@@ -31,7 +31,8 @@ SCALE = refuse(("temperature", "scale"), "a setting or an argument of this loss 
 class DropIn(nn.Module):
     """A loss with the settings of another project's loss, and options of `infonce.torch`.
 
-    Settings are attributes of the same names, which users may change between calls.
+    Settings are attributes of the same names, which users may change between calls. Options that
+    would be right for a part of the loss only are refused, at construction and at the call.
     """
 
     kind: spec.Loss  # the loss whose function takes the options
