@@ -345,6 +345,7 @@ def test_settings_that_are_checked_at_the_call() -> None:
         sup_contrast.SupConLoss(group=object())
 
 
+@pytest.mark.filterwarnings("ignore")  # of the project
 def test_gist_checks_the_margin_at_each_call() -> None:
     pytest.importorskip("sentence_transformers")
     from infonce.torch.sentence_transformers import gist
@@ -407,6 +408,7 @@ def test_shapes_that_pytorch_would_broadcast() -> None:
             two_views(A, B[:6])
 
 
+@pytest.mark.filterwarnings("ignore")  # of the project
 def test_metric_learning_keeps_references_of_the_same_labels() -> None:
     """One object as both labels says that rows are the same samples, not the same embeddings."""
     losses = pytest.importorskip("pytorch_metric_learning.losses")
