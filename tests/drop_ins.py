@@ -385,6 +385,8 @@ class Draw(random.Random):
         views, samples = self.randint(1, 3), self.rows
         labels = self.choice((None, self.integers(samples, -1, 4))) if views > 1 else (
             self.integers(samples, -1, 4))  # fmt: skip
+        if labels is not None:
+            labels[0] = 9  # two classes at least: a decoupled loss without a negative is -inf
         settings = {"contrast_mode": self.choice(("all", "one")), **self.some(decoupled=True)}
         settings |= self.plain()
         loss, scale = SupConLoss(self.temperature, **settings), 1 / self.temperature
