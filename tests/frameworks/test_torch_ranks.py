@@ -25,8 +25,9 @@ pytestmark = pytest.mark.extras
 def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> None:
     """Runs cases one after the other; each rank saves what it got."""
     environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    warnings = "error:The given NumPy array is not writable"  # PyTorch's
-    program = [sys.executable, "-W", warnings, torch_ranks.__file__, ",".join(cases)]
+    warnings = "The given NumPy array is not writable", "Converting a tensor with requires_grad"
+    options = [word for text in warnings for word in ("-W", f"error:{text}")]  # PyTorch's
+    program = [sys.executable, *options, torch_ranks.__file__, ",".join(cases)]
     processes = [
         subprocess.Popen(
             [*program, str(rank), str(size), str(folder), device],
@@ -150,6 +151,7 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
     ends = torch.tensor(sizes).cumsum(0).tolist()
     mirrored = torch.cat([torch.arange(end - n, end).flip(0) for n, end in
                           zip(sizes, ends, strict=True)])  # fmt: skip
+    mirrored[[end - n for n, end in zip(sizes, ends, strict=True)]] = -1  # no positive
     views, options = torch.cat(sides), {"temperature": 0.5, "normalize": True}
     dcl = it.nt_xent_loss(views, decoupled=True, **options)
     pairs = zip(*(torch.nn.functional.normalize(z, dim=1).split(sizes) for z in sides),
@@ -162,6 +164,7 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
         "inf_cl": (it.info_nce_loss(*sides, mirrored, scale=2.0), sides),
         "lightly": (it.nt_xent_loss(views, **options), sides),
         "dcl": (dcl, sides),
+        "siglip": (it.siglip_loss(*sides, -1.0, scale=2.0), sides),
         "siglip_plus": (torch_ranks.siglip_plus(sides, 0, sum(sizes)), sides),
         "dclw": (dcl + torch.cat(rest).mean(), sides),
         "distill": (sum(DistillClipLoss()(*sides, 2.0, *teacher, 1.5)), sides),
@@ -179,10 +182,17 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
         for i, gradient in enumerate(torch.autograd.grad(loss, sides)):
             torch.testing.assert_close(torch.cat([rank[name][1 + i] for rank in ranks]), gradient)
     unit = torch.nn.functional.normalize(sides[1][: 2 * size].detach(), dim=1).float()
-    for rank in ranks:  # rows of all enter each bank
-        assert rank["unequal"] == (
+    for number, rank in enumerate(ranks):  # rows of all enter each bank
+        unequal, *mismatches, too_large = rank["messages"]
+        assert unequal == (
             f"rows: expected the same number on all processes that gather them, got {sizes}"
         )
+        assert mismatches == [
+            f"rank, world_size: expected {number} and {size}, those of the process group, got "
+            f"{came} and {others}"
+            for came, others in ((number, size + 1), (number, size + 1), (0, 1))
+        ]
+        assert f"labels: expected values in [0, {sum(sizes)})" in too_large
         torch.testing.assert_close(rank["bank"][: 2 * size], unit)
 
 
