@@ -254,6 +254,38 @@ def gte_loss(
 
 class CLIPLoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    metrics: bool
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
@@ -329,6 +361,38 @@ class CLIPLoss(Module):
 
 class LiTLoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    metrics: bool
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
@@ -404,7 +468,31 @@ class LiTLoss(Module):
 
 class SigLIPLoss(Module):
     log_scale: Parameter
-    bias: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    bias: Any
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    positive_ids: Any
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
@@ -466,6 +554,41 @@ class SigLIPLoss(Module):
 
 class InfoNCELoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    own: Tensor | None
+    own_mask: Tensor | None
+    in_batch: bool
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    metrics: bool
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
@@ -548,6 +671,39 @@ class InfoNCELoss(Module):
 
 class NTXentLoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    metrics: bool
+    labels: Tensor | None
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
@@ -624,6 +780,28 @@ class NTXentLoss(Module):
 
 class SupConLoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    weights: Tensor | None
+    decoupled: bool
+    label_smoothing: float
+    key_bias: Tensor | None
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
@@ -679,6 +857,34 @@ class SupConLoss(Module):
 
 class GTELoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,

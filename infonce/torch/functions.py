@@ -35,6 +35,11 @@ def _apply(
 
     `options` are the caller's keywords. Tensors as scale, temperature and bias get gradients.
     """
+    # First of all, because `apply_repeated` takes tensors that are not plain for constants
+    bias = _gathered(bias)
+    for name in ("scale", "temperature"):
+        if name in options:
+            options[name] = _gathered(options[name])
     # A call like an earlier one skips the checks below. (Labels have to be checked in each call.)
     if labels is None:
         loss = autograd.apply_repeated(kind, features, bias, options)
@@ -141,6 +146,11 @@ def _check_tensor(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
         )
 
 
+def _gathered(value: Any) -> Any:
+    """The whole tensor of a DTensor, as fully_shard makes them; other values unchanged."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def _to_scalar(name: str, value: Any) -> Any:
     """A tensor of one number as a 0-d tensor; other values unchanged."""
     if not isinstance(value, Tensor) or not value.ndim:
@@ -148,8 +158,6 @@ def _to_scalar(name: str, value: Any) -> Any:
     if value.numel() != 1:
         came = validation.what(value)
         raise TypeError(f"{name}: expected a number or a tensor of one number, got {came}")
-    if hasattr(value, "full_tensor"):  # a DTensor, as fully_shard makes them
-        value = value.full_tensor()
     return value.reshape(())
 
 

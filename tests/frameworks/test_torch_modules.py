@@ -219,6 +219,22 @@ def test_a_module_under_a_wrapper(wrapper: str, loss: str) -> None:
     torch_wrappers.assert_same(torch_wrappers.outcome(wrapped, loss), loss)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_data_parallel(loss: str) -> None:
+    """Each of two GPUs computes the loss of half of the rows, at the numbers of the module."""
+    module = torch_wrappers.make(loss).cuda()
+    args = arguments(loss, [side.detach().cuda() for side in features(loss, 24)])
+    torch.nn.DataParallel(module, [0, 1])(*args).sum().backward()
+    got = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    for half in (slice(0, 12), slice(12, 24)):
+        module(*(tensor[half] for tensor in args)).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad)
+
+
 @pytest.mark.parametrize("name", ["temperature", "scale", "bias"])
 def test_a_parameter_given_to_a_module_is_its_own(name: str) -> None:
     """A module owns a given parameter: a copy of the module does not train the original."""

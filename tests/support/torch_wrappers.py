@@ -198,6 +198,23 @@ def fully_sharded(module: Any) -> Wrapped:
     return plain(module)
 
 
+def in_parts(shape: tuple[int, ...]) -> Wrapper:
+    """DTensors that no wrapper gathers: of this shape, split or copied."""
+
+    def distribute(module: Any) -> Wrapped:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for name, parameter in list(module.named_parameters()):
+            value = parameter.detach().reshape(shape)
+            placements = [Shard(0) if shape else Replicate()]
+            setattr(module, name, nn.Parameter(distribute_tensor(value, mesh, placements)))
+        run, gradients = plain(module)
+        return run, lambda: {name: g.reshape(1) for name, g in gradients().items()}
+
+    return distribute
+
+
 LOCAL: dict[str, Wrapper] = {
     "plain": plain,
     "replica of DataParallel": replica,
@@ -219,6 +236,8 @@ RANKS: dict[str, Wrapper] = {
     "FSDP1": flat,
     "FSDP1, use_orig_params": original,
     "fully_shard": fully_sharded,
+    "DTensor [1]": in_parts((1,)),
+    "0-d DTensor": in_parts(()),
 }
 
 
@@ -226,6 +245,7 @@ def outcome(wrapped: Wrapped, loss: str) -> dict[str, Any]:
     """The loss, and the gradients of features and numbers by name."""
     run, gradients = wrapped
     z = features(loss)
+    run(*arguments(loss, z))  # a call that comes again takes a shorter way
     value = run(*arguments(loss, z))
     (2 * value).backward()
     grads = {f"features {i}": side.grad for i, side in enumerate(z)}

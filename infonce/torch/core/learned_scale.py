@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import TENSOR_TYPES, inside_transform
+from .autograd import TENSOR_TYPES, _ReverseModeOnly, inside_transform
 
 
 def learned_scale(log_scale: Tensor, least: float, largest: float) -> Tensor:
     """exp(log_scale), at least `least` and at most `largest`; its gradient: see above."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not inside_transform():
         return _operator(log_scale, least, largest)[0]
-    if hasattr(log_scale, "full_tensor"):  # a DTensor, as fully_shard makes them
-        log_scale = log_scale.full_tensor()
     # Most scales are within the limits. (On a GPU, to read one would wait for the device.)
     if type(log_scale) in TENSOR_TYPES and log_scale.is_cpu and not inside_transform():
         scale = log_scale.exp()
@@ -50,10 +48,9 @@ def _backward(ctx: Any, upstream: Tensor, _: Any) -> Any:
     return gradient.masked_fill(excess * gradient < 0, 0.0), None, None
 
 
-class _LimitedExp(torch.autograd.Function):
+class _LimitedExp(_ReverseModeOnly):
     """The node in eager calls and inside of `torch.func`."""
 
-    generate_vmap_rule = True  # the loss raises the error for vmap
     forward = staticmethod(_compute)
     setup_context = staticmethod(_save_for_backward)
     backward = staticmethod(_backward)
