@@ -27,7 +27,7 @@ from ..kernels.problem import (
 )
 from ..kernels.targets import count_positives, weigh_positives
 from ..spec import BOOLEAN_OPTIONS, CHOICES, DEFAULTS, GRAD_ONLY, Loss
-from . import norms, outputs, prefixes, rows, softmax, validation
+from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
 from .validation import Batch
 
@@ -148,10 +148,8 @@ def check(
 
 
 def check_options(loss: Loss, bias: Any, options: Mapping[str, Any]) -> None:
-    """The checks of options that a module knows before it is called: those that read no array. A
-    scale, and options that others need, may come with the call."""
-    if prefixes.has_prefixes(loss, options):
-        options = prefixes.read_prefixes(loss, (), options)[1]
+    """The checks of options that a module knows before it is called: those that need no features,
+    and read no array. A scale, and options that others need, may come with the call."""
     values = _options(loss, options, with_grad=True)
     validation.workspace(values["workspace"])
     softmax.options(loss, values, complete=False)

@@ -38,12 +38,11 @@ def read_prefixes(
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
     """(width, weight) of each prefix in ascending order, and `options` without these two options.
 
-    Weights are finite numbers of any sign; they are 1 if the caller gives none. Without features,
-    any width is possible.
+    Weights are finite numbers of any sign; they are 1 if the caller gives none.
     """
     others = dict(options)
     dims, weights = others.pop("dims"), others.pop("dim_weights", None)
-    widths = read_widths(dims, min((z.shape[-1] for z in features), default=math.inf))
+    widths = read_widths(dims, min(z.shape[-1] for z in features))
     if weights is None:
         return [(d, 1.0) for d in widths], others
     weights = [validation.number("dim_weights", w) for w in _as_list(weights)]
@@ -55,7 +54,7 @@ def read_prefixes(
     return list(zip(widths, weights, strict=True)), others
 
 
-def read_widths(dims: Any, width: float) -> list[int]:
+def read_widths(dims: Any, width: int) -> list[int]:
     """The checked widths `dims` of the prefixes of rows with `width` features."""
     expected = f"dims: expected increasing integers in [1, {width}]"
     try:

@@ -389,7 +389,6 @@ def test_what_cannot_be_learned(
         ({"label_smoothing": 0.1, "decoupled": True},
          "(label_smoothing: expected 0.0 with decoupled|decoupled: expected False for siglip"
          "|label_smoothing: expected 0.0 for siglip)"),
-        ({"dims": [4, 2]}, "dims: expected (increasing integers|None for)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_at_construction(loss: str, options: dict[str, Any], words: str) -> None:
