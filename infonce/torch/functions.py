@@ -152,13 +152,13 @@ def _check_tensor(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
 
 def _to_scalar(name: str, value: Any) -> Any:
     """A tensor of one number as a 0-d tensor; other values unchanged."""
+    if hasattr(value, "full_tensor"):  # a DTensor, as fully_shard makes them
+        value = value.full_tensor()
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     if value.numel() != 1:
         came = validation.what(value)
         raise TypeError(f"{name}: expected a number or a tensor of one number, got {came}")
-    if hasattr(value, "full_tensor"):  # a DTensor, as fully_shard makes them
-        value = value.full_tensor()
     return value.reshape(())
 
 

@@ -228,10 +228,11 @@ def apply_repeated(
     scale = options.pop("scale", None)
     if "temperature" in options:  # move it to the end, where `functions._apply` puts it too: the
         options["temperature"] = options.pop("temperature")  # template's key has the options' order
-    inputs = [x if type(x) in TENSOR_TYPES else None for x in (scale, bias)]
-    if not TENSOR_TYPES.issuperset(map(type, features)) or any(
-        [x is not None and x.ndim for x in inputs]
-    ):
+    inputs = [x if isinstance(x, Tensor) else None for x in (scale, bias)]
+    numbers = [x for x in inputs if x is not None]
+    if not TENSOR_TYPES.issuperset(map(type, (*features, *numbers))) or any(
+        [x.ndim for x in numbers]
+    ):  # a DTensor, say, which the caller gathers first
         return None
     needs = [x is not None and x.requires_grad for x in (*inputs, *features)]
     wanted = differentiated_names(kind, tuple(needs))
