@@ -248,6 +248,7 @@ def flushed() -> Iterator[Any]:
     torch.set_flush_denormal(False)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("method", [*METHODS, "auto"])
 @pytest.mark.parametrize("name", WITHOUT_POSITIVES)
@@ -261,6 +262,7 @@ def test_no_positive_is_a_loss_of_zero(
         assert not number.any()
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e-20, 0.0])
 @pytest.mark.parametrize("method", [*METHODS, "auto"])
@@ -288,6 +290,7 @@ def test_subnormal_numbers_may_be_zeros(
             np.testing.assert_allclose(got, want, **rounding)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_subnormal_weights_are_zeros_or_refused(flushed: Any, loss: str, method: str) -> None:
