@@ -17,7 +17,14 @@ from .. import spec
 from ..checks import prefixes, validation
 from ..checks.outputs import ALIGNMENT
 from ..checks.teacher import ALL_LOSSES
-from ..kernels.gpu.schedule import Call, LossForm, Matrix, Schedule, schedule
+from ..kernels.gpu.schedule import (
+    Call,
+    LossForm,
+    Matrix,
+    Schedule,
+    distillation_schedules,
+    schedule,
+)
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPUS, DeviceModel
 from .work import Work, schedule_work
@@ -211,16 +218,11 @@ def _narrow(call: Call, width: int) -> Call:
 
 
 def _make_schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Schedule]:
-    """The schedules of a call, in their order: one, or three of distillation.
-
-    These are log-sum-exps of the student, log-sum-exps of the teacher, and loss with gradients.
-    """
+    """The schedules of a call, in their order: one, or three of distillation."""
     if not kind.taught:
         return [schedule(call, gpu.properties)]
-    call = replace(call, method="tiled")  # on a GPU, distillation has no other method
-    lse = replace(call, query_gradient=None, key_gradient=None, moments=False)
     taught = replace(call, teacher_query=call.query, teacher_key=call.key)
-    return [schedule(each, gpu.properties) for each in (lse, lse, taught)]
+    return [*distillation_schedules(taught, gpu.properties)]
 
 
 def _loss_form(kind: spec.Loss) -> LossForm:

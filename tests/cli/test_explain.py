@@ -61,6 +61,9 @@ def test_distillation_has_log_sum_exps_of_both_models() -> None:
         <= 2**28
     )
     assert "sm90/sweep_distill" in output("explain", "distill", *CLIP[2:])
+    # no sweep takes the two parts of float32 with a teacher: all passes have portable kernels
+    kernels = [work.kernel for work in infonce.explain("distill", 65536, 512).work]
+    assert kernels == ["tiled/lse", "tiled/lse", "tiled/distill", "cuBLAS: dQ and dK"]
     with pytest.raises(ValueError, match="guide: distill does not take it"):
         infonce.explain("distill", 64, 32, guide=True)
 

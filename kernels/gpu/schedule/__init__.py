@@ -5,7 +5,7 @@ kernels/gpu/config, and kernels/gpu/tiled and fused.py run the schedule.
 """
 
 from .call import BlockPass, Call, LossForm, Matrix, Purpose
-from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule
+from .decisions import ALIGNMENT, Schedule, distillation_schedules, schedule, tiled_schedule
 from .fused import OneLaunch, one_launch
 from .matrix_products import divide_keys, divide_terms
 from .method import choose_method, has_plan, is_computed_by_kernels_only
@@ -38,6 +38,7 @@ __all__ = [
     "ScheduledKernel",
     "ScheduledPass",
     "choose_method",
+    "distillation_schedules",
     "divide_keys",
     "divide_terms",
     "has_plan",

@@ -95,6 +95,26 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     )  # fmt: skip
 
 
+def distillation_schedules(
+    call: Call, device: DeviceProperties
+) -> tuple[Schedule, Schedule, Schedule]:
+    """The schedules of a call with a teacher, in their order: the log-sum-exps of the student, the
+    log-sum-exps of the teacher, and the loss with gradients.
+
+    Sweeps compute all passes, or portable kernels do. They round products differently, so that
+    exponentials of the one do not add up to 1 with log-sum-exps of the other.
+    """
+    assert call.teacher_query is not None
+    assert call.teacher_key is not None
+    distillation = tiled_schedule(call, device)
+    student = replace(
+        call, teacher_query=None, teacher_key=None, query_gradient=None, key_gradient=None,
+        moments=False, portable=distillation.sweep is None,
+    )  # fmt: skip
+    teacher = replace(student, query=call.teacher_query, key=call.teacher_key)
+    return tiled_schedule(student, device), tiled_schedule(teacher, device), distillation
+
+
 # --- the decisions, in their order ----------------------------------------------------------------
 
 
@@ -225,6 +245,8 @@ def choose_sweeps(
             operands.precision, operands.part_bytes, teacher.part_bytes, device, call.normalize
         )
         return sweep, None
+    if call.portable:
+        return None, None
     ids_or_factors = call.normalize or call.ids
     sweep = config.sweep_for(
         operands.precision, operands.part_bytes, device, ids_or_factors, call.moments,
