@@ -38,10 +38,6 @@ MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
 # The same for a loss with one softmax, if dK is not wanted: its gradient pass takes less time
 MIN_CACHED_K_SLICES_OF_DQ = {"bf16": 9, "fp16x3": 20}
 MAX_GROUP_BLOCK_SIDE = 8192  # most rows and columns of a block, if groups leave out blocks
-ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
-# Bytes that alignment may add: less than ALIGNMENT for each part. A pass has at most 14 parts
-# (`Needs.parts`; a call with a teacher has no guide), and the cache has 2 (`Needs.cached_parts`)
-ALIGNMENT_BYTES = 16 * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -351,8 +347,7 @@ def divide_workspace(
         reserved, MAX_GROUP_BLOCK_SIDE if call.host_groups else None,
     )  # fmt: skip
     return WorkspaceDivision(
-        needs, statistics, gradient, size + ALIGNMENT_BYTES, one_pass, dq_in_place, dk_in_place,
-        dq_copies,
+        needs, statistics, gradient, size, one_pass, dq_in_place, dk_in_place, dq_copies
     )  # fmt: skip
 
 
