@@ -60,6 +60,8 @@ def explain(
     names = () if loss_alone else wrt or None
     arguments = {name: flag(name) for name in ("wrt", *options)}
     with one_line_errors(names=arguments | {"rows": "ROWS", "features": "FEATURES"}):
+        if loss_alone and wrt:
+            raise ValueError(f"--loss-alone: expected no --wrt beside it, got {', '.join(wrt)}")
         result = explanation.explain(loss, rows, features, wrt=names, **options)
     if as_json:
         click.echo(to_json(result.as_dict()))
@@ -76,10 +78,9 @@ def _print(result: explanation.Explanation) -> None:
         about.add_row("", note)
     console = stdout()
     console.print(about)
-    if result.work:
-        work = _work_table(result)
-        stdout(work).print(work)
-        console.print(_memory_table(result))
+    work = _work_table(result)
+    stdout(work).print(work)
+    console.print(_memory_table(result))
 
 
 def _work_table(result: explanation.Explanation) -> Table:
@@ -104,7 +105,8 @@ def _memory_table(result: explanation.Explanation) -> Table:
     table = Table.grid(padding=(0, 2))
     for i, (name, parts) in enumerate(result.memory.items()):
         table.add_row("memory" if i == 0 else "", name, _sizes(parts))
-    table.add_row("", "together", f"at most {human(result.workspace)}")
+    beside = ", and vectors beside it" if result.method != "naive" else ""
+    table.add_row("", "workspace", f"at most {human(result.workspace)}{beside}")
     return table
 
 
