@@ -96,7 +96,7 @@ CHECKS = {
         *EQUAL, "options_over_ranks:parameters", "ranks:accuracy:host:mpi:ring",
         "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
         "options_over_ranks:distilled:offload to host",
-        "options_over_ranks:own_negatives:offload to host",
+        "options_over_ranks:own_negatives:offload to host", "ranks_trouble:functions",
     ],
     3: [
         "ranks_trouble:memory", *EQUAL, "options_over_ranks:parameters",

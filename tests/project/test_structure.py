@@ -42,6 +42,7 @@ LAYERS = [
 ]
 
 
+
 def packages() -> dict[str, Path]:
     """The folder of each package, by its installed name: `kernels` is `infonce.kernels`."""
     setup = configparser.ConfigParser()

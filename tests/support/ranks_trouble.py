@@ -4,6 +4,7 @@ communicators, bad calls, calls that differ between ranks, and ranks that end or
 import functools
 import gc
 import importlib
+import itertools
 import os
 import random
 import signal
@@ -197,7 +198,55 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
         ("rank 1: two_sided", "TypeError", lambda: distill(x, two_sided="no" if odd else True)),
         (f"key at least {3 * size} rows, got {2 * size} in all", "ValueError",
          lambda: distributed.info_nce_loss(x[:3], x[:2], scale=1.0)),
+        ("own: dtype: None on rank 0 and 'float64' on rank 1", "ValueError",
+         lambda: distributed.info_nce_loss(x, x, scale=1.0, own=np.ones((4, 2, 3)) if odd else None)),
+        ("guide 'not given' 'float64 of width 3' on rank 1", "ValueError",
+         lambda: clip(guide=(x, x) if odd else None)),
+        ("dims on rank 0 None ((2, 3), None) on rank 1", "ValueError",
+         lambda: clip(dims=(2, 3) if odd else None)),
+        ("rank 1: dims: expected increasing integers in [1, 3], got [2, 9]", "ValueError",
+         lambda: clip(dims=(2, 9) if odd else (2, 3))),
+        ("rank 1: dim_weights: expected 2 numbers", "ValueError",
+         lambda: clip(dims=(2, 3), dim_weights=(1,) if odd else (1, 1))),
+        ("rank 1: out['image']: expected shape (4, 3), got (3, 3)", "ValueError",
+         lambda: clip(dims=(2, 3), out=[np.ones((3, 3))] * 2 if odd else None)),
+        ("rank 1: timeout: expected a positive number", "ValueError",
+         lambda: clip(timeout=-1 if odd else 60)),
     ]  # fmt: skip
+
+
+def functions() -> None:
+    """Rank 1 calls another function: each pair of functions raises the same error on all ranks, in
+    a first call and in a later one, and the communicator works afterwards."""
+    x, classes = np.random.default_rng(RANK).standard_normal((6 + 2 * RANK, 3)), np.arange(6) % 2
+    arguments = {
+        "info_nce": (x, x), "clip": (x, x), "lit": (x, x), "siglip": (x, x), "gte": (x, x),
+        "nt_xent": (x,), "sup_con": (x, np.resize(classes, len(x))), "distill": (x, x, x, x),
+    }  # fmt: skip
+    names = [f"{name}_loss{end}" for name in arguments for end in ("", "_and_grad")]
+
+    def call(name: str) -> Any:
+        own = arguments[name.partition("_loss")[0]]
+        return getattr(distributed, name)(*own, scale=1.0, timeout=60)
+
+    for known in (False, True):
+        for expected, got in itertools.permutations(names, 2):
+            if known:
+                call(expected)
+            else:
+                connect().last_schedule = None
+            try:
+                call(got if RANK == 1 else expected)
+                note = "nothing"
+            except ValueError as error:
+                note = str(error)
+            everyone = COMM.allgather(note)
+            assert everyone == SIZE * [
+                f"function: expected the same on all ranks, got {expected!r} on rank 0 and "
+                f"{got!r} on rank 1"
+            ], everyone
+    for name in names:
+        call(name)
 
 
 def mismatch() -> None:
