@@ -181,8 +181,8 @@ def agree_on_schedule(
 ) -> tuple[Request, RankSchedule]:
     """This rank's checked call, and the schedule of all ranks.
 
-    `early_error` is the error of this rank's arguments that was found before, or None. `AgreedError` on all
-    ranks if a rank's call is refused, if calls differ, or if no schedule fits.
+    `early_error` is the error of this rank's arguments that was found before, or None.
+    `AgreedError` on all ranks if a rank's call is refused, if calls differ, or if no schedule fits.
 
     The check of a call needs the numbers of rows of all ranks: labels, for example, are indices of
     the keys of all ranks. A rank does not know the numbers of the other ranks before a message. So

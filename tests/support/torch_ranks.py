@@ -323,7 +323,7 @@ def rows_of(rank: int) -> Any:
 
 
 def groups(rank: int, size: int, device: str) -> dict[str, Any]:
-    """(loss, loss of one process) over groups of which this rank is in more or fewer than others."""
+    """(loss, loss of one process) over groups; a rank is in more or fewer of them than others."""
     out: dict[str, Any] = {}
 
     def call(name: str, group: Any) -> None:
