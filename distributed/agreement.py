@@ -148,6 +148,10 @@ class RankCall:
     with_grad: bool
     teacher: Teacher | None = None
 
+    @property
+    def function(self) -> str:
+        return f"{self.kind.name}_loss{'_and_grad' if self.with_grad else ''}"
+
     def check(
         self, features: list[Array], queries: Partition, keys: Partition, rank: int
     ) -> Request:
@@ -173,12 +177,12 @@ class RankCall:
 
 
 def agree_on_schedule(
-    call: RankCall, features: list[Array], read_error: Exception | None, ranks: Communicator
+    call: RankCall, features: list[Array], early_error: Exception | None, ranks: Communicator
 ) -> tuple[Request, RankSchedule]:
     """This rank's checked call, and the schedule of all ranks.
 
-    `read_error` is the error that reading the features has raised, or None. `AgreedError` on all
-    ranks if a rank's call is refused, if calls differ, or if no schedule fits.
+    `early_error` is the error of this rank's arguments that was found before, or None.
+    `AgreedError` on all ranks if a rank's call is refused, if calls differ, or if no schedule fits.
 
     The check of a call needs the numbers of rows of all ranks: labels, for example, are indices of
     the keys of all ranks. A rank does not know the numbers of the other ranks before a message. So
@@ -189,8 +193,9 @@ def agree_on_schedule(
        messages.
     2. If all reports equal those of the last call, the ranks compare only the scalars, and use the
        schedule of the last call again. The steps below are for all other calls.
-    3. If a rank has not checked its call, all ranks check their calls with the numbers of rows that
-       they know now, and exchange messages again.
+    3. The ranks compare their functions, on which the meaning of the numbers of rows depends. If a
+       rank has not checked its call, all ranks check their calls with the numbers of rows that they
+       know now, and exchange messages again.
     4. The ranks compare the values that must be equal, and decide a schedule.
     """
     shapes = [tuple(getattr(array, "shape", ())) for array in features]
@@ -202,7 +207,7 @@ def agree_on_schedule(
         return request, make_checked_message(call, request, features, argument_rows, ranks.over_mpi)
 
     # step 1
-    last_schedule, own_error, own_message = ranks.last_schedule, read_error, None
+    last_schedule, own_error, own_message = ranks.last_schedule, early_error, None
     if (
         own_error is None
         and last_schedule is not None
@@ -213,7 +218,9 @@ def agree_on_schedule(
         except Exception as refusal:
             own_error = refusal
     if own_message is None:
-        own_message = make_unchecked_message(None if read_error else argument_rows, own_error)
+        own_message = make_unchecked_message(
+            call.function, None if early_error else argument_rows, own_error
+        )
     messages = ranks.allgather(own_message)
 
     # step 2
@@ -226,6 +233,7 @@ def agree_on_schedule(
 
     # step 3
     reports = unpack_reports(messages)
+    require_equal_values([(pickle.dumps({"function": report.function}),) for report in reports])
     # first the errors of unreadable arrays, because their numbers of rows are unknown
     read_failures = [report.failure if report.argument_rows is None else None for report in reports]
     raise_first_failure(read_failures, own_error)
@@ -262,9 +270,11 @@ def agree_on_schedule(
     return request, ranks.last_schedule
 
 
-def make_unchecked_message(argument_rows: list[int] | None, error: Exception | None) -> RankMessage:
+def make_unchecked_message(
+    function: str, argument_rows: list[int] | None, error: Exception | None
+) -> RankMessage:
     """The message of a rank whose call is not checked yet, or is refused with `error`."""
-    return pickle.dumps(RankReport(argument_rows, as_failure(error))), b""
+    return pickle.dumps(RankReport(function, argument_rows, as_failure(error))), b""
 
 
 def unpack_reports(messages: Sequence[RankMessage]) -> list[RankReport]:
@@ -310,7 +320,7 @@ def make_checked_message(
             gpu, availability = device_name(), transports.gpu_availability(over_mpi)
         shared_values = _list_shared_values(call, request, features, array_types) | keywords
         packed_report = pickle.dumps(RankReport(
-            argument_rows, None, pickle.dumps(shared_values), availability, gpu,
+            call.function, argument_rows, None, pickle.dumps(shared_values), availability, gpu,
             find_exchange_room(request), has_weights, may_be_positive,
         ))  # fmt: skip
         if len(_packed_reports) >= MAX_CACHED_REPORTS:
@@ -339,7 +349,6 @@ def _list_shared_values(
     kind, problem = call.kind, request.problem
     first = kind.arguments[0]
     return {
-        "function": f"{kind.name}_loss{'_and_grad' if call.with_grad else ''}",
         **{
             f"{name}: dtype": z.dtype.name for name, z in zip(kind.arguments, features, strict=True)
         },

@@ -15,7 +15,7 @@ from infonce.spec import Loss
 
 from . import run
 from .agreement import AgreedError, RankCall, agree_on_schedule, run_on_all_ranks
-from .communicators.base import Communicator
+from .communicators.base import TIMEOUT
 from .communicators.mpi import connect
 from .schedule import require_options
 from .transports import choice as transports
@@ -32,31 +32,30 @@ def evaluate(
     (`losses.RANK_OPTIONS`). A call on one rank is a call of `infonce`, except `nt_xent` with
     labels, which only the functions over ranks take.
     """
-    read_error: Exception | None = None  # raised on all ranks by `agree_on_schedule`
-    if prefixes.has_prefixes(kind, options):
+    ranks = connect(rank_options["comm"])
+    ranks.timeout, refusal = _read_timeout(rank_options["timeout"])
+    if refusal is None and prefixes.has_prefixes(kind, options):
+        prefix_count = 0
         dims = options["dims"], options.get("dim_weights")
-        in_a_prefix = False
 
         def evaluate_prefix(features: Sequence[Any], others: Mapping[str, Any]) -> Any:
-            nonlocal in_a_prefix
-            in_a_prefix = True
+            nonlocal prefix_count
+            prefix_count += 1
             # `dims` as a rank option: the ranks check that it is the same on all ranks
             with_dims = {**rank_options, "dims": repr(dims)}
-            result = evaluate(kind, features, labels, bias, others, with_dims, with_grad)
-            in_a_prefix = False
-            return result
+            return evaluate(kind, features, labels, bias, others, with_dims, with_grad)
 
         over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
         try:
             return over_prefixes(kind, caller_arrays, options, evaluate_prefix)
         except Exception as error:
-            if in_a_prefix:
+            if prefix_count:
                 raise
-            # The other ranks wait in the call of a prefix: this rank takes part in it
-            read_error = error
-    ranks = _connect_ranks(rank_options)
+            refusal = error
     pairs_views = kind.symmetric and not kind.classes
-    if ranks.size == 1 and read_error is None and not (pairs_views and labels is not None):
+    if ranks.size == 1 and not (pairs_views and labels is not None):
+        if refusal is not None:
+            raise refusal
         require_options(options, rank_options)
         function: Any = dispatch.loss_and_grad if with_grad else dispatch.loss
         return function(kind, caller_arrays, labels, bias, options, teacher=teacher)
@@ -64,14 +63,13 @@ def evaluate(
     transport: Transport | None = None
     try:
         with arrays.use_caller_stream(caller_arrays[0]):
-            if read_error is None:
-                try:
-                    features = arrays.natives(caller_arrays, kind.arguments)
-                except Exception as error:
-                    read_error = error
+            try:
+                features = arrays.natives(caller_arrays, kind.arguments)
+            except Exception as error:
+                refusal = refusal or error
             with arrays.compute_context(features[0] if features else None):
                 call = RankCall(kind, labels, bias, options, rank_options, with_grad, teacher)
-                request, schedule = agree_on_schedule(call, features, read_error, ranks)
+                request, schedule = agree_on_schedule(call, features, refusal, ranks)
                 transport = transports.make(schedule.transport, ranks)
                 try:
                     # raise on all ranks before arrays are sent, so that no rank waits for arrays
@@ -104,13 +102,13 @@ def evaluate(
     return result
 
 
-def _connect_ranks(rank_options: Mapping[str, Any]) -> Communicator:
-    """The communicator of the argument `comm`, with the timeout of this call."""
-    timeout = rank_options["timeout"]
+def _read_timeout(timeout: Any) -> tuple[float | None, Exception | None]:
+    """The timeout of a call, and the error if it is not one: then all ranks raise the error, within
+    the default timeout."""
     if timeout is not None and (
         isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
     ):
-        raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
-    ranks = connect(rank_options["comm"])
-    ranks.timeout = timeout
-    return ranks
+        return TIMEOUT, ValueError(
+            f"timeout: expected a positive number of seconds or None, got {timeout!r}"
+        )
+    return timeout, None

@@ -39,6 +39,7 @@ from infonce.kernels.targets import mirror_positive_logits
 from .exchanges.arrays import gradient_arrays, key_array_names, key_arrays, with_arrays
 from .exchanges.base import Combine, Exchange, Keep, Keys, Round, RowType, Visit
 from .exchanges.partition import Partition
+from .schedule import enough_room
 
 # `solve.run_block_pass` on a backend: block, triangle, epilogue, gradients, not_finite, to_clear
 RunBlockPass = Callable[
@@ -356,6 +357,11 @@ class PassesOverRanks:
         )
         if 0 in block.shape[:2]:
             return False
+        if callable(epilogue):
+            # A question has no tiles, so `run.require_room` does not know of it. It may be about
+            # more keys than a pass visits at once, or wider features: a backend gets room for those
+            m, n, d = block.shape
+            block.workspace = max(block.workspace, enough_room(m, n, d + block.auxiliary_width))
         triangle = self._is_triangle(problem, keys, epilogue)
         not_finite = self.not_finite if isinstance(epilogue, (Statistics, Sigmoid)) else None
         self.run_block_pass(block, triangle, epilogue, gradients, not_finite, to_clear)

@@ -37,6 +37,7 @@ COLUMN_SUM_BYTES = 24  # bytes of a column's max, sum and moment in float64
 class RankReport:
     """A rank's part of the facts from which all ranks decide one schedule."""
 
+    function: str  # that the rank has called
     argument_rows: list[int] | None  # rows of each feature array; None: the arrays are unreadable
     failure: tuple[str, str] | None = None  # type and message of the error of its checks
     # the fields below have values only if the checks have passed

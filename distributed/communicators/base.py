@@ -50,6 +50,17 @@ class RankError(RuntimeError):
     """Another rank failed, ended, or did not respond in time: the call cannot be completed."""
 
 
+def describe_failure(rank: int, error: BaseException) -> str:
+    """What `rank`, which leaves a call with `error`, tells the other ranks. A RankError names the
+    rank at fault already."""
+    return str(error) if isinstance(error, RankError) else f"rank {rank} failed: {describe(error)}"
+
+
+def describe(error: BaseException) -> str:
+    """The type and the message of an error."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
 class Pending(Protocol):
     """A shift or an exchange that has been started."""
 
@@ -197,7 +208,7 @@ class Communicator:
         for _ in range(50):
             self.listen()
             time.sleep(0.02)
-        return RankError(f"rank {self.rank}: {library} says {error}")
+        return RankError(f"{library} failed on rank {self.rank}, and no rank said why: {error}")
 
 
 def gather_values(value: Any, gather_bytes: Callable[[Array], Array]) -> list[Any]:

@@ -18,7 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from .base import Array, Communicator, Pending, RankError, Shifts, gather_values
+from .base import (
+    Array,
+    Communicator,
+    Pending,
+    RankError,
+    Shifts,
+    describe,
+    describe_failure,
+    gather_values,
+)
 from .processes import Peers, identity
 
 FAILED, ENDED, WAITING = "failed", "ended", "waiting"  # kinds of control messages
@@ -283,9 +292,7 @@ class MPIRanks(Communicator):
     def fail(self, error: BaseException) -> None:
         if self.broken or self.size == 1:
             return
-        self.broken = str(error)
-        if not isinstance(error, RankError):
-            self.broken = f"rank {self.rank} failed: {_describe(error)}"
+        self.broken = describe_failure(self.rank, error)
         with self._active_changed:
             unfinished, self._active = self._active, []
         _abandoned.extend(unfinished)
@@ -304,7 +311,7 @@ class MPIRanks(Communicator):
             error = getattr(sys, "last_value", None)  # the exception that ends the process
             reason = f"rank {self.rank} has ended"
             if error is not None:
-                reason += f": {_describe(error)}"
+                reason += f": {describe(error)}"
             self._send_to_all(ENDED, reason)
             return
         try:
@@ -326,10 +333,6 @@ class MPIRanks(Communicator):
 
 # Operations that may never complete. MPI may still write to their buffers, so they are not freed
 _abandoned: list[Any] = []
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 class _PendingExchange:

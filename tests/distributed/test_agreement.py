@@ -51,17 +51,20 @@ def changed(**values: Any) -> Say:
     def say(value: Any) -> Any:
         if isinstance(value, tuple) and value[0] is None:  # of a call that is checked once more
             return None, say(value[1])
-        if not isinstance(value, tuple) or not value[1]:
+        if not isinstance(value, tuple):
             return value
-        packed_report, scalars = value[0], pickle.loads(value[1])
-        report = vars(pickle.loads(packed_report))
-        shared_values = pickle.loads(report["shared_values"])
-        scalars |= {name: x for name, x in values.items() if name in scalars}
-        others = {name: x for name, x in values.items() if name not in scalars}
-        if others:
+        report = vars(pickle.loads(value[0]))
+        report["function"] = values.get("function", report["function"])
+        scalars = pickle.loads(value[1]) if value[1] else {}
+        others = {name: x for name, x in values.items() if name not in {"function", *scalars}}
+        if value[1] and others:
+            shared_values = pickle.loads(report["shared_values"])
             report["shared_values"] = pickle.dumps(shared_values | others)
+        scalars |= {name: x for name, x in values.items() if name in scalars}
+        packed_report = value[0]
+        if others or "function" in values:
             packed_report = pickle.dumps(agreement.RankReport(**report))
-        return packed_report, pickle.dumps(scalars)
+        return packed_report, pickle.dumps(scalars) if value[1] else b""
 
     return say
 
@@ -232,7 +235,9 @@ def test_errors_are_those_of_the_rank_that_has_them() -> None:
     last_schedule = ranks.last_schedule
     failure = ValueError("text: expected what it is not")
     ranks.other = lambda value: (
-        agreement.make_unchecked_message([6, 6], failure) if len(value) == 2 else value
+        agreement.make_unchecked_message(pickle.loads(value[0]).function, [6, 6], failure)
+        if isinstance(value[0], bytes)
+        else value
     )
     with pytest.raises(ValueError, match=r"^rank 1: text: expected what it is not$"):
         ranks.message(scale=3.0)

@@ -96,7 +96,8 @@ CHECKS = {
         *EQUAL, "options_over_ranks:parameters", "ranks:accuracy:host:mpi:ring",
         "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
         "options_over_ranks:distilled:offload to host",
-        "options_over_ranks:own_negatives:offload to host",
+        "options_over_ranks:own_negatives:offload to host", "ranks_trouble:functions",
+        "ranks_trouble:rooms",
     ],
     3: [
         "ranks_trouble:memory", *EQUAL, "options_over_ranks:parameters",

@@ -1,5 +1,6 @@
 """infonce.torch over the processes of torch.distributed, against one process with all rows."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -237,6 +238,38 @@ def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:
     )
     assert "after" not in errors  # they are still in step
     assert errors["died"].startswith("rank 1 (process")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four")
+    start(["groups", "caught"], 4, folder)
+    return folder
+
+
+def test_groups_of_which_ranks_are_in_different_numbers(four_ranks: Path) -> None:
+    """Ranks connect within each group, whatever other groups they are in."""
+    ranks = saved(four_ranks, "groups")
+    everywhere = {"world", "nodes", "local", "once", "again"}
+    assert [everywhere - {*rank} for rank in ranks] == [set()] * 4
+    assert [len(rank) for rank in ranks] == [9, 9, 9, 6]
+    for rank in ranks:
+        for name, (loss, of_one_process) in rank.items():
+            torch.testing.assert_close(loss, of_one_process, msg=name)
+
+
+def test_an_error_that_its_rank_catches(four_ranks: Path) -> None:
+    """The other ranks say whose error it is, soon, though no process ends; so they do later."""
+    ranks = saved(four_ranks, "caught")
+    for exchange, kind in itertools.product(("ring", "gather"), ("OSError", "KeyboardInterrupt")):
+        error = f"{kind}: no more of this"
+        for rank, results in enumerate(ranks):
+            (first, second), after = results[f"{exchange} {kind}"]
+            assert first == (error if rank == 1 else f"RankError: rank 1 failed: {error}")
+            assert second == (
+                f"RankError: this process group is out of step: rank 1 failed: {error}"
+            )
+            assert after < 30
 
 
 def test_first_call_is_bounded(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ communicators, bad calls, calls that differ between ranks, and ranks that end or
 import functools
 import gc
 import importlib
+import itertools
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -207,7 +209,56 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
          lambda: clip(dims=(1, 3), grad_out="1" if odd else 1.0)),
         (f"key at least {3 * size} rows, got {2 * size} in all", "ValueError",
          lambda: distributed.info_nce_loss(x[:3], x[:2], scale=1.0)),
+        ("own: dtype: None on rank 0 and 'float64' on rank 1", "ValueError",
+         lambda: distributed.info_nce_loss(
+             x, x, scale=1.0, own=np.ones((4, 2, 3)) if odd else None)),
+        ("guide 'not given' 'float64 of width 3' on rank 1", "ValueError",
+         lambda: clip(guide=(x, x) if odd else None)),
+        ("dims on rank 0 None ((2, 3), None) on rank 1", "ValueError",
+         lambda: clip(dims=(2, 3) if odd else None)),
+        ("rank 1: dims: expected increasing integers in [1, 3], got [2, 9]", "ValueError",
+         lambda: clip(dims=(2, 9) if odd else (2, 3))),
+        ("rank 1: dim_weights: expected 2 numbers", "ValueError",
+         lambda: clip(dims=(2, 3), dim_weights=(1,) if odd else (1, 1))),
+        ("rank 1: out['image']: expected shape (4, 3), got (3, 3)", "ValueError",
+         lambda: clip(dims=(2, 3), out=[np.ones((3, 3))] * 2 if odd else None)),
+        ("rank 1: timeout: expected a positive number", "ValueError",
+         lambda: clip(timeout=-1 if odd else 60)),
     ]  # fmt: skip
+
+
+def functions() -> None:
+    """Rank 1 calls another function: each pair of functions raises the same error on all ranks, in
+    a first call and in a later one, and the communicator works afterwards."""
+    x, classes = np.random.default_rng(RANK).standard_normal((6 + 2 * RANK, 3)), np.arange(6) % 2
+    arguments = {
+        "info_nce": (x, x), "clip": (x, x), "lit": (x, x), "siglip": (x, x), "gte": (x, x),
+        "nt_xent": (x,), "sup_con": (x, np.resize(classes, len(x))), "distill": (x, x, x, x),
+    }  # fmt: skip
+    names = [f"{name}_loss{end}" for name in arguments for end in ("", "_and_grad")]
+
+    def call(name: str) -> Any:
+        own = arguments[name.partition("_loss")[0]]
+        return getattr(distributed, name)(*own, scale=1.0, timeout=60)
+
+    for known in (False, True):
+        for expected, got in itertools.permutations(names, 2):
+            if known:
+                call(expected)
+            else:
+                connect().last_schedule = None
+            try:
+                call(got if RANK == 1 else expected)
+                note = "nothing"
+            except ValueError as error:
+                note = str(error)
+            everyone = COMM.allgather(note)
+            assert everyone == SIZE * [
+                f"function: expected the same on all ranks, got {expected!r} on rank 0 and "
+                f"{got!r} on rank 1"
+            ], everyone
+    for name in names:
+        call(name)
 
 
 def mismatch() -> None:
@@ -408,3 +459,60 @@ def at_any_point(what: str, culprit: str, seed: str, exchange: str, timeout: str
         passed = time.monotonic() - began
         say(f"rank {RANK} after {passed:.2f} s: {type(error).__name__}: {error}")
         raise
+
+
+def rooms() -> None:
+    """Each workspace either has room for all visits of a call, or raises the same ValueError on all
+    ranks. Workspaces are around the least; a rank may have no rows."""
+    rng = np.random.default_rng(RANK)
+
+    def options_of(loss: str, n: int) -> list[dict[str, Any]]:
+        sides = 1 if loss in ("nt_xent", "sup_con") else 2
+
+        def each(values: Any) -> Any:
+            return values if sides == 1 else (values, values)
+
+        options: list[dict[str, Any]] = [{}]
+        if loss == "siglip":
+            return [*options, {"weights": np.ones(n)}, {"positive_ids": each(np.arange(n) % 3)}]
+        guide = rng.standard_normal((n, 40))
+        options += [
+            {"false_negative_margin": 0.1}, {"guide": each(guide)}, {"label_smoothing": 0.1},
+            {"metrics": True}, {"weights": np.ones(n)}, {"groups": each(np.arange(n) % 2)},
+            {"ids": each(np.arange(n) % 3), "label_smoothing": 0.1},
+        ]  # fmt: skip
+        refused = {
+            "gte": ("metrics", "groups", "ids"),
+            "sup_con": ("metrics", "ids", "groups", "false_negative_margin", "guide"),
+        }.get(loss, ())
+        return [kinds for kinds in options if not kinds.keys() & refused]
+
+    wrong: list[str] = []
+    for empty in (None, 0, 1):
+        n = 0 if empty == RANK else 60 + 20 * RANK
+        x = rng.standard_normal((n, 5))
+        for loss, exchange in itertools.product(
+            ("clip", "info_nce", "lit", "nt_xent", "sup_con", "gte", "siglip"), ("ring", "gather")
+        ):
+            function = getattr(distributed, f"{loss}_loss_and_grad")
+            features = {"nt_xent": (x,), "sup_con": (x, np.arange(n) % 5)}.get(loss, (x, x))
+            for options in options_of(loss, n):
+                outcomes, comm = set(), COMM.Dup()  # an error may end a communicator
+                what = f"{loss} {exchange} {sorted(options)}, rank {empty} is empty"
+                for workspace in np.geomspace(200, 2e6, 16).astype(int):
+                    try:
+                        function(*features, scale=1.0, exchange=exchange, timeout=60,
+                                 workspace=int(workspace), comm=comm, **options)  # fmt: skip
+                        note = "room"
+                    except Exception as error:
+                        note = f"{type(error).__name__}: {error}"
+                    everyone = COMM.allgather(note)
+                    outcomes.add(note.partition(": expected")[0])
+                    if len(set(everyone)) > 1:
+                        wrong.append(f"{what}: workspace {workspace}: {everyone}")
+                        break
+                else:
+                    kinds = {re.sub(r"rank \d: ", "", outcome) for outcome in outcomes}
+                    if kinds != {"room", "ValueError: workspace"}:
+                        wrong.append(f"{what}: {outcomes}")
+    assert not wrong, "\n".join(wrong)

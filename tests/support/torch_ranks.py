@@ -330,6 +330,68 @@ def failures(rank: int, size: int, device: str) -> dict[str, Any]:
     return messages
 
 
+def rows_of(rank: int) -> Any:
+    """The rows that `rank` passes in `groups` and `caught`."""
+    return torch.randn(3 + rank, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def groups(rank: int, size: int, device: str) -> dict[str, Any]:
+    """(loss, loss of one process) over groups; a rank is in more or fewer of them than others."""
+    out: dict[str, Any] = {}
+
+    def call(name: str, group: Any) -> None:
+        z = rows_of(rank)
+        members = dist.get_process_group_ranks(group)
+        every = torch.cat([rows_of(member) for member in members])
+        loss = it.clip_loss(z, z.flip(1), scale=2.0, group=group, timeout=100)
+        out[name] = loss, it.clip_loss(every, every.flip(1), scale=2.0)
+
+    if rank < 2:  # groups that the other ranks do not know
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        for _ in range(1 + rank):
+            dist.new_group([rank], use_local_synchronization=True)
+        call("first two", group)
+    call("world", dist.group.WORLD)
+    pairs = {pair: dist.new_group(pair) for pair in [(0, 1), (1, 2), (2, 3), (0, 2), (0, 1, 2)]}
+    for pair, group in pairs.items():  # overlapping
+        if rank in pair:
+            call(f"{pair}", group)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
+    for level in ("nodes", "local"):
+        call(level, mesh.get_group(level))
+    for time_ in ("once", "again"):  # a group that is destroyed
+        group = dist.new_group()
+        call(time_, group)
+        dist.destroy_process_group(group)
+    dist.barrier()  # before a rank destroys the groups of all
+    return out
+
+
+def caught(rank: int, size: int, device: str) -> dict[str, Any]:
+    """Messages of ranks, and the longest time, if rank 1 catches its own error and goes on."""
+    out: dict[str, Any] = {}
+    for exchange in ("ring", "gather"):
+        for error in (OSError, KeyboardInterrupt):
+
+            def progress(*_: Any, error: type[BaseException] = error) -> None:
+                if rank == 1:
+                    raise error("no more of this")
+
+            group, z = dist.new_group(), rows_of(rank)
+            options: dict[str, Any] = {"scale": 1.0, "group": group, "exchange": exchange}
+            it.clip_loss(z, z, **options)
+            began, said = time.monotonic(), []
+            for _ in range(2):
+                try:
+                    it.clip_loss(z, z, **options, progress=progress, timeout=60)
+                except BaseException as seen:
+                    said.append(f"{type(seen).__name__}: {seen}")
+            after = time.monotonic() - began
+            dist.barrier()  # over other connections, which still work
+            out[f"{exchange} {error.__name__}"] = said, after
+    return out
+
+
 def late(rank: int, size: int, device: str) -> dict[str, Any]:
     """The message and the time of the error of the first call, if another rank does not call."""
     z, began = torch.ones(4, 3), time.monotonic()
@@ -356,10 +418,11 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
             out = train(case, rank, size, size, device)
         else:
             cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures,
-                        "cached": cached, "wrappers": torch_wrappers.on_ranks}  # fmt: skip
+                        "cached": cached, "wrappers": torch_wrappers.on_ranks, "groups": groups,
+                        "caught": caught}  # fmt: skip
             out = {**cases_of, "late": late}[case](rank, size, device)
         torch.save(out, folder / f"{case}-{rank}.pt")
-    if case in ("failures", "late"):
+    if case in ("failures", "late", "caught"):
         os._exit(0)  # the ranks are out of step, so destroy_process_group would hang
     dist.destroy_process_group()
 

@@ -1,15 +1,17 @@
 """A process group of torch.distributed as a communicator of `infonce.distributed`.
 
 infonce's own NCCL transport sends arrays on GPUs, if NCCL is available. Otherwise they go through
-pinned host memory. A gloo group, which this module makes, sends host arrays and the small values of
-an allgather.
+pinned host memory. Gloo, which this module connects, sends host arrays and the small values of an
+allgather.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,13 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicators.base import Pending, Shifts, gather_values
+from infonce.distributed.communicators.base import (
+    LISTEN_INTERVAL,
+    Pending,
+    Shifts,
+    describe_failure,
+    gather_values,
+)
 from infonce.distributed.communicators.processes import Peers, identity
 
 from ...result import LossAndGrad
@@ -52,26 +60,37 @@ class ProcessGroup(Communicator):
     """A communicator on a duplicate of a process group, so that the caller's messages and those of
     the losses do not mix.
 
-    The first allgather makes the duplicate, within the timeout of an allgather.
+    The first allgather makes the duplicate, within the timeout of an allgather. A rank that fails
+    writes the reason to the store of torch.distributed, where waiting ranks look for it.
     """
 
     peers: Peers  # the processes of the ranks, of which `listen` asks whether they have ended
 
     def __init__(self, group: Any) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._members = dist.get_process_group_ranks(group)  # global rank of each rank of the group
-        self._group: Any = None  # the duplicate
+        self._name = group.group_name
+        self._gloo: Any = None  # the duplicate: a gloo backend of the same processes
+        self._store: Any = None  # what the ranks of the duplicate tell each other by name
+        self._failure: str | None = None  # what a rank has written to the store
+        self._store_thread = threading.Thread()  # the last use of the store: see `_use_store`
         self.broken: str | None = None  # message of the error that ended this communicator
         self.peers = Peers()
 
     def _duplicate(self) -> None:
-        """Make a gloo group of the same processes."""
+        """Connect the same processes once more."""
         # gloo wants a timeout. `bounded` ends a wait after `Communicator.timeout`
         never = datetime.timedelta(days=7)
-        self._group = self.bounded(
-            lambda: dist.new_group(self._members, never, "gloo", use_local_synchronization=True),
-            "gloo",
-        )
+
+        def connect_gloo() -> tuple[Any, Any]:
+            # All ranks of a group know it by one name. `dist.new_group` would name the duplicate by
+            # the number of this process's groups, which differs between ranks. A name comes again
+            # if the caller destroys a group and makes another, so each rank counts its duplicates
+            store = dist.distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"infonce/{self._name}", store)
+            store = dist.PrefixStore(str(store.add(str(self.rank), 1)), store)
+            return store, dist.ProcessGroupGloo(store, self.rank, self.size, never)
+
+        self._store, self._gloo = self.bounded(connect_gloo, "gloo")
         self.peers = Peers(self.allgather(identity()))
 
     def allgather(self, value: Any) -> list[Any]:
@@ -79,7 +98,7 @@ class ProcessGroup(Communicator):
             return [value]
         if self.broken:
             raise RankError(f"this process group is out of step: {self.broken}")
-        if self._group is None:
+        if self._gloo is None:
             self._duplicate()
         values: list[Any] = gather_values(value, self._gather)
         return values
@@ -87,9 +106,7 @@ class ProcessGroup(Communicator):
     def _gather(self, own: Array) -> Array:
         """The bytes [size, room] of all ranks, from this rank's bytes `own` [room]."""
         gathered_bytes = torch.empty((self.size, len(own)), dtype=torch.uint8)
-        work = dist.all_gather(
-            list(gathered_bytes), torch.from_numpy(own), self._group, async_op=True
-        )  # fmt: skip
+        work = self._gloo.allgather([list(gathered_bytes)], [torch.from_numpy(own)])
         self.until(work.is_completed)
         try:
             work.wait()
@@ -103,34 +120,65 @@ class ProcessGroup(Communicator):
         return self.exchange({distance: (send, receive)})
 
     def exchange(self, shifts: Shifts) -> Pending:
-        works = []
-        for distance, (_, receive) in shifts.items():
-            source = self._members[(self.rank - distance) % self.size]
-            works += [
-                dist.irecv(_byte_tensor(array), source, self._group, tag)
-                for tag, array in enumerate(receive)
-                if array.nbytes
-            ]
-        for distance, (send, _) in shifts.items():
-            target = self._members[(self.rank + distance) % self.size]
-            works += [
-                dist.isend(_byte_tensor(array), target, self._group, tag)
-                for tag, array in enumerate(send)
-                if array.nbytes
-            ]
+        gloo, works = self._gloo, []
+        try:
+            for distance, (_, receive) in shifts.items():
+                source = (self.rank - distance) % self.size
+                works += [
+                    gloo.recv([_byte_tensor(array)], source, tag)
+                    for tag, array in enumerate(receive)
+                    if array.nbytes
+                ]
+            for distance, (send, _) in shifts.items():
+                target = (self.rank + distance) % self.size
+                works += [
+                    gloo.send([_byte_tensor(array)], target, tag)
+                    for tag, array in enumerate(send)
+                    if array.nbytes
+                ]
+        except RuntimeError as error:  # a connection is broken already
+            raise self.blame(error, "gloo") from error
         return _PendingExchange(self, works)
 
     def listen(self) -> None:
-        for message in self.peers.gone().values():
-            raise RankError(message)
+        if self._store is None:
+            return
+        gone = self.peers.gone()
+        # a rank that is gone may have written its reason before: read after `gone()`
+        self._use_store(self._read_failure, 1.0 if gone else LISTEN_INTERVAL)
+        for message in [self._failure, *gone.values()]:
+            if message is not None:
+                raise RankError(message)
+
+    def _read_failure(self) -> None:
+        if self._store.check(["failed"]):
+            self._failure = self._store.get("failed").decode()
+
+    def _use_store(self, function: Callable[[], Any], seconds: float) -> None:
+        """Run `function`, and wait for it at most so long: the process of the store may hang."""
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):  # the process of the store may have ended
+                function()
+
+        if not self._store_thread.is_alive():
+            self._store_thread = threading.Thread(target=run, daemon=True)
+            self._store_thread.start()
+        self._store_thread.join(seconds)
 
     def fail(self, error: BaseException) -> None:
-        """Destroy the group: other ranks see the connection close. Later calls of this communicator
-        raise a RankError with the message of `error` (`broken`)."""
-        if not self.broken:
-            self.broken = str(error)
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
+        """Tell the other ranks why this rank leaves a call. Later calls of this communicator raise
+        a RankError with the message of `error` (`broken`)."""
+        if self.broken or self.size == 1:
+            return
+        self.broken = reason = describe_failure(self.rank, error)
+        if self._store is not None:
+            # the first reason stays: others follow from it
+            self._use_store(lambda: self._store.compare_set("failed", "", reason), 1.0)
+        # Close the connections, so that abandoned waits of other ranks end. The end of a backend
+        # waits for its allgathers: a thread waits for it
+        gloo, self._gloo = self._gloo, None
+        threading.Thread(target=id, args=[gloo], daemon=True).start()
 
 
 def loss_and_grad(
