@@ -30,13 +30,13 @@ from ..solve import (
 )  # fmt: skip
 from .problem import PrefixGradient, PrefixStatistics, prefix_problems
 from .sides import PrefixSide
-from .worker import PrefixWorker
+from .prefix_pass import PrefixPass
 
 
 class PrefixCPU(CPU):
     """The backend of a problem with prefixes: a tile has the logits of each prefix."""
 
-    worker_class = PrefixWorker
+    pass_class = PrefixPass
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None, widths: Sequence[int]

@@ -178,8 +178,6 @@ def test_a_probability_is_no_subnormal_number(dtype: Any) -> None:
 def test_no_warning_leaves(loss: str, dtype: Any, method: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(schedule, "TILE", (8, 8))
     monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 8)
-    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)  # workers' warnings too
-    monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
     largest = float(ml_dtypes.finfo(dtype).max)
     for size in (largest, largest**0.5, largest**-0.5, np.inf, np.nan):
         args = arguments(loss, *pairs("random", 40, 40, 3, dtype, 0))
@@ -235,7 +233,6 @@ def test_a_workspace_is_refused_with_the_least(
 ) -> None:  # fmt: skip
     """The least has few blocks, and what it gives is right; it is the same for any threads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "MIN_THREADED_CALL", 0)
         patch.setenv("INFONCE_NUM_THREADS", str(threads))
         m, n = (m, n) if loss == "info_nce" and m <= n else (min(m, n),) * 2
         args = arguments(loss, *pairs("partly aligned", m, n, d, dtype, 0))
@@ -333,7 +330,6 @@ def test_anything_is_a_value_or_an_error_of_ours(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "TILE", (16, 8))
         patch.setattr(schedule, "TRIANGLE_SIDE", 8)
-        patch.setattr(schedule, "MIN_THREADED_CALL", 0)
         patch.setenv("INFONCE_NUM_THREADS", threads)
         try:
             out = call(loss, *args, *more, **options)
