@@ -7,8 +7,9 @@ Loss and gradients of random unit rows: bfloat16 on the current GPU, float32 on 
 of 256 by default). All take turns in each round, in another order each time: a GPU's clock is lower
 after long calls that need much power, and a fixed order would lower it for the same options in each
 round. On a GPU, calls of more than LONG seconds take part in the first round only. A ratio is the
-median over rounds of those to the plain loss in the same round; nt_xent of all rows is the plain
-loss of sup_con, and of gte with half as many pairs.
+median over rounds of those to the plain loss of the same size in the same round. nt_xent of all
+rows is the plain loss of sup_con, and of gte with half as many pairs. siglip of fewer images than
+texts has no plain loss, and so no ratio.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ CLASSES = 1000
 GROUPS = 8
 PREFIXES = 5  # of twice as many features
 LONG = 0.25  # seconds
+PLAIN = {"sup_con": "nt_xent", "gte": "nt_xent"}  # losses whose plain loss is another one
 OPTIONS: dict[str, dict[str, Any]] = {
     "margin": {"margin": 0.1},
     "hardness": {"hardness": 2.0},
@@ -49,7 +51,10 @@ Run = Callable[[], Any]
 
 
 def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], Run]:
-    """(loss, options) -> the call; "plain" is each loss without."""
+    """(loss and its size, options) -> the call; "plain" is the same loss of the same size, without.
+
+    The size is left out if it is `rows` and `dim`.
+    """
     query, key = bench.inputs(Case(spec.CLIP, rows, dim, dtype))[0]
     xp = arrays.namespace(query)
     vectors = {
@@ -75,8 +80,9 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     results["siglip", "plain"] = call("siglip", query, key)
     images = np.arange(rows // 4), np.arange(rows) % (rows // 4)
     placed = tuple(map(xp.asarray, images))
-    several = call("siglip", query[: rows // 4], key, positive_ids=placed)
-    results["siglip", f"{rows // 4} images with 4 captions"] = several
+    fewer = rows // 4
+    several = call("siglip", query[:fewer], key, positive_ids=placed)
+    results[f"siglip of {fewer} images", "4 captions an image"] = several
     results["siglip", f"{rows} pairs by positive_ids"] = call(
         "siglip", query, key, positive_ids=xp.arange(rows)
     )
@@ -84,14 +90,15 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     dims = dim // 4, dim // 2, dim
     results["clip", f"dims {dims}"] = call("clip", query, key, dims=dims)
     for d in dims[:-1]:
-        results["clip", f"first {d} features"] = call("clip", query[:, :d], key[:, :d])
+        results[f"clip x {d}", "plain"] = call("clip", query[:, :d], key[:, :d])
     wide = bench.inputs(Case(spec.CLIP, rows, 2 * dim, dtype))[0]
     prefixes = tuple(2 * dim >> i for i in reversed(range(PREFIXES)))
     results[f"clip x {2 * dim}", "plain"] = call("clip", *wide)
     results[f"clip x {2 * dim}", f"dims {prefixes}"] = call("clip", *wide, dims=prefixes)
-    mined = query[: 4 * (rows // 4)].reshape(rows // 4, 4, dim)
-    both = query[: rows // 4], key[: rows // 4]
-    results["info_nce", f"{rows // 4} rows with 4 of own"] = call("info_nce", *both, own=mined)
+    mined = query[: 4 * fewer].reshape(fewer, 4, dim)
+    for name, options in {"plain": {}, "4 of own a row": {"own": mined}}.items():
+        pairs = call("info_nce", query[:fewer], key[:fewer], **options)
+        results[f"info_nce of {fewer} rows", name] = pairs
     results["nt_xent", "plain"] = call("nt_xent", query)
     results["sup_con", f"{CLASSES} classes"] = call("sup_con", query, xp.arange(rows) % CLASSES)
     results["gte", f"{half} pairs"] = call("gte", query[:half], key[:half])
@@ -118,10 +125,11 @@ def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[
             seconds[case].append(statistics.median(times[1:] or times))
     results = []
     for (loss, name), times in seconds.items():
-        plain = seconds.get((loss, "plain"), seconds["nt_xent", "plain"])
+        plain = seconds.get((PLAIN.get(loss, loss), "plain"))
+        ratios = None if plain is None else np.divide(times, plain[: len(times)])
         results.append({
             "loss": loss, "options": name, "median_s": statistics.median(times),
-            "of plain": round(statistics.median(np.divide(times, plain[: len(times)])), 3),
+            "of plain": None if ratios is None else round(statistics.median(ratios), 3),
             **bench.memory("auto", _outcome(runs[loss, name])),
         })  # fmt: skip
     return results

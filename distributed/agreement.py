@@ -279,7 +279,8 @@ def make_checked_message(
     """The message of a rank whose call is checked. `over_mpi`: see `Communicator`."""
     options, problem = call.options, request.problem
     labels, classes = call.labels, call.kind.classes
-    array_types = {  # types of labels, ids and guides, which must be comparable over all ranks
+    # types of labels, ids and guides, which must be comparable over all ranks
+    array_types: dict[str, Any] = {
         "labels": compared_as(labels) if classes else _describe_presence(labels),
         **{name: compared_as(options.get(name)) for name in INTEGER_OPTIONS},
         "guide": _describe_features(problem.guide_key),
@@ -329,7 +330,7 @@ def _describe_features(features: Array | None) -> str:
 
 
 def _list_shared_values(
-    call: RankCall, request: Request, features: list[Array], array_types: dict[str, str]
+    call: RankCall, request: Request, features: list[Array], array_types: dict[str, Any]
 ) -> dict[str, Any]:
     """The values that must be the same on all ranks, in the order in which they are compared.
 

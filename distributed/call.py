@@ -32,31 +32,43 @@ def evaluate(
     (`losses.RANK_OPTIONS`). A call on one rank is a call of `infonce`, except `nt_xent` with
     labels, which only the functions over ranks take.
     """
+    read_error: Exception | None = None  # raised on all ranks by `agree_on_schedule`
     if prefixes.has_prefixes(kind, options):
         dims = options["dims"], options.get("dim_weights")
+        in_a_prefix = False
 
         def evaluate_prefix(features: Sequence[Any], others: Mapping[str, Any]) -> Any:
+            nonlocal in_a_prefix
+            in_a_prefix = True
             # `dims` as a rank option: the ranks check that it is the same on all ranks
             with_dims = {**rank_options, "dims": repr(dims)}
-            return evaluate(kind, features, labels, bias, others, with_dims, with_grad)
+            result = evaluate(kind, features, labels, bias, others, with_dims, with_grad)
+            in_a_prefix = False
+            return result
 
         over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
-        return over_prefixes(kind, caller_arrays, options, evaluate_prefix)
+        try:
+            return over_prefixes(kind, caller_arrays, options, evaluate_prefix)
+        except Exception as error:
+            if in_a_prefix:
+                raise
+            # The other ranks wait in the call of a prefix: this rank takes part in it
+            read_error = error
     ranks = _connect_ranks(rank_options)
     pairs_views = kind.symmetric and not kind.classes
-    if ranks.size == 1 and not (pairs_views and labels is not None):
+    if ranks.size == 1 and read_error is None and not (pairs_views and labels is not None):
         require_options(options, rank_options)
         function: Any = dispatch.loss_and_grad if with_grad else dispatch.loss
         return function(kind, caller_arrays, labels, bias, options, teacher=teacher)
     features: list[Any] = []
-    read_error: Exception | None = None
     transport: Transport | None = None
     try:
         with arrays.use_caller_stream(caller_arrays[0]):
-            try:
-                features = arrays.natives(caller_arrays, kind.arguments)
-            except Exception as error:
-                read_error = error  # `agree_on_schedule` raises this error on all ranks
+            if read_error is None:
+                try:
+                    features = arrays.natives(caller_arrays, kind.arguments)
+                except Exception as error:
+                    read_error = error
             with arrays.compute_context(features[0] if features else None):
                 call = RankCall(kind, labels, bias, options, rank_options, with_grad, teacher)
                 request, schedule = agree_on_schedule(call, features, read_error, ranks)

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from infonce.kernels.epilogues import (
     Epilogue,
-    OnlineSoftmax,
     RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
@@ -43,7 +42,8 @@ from .exchanges.partition import Partition
 
 # `solve.run_block_pass` on a backend: block, triangle, epilogue, gradients, not_finite, to_clear
 RunBlockPass = Callable[
-    [Problem, bool, Epilogue | BlockQuestion, Gradients | None, NotFinite | None, Sums | None], None
+    [Problem, bool, Epilogue | BlockQuestion, Gradients | None, NotFinite | None, Sums | None],
+    object,
 ]
 
 
@@ -193,7 +193,7 @@ class PassesOverRanks:
 
             self.round([], key_arrays(problem), visit)
         else:
-            assert not isinstance(epilogue, OnlineSoftmax)
+            assert isinstance(epilogue, SoftmaxGradient | Sigmoid)
             self._gradients(problem, epilogue, gradients)
 
     # -- the passes
@@ -317,6 +317,7 @@ class PassesOverRanks:
 
         def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
             if not visits_half:
+                assert gradients.key is not None  # rows of dK that travel have a destination
                 vectors.assign(gradients.key[own_rows], sums[0], *(other[0] for other in others))
             elif dq is not None:  # queries are the keys, so dK of other ranks is a part of dQ
                 self._add([dq[own_rows]], sums, *others)

@@ -5,6 +5,7 @@ run.py calls `solve_by_plan` first. If the call has no plan, run.py runs the sam
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from infonce.kernels.gpu import plan, recorded
@@ -77,10 +78,8 @@ def _build(
     positives = vectors.shard_positives(first_query, len(problem.query))
     problem = fast_replace(problem, positives=positives)
 
-    def run_block_pass(*block: Any) -> None:
-        """See `passes.RunBlockPass`. `ahead=None`: later passes do not change the workspace."""
-        recorded.block(*block, ahead=None, queue=queue)
-
+    # `ahead=None`: later passes do not change the workspace
+    run_block_pass = partial(recorded.block, ahead=None, queue=queue)
     keys = Partition(list(key_rows))
     gather = Gather(vectors.xp, ranks.rank, exchanger, keys, key_arrays(problem))
     passes = PassesOverRanks(

@@ -8,6 +8,7 @@ CuPy is imported for arrays on a GPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import sys
@@ -22,6 +23,7 @@ from .spec import Loss
 
 Array = Any
 NO_CONTEXT = contextlib.nullcontext()
+HostMemory = ctypes.c_char * sys.maxsize  # memory from an address on; an array on it has a size
 
 
 def _is_instance(array: Array, module: str, class_name: str) -> bool:
@@ -133,7 +135,7 @@ def _view(array: Array) -> Array:
             raise TypeError(".filled(value) makes one without a mask")
         return np.asarray(array)
     if _is_instance(array, "torch", "Tensor"):
-        return _view_cuda_tensor(array) if array.is_cuda else _view_cpu_tensor(array)
+        return view_tensor(array)
     if _is_instance(array, "jax", "Array"):
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise TypeError("infonce.jax has the losses for jit, grad and vmap")
@@ -148,42 +150,44 @@ def _view(array: Array) -> Array:
     return array
 
 
-def _view_cpu_tensor(tensor: Any) -> Array:
-    """A NumPy array on a tensor's memory."""
-    torch = sys.modules["torch"]
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # `Tensor.numpy` refuses bfloat16
-        import ml_dtypes
+def view_tensor(tensor: Any) -> Array:
+    """A NumPy or CuPy array on a tensor's memory, which it keeps alive.
 
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
-
-
-def _view_cuda_tensor(tensor: Any) -> Array:
-    """A CuPy array on a tensor's memory, made without DLPack, which takes five times as long.
-
-    Dtypes that `_torch_dtypes` lacks, such as bool, take DLPack.
+    `Tensor.numpy` is not used, because it forbids to resize the tensor's storage from then on, and
+    `fully_shard` resizes the storages of parameters. DLPack takes several times as long; on a GPU,
+    dtypes that `_torch_dtypes` lacks take it. An error of `REFUSALS` if the memory is none, or does
+    not have the tensor's values.
     """
+    memory: Any
+    on_host, dtype = tensor.is_cpu, _torch_dtypes().get(tensor.dtype)
+    if dtype is None or not (on_host or tensor.is_cuda):
+        tensor = tensor.detach()
+        return _cupy().from_dlpack(tensor) if tensor.is_cuda else tensor.numpy()
+    if tensor.is_neg():
+        raise RuntimeError("it is the negative of its memory: .resolve_neg() makes one that is not")
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise RuntimeError("its storage has no memory")
+    # torch counts strides in elements, NumPy and CuPy in bytes
+    strides = None if tensor.is_contiguous() else [n * dtype.itemsize for n in tensor.stride()]
+    if on_host:
+        memory = HostMemory.from_address(address)
+        memory.tensor = tensor
+        return np.ndarray(tensor.shape, dtype, memory, 0, strides)
     cupy = _cupy()
-    dtype = _torch_dtypes().get(tensor.dtype)
-    if dtype is None:
-        return cupy.from_dlpack(tensor.detach())
-    item_bytes = dtype.itemsize
-    memory = cupy.cuda.UnownedMemory(
-        tensor.data_ptr(), tensor.numel() * item_bytes, tensor, tensor.get_device()
-    )
-    # torch counts strides in elements, CuPy in bytes
-    strides = None if tensor.is_contiguous() else [step * item_bytes for step in tensor.stride()]
+    size = tensor.numel() * dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address, size, tensor, tensor.get_device())
     return cupy.ndarray(tensor.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
 @functools.cache
 def _torch_dtypes() -> dict[Any, np.dtype[Any]]:
-    """torch's dtype -> NumPy's dtype, for features, labels and scalars."""
+    """torch's dtype -> NumPy's dtype, for features, labels, masks and scalars."""
     import ml_dtypes
 
     torch = sys.modules["torch"]
-    names = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
+    integers = [f"{sign}int{bits}" for sign in ("", "u") for bits in (64, 32, 16, 8)]
+    names = ("float64", "float32", "float16", *integers, "bool")
     dtypes = {getattr(torch, name): np.dtype(name) for name in names}
     return {**dtypes, torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
 

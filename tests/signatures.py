@@ -79,12 +79,15 @@ def module_stub(loss: Loss) -> str:
     table = keywords.torch_function(loss)
     # the defaults of a call are those of the construction
     call = [*arguments(loss, "Tensor"), *by_keyword(table, "...")]
-    learned = "    log_scale: Parameter\n" + "    bias: Parameter\n" * loss.sigmoid
-    init = function("__init__", ["self", *by_keyword(keywords.torch_module(loss))], "None", "    ")
+    settings = keywords.torch_module(loss)
+    # with `learnable` the bias is a Parameter
+    types = {name: "Any" if name == "bias" else type_ for name, (type_, _) in settings.items()}
+    types = {"log_scale": "Parameter", **types}
+    attributes = "".join(f"    {name}: {type_}\n" for name, type_ in types.items())
+    init = function("__init__", ["self", *by_keyword(settings)], "None", "    ")
     forward = function("forward", ["self", *call], result(table, "Tensor"), "    ")
-    return (
-        f"class {CAMEL[loss.name]}Loss(Module):\n{learned}{init}{forward}    __call__ = forward\n"
-    )
+    head = f"class {CAMEL[loss.name]}Loss(Module):\n{attributes}"
+    return f"{head}{init}{forward}    __call__ = forward\n"
 
 
 def stub(package: str) -> str:

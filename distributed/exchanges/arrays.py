@@ -32,13 +32,14 @@ def key_arrays(problem: Problem) -> list[Array]:
 def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:
     """This rank's arrays of keys that travel only in the gradient pass, after `key_arrays`."""
     travelling = []
-    if epilogue.column_reference is not None:
+    column_factor = epilogue.column_factor
+    if column_factor is not None:  # columns have a softmax
         # a bound of dL/dx in a column (`SoftmaxGradient.column_positive_gradient`): dL/dx at its
         # positive. Linear terms change dL/dx at the positive, so they need the factor as well
         bound = epilogue.positive_gradient
         if epilogue.linear:
-            bound = xp.maximum(abs(bound), abs(epilogue.column_factor))
-        travelling = [epilogue.column_reference, epilogue.column_factor, bound]
+            bound = xp.maximum(abs(bound), abs(column_factor))
+        travelling = [epilogue.column_reference, column_factor, bound]
         if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
             travelling += [epilogue.teacher.column_reference, epilogue.teacher.column_factor]
     for term in epilogue.linear:

@@ -147,6 +147,18 @@ def check(
     return _request(loss, static, problem, arrays, options.get("out"), with_grad, grad_buffers)
 
 
+def check_options(loss: Loss, bias: Any, options: Mapping[str, Any]) -> None:
+    """The checks of options that a module knows before it is called: those that need no features,
+    and read no array. A scale, and options that others need, may come with the call."""
+    values = _options(loss, options, with_grad=True)
+    validation.workspace(values["workspace"])
+    softmax.options(loss, values, complete=False)
+    if not values["temperature"] is values["scale"] is None:
+        validation.scale(loss, values["temperature"], values["scale"], "fp64")
+    if bias is not None:
+        validation.number("bias", bias)
+
+
 def _add_vectors(
     problem: Problem, loss: Loss, static: _StaticChecks, arrays: Sequence[Array],
     labels: Array | None, options: Mapping[str, Any], batch: Batch | None,

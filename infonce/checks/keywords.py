@@ -48,7 +48,7 @@ GROUP: Keywords = {
 VIEWS: Keywords = {"labels": ("Tensor | None", None)}
 # Further keyword for a loss over the devices of JAX
 AXIS: Keywords = {"axis_name": ("Any", None)}
-MAX_SCALE = 100.0  # default of a module's `max_scale`, to which it clamps a learned scale
+MAX_SCALE = 100.0  # default of a module's `max_scale`, the limit of a learned scale
 
 
 def torch_function(loss: Loss) -> Keywords:
@@ -59,7 +59,9 @@ def torch_function(loss: Loss) -> Keywords:
 
 def torch_module(loss: Loss) -> Keywords:
     """The keywords of the constructor of the module of `infonce.torch` for this loss."""
-    learnable: Keywords = {"learnable": ("bool", False), "max_scale": ("float", MAX_SCALE)}
+    learnable: Keywords = {
+        "learnable": ("bool", False), "max_scale": ("float", MAX_SCALE), "min_scale": ("float", 0.0)
+    }  # fmt: skip
     bias: Keywords = {"bias": (TENSORS["scale"], None)} if loss.sigmoid else {}
     return learnable | bias | torch_function(loss)
 

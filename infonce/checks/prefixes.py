@@ -8,7 +8,8 @@ own. `dispatch` tries `dispatch._in_one_pass` first, and calls these two functio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -81,9 +82,7 @@ def loss(
     kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
 ) -> Any:
     """The sum of the losses of all prefixes, without gradients: one call of `evaluate` each."""
-    with arrays.use_caller_stream(caller_arrays[0]):
-        features = arrays.natives(caller_arrays, kind.arguments)
-        widths_and_weights, others = check_and_read(kind, features, options)
+    with _prefixes(kind, caller_arrays, options) as (features, widths_and_weights, others):
         losses = [evaluate([z[..., :d] for z in features], others) for d, _ in widths_and_weights]
         return arrays.converter_to(caller_arrays[0])(_weighted_sum(losses, widths_and_weights))
 
@@ -95,9 +94,7 @@ def loss_and_grad(
 
     Log-sum-exps, metrics and logits in the result are those of the widest prefix.
     """
-    with arrays.use_caller_stream(caller_arrays[0]):
-        features = arrays.natives(caller_arrays, kind.arguments)
-        widths_and_weights, others = check_and_read(kind, features, options)
+    with _prefixes(kind, caller_arrays, options) as (features, widths_and_weights, others):
         # the arrays for the gradients, with the full width
         wrt = validation.wrt(kind, others.get("wrt"))
         grad_dtype = validation.grad_dtype(others.pop("grad_dtype", None))
@@ -110,37 +107,38 @@ def loss_and_grad(
         grads, given_out = outputs.gradient_arrays(
             xp, kind, features, others.pop("out", None), gradient_types, grad_dtype
         )
-        grad_out = others.pop("grad_out", 1.0)
-        if not isinstance(grad_out, (int, float)):
-            grad_out = xp.asarray(arrays.native(grad_out, "grad_out"))
-        # The gradients of all prefixes are added up: in float32, if any destination has 16 bits, so
-        # that the sum is rounded to 16 bits once
-        sums_in_float32 = any(z.dtype.itemsize < 4 for z in grads.values())
-        sums = grads
-        if sums_in_float32:
-            sums = {name: xp.empty(z.shape, np.float32) for name, z in grads.items()}
+        grad_out = validation.grad_out(
+            xp, others.pop("grad_out", 1.0), others.get("reduction", "mean"), len(features[0])
+        )
+        # The gradients of all prefixes are added up in the dtypes of their arrays, or in float32 if
+        # an array has 16 bits: then the sum is rounded to 16 bits once
+        sums = {
+            name: xp.empty(z.shape, np.float32) if z.dtype.itemsize < 4 else z
+            for name, z in grads.items()
+        }
         losses: list[Array] = []
         scalars: dict[str, Any] = {}
         # The widest prefix comes first: its gradients are written to the sums. Other prefixes add
         # to them, and reuse its temporary memory
         for d, weight in reversed(widths_and_weights):
             is_widest = not losses
-            prefix_options = {**others, "grad_out": grad_out * weight}
-            if sums_in_float32:
-                prefix_options["grad_dtype"] = np.float32
-            if is_widest and sums:
-                prefix_options["out"] = {name: z[..., :d] for name, z in sums.items()}
-                for z in sums.values():
-                    z[..., d:] = 0  # features beyond the widest prefix have no gradient
+            written = {
+                name: z[..., :d] if is_widest else xp.empty((*z.shape[:-1], d), z.dtype)
+                for name, z in sums.items()
+            }
+            prefix_options = {**others, "grad_out": grad_out * weight, "out": written}
             result = evaluate([z[..., :d] for z in features], prefix_options)
             if is_widest:
                 widest = result
-            losses.append(result.loss)
-            for name, gradient in result.grads._asdict().items():
-                if name not in sums and gradient is not None:
-                    scalars[name] = scalars.get(name, 0.0) + gradient
-                elif not is_widest and gradient is not None:
+                for z in sums.values():
+                    z[..., d:] = 0  # features beyond the widest prefix have no gradient
+            else:
+                for name, gradient in written.items():
                     sums[name][..., :d] += gradient
+            losses.append(result.loss)
+            for name, number in result.grads._asdict().items():
+                if name not in sums and number is not None:
+                    scalars[name] = scalars.get(name, 0.0) + number
         for name, z in grads.items():
             if z is not sums[name]:
                 z[...] = sums[name]
@@ -150,6 +148,19 @@ def loss_and_grad(
         loss = convert(_weighted_sum(losses[::-1], widths_and_weights))
         all_grads = widest.grads._replace(**by_name)
         return LossAndGrad(loss, all_grads, widest.lse, widest.metrics, widest.logits)
+
+
+@contextmanager
+def _prefixes(
+    kind: Loss, caller_arrays: Sequence[Any], options: Mapping[str, Any]
+) -> Iterator[tuple[list[Array], list[tuple[int, float]], dict[str, Any]]]:
+    """Context for calls of all prefixes, and for sums of their results: on the caller's stream and
+    on the features' device, without NumPy's warnings. Yields the features, and the results of
+    `check_and_read`."""
+    with arrays.use_caller_stream(caller_arrays[0]):
+        features = arrays.natives(caller_arrays, kind.arguments)
+        with arrays.compute_context(features[0]):
+            yield features, *check_and_read(kind, features, options)
 
 
 def check_and_read(

@@ -6,7 +6,6 @@ file, m is the number of queries and n the number of keys; `xp` is numpy or cupy
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -152,7 +151,7 @@ def row_shares(xp: Any, weights: Array, reduction: str) -> Array:
         return weights
     if xp is not np:
         return _gpu_labels().row_shares(weights)
-    return weights / xp.maximum(weights.sum(), math.ulp(0.0))  # the smallest number above 0
+    return weights / (weights.sum() or 1.0)
 
 
 def weights(xp: Any, value: Any, m: int, whole_batch: bool) -> Array:

@@ -26,12 +26,14 @@ RANGES = {  # option -> least and largest value, and their description in an err
 ARRAY_OPTIONS = ("key_bias", "guide")
 
 
-def options(loss: Loss, values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+def options(
+    loss: Loss, values: dict[str, Any], complete: bool = True
+) -> tuple[tuple[str, Any], ...]:
     """The numbers and flags of the softmax that differ from their defaults, as (name, value).
 
     `values` has the value of every option of a call; options of the softmax are replaced by their
-    checked values. ValueError for an option that this loss does not have, and for options that
-    exclude each other.
+    checked values. ValueError for an option that this loss does not have, for options that exclude
+    each other, and, if the options are `complete`, for an option without the one that it needs.
     """
     for name in SOFTMAX_OPTIONS:
         values[name] = _checked(name, values[name])
@@ -54,16 +56,13 @@ def options(loss: Loss, values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
             raise ValueError(
                 f"{name}: expected {DEFAULTS[name]!r} with {' and '.join(others)}, got {came}"
             )
-    if is_given("guide_margin") and values["guide"] is None:
-        came = what(values["guide_margin"])
-        raise ValueError(f"guide_margin: expected 0.0 without guide, got {came}")
-    if is_given("dim_weights"):  # with `dims`, `prefixes` has removed both before this check
-        came = what(values["dim_weights"])
-        raise ValueError(f"dim_weights: expected None without dims, got {came}")
-    for name in ("own_mask", "in_batch"):
-        default = DEFAULTS[name]
-        if is_given(name) and not loss.has_own:
-            raise ValueError(f"{name}: expected {default!r} without own, got {what(values[name])}")
+    # `prefixes` removes dims, and `keywords.with_own` own, before this check
+    without = [("guide_margin", "guide", values["guide"] is None), ("dim_weights", "dims", True)]
+    without += [(name, "own", not loss.has_own) for name in ("own_mask", "in_batch")]
+    for name, needed, lacks_it in without:
+        if complete and lacks_it and is_given(name):
+            default, came = DEFAULTS[name], what(values[name])
+            raise ValueError(f"{name}: expected {default!r} without {needed}, got {came}")
     plain_options = [name for name in SOFTMAX_OPTIONS if name not in ARRAY_OPTIONS]
     return tuple((name, values[name]) for name in plain_options if is_given(name))
 

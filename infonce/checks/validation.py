@@ -341,29 +341,35 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
     return value
 
 
-def upstream(xp: Any, grad_out: Any, reduction: str, m: int, shares: Any) -> Any:
-    """The upstream gradient of each row's loss, dL/dloss_i: `shares` times `grad_out`.
+def grad_out(xp: Any, value: Any, reduction: str, m: int) -> Any:
+    """The upstream gradient of the loss: a number, or a float64 array () or [m]."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return real("grad_out", value)
+    expected = "a number or a float array"
+    upstream = as_array("grad_out", value, expected)
+    if not is_float(upstream.dtype) and upstream.dtype.kind not in "iu":
+        raise TypeError(f"grad_out: expected {expected}, got {what(value)}")
+    shapes = [(), (m,)] if reduction == "none" else [()]
+    if upstream.shape not in shapes:
+        raise ValueError(
+            f"grad_out: expected shape {' or '.join(map(str, shapes))} with "
+            f'reduction="{reduction}", got {upstream.shape}'
+        )
+    if isinstance(upstream, np.ndarray) and upstream.ndim == 0:
+        return float(upstream)
+    return xp.asarray(upstream).astype(np.float64)
+
+
+def upstream(xp: Any, value: Any, reduction: str, m: int, shares: Any) -> Any:
+    """The upstream gradient of each row's loss, dL/dloss_i: `shares` times `value`, a `grad_out`.
 
     `shares`, the factors of rows' losses in the reduced loss, are a number or [m]. The result is a
     number if both factors are numbers, otherwise [m] float64.
     """
-    if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
-        factor = real("grad_out", grad_out)
+    factor = grad_out(xp, value, reduction, m)
+    if isinstance(factor, float):
         return shares if factor == 1 else factor * shares
-    expected = "a number or a float array"
-    value = as_array("grad_out", grad_out, expected)
-    if not is_float(value.dtype) and value.dtype.kind not in "iu":
-        raise TypeError(f"grad_out: expected {expected}, got {what(grad_out)}")
-    shapes = [(), (m,)] if reduction == "none" else [()]
-    if value.shape not in shapes:
-        raise ValueError(
-            f"grad_out: expected shape {' or '.join(map(str, shapes))} with "
-            f'reduction="{reduction}", got {value.shape}'
-        )
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        return float(value) * shares
-    value = xp.asarray(value).astype(np.float64) * shares
-    return xp.ascontiguousarray(xp.broadcast_to(value, (m,)))
+    return xp.ascontiguousarray(xp.broadcast_to(factor * shares, (m,)))
 
 
 def grad_dtype(value: Any) -> np.dtype[Any] | None:

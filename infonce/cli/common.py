@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,24 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         if isinstance(value, int):
             return value
         try:
-            return parse_bytes(value)
+            size = parse_bytes(value)
         except ValueError as error:
             self.fail(str(error))
+        if size == 0:
+            self.fail(f"expected a positive number of bytes, got {value!r}")
+        return size
+
+
+class File(click.Path):
+    """A path. An empty name is refused, which pathlib takes for the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "":
+            self.fail("expected a name, got an empty one")
+        return super().convert(value, param, ctx)
 
 
 class List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
@@ -57,7 +72,11 @@ class List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         try:
             items = [self.item(part.strip()) for part in value.split(",")]
         except ValueError as error:
-            self.fail(str(error))
+            message = str(error)  # of a function of ours; those of Python's types name no list
+            if self.item in (int, float):
+                kind = "integers" if self.item is int else "numbers"
+                message = f"expected {kind} separated by commas, got {value!r}"
+            self.fail(message)
         for item in items:
             if self.distinct and items.count(item) > 1:
                 self.fail(f"expected each once, got {item} more than once")
@@ -223,8 +242,10 @@ def check_destination(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(f"{path}: expected a file name, got a folder")
         require_folder(path.parent)
-        with written_whole(path, commit=False) as temporary:
+        temporary = temporary_name(path)
+        with errors_name(path):
             temporary.touch()
+            temporary.unlink()
 
 
 def require_folder(path: Path) -> None:
@@ -232,17 +253,44 @@ def require_folder(path: Path) -> None:
         raise NotADirectoryError(f"{path}: expected a folder that exists")
 
 
+def refuse_inputs(option: str, outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
+    """`Misuse` if an output of `option` is the same file or folder as one of `inputs`."""
+    existing = [path for path in outputs if path.exists()]
+    for path in inputs:
+        if path.exists() and any(map(path.samefile, existing)):
+            raise Misuse(f"{option}: expected another name, {path} is an input")
+
+
 @contextmanager
-def written_whole(path: Path, commit: bool = True) -> Iterator[Path]:
-    """Context with a temporary file that replaces `path` at the end, or is removed on an error."""
-    temporary = temporary_name(path)
+def written_together(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Context with temporary files that replace `paths` at the end. On an error no path changes.
+
+    All are on disk before the first is renamed. If the process is killed, temporary files stay; if
+    it is stopped between two renames, some files are new and some old, and each is complete.
+    """
+    temporaries = [temporary_name(path) for path in paths]
     try:
-        with errors_name(path):
-            yield temporary
-            if commit:
+        with errors_name(paths[0] if len(paths) == 1 else paths[0].parent):
+            yield temporaries
+            for temporary in temporaries:
+                _sync(temporary)
+            for temporary, path in zip(temporaries, paths, strict=True):
                 os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Context with a temporary file that replaces `path` at the end, or is removed on an error."""
+    with written_together([path]) as (temporary,):
+        yield temporary
 
 
 def temporary_name(path: Path) -> Path:

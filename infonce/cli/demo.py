@@ -19,6 +19,7 @@ import infonce
 from .. import spec
 from . import machine
 from .common import (
+    File,
     check_destination,
     human,
     one_line_errors,
@@ -169,7 +170,7 @@ class Run:
     "--seed", type=click.IntRange(0), default=0, help="Seed of the random number generator."
 )
 @click.option(
-    "--output", type=click.Path(path_type=Path), default="infonce-demo.png",
+    "--output", type=File(), default="infonce-demo.png",
     help="Picture of the loss and the held-out similarities; overwritten.",
 )  # fmt: skip
 def demo(

@@ -6,20 +6,19 @@ Nothing that runs code of a pickle is read.
 from __future__ import annotations
 
 import json
-import pickle
 import re
-import zipfile
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import click
 import ml_dtypes
 import numpy as np
 
-from .common import Misuse, flag, one_line_errors, optional
+from .common import Misuse, error_message, flag, optional
 
 KEYED = (".npz", ".safetensors", ".pt", ".parquet")  # files of several arrays
 KNOWN = f"a .npy, {', '.join(KEYED[:-1])} or {KEYED[-1]} file, or a folder of .npy shards"
@@ -85,29 +84,27 @@ def open_embeddings(source: str) -> Any:
     click.ClickException, naming the file, for anything that is not there or not what it should be.
     """
     path, key = split(source)
-    with one_line_errors():
-        if not source:
-            raise ValueError(f"expected {KNOWN}, got an empty name")
-        if path.is_dir():
-            return _shards(path)
-        _existing(path)
+    if not source:
+        raise Misuse(f"expected {KNOWN}, got an empty name")
+    if path.is_dir():
+        return _shards(path)
+    with _reading(path):
         if path.suffix in KEYED:
             readers = (_npz, _safetensors, _pt, _parquet)
             return dict(zip(KEYED, readers, strict=True))[path.suffix](path, key)
         if path.suffix != ".npy" and not _begins(path, MAGIC):  # .npy under any name
-            raise ValueError(f"{source}: expected {KNOWN}")
+            raise Misuse(f"{source}: expected {KNOWN}")
         return open_npy(path)
 
 
 def open_npy(path: Path) -> Any:
     """A memory-mapped .npy file; two raw bytes an element are bfloat16, as ml_dtypes saves it."""
-    with one_line_errors():
-        _existing(path)
-        try:
-            array = np.lib.format.open_memmap(path, mode="r")
-        except ValueError as error:
-            raise ValueError(f"{path}: not a whole .npy file of numbers: {error}") from error
-        return array.view(BFLOAT16) if array.dtype == np.dtype("V2") else array
+    with _reading(path):
+        return _with_bfloat16(np.lib.format.open_memmap(path, mode="r"))
+
+
+def _with_bfloat16(array: Any) -> Any:
+    return array.view(BFLOAT16) if array.dtype == np.dtype("V2") else array
 
 
 def split(source: str) -> tuple[Path, str | None]:
@@ -121,11 +118,28 @@ def split(source: str) -> tuple[Path, str | None]:
     return Path(source), None
 
 
-def _existing(path: Path) -> None:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Context that reads an existing file: any error is a click.ClickException that names it.
+
+    The libraries raise errors of many types if a file is not whole, or has no arrays of NumPy.
+    """
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder")
+        raise Misuse(f"{path}: no such file or folder")
     if not path.is_file():
-        raise ValueError(f"{path}: expected a file")
+        raise Misuse(f"{path}: expected a file")
+    try:
+        yield
+    except click.ClickException:
+        raise
+    except MemoryError as error:
+        raise click.ClickException(f"{path}: {error_message(error)}") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror:  # the system's, as "Permission denied"
+            raise Misuse(f"{path}: {error.strerror}") from error
+        reason = error_message(error).splitlines()[0]
+        kind = path.suffix if path.suffix in KEYED else ".npy"
+        raise Misuse(f"{path}: expected a whole {kind} file of numbers: {reason}") from error
 
 
 def _begins(path: Path, magic: bytes) -> bool:
@@ -149,24 +163,18 @@ def _pick(path: Path, keys: list[str], key: str | None) -> str:
 
 
 def _npz(path: Path, key: str | None) -> Any:
-    try:
-        # np.load opens the file itself, and would leave a broken file open
-        with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
-            return archive[_pick(path, archive.files, key)]
-    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path}: not a whole .npz file of numbers: {error}") from error
+    # np.load opens the file itself, and would leave a broken file open
+    with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
+        return _with_bfloat16(np.asarray(archive[_pick(path, archive.files, key)]))
 
 
 def _safetensors(path: Path, key: str | None) -> Any:
     safetensors = optional("safetensors", "safetensors")
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:  # checks the whole header
-            name = _pick(path, list(file.keys()), key)
-            code = str(file.get_slice(name).get_dtype())
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: not a whole .safetensors file: {error}") from error
+    with safetensors.safe_open(path, framework="numpy") as file:  # checks the whole header
+        name = _pick(path, list(file.keys()), key)
+        code = str(file.get_slice(name).get_dtype())
     if code not in SAFETENSORS:
-        raise TypeError(f"{path}: expected {', '.join(SAFETENSORS)}, got {code}")
+        raise Misuse(f"{path}: expected {', '.join(SAFETENSORS)}, got {code}")
     # The library would copy the tensor into memory. The header tells its place in the file
     with path.open("rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
@@ -179,36 +187,32 @@ def _safetensors(path: Path, key: str | None) -> Any:
 def _pt(path: Path, key: str | None) -> Any:
     """A tensor of `torch.save`, or one of a dictionary of them, mapped into memory."""
     torch = optional("torch", "torch")
-    try:
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: not a whole .pt file of tensors: {reason}") from error
+    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if key is not None or not isinstance(saved, torch.Tensor):
         tensors = saved if isinstance(saved, dict) else {}
         tensors = {str(k): z for k, z in tensors.items() if isinstance(z, torch.Tensor)}
         saved = tensors[_pick(path, list(tensors), key)]
-    z = saved.detach()
+    z = saved.detach().resolve_conj().resolve_neg()
     return z.view(torch.int16).numpy().view(BFLOAT16) if z.dtype == torch.bfloat16 else z.numpy()
 
 
 def _parquet(path: Path, key: str | None) -> Any:
     """A column of lists of numbers, one a row and all of one length."""
-    arrow, parquet = optional("pyarrow", "parquet"), optional("pyarrow.parquet", "parquet")
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            lists = [field.name for field in schema if hasattr(field.type, "value_type")]
-            column = file.read([name := _pick(path, lists, key)])[name].combine_chunks()
-    except arrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a whole .parquet file: {error}") from error
+    types, parquet = optional("pyarrow.types", "parquet"), optional("pyarrow.parquet", "parquet")
+    list_tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    with parquet.ParquetFile(path) as file:
+        schema = file.schema_arrow
+        lists = [field.name for field in schema if any(test(field.type) for test in list_tests)]
+        column = file.read([name := _pick(path, lists, key)])[name].combine_chunks()
     values = column.flatten()
     if column.null_count or values.null_count:
-        raise ValueError(f"{path}: expected numbers in all rows of {name!r}, got nulls")
+        raise Misuse(f"{path}: expected numbers in all rows of {name!r}, got nulls")
     widths = column.value_lengths().unique().to_pylist()
-    if len(widths) > 1:
-        raise ValueError(f"{path}: expected rows of one length in {name!r}, got {some(widths)}")
-    return values.to_numpy(zero_copy_only=False).reshape(len(column), -1)
+    if len(widths) != 1:
+        raise Misuse(
+            f"{path}: expected rows of one length in {name!r}, got {some(widths) or 'no rows'}"
+        )
+    return values.to_numpy(zero_copy_only=False).reshape(len(column), widths[0])
 
 
 def _shards(folder: Path) -> Any:
@@ -218,17 +222,17 @@ def _shards(folder: Path) -> Any:
     """
     paths = sorted(folder.glob("*.npy"), key=lambda p: [int(d) for d in _digits(p)])
     if not paths:
-        raise ValueError(f"{folder}: expected .npy shards in this folder, got none")
+        raise Misuse(f"{folder}: expected .npy shards in this folder, got none")
     series = sorted({re.sub(r"\d+", "#", path.name) for path in paths})
     if len(series) > 1:
-        raise ValueError(f"{folder}: expected one series of shards, got {some(series)}")
+        raise Misuse(f"{folder}: expected one series of shards, got {some(series)}")
     shards = [open_npy(path) for path in paths]
     first = shards[0]
     for path, shard in zip(paths, shards, strict=True):
         if shard.ndim != 2:
-            raise ValueError(f"{path}: expected 2 dimensions, got shape {shard.shape}")
+            raise Misuse(f"{path}: expected 2 dimensions, got shape {shard.shape}")
         if shard.shape[1] != first.shape[1] or shard.dtype != first.dtype:
-            raise ValueError(
+            raise Misuse(
                 f"{path}: expected width {first.shape[1]} and dtype {first.dtype} like "
                 f"{paths[0].name}, got width {shard.shape[1]} and dtype {shard.dtype}"
             )

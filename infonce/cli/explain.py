@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -10,10 +12,22 @@ from rich.table import Table
 from .. import explanation, spec
 from ..checks.teacher import ALL_LOSSES
 from ..explanation.devices import GPUS
-from .common import Bytes, List, human, one_line_errors, stdout, to_json
+from .common import Bytes, List, flag, human, one_line_errors, stdout, to_json
 
 
-@click.command()
+class _Explain(click.Command):
+    """Refuses negative numbers by name. click would take them for options that it does not know."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for before, argument in pairwise(["", *args]):
+            if re.fullmatch(r"-\d+", argument) and not before.startswith("--"):
+                raise click.UsageError(
+                    f"ROWS, FEATURES: expected positive integers, got {argument}"
+                )
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Explain)
 @click.argument("loss", type=click.Choice([*ALL_LOSSES]))
 @click.argument("rows", type=int)
 @click.argument("features", type=int)
@@ -44,7 +58,10 @@ def explain(
     allow, and the time that benchmarks have recorded. It needs no GPU.
     """
     names = () if loss_alone else wrt or None
-    with one_line_errors():
+    arguments = {name: flag(name) for name in ("wrt", *options)}
+    with one_line_errors(names=arguments | {"rows": "ROWS", "features": "FEATURES"}):
+        if loss_alone and wrt:
+            raise ValueError(f"--loss-alone: expected no --wrt beside it, got {', '.join(wrt)}")
         result = explanation.explain(loss, rows, features, wrt=names, **options)
     if as_json:
         click.echo(to_json(result.as_dict()))
@@ -61,10 +78,9 @@ def _print(result: explanation.Explanation) -> None:
         about.add_row("", note)
     console = stdout()
     console.print(about)
-    if result.work:
-        work = _work_table(result)
-        stdout(work).print(work)
-        console.print(_memory_table(result))
+    work = _work_table(result)
+    stdout(work).print(work)
+    console.print(_memory_table(result))
 
 
 def _work_table(result: explanation.Explanation) -> Table:
@@ -89,7 +105,8 @@ def _memory_table(result: explanation.Explanation) -> Table:
     table = Table.grid(padding=(0, 2))
     for i, (name, parts) in enumerate(result.memory.items()):
         table.add_row("memory" if i == 0 else "", name, _sizes(parts))
-    table.add_row("", "together", f"at most {human(result.workspace)}")
+    beside = ", and vectors beside it" if result.method != "naive" else ""
+    table.add_row("", "workspace", f"at most {human(result.workspace)}{beside}")
     return table
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import click
 import numpy as np
 
-from .common import errors_name, human, one_line_errors, require_folder, temporary_name, to_json
+from .common import (
+    errors_name,
+    human,
+    one_line_errors,
+    refuse_inputs,
+    require_folder,
+    to_json,
+    written_together,
+)
 
 SCALARS = "scalars.json"
 
@@ -32,10 +39,7 @@ def check_gradient_files(
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(f"{place}: expected a folder that can be written to")
         files = [folder / name for name in (*(f"{name}.npy" for name in names), SCALARS)]
-        existing = [path for path in (folder, *files) if path.exists()]
-        for path in inputs:
-            if path.exists() and any(map(path.samefile, existing)):
-                raise FileExistsError(f"--grad-out: expected another folder, {path} is an input")
+        refuse_inputs("--grad-out", [folder, *files], inputs)
         for path in filter(Path.exists, files):
             if not path.is_file():
                 raise FileExistsError(f"{path}: expected a file or none")
@@ -43,79 +47,45 @@ def check_gradient_files(
                 raise FileExistsError(f"{path} exists; --force overwrites it")
 
 
-class GradientFiles:
-    """Gradients of features as .npy files in a folder, which change only if the call succeeds.
+@contextmanager
+def gradient_files(
+    folder: Path, features: Mapping[str, Any], dtype: str | None
+) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Context with gradients of features and of scalars, which the caller fills.
 
-    Inside the `with`, `arrays` are memory-mapped temporary files beside the final ones. `commit`
-    writes them to disk and then renames them to the final names, one after the other. What was not
-    committed is removed at the end. If the process is killed, temporary files stay; if it is
-    stopped between two renames, some files are new and some old, and each of them is complete.
+    The arrays are memory-mapped temporary files beside the final ones. At the end they replace the
+    final ones, with the scalars. On an error the folder stays as it was (`written_together`).
     """
-
-    def __init__(self, folder: Path, features: Mapping[str, Any], dtype: str | None) -> None:
-        self.folder = folder
-        self.arrays: dict[str, Any] = {}
-        self._features, self._dtype = features, dtype
-        self._made = False  # whether this object made the folder, and removes it on an error
-        self._temporary: dict[Path, Path] = {}  # final -> temporary
-
-    def __enter__(self) -> GradientFiles:
-        try:
+    arrays: dict[str, Any] = {}
+    scalars: dict[str, float] = {}
+    dtypes = [np.dtype(dtype or z.dtype.newbyteorder("=")) for z in features.values()]
+    paths = [folder / f"{name}.npy" for name in features]
+    is_new = not folder.exists()
+    with ExitStack() as undo:
+        with one_line_errors():
+            folder.mkdir(exist_ok=True)
+            if is_new:
+                undo.callback(folder.rmdir)
+            sizes = (z.size for z in features.values())
+            needed = sum(size * d.itemsize for size, d in zip(sizes, dtypes, strict=True))
+            free = shutil.disk_usage(folder).free
+            if free < needed:
+                raise OSError(f"{folder}: gradients need {human(needed)}, {human(free)} are free")
+        with written_together([*paths, folder / SCALARS]) as temporaries:
             with one_line_errors():
-                self._create()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def _create(self) -> None:
-        final = {name: self.folder / f"{name}.npy" for name in self._features}
-        dtypes = {
-            name: np.dtype(self._dtype or z.dtype.newbyteorder("="))
-            for name, z in self._features.items()
-        }
-        needed = sum(z.size * dtypes[name].itemsize for name, z in self._features.items())
-        if not self.folder.exists():
-            self.folder.mkdir()
-            self._made = True
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise OSError(f"{self.folder}: gradients need {human(needed)}, {human(free)} are free")
-        for name, z in self._features.items():
-            temporary = self._temporary[final[name]] = temporary_name(final[name])
-            with errors_name(final[name]):
-                array = np.lib.format.open_memmap(temporary, "w+", dtypes[name], z.shape)
-                _reserve(temporary)
-            self.arrays[name] = array
-
-    def commit(self, scalars: Mapping[str, float]) -> None:
-        """Write `scalars`, too, and move everything into place once it is on disk."""
-        with one_line_errors(click.ClickException), errors_name(self.folder):
-            path = self.folder / SCALARS
-            temporary = self._temporary[path] = temporary_name(path)
-            temporary.write_text(to_json(dict(scalars)) + "\n")
-            for array in self.arrays.values():
-                array.flush()
-            for temporary in self._temporary.values():
-                _sync(temporary)
-            for path, temporary in self._temporary.items():
-                os.replace(temporary, path)
-            self._made = False
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        self.arrays = {}
-        for temporary in self._temporary.values():
-            temporary.unlink(missing_ok=True)
-        if self._made:
-            self.folder.rmdir()
+                files = zip(paths, temporaries, dtypes, strict=False)  # without the scalars
+                for (name, z), (path, temporary, kind) in zip(features.items(), files, strict=True):
+                    with errors_name(path):
+                        arrays[name] = np.lib.format.open_memmap(temporary, "w+", kind, z.shape)
+                        _reserve(temporary)
+            try:
+                yield arrays, scalars
+                for array in arrays.values():
+                    array.flush()
+                temporaries[-1].write_text(to_json(scalars) + "\n")
+            finally:
+                arrays.clear()  # a mapped file cannot be removed on every system
+        undo.pop_all()
 
 
 def _reserve(path: Path) -> None:
@@ -123,8 +93,3 @@ def _reserve(path: Path) -> None:
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -134,9 +134,9 @@ def _cuda_libraries() -> dict[str, str]:
         return "available"
 
     def nccl() -> str:
-        from ..distributed.transports.nccl import missing
+        from ..distributed.transports.nccl import why_unavailable
 
-        if why := missing():
+        if why := why_unavailable():
             raise ImportError(why)
         from cupy.cuda import nccl
 
@@ -215,8 +215,7 @@ def _transports(on_gpu: bool) -> dict[str, str]:
     """How the losses over ranks could move arrays here."""
     from ..distributed.transports.choice import describe
 
-    states: dict[str, str] = describe(on_gpu)
-    return states
+    return describe(on_gpu)
 
 
 def _cache() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import infonce
 from .. import spec
 from ..checks import norms, validation
 from ..checks.teacher import ALL_LOSSES
+from ..kernels.norms import log2_norms
 from ..reference import normalize
 from ..result import LossAndGrad
 from ..spec import CHOICES, OPTIONS, PREFIX_OPTIONS, Loss
@@ -26,6 +28,7 @@ from .common import (
     TEACHER_FEATURES,
     UNITS_HELP,
     Bytes,
+    File,
     List,
     ResidentGrowth,
     check_destination,
@@ -34,17 +37,24 @@ from .common import (
     optional,
     peak_resident,
     progress_bar,
+    refuse_inputs,
     teacher_options,
     to_json,
     written_whole,
 )
 from .embeddings import LossFiles, some
-from .gradient_files import GradientFiles, check_gradient_files
+from .gradient_files import check_gradient_files, gradient_files
 
-PATH = click.Path(path_type=Path)
+PATH = File()
 LABELLED = ("info_nce", "sup_con")
 UNIT_NORMS = 0.95, 1.05  # least and largest norm of rows that count as normalized
+# options whose numbers join logits or losses, and can be too large for the dtype of the loss
+OVERFLOWING = ("bias", "margin", "key_bias", "dim_weights")
 SAMPLE = 256  # the most rows whose norms are computed, in even steps over all rows
+
+
+class _NotFinite(Exception):
+    """Ends `gradient_files`: the gradients of a loss that is not finite replace no others."""
 
 
 def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +118,12 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     default=None,
     help="Report retrieval and the loss of each direction; by default if rows have one positive.",
 )
-@click.option("--grad-out", type=PATH, metavar="DIR", help="Write gradients into this folder.")
+@click.option(
+    "--grad-out",
+    type=PATH,
+    metavar="DIR",
+    help="Write gradients into this folder, if the loss is finite.",
+)
 @click.option(
     "--grad-dtype", type=click.Choice(validation.FLOATS), help="Dtype of the written gradients."
 )
@@ -148,7 +163,7 @@ def loss(
     if bias is not None and not kind.sigmoid:
         raise click.UsageError("--bias is of siglip")
     several = temperatures is not None and len(temperatures) > 1
-    _check_outputs(several, grad_out, grad_dtype, force, plot)
+    _check_outputs(several, grad_out, grad_dtype, force, plot, files.paths())
     figures = optional("matplotlib.figure", "plot") if plot else None
     with_grad = [name for name in kind.arguments if name not in kind.locked]
     with_grad += ["own"] if "own" in files.arrays else []
@@ -175,14 +190,14 @@ def loss(
         if grad_out is None:
             results.append(_evaluate(kind, features, names_in_errors, wrt=(), **options))
             continue
-        with GradientFiles(
-            grad_out, {name: (features | options)[name] for name in with_grad}, grad_dtype
-        ) as gradients:
-            results.append(
-                _evaluate(kind, features, names_in_errors, out=gradients.arrays, **options)
-            )
-            gradients.commit(_scalars(results[0]))
+        like = {name: (features | options)[name] for name in with_grad}
+        with suppress(_NotFinite), gradient_files(grad_out, like, grad_dtype) as (arrays, scalars):
+            results.append(_evaluate(kind, features, names_in_errors, out=arrays, **options))
+            if not math.isfinite(results[0].loss):
+                raise _NotFinite
+            scalars |= _scalars(results[0])
 
+    is_finite = all(math.isfinite(result.loss) for result in results)
     seconds = time.perf_counter() - start
     input_bytes = sum(z.nbytes for z in inputs.values())
     memory_bytes = {
@@ -194,12 +209,12 @@ def loss(
     report |= {
         "memory_bytes": memory_bytes,
         "seconds": seconds,
-        "gradients": str(grad_out) if grad_out else None,
+        "gradients": str(grad_out) if grad_out and is_finite else None,
         "versions": machine.versions("numpy", "numba"),
     }
     if grad_dtype:
         report["options"]["grad_dtype"] = grad_dtype
-    if plot is not None:
+    if plot is not None and is_finite:
         with written_whole(plot) as temporary:
             loss_report.figure(figures, report).savefig(temporary, format="png", dpi=120)
     if as_json:
@@ -209,7 +224,9 @@ def loss(
 
     for result in results:
         if not math.isfinite(result.loss):
-            raise click.ClickException(_why_not_finite(result.loss, inputs, names_in_errors))
+            raise click.ClickException(
+                _why_not_finite(result.loss, inputs, options, names_in_errors)
+            )
     normalize_source = click.get_current_context().get_parameter_source("normalize")
     if normalize_source is ParameterSource.DEFAULT:  # neither --normalize nor --no-normalize
         hint = _norms_hint(inputs, names_in_errors)
@@ -256,8 +273,9 @@ def _take_files(
 
 
 def _check_outputs(
-    several: bool, grad_out: Path | None, grad_dtype: str | None, force: bool, plot: Path | None
-) -> None:
+    several: bool, grad_out: Path | None, grad_dtype: str | None, force: bool, plot: Path | None,
+    inputs: Sequence[Path],
+) -> None:  # fmt: skip
     """click.UsageError for outputs that the call does not have. `several`: temperatures."""
     if grad_out is None and (force or grad_dtype):
         raise click.UsageError("--force and --grad-dtype need --grad-out")
@@ -266,6 +284,7 @@ def _check_outputs(
     if plot is not None and not several:
         raise click.UsageError("--plot: expected several values of --temperature, as in 0.01,0.07")
     if plot is not None:
+        refuse_inputs("--plot", [plot], inputs)
         check_destination(plot)
 
 
@@ -308,12 +327,18 @@ def _evaluate(
 
 
 def _why_not_finite(
-    loss: Any, features: Mapping[str, Any], names_in_errors: Mapping[str, str]
-) -> str:
+    loss: Any, features: Mapping[str, Any], options: Mapping[str, Any],
+    names_in_errors: Mapping[str, str],
+) -> str:  # fmt: skip
     """The reason: rows with NaN or infinity; if there are none, an overflow, or no negatives."""
-    bad_rows = {name: list(norms.rows_not_finite(np, z)) for name, z in features.items()}
+    names = ("own", "guide", *spec.ARRAY_OPTIONS)
+    given: dict[str, Any] = {name: options.get(name) for name in names}
+    if isinstance(given["guide"], tuple):
+        given |= {f"guide[{i}]": z for i, z in enumerate(given.pop("guide"))}
+    arrays = {**features, **{name: z for name, z in given.items() if z is not None}}
+    bad_rows = {name: list(norms.rows_not_finite(np, z)) for name, z in arrays.items()}
     reasons = [
-        f"{names_in_errors[name]} holds NaN or infinity in {len(rows)} of {len(features[name])} "
+        f"{names_in_errors[name]} holds NaN or infinity in {len(rows)} of {len(arrays[name])} "
         f"rows: {some(rows)}"
         for name, rows in bad_rows.items()
         if rows
@@ -321,11 +346,24 @@ def _why_not_finite(
     if not reasons and loss == -math.inf:
         reasons = ["--decoupled leaves nothing in the denominator of a row without negatives"]
     if not reasons:
-        reasons = [
-            f"the features are finite, but products overflow {loss.dtype}: expected --normalize, a "
-            "smaller --scale or a larger --temperature"
-        ]
+        culprit = _largest_option(features, options)
+        overflow, remedy = f"{culprit} overflows", "smaller numbers"
+        if culprit is None:
+            overflow = "products overflow"
+            remedy = "--normalize, a smaller --scale or a larger --temperature"
+        reasons = [f"the features are finite, but {overflow} {loss.dtype}: expected {remedy}"]
     return f"the loss is {loss}: {'; '.join(reasons)}"
+
+
+def _largest_option(features: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+    """The option whose numbers are larger than all products of features; None if there is none."""
+    log2_product = 0.0  # of rows of unit norm
+    if not options["normalize"]:
+        log2_product = max(0.0, *(2 * log2_norms(z).max() for z in features.values()))
+    given = {name: options.get(name) for name in OVERFLOWING}
+    sizes = {name: np.abs(values).max() for name, values in given.items() if values is not None}
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    return flag(largest) if largest and math.frexp(sizes[largest])[1] > log2_product else None
 
 
 def _norms_hint(features: Mapping[str, Any], names_in_errors: Mapping[str, str]) -> str | None:

@@ -17,10 +17,17 @@ from .. import spec
 from ..checks import prefixes, validation
 from ..checks.outputs import ALIGNMENT
 from ..checks.teacher import ALL_LOSSES
-from ..kernels.gpu.schedule import Call, LossForm, Matrix, Schedule, schedule
+from ..kernels.gpu.schedule import (
+    Call,
+    LossForm,
+    Matrix,
+    Schedule,
+    distillation_schedules,
+    schedule,
+)
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPUS, DeviceModel
-from .work import Work, schedule_work
+from .work import Work, naive_memory, schedule_work
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # benchmark record of a checkout; it is not part of an installed package
@@ -37,7 +44,9 @@ class Explanation:
     precision: str  # precision of operands, resolved
     work: tuple[Work, ...]  # kernels and matrix products in their order
     memory: dict[str, dict[str, int]]  # the workspace: name of a pass -> name of a part -> bytes
-    workspace: int  # bytes of the workspace, which the passes use one after another
+    # bytes of the workspace, which the passes use one after another. With the method fused, all of
+    # `memory` but "logits" are vectors of length M and N, which lie outside; with naive, all counts
+    workspace: int
     seconds: float  # least time: the sum over `work`, at the peaks of the device
     recorded: float | None  # median seconds of such a call in a benchmark; None: no record
     notes: tuple[str, ...] = ()  # sentences on operands, caches and accumulators
@@ -205,22 +214,18 @@ def _make_call(
 
 def _narrow(call: Call, width: int) -> Call:
     """The call on the first `width` features of each row."""
-    matrices = (call.query, call.key, call.query_gradient, call.key_gradient)
-    query, key, dq, dk = (None if z is None else replace(z, columns=width) for z in matrices)
+    query, key = (replace(z, columns=width) for z in (call.query, call.key))
+    gradients = (call.query_gradient, call.key_gradient)
+    dq, dk = (None if z is None else replace(z, columns=width) for z in gradients)
     return replace(call, query=query, key=key, query_gradient=dq, key_gradient=dk)
 
 
 def _make_schedules(kind: spec.Loss, call: Call, gpu: DeviceModel) -> list[Schedule]:
-    """The schedules of a call, in their order: one, or three of distillation.
-
-    These are log-sum-exps of the student, log-sum-exps of the teacher, and loss with gradients.
-    """
+    """The schedules of a call, in their order: one, or three of distillation."""
     if not kind.taught:
         return [schedule(call, gpu.properties)]
-    call = replace(call, method="tiled")  # on a GPU, distillation has no other method
-    lse = replace(call, query_gradient=None, key_gradient=None, moments=False)
     taught = replace(call, teacher_query=call.query, teacher_key=call.key)
-    return [schedule(each, gpu.properties) for each in (lse, lse, taught)]
+    return [*distillation_schedules(taught, gpu.properties)]
 
 
 def _loss_form(kind: spec.Loss) -> LossForm:
@@ -244,6 +249,8 @@ def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
     Of several passes with the same purpose, it has the pass with the largest workspace.
     """
     last = schedules[-1]
+    if last.method == "naive":
+        return {"loss and gradient": naive_memory(last.call)}
     if last.one_launch is not None:
         return {"loss and gradient": {p.name: p.bytes for p in last.one_launch.memory}}
     memory: dict[str, dict[str, int]] = {}
@@ -258,7 +265,11 @@ def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
 
 
 def _workspace_bytes(chosen: Schedule) -> int:
-    size: int = chosen.workspace if chosen.one_launch is None else chosen.one_launch.bytes
+    if chosen.method == "naive":
+        return sum(naive_memory(chosen.call).values())
+    if chosen.one_launch is not None:
+        return sum(part.bytes for part in chosen.one_launch.memory if part.name == "logits")
+    size: int = chosen.workspace
     return size
 
 
@@ -266,7 +277,12 @@ def _notes(chosen: Schedule) -> list[str]:
     """Sentences on decisions that kernels and memory do not show."""
     call, operands = chosen.call, chosen.operands
     if chosen.method == "naive":
-        return ["the logits are kept in memory; the kernels of kernels/cuda/naive run in turn"]
+        way = "the kernels of kernels/cuda/naive run in turn"
+        if not call.plain:
+            way = (
+                "operations on arrays, of which only matrix products are counted, compute the loss"
+            )
+        return [f"the logits are kept in memory; {way}"]
     if operands is None:
         return []
     names = ("queries", operands.query), ("keys", operands.key)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..kernels.arrays.naive import MATRICES_WITH_OPTIONS
 from ..kernels.gpu import config
 from ..kernels.gpu.schedule import (
+    Call,
     GuideSchedule,
+    Matrix,
     Operands,
     Purpose,
     Schedule,
@@ -43,6 +46,8 @@ PART_PRODUCTS = {1: 1, 2: 3}
 
 def schedule_work(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
     """The work of all kernels and matrix products of a schedule, in their order."""
+    if schedule.method == "naive":
+        yield from _count_naive_work(schedule.call, gpu)
     if schedule.one_launch is not None:
         yield _count_one_launch_work(schedule, gpu)
     operands = schedule.operands
@@ -114,9 +119,9 @@ def _kernel_and_products(
                 )
             # if queries are the keys, the product for dQ gives a diagonal block's whole gradient
             dq_is_whole_gradient = schedule.call.symmetric and rows == columns
-            needs_dk = scheduled.dk_accumulator is not None and not dq_is_whole_gradient
-            if needs_dk and not scheduled.in_registers:
-                border = scheduled.dk_accumulator.first_row - columns.start
+            dk_accumulator = None if dq_is_whole_gradient else scheduled.dk_accumulator
+            if dk_accumulator is not None and not scheduled.in_registers:
+                border = dk_accumulator.first_row - columns.start
                 cublas_products.add(m, n, border, is_key_side=True)
     writes_blocks = scheduled.gradients and not scheduled.in_registers
     written_bytes = computed_logits * item_bytes if writes_blocks else 0
@@ -175,14 +180,84 @@ def _count_one_launch_work(schedule: Schedule, gpu: DeviceModel) -> Work:
     launch, call = schedule.one_launch, schedule.call
     assert launch is not None
     m, n, d = call.shape
-    gradients = [out for out in (call.query_gradient, call.key_gradient) if out is not None]
+    features, gradients = _arrays(call)
     logits = m * n / (2 if call.symmetric else 1)  # one triangle, if queries are the keys
-    features = [call.query] if call.symmetric else [call.query, call.key]
     flops = 2.0 * d * (logits + m * n * len(gradients))
     moved = sum(z.rows * z.row_bytes for z in (*features, *gradients))
     # without tensor cores, the kernel multiplies features of 16 bits in float32 too
     seconds = _seconds(gpu, "fp64" if call.compute_precision == "fp64" else "fp32", flops, moved)
     return Work("loss and gradient", "fused/fused", (64, 64), (m, n), 1, 1, flops, moved, seconds)
+
+
+def naive_memory(call: Call) -> dict[str, int]:
+    """The memory of the method naive: M x N matrices, rows of features, gradients of one side.
+
+    Kernels keep logits and dL/dx; operations on arrays keep up to MATRICES_WITH_OPTIONS matrices.
+    """
+    (m, n, d), item = call.shape, _naive_item(call)
+    matrices = 1 + (call.gradient or call.moments)
+    if not call.plain:
+        matrices = MATRICES_WITH_OPTIONS + call.guided
+    sizes = {
+        "matrices of logits": matrices * m * n * item,
+        "query_rows": m * d * item,
+        "key_rows": 0 if call.symmetric else n * d * item,
+        "gradient_rows": max((out.rows for out in _arrays(call)[1]), default=0) * d * item,
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _count_naive_work(call: Call, gpu: DeviceModel) -> Iterator[Work]:
+    """The work of the method naive: kernels of kernels/cuda/naive for a `plain` call, otherwise
+    operations on arrays."""
+    (m, n, _), precision = call.shape, "fp64" if _naive_item(call) == 8 else "fp32"
+    tile, steps = (None, _naive_products) if not call.plain else ((32, 32), _naive_kernels)
+    for name, kernel, launches, flops, moved in steps(call):
+        seconds = _seconds(gpu, precision, flops, moved)
+        yield Work(name, kernel, tile, (m, n), 1, launches, flops, moved, seconds)
+
+
+def _naive_kernels(call: Call) -> Iterator[tuple[str, str, int, float, float]]:
+    """(pass, kernel, launches, operations, bytes) of the loss by kernels, and of the gradients."""
+    (m, n, d), item = call.shape, _naive_item(call)
+    sides, outs = _arrays(call)
+    matrix, rows = m * n * item, sum(z.rows for z in sides) * d * item
+    # rows of each side, then logits, then losses of rows and of columns, which read all logits
+    moved = sum(z.rows * z.row_bytes for z in sides) + 2 * rows + matrix
+    moved += (1 + call.two_sided) * matrix
+    yield "loss", "naive/naive", len(sides) + 2 + call.two_sided, 2.0 * m * n * d, moved
+    if not (outs or call.moments):
+        return
+    # dL/dx, then for each gradient a product and a conversion. If queries are the keys, rows of
+    # dL/dx and its columns are multiplied
+    products = (2 if call.symmetric else 1) * len(outs)
+    moved = 2 * matrix + products * (matrix + rows)
+    moved += sum(out.rows * (out.row_bytes + 2 * d * item) for out in outs)
+    yield "gradient", "naive/naive", 1 + 2 * len(outs), 2.0 * m * n * d * products, moved
+
+
+def _naive_products(call: Call) -> Iterator[tuple[str, str, int, float, float]]:
+    """The same by operations on arrays: their matrix products. All else they do is left out."""
+    (m, n, d), item = call.shape, _naive_item(call)
+    _, outs = _arrays(call)
+    flops, moved = 2.0 * m * n * d, (m * n + (m + n) * d) * item  # of each product
+    products = 1 + call.guided
+    yield "loss", "cuBLAS: logits", products, flops * products, moved * products
+    sides = ("dQ", call.query_gradient), ("dK", call.key_gradient)
+    if outs:
+        gradients = " and ".join(side for side, out in sides if out is not None)
+        yield "gradient", f"cuBLAS: {gradients}", len(outs), flops * len(outs), moved * len(outs)
+
+
+def _arrays(call: Call) -> tuple[list[Matrix], list[Matrix]]:
+    """The features of a call, and the destinations of their gradients."""
+    outs = [out for out in (call.query_gradient, call.key_gradient) if out is not None]
+    return [call.query] if call.symmetric else [call.query, call.key], outs
+
+
+def _naive_item(call: Call) -> int:
+    """Bytes of a number in the method naive."""
+    return 8 if call.compute_precision == "fp64" else 4
 
 
 def _seconds(gpu: DeviceModel, precision: str, flops: float, moved: float) -> float:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import rounds
-from .callback import Axis, TracedCall, add_callback, output_shapes
+from .callback import Axis, TracedCall, add_callback, output_shapes, varying_axes
 
 
 def find_axis(axis_name: Any, features: Mapping[str, Any]) -> Axis:
@@ -47,44 +46,14 @@ def find_axis(axis_name: Any, features: Mapping[str, Any]) -> Axis:
     # The index differs on all devices, so it varies over all axes of the call. If JAX does not
     # check variation (`check_vma=False`, `pmap`), `axes` is empty, and nothing is refused: equal
     # arrays count as different rows of each device
-    axes = _varying_axes(index)
+    axes = varying_axes(index)
     for name, z in features.items():
-        if not axes <= _varying_axes(z):
+        if not axes <= varying_axes(z):
             raise ValueError(
                 f"{name}: expected rows of each device of axis {axis_name!r}, got the same array "
                 "on all devices"
             )
-    return Axis(names, size, axes, jax.default_backend() == "cpu")
-
-
-def make_varying(axis: Axis, inputs: dict[str, Any]) -> tuple[Axis, dict[str, Any]]:
-    """Declare to JAX that all arguments vary over the same axes: the union of all arguments' axes.
-
-    Otherwise JAX refuses to combine arguments that vary over different axes. Returns (`axis` with
-    the union as `varying`, the arguments).
-    """
-    axes = axis.varying.union(*map(_varying_axes, jax.tree.leaves(inputs)))
-    return replace(axis, varying=axes), _vary(inputs, axes)
-
-
-def _varying_axes(x: Any) -> frozenset[Any]:
-    """The axes over which x varies; an empty set if JAX does not check over which axes x varies."""
-    array_type = jax.typeof(x)
-    if hasattr(array_type, "mat"):  # in newer versions of JAX; before, `vma`
-        return frozenset(array_type.mat.varying)
-    return frozenset(getattr(array_type, "vma", frozenset()))
-
-
-def _vary(tree: Any, names: frozenset[Any]) -> Any:
-    """The arrays of a tree, declared to vary over the axes `names`. Their values stay the same."""
-
-    def vary_array(x: Any) -> Any:
-        missing = tuple(sorted(names - _varying_axes(x), key=str))
-        if missing and hasattr(jax.lax, "pcast"):
-            return jax.lax.pcast(x, missing, to="varying")
-        return jax.lax.pvary(x, missing) if missing else x
-
-    return jax.tree.map(vary_array, tree)
+    return Axis(names, size, jax.default_backend() == "cpu")
 
 
 def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -114,12 +83,10 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     earlier_callbacks: list[dict[str, Any]] = []
 
     def add_next_callback(shapes: dict[str, Any]) -> dict[str, Any]:
-        out = add_callback(
+        out: dict[str, Any] = add_callback(
             run_callback, shapes, {**device_arguments, "earlier_callbacks": earlier_callbacks}
         )
-        # Without a declaration, JAX would assume that the results are equal on all devices
-        varying: dict[str, Any] = _vary(out, axis.varying)
-        return varying
+        return out
 
     for travel in plan.travels:
         # Numbers have 64 bits and travel as two uint32, because JAX may lack 64-bit types

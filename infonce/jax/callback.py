@@ -86,7 +86,6 @@ class Axis:
 
     names: tuple[Any, ...]  # names of axes of `jax.shard_map` or `jax.pmap`
     size: int  # number of devices over all these axes
-    varying: frozenset[Any]  # axes over which arguments differ; empty if JAX does not check them
     on_cpu: bool  # whether JAX's default backend is the CPU
 
 
@@ -186,7 +185,42 @@ def add_callback(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> 
     runs once for each element, one after another. Returns the traced arrays of `out`.
     """
     fill_buffers = functools.partial(_fill_buffers, fill)
-    return buffer_callback(fill_buffers, shapes, vmap_method="sequential")(inputs)
+    out = buffer_callback(fill_buffers, shapes, vmap_method="sequential")(inputs)
+    # Without a declaration, JAX would assume that the results are equal on all devices
+    return _vary(out, _all_varying_axes(inputs))
+
+
+def vary_equally(inputs: Any) -> Any:
+    """The arrays of a tree, all declared to vary over the union of their axes.
+
+    Otherwise JAX refuses to combine arrays that vary over different axes. The gradient of an array
+    that did not vary over an axis becomes the sum over the axis.
+    """
+    return _vary(inputs, _all_varying_axes(inputs))
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The axes over which x varies; an empty set if JAX does not check over which axes x varies."""
+    array_type = jax.typeof(x)
+    if hasattr(array_type, "mat"):  # in newer versions of JAX; before, `vma`
+        return frozenset(array_type.mat.varying)
+    return frozenset(getattr(array_type, "vma", frozenset()))
+
+
+def _all_varying_axes(tree: Any) -> frozenset[Any]:
+    return frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+
+def _vary(tree: Any, names: frozenset[Any]) -> Any:
+    """The arrays of a tree, declared to vary over the axes `names`. Their values stay the same."""
+
+    def vary_array(x: Any) -> Any:
+        missing = tuple(sorted(names - varying_axes(x), key=str))
+        if missing and hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing) if missing else x
+
+    return jax.tree.map(vary_array, tree)
 
 
 def _fill_buffers(fill: Callable[[Any, Any], None], context: Any, out: Any, inputs: Any) -> None:

@@ -24,7 +24,7 @@ from ..result import Metrics
 from ..spec import Loss
 from . import axis
 from .autodiff import differentiable_loss
-from .callback import TEACHER_INPUTS, Axis, SplitIntegers, TracedCall, stand_in
+from .callback import TEACHER_INPUTS, Axis, SplitIntegers, TracedCall, stand_in, vary_equally
 
 # Keywords that `_apply` takes beyond the options of a compiled program (`spec.COMPILED_OPTIONS`)
 ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS)
@@ -110,14 +110,10 @@ def _apply(
     }
 
     # The loss of this device's rows, or of the rows of all devices of an axis
-    static_options = tuple(sorted(options.items()))
-    if call_axis is None:
-        call = TracedCall(kind, static_options, metrics)
-        loss, metric_arrays, _ = differentiable_loss(call, inputs)
-    else:
-        call_axis, inputs = axis.make_varying(call_axis, inputs)
-        call = TracedCall(kind, static_options, metrics, axis=call_axis)
-        device_parts = differentiable_loss(call, inputs)
+    call = TracedCall(kind, tuple(sorted(options.items())), metrics, axis=call_axis)
+    device_parts = differentiable_loss(call, vary_equally(inputs))
+    loss, metric_arrays, _ = device_parts
+    if call_axis is not None:
         loss, metric_arrays = axis.sum_over_devices(call, len(features[0]), device_parts)
     return (loss, Metrics(**metric_arrays)) if metrics else loss
 

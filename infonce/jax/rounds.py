@@ -318,7 +318,8 @@ def _run_until_travel(
     write_out(call, result, out, call.kind.arguments)
     if out["weight"] is not None:
         row_shares = request.problem.row_shares
-        out["weight"][...] = len(solution.losses) if row_shares is None else row_shares.sum()
+        rows = len(request.problem.query)
+        out["weight"][...] = rows if row_shares is None else row_shares.sum()
 
 
 def _check_call(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:

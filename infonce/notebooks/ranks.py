@@ -46,7 +46,7 @@ class World:
         self.barrier = threading.Barrier(self.size)
 
 
-class Rank(Communicator):  # type: ignore[misc]
+class Rank(Communicator):
     """One rank, on one thread."""
 
     def __init__(self, world: World, rank: int) -> None:

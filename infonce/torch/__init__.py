@@ -18,9 +18,9 @@ from .._names import extra, make_getattr
 
 with extra("torch"):
     from .caching import grad_cache
-    from .core.distillation import distill_loss
     from .functions import (
         clip_loss,
+        distill_loss,
         gte_loss,
         info_nce_loss,
         lit_loss,

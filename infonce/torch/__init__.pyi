@@ -9,7 +9,7 @@ from torch.nn import Module, Parameter
 
 from ..spec import Method, Precision, Reduction
 from .caching import grad_cache as grad_cache
-from .core.distillation import distill_loss as distill_loss
+from .functions import distill_loss as distill_loss
 
 __all__ = [
     "CLIPLoss",
@@ -254,11 +254,44 @@ def gte_loss(
 
 class CLIPLoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    metrics: bool
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
         learnable: bool = False,
         max_scale: float = 100.0,
+        min_scale: float = 0.0,
         temperature: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         ids: Any = None,
@@ -328,11 +361,44 @@ class CLIPLoss(Module):
 
 class LiTLoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    metrics: bool
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
         learnable: bool = False,
         max_scale: float = 100.0,
+        min_scale: float = 0.0,
         temperature: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         ids: Any = None,
@@ -402,12 +468,37 @@ class LiTLoss(Module):
 
 class SigLIPLoss(Module):
     log_scale: Parameter
-    bias: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    bias: Any
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    positive_ids: Any
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
         learnable: bool = False,
         max_scale: float = 100.0,
+        min_scale: float = 0.0,
         bias: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
         scale: float | Tensor | None = None,
@@ -463,11 +554,47 @@ class SigLIPLoss(Module):
 
 class InfoNCELoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    own: Tensor | None
+    own_mask: Tensor | None
+    in_batch: bool
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    metrics: bool
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
         learnable: bool = False,
         max_scale: float = 100.0,
+        min_scale: float = 0.0,
         temperature: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         ids: Any = None,
@@ -544,11 +671,45 @@ class InfoNCELoss(Module):
 
 class NTXentLoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    dims: Any
+    dim_weights: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Tensor | None
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    metrics: bool
+    labels: Tensor | None
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
         learnable: bool = False,
         max_scale: float = 100.0,
+        min_scale: float = 0.0,
         temperature: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         ids: Any = None,
@@ -619,11 +780,34 @@ class NTXentLoss(Module):
 
 class SupConLoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    weights: Tensor | None
+    decoupled: bool
+    label_smoothing: float
+    key_bias: Tensor | None
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
         learnable: bool = False,
         max_scale: float = 100.0,
+        min_scale: float = 0.0,
         temperature: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         weights: Tensor | None = None,
@@ -673,11 +857,40 @@ class SupConLoss(Module):
 
 class GTELoss(Module):
     log_scale: Parameter
+    learnable: bool
+    max_scale: float
+    min_scale: float
+    temperature: float | Tensor | None
+    scale: float | Tensor | None
+    ids: Any
+    groups: Any
+    weights: Tensor | None
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    false_negative_margin: float
+    guide: Tensor | tuple[Tensor, Tensor] | None
+    guide_margin: float
+    normalize: bool
+    reduction: Reduction
+    method: Method
+    precision: Precision
+    workspace: int | str | None
+    offload: bool
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+    group: ProcessGroup | None
+    transport: Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]
+    exchange: Literal["auto", "ring", "gather", "hierarchical"]
+    timeout: float | None
+    gradient_scale: Literal["global", "ddp"]
     def __init__(
         self,
         *,
         learnable: bool = False,
         max_scale: float = 100.0,
+        min_scale: float = 0.0,
         temperature: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         ids: Any = None,

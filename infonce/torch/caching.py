@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..checks import validation
-from ..training.grad_cache import chunk_slices, one_each, require_batch
+from ..training.grad_cache import (
+    chunk_slices,
+    count_rows,
+    list_arrays,
+    one_each,
+    require_batch,
+    select_rows,
+)
 
 Encoder = Callable[..., Any]  # chunks of its inputs -> features [rows, D], or a tuple of outputs
 
@@ -57,15 +64,14 @@ def grad_cache(
     Returns
     -------
     0-d tensor
-        The loss of the whole batch, detached; if the loss returns a tuple, that tuple.
+        The loss of the whole batch, detached; if the loss returns a tuple, that tuple. If gradients
+        are disabled, as by `torch.no_grad`, only the loss is computed: step 1, then the loss.
 
     Raises
     ------
     TypeError, ValueError
         Before any work for arguments that do not fit, and then for an encoder that returns another
         number of rows, and for a loss without a gradient.
-    RuntimeError
-        If gradients are disabled, as by `torch.no_grad`.
 
     Notes
     -----
@@ -83,8 +89,7 @@ def grad_cache(
     towers = _make_towers(encoders, inputs, chunk)
     if not callable(loss):
         raise TypeError(f"loss: expected a callable, got {validation.what(loss)}")
-    if not torch.is_grad_enabled():
-        raise RuntimeError("grad_cache: expected enabled gradients, got torch.no_grad()")
+    with_gradients = torch.is_grad_enabled()
     for tower in towers:
         tower.require_same_chunks()
 
@@ -94,19 +99,21 @@ def grad_cache(
     # Autocast caches converted weights. Weights of step 1 have no graph, but step 3 needs a graph.
     # Older versions of PyTorch would use the cached weights in step 3 too.
     torch.clear_autocast_cache()
-    for tower, leaves in zip(towers, outputs, strict=True):
-        for leaf in leaves:
-            leaf.requires_grad_(tower.trained)
+    if with_gradients:
+        for tower, leaves in zip(towers, outputs, strict=True):
+            for leaf in leaves:
+                leaf.requires_grad_(tower.trained)
 
     # Step 2: gradients of the leaves
     result = loss(*(leaf for leaves in outputs for leaf in leaves), **options)
     value, *others = result if isinstance(result, tuple) else (result,)
-    if not isinstance(value, Tensor) or not value.requires_grad:
+    if not isinstance(value, Tensor) or (with_gradients and not value.requires_grad):
         raise TypeError(
             "loss: expected a function of tensors with a gradient, such as "
             f"infonce.torch.clip_loss, got one that returns {validation.what(value)}"
         )
-    value.backward()
+    if with_gradients:
+        value.backward()
 
     # Step 3: gradients of the parameters. A module synchronises them in its last step. A tower
     # whose outputs have no gradient, such as a frozen one, is not encoded again.
@@ -131,33 +138,33 @@ class _Tower:
 
     def __init__(self, name: str, encoder: Encoder, inputs: Sequence[Any], chunk: int) -> None:
         self.name, self.encoder, self.inputs = name, encoder, inputs
-        lengths = [len(z) for entry in inputs for z in _list_arrays(entry)]
-        if len(set(lengths)) != 1:
-            raise ValueError(
-                f"inputs: expected the same number of rows in each of {name}, got {lengths}"
-            )
-        self.chunks = chunk_slices(lengths[0], chunk)
+        self.chunks = chunk_slices(count_rows(name, inputs), chunk)
         self.random_states: list[_RandomState] = []  # of each chunk, before it is first encoded
         self.parallel: list[Any] = []  # modules that synchronise gradients over processes
-        # whether a parameter needs a gradient; True for a function, whose parameters are not known
-        self.trained = True
-        tensors = [z for entry in inputs for z in _list_arrays(entry)]
+        tensors = [z for entry in inputs for z in list_arrays(entry) if isinstance(z, Tensor)]
         if isinstance(encoder, nn.Module):
-            parameters = list(encoder.parameters())
-            self.trained = any(z.requires_grad for z in parameters)
             self.parallel = list(dict.fromkeys(_find_parallel(encoder)))
-            tensors += parameters
-        self.gpus = {z.device for z in tensors if isinstance(z, Tensor) and z.is_cuda}
+            tensors += encoder.parameters()
+        # whether a parameter or an input needs a gradient; True for a function, whose parameters
+        # are not known
+        self.trained = not isinstance(encoder, nn.Module) or any(z.requires_grad for z in tensors)
+        self.gpus = {z.device for z in tensors if z.is_cuda}
         if torch.cuda.is_initialized():
             self.gpus.add(torch.device("cuda", torch.cuda.current_device()))
 
     def encode(self) -> list[Tensor]:
-        """The encoder's outputs for all rows, computed chunk by chunk."""
+        """The encoder's outputs for all rows, computed chunk by chunk, in memory of their own.
+
+        An output may be a parameter, an input, or a view of one: its copy has a `.grad` of its own.
+        """
         chunks = []
         for rows in self.chunks:
             self.random_states.append(_RandomState(self.gpus))
             chunks.append(self._run(rows))
-        return [z[0] if _is_number(z[0]) else torch.cat(z) for z in zip(*chunks, strict=True)]
+        return [
+            z[0].detach().clone() if _is_number(z[0]) else torch.cat(z)
+            for z in zip(*chunks, strict=True)
+        ]
 
     def backward(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         """Encode chunk `i` again, with its graph, and run the backward pass through the encoder.
@@ -178,7 +185,7 @@ class _Tower:
 
     def _run(self, rows: slice) -> list[Tensor]:
         """The encoder's outputs for a chunk of rows. ValueError if their shapes do not fit."""
-        out = self.encoder(*(_select_rows(entry, rows) for entry in self.inputs))
+        out = self.encoder(*(select_rows(entry, rows) for entry in self.inputs))
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         for z in outputs:
             if not isinstance(z, Tensor):
@@ -241,18 +248,6 @@ def _make_towers(encoders: Any, inputs: Any, chunk: int) -> list[_Tower]:
         return [_Tower("encoders", encoder, inputs, chunk)]
     each = zip(one_each("encoders", encoders, len(inputs)), inputs, strict=True)
     return [_Tower(f"encoders[{i}]", encoder, [z], chunk) for i, (encoder, z) in enumerate(each)]
-
-
-def _list_arrays(entry: Any) -> list[Any]:
-    """The arrays of an entry of `inputs`: the values of a mapping, or the entry itself."""
-    return list(entry.values()) if isinstance(entry, Mapping) else [entry]
-
-
-def _select_rows(entry: Any, rows: slice) -> Any:
-    """A chunk of an entry of `inputs`."""
-    if isinstance(entry, Mapping):
-        return {name: z[rows] for name, z in entry.items()}
-    return entry[rows]
 
 
 def _is_number(output: Tensor) -> bool:

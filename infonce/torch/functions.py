@@ -7,7 +7,7 @@ of modules.py and the drop-in replacements call these functions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from .. import docstrings, losses, spec
 from ..checks import keywords, prefixes, validation
+from ..checks.teacher import Teacher
 from ..spec import GRAD_ONLY, VECTOR_OPTIONS, Loss, LossOptions
 from .core import autograd, compiled
 
 # Keywords of a loss in one process. Other keywords, such as `group` and `exchange`, are for a loss
 # over several processes
 ONE_PROCESS_OPTIONS = frozenset({*LossOptions.__annotations__, "metrics"})
+NO_TEACHER: Mapping[str, Any] = {}
 FEATURE_DTYPES = {getattr(torch, name) for name in validation.FLOATS}
 
 
@@ -30,13 +32,16 @@ def _apply(
     options: dict[str, Any],
     labels: Tensor | None = None,
     bias: Any = None,
+    teacher: Mapping[str, Any] = NO_TEACHER,
 ) -> Any:
     """The loss `kind` of features in the order of its arguments; with metrics if `options` ask.
 
-    `options` are the caller's keywords. Tensors as scale, temperature and bias get gradients.
+    `options` are the caller's keywords; `teacher` has the arguments that only distillation has.
+    Tensors as scale, temperature and bias get gradients.
     """
-    # A call like an earlier one skips the checks below. (Labels have to be checked in each call.)
-    if labels is None:
+    # A call like an earlier one skips the checks below. (Labels and a teacher have to be checked in
+    # each call.)
+    if labels is None and not teacher:
         loss = autograd.apply_repeated(kind, features, bias, options)
         if loss is not None:
             return loss
@@ -44,7 +49,7 @@ def _apply(
     # Checks that only tensors need; `infonce.checks` makes the others
     if not ONE_PROCESS_OPTIONS.issuperset(options):
         function = f"infonce.torch.{kind.name}_loss()"
-        require_known(function, options, keywords.torch_function(kind))
+        require_known(function, options, {**keywords.torch_function(kind), **teacher})
         group_options = options.keys() - ONE_PROCESS_OPTIONS - {"group"}
         if options.get("group") is None and group_options:
             raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
@@ -53,7 +58,9 @@ def _apply(
     options = dict(others)
     if prefixes.has_prefixes(kind, options):
         return _over_prefixes(kind, features, options, labels, bias)
-    for name, z in zip(kind.arguments, features, strict=True):
+    tensors = dict(zip(kind.arguments, features, strict=True))
+    tensors |= {name: teacher[name] for name in autograd.TEACHER_FEATURES if name in teacher}
+    for name, z in tensors.items():
         if not isinstance(z, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
         _check_tensor(kind, name, z, features[0])
@@ -88,6 +95,8 @@ def _apply(
         return compiled.apply(kind, features, labels, scale, temperature, bias, metrics, options)
     if temperature is not None:
         options["temperature"] = temperature
+    for name, value in teacher.items():
+        options[name] = value.detach() if isinstance(value, Tensor) else value
     call = autograd.TorchCall(kind, labels, scale, bias, options, metrics)
     loss = autograd.apply(call, features)
     return (loss, call.metrics) if metrics else loss
@@ -143,13 +152,13 @@ def _check_tensor(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
 
 def _to_scalar(name: str, value: Any) -> Any:
     """A tensor of one number as a 0-d tensor; other values unchanged."""
+    if hasattr(value, "full_tensor"):  # a DTensor, as fully_shard makes them
+        value = value.full_tensor()
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     if value.numel() != 1:
         came = validation.what(value)
         raise TypeError(f"{name}: expected a number or a tensor of one number, got {came}")
-    if hasattr(value, "full_tensor"):  # a DTensor, as fully_shard makes them
-        value = value.full_tensor()
     return value.reshape(())
 
 
@@ -226,3 +235,53 @@ def sup_con_loss(features: Tensor, labels: Tensor, **options: Any) -> Any:
 @docstrings.adapted(losses.gte_loss, DOC, keywords.torch_function)
 def gte_loss(query: Tensor, key: Tensor, **options: Any) -> Any:
     return _apply(spec.GTE, (query, key), options)
+
+
+def distill_loss(
+    query: Tensor, key: Tensor, teacher_query: Tensor, teacher_key: Tensor, *,
+    teacher_temperature: Any = None, teacher_scale: Any = None, two_sided: bool = True,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Distillation loss of `infonce.distill_loss`, for autograd.
+
+    >>> loss = infonce.torch.distill_loss(query, key, teacher_query, teacher_key, scale=20.0)
+    >>> loss.backward()
+
+    ``loss = - mean_i sum_j p^T_ij log p_ij``, of queries and, by default, of keys as well.
+
+    Parameters
+    ----------
+    query, key : tensors [M, D], [N, D], CPU or CUDA
+    teacher_query, teacher_key : tensors [M, E], [N, E]
+    teacher_temperature, teacher_scale : float or 0-d tensor, optional
+        The teacher's arguments get no gradient.
+    two_sided : bool, default True
+    scale, temperature : float or 0-d tensor
+        One of them; a tensor gets its gradient.
+    group : torch.distributed process group, optional
+        The loss is that of the rows of all its processes, and gradients are for the rows of this
+        process, as in `infonce.distributed.distill_loss`, with ``gradient_scale="ddp"``.
+    options
+        As in `infonce.distill_loss`, and with `group` as in `infonce.distributed.distill_loss`.
+
+    Returns
+    -------
+    0-d tensor, or [M] with ``reduction="none"``
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any work, naming the argument, what came and what was expected.
+    RuntimeError
+        As of `infonce.torch.clip_loss`.
+
+    References
+    ----------
+    Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015.
+    """
+    teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale, two_sided)
+    named = dict(zip(autograd.TEACHER_OPTIONS, teacher, strict=True))
+    run: Any = _apply
+    if torch.compiler.is_compiling():  # the compiled graph ends here, and goes on after the loss
+        run = torch.compiler.disable(_apply)
+    return run(teacher.loss, (query, key), options, teacher=named)

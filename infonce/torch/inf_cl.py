@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .core.drop_in import first_row, world_group_option
+from .core.drop_in import locate_shard, world_group_option
 from .functions import info_nce_loss
 
 __all__ = ["cal_flash_loss", "cal_inf_loss", "cal_ring_loss"]
@@ -29,7 +30,8 @@ DOC = """
     q : tensor [M, D]
     k : tensor [N, D]
     labels : integer tensor [M], optional
-        The positive of each query among this process's keys; key i for query i if left out.
+        The positive of each query among this process's keys; key i for query i if left out. A query
+        with a negative label has no positive and no loss.
     scale : float or 0-d tensor, optional
         1 if left out.
     head_dim : int
@@ -65,8 +67,22 @@ def cal_flash_loss(
 
     ``loss_i = -log softmax(scale q k')_i,labels[i]``
     """
-    scale = 1.0 if scale is None else scale
+    if scale is None and options.get("temperature") is None:
+        scale = 1.0
+    if labels is not None and options.get("group") is not None:
+        labels = _among_all_keys(labels, len(k), options["group"])
     return info_nce_loss(q, k, labels, scale=scale, **{"reduction": "none", **options})
+
+
+def _among_all_keys(labels: Tensor, keys: int, group: Any) -> Tensor:
+    """Indices among this process's `keys` as indices among the keys of all processes.
+
+    A negative label stays negative, and one that is too large stays too large: it is an error of
+    all processes, which `info_nce_loss` raises.
+    """
+    first, total, _ = locate_shard(group, keys)
+    labels = labels if labels.is_floating_point() else labels.long()
+    return torch.where(labels < 0, labels, labels + torch.where(labels < keys, first, total))
 
 
 def cal_ring_loss(
@@ -82,8 +98,6 @@ def cal_ring_loss(
     ``loss = -1/M sum_i log softmax(scale q k')_i,labels[i]``
     """
     options = {**world_group_option(), "reduction": "mean", **options}
-    if labels is not None:  # indices of this process's keys become indices of all keys
-        labels = labels + first_row(options.get("group"), len(k))
     return cal_flash_loss(q, k, labels, scale, **options)
 
 

@@ -42,11 +42,13 @@ class InfoNCELoss(DropIn):
     Chen et al.: A Simple Framework for Contrastive Learning of Visual Representations, 2020.
     """
 
+    kind = spec.NT_XENT
+
     def __init__(self, temperature: float = 0.5, **options: Any) -> None:
         super().__init__(options, temperature=temperature)
 
     def forward(self, features: Tensor) -> Any:
-        return nt_xent_loss(features, temperature=self.temperature, **self.options)
+        return nt_xent_loss(features, temperature=self.temperature, **self.call_options())
 
 
 class InfoNCEFunction:

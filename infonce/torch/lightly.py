@@ -17,7 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .core.drop_in import DropIn, gather_rows, mean_over_ranks, world_group, world_group_option
+from .. import spec
+from .core.drop_in import (
+    SCALE,
+    DropIn,
+    Refused,
+    gather_rows,
+    mean_over_ranks,
+    refuse,
+    require_shape,
+    world_group,
+    world_group_option,
+)
 from .functions import info_nce_loss, nt_xent_loss
 
 __all__ = ["DCLLoss", "DCLWLoss", "NTXentLoss", "negative_mises_fisher_weights"]
@@ -26,21 +37,27 @@ __all__ = ["DCLLoss", "DCLWLoss", "NTXentLoss", "negative_mises_fisher_weights"]
 class _TwoViews(DropIn):
     """A loss of two views of each sample, over the rows of this process or of all processes."""
 
-    def __init__(self, options: dict[str, Any], gather_distributed: bool, **settings: Any) -> None:
-        if gather_distributed and not dist.is_available():
+    kind = spec.NT_XENT
+
+    def check_setting(self, name: str, value: Any) -> None:
+        if name == "gather_distributed" and value and not dist.is_available():
             raise ValueError(
                 "gather_distributed: expected False, got True: this build of torch has no "
                 "torch.distributed"
             )
-        super().__init__(options, gather_distributed=gather_distributed, **settings)
+
+    def refused(self) -> Refused:
+        views = refuse(["labels"], "the views of a sample are a row of out0 and of out1")
+        return {**SCALE, **views, "normalize": (True, "logits are cosines")}
 
     def nt_xent_loss(self, out0: Tensor, out1: Tensor, **options: Any) -> Any:
+        require_shape("out1", out1, tuple(out0.shape))
         return nt_xent_loss(
             torch.cat([out0, out1]),
             temperature=self.temperature,
             normalize=True,
             **options,
-            **{**world_group_option(self.gather_distributed), **self.options},
+            **{**world_group_option(self.gather_distributed), **self.call_options()},
         )
 
 
@@ -85,27 +102,42 @@ class NTXentLoss(_TwoViews):
         gather_distributed: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(options, gather_distributed, temperature=temperature)
+        size = memory_bank_size if isinstance(memory_bank_size, int) else memory_bank_size[0]
+        self.kind = spec.INFO_NCE if size else spec.NT_XENT
+        super().__init__(
+            options, gather_distributed=gather_distributed, temperature=temperature
+        )  # fmt: skip
         self.memory_bank = MemoryBank(memory_bank_size)
+
+    def refused(self) -> Refused:
+        if self.kind is spec.NT_XENT:
+            return super().refused()
+        bank = refuse(
+            ["ids", "group", "guide"], "the negatives are the rows of this process's memory bank"
+        )
+        return {**super().refused(), **bank}
 
     def forward(self, out0: Tensor, out1: Tensor) -> Any:
         if not self.memory_bank.size[0]:
             return self.nt_xent_loss(out0, out1)
-        queries, keys = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
-        bank = self.memory_bank.rows(keys)
+        require_shape("out1", out1, tuple(out0.shape))
+        options = self.call_options()
+        bank = self.memory_bank.rows(out1)
         if out0.requires_grad:
+            keys = nn.functional.normalize(out1.detach(), dim=1)
             group = world_group(self.gather_distributed)
             self.memory_bank.push(keys if group is None else torch.cat(gather_rows(keys, group)))
         # Only rows of the bank are negatives. Queries and keys have the id 0, so the key of another
         # query is no negative; rows of the bank have the id 1.
-        key_ids = torch.zeros(len(queries) + len(bank), dtype=torch.long, device=queries.device)
-        key_ids[len(queries) :] = 1
+        key_ids = torch.zeros(len(out0) + len(bank), dtype=torch.long, device=out0.device)
+        key_ids[len(out0) :] = 1
         return info_nce_loss(
-            queries,
-            torch.cat([keys, bank]),
+            out0,
+            torch.cat([out1, bank]),
             temperature=self.temperature,
-            ids=(key_ids[: len(queries)], key_ids),
-            **self.options,
+            normalize=True,
+            ids=(key_ids[: len(out0)], key_ids),
+            **options,
         )
 
 
@@ -181,14 +213,26 @@ class DCLLoss(_TwoViews):
         **options: Any,
     ) -> None:
         super().__init__(
-            options, gather_distributed, temperature=temperature, weight_fn=weight_fn
+            options, gather_distributed=gather_distributed, temperature=temperature,
+            weight_fn=weight_fn,
         )  # fmt: skip
+
+    def refused(self) -> Refused:
+        decoupled = {"decoupled": (True, "this loss leaves positives out of the denominator")}
+        refused = {**super().refused(), **decoupled}
+        if self.weight_fn is None:
+            return refused
+        instead = "weight_fn weighs the positives apart, which this keyword does not reach"
+        names = ("reduction", "weights", "dims", "dim_weights", "margin", "key_bias", "metrics",
+                 "group", "gradient_scale")  # fmt: skip
+        return {**refused, **refuse(names, instead)}
 
     def forward(self, out0: Tensor, out1: Tensor) -> Any:
         loss = self.nt_xent_loss(out0, out1, decoupled=True)
         if self.weight_fn is None:
             return loss
-        out0, out1 = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
+        # in the dtype of the loss: features may have 16 bits, also by autocast
+        out0, out1 = (nn.functional.normalize(z.to(loss.dtype), dim=1) for z in (out0, out1))
         weights = torch.stack([self.weight_fn(out0, out1), self.weight_fn(out1, out0)])
         # `loss` has the positives with weight 1. Add (1 - w) times the positive to each row's loss.
         positives = (out0 * out1).sum(dim=1) / self.temperature

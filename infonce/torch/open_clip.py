@@ -14,11 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
+from .. import spec
+from ..checks.teacher import DISTILL
 from . import functions
-from .core.distillation import distill_loss
-from .core.drop_in import DropIn, require
+from .core.drop_in import (
+    SCALE,
+    DropIn,
+    Refused,
+    group_of,
+    refuse,
+    require,
+    require_rank,
+    with_zero_gradient,
+)
+from .functions import distill_loss
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss"]
 
@@ -28,32 +38,16 @@ class _OpenClip(DropIn):
 
     def __init__(self, options: dict[str, Any], rank: int, world_size: int, **others: Any) -> None:
         super().__init__(options, rank=rank, world_size=world_size, **others)
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank, world_size: expected 0 <= rank < world_size, got {rank} and {world_size}"
-            )
+        require_rank(rank, world_size)
+
+    def refused(self) -> Refused:
+        return SCALE | refuse(["metrics"], "a loss here is one tensor: use infonce.torch.clip_loss")
 
     def _options(self, scale: Any) -> dict[str, Any]:
         """The keywords of one call of a function of `infonce.torch`."""
-        group = self._group()
-        return {**self.options, "scale": scale, **({"group": group} if group else {})}
-
-    def _group(self) -> Any:
-        """The process group that shares the batch; None for one process.
-
-        ValueError if `rank` and `world_size` are not those of the group.
-        """
-        if self.world_size == 1:
-            return None
-        from .core import process_group
-
-        ranks = process_group.connect(self.options.get("group"))
-        if (ranks.rank, ranks.size) != (self.rank, self.world_size):
-            raise ValueError(
-                f"rank, world_size: expected {ranks.rank} and {ranks.size}, those of the process "
-                f"group, got {self.rank} and {self.world_size}"
-            )
-        return self.options.get("group") or dist.group.WORLD
+        options = {**self.call_options(), "scale": scale}
+        group = group_of(self.rank, self.world_size, options.pop("group", None))
+        return options if group is None else {**options, "group": group}
 
 
 class ClipLoss(_OpenClip):
@@ -85,6 +79,8 @@ class ClipLoss(_OpenClip):
     Radford et al.: Learning Transferable Visual Models From Natural Language Supervision, 2021.
     """
 
+    kind = spec.CLIP
+
     def __init__(
         self,
         local_loss: bool = False,
@@ -95,11 +91,14 @@ class ClipLoss(_OpenClip):
         use_horovod: bool = False,
         **options: Any,
     ) -> None:
-        require("use_horovod", use_horovod, False, "ranks are torch.distributed's")
         super().__init__(
-            options, rank, world_size,
-            local_loss=local_loss, gather_with_grad=gather_with_grad, cache_labels=cache_labels,
+            options, rank, world_size, local_loss=local_loss, gather_with_grad=gather_with_grad,
+            cache_labels=cache_labels, use_horovod=use_horovod,
         )  # fmt: skip
+
+    def check_setting(self, name: str, value: Any) -> None:
+        if name == "use_horovod":
+            require(name, value, False, "ranks are torch.distributed's")
 
     def forward(
         self,
@@ -110,6 +109,7 @@ class ClipLoss(_OpenClip):
         output_dict: bool = False,
     ) -> Any:
         loss = functions.clip_loss(image_features, text_features, **self._options(logit_scale))
+        loss = with_zero_gradient(loss, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
@@ -155,6 +155,10 @@ class CoCaLoss(ClipLoss):
         self._settings += ("caption_loss_weight", "clip_loss_weight")
         self.caption_loss = nn.CrossEntropyLoss(ignore_index=pad_id)
 
+    def refused(self) -> Refused:
+        instead = "the caption loss has no such keyword"
+        return {**super().refused(), **refuse(["reduction", "weights"], instead)}
+
     def forward(  # type: ignore[override]
         self,
         image_features: Tensor,
@@ -189,7 +193,9 @@ class DistillClipLoss(ClipLoss):
     Parameters
     ----------
     settings
-        Of `ClipLoss`.
+        Of `ClipLoss`. Options are for both losses, so they are those of
+        `infonce.torch.distill_loss` that `infonce.torch.clip_loss` has too. ``normalize=True``
+        normalises the teacher's features too.
 
     Raises
     ------
@@ -200,6 +206,9 @@ class DistillClipLoss(ClipLoss):
     ----------
     Hinton et al.: Distilling the Knowledge in a Neural Network, 2015.
     """
+
+    def refused(self) -> Refused:
+        return {**refuse(DISTILL.refused, "distill_loss has none"), **super().refused()}
 
     def forward(  # type: ignore[override]
         self,
@@ -216,7 +225,7 @@ class DistillClipLoss(ClipLoss):
             dist_logit_scale = dist_logit_scale.detach()
         distill = distill_loss(
             image_features, text_features, dist_image_features, dist_text_features,
-            scale=logit_scale, teacher_scale=dist_logit_scale, group=self._group(),
+            teacher_scale=dist_logit_scale, **self._options(logit_scale),
         )  # fmt: skip
         if output_dict:
             return {"contrastive_loss": contrastive, "distill_loss": distill}
@@ -250,6 +259,8 @@ class SigLipLoss(_OpenClip):
     ----------
     Zhai et al.: Sigmoid Loss for Language Image Pre-Training, 2023.
     """
+
+    kind = spec.SIGLIP
 
     def __init__(
         self,

@@ -107,14 +107,16 @@ class SupConLoss(losses.SupConLoss):
         pairs = _Pairs(labels, indices_tuple, ref_labels)
         if pairs.degenerate:
             return self.zero_losses()
-        options = {
+        options: dict[str, Any] = {
             "temperature": self.temperature,
             "normalize": _normalized(self.distance),
             "reduction": "none",
         }
-        if pairs.one_set:
+        if pairs.same_rows and ref_emb is embeddings:
             per_row = sup_con_loss(embeddings, pairs.classes, **options)
         else:
+            if pairs.same_rows:  # row i is not compared with reference i
+                options["ids"] = torch.arange(len(embeddings), device=embeddings.device)
             per_row = info_nce_loss(embeddings, ref_emb, pairs.positive_sets(), **options)
         return _reducer_input(per_row, torch.arange(len(per_row), device=per_row.device), "element")
 
@@ -154,12 +156,14 @@ class _Pairs:
         for name, value in (("labels", labels), ("ref_labels", ref_labels)):
             if value is None:
                 raise ValueError(f"{name}: expected a tensor, got None")
-        self.one_set = ref_labels is labels  # embeddings are their own references
+        # As in pytorch-metric-learning: if both labels are one object, row i and reference i are
+        # one sample, which is no pair. Their embeddings may differ, as two views do.
+        self.same_rows = ref_labels is labels
         rows = len(labels), len(ref_labels)
         # `classes` and `ref_classes` are labels numbered from 0, `sizes` the references of a class.
         # `degenerate`: no row has a positive, or no row has a negative. Then the loss is 0
-        # (`zero_losses` of pytorch-metric-learning). In one set: a class for each row, or one class
-        if self.one_set:
+        # (`zero_losses` of pytorch-metric-learning). With `same_rows`: a class for each row, or one
+        if self.same_rows:
             classes, self.sizes = labels.unique(return_inverse=True, return_counts=True)[1:]
             self.classes = self.ref_classes = classes
             self.degenerate = len(self.sizes) in (1, rows[0])
@@ -179,7 +183,7 @@ class _Pairs:
         counts = self.sizes[self.classes]  # pairs of each anchor
         anchors = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         positives = order[first[self.classes[anchors]] + _number_pairs(anchors, counts)]
-        if self.one_set:  # an embedding is no positive of itself
+        if self.same_rows:  # an embedding is no positive of itself
             others = anchors != positives
             anchors, positives = anchors[others], positives[others]
         return anchors, positives

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.drop_in import DropIn, require
+from .. import spec
+from ..checks import keywords
+from .core.drop_in import SCALE, DropIn, Refused, refuse, require
 from .functions import sup_con_loss
 
 __all__ = ["SupConLoss"]
@@ -46,6 +48,8 @@ class SupConLoss(DropIn):
     Khosla et al.: Supervised Contrastive Learning, 2020.
     """
 
+    kind = spec.SUP_CON
+
     def __init__(
         self,
         temperature: float = 0.07,
@@ -53,12 +57,22 @@ class SupConLoss(DropIn):
         base_temperature: float = 0.07,
         **options: Any,
     ) -> None:
-        if contrast_mode not in ("all", "one"):
-            raise ValueError(f'contrast_mode: expected "all" or "one", got {contrast_mode!r}')
         super().__init__(
             options, temperature=temperature, contrast_mode=contrast_mode,
             base_temperature=base_temperature,
         )  # fmt: skip
+
+    def check_setting(self, name: str, value: Any) -> None:
+        if name == "contrast_mode" and value not in ("all", "one"):
+            raise ValueError(f'contrast_mode: expected "all" or "one", got {value!r}')
+
+    def refused(self) -> Refused:
+        mean = refuse(["reduction", "weights"], "the loss here is a mean over rows")
+        return {
+            **SCALE,
+            **mean,
+            **refuse(keywords.GROUP, "labels are those of this process's rows"),
+        }
 
     def forward(self, features: Tensor, labels: Tensor | None = None, mask: Any = None) -> Any:
         require("mask", mask, None, "name the classes by labels")
@@ -80,7 +94,7 @@ class SupConLoss(DropIn):
             temperature=self.temperature,
             reduction="sum",
             **weights,
-            **self.options,
+            **self.call_options(),
         )
         return total * (self.temperature / self.base_temperature / anchors)
 

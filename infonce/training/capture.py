@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import arrays
+from ..checks import validation
 
 Array = Any
 
@@ -73,10 +74,15 @@ def capture(function: Callable[..., Any], *inputs: Array, **options: Any) -> Cap
     Raises
     ------
     TypeError
-        Inputs are not CuPy arrays (`cupy.from_dlpack` makes them of CUDA tensors, without a copy).
+        `function` cannot be called, there are no inputs, or they are not CuPy arrays
+        (`cupy.from_dlpack` makes them of CUDA tensors, without a copy).
     """
+    if not callable(function):
+        raise TypeError(f"function: expected a callable, got {validation.what(function)}")
+    if not inputs:
+        raise TypeError("inputs: expected CuPy arrays after the function, got none")
     for i, array in enumerate(inputs):
         if not arrays.on_gpu(array):
-            raise TypeError(f"inputs[{i}]: expected a CuPy array, got {type(array).__name__}")
+            raise TypeError(f"inputs[{i}]: expected a CuPy array, got {validation.what(array)}")
     with inputs[0].device:
         return Captured(function, inputs, options)

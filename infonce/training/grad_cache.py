@@ -43,10 +43,13 @@ def grad_cache(
     loss_and_grad : callable
         A function `X_loss_and_grad` of `infonce` or of `infonce.distributed`: over ranks, each rank
         passes its own rows, and `options` may name `comm`.
-    inputs : sequence
-        The inputs of each feature array of the loss, in its order: objects with length and slices.
+    inputs : list, tuple or mapping
+        The inputs of each feature array of the loss, in its order, or by the argument's name as in
+        ``{"query": ..., "key": ...}``. Each is an object with length and slices, or a mapping of
+        such objects, of which a chunk is a dict.
     encode : callable (chunk) -> features [rows, D], or one for each input
-        Features without a graph, as any array that the loss takes.
+        Features without a graph, as any array that the loss takes, a row for each of the chunk.
+        Several callables, here and in `backward`, are in the order of `inputs`.
     backward : callable (chunk, gradient), or one for each input; None for a locked encoder
         Receives the gradient of the loss with respect to `encode(chunk)`, as an array of
         the same library. Not called if the loss returns no gradient.
@@ -66,29 +69,49 @@ def grad_cache(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit, before any work; and whatever the loss raises.
+        For arguments that do not fit, before any work; for an encoder that returns another number
+        of rows; and whatever the loss raises.
     """
     _require_gradients(loss_and_grad)
     _require_detached(options)
-    require_batch(inputs, chunk)
-    encoders = one_each("encode", encode, len(inputs))
-    backwards = one_each("backward", backward, len(inputs))
-    chunks = [chunk_slices(len(z), chunk) for z in inputs]
-    features = [
-        _concatenated([run(z[rows]) for rows in slices])
-        for z, run, slices in zip(inputs, encoders, chunks, strict=True)
+    require_batch(inputs, chunk, (list, tuple, Mapping))
+    # an input's name, or its place among the arguments of the loss
+    names: list[Any] = list(inputs if isinstance(inputs, Mapping) else range(len(inputs)))
+    entries = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+    encoders = one_each("encode", encode, len(entries))
+    backwards = one_each("backward", backward, len(entries))
+    chunks = [
+        chunk_slices(count_rows(f"inputs[{name!r}]", [entry]), chunk)
+        for name, entry in zip(names, entries, strict=True)
     ]
-    out = loss_and_grad(*features, **options)
+    features = []
+    for i, (run, entry, slices) in enumerate(zip(encoders, entries, chunks, strict=True)):
+        name = f"encode[{i}]" if isinstance(encode, (list, tuple)) else "encode"
+        features.append(_concatenated([_encoded(name, run, entry, rows) for rows in slices]))
+    if isinstance(inputs, Mapping):
+        out = loss_and_grad(**dict(zip(names, features, strict=True)), **options)
+    else:
+        out = loss_and_grad(*features, **options)
     if not hasattr(out, "grads"):
         raise TypeError(f"{EXPECTED}, got one that returns {validation.what(out)}")
-    # not strict: after the features, `out.grads` has the scale, and the bias of SigLIP
-    for z, run, slices, gradient in zip(inputs, backwards, chunks, out.grads, strict=False):
+    for key, entry, run, slices in zip(names, entries, backwards, chunks, strict=True):
+        gradients: Any = out.grads
+        gradient = getattr(gradients, key) if isinstance(inputs, Mapping) else gradients[key]
         if run is None or gradient is None:
             continue
         for rows in slices:
-            if len(z[rows]):
-                run(z[rows], gradient[rows])
+            if rows.start < rows.stop:
+                run(select_rows(entry, rows), gradient[rows])
     return out
+
+
+def _encoded(name: str, encode: Encode, entry: Any, rows: slice) -> Any:
+    """The features of a chunk. ValueError, naming the encoder `name`, unless they are its rows."""
+    features, n = encode(select_rows(entry, rows)), rows.stop - rows.start
+    shape: tuple[int, ...] = getattr(features, "shape", ())
+    if len(shape) < 2 or shape[0] != n:
+        raise ValueError(f"{name}: expected features of {n} rows, got {validation.what(features)}")
+    return features
 
 
 def _require_gradients(function: Any) -> None:
@@ -123,17 +146,48 @@ def _require_detached(options: Mapping[str, Any]) -> None:
             )
 
 
-def require_batch(inputs: Any, chunk: Any) -> None:
-    """TypeError or ValueError unless `inputs` are a list or tuple, and `chunk` at least 1."""
+def require_batch(inputs: Any, chunk: Any, types: tuple[type, ...] = (list, tuple)) -> None:
+    """TypeError or ValueError unless `inputs` are of `types` and not empty, and `chunk` at least
+    1."""
     if not validation.is_integer(chunk):
         raise TypeError(f"chunk: expected an integer, got {validation.what(chunk)}")
     if chunk < 1:
         raise ValueError(f"chunk: expected at least 1, got {chunk}")
-    if not isinstance(inputs, (list, tuple)) or not inputs:
+    if not isinstance(inputs, types) or not inputs:
+        *first, last = [type_.__name__.lower() for type_ in types]
         raise TypeError(
-            "inputs: expected a list or tuple with one entry for each feature array of the loss, "
-            f"got {type(inputs).__name__}"
+            f"inputs: expected a {', '.join(first)} or {last} with one entry for each feature "
+            f"array of the loss, got {validation.what(inputs)}"
         )
+
+
+def list_arrays(entry: Any) -> list[Any]:
+    """The arrays of an entry of `inputs`: the values of a mapping, or the entry itself."""
+    return list(entry.values()) if isinstance(entry, Mapping) else [entry]
+
+
+def select_rows(entry: Any, rows: slice) -> Any:
+    """A chunk of an entry of `inputs`."""
+    if isinstance(entry, Mapping):
+        return {name: z[rows] for name, z in entry.items()}
+    return entry[rows]
+
+
+def count_rows(name: str, entries: Sequence[Any]) -> int:
+    """The number of rows of all arrays of `entries`. `name` names the entries in errors."""
+    arrays = [z for entry in entries for z in list_arrays(entry)]
+    for z in arrays:
+        if not (hasattr(z, "__len__") and hasattr(z, "__getitem__")):
+            raise TypeError(
+                f"inputs: expected objects with length and slices in {name}, got "
+                f"{validation.what(z)}"
+            )
+    lengths = [len(z) for z in arrays]
+    if len(set(lengths)) != 1:
+        raise ValueError(
+            f"inputs: expected the same number of rows in each of {name}, got {lengths}"
+        )
+    return lengths[0]
 
 
 def chunk_slices(rows: int, chunk: int) -> list[slice]:

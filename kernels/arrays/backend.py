@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ..distill.problem import TaughtProblem
 from ..epilogues import Epilogue, OnlineSoftmax, Statistics
 from ..grid import Grid, has_few_blocks, make_workspace_error, slices
 from ..linear import Segments, SegmentSums, segment_sums
@@ -113,11 +112,11 @@ class ArrayBlocks:
         xp = self.xp
         spoiled = ~self._finite(problem.query)
         spoiled |= spoiled.any() if problem.symmetric else ~self._finite(problem.key).all()
-        if isinstance(problem, TaughtProblem):
-            bad_teacher = ~self._finite(problem.teacher_query)
-            # the softmax of a column is over all queries of the teacher
-            spoiled |= bad_teacher | (bad_teacher.any() & problem.two_sided)
-            spoiled |= ~self._finite(problem.teacher_key).all()
+        if problem.auxiliary_query is not None:
+            bad_rows = ~self._finite(problem.auxiliary_query)
+            # the softmax of a column is over all queries of the guide, or of the teacher
+            spoiled |= bad_rows | (bad_rows.any() & (problem.symmetric or problem.two_sided))
+            spoiled |= ~self._finite(problem.auxiliary_key).all()
         row_nans = xp.where(spoiled, np.nan, 0.0)
         return row_nans if problem.known_row_nans is None else row_nans + problem.known_row_nans
 

@@ -81,6 +81,11 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     x.flat[index] = positive
 
     finite = xp.isfinite(query).all(axis=1) & xp.isfinite(key).all()
+    if problem.guided:  # also of pairs that are excluded: products do not show it
+        finite_rows = xp.isfinite(guide_query).all(axis=1)
+        if problem.symmetric or problem.two_sided:  # the softmax of a column has all queries
+            finite_rows = finite_rows.all()
+        finite &= finite_rows & xp.isfinite(guide_key).all()
     row_nans = xp.where(finite, 0.0, np.nan)
     if problem.known_row_nans is not None:
         row_nans += problem.known_row_nans

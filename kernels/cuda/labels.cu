@@ -93,13 +93,13 @@ extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64
 
 constexpr int SHARE_THREADS = 1024;
 
-// shares[i] = weights[i] / max(sum of all weights, smallest), by one thread block. `smallest` keeps 0 / 0 away.
+// shares[i] = weights[i] / sum of all weights, by one thread block; 0 if the sum is 0.
 extern "C" __global__ void __launch_bounds__(SHARE_THREADS)
-find_shares(const double* weights, i64 n, double smallest, double* shares) {
+find_shares(const double* weights, i64 n, double* shares) {
   __shared__ double memory[SHARE_THREADS / 32];
   double sum = 0;
 #pragma unroll 8
   for (i64 i = threadIdx.x; i < n; i += SHARE_THREADS) sum += weights[i];
   sum = block_reduce<SHARE_THREADS>(sum, memory, [](double a, double b) { return a + b; });
-  for (i64 i = threadIdx.x; i < n; i += SHARE_THREADS) shares[i] = weights[i] / fmax(sum, smallest);
+  for (i64 i = threadIdx.x; i < n; i += SHARE_THREADS) shares[i] = weights[i] / (sum == 0 ? 1 : sum);
 }

@@ -5,8 +5,6 @@ The kernels sort, because CuPy's `argsort` and `unique` would wait for the devic
 
 from __future__ import annotations
 
-import math
-
 import cupy
 import numpy as np
 
@@ -105,11 +103,11 @@ def _classes(
 def row_shares(weights: Array) -> Array:
     """[n] row shares: weights [n], float64, divided by their sum.
 
-    If the sum is 0, the smallest positive number divides them, and all shares are 0.
+    If the sum is 0, all shares are 0.
     """
     n, out = len(weights), cupy.empty(len(weights))
     _launcher(Queue()).launch(
         "labels.cu", "find_shares", 1, SHARE_THREADS,
-        {"weights": weights, "n": n, "smallest": math.ulp(0.0), "shares": out},
+        {"weights": weights, "n": n, "shares": out},
     )  # fmt: skip
     return out

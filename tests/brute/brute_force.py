@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -331,3 +331,24 @@ def judge(call: Call, compute: str) -> Judgement:
         dot.detach().numpy(), positive, excluded,
         unit * ((8 + np.sqrt(width)) * call.scale * sizes + 1e-300),
     )  # fmt: skip
+
+
+def judge_prefixes(call: Call, compute: str, prefixes: list[tuple[int, float]]) -> Judgement:
+    """The sum of the losses of the first `width` features times `weight`, over the prefixes.
+
+    Log-sum-exps are those of all features, the last prefix.
+    """
+    total, width = judge(call, compute), call.features[0].shape[1]
+    sums = replace(total, loss=0.0, loss_bound=0.0)
+    sums.grads, sums.bounds = dict.fromkeys(total.grads, 0.0), dict.fromkeys(total.bounds, 0.0)
+    for narrow, weight in prefixes:
+        part = judge(replace(call, features=tuple(z[:, :narrow] for z in call.features)), compute)
+        sums.loss += weight * part.loss
+        sums.loss_bound += weight * part.loss_bound
+        for name, gradient in part.grads.items():
+            if isinstance(name, int):
+                gradient = np.pad(gradient, ((0, 0), (0, width - narrow)))
+            if gradient is not None:
+                sums.grads[name] += weight * gradient
+            sums.bounds[name] += weight * part.bounds[name]
+    return sums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -134,6 +134,58 @@ def is_ambiguous(call: Call, sides: list[np.ndarray]) -> bool:
     return False
 
 
+def draw_without_positives(call: Call, rng: np.random.Generator) -> None:
+    """No row of info_nce or sup_con has a positive."""
+    rows = len(call.features[0])
+    alone = call.loss == "sup_con" and rng.random() < 0.5  # each row has a class of its own
+    call.labels = np.arange(rows) if alone else np.full(rows, -1)
+
+
+def draw_prefixes(width: int, rng: np.random.Generator) -> list[tuple[int, float]]:
+    """One to three widths, the last of which is all features, and the weights of their losses."""
+    widths = {*map(int, rng.integers(1, width + 1, rng.integers(3))), width}
+    return [(each, float(rng.uniform(0.1, 2))) for each in sorted(widths)]
+
+
+def draw_poison(drawn: Drawn, rng: np.random.Generator) -> None:
+    """A NaN or an infinity in one array of a call: features, or arrays of options."""
+    call, loss = drawn.call, spec.LOSSES[drawn.call.loss]
+    rows, columns = len(call.features[0]), len(call.features[-1])
+    places = ["feature 0", f"feature {len(call.features) - 1}", "weights", "grad_out"]
+    places += ["key_bias"] * ("key_bias" not in loss.refused)
+    places += ["guide"] * 2 * ("guide" not in loss.refused) + ["own"] * ("own" not in loss.refused)
+    place = places[rng.integers(len(places))]
+    bad = [np.nan, np.inf, -np.inf][rng.integers(3)]
+    drawn.poison = f"{bad} in {place}"
+    drawn.options = {k: v for k, v in drawn.options.items() if k not in ("workspace", "metrics")}
+    if place.startswith("feature"):
+        sides = [z.copy() for z in call.features]
+        spoilt = sides[int(place[-1])]
+        call.features = tuple(sides)
+    elif place == "weights":
+        spoilt = call.weights = rng.uniform(0.5, 2, rows)
+    elif place == "grad_out":
+        call.reduction = "none"
+        spoilt = call.grad_out = rng.standard_normal(rows)
+    elif place == "key_bias":
+        spoilt = rng.standard_normal(columns)
+        call.softmax = {**call.softmax, "key_bias": spoilt}
+    else:
+        left_out = (*spec.NOT_WITH_LABEL_SMOOTHING, "label_smoothing", "key_bias")
+        call.softmax = {k: v for k, v in call.softmax.items() if k not in left_out}
+        if place == "own":
+            if len(call.features[0]) != len(call.features[-1]):
+                call.labels = np.arange(rows) % columns
+            spoilt = rng.standard_normal((rows, 2, call.features[0].shape[1]))
+            spoilt = spoilt.astype(call.features[0].dtype)
+            drawn.extra = {"own": spoilt}
+        else:
+            sides = [rng.standard_normal((len(z), 3)).astype(z.dtype) for z in call.features]
+            spoilt = sides[rng.integers(len(sides))]
+            drawn.extra = {"guide": tuple(sides) if len(sides) == 2 else sides[0]}
+    spoilt[tuple(rng.integers(n) for n in spoilt.shape)] = bad
+
+
 @dataclass
 class Drawn:
     """A call, and what does not change its result."""
@@ -144,6 +196,9 @@ class Drawn:
     options: dict[str, Any]
     patches: dict[str, Any]
     norms: tuple[float, float]
+    prefixes: list[tuple[int, float]] | None = None  # of `dims`: widths and weights
+    poison: str = ""  # the number that is not finite, and the array that has it
+    extra: dict[str, Any] = field(default_factory=dict)  # options of a poisoned call
 
 
 def draw(seed: int, number: int) -> Drawn:
@@ -209,4 +264,16 @@ def draw(seed: int, number: int) -> Drawn:
     patches = {"TILE": tiles, "TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))}
     with np.errstate(divide="ignore"):
         norms = [float(np.sqrt((z.astype(np.longdouble) ** 2).sum(axis=1)).max()) for z in scaled]
-    return Drawn(call, name, compute, options, patches, (min(norms), max(norms)))
+    drawn = Drawn(call, name, compute, options, patches, (min(norms), max(norms)))
+    # what follows is drawn last, so that it changes no number drawn before
+    if loss.name in ("info_nce", "sup_con") and rng.random() < 0.05:
+        draw_without_positives(call, rng)
+        options.pop("metrics", None)
+    if rng.random() < 0.1:
+        draw_poison(drawn, rng)
+    elif "dims" not in loss.refused and rng.random() < 0.2:
+        drawn.prefixes = draw_prefixes(d, rng)
+        options["grad_dtype"] = list(DTYPES.values())[rng.integers(4)]
+        options.pop("metrics", None)
+        call.softmax = {k: v for k, v in call.softmax.items() if k != "false_negative_margin"}
+    return drawn

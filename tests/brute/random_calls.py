@@ -7,6 +7,11 @@
 A call is wrong if its loss, a log-sum-exp, a gradient or a metric is further from brute force than
 its bound, which follows from the rounding of the logits (brute_force.py). Losses are from 1e-9 to
 20, norms of rows from 1e-300 to 1e300. A call follows from the seed and its number. Needs PyTorch.
+
+A tenth of the calls has a NaN or an infinity in an array. Such a call is wrong if two methods
+disagree on which numbers of the result are finite, or if all losses of such features are finite.
+("naive" multiplies NaN by 0, as the others do not: a query that is not finite spoils all losses of
+CLIP, through the softmax of columns. So there it is not compared with them.)
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import json
 import platform
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,8 +32,8 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
-from brute_force import Call, Judgement, judge
-from draw import Drawn, draw
+from brute_force import Call, Judgement, find_positives, judge, judge_prefixes
+from draw import METHODS, Drawn, draw
 from infonce.kernels.cpu import schedule
 from rich.console import Console
 from rich.progress import track
@@ -43,7 +49,9 @@ def evaluate(drawn: Drawn) -> tuple[infonce.LossAndGrad, Any]:
     """The result with gradients, and the result of the loss alone."""
     call = drawn.call
     options = {"scale": call.scale, "normalize": call.normalize, "reduction": call.reduction,
-             "weights": call.weights, "ids": call.ids, **call.softmax}  # fmt: skip
+             "weights": call.weights, "ids": call.ids, **call.softmax, **drawn.extra}  # fmt: skip
+    if drawn.prefixes is not None:
+        options["dims"], options["dim_weights"] = zip(*drawn.prefixes, strict=True)
     if call.loss == "sup_con":
         del options["ids"]
     args = [*call.features]
@@ -88,6 +96,39 @@ def shares(drawn: Drawn, want: Judgement) -> Iterator[tuple[str, float]]:
             yield f"d {name}", share(got, right, bound)
     if out.metrics is not None:
         yield "metrics", metrics_share(out.metrics, call, want, rounding)
+
+
+def disagreements(drawn: Drawn) -> list[str]:
+    """What is wrong in a call with a number that is not finite."""
+    of_features = "feature" in drawn.poison
+    found: dict[str, dict[str, Any]] = {}
+    for method in METHODS:
+        drawn.options["method"] = method
+        try:
+            out, alone = evaluate(drawn)
+        except ValueError as error:
+            found[method] = {"error": str(error)}
+            continue
+        numbers = {"loss": out.loss, "loss alone": alone}
+        lses = out.lse if isinstance(out.lse, tuple) else (out.lse,)
+        if not of_features:  # else the losses say so, and other numbers may stay finite
+            numbers |= {f"lse {i}": lse for i, lse in enumerate(lses) if lse is not None}
+        for name, gradient in out.grads._asdict().items():
+            if gradient is not None and not (of_features and name == "scale"):
+                rows = np.asarray(gradient, np.float64)  # an element may spoil its row
+                numbers[f"d {name}"] = rows.sum(axis=tuple(range(1, rows.ndim)))
+        found[method] = {k: np.isfinite(np.asarray(z, np.float64)) for k, z in numbers.items()}
+    right, wrong = found["auto"], []
+    for method, finite in found.items():
+        if of_features and np.all(finite.get("loss", False)):
+            wrong.append(f"{method}: all losses are finite")
+        if method == "naive" and (of_features or "grad_out" in drawn.poison):
+            continue  # 0 times NaN spoils more there
+        names = finite.keys() ^ right.keys()
+        names |= {k for k in finite.keys() & right.keys() if np.any(finite[k] != right[k])}
+        if names:
+            wrong.append(f"{method} and auto: {', '.join(sorted(names))}")
+    return wrong
 
 
 def share(got: Any, want: Any, bound: Any) -> float:
@@ -150,9 +191,24 @@ class Tally:
         self.counts.update(call.softmax.keys())
         low, high = drawn.norms
         self.norms = [min(self.norms[0], low or np.inf), max(self.norms[1], high)]
+        self.counts["dims"] += drawn.prefixes is not None
+        self.counts["not finite"] += bool(drawn.poison)
+        self.counts["no positives"] += bool(np.ndim(call.labels) and not has_positives(call))
         try:
+            if drawn.poison:
+                with np.errstate(all="ignore"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    different = disagreements(drawn)
+                if different:
+                    self.wrong.append({"number": number, "loss": call.loss, "dtype": drawn.dtype,
+                                       "poison": drawn.poison, "methods": different})  # fmt: skip
+                return
             with np.errstate(all="ignore"):
-                want = judge(call, drawn.compute)
+                want = (
+                    judge(call, drawn.compute)
+                    if drawn.prefixes is None
+                    else judge_prefixes(call, drawn.compute, drawn.prefixes)
+                )
                 judged = max_by_name(shares(drawn, want))
         except Exception as error:
             self.wrong.append({"number": number, "error": f"{type(error).__name__}: {error}"})
@@ -166,6 +222,10 @@ class Tally:
                                "compute": drawn.compute, **drawn.options, **bad})  # fmt: skip
         loss = want.losses[np.isfinite(want.losses) & (want.losses > 0)]
         self.losses.update(np.floor(np.log10(loss)).astype(int).tolist() if len(loss) else [])
+
+
+def has_positives(call: Call) -> bool:
+    return bool(find_positives(call, len(call.features[0]), len(call.features[-1])).any())
 
 
 def max_by_name(pairs: Iterator[tuple[str, float]]) -> dict[str, float]:

@@ -27,6 +27,7 @@ def test_random_calls(part: int) -> None:
         tally.add(number, draw(1, number))
     assert not tally.wrong
     assert len(tally.losses) > 10  # decades of losses
+    assert min(tally.counts[kind] for kind in ("dims", "not finite", "no positives")) > 0
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +35,8 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(*args: Any, **options: Any) -> infonce.LossAndGrad:
         out = right(*args, **options)
-        return out._replace(loss=out.loss * (1 + 3e-3 * (out.loss.dtype != float) + 1e-9))
+        out.loss = out.loss * (1 + 3e-3 * (out.loss.dtype != float) + 1e-9)
+        return out
 
     right = infonce.clip_loss_and_grad
     monkeypatch.setattr(infonce, "clip_loss_and_grad", wrong)
@@ -42,6 +44,26 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(0, 700, 7):
         tally.add(number, draw(1, number))
     assert len(tally.wrong) > 60
+
+
+@pytest.mark.parametrize("place", ["feature", "guide", "own", "key_bias", "grad_out", "weights"])
+def test_a_hidden_nan_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One method makes finite numbers of a NaN."""
+    drawn = next(d for d in (draw(2, i) for i in range(5000)) if place in d.poison)
+
+    def evaluate(call: Any) -> Any:
+        out, alone = right(call)
+        if call.options["method"] != "tiled":
+            return out, alone
+        out.loss = np.zeros_like(out.loss)
+        out.grads = type(out.grads)(*(None if z is None else np.zeros_like(z) for z in out.grads))
+        return out, np.zeros_like(alone)
+
+    right = random_calls.evaluate
+    monkeypatch.setattr(random_calls, "evaluate", evaluate)
+    refused = place in ("weights", "key_bias")  # an error by every method, so no result
+    with np.errstate(all="ignore"):
+        assert bool(random_calls.disagreements(drawn)) != refused
 
 
 def test_the_program(

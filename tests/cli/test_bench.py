@@ -60,17 +60,20 @@ def test_plot(tmp_path):
     assert sorted(tmp_path.iterdir()) == [record, plot]
 
 
-def test_bench_skips_and_says_why(monkeypatch):
+def test_bench_skips_and_says_why(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", None)
     arguments = ("--sizes", 64, "--repeat", 1, "--workspace", "32KiB", "--methods")
     printed = succeed("bench", *arguments, "fused,torch,numpy")
     assert "skipped 64 torch: import of torch halted" in printed
     assert "pip install 'infonce-kernels[torch]'" in printed
     assert "skipped 64 fused: " in printed
-    result = run("bench", *arguments, "fused,torch")
+    output = tmp_path / "bench.json"
+    output.write_text("an earlier run")
+    result = run("bench", *arguments, "fused,torch", "--output", output)
     assert result.exit_code == 1
     assert "skipped 64 torch: " in result.stdout
     assert result.stderr.startswith("infonce: error: nothing was measured")
+    assert output.read_text() == "an earlier run"
 
 
 @pytest.mark.parametrize("kind", ["nt_xent", "sup_con"])

@@ -154,6 +154,17 @@ def test_info_without_cudas_libraries(monkeypatch, extra):
     assert missing in succeed("info")
 
 
+@pytest.mark.extras
+def test_info_finds_nccl(monkeypatch):
+    pytest.importorskip("cupy")
+    from cupy.cuda import nccl as cupy_nccl
+    from infonce.distributed.transports import nccl
+
+    monkeypatch.setattr(nccl, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cupy_nccl, "get_version", lambda: 22703, raising=False)
+    assert json.loads(succeed("info", "--json"))["cuda_libraries"]["NCCL"] == "available, 2.27.3"
+
+
 def test_compile_says_what_it_compiled(monkeypatch):
     """Without a GPU, the command says why nothing was compiled. With a GPU, it lists new
     kernels."""

@@ -12,9 +12,12 @@ from command_line import close
 from gpu_problems import MISSING
 from judge import LOSSES, arguments, pairs
 
+import infonce
 from infonce import reference
+from infonce.checks.teacher import ALL_LOSSES
 from infonce.cli.bench import contenders_gpu, measure
 from infonce.cli.bench import gpu as bench_gpu
+from infonce.cli.bench.cpu import Host
 from infonce.spec import LOSSES as KINDS
 
 
@@ -304,3 +307,25 @@ def test_rounds_of_a_comparison():
     assert missing == {"size": 4, "method": "missing", "skipped": "not here"}
     assert wrong["skipped"] == "gradient_error: expected at most 0.0001 in float32, got 0.5"
     assert "median_s" not in wrong
+
+
+def test_ratios_of_options_are_to_a_call_of_the_same_size(monkeypatch):
+    """benchmarks/options.py: a plain call has as many rows of features, and as wide ones."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    options = importlib.import_module("options")
+
+    def size(*arguments, **_):  # of features, without labels and without a teacher's features
+        features = [z for z in arguments if z.ndim == 2][:2]
+        return sum(map(len, features)), features[0].shape[1]
+
+    for loss in ALL_LOSSES:
+        monkeypatch.setattr(infonce, f"{loss}_loss_and_grad", size)
+    runs = options.cases(Host("float32"), "float32", rows=64, dim=16)
+    without_ratio = []
+    for (loss, name), run in runs.items():
+        plain = runs.get((options.PLAIN.get(loss, loss), "plain"))
+        if plain is None:
+            without_ratio.append(loss)
+        else:
+            assert run() == plain(), (loss, name)
+    assert without_ratio == ["siglip of 16 images"]

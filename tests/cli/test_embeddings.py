@@ -1,8 +1,10 @@
 """Embeddings in files of PyTorch and in Parquet."""
 
 import json
+import zipfile
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from command_line import close, fail, succeed
@@ -47,11 +49,37 @@ def test_files_of_torch_that_are_no_embeddings(pair, tmp_path):
         "two.pt": "two.pt:KEY, got the arrays u, v",
         "two.pt:w": "no array 'w'; it has u, v",
         "list.pt": "list.pt:KEY, got the arrays none",
-        "broken.pt": "broken.pt: not a whole .pt file of tensors",
-        "code.pt": "code.pt: not a whole .pt file of tensors",
+        "broken.pt": "broken.pt: expected a whole .pt file of numbers",
+        "code.pt": "code.pt: expected a whole .pt file of numbers",
         "none.pt": "none.pt: no such file",
     }.items():
         assert words in fail("loss", tmp_path / source, pair[1], "--scale", 1)
+
+
+@pytest.mark.extras
+def test_tensors_of_torch_that_numpy_does_not_have(pair, tmp_path):
+    torch = pytest.importorskip("torch")
+    z = torch.ones(3, 4)
+    for name, tensor in {
+        "float8": z.to(torch.float8_e4m3fn), "meta": z.to("meta"), "sparse": z.to_sparse(),
+        "conjugate": torch.complex(z, z).conj(),
+    }.items():  # fmt: skip
+        torch.save(tensor, tmp_path / f"{name}.pt")
+        assert f"{name}.pt" in fail("loss", tmp_path / f"{name}.pt", pair[1], "--scale", 1)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_negative_view_of_torch(tmp_path, dtype):
+    """The imaginary part of a conjugate is one: the memory has the numbers of the other sign."""
+    torch = pytest.importorskip("torch")
+    z = torch.randn(6, 4).to(getattr(torch, dtype))
+    view = torch._neg_view(z)
+    assert view.is_neg()
+    torch.save(view, tmp_path / "view.pt")
+    array = open_embeddings(str(tmp_path / "view.pt"))
+    assert array.dtype.name == dtype
+    np.testing.assert_array_equal(array.astype(np.float64), -z.double().numpy())
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -79,16 +107,47 @@ def test_parquet_that_is_no_embeddings(pair, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     for name, column in {
         "numbers": [1.0, 2.0], "ragged": [[1.0], [1.0, 2.0]], "null": [[1.0], None],
-        "inner": [[1.0, None], [1.0, 2.0]],
+        "inner": [[1.0, None], [1.0, 2.0]], "text": [["a"], ["b"]],
+        "empty": arrow.array([], arrow.list_(arrow.float32())),
+        "categories": arrow.array(["a", "b"]).dictionary_encode(),
+        "tensors": arrow.ExtensionArray.from_storage(
+            arrow.fixed_shape_tensor(arrow.float32(), [1]),
+            arrow.array([[1.0]], arrow.list_(arrow.float32(), 1)),
+        ),
     }.items():  # fmt: skip
         parquet.write_table(arrow.table({"z": column}), tmp_path / f"{name}.parquet")
+    parquet.write_table(arrow.table({"z": [[0.5, 1.5]] * 9}), tmp_path / "corrupt.parquet")
+    whole = (tmp_path / "corrupt.parquet").read_bytes()
+    (tmp_path / "corrupt.parquet").write_bytes(whole[:20] + bytes(40) + whole[60:])
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     for name, words in {
         "numbers": "got the arrays none",
         "ragged": "expected rows of one length in 'z', got 1, 2",
         "null": "expected numbers in all rows of 'z', got nulls",
         "inner": "expected numbers in all rows of 'z', got nulls",
-        "broken": "broken.parquet: not a whole .parquet file",
+        "text": "text.parquet): expected dtype float64",
+        "empty": "empty.parquet: expected rows of one length in 'z', got no rows",
+        "categories": "categories.parquet:KEY, got the arrays none",
+        "tensors": "tensors.parquet:KEY, got the arrays none",
+        "corrupt": "corrupt.parquet: expected a whole .parquet file of numbers",
+        "broken": "broken.parquet: expected a whole .parquet file of numbers",
     }.items():
         error = fail("loss", tmp_path / f"{name}.parquet", pair[1], "--scale", 1)
         assert words in error
+
+
+def test_bfloat16_of_an_archive(tmp_path):
+    """np.savez stores two raw bytes an element, as np.save does."""
+    z = np.arange(6.0).reshape(3, 2).astype(ml_dtypes.bfloat16)
+    np.savez(tmp_path / "z.npz", z=z)
+    array = open_embeddings(str(tmp_path / "z.npz"))
+    assert array.dtype == z.dtype
+    np.testing.assert_array_equal(array, z)
+
+
+def test_an_archive_that_memory_cannot_hold_is_named(pair, tmp_path):
+    header = '{"descr": "<f4", "fortran_order": False, "shape": (1000000000000, 4), }'
+    with zipfile.ZipFile(tmp_path / "large.npz", "w") as archive:
+        head = b"\x93NUMPY\x01\x00v\x00" + header.ljust(117).encode() + b"\n"
+        archive.writestr("z.npy", head)
+    assert "large.npz: " in fail("loss", tmp_path / "large.npz", pair[1], "--scale", 1, code=1)

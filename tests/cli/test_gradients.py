@@ -12,7 +12,7 @@ import pytest
 from command_line import D, M, fail, run, succeed
 
 import infonce
-from infonce.cli import embeddings, gradient_files
+from infonce.cli import common, embeddings, gradient_files
 
 
 @pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce"])
@@ -91,7 +91,7 @@ def test_inputs_are_not_overwritten(pair, tmp_path, monkeypatch):
         (shards, shards, (image, shards)),
     ):
         error = fail(*base, folder, *name)
-        assert f"--grad-out: expected another folder, {source} is an input" in error
+        assert f"--grad-out: expected another name, {source} is an input" in error
     monkeypatch.undo()
     succeed(*base, shards / "gradients", image, shards)  # is no shard
     assert sorted(path.name for path in shards.iterdir()) == ["gradients", "part_0.npy"]
@@ -103,16 +103,46 @@ def test_inputs_are_not_overwritten(pair, tmp_path, monkeypatch):
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_gradients_of_a_loss_that_is_not_finite_are_kept(pair, tmp_path):
+def test_a_loss_that_is_not_finite_writes_nothing(pair, tmp_path):
+    """The command fails, so files of an earlier run stay as they are, with --force too."""
     image, text, u, _ = pair
+    out, plot = tmp_path / "out", tmp_path / "plot.png"
+    base = ("loss", image, text, "--grad-out", out, "--force")
+    succeed(*base, "--scale", 2)
+    plot.write_text("good")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
     u[3] = np.inf
     np.save(image, u)
-    out = tmp_path / "out"
-    result = run("loss", image, text, "--scale", 2, "--grad-out", out)
-    assert result.exit_code == 1
-    assert str(out) in " ".join(result.stdout.split())
-    assert {path.name for path in out.iterdir()} == {"image.npy", "text.npy", "scalars.json"}
-    assert not np.isfinite(np.load(out / "text.npy")).all()
+    for arguments in (
+        (*base, "--scale", 2),
+        ("loss", image, text, "--scale", 2, "--grad-out", tmp_path / "new"),
+        ("loss", image, text, "--temperature", "0.5,1", "--plot", plot),
+    ):
+        result = run(*arguments, "--json")
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["gradients"] is None
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+    assert plot.read_text() == "good"
+    assert {path.name for path in tmp_path.iterdir()} == {image.name, text.name, "out", "plot.png"}
+
+
+@pytest.mark.parametrize("option", ["--grad-out", "--plot", "--labels", "--weights", "--ids"])
+def test_an_empty_name_is_refused(pair, tmp_path, monkeypatch, option):
+    """pathlib takes it for the current folder."""
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    base = ("loss", *pair[:2], "--loss", "info_nce", "--temperature", "1,2")
+    assert f"{option}': expected a name, got an empty one" in fail(*base, option, "")
+    for command in ("bench", "demo"):
+        assert "expected a name, got an empty one" in fail(command, "--output", "")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_plot_does_not_overwrite_an_input(pair):
+    image, text, u, _ = pair
+    error = fail("loss", image, text, "--temperature", "1,2", "--plot", image)
+    assert f"--plot: expected another name, {image} is an input" in error
+    np.testing.assert_array_equal(np.load(image), u)
 
 
 def test_disk_that_is_too_small(pair, tmp_path, monkeypatch):
@@ -148,7 +178,7 @@ def test_failed_commit_leaves_nothing(pair, tmp_path, monkeypatch):
     def full(_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(gradient_files, "_sync", full)
+    monkeypatch.setattr(common, "_sync", full)
     out = tmp_path / "out"
     error = fail("loss", *pair[:2], "--scale", 2, "--grad-out", out, code=1)
     assert "No space left" in error

@@ -132,6 +132,42 @@ def test_overflow_is_no_fault_of_a_row(pair, method):
     assert "features are finite, but products overflow float32" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["bias", "margin", "key-bias", "dim-weights"])
+def test_an_option_that_overflows_is_named(pair, tmp_path, option):
+    """Large products overflow before an option that is smaller."""
+    image, text, u, _ = pair
+    value, more = 1e300, {"bias": ("--loss", "siglip"), "dim-weights": ("--dims", f"4,{D}")}
+    if option == "key-bias":
+        np.save(value := tmp_path / "key_bias.npy", np.full(M, 1e300))
+    given = (f"--{option}", "1e300,1" if option == "dim-weights" else value)
+    base = ("loss", image, text, "--scale", 1, *more.get(option, ()), *given)
+    result = run(*base)
+    assert result.exit_code == 1
+    assert f"features are finite, but --{option} overflows float32" in result.stderr
+    np.save(image, np.float64(u) * 1e200)
+    np.save(text, np.float64(u) * 1e101)
+    result = run(*base)
+    assert "overflow" in result.stderr
+    assert f"--{option}" not in result.stderr
+
+
+def test_arrays_of_options_that_are_not_finite_are_named(pair, tmp_path):
+    image, text, u, _ = pair
+    base = ("loss", image, text, "--scale", 1, "--loss", "info_nce")
+    own, guide = np.ones((M, 2, D), np.float32), np.ones_like(u)
+    own[5, 1, 0] = guide[7, 2] = np.nan
+    np.save(tmp_path / "own.npy", own)
+    np.save(tmp_path / "guide.npy", guide)
+    for options, name, row in (
+        (("--own", "own.npy"), "own.npy", 5),
+        (("--guide", "guide.npy", "--guide", "guide.npy"), "guide.npy", 7),
+    ):
+        paths = (option if option.startswith("--") else tmp_path / option for option in options)
+        result = run(*base, *paths)
+        assert result.exit_code == 1
+        assert f"{tmp_path / name}) holds NaN or infinity in 1 of {M} rows: {row}" in result.stderr
+
+
 def unit(z):
     return z / np.linalg.norm(z, axis=1, keepdims=True)
 
@@ -274,9 +310,9 @@ def bad_inputs(folder, u):
         for file, array in arrays.items():
             np.save(path(name) / file, array)
     return {
-        "truncated.npy": "not a whole .npy",
-        "header.npy": "not a whole .npy",
-        "empty.npy": "not a whole .npy",
+        "truncated.npy": "expected a whole .npy",
+        "header.npy": "expected a whole .npy",
+        "empty.npy": "expected a whole .npy",
         "magic.npy": "magic",
         "pickle.npy": "objects",
         "integers.npy": "got int64",
@@ -285,13 +321,13 @@ def bad_inputs(folder, u):
         "rows.npy": "expected 47 rows",
         "two.npz": "two.npz:KEY",
         "two.npz:c": "it has a, b",
-        "truncated.npz": "not a whole .npz",
-        "pickle.npz": "pickle.npz: not a whole .npz file of numbers",
+        "truncated.npz": "expected a whole .npz",
+        "pickle.npz": "pickle.npz: expected a whole .npz file of numbers",
         "many.npz": "got the arrays a0, a1, a2, a3, a4, ...",
-        "array.npz": "not a whole .npz",
+        "array.npz": "expected a whole .npz",
         "table.csv": "table.csv: expected a .npy, .npz, .safetensors, .pt or .parquet file",
         "array": "array: expected a .npy, .npz, .safetensors, .pt or .parquet file, or a folder",
-        "bad.safetensors": "not a whole .safetensors",
+        "bad.safetensors": "expected a whole .safetensors",
         "missing.npy": "no such file",
         "width": "expected width 12 and dtype float32",
         "dtype": "got width 12 and dtype float64",
@@ -351,7 +387,9 @@ def test_bad_options(pair, tmp_path):
     assert f"--ids ({pair[0]}): expected integers" in fail(*base, "--scale", 1, "--ids", pair[0])
     error = fail(*base, "--scale", 1, "--loss", "info_nce", "--labels", pair[0])
     assert f"--labels ({pair[0]}): expected integers" in error
-    assert "error: --workspace" in fail(*base, "--scale", 1, "--workspace", "0")
+    assert "--workspace': expected a positive number of bytes, got '0'" in fail(
+        *base, "--scale", 1, "--workspace", "0"
+    )
     assert "workspace" in fail(*base, "--scale", 1, "--workspace", "4")
     fail("lose")
 

@@ -56,7 +56,7 @@ def test_a_plot_of_temperatures(pair, tmp_path):
 def test_temperatures_that_are_none(pair, tmp_path):
     base = ("loss", *pair[:2], "--temperature")
     assert "expected each once, got 0.1 more than once" in fail(*base, "0.1,0.1")
-    assert "could not convert string to float: 'x'" in fail(*base, "0.1,x")
+    assert "expected numbers separated by commas, got '0.1,x'" in fail(*base, "0.1,x")
     assert "--temperature: expected a positive number, got 0.0" in fail(*base, "0.1,0")
     assert "--grad-out: expected one --temperature" in fail(*base, "1,2", "--grad-out", tmp_path)
     assert "--plot: expected several values of --temp" in fail(*base, "1", "--plot", tmp_path / "x")

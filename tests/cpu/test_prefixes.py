@@ -1,6 +1,7 @@
 """`dims`: the sum of a loss over prefixes of the features."""
 
 import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.resources import BUFFER_POOL
 from infonce.kernels.prefixes import solve as prefix_solve
-from judge import assert_grad, viewed
-from reference_problems import FEATURES, one_problem, quick
+from judge import DTYPES, assert_grad, unit, viewed
+from reference_problems import FEATURES, call_of, drawn_problem, one_problem, quick
 
 import infonce
 from infonce import reference
@@ -99,6 +100,143 @@ def test_given_destinations_and_upstream_gradients() -> None:
     assert got.grads.text is None
     assert got.grads.scale is None
     assert got.loss.shape == (12,)
+
+
+@pytest.mark.parametrize("method", ["naive", "tiled", "auto"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_dtypes_of_gradients(dtype: Any, name: str, method: str) -> None:
+    """Gradients have the range and precision of the dtype that is asked for, and not less."""
+    rows, scale, weights = 12, 2.0, (0.5, 2.0, -1.0)
+    features = [unit(z).astype(dtype) for z in one_problem(name, rows=rows, width=6).features]
+    wrt = FEATURES[name][: 1 if name == "lit" else 2]
+    # a row of dL/dx adds up to at most 2 / rows in size
+    terms = sum(map(abs, weights)) * scale * 2 / rows**0.5
+    for widest in (4, 6):  # the last features in no prefix; and all prefixes in one pass, if `fits`
+        dims = (1, 2, widest)
+        _, wanted = summed(name, features, dims, weights, scale=scale)
+        for dtypes in (*((each, each) for each in DTYPES), (np.float64, np.float16)):
+            upstream = 1.0 if np.float16 in dtypes else 2.0**-30  # gradients that underflow
+            out = {
+                field: np.full(z.shape, np.nan, each)
+                for field, z, each in zip(wrt, features, dtypes, strict=False)
+            }
+            for way in (
+                {"out": out}, {"out": {wrt[0]: out[wrt[0]]}}, {"grad_dtype": dtypes[0]}, {}
+            ):  # fmt: skip
+                asked_for_all = "grad_dtype" in way or len(way.get("out", {})) == len(wrt)
+                if dtype is np.float16 and upstream != 1.0 and not asked_for_all:
+                    continue
+                grads = function(name)(
+                    *features, scale=scale, method=method, dims=dims, dim_weights=weights,
+                    normalize=False, grad_out=upstream, wrt=wrt, **way,
+                ).grads  # fmt: skip
+                for field in wrt:
+                    got = getattr(grads, field)
+                    asked = way.get("out", {}).get(field)
+                    assert asked is None or got is asked
+                    want_dtype = way.get("grad_dtype", dtype) if asked is None else asked.dtype
+                    assert got.dtype == want_dtype
+                    precision = got.dtype.name
+                    if got.dtype == np.float64 and dtype is not np.float64:
+                        precision = "float32"  # of the products
+                    got = got.astype(np.float64) / upstream
+                    assert_grad(got, wanted[field], precision, scale, terms=terms)
+
+
+@pytest.mark.parametrize("method", ["naive", "tiled", "auto"])
+def test_upstream_gradients_of_any_dtype(method: str) -> None:
+    """The products with the weights of prefixes are not rounded to their dtype, and do not
+    overflow."""
+    features = [z.astype(np.float32) for z in one_problem("clip", rows=12, width=6).features]
+    options: dict[str, Any] = {"scale": 2.0, "dims": (2, 6), "dim_weights": (1000.0, 0.1)}
+    options |= {"method": method, "normalize": True}
+    for reduction, shape in (("mean", ()), ("none", (12,))):
+        want, *others = (
+            infonce.clip_loss_and_grad(
+                *features, reduction=reduction, grad_out=np.full(shape, 100, dtype), **options
+            ).grads
+            for dtype in (np.float64, np.float32, np.float16, np.int8)
+        )
+        for got in others:
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one, other)
+    for dims in ((2, 6), (6,)):
+        for bad in (True, None, "1", 1j, np.ones(12, bool), np.ones(11)):
+            with pytest.raises((TypeError, ValueError), match=r"^grad_out: expected "):
+                infonce.clip_loss_and_grad(
+                    *features, grad_out=bad, reduction="none", scale=2.0, dims=dims, method=method
+                )
+
+
+def test_sums_over_prefixes_are_silent() -> None:
+    """Sums that overflow, or are no numbers."""
+    features = [z.astype(np.float16) for z in one_problem("clip", rows=12, width=6).features]
+    for size, upstream in ((1.0, 1e30), (1.0, np.inf), (np.float16(np.inf), 1.0)):
+        for reduction in ("mean", "none"):
+            options: dict[str, Any] = {"scale": 2.0, "dims": (2, 4), "reduction": reduction}
+            scaled = [z * size for z in features]
+            infonce.clip_loss_and_grad(
+                *scaled, grad_out=upstream, dim_weights=(1, -1), normalize=False, **options
+            )
+            infonce.clip_loss(*scaled, dim_weights=(1, -1), normalize=False, **options)
+
+
+def drawn(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """(problem, keywords of its public call) with options of its loss."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        with np.errstate(invalid="ignore"):
+            problem, options = call_of(drawn_problem(name, rng, 6, 6, 5))
+        if name == "siglip":
+            options["bias"] = problem.bias
+        yield problem, {k: v for k, v in options.items() if v is not None}
+
+
+def assert_sum(problem: Any, loss: Any, grads: Any, dims: Any, weights: Any) -> None:
+    """The loss and the gradients of features are the sums of the references of all prefixes."""
+    total, wanted = 0.0, [np.zeros(z.shape) for z in problem.features]
+    for d, w in zip(dims, weights, strict=True):
+        ref = problem._replace(features=tuple(z[:, :d] for z in problem.features)).reference()
+        total += w * ref.loss
+        for want, field in zip(wanted, problem.argument_names(), strict=True):
+            if ref.grads[field] is not None:
+                want[:, :d] += w * ref.grads[field]
+    np.testing.assert_allclose(loss, total, rtol=1e-11)
+    for got, want in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", NAMES)
+def test_options_of_pytorch(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    import infonce.torch
+
+    for problem, options in drawn(name):
+        z = [torch.tensor(side, requires_grad=True) for side in problem.features]
+        dims, weights = (1, 3, 5), (0.5, 2.0, -1.0)
+        loss = function(name, "", infonce.torch)(*z, dims=dims, dim_weights=weights, **options)
+        loss.backward()
+        grads = [np.zeros(t.shape) if t.grad is None else t.grad.numpy() for t in z]
+        assert_sum(problem, loss.item(), grads, dims, weights)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", NAMES)
+def test_options_of_jax(name: str) -> None:
+    jax = pytest.importorskip("jax")
+    import infonce.jax
+
+    with jax.enable_x64(True):
+        for problem, options in drawn(name):
+            dims, weights = (1, 3, 5), (0.5, 2.0, -1.0)
+
+            def loss(z: Any, options: Any = options, dims: Any = dims, by: Any = weights) -> Any:
+                return function(name, "", infonce.jax)(*z, dims=dims, dim_weights=by, **options)
+
+            z = [jax.numpy.asarray(side) for side in problem.features]
+            assert_sum(problem, *jax.value_and_grad(loss)(z), dims, weights)
 
 
 @pytest.mark.extras

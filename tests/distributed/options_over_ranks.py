@@ -242,6 +242,21 @@ def cases() -> None:
         near(got.loss, want.loss, "loss of prefixes")
         near(got.grads.text, want.grads.text[rows], "d text of prefixes")
         near(got.grads.scale, want.grads.scale, "d scale of prefixes")
+        # gradients that underflow in float16, the dtype of features; other ranks may ask for others
+        narrow = x.astype(np.float16), y.astype(np.float16)
+        prefixes |= {"grad_out": 2.0**-30, "precision": "fp64"}
+        wide = [z.astype(np.float64) for z in narrow]
+        want = getattr(infonce, f"{name}_loss_and_grad")(*wide, **prefixes)
+        mine = [z[rows] for z in narrow]
+        asked = np.float64 if RANK % 2 else np.float32
+        got = getattr(distributed, f"{name}_loss_and_grad")(
+            *mine, **prefixes, out=[np.full(z.shape, np.nan, asked) for z in mine]
+        )
+        rounding = 2.0**-22 if asked is np.float32 else 1e-12
+        for gradient, exact in zip(got.grads[:2], want.grads[:2], strict=True):
+            assert gradient.dtype == asked
+            error = np.abs(gradient - exact[rows]).max(initial=0.0)
+            assert error <= rounding * np.abs(exact).max(), "gradients of prefixes in float32"
 
     # a feature that is not finite, in sums over all keys
     x[17, 1] = np.nan

@@ -251,6 +251,24 @@ def test_integers_of_64_bits_are_not_cut(hashes: np.ndarray, jitted: bool) -> No
         ij.info_nce_loss(query, key, np.arange(12) << 32, scale=4.0)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "labels"),
+    [("sup_con", range(12)), ("sup_con", [-1] * 12), ("info_nce", [-1] * 12)],
+    ids=["classes", "no classes", "no keys"],
+)
+def test_no_positive_is_a_loss_of_zero(loss: str, labels: Any, jitted: bool) -> None:
+    """JAX's threads, which call back, take subnormal numbers for 0."""
+
+    def total(z: Any, scale: Any) -> Any:
+        return getattr(ij, f"{loss}_loss")(*z, labels=jnp.asarray(labels), scale=scale)
+
+    ours = jax.value_and_grad(total, (0, 1))
+    out = (jax.jit(ours) if jitted else ours)(features(loss), jnp.float32(3.0))
+    for number in jax.tree.leaves(out):
+        assert not np.asarray(number).any()
+
+
 def test_vmap() -> None:
     image, text = (jnp.stack([z, z[::-1] ** 2, 2 * z]) for z in features("clip"))
     got = jax.vmap(jax.grad(lambda a, b: call("clip", (a, b), 3.0)))(image, text)

@@ -9,7 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from reference_problems import SOFTMAX, problems_with_options  # noqa: E402
-from torch_problems import DEVICES, LOSSES, call, features, formula  # noqa: E402
+from torch_problems import (  # noqa: E402
+    DEVICES,
+    FORMS,
+    LOSSES,
+    arguments,
+    call,
+    features,
+    formula,
+    with_options,
+)
 
 import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
@@ -20,7 +29,8 @@ pytestmark = pytest.mark.extras
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradients(loss: str, device: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradients(form: str, loss: str, device: str) -> None:
     z = features(loss, device=device)
     scale = torch.tensor(7.0, dtype=torch.float64, device=device, requires_grad=True)
     bias = torch.tensor(-3.0, dtype=torch.float64, device=device, requires_grad=True)
@@ -28,7 +38,7 @@ def test_loss_and_gradients(loss: str, device: str) -> None:
     inputs = [*z, scale, *options.values()]
     want = formula(loss, z, scale, bias)
     wanted = torch.autograd.grad(3 * want, inputs)
-    got = call(loss, z, scale=scale, **options)
+    got = with_options(form, loss, scale=scale, **options)(*arguments(loss, z))
     assert got.dtype == torch.float64
     grads = torch.autograd.grad(3 * got, inputs, allow_unused=True)
     torch.testing.assert_close(got, want)
@@ -137,25 +147,27 @@ def test_scale_has_a_dtype_of_its_own() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_func_grad(loss: str, reduction: str, device: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_func_grad(form: str, loss: str, reduction: str, device: str) -> None:
     """torch.func.grad and vjp, of features, scale and bias, as backward() has them."""
     z = [side.detach() for side in features(loss, device=device)]
     scale, bias = (torch.tensor(x, dtype=torch.float64, device=device) for x in (3.0, -2.0))
     upstream = (
         torch.arange(12.0, dtype=torch.float64, device=device) if reduction == "none" else 2.0
     )
-    arguments = [*z, scale] + [bias] * (loss == "siglip")
+    inputs = [*z, scale] + [bias] * (loss == "siglip")
+    run = with_options(form, loss, reduction=reduction)
 
     def step(*args: Any) -> Any:
-        rest = {"scale": args[len(z)].exp(), "reduction": reduction}
+        rest = {"scale": args[len(z)].exp()}
         rest |= {"bias": args[-1]} if loss == "siglip" else {}
-        return (upstream * call(loss, args[: len(z)], **rest)).sum()
+        return (upstream * run(*arguments(loss, args[: len(z)]), **rest)).sum()
 
-    leaves = [x.clone().requires_grad_() for x in arguments]
+    leaves = [x.clone().requires_grad_() for x in inputs]
     wanted = torch.autograd.grad(step(*leaves), leaves, allow_unused=True)
-    got = torch.func.grad(step, tuple(range(len(arguments))))(*arguments)
-    value, vjp = torch.func.vjp(step, *arguments)
-    torch.testing.assert_close(value, step(*arguments))
+    got = torch.func.grad(step, tuple(range(len(inputs))))(*inputs)
+    value, vjp = torch.func.vjp(step, *inputs)
+    torch.testing.assert_close(value, step(*inputs))
     for g, v, w in zip(got, vjp(torch.ones_like(value)), wanted, strict=True):
         w = torch.zeros_like(g) if w is None else w  # the locked tower
         torch.testing.assert_close(g, w)
@@ -194,14 +206,16 @@ def test_metrics() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_compile_in_one_graph(loss: str, device: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_compile_in_one_graph(form: str, loss: str, device: str) -> None:
+    torch.compiler.reset()  # it gives up where one function is compiled many times
     z = features(loss, device=device)
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
 
     def step(s: Any, *z: Any) -> Any:
         sides = [1.0 * t for t in z]
         own = {"own": sides.pop()} if loss == "info_nce" else {}
-        return 2 * call(loss, sides, scale=s.exp(), **own, **options)
+        return 2 * run(*arguments(loss, sides), scale=s.exp(), **own)
 
     rows, rng = len(z[0]), torch.Generator().manual_seed(0)
     integers = torch.arange(rows, device=device) % 5
@@ -216,6 +230,7 @@ def test_compile_in_one_graph(loss: str, device: str) -> None:
         guide = [torch.randn(rows, 3, generator=rng).to(device) for _ in z]
         options = {"guide": tuple(guide) if len(z) > 1 else guide[0], "ids": integers}
 
+    run = with_options(form, loss, **options)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     inputs = [scale, *(z[:1] if loss == "lit" else z)]
     got, want = compiled(scale, *z), step(scale, *z)
@@ -226,12 +241,15 @@ def test_compile_in_one_graph(loss: str, device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")  # the compiler does
-def test_compiled_calls_that_are_no_operator() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_calls_that_are_no_operator(form: str) -> None:
     """Arguments that the operator does not take break the graph, and the result is right."""
+    torch.compiler.reset()
     image, text = (z.detach() for z in features("clip"))
+    run = with_options(form, "clip")
 
     def loss(image: Any, **options: Any) -> Any:
-        return it.clip_loss(image, text, **{"temperature": 0.3, **options})
+        return run(image, text, **{"temperature": 0.3, **options})
 
     rows = torch.compile(lambda z: loss(z, reduction="none"), backend="eager")
     torch.testing.assert_close(rows(image), loss(image, reduction="none"))
@@ -251,17 +269,21 @@ def test_compiled_calls_that_are_no_operator() -> None:
 
 @pytest.mark.parametrize("way", ["eager", "rows", "compiled", "func"])
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_options(name: str, way: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_options(form: str, name: str, way: str) -> None:
     """Against the specification, with weights and biases that are computed on the way."""
     for problem in problems_with_options(name):
         arrays = {k: v for k, v in problem.options().items() if isinstance(v, np.ndarray)}
         plain = {k: v for k, v in problem.options().items() if k not in arrays}
         vectors = {k: torch.tensor(v) for k, v in arrays.items()}
+        reduction = "none" if way == "rows" else "mean"
+        at_call = {"labels": plain.pop("labels")} if "labels" in plain else {}
+        run = with_options(form, name, **plain, reduction=reduction)
 
-        def step(*features: Any, vectors: Any = vectors, plain: Any = plain) -> Any:
-            options = {k: 2 * v - v for k, v in vectors.items()} | plain
-            reduction = "none" if way == "rows" else "mean"
-            return getattr(it, f"{name}_loss")(*features, **options, reduction=reduction).sum()
+        def step(*features: Any, vectors: Any = vectors, at_call: Any = at_call,
+                 run: Any = run) -> Any:  # fmt: skip
+            computed = {k: 2 * v - v for k, v in vectors.items()}
+            return run(*features, **computed, **at_call).sum()
 
         features = [torch.tensor(z, requires_grad=True) for z in problem.features]
         wanted = features[: 1 if name == "lit" else None]
@@ -313,14 +335,15 @@ def test_operator_check(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_autocast(device: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast(form: str, device: str) -> None:
     z = features("clip", 20, 8, device)
     z = [t.detach().float().requires_grad_() for t in z]
     layer = torch.nn.Linear(8, 8).to(device)
     with torch.autocast(device, dtype=torch.bfloat16):
         image, text = layer(z[0]), layer(z[1])
         assert image.dtype == torch.bfloat16
-        loss = it.clip_loss(image, text, scale=2.0, normalize=True)
+        loss = with_options(form, "clip", scale=2.0, normalize=True)(image, text)
     assert loss.dtype == torch.float32
     loss.backward()
     assert layer.weight.grad.dtype == torch.float32
@@ -358,7 +381,8 @@ def test_training_follows_the_full_matrix() -> None:
 )  # torch's warm-up has its own
 @pytest.mark.parametrize("method", ["fused", "tiled"])
 @pytest.mark.parametrize("loss", ["clip", "info_nce", "lit", "nt_xent", "siglip"])
-def test_graphed_step(loss: str, method: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_graphed_step(form: str, loss: str, method: str) -> None:
     """A loss and its backward pass as CUDA graphs, replayed on new features while others take and
     leave memory."""
     import gc
@@ -369,9 +393,10 @@ def test_graphed_step(loss: str, method: str) -> None:
     options: Any = {"scale": 5.0, "method": method}
     if loss == "siglip":
         options["bias"] = -3.0
+    run = with_options(form, loss, **options)
     z = features(loss, 300, 72, "cuda", dtype=torch.float32)
     step = torch.cuda.make_graphed_callables(
-        lambda *sides: call(loss, sides, **options), tuple(z), allow_unused_input=loss == "lit"
+        lambda *sides: run(*sides), tuple(z), allow_unused_input=loss == "lit"
     )
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,17 @@ import pytest
 from judge import judged, pairs
 
 torch = pytest.importorskip("torch")
-from torch_problems import LOSSES, MODULES, STEPS, arguments, call, features  # noqa: E402
+import torch_wrappers  # noqa: E402
+from torch_problems import (  # noqa: E402
+    FORMS,
+    LOSSES,
+    MODULES,
+    STEPS,
+    arguments,
+    call,
+    features,
+    with_options,
+)
 
 import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
@@ -116,21 +126,113 @@ def test_a_learnable_module_trains_its_scale(loss: str) -> None:
     assert torch.equal(loaded(*args), module(*args))
 
 
-def test_a_learned_scale_stays_within_its_limit() -> None:
-    """A scale above its limit counts as the limit, and training brings it below again."""
-    module = it.CLIPLoss(learnable=True, temperature=0.07, max_scale=20.0)
-    assert "learnable=True, max_scale=20.0" in repr(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    image = torch.eye(8)
-    module.log_scale.data.fill_(5.0)
-    loss = module(image, image.roll(1, 0))
-    torch.testing.assert_close(loss, it.clip_loss(image, image.roll(1, 0), scale=20.0))
-    loss.backward()
-    optimizer.step()
-    assert 10.0 < module.log_scale.exp().item() < 19.0
+# limit, log_scale beyond it; and the features whose loss has a gradient that leads farther away
+LIMITS = [
+    ({"max_scale": 20.0}, 5.0, [torch.eye(8), torch.eye(8)]),
+    ({"min_scale": 2.0}, -1.0, [torch.eye(8), torch.eye(8).roll(1, 0)]),
+]
+WAYS = ["eager", "compile", "export", "strict export", "func"]
+
+
+def step_at(way: str, module: Any, z: list[Any]) -> tuple[Any, Any]:
+    """(loss, gradient of log_scale)"""
+    run, parameter = module, module.log_scale
+    if way == "func":
+        named = {"log_scale": parameter.detach()}
+
+        def loss(named: Any) -> Any:
+            return torch.func.functional_call(module, named, tuple(z))
+
+        return loss(named), torch.func.grad(loss)(named)["log_scale"]
+    if way == "compile":
+        torch.compiler.reset()
+        run = torch.compile(module, fullgraph=True, backend="aot_eager")
+    elif "export" in way:
+        run = torch.export.export(module, tuple(z), strict=way == "strict export").module()
+        (parameter,) = run.parameters()
+    value = run(*z)
+    return value.detach(), torch.autograd.grad(value, parameter)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("limit", "beyond", "z"), LIMITS)
+def test_a_learned_scale_has_limits(
+    limit: dict[str, float], beyond: float, z: list[Any], way: str
+) -> None:
+    """Beyond a limit the scale is exactly the limit, and only a gradient that leads back passes.
+    The parameter itself stays as it is."""
+    (number,) = limit.values()
+    module = it.CLIPLoss(learnable=True, temperature=0.07, **limit)
+    (name,) = limit
+    assert f"{name}={number}" in repr(module)
+    module.log_scale.data.fill_(beyond)
+    back = [z[0], z[1].roll(1, 0) if beyond > 0 else z[0]]
+    for sides, passes in ((z, False), (back, True)):
+        scale = torch.tensor(number, requires_grad=True)
+        want = it.clip_loss(*sides, scale=scale)
+        (gradient,) = torch.autograd.grad(want, scale)
+        assert (gradient * beyond > 0) == passes
+        value, got = step_at(way, module, sides)
+        assert torch.equal(value, want)
+        torch.testing.assert_close(got.reshape(()), number * gradient if passes else 0 * gradient)
+    assert module.log_scale.item() == beyond
+
+
+@pytest.mark.parametrize("way", ["eager", "compile"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_a_scale_that_trained_at_its_limit_comes_back(optimizer: str, way: str) -> None:
+    """After many steps against the limit, a few steps in the other direction lead back."""
+    module = it.CLIPLoss(learnable=True, scale=19.0, max_scale=20.0)
+    image, lr = torch.eye(8), {"SGD": 1.0, "Adam": 0.01}[optimizer]
+    steps = getattr(torch.optim, optimizer)(module.parameters(), lr=lr)
+    torch.compiler.reset()
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if way == "compile" else module
+
+    def train(text: Any) -> float:
+        steps.zero_grad()
+        # a constant factor: gradients at the limit are small for perfect pairs
+        (1e6 * run(image, text)).backward() if text is image else run(image, text).backward()
+        steps.step()
+        return float(module.log_scale.detach())
+
+    at_limit = [train(image) for _ in range(200)]
+    assert at_limit[-1] >= math.log(20.0)  # it went beyond
+    # SGD: one step of at most 1e6 |dL/dlog_scale|; Adam: its momentum, of about ten steps
+    most = 1e6 * 20 * 7 * math.exp(-19) if optimizer == "SGD" else 10 * lr
+    assert at_limit[-1] <= math.log(20.0) + most
+    back = [train(image.roll(1, 0)) for _ in range(20)]
+    assert min(back) < math.log(20.0)
+
+
+def test_no_limit() -> None:
     free = it.CLIPLoss(learnable=True, scale=200.0, max_scale=math.inf)
-    free(image, image)
+    z = features("clip")
+    assert torch.equal(free(*z), it.clip_loss(*z, scale=free.log_scale.exp()))
     assert free.log_scale.exp().item() == pytest.approx(200.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("wrapper", torch_wrappers.LOCAL)
+def test_a_module_under_a_wrapper(wrapper: str, loss: str) -> None:
+    """Loss and gradients are those of the function at the numbers that the wrapper holds."""
+    wrapped = torch_wrappers.LOCAL[wrapper](torch_wrappers.make(loss))
+    torch_wrappers.assert_same(torch_wrappers.outcome(wrapped, loss), loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_data_parallel(loss: str) -> None:
+    """Each of two GPUs computes the loss of half of the rows, at the numbers of the module."""
+    module = torch_wrappers.make(loss).cuda()
+    args = arguments(loss, [side.detach().cuda() for side in features(loss, 24)])
+    torch.nn.DataParallel(module, [0, 1])(*args).sum().backward()
+    got = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    for half in (slice(0, 12), slice(12, 24)):
+        module(*(tensor[half] for tensor in args)).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad)
 
 
 @pytest.mark.parametrize("name", ["temperature", "scale", "bias"])
@@ -163,6 +265,84 @@ def test_keywords_of_a_call_take_the_place_of_learned_numbers() -> None:
     assert torch.equal(kept(*z, scale=2.0), want)
 
 
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_setting_that_changes_is_followed(loss: str, compiled: bool) -> None:
+    """The next call follows attributes that were given at construction, and that were not."""
+    z = [2 * side.detach() for side in features(loss)]
+    args = arguments(loss, z)
+    module = MODULES[loss](temperature=0.5)
+    torch.compiler.reset()
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    now: dict[str, Any] = {"temperature": 0.5}
+    changes = [("temperature", 0.25), ("normalize", True), ("reduction", "sum"),
+               ("temperature", torch.tensor(0.3)), ("temperature", None), ("scale", 3.0),
+               ("weights", torch.linspace(0.5, 2.0, 12 // (1 + (loss == "nt_xent")))),
+               ("normalize", False)]  # fmt: skip
+    if loss == "siglip":
+        changes.append(("bias", -1.0))
+    if loss == "nt_xent":
+        changes = [change for change in changes if change[0] != "weights"]
+    for name, value in changes:
+        setattr(module, name, value)
+        assert getattr(module, name) is value
+        now[name] = value
+        given = {key: value for key, value in now.items() if value is not None}
+        if "temperature" in given or "scale" in given:
+            torch.testing.assert_close(run(*args), call(loss, z, **given))
+        assert f"{name}=" in repr(module)
+
+
+def test_limits_that_change_are_followed() -> None:
+    module = it.CLIPLoss(learnable=True, scale=20.0)
+    z = features("clip")
+    module.max_scale = 5
+    assert torch.equal(module(*z), it.clip_loss(*z, scale=5.0))
+    module.max_scale, module.min_scale = math.inf, 30.0
+    assert torch.equal(module(*z), it.clip_loss(*z, scale=30.0))
+
+
+def test_a_parameter_may_come_later() -> None:
+    module = it.CLIPLoss()
+    module.scale = torch.nn.Parameter(torch.tensor(3.0))
+    z = features("clip")
+    assert list(dict(module.named_parameters())) == ["scale"]
+    assert torch.equal(module(*z), it.clip_loss(*z, scale=3.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value", "words"),
+    [
+        ({"scale": 1.0}, "scale", -1.0, "scale: expected a positive number, got -1.0"),
+        ({"scale": 1.0}, "temperature", 1.0, "temperature, scale: expected one of them, got both"),
+        ({}, "margin", "1", "margin: expected a number or an array of one number, got '1'"),
+        ({}, "reduction", "avg", 'reduction: expected one of "mean", "sum", "none", got .avg'),
+        ({}, "positive_ids", [1], "positive_ids: expected None for clip, which has none, got list"),
+        ({}, "wrt", (), r"infonce.torch.CLIPLoss\(\): unexpected keyword argument 'wrt'"),
+        ({}, "log_scale", 1.0, r"infonce.torch.CLIPLoss\(\): unexpected keyword argument 'log_sc"),
+        ({}, "learnable", True, "learnable: expected False as at construction, got bool True"),
+        ({}, "max_scale", 50.0, "max_scale: expected learnable=True with it, got False"),
+        ({"learnable": True, "scale": 9.0}, "scale", 8.0,
+         "scale: expected None beside log_scale, which the module learns, got float 8.0"),
+        ({"learnable": True, "scale": 9.0}, "log_scale", 2.0, "cannot assign .* as parameter 'log"),
+        ({"learnable": True, "scale": 9.0}, "min_scale", 200.0,
+         "max_scale: expected a positive number, at least min_scale, 200.0, got 100.0"),
+        ({"learnable": True, "scale": 9.0}, "max_scale", -1, "max_scale: expected a positive num"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_refused_changes_nothing(
+    given: dict[str, Any], name: str, value: Any, words: str
+) -> None:
+    module = it.CLIPLoss(**given)
+    before = repr(module)
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        setattr(module, name, value)
+    assert repr(module) == before
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -174,6 +354,10 @@ def test_keywords_of_a_call_take_the_place_of_learned_numbers() -> None:
         ({"scale": torch.nn.Parameter(torch.ones(()))}, ValueError,
          "learnable: expected False with a Parameter as scale, got True"),
         ({"scale": 1.0, "learnable": 1}, TypeError, "learnable: expected True or False, got int 1"),
+        ({"scale": 1.0, "min_scale": 2.0}, ValueError,
+         "min_scale: expected at most the scale, 1.0, got 2.0"),
+        ({"scale": 1.0, "min_scale": -2.0}, ValueError, "min_scale: expected at least 0, got -2.0"),
+        ({"learnable": False, "min_scale": 2.0}, ValueError, "min_scale: expected learnable=True"),
         ({"learnable": False, "max_scale": 50.0}, ValueError, "max_scale: expected learnable=True"),
     ],
 )  # fmt: skip
@@ -182,6 +366,47 @@ def test_what_cannot_be_learned(
 ) -> None:
     with pytest.raises(error, match=f"^{words}"):
         it.CLIPLoss(**{"learnable": True, **options})
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1}, "temperature: expected a positive number, got -1"),
+        ({"temperature": 0}, "temperature: expected a positive number, got 0"),
+        ({"scale": math.nan}, "scale: expected a finite number, got nan"),
+        ({"scale": torch.nn.Parameter(torch.tensor(-2.0))}, "scale: expected a positive number"),
+        ({"scale": torch.ones(2)}, "scale: expected a number or an array of one number"),
+        ({"temperature": 0.1, "scale": 10.0}, "temperature, scale: expected one of them, got bo"),
+        ({"temperature": torch.nn.Parameter(torch.tensor(0.1)), "scale": 10.0},
+         "temperature, scale: expected one of them, got both"),
+        ({"temperature": 0.1, "scale": torch.ones((), device="meta")},
+         "temperature, scale: expected one of them, got both"),
+        ({"normalize": 1}, "normalize: expected True or False, got int 1"),
+        ({"method": "fast"}, 'method: expected one of "auto"'),
+        ({"workspace": "1 Gig"}, "workspace: expected a number of bytes"),
+        ({"label_smoothing": 1.0}, "label_smoothing: expected (a number in|0.0 for siglip)"),
+        ({"label_smoothing": 0.1, "decoupled": True},
+         "(label_smoothing: expected 0.0 with decoupled|decoupled: expected False for siglip"
+         "|label_smoothing: expected 0.0 for siglip)"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_at_construction(loss: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        MODULES[loss](**options)
+
+
+def test_what_may_come_with_the_call() -> None:
+    """A scale, and options that others need."""
+    query, key = features("info_nce")
+    own, guide = torch.ones(12, 1, 5, dtype=torch.float64), (query.detach(), key.detach())
+    module = it.InfoNCELoss(guide_margin=0.1, in_batch=True, dim_weights=[1.0, 0.5])
+    got = module(query, key, scale=2.0, guide=guide, own=own, dims=[2, 5])
+    want = it.info_nce_loss(query, key, scale=2.0, guide=guide, own=own, dims=[2, 5],
+                            guide_margin=0.1, dim_weights=[1.0, 0.5])  # fmt: skip
+    assert torch.equal(got, want)
+    it.InfoNCELoss(in_batch=False)
+    it.CLIPLoss(scale=torch.nn.Parameter(torch.ones((), device="meta")))
 
 
 # --- float16 features under a GradScaler ----------------------------------------------------------
@@ -207,7 +432,10 @@ def assert_rounded_once(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("way", ["eager", "again", "rows", "compiled", "func", "jax", "jit"])
 @pytest.mark.parametrize("loss", ["clip", "gte", "info_nce", "lit", "nt_xent"])
-def test_a_large_upstream_gradient_of_float16_features(loss: str, way: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_large_upstream_gradient_of_float16_features(form: str, loss: str, way: str) -> None:
+    if form == "module" and way in ("jax", "jit"):
+        pytest.skip("JAX has no modules")
     z, scale = fitted(loss)
     want = judged(loss, tuple(z), scale=scale)
     assert 3e-6 < want.loss < 3e-5
@@ -223,9 +451,10 @@ def test_a_large_upstream_gradient_of_float16_features(loss: str, way: str) -> N
         run = jax.grad(upscaled, tuple(range(len(wanted))))
         grads = (jax.jit(run) if way == "jit" else run)(*map(jax.numpy.asarray, z))
     else:
+        run_loss = with_options(form, loss, scale=scale, reduction=reduction)
 
         def step(*z: Any) -> Any:
-            return SCALER * call(loss, z, scale=scale, reduction=reduction).mean()
+            return SCALER * run_loss(*z).mean()
 
         leaves = [torch.tensor(side, requires_grad=True) for side in z]
         if way == "compiled":

@@ -14,6 +14,8 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 import torch_ranks  # noqa: E402
+import torch_wrappers  # noqa: E402
+from torch_problems import LOSSES  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 from infonce.torch.lightly import negative_mises_fisher_weights  # noqa: E402
@@ -25,8 +27,9 @@ pytestmark = pytest.mark.extras
 def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> None:
     """Runs cases one after the other; each rank saves what it got."""
     environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    warnings = "error:The given NumPy array is not writable"  # PyTorch's
-    program = [sys.executable, "-W", warnings, torch_ranks.__file__, ",".join(cases)]
+    warnings = "The given NumPy array is not writable", "Converting a tensor with requires_grad"
+    options = [word for text in warnings for word in ("-W", f"error:{text}")]  # PyTorch's
+    program = [sys.executable, *options, torch_ranks.__file__, ",".join(cases)]
     processes = [
         subprocess.Popen(
             [*program, str(rank), str(size), str(folder), device],
@@ -56,7 +59,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Processes take seconds to start: they do several cases."""
     folder = tmp_path_factory.mktemp("two")
     start(
-        ["clip", "siglip", "cached", "failures"], 2, folder
+        ["clip", "siglip", "cached", "wrappers", "failures"], 2, folder
     )  # after the last one there is one rank left
     return folder
 
@@ -150,6 +153,7 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
     ends = torch.tensor(sizes).cumsum(0).tolist()
     mirrored = torch.cat([torch.arange(end - n, end).flip(0) for n, end in
                           zip(sizes, ends, strict=True)])  # fmt: skip
+    mirrored[[end - n for n, end in zip(sizes, ends, strict=True)]] = -1  # no positive
     views, options = torch.cat(sides), {"temperature": 0.5, "normalize": True}
     dcl = it.nt_xent_loss(views, decoupled=True, **options)
     pairs = zip(*(torch.nn.functional.normalize(z, dim=1).split(sizes) for z in sides),
@@ -162,6 +166,7 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
         "inf_cl": (it.info_nce_loss(*sides, mirrored, scale=2.0), sides),
         "lightly": (it.nt_xent_loss(views, **options), sides),
         "dcl": (dcl, sides),
+        "siglip": (it.siglip_loss(*sides, -1.0, scale=2.0), sides),
         "siglip_plus": (torch_ranks.siglip_plus(sides, 0, sum(sizes)), sides),
         "dclw": (dcl + torch.cat(rest).mean(), sides),
         "distill": (sum(DistillClipLoss()(*sides, 2.0, *teacher, 1.5)), sides),
@@ -179,10 +184,17 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
         for i, gradient in enumerate(torch.autograd.grad(loss, sides)):
             torch.testing.assert_close(torch.cat([rank[name][1 + i] for rank in ranks]), gradient)
     unit = torch.nn.functional.normalize(sides[1][: 2 * size].detach(), dim=1).float()
-    for rank in ranks:  # rows of all enter each bank
-        assert rank["unequal"] == (
+    for number, rank in enumerate(ranks):  # rows of all enter each bank
+        unequal, *mismatches, too_large = rank["messages"]
+        assert unequal == (
             f"rows: expected the same number on all processes that gather them, got {sizes}"
         )
+        assert mismatches == [
+            f"rank, world_size: expected {number} and {size}, those of the process group, got "
+            f"{came} and {others}"
+            for came, others in ((number, size + 1), (number, size + 1), (0, 1))
+        ]
+        assert f"labels: expected values in [0, {sum(sizes)})" in too_large
         torch.testing.assert_close(rank["bank"][: 2 * size], unit)
 
 
@@ -206,6 +218,16 @@ def test_gradient_caching_needs_as_many_chunks_on_all_ranks(two_ranks: Path) -> 
             "chunk: expected one number of chunks on all processes with fully_shard, got "
             f"{chunks} here, and from 2 to 3 on all"
         )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("wrapper", torch_wrappers.RANKS)
+def test_a_module_under_a_wrapper_of_ranks(wrapper: str, loss: str, two_ranks: Path) -> None:
+    """Two processes with the same rows: the mean of their gradients is that of the function."""
+    ranks = saved(two_ranks, "wrappers")
+    assert len(ranks) == 2
+    for rank in ranks:
+        torch_wrappers.assert_same(rank[f"{wrapper} {loss}"], loss)
 
 
 def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:

@@ -152,6 +152,8 @@ def test_row_shares(n: int) -> None:
     got = gpu_labels.row_shares(cupy.asarray(weights)).get()
     np.testing.assert_allclose(got, weights / math.fsum(weights), rtol=1e-13)
     assert (gpu_labels.row_shares(cupy.zeros(n)).get() == 0).all()
+    weights[n // 2] = np.nan
+    assert np.isnan(gpu_labels.row_shares(cupy.asarray(weights)).get()).all()
 
 
 ROWS = smaller(600, 200)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gpu_problems import ELEMENT_ROUNDOFF, MISSING, fewer, find_dtype, smaller
 from host_device import room
-from judge import assert_grad, assert_loss, largest_logit
+from judge import GRAD_BOUND, assert_grad, assert_loss, largest_logit
 from reference_problems import Problem, each_once
 
 import infonce
@@ -392,3 +392,33 @@ def test_limits_and_biases_with_offload(name: str, dtype: str, options: dict[str
     function = getattr(infonce, f"{problem.name}_loss_and_grad")
     got = function(*problem.features, **keywords, offload=True, workspace=2**20)
     compare(problem, got, dtype)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip", "lit", "siglip"])
+def test_gradients_of_prefixes_are_as_precise_as_asked(name: str, place: str) -> None:
+    """Those of all prefixes (`dims`), in arrays of several dtypes; in 16 bits they underflow."""
+    rng = np.random.default_rng(0)
+    sides = [rng.standard_normal((60, 24)) / 5 for _ in spec.LOSSES[name].arguments]
+    features = [z.astype(np.float16) for z in sides]
+    options: dict[str, Any] = {
+        "scale": 2.0, "dims": (3, 8, 20), "dim_weights": (1.0, -2.0, 0.5), "precision": "fp64",
+        "grad_out": 2.0**-30,
+    }  # fmt: skip
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    want = function(*(z.astype(np.float64) for z in features), normalize=False, **options)
+    there = [cupy.asarray(z) for z in features] if place == "device" else features
+    xp = cupy if place == "device" else np
+    argument = spec.LOSSES[name].arguments[0]
+    for way in (
+        {"grad_dtype": np.float32}, {"grad_dtype": np.float64},
+        {"out": {argument: xp.empty((60, 24), np.float32)}},
+    ):  # fmt: skip
+        got = function(*there, normalize=False, offload=place == "host", **options, **way)
+        for field in spec.LOSSES[name].arguments if "grad_dtype" in way else (argument,):
+            gradient, exact = getattr(got.grads, field), getattr(want.grads, field)
+            if exact is None:
+                continue
+            assert gradient.dtype == way.get("grad_dtype", np.float32)
+            error = abs(cupy.asnumpy(gradient).astype(np.float64) - exact).max()
+            assert error <= GRAD_BOUND[gradient.dtype.name] * abs(exact).max()

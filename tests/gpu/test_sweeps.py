@@ -17,8 +17,9 @@ from gpu_problems import (
     run,
     smaller,
 )
+from infonce.kernels.epilogues import Sums
 from infonce.kernels.gpu import config
-from infonce.kernels.problem import LN_2, SCALES
+from infonce.kernels.problem import LN_2, LOG2_E, SCALES
 from judge import (
     KINDS,
     LOSSES,
@@ -32,6 +33,8 @@ if not MISSING:
     import cupy
     from infonce.kernels.gpu import recorded
     from infonce.kernels.gpu.device import launcher
+    from infonce.kernels.gpu.device.arguments import NATURAL, sums_fields
+    from infonce.kernels.gpu.device.launches import Queue
     from infonce.kernels.gpu.tiled import backend, buffers
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
 
@@ -68,6 +71,42 @@ def test_what_tensor_cores_cut_off(dtype: str, precision: str, bound: float) -> 
                  for z in (image, text))  # fmt: skip
     ref = judged("clip", args, scale=1 / 0.07)
     assert run("clip", args, precision, 1 / 0.07).loss == pytest.approx(ref.loss, rel=bound)
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize(
+    "scale", [178.34133533383346, 179.06426606651664]
+)  # c - float32(c) > 0, < 0
+def test_sums_are_of_logits_although_kernels_round_their_factor(
+    scale: float, products: bool
+) -> None:
+    """A sum may be far from 1, 2^75 here, of exponents that are products times a rounded factor.
+
+    The log-sum-exp of the logits follows, but for the rounding of the sum in float32, and the
+    rounding of the factor times the entropy of the softmax: log2(5) at most.
+    """
+    rng, n = np.random.default_rng(0), 40
+    c = scale * LOG2_E
+    rounded = float(np.float32(c))
+    x = rng.uniform(0.6, 1.0, (n, 5))
+    # references in the unit of products, which 2^-12 divides, or multiples of 32 in base 2
+    reference = np.full(n, 0.75) if products else np.full(n, 192.0)
+    exponents = rounded * x - (rounded * reference if products else reference)[:, None]
+    moments = np.exp2(exponents) * x
+    partials = np.stack([reference, np.exp2(exponents).sum(axis=1)], axis=1)
+    sums = Sums(cupy.full(n, -np.inf), cupy.zeros(n), cupy.zeros(n))
+    launcher.Launcher(cupy.cuda.Device(), "fp32", Queue()).launch_vectors(
+        "merge_partial_sums", n, threads=4, slots=1, stride=n, n=n, written_tiles=None,
+        partial_sums=cupy.asarray(partials.astype(np.float32)),
+        moments=cupy.asarray(moments.sum(axis=1).astype(np.float32)),
+        maxima_are_products=products, exponent_scale={**NATURAL, "value": scale},
+        sums=sums_fields(sums),
+    )  # fmt: skip
+    got, exact = sums.max.get() + np.log2(sums.sum.get()), np.exp2(c * x)
+    bound = 2.0**-24 * (1 / LN_2 + np.log2(5))
+    np.testing.assert_allclose(got, np.log2(exact.sum(axis=1)), rtol=0, atol=bound)
+    mean = (exact * c * x).sum(axis=1) / exact.sum(axis=1)
+    np.testing.assert_allclose(sums.moment.get() / sums.sum.get(), mean, rtol=4e-7)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [

@@ -52,6 +52,67 @@ def test_torch_memory_is_shared(torch: Any) -> None:
         assert arrays.native(tensor).ctypes.data == tensor.data_ptr()
 
 
+DTYPES = ["float64", "float32", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_storages_can_be_resized_after_calls(torch: Any, loss: str, dtype: str) -> None:
+    """Those of features and of arrays of the caller's for gradients; a second call has a template
+    of the first."""
+    pair = pairs("partly aligned", 20, 20, 5, np.float64, 0)
+    features = [torch.tensor(z).to(getattr(torch, dtype)) for z in arguments(loss, *pair)]
+    scale = torch.tensor(5.0, requires_grad=True)
+    out = [torch.empty_like(z) for z in features[: 1 if loss == "lit" else None]]
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    function(*features, scale=scale.detach(), out=out)
+    leaves = [z.clone().requires_grad_() for z in features]
+    for _ in range(2):
+        getattr(infonce.torch, f"{loss}_loss")(*leaves, scale=scale).backward()
+    for z in (*features, *out, *leaves, scale):
+        z.untyped_storage().resize_(0)
+
+
+def test_storages_of_options_can_be_resized_after_a_call(torch: Any) -> None:
+    z = torch.randn(6, 4, requires_grad=True)
+    ids, weights, labels = torch.arange(6), torch.ones(6), torch.arange(6).flip(0)
+    own, guide = torch.randn(6, 2, 4, requires_grad=True), torch.randn(6, 3)
+    mask, key_bias = torch.ones(6, 2, dtype=torch.bool), torch.zeros(6)
+    upstream = torch.ones(6)
+    loss = infonce.torch.info_nce_loss(
+        z, z, labels, scale=2.0, ids=ids, weights=weights, own=own, own_mask=mask,
+        key_bias=key_bias, guide=(guide, guide), reduction="none",
+    )  # fmt: skip
+    loss.backward(upstream)
+    teacher = torch.randn(6, 3)
+    infonce.torch.distill_loss(z, z, teacher, teacher, scale=2.0).backward()
+    for tensor in (z, ids, weights, labels, own, guide, mask, key_bias, upstream, teacher):
+        tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [*DTYPES, "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"],
+)
+@pytest.mark.parametrize("rows", [0, 4])
+def test_views_of_tensors_are_those_of_numpy(torch: Any, dtype: str, rows: int) -> None:
+    """In value, dtype, strides and memory, which the array keeps alive."""
+    tensor = torch.arange(8 * rows * 3).reshape(3, 4 * rows, 2).to(getattr(torch, dtype))
+    for view in (tensor, tensor[1], tensor[:, ::3], tensor.transpose(0, 2), tensor[0, :, 1]):
+        got, want = arrays.native(view), view.double().numpy()
+        assert got.flags.writeable
+        assert got.dtype.name == dtype
+        assert got.strides == tuple(n * got.itemsize for n in view.stride()) or not view.numel()
+        np.testing.assert_array_equal(got.astype(np.float64), want)
+    array, want = arrays.native(tensor), tensor.double().numpy().copy()
+    alive = weakref.ref(tensor)
+    del tensor, view
+    assert alive() is not None or not rows
+    np.testing.assert_array_equal(array.astype(np.float64), want)
+    del array, got
+    assert alive() is None
+
+
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Losses that have warned, as in a new process."""
@@ -110,15 +171,27 @@ UNREADABLE = {
     "conjugate": lambda torch, z: z.to(torch.complex64).conj(),
     "negative": lambda torch, z: z.to(torch.complex64).conj().imag,
     "float8": lambda torch, z: z.to(torch.float8_e4m3fn),
+    "freed": lambda torch, z: without_memory(z.clone()),
 }
+
+
+def without_memory(tensor: Any) -> Any:
+    """The tensor, after its storage was freed, as `fully_shard` frees those of parameters."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_tensors_that_cannot_be_read(torch: Any, kind: str) -> None:
     tensor = torch.ones(6, 4)
     bad = UNREADABLE[kind](torch, tensor)
-    with pytest.raises(TypeError, match="text: expected an array that can be read, got Tensor: "):
+    message = "text: expected an array that can be read, got Tensor: "
+    with pytest.raises(TypeError, match=message):
         infonce.clip_loss(tensor, bad, scale=1.0)
+    if kind in ("negative", "freed"):
+        infonce.torch.clip_loss(tensor, tensor, scale=1.0)  # a repeated call has its own way
+        with pytest.raises(TypeError, match=message):
+            infonce.torch.clip_loss(tensor, bad, scale=1.0)
 
 
 def test_tensors_under_a_transformation_cannot_be_read(torch: Any) -> None:

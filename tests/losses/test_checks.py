@@ -246,3 +246,16 @@ def test_data_frames_say_how_to_make_an_array() -> None:
     match = r"^image: expected an array, got Frame of shape \(6, 4\): \.to_numpy\(\) makes one$"
     with pytest.raises(TypeError, match=match):
         infonce.clip_loss(Frame(), K, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "words"),
+    [
+        (infonce.clip_loss, (), "inputs: expected CuPy arrays after the function, got none"),
+        (infonce.clip_loss, (Q, K), r"inputs\[0\]: expected a CuPy array, got ndarray of shape"),
+        (Q, (Q, K), "function: expected a callable, got ndarray of shape"),
+    ],
+)
+def test_captures(function: Any, inputs: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"^{words}"):
+        infonce.capture(function, *inputs, scale=1.0)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +24,7 @@ from judge import (
     GRAD_BOUND,
     LOSS_BOUND,
     LOSSES,
+    ROUNDOFF,
     arguments,
     assert_grad,
     assert_loss,
@@ -216,6 +218,88 @@ def test_the_callers_settings_of_warnings_stay() -> None:
         with pytest.raises(ValueError, match="scale"):
             infonce.clip_loss(*args, scale=1e30)
         assert np.geterr() == before
+
+
+# --- threads that take subnormal numbers for 0, as JAX's do ---------------------------------------
+
+NONE = np.full(6, -1)
+WITHOUT_POSITIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "other classes": ("sup_con", {"labels": np.arange(6)}),
+    "no classes": ("sup_con", {"labels": NONE}),
+    "decoupled": ("sup_con", {"labels": NONE, "decoupled": True}),
+    "no labels": ("info_nce", {"labels": NONE}),
+    "no labels of sets": ("info_nce", {"labels": np.full((6, 2), -1)}),
+    "weighted": ("info_nce", {"labels": NONE, "weights": np.ones(6)}),
+    "weights only of rows without positives": (
+        "info_nce", {"labels": np.array([-1, 1, 2, 3, 4, 5]), "weights": np.eye(6)[0]},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def flushed() -> Iterator[Any]:
+    """torch, in whose thread numbers below the normal ones are 0."""
+    torch = pytest.importorskip("torch")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("the processor cannot take subnormal numbers for 0")
+    yield torch
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("method", [*METHODS, "auto"])
+@pytest.mark.parametrize("name", WITHOUT_POSITIVES)
+def test_no_positive_is_a_loss_of_zero(
+    flushed: Any, name: str, method: str, reduction: str
+) -> None:
+    loss, options = WITHOUT_POSITIVES[name]
+    args = pairs("random", 6, 6, 4, np.float32, 0)[: 1 + (loss == "info_nce")]
+    got = call(loss, *args, scale=3.0, method=method, reduction=reduction, **options)
+    for number in (got.loss, *got.grads):
+        assert not number.any()
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e-20, 0.0])
+@pytest.mark.parametrize("method", [*METHODS, "auto"])
+@pytest.mark.parametrize("loss", [*LOSSES, "sup_con", "gte", "distill"])
+def test_subnormal_numbers_may_be_zeros(
+    flushed: Any, loss: str, method: str, size: float, normalize: bool
+) -> None:
+    """Sums that underflow, and rows of zeros: no more than subnormal numbers is lost."""
+    args = [z * np.float32(size) for z in pairs("random", 6, 6, 4, np.float32, 0)]
+    args[0][2] = 0
+    if loss == "distill":
+        args = [*args, *args[::-1]]
+    elif loss == "sup_con":
+        args = [args[0], np.arange(6) // 2]
+    elif loss != "gte":
+        args = list(arguments(loss, *args))
+    results = []
+    for flushes in (True, False):
+        flushed.set_flush_denormal(flushes)
+        results.append(call(loss, *args, scale=3.0, method=method, normalize=normalize))
+    rounding = {"rtol": 8 * ROUNDOFF["float32"], "atol": 64 * float(np.finfo(np.float32).tiny)}
+    for got, want in zip(*((each.loss, *each.grads) for each in results), strict=True):
+        if want is not None:
+            assert np.isfinite(want).all()
+            np.testing.assert_allclose(got, want, **rounding)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_subnormal_weights_are_zeros_or_refused(flushed: Any, loss: str, method: str) -> None:
+    args = arguments(loss, *pairs("random", 6, 6, 4, np.float32, 0))
+    weights = np.full(len(args[0]), 5e-324)
+    with pytest.raises(ValueError, match=r"^weights: expected a positive sum, got only zeros$"):
+        call(loss, *args, scale=3.0, method=method, weights=weights)
+    weights[0] = 1.0
+    got = call(loss, *args, scale=3.0, method=method, weights=weights)
+    want = call(loss, *args, scale=3.0, method=method, weights=weights.round())
+    np.testing.assert_array_equal(got.loss, want.loss)
 
 
 # --- memory ---------------------------------------------------------------------------------------

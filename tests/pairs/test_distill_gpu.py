@@ -72,6 +72,40 @@ def test_precisions(
         check(got, want, args, precision)
 
 
+# Factors log2(e) scale that float32 rounds by -0.97 and by +0.99 of half a unit of its last place
+ROUNDED_SCALES = 178.34133533383346, 179.06426606651664
+
+
+@pytest.mark.parametrize("scale", [5.0, 20.0, 50.0, 77.7, 100.0, 200.0, *ROUNDED_SCALES])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("device", [0, 2])
+@pytest.mark.parametrize("model", ["student", "teacher"])
+def test_probabilities_add_up_to_1_at_high_scales(
+    model: str, device: int, dtype: str, scale: float
+) -> None:
+    """The passes of log-sum-exps and of losses have the same products and the same rounded scale.
+
+    A loss is a mean of logs of probabilities, weighted by probabilities. If these add up to 1 + d,
+    the loss changes by d of itself. With log-sum-exps of another scale, or of another kernel's
+    products, d is 2^-24 times the largest logit and more: 1e-5.
+    """
+    rng = np.random.default_rng(1)
+    args = []
+    for width in (64, 64, 40, 40):
+        z = rng.normal(size=(150, width))
+        args.append((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(find_dtype(dtype)))
+    options = {"scale": scale if model == "student" else 10.0}
+    options["teacher_scale"] = scale if model == "teacher" else 10.0
+    want = reference.distill(*(z.astype(np.float64) for z in args), **options)
+    with cupy.cuda.Device(device % cupy.cuda.runtime.getDeviceCount()):
+        got = infonce.distill_loss_and_grad(*placed(args, dtype), grad_dtype=np.float32, **options)
+        # the bound of fp32; products of 16-bit numbers are exact, so their bound is the same
+        assert abs(float(got.loss) / want.loss - 1) <= LOSS_BOUND["fp32"]
+        largest = np.abs(want.grads["query"]).max()
+        error = np.abs(got.grads.query.get() - want.grads["query"]).max()
+        assert error <= (GRAD_BOUND["fp32"] if dtype == "float32" else GRAD_BOUND["bf16"]) * largest
+
+
 @pytest.mark.parametrize("scale", [2.0, 80.0])
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (40, 23), (130, 130)])
 def test_blocks(m: int, n: int, scale: float) -> None:

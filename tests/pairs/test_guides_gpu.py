@@ -137,6 +137,22 @@ def test_a_guide_that_is_not_finite_makes_losses_nan(name: str, side: int) -> No
             np.testing.assert_array_equal(np.isnan(argument.get()), np.isnan(gradient))
 
 
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
+@pytest.mark.parametrize(("name", "side", "all_rows"), [
+    ("info_nce", 0, False), ("info_nce", 1, True), ("clip", 0, True), ("gte", 1, True),
+])  # fmt: skip
+def test_a_guide_that_is_not_finite_is_seen_if_its_pairs_are_excluded(
+    name: str, side: int, all_rows: bool, method: str
+) -> None:
+    features, guide = np.random.default_rng(3).normal(size=(2, 2, 6, 5))
+    guide[side, 2, 1] = np.inf
+    losses = getattr(infonce, f"{name}_loss")(
+        *map(cupy.asarray, features), scale=1.0, normalize=True, reduction="none", method=method,
+        guide=placed(tuple(guide)), ids=cupy.zeros(6, int),
+    )  # fmt: skip
+    assert np.array_equal(np.isnan(losses.get()), all_rows | (np.arange(6) == 2))
+
+
 @pytest.mark.parametrize(("name", "launches"), [("info_nce", 4), ("nt_xent", 6), ("clip", 6)])
 def test_one_plan_serves_all_guides(
     name: str, launches: int, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -58,21 +59,36 @@ def test_committed_with_its_plots(path: Path) -> None:
 
 
 @named
+@pytest.mark.parametrize("has_records", [False, True])
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of the kernel's own machinery
-def test_runs_in_a_folder_of_its_own(path: Path, tmp_path: Path) -> None:
+def test_runs_in_a_folder_of_its_own(path: Path, has_records: bool, tmp_path: Path) -> None:
+    """Beside an installation, which has no recorded runs, and beside a checkout, which has some."""
     pytest.importorskip("ipykernel")
-    shutil.copy(path, tmp_path)
-    notebook = nbformat.read(tmp_path / path.name, as_version=4)
-    recorded = len(plots(notebook))
+    code = path.read_text()
+    if not has_records and "records=True" in code:
+        pytest.skip("this notebook needs a checkout")
+    if has_records and "style.record(" not in code:
+        pytest.skip("this notebook reads no recorded runs")
+    installation, folder = tmp_path / "installation", tmp_path / "folder"
+    installation.mkdir()
+    folder.mkdir()
+    runpy.run_path(str(FOLDER.parent / "tests" / "typecheck.py"))["link_packages"](installation)
+    shutil.copy(path, folder)
+    notebook = nbformat.read(folder / path.name, as_version=4)
+    committed_plots = len(plots(notebook))
     client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}
     )
     # beside other tests: threads of BLAS that wait for a core cost more than they bring
-    client.execute(env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
-    assert len(plots(notebook)) == recorded
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    environment |= {} if has_records else {"PYTHONPATH": str(installation)}
+    client.execute(env=environment)
+    skipped = printed(notebook).count("No records: skips")
+    assert (skipped == 0) == (has_records or "style.record(" not in code)
+    assert committed_plots - skipped <= len(plots(notebook)) <= committed_plots
     assert "No GPU: skips" in printed(notebook) or "GPU available" in printed(notebook)
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert [file.name for file in folder.iterdir()] == [path.name]
 
 
 def first_cell(path: Path, before: str, folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shutil
@@ -39,6 +40,37 @@ def test_import_loads_few_modules() -> None:
     """Beyond those that NumPy loads, because the caller has imported NumPy."""
     code = "import sys, numpy; n = len(sys.modules); import infonce; print(len(sys.modules) - n)"
     assert int(run(code)) < 50
+
+
+def test_import_from_a_checkout_that_is_not_installed() -> None:
+    """-S: without the links of an editable install, which .pth files make."""
+    code = (
+        "import sys, infonce, infonce.distributed.schedule, infonce.kernels, numpy as np\n"
+        "assert not any('editable' in str(finder) for finder in sys.meta_path)\n"
+        "print(*infonce.kernels.__path__, infonce.clip_loss(np.eye(2), np.eye(2), scale=1.0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    path, loss = done.stdout.split()
+    assert path == str(ROOT / "kernels")
+    assert float(loss) == pytest.approx(math.log1p(1 / math.e))
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [("from infonce.kernels.problem import WORKSPACE as it", "int"),
+     ("from infonce.distributed.transports.choice import describe as it",
+      "def (on_gpu: bool) -> dict[str, str]")],
+)  # fmt: skip
+def test_types_of_mapped_packages_are_known(code: str, found: str) -> None:
+    """mypy sees what infonce imports from `kernels` and `distributed`, which are not Any."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, ROOT / "tests" / "typecheck.py", "-c", f"{code}; reveal_type(it)"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert f'Revealed type is "{found}"' in done.stdout, done.stdout + done.stderr
 
 
 def test_every_public_name_is_documented_and_typed() -> None:

@@ -41,6 +41,7 @@ def train(image: Tensor, text: Tensor) -> None:
     ClipLoss()(image, text, 20.0)
     infonce.jax.clip_loss(image, text, temperature=0.07, decoupled=True, axis_name="data")
     print(criterion.log_scale)
+    criterion.max_scale, criterion.normalize = 20.0, True
 """
 WRONG = {  # statement -> what mypy says
     "infonce.torch.clip_loss(image, text, temprature=0.07)": 'did you mean "temperature"',
@@ -50,6 +51,7 @@ WRONG = {  # statement -> what mypy says
     "infonce.torch.clip_loss(image, text, wrt=())": 'Unexpected keyword argument "wrt"',
     'infonce.torch.NTXentLoss(reduction="avg")': "incompatible type \"Literal['avg']\"",
     'infonce.torch.GTELoss(margin="1")': 'incompatible type "str"',
+    'criterion.reduction = "avg"': "Incompatible types in assignment (expression",
     "infonce.jax.clip_loss(image, text, offload=True)": 'Unexpected keyword argument "offload"',
 }
 

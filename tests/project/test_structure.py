@@ -42,7 +42,6 @@ LAYERS = [
 ]
 
 
-
 def packages() -> dict[str, Path]:
     """The folder of each package, by its installed name: `kernels` is `infonce.kernels`."""
     setup = configparser.ConfigParser()

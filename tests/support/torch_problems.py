@@ -1,6 +1,7 @@
 """For tests of infonce.torch: features, calls, the published formulas of the losses in PyTorch,
 and trainings with another project's loss."""
 
+import functools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,17 @@ def arguments(loss: str, z: Any) -> tuple[Any, ...]:
 
 def call(loss: str, z: Any, **options: Any) -> Any:
     return getattr(it, f"{loss}_loss")(*arguments(loss, z), **options)
+
+
+FORMS = ["function", "module"]
+
+
+def with_options(form: str, loss: str, **options: Any) -> Callable[..., Any]:
+    """The function of a loss, or its module, with these options; both take others at the call."""
+    if form == "function":
+        return functools.partial(getattr(it, f"{loss}_loss"), **options)
+    module: Callable[..., Any] = MODULES[loss](**options)
+    return module
 
 
 def sentence_model(width: int = 128, dropout: float = 0.1) -> Any:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_wrappers
 from infonce.distributed import RankError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,7 +75,7 @@ def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu")
     for batch in batches(batch_size):
         mine = [z.split(SIZES[:size])[rank] if size > 1 else z for z in batch]
         image, text, scale, bias = model(*(z.to(device) for z in mine))
-        value = criterion(image, text, scale, bias) + 0.0 * bias
+        value = criterion(image, text, scale, bias)  # DDP waits for a gradient of each
         optimiser.zero_grad()
         value.backward()
         optimiser.step()
@@ -260,8 +262,9 @@ def siglip_plus(rows: Any, start: int, total: int, device: str = "cpu") -> Any:
     """The loss of siglip-kernel over `total` rows, `rows` of which begin at `start`; some positives
     are on other processes."""
     number = torch.arange(start, start + len(rows[0]), device=device)
-    processes = 1 + (len(rows[0]) < total)
-    loss = siglip_kernel.DistributedSigLIPPlusLoss(0.5, world_size=processes).to(device)
+    ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()} if (
+        len(rows[0]) < total) else {}  # fmt: skip
+    loss = siglip_kernel.DistributedSigLIPPlusLoss(0.5, **ranks).to(device)
     out = loss(rows, number % 3, number % 4)
     every = torch.arange(total)
     assert out["n_positives"] == (every[:, None] % 3 == every % 4).sum()
@@ -273,12 +276,14 @@ def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
     batch, start = [side.to(device) for side in batches(size, 1)[0]], sum(SIZES[:rank])
     rows = [side[start : start + SIZES[rank]].clone().requires_grad_() for side in batch]
     local = torch.arange(SIZES[rank], device=device).flip(0)  # positives among this rank's keys
+    local[0] = -1  # no positive
     losses = {
         "inf_cl": inf_cl.cal_inf_loss(*rows, local, 2.0),
         "lightly": lightly.NTXentLoss(0.5, gather_distributed=True)(*rows),
         "dcl": lightly.DCLLoss(0.5, gather_distributed=True)(*rows),
         "dclw": lightly.DCLWLoss(0.5, gather_distributed=True)(*rows),
         **{name: loss(*rows) for name, loss in memory_efficient("Distributed").items()},
+        "siglip": siglip_kernel.DistributedSigLIPLoss(rank=rank, world_size=size)(*rows, 2.0, -1.0),
         "siglip_plus": siglip_plus(rows, start, sum(SIZES[:size]), device),
     }
     bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True).to(device)
@@ -287,15 +292,23 @@ def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
     distill = open_clip.DistillClipLoss(rank=rank, world_size=size)
     teacher = [2 * side.detach().flip(1) for side in rows]
     both = distill(*rows, 2.0, *teacher, 1.5)
-    message = ""
-    try:
-        bank(*rows)
-    except ValueError as error:
-        message = str(error)
+    messages = []
+    calls: list[Any] = [
+        lambda: bank(*rows),
+        *(partial(make(rank=rank, world_size=size + 1), *rows, 2.0)
+          for make in (siglip_kernel.DistributedSigLIPLoss, open_clip.ClipLoss)),
+        partial(open_clip.ClipLoss(group=dist.group.WORLD), *rows, 2.0),
+        partial(inf_cl.cal_inf_loss, *rows, local + len(local)),
+    ]  # fmt: skip
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
     results = {name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()}
     results["distill"] = [sum(both).detach(), *torch.autograd.grad(sum(both), rows)]
     on_cpu = {name: [value.cpu() for value in values] for name, values in results.items()}
-    return {"bank": bank.memory_bank.bank.cpu(), "unequal": message, **on_cpu}
+    return {"bank": bank.memory_bank.bank.cpu(), "messages": messages, **on_cpu}
 
 
 def failures(rank: int, size: int, device: str) -> dict[str, Any]:
@@ -343,7 +356,7 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
             out = train(case, rank, size, size, device)
         else:
             cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures,
-                        "cached": cached}  # fmt: skip
+                        "cached": cached, "wrappers": torch_wrappers.on_ranks}  # fmt: skip
             out = {**cases_of, "late": late}[case](rank, size, device)
         torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "late"):

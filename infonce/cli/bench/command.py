@@ -17,6 +17,7 @@ from .. import machine
 from ..common import (
     UNITS_HELP,
     Bytes,
+    File,
     List,
     check_destination,
     human,
@@ -71,12 +72,12 @@ def _size(text: str) -> int:
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=File(),
     help="Write the measurements to this JSON file, or overwrite it.",
 )
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path),
+    type=File(),
     help="Write a plot to this PNG file, or overwrite it.",
 )
 def bench(
@@ -130,16 +131,17 @@ def bench(
         "workspace_bytes": workspace, "repeat": repeat,
     }  # fmt: skip
     report = measure.report(place, settings, results)
+    is_measured = not all("skipped" in row for row in results)
     try:  # files first: to print fails if a pipe is closed; the table in any case
-        if output is not None:
+        if output is not None and is_measured:
             with written_whole(output) as temporary:
                 temporary.write_text(to_json(report) + "\n")
-        if plot is not None:
+        if plot is not None and is_measured:
             with written_whole(plot) as temporary:
                 _figure(figures, report).savefig(temporary, format="png", dpi=120)
     finally:
         _print(report)
-    if all("skipped" in row for row in results):
+    if not is_measured:
         raise click.ClickException("nothing was measured: every contender was skipped")
 
 

@@ -1,4 +1,4 @@
-"""The losses as nodes of autograd's graph. `functions._apply` calls `apply_repeated` and `apply`.
+"""The losses as nodes of autograd's graph: `functions._apply` calls `apply_repeated` and `apply`.
 
 If any gradients are needed, the forward pass computes loss and gradients together, and the backward
 pass multiplies the gradients by the upstream gradient. Until then, gradients of float16 features
@@ -18,16 +18,22 @@ from torch import Tensor
 
 from ... import dispatch
 from ...checks.rows import is_pair
+from ...checks.teacher import Teacher
 from ...result import LossAndGrad, Metrics
 from ...spec import ARRAY_OPTIONS, DTYPES_UNTIL_UPSTREAM, INTEGER_OPTIONS, Loss
 from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
 ONE_OR_PAIR = (*INTEGER_OPTIONS, "guide")  # options that are one array, or (queries', keys')
-POSSIBLE_ARRAYS = frozenset({"temperature", *ONE_OR_PAIR, *ARRAY_OPTIONS})  # may be arrays
+# The fields of `Teacher`, as options of distillation
+TEACHER_FEATURES = "teacher_query", "teacher_key"
+TEACHER_ARRAYS = (*TEACHER_FEATURES, "teacher_temperature", "teacher_scale")
+TEACHER_OPTIONS = (*TEACHER_ARRAYS, "two_sided")
+ONE_ARRAY = (*ARRAY_OPTIONS, *TEACHER_ARRAYS)
+POSSIBLE_ARRAYS = frozenset({"temperature", *ONE_OR_PAIR, *ONE_ARRAY})  # may be arrays
 # Names of the arguments for which autograd computes no gradient
 UNTRACKED = (
-    "labels", *(f"{side} {n}" for n in ONE_OR_PAIR for side in ("row", "column")), *ARRAY_OPTIONS
+    "labels", *(f"{side} {n}" for n in ONE_OR_PAIR for side in ("row", "column")), *ONE_ARRAY
 )  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
 # Dtype of features -> dtype of their gradients until these are multiplied by the upstream gradient
@@ -84,7 +90,12 @@ def evaluate(
     grad_buffers = empty_gradients(features_by_name, wrt, "grad_out" in more)
     group = all_options.pop("group", None)
     if group is None:
-        return dispatch.loss_and_grad(kind, features, labels, bias, all_options, grad_buffers)
+        teacher = None
+        if kind.taught:
+            teacher = Teacher(*[all_options.pop(name) for name in TEACHER_OPTIONS])
+        return dispatch.loss_and_grad(
+            kind, features, labels, bias, all_options, grad_buffers, teacher
+        )
     from . import process_group
 
     all_options["out"] = grad_buffers
@@ -118,16 +129,17 @@ def untracked_values(labels: Any, options: Mapping[str, Any]) -> tuple[Any, ...]
         has_both = is_pair(value) or (two_items and name == "guide")
         pair: Any = value if has_both else (value, None)
         sides += pair
-    return (labels, *sides, *[get(name) for name in ARRAY_OPTIONS])
+    return (labels, *sides, *[get(name) for name in ONE_ARRAY])
 
 
 def split_untracked(values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-    """Split values in the order of UNTRACKED into the labels, and the others by option name."""
+    """Split values in the order of UNTRACKED into the labels, and the others by option name, of
+    options that are given."""
     labels, *sides = values[: 1 + 2 * len(ONE_OR_PAIR)]
-    arrays = dict(zip(ARRAY_OPTIONS, values[1 + 2 * len(ONE_OR_PAIR) :], strict=True))
+    arrays = dict(zip(ONE_ARRAY, values[1 + 2 * len(ONE_OR_PAIR) :], strict=True))
     for name, rows, columns in zip(ONE_OR_PAIR, sides[::2], sides[1::2], strict=True):
         arrays[name] = rows if columns is None else (rows, columns)
-    return labels, arrays
+    return labels, {name: value for name, value in arrays.items() if value is not None}
 
 
 @dataclass(slots=True)
@@ -216,10 +228,11 @@ def apply_repeated(
     scale = options.pop("scale", None)
     if "temperature" in options:  # move it to the end, where `functions._apply` puts it too: the
         options["temperature"] = options.pop("temperature")  # template's key has the options' order
-    inputs = [x if type(x) in TENSOR_TYPES else None for x in (scale, bias)]
-    if not TENSOR_TYPES.issuperset(map(type, features)) or any(
-        [x is not None and x.ndim for x in inputs]
-    ):
+    inputs = [x if isinstance(x, Tensor) else None for x in (scale, bias)]
+    numbers = [x for x in inputs if x is not None]
+    if not TENSOR_TYPES.issuperset(map(type, (*features, *numbers))) or any(
+        [x.ndim for x in numbers]
+    ):  # a DTensor, say, which the caller gathers first
         return None
     needs = [x is not None and x.requires_grad for x in (*inputs, *features)]
     wanted = differentiated_names(kind, tuple(needs))

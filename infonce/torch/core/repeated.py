@@ -71,10 +71,10 @@ def evaluate(
         if type(bias) not in NUMBER_TYPES or not math.isfinite(bias):
             return None
     try:
-        arrays = [z.numpy(force=True) for z in features]
+        views = [arrays.view_tensor(z) for z in features]
     except (TypeError, RuntimeError):  # the full checks of the call will name the error
         return None
-    return _solve(kind, template, arrays, scale, bias, wrt)
+    return _solve(kind, template, views, scale, bias, wrt)
 
 
 def _make_template(
@@ -147,7 +147,7 @@ def _read_number(value: Any) -> Any:
 
 
 def _solve(
-    kind: Loss, template: Problem, arrays: list[Any], scale: float, bias: Any, wrt: frozenset[str]
+    kind: Loss, template: Problem, views: list[Any], scale: float, bias: Any, wrt: frozenset[str]
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Loss and gradients of a checked problem.
 
@@ -155,7 +155,7 @@ def _solve(
     the call in full and computes it by `infonce.dispatch`.
     """
     names = kind.arguments
-    query, key = arrays[0], arrays[-1]
+    query, key = views[0], views[-1]
     query_out = np.empty(query.shape, query.dtype) if names[0] in wrt else None
     key_out = None
     if not kind.symmetric and names[1] in wrt:

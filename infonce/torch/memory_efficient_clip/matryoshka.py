@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.drop_in import require
 from .pairs import (
     DistributedMemoryEfficientCLIPLoss,
     DistributedMemoryEfficientLiTLoss,
@@ -50,16 +51,19 @@ class MatryoshkaLoss(nn.Module):
         self, base_loss: Any, dims: Sequence[int], weights: Sequence[float] | None = None
     ) -> None:
         super().__init__()
-        if getattr(base_loss, "normalized_inputs", False):
-            raise ValueError(
-                "base_loss.normalized_inputs: expected False, got True: a prefix of a unit row is "
-                "no unit row"
-            )
+        _require_not_normalized(base_loss)
         self.base_loss = base_loss
         self.dims, self.weights = _read_prefixes(dims, weights)
 
     def forward(self, *features: Any, **options: Any) -> Any:
+        _require_not_normalized(self.base_loss)
         return _over_prefixes(self.base_loss, self.dims, self.weights, features, options)
+
+
+def _require_not_normalized(base_loss: Any) -> None:
+    normalized = getattr(base_loss, "normalized_inputs", False)
+    instead = "a prefix of a unit row is no unit row"
+    require("base_loss.normalized_inputs", normalized, False, instead)
 
 
 def _read_prefixes(dims: Any, weights: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:

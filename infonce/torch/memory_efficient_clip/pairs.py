@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ... import spec
 from .. import functions
-from ..core.drop_in import DropIn, locate_shard, require, world_group
+from ..core.drop_in import SCALE, DropIn, Refused, locate_shard, refuse, require, world_group
 
 
 class MemoryEfficient(DropIn):
@@ -27,8 +28,6 @@ class MemoryEfficient(DropIn):
         group: Any = None,
         **options: Any,
     ) -> None:
-        if not self._shared:
-            require("group", group, None, "the Distributed classes share a batch")
         super().__init__(
             options,
             temperature=temperature,
@@ -39,26 +38,42 @@ class MemoryEfficient(DropIn):
         )
         self.group = group
 
+    def check_setting(self, name: str, value: Any) -> None:
+        if name == "group" and not self._shared:
+            require(name, value, None, "the Distributed classes share a batch")
+        if name == "tau_plus":
+            require(name, value, 0.0, "use false_negative_margin, which drops likely positives")
+
+    def refused(self) -> Refused:
+        return {
+            **SCALE,
+            **refuse(["metrics"], "a loss here is one tensor: use infonce.torch.clip_loss"),
+            "normalize": (None, "rows are normalised unless normalized_inputs is True"),
+        }
+
     def _call_options(self, tau_plus: Any) -> dict[str, Any]:
         """The keywords of one call of a function of `infonce.torch`."""
-        value = self.tau_plus if tau_plus is None else tau_plus
-        require("tau_plus", value, 0.0, "use false_negative_margin, which drops likely positives")
+        if tau_plus is not None:
+            self.check_setting("tau_plus", tau_plus)
         group = world_group() if self._shared and self.group is None else self.group
         # "global": as in memeff, gradients are not multiplied by the number of processes
         shares = {} if group is None else {"group": group, "gradient_scale": "global"}
-        return {"temperature": self.temperature, **shares, **self.options}
+        return {
+            "temperature": self.temperature, "normalize": not self.normalized_inputs,
+            **shares, **self.call_options(),
+        }  # fmt: skip
 
-    def _scaled(self, loss: Tensor, rows: int, group: Any, is_part: bool = False) -> Tensor:
+    def _scaled(self, loss: Tensor, rows: int, group: Any) -> Tensor:
         """The loss with the value and the gradient that memeff's loss has.
 
-        Over processes the value is a part, whose sum over processes is the loss of all rows.
-        `is_part`: whether `loss` is such a part already. If `stable`, the gradient is multiplied by
-        ``sqrt(N temperature)``. `rows` is the number of this process's rows.
+        Over processes the value is a part, whose sum over processes is the loss of all rows; with
+        ``reduction="none"`` it is the losses of this process's rows. If `stable`, the gradient is
+        multiplied by ``sqrt(N temperature)``. `rows` is the number of this process's rows.
         """
         if group is None and not self.stable:
             return loss
         _, total, processes = locate_shard(group, rows)
-        value = loss.detach() if is_part else loss.detach() / processes
+        value = loss.detach() if loss.ndim else loss.detach() / processes
         factor = math.sqrt(total * self.temperature) if self.stable else 1.0
         return value + factor * (loss - loss.detach())
 
@@ -70,7 +85,7 @@ class Pairs(MemoryEfficient):
 
     def forward(self, first: Tensor, second: Tensor, tau_plus: Any = None) -> Any:
         call_options = {"label_smoothing": self.label_smoothing, **self._call_options(tau_plus)}
-        loss = type(self)._loss(first, second, normalize=not self.normalized_inputs, **call_options)
+        loss = type(self)._loss(first, second, **call_options)
         return self._scaled(loss, len(first), call_options.get("group"))
 
 
@@ -104,6 +119,7 @@ class MemoryEfficientCLIPLoss(Pairs):
     Radford et al.: Learning Transferable Visual Models From Natural Language Supervision, 2021.
     """
 
+    kind = spec.CLIP
     _loss = staticmethod(functions.clip_loss)
 
 
@@ -129,6 +145,7 @@ class MemoryEfficientLiTLoss(Pairs):
     Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022.
     """
 
+    kind = spec.LIT
     _loss = staticmethod(functions.lit_loss)
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.drop_in import first_row, locate_shard, require
+from ... import spec
+from ...checks import validation
+from ..core.drop_in import Refused, first_row, refuse, require, require_shape
 from ..functions import info_nce_loss
 from .pairs import MemoryEfficient
 
@@ -51,6 +53,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
     Zhang et al.: Qwen3 Embedding, 2025 (equation 1).
     """
 
+    kind = spec.INFO_NCE
     _locked = False  # whether documents get no gradient
 
     def __init__(
@@ -66,12 +69,28 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         group: Any = None,
         **options: Any,
     ) -> None:
+        # before the constructor, because these decide which options it refuses
+        self.margin = margin
+        self.use_qq_negatives, self.use_dd_negatives = use_qq_negatives, use_dd_negatives
         super().__init__(
             temperature, normalized_inputs, stable, tau_plus, label_smoothing, group, **options
         )  # fmt: skip
-        self.margin = margin
-        self.use_qq_negatives, self.use_dd_negatives = use_qq_negatives, use_dd_negatives
         self._settings += ("margin", "use_qq_negatives", "use_dd_negatives")
+
+    def check_setting(self, name: str, value: Any) -> None:
+        super().check_setting(name, value)
+        if name == "margin":
+            validation.number(name, value, infinite=True)
+
+    def refused(self) -> Refused:
+        refused = {**super().refused(), **refuse(["own"], "pass hard_negative_features")}
+        refused |= refuse(["false_negative_margin"], "margin leaves out likely positives")
+        if self.use_qq_negatives or self.use_dd_negatives:
+            names = ["ids", "groups", "key_bias", "guide", "in_batch"]
+            refused |= refuse(names, "it has no values for queries and documents as negatives")
+        if self.use_dd_negatives:
+            refused |= refuse(["dims", "dim_weights"], "rows are queries beside documents")
+        return refused
 
     def forward(
         self,
@@ -80,22 +99,31 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         hard_negative_features: Tensor | None = None,
         tau_plus: Any = None,
     ) -> Any:
-        call_options, masked = self._call_options(tau_plus), self.margin < 2
-        group, own = call_options.get("group"), hard_negative_features
-        if masked or own is not None:
+        call_options, own = self._call_options(tau_plus), hard_negative_features
+        group = call_options.get("group")
+        if self.margin < 2 or own is not None:
             require(
                 "label_smoothing", self.label_smoothing, 0.0,
                 "it is there with a margin of 2 and without hard negatives",
             )  # fmt: skip
         call_options["label_smoothing"] = self.label_smoothing
-        call_options["false_negative_margin"] = self.margin if masked else math.inf
-        query, documents, own = map(self._unit, (query_features, doc_features, own))
+        call_options["false_negative_margin"] = self.margin if self.margin < 2 else math.inf
+        query, documents = query_features, doc_features
+        require_shape("doc_features", documents, tuple(query.shape))
+        if own is not None:
+            expected = (len(query), *own.shape[1:2], query.shape[-1])
+            require_shape("hard_negative_features", own, expected)
+            own = own if own.shape[1] else None
         if self._locked:
             documents, own = documents.detach(), None if own is None else own.detach()
 
         # All sums of a row as one InfoNCE loss: the keys are the documents, then (if asked for) the
         # queries and the documents again. With the last, rows (q, d) are twice as wide, and keys
         # are (d, 0), (q, 0) and (0, d): their dot products are q d', q q' and d d'.
+        if self.use_dd_negatives and call_options["normalize"]:
+            call_options["normalize"] = False  # each half of a row is divided by its own norm
+            query, documents = (nn.functional.normalize(z, dim=-1) for z in (query, documents))
+            own = None if own is None else nn.functional.normalize(own, dim=-1)
         rows, key_sets = query, [documents]
         if self.use_qq_negatives:
             key_sets.append(query)
@@ -104,39 +132,17 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
             rows = torch.cat([query, documents], dim=1)
             key_sets = [nn.functional.pad(keys, (0, width)) for keys in key_sets]
             key_sets.append(nn.functional.pad(documents, (width, 0)))
+            own = None if own is None else nn.functional.pad(own, (0, width))
         keys = torch.cat(key_sets)
         labels = torch.arange(len(rows), device=rows.device)
         if len(key_sets) > 1:  # a row's own query and document are no negatives of the row
             ids = labels + first_row(group, len(rows))
             call_options["ids"] = (ids, ids.repeat(len(key_sets)))
+        if own is not None:
+            call_options["own"] = own
         labels = labels + first_row(group, len(keys))
-        if own is None:
-            loss = info_nce_loss(rows, keys, labels, **call_options)
-            return self._scaled(loss, len(rows), group)
-        losses = info_nce_loss(rows, keys, labels, **{**call_options, "reduction": "none"})
-        losses = self._with_own(losses, query, documents, own)
-        _, total, _ = locate_shard(group, len(rows))
-        return self._scaled(losses.sum() / total, len(rows), group, is_part=True)
-
-    def _unit(self, features: Tensor | None) -> Any:
-        """Features divided by their norms, unless they have unit norm already; None as it is."""
-        if features is None or self.normalized_inputs:
-            return features
-        return nn.functional.normalize(features, dim=-1)
-
-    def _with_own(self, losses: Tensor, query: Tensor, documents: Tensor, own: Tensor) -> Tensor:
-        """Add each row's hard negatives `own` [N, K, D] to the denominator of its loss.
-
-        `losses` [N] are log Z_i - x(q_i, d_i) without them. Returns the vector [N] of
-        ``log( exp losses_i + sum_k exp(x(q_i, h_ik) - x(q_i, d_i)) )``. Hard negatives k whose
-        cosine exceeds that of (q_i, d_i) by more than `margin` are left out.
-        """
-        query, documents, own = (z.to(losses.dtype) for z in (query, documents, own))
-        positives = (query * documents).sum(dim=1, keepdim=True)
-        negatives = (own @ query[:, :, None])[:, :, 0]
-        logits = (negatives - positives) / self.temperature
-        logits = logits.masked_fill(negatives > positives + self.margin, -math.inf)
-        return torch.cat([losses[:, None], logits], dim=1).logsumexp(dim=1)
+        loss = info_nce_loss(rows, keys, labels, **call_options)
+        return self._scaled(loss, len(rows), group)
 
 
 class MemoryEfficientLiTQwen3Loss(MemoryEfficientQwen3Loss):

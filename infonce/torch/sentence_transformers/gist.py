@@ -126,6 +126,7 @@ def guided_loss(settings: Any, columns: Sequence[Tensor], guides: Sequence[Tenso
     `columns` are (anchors [B, D], positives [B, D], negatives [B, D], ...), and `guides` the
     guide's embeddings [B, E] of the same texts.
     """
+    require_absolute(settings)
     if len(columns) < 2:
         raise ValueError(f"embeddings: expected anchors and positives, got {len(columns)} column")
     batch = _Batch(settings, [guide.detach().to(columns[0].device) for guide in guides])

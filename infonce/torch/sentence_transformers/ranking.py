@@ -183,7 +183,8 @@ class _Batch:
         return samples, samples.repeat(columns or 1 + len(self.negatives))
 
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
-        """The similarity [B] of each row of `a` with the same row of `b`."""
+        """The similarity [B] of each row of `a` with the same row of `b`, in the loss's dtype."""
+        a, b = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (a, b))
         if self.normalize:
             a, b = nn.functional.normalize(a, dim=-1), nn.functional.normalize(b, dim=-1)
         return (a * b).sum(dim=-1)

@@ -16,14 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import spec
 from .. import functions
 from ..core.drop_in import (
+    SCALE,
     DropIn,
+    Refused,
     connect_group,
     gather_rows,
+    group_of,
     locate_shard,
+    refuse,
     require,
-    world_group_option,
+    require_rank,
 )
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "fused_siglip_loss",
     "fused_siglip_plus_loss",
 ]
+WEIGHT_SETTINGS = {"symmetric": True, "soft_label": False, "soft_weighting": True}
 LEAST_SCALE, LARGEST_SCALE = 0.01, 100.0  # limits of the learned scale, as in siglip-kernel
 
 
@@ -131,23 +137,25 @@ def fused_siglip_plus_loss(
     ----------
     Zhai, Mustafa, Kolesnikov, Beyer: Sigmoid Loss for Language Image Pre-Training, 2023.
     """
-    _require_weights(symmetric, soft_label)
+    _require_weight("symmetric", symmetric)
+    _require_weight("soft_label", soft_label)
     ids = _ids(img_features, txt_features, img_gid, txt_gid)
     scale = log_temperature.exp()
     loss = functions.siglip_loss(
         img_features, txt_features, bias, scale=scale, positive_ids=ids, **options
     )
+    if options.get("reduction") == "sum":
+        return loss
     # `loss` is a mean over images, of all processes; divided by the captions, a mean over pairs
     _, captions, _ = locate_shard(options.get("group"), len(txt_features))
     return loss / captions
 
 
-def _require_weights(symmetric: bool, soft_label: bool, soft_weighting: bool = True) -> None:
-    """ValueError for settings that ask for other weights of positives than `positive_ids` has."""
-    instead = "positives have the weights of positive_ids"
-    require("symmetric", symmetric, True, instead)
-    require("soft_label", soft_label, False, instead)
-    require("soft_weighting", soft_weighting, True, instead)
+def _require_weight(name: str, value: Any) -> None:
+    """ValueError for a setting that asks for other weights of positives than `positive_ids` has."""
+    if name in WEIGHT_SETTINGS:
+        instead = "positives have the weights of positive_ids"
+        require(name, value, WEIGHT_SETTINGS[name], instead)
 
 
 def _ids(
@@ -159,6 +167,9 @@ def _ids(
         torch.arange(len(z), device=z.device) if ids is None else ids for z, ids in sides
     )
     return rows, columns
+
+
+GROUP = refuse(["group"], "pass process_group")
 
 
 class DistributedSigLIPLoss(DropIn):
@@ -175,7 +186,7 @@ class DistributedSigLIPLoss(DropIn):
     strategy : {"ring", "gather", "local"}
         The keyword `exchange`; "local": the loss of the rows of this process.
     rank, world_size : int
-        With ``world_size > 1`` the batch is that of all processes.
+        Those of the process group. With ``world_size > 1`` the batch is that of all its processes.
     process_group : torch.distributed.ProcessGroup, optional
         The processes that share the batch; all by default.
     overlap : bool
@@ -193,6 +204,8 @@ class DistributedSigLIPLoss(DropIn):
     Zhai, Mustafa, Kolesnikov, Beyer: Sigmoid Loss for Language Image Pre-Training, 2023.
     """
 
+    kind = spec.SIGLIP
+
     def __init__(
         self,
         chunk_size: int = 0,
@@ -203,12 +216,18 @@ class DistributedSigLIPLoss(DropIn):
         overlap: bool = True,
         **options: Any,
     ) -> None:
-        if strategy not in ("ring", "gather", "local"):
-            raise ValueError(f'strategy: expected "ring", "gather" or "local", got {strategy!r}')
+        require_rank(rank, world_size)
         super().__init__(
             options, chunk_size=chunk_size, strategy=strategy, rank=rank, world_size=world_size,
             process_group=process_group, overlap=overlap,
         )  # fmt: skip
+
+    def check_setting(self, name: str, value: Any) -> None:
+        if name == "strategy" and value not in ("ring", "gather", "local"):
+            raise ValueError(f'strategy: expected "ring", "gather" or "local", got {value!r}')
+
+    def refused(self) -> Refused:
+        return {**SCALE, **GROUP, **refuse(["exchange"], "pass strategy")}
 
     def forward(
         self,
@@ -217,23 +236,14 @@ class DistributedSigLIPLoss(DropIn):
         logit_scale: Any,
         logit_bias: Any = None,
     ) -> Any:
-        shared: dict[str, Any] = {}
+        options = {**self.call_options(), "scale": logit_scale}
         if self.strategy != "local":
-            shared = _shared(self.process_group, self.world_size)
-        if shared:
-            shared["exchange"] = self.strategy
+            group = group_of(self.rank, self.world_size, self.process_group)
+            if group is not None:
+                options |= {"group": group, "exchange": self.strategy}
         # None is no bias. `infonce.torch.siglip_loss` takes -10 for None.
         bias = 0.0 if logit_bias is None else logit_bias
-        options = {**shared, **self.options, "scale": logit_scale}
         return functions.siglip_loss(image_features, text_features, bias, **options)
-
-
-def _shared(group: Any, world_size: int) -> dict[str, Any]:
-    """The keyword `group` that shares the batch with `group`, or with all processes if it is None;
-    empty if ``world_size`` is 1."""
-    if world_size > 1 and group is not None:
-        return {"group": group}
-    return world_group_option(world_size > 1)
 
 
 class SigLIPPlusLoss(DropIn):
@@ -270,6 +280,8 @@ class SigLIPPlusLoss(DropIn):
     Zhai, Mustafa, Kolesnikov, Beyer: Sigmoid Loss for Language Image Pre-Training, 2023.
     """
 
+    kind = spec.SIGLIP
+
     def __init__(
         self,
         temperature: float = 0.07,
@@ -281,17 +293,25 @@ class SigLIPPlusLoss(DropIn):
         chunk_size: int = 0,
         **options: Any,
     ) -> None:
-        _require_weights(symmetric, soft_label, soft_weighting)
-        super().__init__(options, symmetric=symmetric, soft_label=soft_label, chunk_size=chunk_size)
+        super().__init__(
+            options, symmetric=symmetric, soft_weighting=soft_weighting, soft_label=soft_label,
+            chunk_size=chunk_size,
+        )  # fmt: skip
         self.logit_scale = nn.Parameter(torch.log(torch.tensor(1.0 / temperature)))
         if use_bias:
             self.logit_bias = nn.Parameter(torch.tensor(float(bias_init)))
         else:
             self.register_buffer("logit_bias", torch.tensor(0.0))
 
-    def _shared(self) -> dict[str, Any]:
-        """The keyword `group`, which a subclass needs to share the batch over processes."""
-        return {}
+    def check_setting(self, name: str, value: Any) -> None:
+        _require_weight(name, value)
+
+    def refused(self) -> Refused:
+        return {**SCALE, **refuse(["positive_ids"], "pass img_gid and txt_gid")}
+
+    def _group(self) -> Any:
+        """The process group that shares the batch; None for one process."""
+        return self.options.get("group")
 
     def forward(
         self,
@@ -301,7 +321,9 @@ class SigLIPPlusLoss(DropIn):
     ) -> dict[str, Any]:
         image, text = embeddings
         log_scale = self.logit_scale.clamp(math.log(LEAST_SCALE), math.log(LARGEST_SCALE))
-        options = {**self._shared(), **self.options}
+        options = self.call_options()
+        if (group := self._group()) is not None:
+            options["group"] = group
         ids = _ids(image, text, img_gid, txt_gid)
         loss = fused_siglip_plus_loss(
             image, text, log_scale, self.logit_bias, *ids, **{"normalize": True, **options}
@@ -309,7 +331,7 @@ class SigLIPPlusLoss(DropIn):
         return {
             "total_loss": loss,
             "logit_scale": log_scale.exp().detach(),
-            "n_positives": _count_positive_pairs(*ids, options.get("group")),
+            "n_positives": _count_positive_pairs(*ids, group),
         }
 
 
@@ -356,6 +378,7 @@ class DistributedSigLIPPlusLoss(SigLIPPlusLoss):
         overlap: bool = True,
         **options: Any,
     ) -> None:
+        require_rank(rank, world_size)
         super().__init__(
             temperature, symmetric, use_bias, bias_init, True, soft_label, chunk_size, **options
         )
@@ -363,8 +386,11 @@ class DistributedSigLIPPlusLoss(SigLIPPlusLoss):
         self.process_group, self.overlap = process_group, overlap
         self._settings += ("num_groups", "rank", "world_size", "process_group", "overlap")
 
-    def _shared(self) -> dict[str, Any]:
-        return _shared(self.process_group, self.world_size)
+    def refused(self) -> Refused:
+        return {**super().refused(), **GROUP}
+
+    def _group(self) -> Any:
+        return group_of(self.rank, self.world_size, self.process_group)
 
 
 @torch.no_grad()

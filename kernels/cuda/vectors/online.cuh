@@ -119,14 +119,13 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
                                       double* positive_gradient) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
-  const double c = scale.get() * LOG2_E;
-  rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
-  if (rows.moment) rows.moment[i] *= c;
+  const double c = scale.get() * LOG2_E, sum = rows.sum[i];  // of the exponentials that are in dQ
+  rows.set(i, to_logits({(double)reference[i], sum, rows.moment ? rows.moment[i] * c : 0}, c));
   const i64 key = positives[i];
   const DirectionLosses row = options.direction_of_one(rows.get(i), positive_logits[i], key, options.bias(key));
   const double a = upstream[i] * (row_direction_weight * options.scale.bare());
   gradient_divisor[i] =
-      rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
+      sum == 0 ? 0 : a * row.negative_probability / sum * (factor ? factor[i] : 1);
   positive_gradient[i] = -(a * row.negative_probability);
 }
 

@@ -15,6 +15,18 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b) {
   return merge(a, b, [](double x) { return (double)exp2_((Real)x); });
 }
 
+// The sums of logits c x, from sums of exponents c' x. Kernels round c to c' = (Real)c, which changes all logits by one
+// factor. So the log-sum-exp is that of the exponents times c / c', but for c / c' - 1 times the entropy of the softmax,
+// which is negligible. `reference` (factors.cuh) multiplies it by c' / c, so that the gradient pass subtracts the
+// log-sum-exp of its exponents. The maximum is an exponent, or with `is_product` a product.
+__device__ __forceinline__ Sum to_logits(Sum s, double c, bool is_product = false) {
+  double change = c / (double)(Real)c - 1;
+  // A c outside of the range of Real has another c'. Then all logits are negligible, or they are not finite
+  if (!(fabs(change) <= 0x1p-24)) change = 0;
+  const double factor = s.sum > 0 && s.sum < INFINITY_ ? 1 + change * (double)logf((float)s.sum) : 1;
+  return {s.max * (is_product ? c : 1 + change), s.sum * factor, s.moment * factor};
+}
+
 // Lists in `writers` the thread blocks of a sweep that have written sums of the columns of tile `tile`, in ascending
 // order, and returns their number. written_tiles [blocks, 32] has one bit for each of MAX_WRITTEN_TILES tiles. If a
 // sweep has more tiles, each thread block first writes empty sums for all columns, and then sets all bits (`begin` in
@@ -48,16 +60,16 @@ struct Sums {
 // Adds the partial sums of one block of logits to the sums of n rows (or n columns), always in one order.
 //   - A slot is one partial sum of a row: (max, sum), and a moment unless `moments` is null. `partial_sums` and
 //     `moments` are [slots, stride], with one slot for each row.
-//   - The maxima, times maxima_scale log2(e), are base-2 logits. The maxima of tiled/lse.cu are products, and
-//     maxima_scale is the scale of exponents. The maxima of a sweep are base-2 logits, and maxima_scale is ln 2.
-//   - A moment is a sum of exponentials times products. exponent_scale log2(e) turns the products into exponents.
+//   - The maxima of tiled/lse.cu are products (`maxima_are_products`), and the maxima of a sweep are exponents: products
+//     times exponent_scale log2(e), rounded. `to_logits` makes sums of base-2 logits of them.
+//   - A moment is a sum of exponentials times products. exponent_scale log2(e) turns the products into base-2 logits.
 //   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
 //   - If `written_tiles` is not null, the sums belong to columns of a sweep (sm90/sweep_lse.cu). Each thread block of
 //     the sweep has two slots, one for each group of 64 rows of its query tiles. The slots are valid for the columns of
 //     the tiles in the block's bits of `written_tiles`.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
-            const __grid_constant__ Scale maxima_scale, const __grid_constant__ Sums sums,
+            i64 maxima_are_products, const __grid_constant__ Sums sums,
             const u32* written_tiles,
             const Real* moments, const __grid_constant__ Scale exponent_scale) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
@@ -72,15 +84,15 @@ merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
     __syncthreads();  // the writes of writers[] and writer_count come before their reads
     slots = (i64)writer_count * 2;
   }
-  const double c_maxima = maxima_scale.get() * LOG2_E, c_moments = moments ? exponent_scale.get() * LOG2_E : 0;
+  const double c = exponent_scale.get() * LOG2_E;
   Sum own_slots = {-INFINITY_, 0, 0};
   if (i < n) {
 #pragma unroll 4
     for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
       const i64 slot = written_tiles ? (i64)writers[s / 2] * 2 + s % 2 : s;
       const Real2 partial = partial_sums[slot * stride + i];
-      const double moment = moments ? c_moments * (double)moments[slot * stride + i] : 0;
-      own_slots = merge(own_slots, Sum{c_maxima * (double)partial.x, (double)partial.y, moment});
+      const double moment = moments ? c * (double)moments[slot * stride + i] : 0;
+      own_slots = merge(own_slots, to_logits({(double)partial.x, (double)partial.y, moment}, c, maxima_are_products));
     }
   }
   parts[part][lane] = own_slots;

@@ -31,7 +31,13 @@ ADDING_COST, LAUNCH_COST = 0.012, 2
 # The least rows of blocks that have all keys. With 900 rows, adding to dK takes as long as
 # computing the logits again
 ALL_KEYS_ROWS = 1024
+ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
 PLACE_ROWS = 64  # rows of a place of linear.cu, which adds up the rows of a segment in each place
+
+
+def align(size: int) -> int:
+    """`size` bytes, and the gap until the next part of the workspace begins."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Needs:
     def block_bytes(self, rows: int, columns: int, d: int, block_n: int, dk_rows: int = 0) -> int:
         """Bytes of all parts of the workspace for a block, and for `dk_rows` accumulators of dK."""
         dq_rows = self.dq_copies * rows
-        return sum(self.parts(rows, columns, d, block_n, dq_rows, dk_rows).values())
+        return sum(map(align, self.parts(rows, columns, d, block_n, dq_rows, dk_rows).values()))
 
     def pass_bytes(self, block_sizes: BlockSizes, d: int, block_n: int) -> int:
         """Bytes of all parts of the workspace in a pass with these sizes."""
@@ -214,7 +220,7 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
     least = needs.block_bytes(min(side, m), min(side, n), d, block_n)
     if needs.dk_in_workspace:  # dK's accumulators get half of the workspace, blocks the rest
-        least = 2 * max(least, min(side, n) * needs.accumulator_row_bytes(d))
+        least = 2 * max(least, align(min(side, n) * needs.accumulator_row_bytes(d)))
     return least
 
 
@@ -234,14 +240,14 @@ def largest_blocks(
     """
     m, n, d = shape
     row_bytes = needs.accumulator_row_bytes(d)
-    max_dk_rows = max(1, workspace // 2 // row_bytes)
+    max_dk_rows = max(1, workspace // 2 // ALIGNMENT * ALIGNMENT // row_bytes)
     overlaid, dk_rows = 0, min(n, max_dk_rows) if needs.dk_in_workspace else 0
     # `max_dk_rows` take half of the workspace, so more than half of them take more than a quarter
     if needs.overlay_row_bytes and 2 * dk_rows > max_dk_rows:
         border = needs.overlay_border(n, d)
         if border and n - border <= max_dk_rows:
             dk_rows, overlaid = n, border
-    room = workspace - needs.staged_copy_bytes - (dk_rows - overlaid) * row_bytes
+    room = workspace - needs.staged_copy_bytes - align((dk_rows - overlaid) * row_bytes)
     # from here on, m and n are the most rows and columns of a block
     n = max(overlaid, n - overlaid)  # no block contains the border
     m = n if symmetric else m
@@ -358,7 +364,7 @@ def _block_sizes_with_cache(
         other_bytes = needs.staged_copy_bytes + max(
             scheduled.pass_bytes(block_sizes, d, block_n) for scheduled in passes
         )
-        return sum(needs.cached_parts(m, columns, d).values()) + other_bytes
+        return sum(map(align, needs.cached_parts(m, columns, d).values())) + other_bytes
 
     def has_room(overlaid: int, columns: int) -> bool:
         return size(overlaid, columns) <= workspace

@@ -21,9 +21,9 @@ from ...solve import Solution
 from ..device.arguments import readable_by_kernels, valid_scale
 from ..device.launcher import device_properties
 from ..device.launches import Queue
-from ..schedule import Call, Schedule, tiled_schedule
-from ..tiled.backend import GPU
+from ..schedule import Call, Schedule, distillation_schedules
 from ..tiled.buffers import Buffers
+from ..tiled.lse import StatisticsRun
 from ..vectors import ElementwiseVectors, TiledVectors
 from .run import (
     Distillation,
@@ -38,7 +38,9 @@ def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients |
     """Loss, log-sum-exps and gradients of a whole call."""
     problem = _with_one_precision(problem)
     properties = device_properties(cupy.cuda.Device().id)
-    schedule = tiled_schedule(Call.from_problem(problem, gradients), properties)
+    *lse_schedules, schedule = distillation_schedules(
+        Call.from_problem(problem, gradients), properties
+    )
     m = problem.shape[0]
     positives = cupy.full(m, -1)  # none
     student, teacher = (
@@ -47,7 +49,7 @@ def solve_distillation_by_kernels(problem: TaughtProblem, gradients: Gradients |
     )
     if isinstance(student.upstream, float):
         student = fast_replace(student, upstream=cupy.full(m, student.upstream))
-    student_stats, teacher_stats = _statistics(student), _statistics(teacher)
+    student_stats, teacher_stats = map(_statistics, (student, teacher), lse_schedules)
     rows = _direction(student_stats.rows), _direction(teacher_stats.rows)
     columns = None
     if student_stats.columns is not None and teacher_stats.columns is not None:
@@ -67,11 +69,13 @@ def _with_one_precision(problem: TaughtProblem) -> TaughtProblem:
     return problem
 
 
-def _statistics(model: Problem) -> Statistics:
+def _statistics(model: Problem, schedule: Schedule) -> Statistics:
     """Run the log-sum-exp pass of a model. Returns the sums of its exponentials."""
-    gpu = GPU(model)
-    model, stats = gpu.vectors.statistics(model)
-    gpu.run(gpu.schedule.passes, model, stats, None)
+    buffers = Buffers(model, schedule, Queue())
+    model, stats = buffers.vectors.statistics(model)
+    buffers.prepare(model)
+    for scheduled in schedule.passes:
+        StatisticsRun(buffers, model, scheduled, stats).run()
     return stats
 
 

@@ -5,7 +5,7 @@ kernels/gpu/config, and kernels/gpu/tiled and fused.py run the schedule.
 """
 
 from .call import BlockPass, Call, LossForm, Matrix, Purpose
-from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule
+from .decisions import Schedule, distillation_schedules, schedule, tiled_schedule
 from .fused import OneLaunch, one_launch
 from .matrix_products import divide_keys, divide_terms
 from .method import choose_method, has_plan, is_computed_by_kernels_only
@@ -20,7 +20,6 @@ from .passes import (
 )
 
 __all__ = [
-    "ALIGNMENT",
     "CACHED_BLOCK_COLUMNS",
     "AccumulatorRows",
     "BlockPass",
@@ -38,6 +37,7 @@ __all__ = [
     "ScheduledKernel",
     "ScheduledPass",
     "choose_method",
+    "distillation_schedules",
     "divide_keys",
     "divide_terms",
     "has_plan",

@@ -145,6 +145,7 @@ class Call:
     joint_copy_bytes: int = 0  # bytes of the workspace for the copies that a joint loss makes
     adds_query: bool = False  # dQ is added to its destination, which is not overwritten
     block: BlockPass | None = None  # None: all passes of a whole call
+    portable: bool = False  # no sweeps: a later pass multiplies these features by portable kernels
 
     @staticmethod
     def from_problem(

@@ -38,10 +38,6 @@ MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
 # The same for a loss with one softmax, if dK is not wanted: its gradient pass takes less time
 MIN_CACHED_K_SLICES_OF_DQ = {"bf16": 9, "fp16x3": 20}
 MAX_GROUP_BLOCK_SIDE = 8192  # most rows and columns of a block, if groups leave out blocks
-ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
-# Bytes that alignment may add: less than ALIGNMENT for each part. A pass has at most 14 parts
-# (`Needs.parts`; a call with a teacher has no guide), and the cache has 2 (`Needs.cached_parts`)
-ALIGNMENT_BYTES = 16 * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -93,6 +89,26 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
         division.one_pass, division.gradient.cached_columns, cached_memory(call, division),
         division.workspace,
     )  # fmt: skip
+
+
+def distillation_schedules(
+    call: Call, device: DeviceProperties
+) -> tuple[Schedule, Schedule, Schedule]:
+    """The schedules of a call with a teacher, in their order: the log-sum-exps of the student, the
+    log-sum-exps of the teacher, and the loss with gradients.
+
+    Sweeps compute all passes, or portable kernels do. They round products differently, so that
+    exponentials of the one do not add up to 1 with log-sum-exps of the other.
+    """
+    assert call.teacher_query is not None
+    assert call.teacher_key is not None
+    distillation = tiled_schedule(call, device)
+    student = replace(
+        call, teacher_query=None, teacher_key=None, query_gradient=None, key_gradient=None,
+        moments=False, portable=distillation.sweep is None,
+    )  # fmt: skip
+    teacher = replace(student, query=call.teacher_query, key=call.teacher_key)
+    return tiled_schedule(student, device), tiled_schedule(teacher, device), distillation
 
 
 # --- the decisions, in their order ----------------------------------------------------------------
@@ -225,6 +241,8 @@ def choose_sweeps(
             operands.precision, operands.part_bytes, teacher.part_bytes, device, call.normalize
         )
         return sweep, None
+    if call.portable:
+        return None, None
     ids_or_factors = call.normalize or call.ids
     sweep = config.sweep_for(
         operands.precision, operands.part_bytes, device, ids_or_factors, call.moments,
@@ -329,8 +347,7 @@ def divide_workspace(
         reserved, MAX_GROUP_BLOCK_SIDE if call.host_groups else None,
     )  # fmt: skip
     return WorkspaceDivision(
-        needs, statistics, gradient, size + ALIGNMENT_BYTES, one_pass, dq_in_place, dk_in_place,
-        dq_copies,
+        needs, statistics, gradient, size, one_pass, dq_in_place, dk_in_place, dq_copies
     )  # fmt: skip
 
 

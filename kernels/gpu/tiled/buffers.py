@@ -18,7 +18,7 @@ from ..device.arguments import NATURAL, Fields, address
 from ..device.launcher import Launcher
 from ..device.launches import Queue
 from ..linear import GPURows
-from ..schedule import ALIGNMENT, Part, Schedule, ScheduledPass
+from ..schedule import Part, Schedule, ScheduledPass
 from ..vectors import TiledVectors
 from .guide import Guide
 from .operands import CachedExponentials, OperandSide, find_feature_divisors, to_products
@@ -47,7 +47,7 @@ class Workspace:
         arrays, start = {}, 0
         for part in (*self.schedule.cached, *parts):
             arrays[part.name] = cupy.ndarray(part.bytes, np.uint8, self.memory.data + start)
-            start += -(-part.bytes // ALIGNMENT) * ALIGNMENT
+            start += config.align(part.bytes)
         assert start <= self.schedule.workspace
         return arrays
 

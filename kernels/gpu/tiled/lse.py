@@ -95,12 +95,10 @@ class StatisticsRun(PassRun):
         `side` is "row"; or "column", and then `rows` are the columns of the block.
         """
         n = rows.stop - rows.start
-        # the maxima of portable kernels are products, the maxima of sweeps are base-2 logits
-        maxima_scale = self.exponent_scale if isinstance(self.shape, config.Tile) else BASE_2
         self.launcher.launch_vectors(
             "merge_partial_sums", n, threads=4, partial_sums=self.parts[f"{side}_partials"],
             moments=self.parts.get(f"{side}_moments"), slots=slots, stride=n, n=n,
-            maxima_scale=maxima_scale,
+            maxima_are_products=isinstance(self.shape, config.Tile),
             exponent_scale=self.exponent_scale, sums=sums_fields(sums, rows.start),
             written_tiles=written_tiles,
         )  # fmt: skip

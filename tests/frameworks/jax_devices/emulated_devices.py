@@ -41,7 +41,7 @@ def evaluate(
     """Loss, d queries, d keys, and gradients of the numbers, as `axis.evaluate` has them."""
     kind, struct = ALL_LOSSES[name], jax.ShapeDtypeStruct
     wrt = tuple(arg for arg in (*kind.arguments, *numbers) if arg not in kind.locked)
-    call = TracedCall(kind, (), False, wrt, Axis(("data",), R, frozenset(), False))
+    call = TracedCall(kind, (), False, wrt, Axis(("data",), R, False))
     arguments = []
     for rank in range(R):
         absent = dict.fromkeys(

@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from devices import (
+    FEATURES,
     MESH,
     ROWS,
     SAME,
@@ -171,6 +173,45 @@ def refused() -> None:
            lambda: ij.sharded(ij.clip_loss, MESH, "model"))  # fmt: skip
     raises(TypeError, "axis_name: expected as an argument of infonce.jax.sharded",
            lambda: over(*z, scale=3.0, axis_name="data"))  # fmt: skip
+
+
+def shards() -> None:
+    """Without `axis_name`, each device has a loss of its own rows. JAX refuses to take it, metrics
+    and gradients for the same on all devices, as it does with plain JAX. Their mean is one number,
+    to which each device adds its part of the gradient of a number that all devices have."""
+    numbers = {"scale": SCALE.astype(np.float64)}
+    for name in FEATURES:
+        z, by_row = features(name), make_labels(name, 6 * R)
+        if name == "distill":
+            by_row = {"teacher_query": z[1], "teacher_key": z[0]}
+        over = partial(jax.shard_map, mesh=MESH, in_specs=(ROWS, SAME, ROWS))
+        alone = partial(one, name)
+
+        def mean_of_parts(z: Any, numbers: Any, by_row: Any, alone: Any = alone) -> Any:
+            split = [jax.tree.map(lambda v, i=i: v[6 * i : 6 * i + 6], (z, by_row))
+                     for i in range(R)]  # fmt: skip
+            return sum(alone(part, numbers, options) for part, options in split) / R
+
+        def mean(*arguments: Any, alone: Any = alone) -> Any:
+            return jax.lax.pmean(alone(*arguments), "data")
+
+        want = jax.value_and_grad(mean_of_parts, (0, 1))(z, numbers, by_row)
+        for inside in (False, True):
+            got = mapped(mean, inside=inside)(z, numbers, by_row)
+            close(f"{name}: mean of the devices' losses", got, want)
+
+        results: list[Callable[..., Any]] = [
+            alone,
+            jax.grad(alone),
+            partial(alone, reduction="none"),
+        ]
+        if name in ("clip", "info_nce", "lit", "nt_xent"):
+            results.append(lambda *a, alone=alone: alone(*a, metrics=True)[1].row_loss)
+        if name in ("clip", "info_nce"):
+            results.append(partial(alone, dims=(2, D)))
+        for result in results:
+            raises(ValueError, "out_specs which require replication",
+                   lambda: jax.jit(over(result, out_specs=SAME))(z, numbers, by_row))  # noqa: B023  # fmt: skip
 
 
 def not_a_number() -> None:

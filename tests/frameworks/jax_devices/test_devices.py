@@ -60,7 +60,7 @@ def test_metrics_and_dtypes() -> None:
 
 
 def test_errors_and_documentation() -> None:
-    run("programs_over_devices.py", 4, "refused", "not_a_number", "page")
+    run("programs_over_devices.py", 4, "refused", "shards", "not_a_number", "page")
 
 
 def test_two_processes() -> None:

@@ -140,6 +140,74 @@ def test_a_model_of_both_towers_with_mappings_and_metrics(towers: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
 
 
+class Model(nn.Module):
+    """Features of both inputs by one layer, and its learned numbers as `numbers` returns them."""
+
+    def __init__(self, numbers: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.numbers = nn.Linear(WIDTH, 4).double(), numbers
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.vector = nn.Parameter(torch.tensor([2.0, -1.0], dtype=torch.float64))
+
+    def forward(self, image: Any, text: Any) -> Any:
+        return self.layer(image), self.layer(text), *self.numbers(self)
+
+
+NUMBERS = {
+    "a parameter": lambda model: (model.scale,),
+    "a parameter twice": lambda model: (model.scale, model.scale),
+    "a parameter and a tensor computed of it": lambda model: (model.scale, model.scale.exp()),
+    "views of a parameter": lambda model: (model.vector[0], model.vector[1]),
+    "one view twice": lambda model: (model.vector[0],) * 2,
+    "a view and its base": lambda model: (model.scale.view(1), model.scale),
+}
+
+
+@pytest.mark.parametrize("numbers", list(NUMBERS))
+@pytest.mark.parametrize("chunk", [4, ROWS])
+def test_outputs_that_are_parameters(numbers: str, chunk: int) -> None:
+    """Gradients are added to those of an earlier step exactly once. The loss reads a parameter of
+    the encoder too."""
+    torch.manual_seed(0)
+    model, inputs = Model(NUMBERS[numbers]), pairs()
+
+    def loss(image: Any, text: Any, scale: Any, other: Any = 0.0) -> Any:
+        total = it.clip_loss(image, text, scale=scale, normalize=True)
+        return total + 3 * other + 0.5 * model.scale**2 + scale.sum()
+
+    results = []
+    for cached in (True, False):
+        model.zero_grad()
+        for _ in range(2):
+            if cached:
+                it.grad_cache(model, inputs, loss, chunk)
+            else:
+                loss(*model(*inputs)).backward()
+        results.append(gradients(model))
+    for got, want in zip(*results, strict=True):
+        if want is None:  # in cached mode too
+            assert got is None
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk", [3, ROWS])
+@pytest.mark.parametrize("encoder", [nn.Identity(), lambda z: z, lambda z: z.view(-1, WIDTH)])
+def test_outputs_that_are_inputs(encoder: Any, chunk: int) -> None:
+    """Inputs that require a gradient get it; one input may be there twice. Others stay as they
+    are."""
+    image, text = pairs()
+    image.requires_grad_()
+    for inputs, loss in (([image, text], it.clip_loss), ([image, image], it.clip_loss)):
+        image.grad = None
+        for _ in range(2):
+            it.grad_cache([encoder] * 2, inputs, loss, chunk, scale=2.0, normalize=True)
+        want = torch.autograd.grad(loss(*inputs, scale=2.0, normalize=True), image)[0]
+        torch.testing.assert_close(image.grad, 2 * want, rtol=1e-10, atol=1e-13)
+    assert not text.requires_grad
+    assert text.grad is None
+
+
 @pytest.mark.parametrize("loss", [it.clip_loss, it.lit_loss])
 def test_a_frozen_encoder_runs_once(towers: Any, loss: Any) -> None:
     """One whose parameters are frozen, or one that the loss locks."""
@@ -242,6 +310,23 @@ def test_a_loss_without_a_gradient(towers: Any, loss: Callable[..., Any]) -> Non
         it.grad_cache(towers, pairs(), loss, 4, scale=2.0)
 
 
-def test_disabled_gradients(towers: Any) -> None:
-    with torch.no_grad(), pytest.raises(RuntimeError, match="expected enabled gradients, got tor"):
-        it.grad_cache(towers, pairs(), no_loss, 4)
+@pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
+def test_disabled_gradients(towers: Any, disabled: Any) -> None:
+    """Only the loss is computed, also with metrics: no gradient, and one call for each chunk."""
+    inputs = pairs()
+    for encoder in towers:
+        encoder.eval()
+
+    def loss(*features: Any, **options: Any) -> Any:
+        return it.clip_loss(*features, **options, metrics=True)
+
+    with disabled():
+        value, metrics = it.grad_cache(towers, inputs, loss, 4, scale=2.0)
+        assert [encoder.calls for encoder in towers] == [3, 3]
+        want, both = loss(*(f(z) for f, z in zip(towers, inputs, strict=True)), scale=2.0)
+    torch.testing.assert_close(value, want)
+    assert torch.equal(metrics.row_rank, both.row_rank)
+    assert not value.requires_grad
+    assert gradients(*towers) == [None] * 8
+    with disabled(), pytest.raises(TypeError, match=r"^loss: expected a function .* returns float"):
+        it.grad_cache(towers, inputs, lambda *z: it.clip_loss(*z, scale=2.0).item(), 4)

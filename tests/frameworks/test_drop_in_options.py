@@ -1,0 +1,440 @@
+"""Options and settings of drop-in replacements: each option is right for the whole loss or refused
+by its name at construction, and settings are checked whenever they are set."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+
+import infonce.torch as it  # noqa: E402
+from infonce import spec  # noqa: E402
+from infonce.checks import keywords  # noqa: E402
+from infonce.torch import inf_cl, infonce_cuda, lightly, open_clip, sup_contrast  # noqa: E402
+from infonce.torch import memory_efficient_clip as memeff  # noqa: E402
+from infonce.torch import siglip_kernel as siglip  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import drop_ins  # noqa: E402
+
+pytestmark = pytest.mark.extras
+N, D = 8, 6
+
+
+@pytest.mark.parametrize("name", drop_ins.DRAWS)
+def test_random_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some calls of the program; equations alone, because other projects may have stand-ins."""
+    monkeypatch.setattr(drop_ins, "peer", lambda module, name: None)
+    try:
+        assert not drop_ins.faults(name, 5, 1)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+# --- options --------------------------------------------------------------------------------------
+
+generator = torch.Generator().manual_seed(3)
+
+
+def draw(*shape: int) -> Any:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+A, B, OWN, TEACHER, LOGITS = (
+    draw(N, D),
+    draw(N, D),
+    draw(N, 2, D),
+    (draw(N, 4), draw(N, 4)),
+    draw(N, 3, 5),
+)
+TOKENS = torch.randint(5, (N, 3), generator=generator)
+VIEWS, ROW, GUIDE = torch.cat([A, B]), torch.arange(N), draw(64, 4)
+UNIT = [F.normalize(z, dim=-1) for z in (A, B)]
+BANK = F.normalize(draw(5, D), dim=1)
+EACH = {"temperature", "scale"}  # no drop-in takes the factor of its logits as an option
+QWEN3 = {*EACH, "metrics", "normalize", "own", "false_negative_margin"}
+NEGATIVES = {"ids", "groups", "key_bias", "guide", "guide_margin", "in_batch"}
+
+
+def values(rows: int, keys: int, one: bool) -> dict[str, dict[str, Any]]:
+    """Keyword -> keywords of a call with it, for a loss of `rows` and `keys`, of `one` array."""
+    number = torch.arange(keys)
+    guide = {"guide": GUIDE[:rows] if one else (GUIDE[:rows], GUIDE[-keys:])}
+    pairs = {name: number // step if rows == keys else (number[:rows] // step, number // step)
+             for name, step in (("ids", 2), ("groups", 4), ("positive_ids", 2))}  # fmt: skip
+    plain: dict[str, Any] = {
+        **pairs, "own": draw(rows, 3, D), "own_mask": torch.tensor([[True, False]] * rows),
+        "in_batch": False, "dims": (2, D), "weights": torch.linspace(0.5, 2, rows),
+        "margin": 0.2, "decoupled": True, "label_smoothing": 0.1, "hardness": 1.0,
+        "key_bias": torch.linspace(0, 2, keys), "false_negative_margin": -0.1, "normalize": True,
+        "reduction": "sum", "method": "tiled", "precision": "fp64", "workspace": "1MiB",
+        "offload": False, "check_finite": True, "progress": lambda phase, done, total: None,
+        "metrics": True, "temperature": 0.3, "scale": 3.0, "labels": number,
+    }  # fmt: skip
+    return {
+        **{name: {name: value} for name, value in plain.items()}, **{"guide": guide},
+        "dim_weights": {"dims": (2, D), "dim_weights": (0.5, 2.0)},
+        "guide_margin": {**guide, "guide_margin": 0.5},
+    }  # fmt: skip
+
+
+NEUTRAL = {"method", "precision", "workspace", "offload", "check_finite", "progress", "metrics"}
+
+
+@dataclass
+class Row:
+    """A drop-in: how it is made with options, called, and computed otherwise."""
+
+    make: Callable[..., Any]
+    call: Callable[[Any], Any]
+    whole: Callable[..., Any]  # the whole loss with options
+    refused: set[str]  # besides the options that the loss itself has not
+    rows: int = N
+    keys: int = N
+    one: bool = False  # one array of features
+    always: frozenset[str] = frozenset()  # options that hold in any case
+
+
+def qwen3(sets: str, own: Any, **options: Any) -> Any:
+    """The equation, whose options are for rows of the softmax, or for the mean over them."""
+    rest = {name: options.pop(name) for name in ("reduction", "weights") if name in options}
+    if options.pop("own_mask", None) is not None:
+        own = own[:, :1]
+    options = {name: value for name, value in options.items() if name not in NEUTRAL}
+    return drop_ins.reduced(
+        drop_ins.qwen3(*UNIT, F.normalize(own, dim=-1), 10.0, 0.1, sets, **options), **rest
+    )
+
+
+def bank_loss(**options: Any) -> Any:
+    loss = lightly.NTXentLoss(0.1, (5, D), **options)
+    loss.memory_bank.bank.copy_(BANK)
+    return loss
+
+
+def dclw(**options: Any) -> Any:
+    weights = lightly.negative_mises_fisher_weights(*UNIT)
+    rest = (1 - weights) * (UNIT[0] * UNIT[1]).sum(1) / 0.1
+    return (
+        it.nt_xent_loss(VIEWS, temperature=0.1, normalize=True, decoupled=True, **options)
+        + rest.mean()
+    )
+
+
+def distilled(**options: Any) -> Any:
+    student = it.distill_loss(A, B, *TEACHER, scale=2.0, teacher_scale=0.5, **options)
+    return it.clip_loss(A, B, scale=2.0, **options) + student
+
+
+def caption(**options: Any) -> Any:
+    rows = F.cross_entropy(LOGITS.flatten(0, 1), TOKENS.flatten(), ignore_index=0)
+    return 0.5 * it.clip_loss(A, B, scale=2.0, **options) + 2 * rows
+
+
+def with_bank(**options: Any) -> Any:
+    keys = torch.cat([ROW * 0, torch.ones(5, dtype=torch.long)])
+    options = {"temperature": 0.1, "normalize": True, "ids": (ROW * 0, keys), **options}
+    return it.info_nce_loss(A, torch.cat([B, BANK.float().double()]), **options)
+
+
+def memory_efficient(name: str, **more: Any) -> Callable[..., Any]:
+    loss = getattr(memeff, f"MemoryEfficient{name}Loss")
+    return lambda **options: loss(temperature=0.1, stable=False, **more, **options)
+
+
+TABLE = {
+    "open_clip.ClipLoss": Row(
+        open_clip.ClipLoss, lambda loss: loss(A, B, 2.0),
+        lambda **o: it.clip_loss(A, B, scale=2.0, **o), {*EACH, "metrics"},
+    ),
+    "open_clip.SigLipLoss": Row(
+        open_clip.SigLipLoss, lambda loss: loss(A, B, 2.0, -1.0),
+        lambda **o: it.siglip_loss(A, B, -1.0, scale=2.0, **o), EACH,
+    ),
+    "open_clip.CoCaLoss": Row(
+        lambda **o: open_clip.CoCaLoss(2.0, 0.5, **o),
+        lambda loss: sum(loss(A, B, LOGITS, TOKENS, 2.0)), caption,
+        {*EACH, "metrics", "reduction", "weights"},
+    ),
+    "open_clip.DistillClipLoss": Row(
+        open_clip.DistillClipLoss, lambda loss: sum(loss(A, B, 2.0, *TEACHER, 0.5)), distilled,
+        {*EACH, "metrics", *spec.SOFTMAX_OPTIONS, *spec.PREFIX_OPTIONS, "ids", "groups"},
+    ),
+    "lightly.NTXentLoss": Row(
+        lambda **o: lightly.NTXentLoss(0.1, **o), lambda loss: loss(A, B),
+        lambda **o: it.nt_xent_loss(VIEWS, temperature=0.1, **{"normalize": True, **o}),
+        {*EACH, "labels"}, 2 * N, 2 * N, True, always=frozenset({"normalize"}),
+    ),
+    "lightly.NTXentLoss with a bank": Row(
+        bank_loss, lambda loss: loss(A, B), with_bank,
+        {*EACH, "ids", "guide", "guide_margin"}, N, N + 5, always=frozenset({"normalize"}),
+    ),
+    "lightly.DCLLoss": Row(
+        lambda **o: lightly.DCLLoss(0.1, **o), lambda loss: loss(A, B),
+        lambda **o: it.nt_xent_loss(
+            VIEWS, temperature=0.1, **{"normalize": True, "decoupled": True, **o}
+        ),
+        {*EACH, "labels"}, 2 * N, 2 * N, True, always=frozenset({"normalize", "decoupled"}),
+    ),
+    "lightly.DCLWLoss": Row(
+        lambda **o: lightly.DCLWLoss(0.1, **o), lambda loss: loss(A, B),
+        lambda normalize=True, decoupled=True, **o: dclw(**o),
+        {*EACH, *spec.PREFIX_OPTIONS, "labels", "reduction", "weights", "margin", "key_bias",
+         "metrics"},
+        2 * N, 2 * N, True, always=frozenset({"normalize", "decoupled"}),
+    ),
+    "infonce_cuda.InfoNCELoss": Row(
+        infonce_cuda.InfoNCELoss, lambda loss: loss(VIEWS),
+        lambda **o: it.nt_xent_loss(VIEWS, temperature=0.5, **o), EACH, 2 * N, 2 * N, True,
+    ),
+    "sup_contrast.SupConLoss": Row(
+        sup_contrast.SupConLoss, lambda loss: loss(torch.stack([A, B], 1), ROW // 2),
+        lambda **o: it.sup_con_loss(VIEWS, (ROW // 2).repeat(2), temperature=0.07, **o),
+        {*EACH, "reduction", "weights"}, 2 * N, 2 * N, True,
+    ),
+    "siglip_kernel.DistributedSigLIPLoss": Row(
+        siglip.DistributedSigLIPLoss, lambda loss: loss(A, B, 2.0, -1.0),
+        lambda **o: it.siglip_loss(A, B, -1.0, scale=2.0, **o), EACH,
+    ),
+    "siglip_kernel.SigLIPPlusLoss": Row(
+        lambda **o: siglip.SigLIPPlusLoss(0.5, **o).double(),
+        lambda loss: loss((A, B), ROW // 3, ROW // 3)["total_loss"],
+        lambda **o: it.siglip_loss(
+            A, B, 0.0, scale=2.0, positive_ids=ROW // 3, **{"normalize": True, **o}
+        ) / (1 if o.get("reduction") == "sum" else N),
+        {*EACH, "positive_ids"}, always=frozenset({"normalize"}),
+    ),
+    "memory_efficient_clip: CLIP": Row(
+        memory_efficient("CLIP"), lambda loss: loss(A, B),
+        lambda **o: it.clip_loss(A, B, temperature=0.1, normalize=True, **o),
+        {*EACH, "metrics", "normalize"},
+    ),
+    "memory_efficient_clip: LiT": Row(
+        memory_efficient("LiT"), lambda loss: loss(A, B),
+        lambda **o: it.lit_loss(A, B, temperature=0.1, normalize=True, **o),
+        {*EACH, "metrics", "normalize"},
+    ),
+    "memory_efficient_clip: prefixes": Row(
+        memory_efficient("MatryoshkaCLIP", dims=(3, D)), lambda loss: loss(A, B),
+        lambda **o: sum(it.clip_loss(A[:, :d], B[:, :d], temperature=0.1, normalize=True, **o)
+                        for d in (3, D)),
+        {*EACH, "metrics", "normalize"},
+    ),
+    "memory_efficient_clip: Qwen3": Row(
+        memory_efficient("Qwen3"), lambda loss: loss(A, B, OWN),
+        lambda **o: it.info_nce_loss(A, B, own=OWN, temperature=0.1, normalize=True,
+                                     false_negative_margin=0.1, **o),
+        QWEN3,
+    ),
+    "memory_efficient_clip: Qwen3 with queries and documents": Row(
+        memory_efficient("Qwen3", use_qq_negatives=True, use_dd_negatives=True),
+        lambda loss: loss(A, B, OWN), lambda **o: qwen3("qd", OWN, **o),
+        {*QWEN3, *NEGATIVES, *spec.PREFIX_OPTIONS},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:norms of rows")
+@pytest.mark.parametrize("name", TABLE)
+def test_options_are_right_for_the_whole_loss_or_refused(name: str) -> None:
+    row = TABLE[name]
+    plain, loss = row.make(), None
+    kind = plain.kind
+    settings = {*plain._settings, *inspect.signature(type(plain)).parameters}
+    every = values(row.rows, row.keys, row.one)
+    # every keyword of the functions is in the table, and those over processes are tested there
+    assert {*every} >= {*keywords.torch_function(kind)} - {*keywords.GROUP} - {"in_batch"}
+    without = row.call(plain)
+    for keyword, options in every.items():
+        if not settings.isdisjoint(options) or (keyword == "labels" and kind is not spec.NT_XENT):
+            continue
+        if keyword in row.refused or keyword in kind.refused:
+            first = next(iter(options))  # of `dims` and `dim_weights`, `guide` and `guide_margin`
+            with pytest.raises(ValueError, match=f"^({keyword}|{first}): expected .*, got "):
+                row.make(**options)
+            continue
+        try:
+            whole: Any = row.whole(**options)
+        except (TypeError, ValueError) as error:  # the function refuses it with this loss
+            with pytest.raises(type(error), match=f"^{str(error)[:12]}"):
+                row.call(row.make(**options))
+            continue
+        loss = row.call(row.make(**options))
+        if keyword == "metrics":
+            loss, whole = loss[0], whole[0]
+        torch.testing.assert_close(loss, whole, msg=lambda text, k=keyword: f"{k}: {text}")
+        is_same = loss.shape == without.shape and torch.allclose(loss, without, rtol=1e-12)
+        assert is_same == (keyword in NEUTRAL | row.always), keyword
+    assert loss is not None
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+IDS = {"img_gid": ROW, "txt_gid": ROW}
+CHANGES = {  # a call of a loss, a setting that no constructor takes, the error
+    "use_horovod": (open_clip.ClipLoss, True, "use_horovod: expected False, got True"),
+    "contrast_mode": (sup_contrast.SupConLoss, "two", 'contrast_mode: expected "all" or "one"'),
+    "strategy": (siglip.DistributedSigLIPLoss, "star", 'strategy: expected "ring", "gather" or'),
+    "symmetric": (siglip.SigLIPPlusLoss, False, "symmetric: expected True, got False"),
+    "soft_weighting": (siglip.SigLIPPlusLoss, False, "soft_weighting: expected True, got False"),
+    "soft_label": (siglip.DistributedSigLIPPlusLoss, True, "soft_label: expected False, got True"),
+    "tau_plus": (memeff.MemoryEfficientCLIPLoss, 0.1, "tau_plus: expected 0.0, got 0.1"),
+    "group": (memeff.MemoryEfficientLiTLoss, object(), "group: expected None, got object"),
+    "margin": (memeff.MemoryEfficientQwen3Loss, float("nan"), "margin: expected a finite number"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_are_checked_whenever_they_are_set(name: str) -> None:
+    make, value, match = CHANGES[name]
+    loss = make()
+    with pytest.raises(ValueError, match=match):
+        setattr(loss, name, value)
+    with pytest.raises(ValueError, match=match):
+        make(**{name: value})
+
+
+def test_settings_that_are_checked_at_the_call() -> None:
+    """Those that are right together, and options that a setting excludes."""
+    distributed = siglip.DistributedSigLIPLoss()
+    distributed.world_size = 2
+    plus = siglip.DistributedSigLIPPlusLoss(rank=1, world_size=2).double()
+    clip = open_clip.ClipLoss()
+    clip.world_size = 2
+    for call in (
+        lambda: distributed(A, B, 1.0),
+        lambda: plus((A, B), **IDS),
+        lambda: clip(A, B, 1.0),
+        lambda: open_clip.DistillClipLoss(world_size=2)(A, B, 1.0, *TEACHER, 1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r"group: expected torch\.distributed to be initial"):
+            call()
+    local = siglip.DistributedSigLIPLoss(strategy="local", world_size=2)
+    torch.testing.assert_close(local(A, B, 1.0), it.siglip_loss(A, B, 0.0, scale=1.0))
+    clip.rank = 2
+    with pytest.raises(ValueError, match="expected 0 <= rank < world_size, got 2 and 2"):
+        clip(A, B, 1.0)
+    for make in (siglip.DistributedSigLIPLoss, siglip.DistributedSigLIPPlusLoss):
+        with pytest.raises(ValueError, match="expected 0 <= rank < world_size, got 2 and 2"):
+            make(rank=2, world_size=2)
+        with pytest.raises(ValueError, match=r"group: expected None, got .*: pass process_group"):
+            make(group=object())
+    dcl = lightly.DCLLoss(0.1, reduction="sum")
+    dcl.weight_fn = lightly.negative_mises_fisher_weights
+    with pytest.raises(ValueError, match="reduction: expected 'mean', got 'sum': weight_fn"):
+        dcl(A, B)
+    qwen3 = memeff.MemoryEfficientQwen3Loss(ids=ROW)
+    qwen3.use_qq_negatives = True
+    with pytest.raises(ValueError, match=r"ids: expected None, got Tensor .*: it has no values"):
+        qwen3(A, B)
+    wrapped = memeff.MemoryEfficientCLIPLoss()
+    prefixes = memeff.MatryoshkaLoss(wrapped, [2])
+    wrapped.normalized_inputs = True
+    with pytest.raises(ValueError, match=r"base_loss\.normalized_inputs: expected False, got True"):
+        prefixes(A, B)
+    with pytest.raises(ValueError, match=r"group: expected None, got .*: the negatives are the r"):
+        lightly.NTXentLoss(0.1, 4, group=object())
+    with pytest.raises(ValueError, match=r"group: expected None, got .*: labels are those of t"):
+        sup_contrast.SupConLoss(group=object())
+
+
+@pytest.mark.filterwarnings("ignore")  # of the project
+def test_gist_checks_the_margin_at_each_call() -> None:
+    pytest.importorskip("sentence_transformers")
+    from infonce.torch.sentence_transformers import gist
+
+    settings = SimpleNamespace(temperature=0.1, margin_strategy="relative", margin=0.1)
+    with pytest.raises(ValueError, match='margin_strategy: expected "absolute" with a margin'):
+        gist.guided_loss(settings, UNIT, TEACHER)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_common_bias_has_the_gradient_0(shape: tuple[int, ...]) -> None:
+    """DDP waits for the gradient of each parameter that the model's output depends on."""
+    bias, scale = torch.full(shape, -5.0).requires_grad_(), torch.tensor(2.0).requires_grad_()
+    loss = open_clip.ClipLoss()(A.float(), B.float(), scale, bias)
+    assert (loss.shape, loss.dtype) == ((), torch.float32)
+    dbias, dscale = torch.autograd.grad(loss, [bias, scale])
+    assert dbias.shape == shape
+    assert dbias == 0
+    assert dscale != 0
+    without = open_clip.ClipLoss()(A.float(), B.float(), scale)
+    assert torch.equal(loss, without)
+    assert torch.equal(dscale, torch.autograd.grad(without, scale)[0])
+
+
+@pytest.mark.parametrize("sets", ["", "q", "qd"])
+def test_qwen3_multiplies_in_float32_under_autocast(sets: str) -> None:
+    options = {"use_qq_negatives": "q" in sets, "use_dd_negatives": "d" in sets, "margin": 2.0}
+    inputs = [z.float().requires_grad_() for z in (A, B, OWN)]
+    loss = memeff.MemoryEfficientQwen3Loss(0.1, **options)
+    plain = loss(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = loss(*inputs)
+    assert torch.equal(cast, plain)
+    grads = [torch.autograd.grad(value, inputs) for value in (cast, plain)]
+    assert all(map(torch.equal, *grads))
+
+
+def test_lightly_weighs_positives_in_float32_under_autocast() -> None:
+    halves = [z.bfloat16() for z in (A, B)]
+    wide = [z.float() for z in halves]
+    loss = lightly.DCLWLoss(0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = loss(*halves)
+    torch.testing.assert_close(got, loss(*wide), rtol=1e-5, atol=0)  # 2^-8 would be bfloat16's
+
+
+def test_shapes_that_pytorch_would_broadcast() -> None:
+    loss = memeff.MemoryEfficientQwen3Loss()
+    for own in (OWN[:1], OWN[:, :, :1], OWN[0], A[0]):
+        with pytest.raises(ValueError, match=r"hard_negative_features: expected shape \(8, .*6\)"):
+            loss(A, B, own)
+    with pytest.raises(ValueError, match=r"doc_features: expected shape \(8, 6\), got \(1, 6\)"):
+        loss(A, B[:1])
+    torch.testing.assert_close(loss(A, B, OWN[:, :0]), loss(A, B))
+    for two_views in (lightly.NTXentLoss(), lightly.NTXentLoss(0.1, 4), lightly.DCLLoss()):
+        with pytest.raises(ValueError, match=r"out1: expected shape \(8, 6\), got \(6, 6\)"):
+            two_views(A, B[:6])
+
+
+@pytest.mark.filterwarnings("ignore")  # of the project
+def test_metric_learning_keeps_references_of_the_same_labels() -> None:
+    """One object as both labels says that rows are the same samples, not the same embeddings."""
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    from infonce.torch import pytorch_metric_learning as ours
+
+    labels = torch.tensor([0, 1, 0, 2, 1, 0, -1, -1])
+    inputs = [A.clone().requires_grad_(), B.clone().requires_grad_()]
+    for name in ("SupConLoss", "NTXentLoss"):
+        for ref in inputs:  # the embeddings themselves, and others
+            got, want = (
+                getattr(module, name)(0.1)(inputs[0], labels, ref_emb=ref, ref_labels=labels)
+                for module in (ours, losses)
+            )
+            torch.testing.assert_close(got, want)
+            grads = [torch.autograd.grad(loss, {*inputs[:1], ref}) for loss in (got, want)]
+            torch.testing.assert_close(*grads)
+
+
+def test_inf_cl_labels_without_a_positive() -> None:
+    labels = torch.tensor([3, -1, 0, 7, -1, 1, 2, 4])
+    has = labels >= 0
+    want = F.cross_entropy(A @ B.T, labels.clamp(min=0), reduction="none")
+    flash = inf_cl.cal_flash_loss(A, B, labels)
+    torch.testing.assert_close(flash, torch.where(has, want, 0.0))
+    torch.testing.assert_close(inf_cl.cal_inf_loss(A, B, labels), want[has].mean())
+    torch.testing.assert_close(
+        inf_cl.cal_inf_loss(A, B, labels, temperature=0.5),
+        inf_cl.cal_inf_loss(A, B, labels, torch.tensor(2.0)),
+    )

@@ -1,0 +1,209 @@
+"""What a node of autograd's graph promises, for every loss of infonce.torch, distillation included.
+
+A call is a function, and its tensors by name: features and numbers, which get gradients, and
+others, which get none.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import infonce.torch as it  # noqa: E402
+
+pytestmark = pytest.mark.extras
+ROWS = 6
+
+
+class Call(NamedTuple):
+    """The loss of tensors by name, and the tensors."""
+
+    function: Callable[..., Any]
+    inputs: dict[str, Any]  # get gradients
+    untracked: dict[str, Any]  # get none
+
+    def loss(self, reduction: str = "none", **changed: Any) -> Any:
+        return self.function(**{**self.inputs, **self.untracked, **changed}, reduction=reduction)
+
+    def grads(self, loss: Any, **options: Any) -> Any:
+        """Gradients with another upstream gradient for each row."""
+        upstream = torch.arange(1.0, 1.0 + loss.numel(), dtype=loss.dtype).reshape(loss.shape)
+        return torch.autograd.grad(loss, list(self.inputs.values()), upstream, **options)
+
+
+def clip(image: Any, text: Any, row_guide: Any, column_guide: Any, **options: Any) -> Any:
+    return it.clip_loss(image, text, guide=(row_guide, column_guide), **options)
+
+
+def siglip(image: Any, text: Any, row_ids: Any, column_ids: Any, **options: Any) -> Any:
+    return it.siglip_loss(image, text, positive_ids=(row_ids, column_ids), **options)
+
+
+def make(name: str) -> Call:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    one, two = draw(2, ROWS, 4).unbind()
+    numbers = {"scale": torch.tensor(3.0, dtype=torch.float64)}
+    weights, guides = {"weights": draw(ROWS).abs()}, draw(2, ROWS, 3).unbind()
+    ids, labels = torch.arange(ROWS) % 4, torch.randperm(ROWS, generator=generator)
+    calls = {
+        "clip": (clip, {"image": one, "text": two},
+                 {"row_guide": guides[0], "column_guide": guides[1], "ids": ids}),
+        "info_nce": (it.info_nce_loss, {"query": one, "key": two, "own": draw(ROWS, 3, 4)},
+                     {"labels": labels, "key_bias": draw(ROWS), "groups": ids % 2,
+                      "own_mask": draw(ROWS, 3) < 1.0}),
+        "lit": (it.lit_loss, {"text": one}, {"image": two}),
+        "nt_xent": (it.nt_xent_loss, {"features": one}, {"guide": guides[0]}),
+        "siglip": (siglip, {"image": one, "text": two, "bias": torch.tensor(-1.0)},
+                   {"row_ids": ids, "column_ids": ids.flip(0)}),
+        "sup_con": (it.sup_con_loss, {"features": one}, {"labels": ids % 2}),
+        "gte": (it.gte_loss, {"query": one, "key": two}, {}),
+        "distill": (it.distill_loss, {"query": one, "key": two},
+                    {"teacher_query": guides[0], "teacher_key": guides[1],
+                     "teacher_scale": torch.tensor(2.0, dtype=torch.float64)}),
+        "distill, one side": (partial(it.distill_loss, two_sided=False),
+                              {"query": one, "key": two},
+                              {"teacher_query": guides[0], "teacher_key": guides[1],
+                               "teacher_temperature": torch.tensor([0.5])}),
+    }  # fmt: skip
+    function, inputs, untracked = calls[name]
+    inputs = {key: z.clone().requires_grad_() for key, z in (inputs | numbers).items()}
+    return Call(function, inputs, {key: z.clone() for key, z in (untracked | weights).items()})
+
+
+NAMES = ["clip", "info_nce", "lit", "nt_xent", "siglip", "sup_con", "gte", "distill",
+         "distill, one side"]  # fmt: skip
+each_loss = pytest.mark.parametrize("name", NAMES)
+each_reduction = pytest.mark.parametrize("reduction", ["none", "mean"])
+
+
+@each_loss
+@each_reduction
+def test_arguments_changed_in_place(name: str, reduction: str) -> None:
+    """An error, where the backward pass reads them: for losses of rows, and in a second pass."""
+    names = [*make(name).inputs, *make(name).untracked]
+    for changed in names:
+        call = make(name)
+        loss = call.loss(reduction)
+        if reduction == "mean":
+            call.grads(loss, retain_graph=True)
+        with torch.no_grad():
+            tensor = (call.inputs | call.untracked)[changed]
+            tensor.copy_(tensor.flip(0)) if tensor.ndim else tensor.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            call.grads(loss)
+
+
+@each_loss
+def test_arrays_and_inference_tensors_changed_in_place(name: str) -> None:
+    """The loss has copies, because autograd cannot notice the change."""
+    call = make(name)
+    want = call.grads(call.loss())
+    numbers = {key: z.detach() for key, z in call.inputs.items() if key in ("scale", "bias")}
+    with torch.inference_mode():  # the locked features of LiT are refused, as by PyTorch's products
+        inference = {key: z.clone() for key, z in call.untracked.items() if key != "image"}
+    for kind in ("arrays", "inference"):
+        others = inference
+        if kind == "arrays":  # NumPy's where a loss takes them: not for features, nor for labels
+            features = ("image", "teacher_query", "teacher_key", "labels")
+            others = {k: z.clone().numpy() for k, z in call.untracked.items() if k not in features}
+            others |= {key: z.numpy().copy() for key, z in numbers.items()}
+        wanted = [key for key in call.inputs if key not in others]
+        loss = call.loss(**others)
+        with torch.inference_mode():
+            for array in others.values():
+                array[...] = array[::-1].copy() if kind == "arrays" and array.ndim else 0
+        upstream = torch.arange(1.0, 1.0 + len(loss), dtype=torch.float64)
+        got = torch.autograd.grad(loss, [call.inputs[key] for key in wanted], upstream)
+        for key, gradient in zip(wanted, got, strict=True):
+            index = list(call.inputs).index(key)
+            torch.testing.assert_close(gradient, want[index], rtol=1e-12, atol=1e-14)
+
+
+@each_loss
+@each_reduction
+def test_vectors_that_require_a_gradient(name: str, reduction: str) -> None:
+    """Refused, because they get none. A teacher, which never gets one, is taken."""
+    call = make(name)
+    want = call.grads(call.loss(reduction))
+    for key, z in call.untracked.items():
+        if z.is_floating_point() and key != "image":
+            tensor = z.clone().requires_grad_()
+            if key.startswith("teacher"):
+                got = call.grads(call.loss(reduction, **{key: tensor}))
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+                assert tensor.grad is None
+                continue
+            argument = "guide" if "guide" in key else key
+            with pytest.raises(
+                ValueError, match=f"^{argument}: expected a tensor that requires no gradient"
+            ):
+                call.loss(reduction, **{key: tensor})
+
+
+@each_loss
+@each_reduction
+def test_a_second_backward_pass(name: str, reduction: str) -> None:
+    """The same gradients from the same graph, and an error where it is to be differentiated."""
+    call = make(name)
+    loss = call.loss(reduction)
+    first, second = call.grads(loss, retain_graph=True), call.grads(loss, retain_graph=True)
+    for got, want in zip(second, first, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError, match=r"^create_graph: expected False.*differentiated again"):
+        call.grads(loss, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own forward mode
+@each_loss
+@each_reduction
+def test_transforms(name: str, reduction: str) -> None:
+    """torch.func.grad is backward's; forward mode, vmap and second derivatives are refused."""
+    call = make(name)
+    first, leaf = next(iter(call.inputs.items()))
+    plain = {key: z.detach() for key, z in call.inputs.items()}
+
+    def loss(z: Any) -> Any:
+        return call.loss(reduction, **{**plain, first: z}).sum()
+
+    want = torch.autograd.grad(loss(leaf), leaf)[0]
+    z = plain[first]
+    torch.testing.assert_close(torch.func.grad(loss)(z), want, rtol=1e-12, atol=1e-14)
+    refusals = {
+        r"^forward mode.*not supported.*use backward\(\) or": [
+            lambda: torch.func.jvp(loss, (z,), (z,)),
+            lambda: torch.func.jacfwd(loss)(z),
+        ],
+        r"^torch\.vmap.*not supported.*call them in a loop": [
+            lambda: torch.vmap(loss)(torch.stack([z, z])),
+            lambda: torch.func.jacrev(loss)(z),
+            lambda: torch.autograd.grad(loss(leaf), leaf, torch.ones(2), is_grads_batched=True),
+        ],
+        r"^gradients.*cannot be differentiated again": [
+            lambda: torch.func.grad(lambda z: torch.func.grad(loss)(z).sum())(z)
+        ],
+    }
+    for message, runs in refusals.items():
+        for run in runs:
+            with pytest.raises(RuntimeError, match=message):
+                run()
+
+
+@each_loss
+def test_losses_without_a_graph(name: str) -> None:
+    """Where nothing requires a gradient, or gradients are disabled."""
+    call = make(name)
+    want = call.loss().detach()
+    for disabled in (torch.no_grad, torch.inference_mode):
+        with disabled():
+            loss = call.loss()
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss.clone(), want, rtol=1e-12, atol=1e-14)
+    plain = {key: z.detach() for key, z in call.inputs.items()}
+    assert not call.loss(**plain).requires_grad

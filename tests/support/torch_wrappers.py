@@ -1,0 +1,292 @@
+"""The wrappers of PyTorch around a module of a loss that learns its numbers: for each of them the
+loss and all gradients, which a test compares with those of the function at the same numbers.
+
+`LOCAL` wrappers run in the process of the test (test_torch_modules.py), `RANKS` in each process of
+a process group (test_torch_ranks.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrize
+from torch_problems import MODULES, arguments, call, features
+
+SCALE, BIAS, DTYPE = 20.0, -3.0, torch.float64  # neither of them a default
+# name of a wrapper -> function of the module: (a call of the wrapped module, and after a backward
+# pass the gradients of its numbers by name)
+Wrapped = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
+Wrapper = Callable[[Any], Wrapped]
+
+
+def make(loss: str, **options: Any) -> Any:
+    bias = {"bias": BIAS} if loss == "siglip" else {}
+    options = {"scale": SCALE, **bias, "normalize": True, "learnable": True, **options}
+    module = MODULES[loss](**options).to(DTYPE)
+    for name, parameter in module.named_parameters():  # not rounded to float32
+        parameter.data.fill_(BIAS if name == "bias" else math.log(SCALE))
+    return module
+
+
+def gradients_of(parameters: Any) -> Callable[[], dict[str, Any]]:
+    """A function that returns the gradients of named parameters."""
+    named = dict(parameters)
+
+    def gradients() -> dict[str, Any]:
+        grads = {name.split(".")[-1]: p.grad for name, p in named.items()}
+        return {
+            name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()
+        }
+
+    return gradients
+
+
+def plain(module: Any) -> Wrapped:
+    return module, gradients_of(module.named_parameters())
+
+
+def replica(module: Any) -> Wrapped:
+    """As `replicate` of nn.DataParallel makes one, which needs GPUs."""
+    copied = module._replicate_for_data_parallel()
+    for name, parameter in module.named_parameters():
+        setattr(copied, name, parameter.view_as(parameter))  # no parameter any more
+    return copied, gradients_of(module.named_parameters())
+
+
+class Plus(nn.Module):
+    """A parametrization: the number is the parameter and 1."""
+
+    def forward(self, original: Any) -> Any:
+        return original + 1.0
+
+    def right_inverse(self, value: Any) -> Any:
+        return value - 1.0
+
+
+def parametrized(module: Any) -> Wrapped:
+    named = {}
+    for name in list(dict(module.named_parameters())):
+        parametrize.register_parametrization(module, name, Plus())
+        named[name] = module.parametrizations[name].original
+    return module, gradients_of(named)
+
+
+def on_meta(module: Any) -> Wrapped:
+    loss = next(name for name, kind in MODULES.items() if type(module) is kind)
+    with torch.device("meta"):
+        made = make(loss)
+    made.to_empty(device="cpu")
+    for parameter in made.parameters():
+        parameter.data.fill_(torch.nan)
+    made.reset_parameters()
+    return plain(made)
+
+
+def functional(module: Any) -> Wrapped:
+    """The module holds other numbers than those of the call."""
+    named = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for p in module.parameters():
+        p.data.fill_(0.5)
+    leaves = {name: p.requires_grad_() for name, p in named.items()}
+    before = {name: p.detach().clone() for name, p in named.items()}
+
+    def run(*inputs: Any) -> Any:
+        out = torch.func.functional_call(module, leaves, inputs)
+        assert all(torch.equal(before[name], p) for name, p in leaves.items())
+        return out
+
+    return run, gradients_of(leaves)
+
+
+def averaged(module: Any) -> Wrapped:
+    model = torch.optim.swa_utils.AveragedModel(module)
+    model.update_parameters(module)
+    return model, gradients_of(model.module.named_parameters())
+
+
+def unpickled(module: Any) -> Wrapped:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return plain(torch.load(file, weights_only=False))
+
+
+def loaded(shape: tuple[int, ...]) -> Wrapper:
+    """From a state whose numbers have another shape."""
+
+    def load(module: Any) -> Wrapped:
+        state = {f"0.{name}": p.reshape(shape).clone() for name, p in module.state_dict().items()}
+        for p in module.parameters():
+            p.data.fill_(0.5)
+        nn.Sequential(module).load_state_dict(state)
+        return plain(module)
+
+    return load
+
+
+def compiled(module: Any) -> Wrapped:
+    torch.compiler.reset()
+    run = torch.compile(module, fullgraph=True, backend="aot_eager")
+    return run, gradients_of(module.named_parameters())
+
+
+def exported(strict: bool) -> Wrapper:
+    def export(module: Any) -> Wrapped:
+        loss = next(name for name, kind in MODULES.items() if type(module) is kind)
+        inputs = arguments(loss, features(loss))
+        program = torch.export.export(module, inputs, strict=strict).module()
+        return program, gradients_of(program.named_parameters())
+
+    return export
+
+
+def checkpointed(module: Any) -> Wrapped:
+    def run(*inputs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(module, *inputs, use_reentrant=False)
+
+    return run, gradients_of(module.named_parameters())
+
+
+def distributed_data_parallel(module: Any) -> Wrapped:
+    return plain(nn.parallel.DistributedDataParallel(module))
+
+
+def flat(module: Any) -> Wrapped:
+    """FSDP1 with one flat parameter, a part of which each process holds."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    names = list(dict(module.named_parameters()))
+    model = FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+    def gradients() -> dict[str, Any]:
+        (parameter,) = model.parameters()
+        parts = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, parameter.grad)
+        return {name: g.reshape(1) for name, g in zip(names, torch.cat(parts), strict=False)}
+
+    return model, gradients
+
+
+def original(module: Any) -> Wrapped:
+    """FSDP1 that keeps the parameters of the module, as views of the flat one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+    def gradients() -> dict[str, Any]:
+        grads = {name.split(".")[-1]: p.grad for name, p in model.named_parameters()}
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, grads)
+        # a parameter of one number is in one of the processes
+        return {name: next(part[name] for part in parts if part[name] is not None and
+                           part[name].numel()) for name in grads}  # fmt: skip
+
+    return model, gradients
+
+
+def fully_sharded(module: Any) -> Wrapped:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    return plain(module)
+
+
+def in_parts(shape: tuple[int, ...]) -> Wrapper:
+    """DTensors that no wrapper gathers: of this shape, split or copied."""
+
+    def distribute(module: Any) -> Wrapped:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for name, parameter in list(module.named_parameters()):
+            value = parameter.detach().reshape(shape)
+            placements = [Shard(0) if shape else Replicate()]
+            setattr(module, name, nn.Parameter(distribute_tensor(value, mesh, placements)))
+        run, gradients = plain(module)
+        return run, lambda: {name: g.reshape(1) for name, g in gradients().items()}
+
+    return distribute
+
+
+LOCAL: dict[str, Wrapper] = {
+    "plain": plain,
+    "replica of DataParallel": replica,
+    "parametrize": parametrized,
+    "meta": on_meta,
+    "functional_call": functional,
+    "AveragedModel": averaged,
+    "deepcopy": lambda module: plain(copy.deepcopy(module)),
+    "pickle": unpickled,
+    "0-d state": loaded(()),
+    "[1] state": loaded((1,)),
+    "compile": compiled,
+    "export": exported(strict=False),
+    "strict export": exported(strict=True),
+    "checkpoint": checkpointed,
+}
+RANKS: dict[str, Wrapper] = {
+    "DDP": distributed_data_parallel,
+    "FSDP1": flat,
+    "FSDP1, use_orig_params": original,
+    "fully_shard": fully_sharded,
+    "DTensor [1]": in_parts((1,)),
+    "0-d DTensor": in_parts(()),
+}
+
+
+def outcome(wrapped: Wrapped, loss: str) -> dict[str, Any]:
+    """The loss, and the gradients of features and numbers by name."""
+    run, gradients = wrapped
+    z = features(loss)
+    run(*arguments(loss, z))  # a call that comes again takes a shorter way
+    value = run(*arguments(loss, z))
+    (2 * value).backward()
+    grads = {f"features {i}": side.grad for i, side in enumerate(z)}
+    if loss == "lit":  # the locked tower; fully_shard makes zeros of no gradient
+        locked = grads.pop("features 1")
+        assert locked is None or not locked.any()
+    return {"loss": value.detach(), **grads, **gradients()}
+
+
+def wanted(loss: str, scale: float = SCALE) -> dict[str, Any]:
+    """The outcome of the function."""
+    log_scale = torch.tensor([scale], dtype=DTYPE).log().requires_grad_()
+    leaves = {"log_scale": log_scale}
+    if loss == "siglip":
+        leaves["bias"] = torch.tensor([BIAS], dtype=DTYPE, requires_grad=True)
+
+    def run(*inputs: Any) -> Any:
+        bias = {"bias": leaves["bias"]} if loss == "siglip" else {}
+        z = inputs[:1] if loss == "sup_con" else inputs
+        return call(loss, z, scale=log_scale.exp(), normalize=True, **bias)
+
+    return outcome((run, gradients_of(leaves)), loss)
+
+
+def assert_same(got: Any, loss: str) -> None:
+    """An outcome is that of the function."""
+    assert isinstance(got, dict), got
+    want = wanted(loss)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12)
+        assert value.abs().max() > 1e-6
+
+
+def on_ranks(rank: int, size: int, device: str) -> dict[str, Any]:
+    """The outcomes of all wrappers and losses in one process of a group, or the errors."""
+    out: dict[str, Any] = {}
+    for name, wrapper in RANKS.items():
+        for loss in MODULES:
+            try:
+                out[f"{name} {loss}"] = outcome(wrapper(make(loss)), loss)
+            except Exception as error:
+                out[f"{name} {loss}"] = repr(error)
+    return out
