@@ -25,7 +25,7 @@ except ImportError as error:
         f"infonce is not installed ({error}): run  python -m pip install -e '.[test]'  first"
     ) from None
 
-# Workers share the cores, and threads of BLAS wait busily for a core. (Tests of threads ask for them)
+# Workers share the cores, and threads of BLAS wait busily. (Tests of threads ask for them)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
     # and of this one, where a plugin of pytest's may have imported NumPy already

@@ -1,4 +1,4 @@
-"""The CPU backend: BLAS for each tile, in its own threads, and loops over it in the caller's thread.
+"""The CPU backend: products of tiles by BLAS, in its own threads, and loops between them.
 
 A pass visits the tiles one after another, so sums and gradients have one order: results are bitwise
 the same from run to run for a given number of threads of BLAS.
@@ -53,7 +53,7 @@ class CPU:
     """Blocks of one problem on the CPU: see `infonce.kernels.solve.Backend`."""
 
     vectors = VECTORS
-    pass_class = TiledPass
+    pass_class: type[TiledPass] = TiledPass
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None,

@@ -14,6 +14,7 @@ from .loops.tile_ops import (
     softmax_gradient_shared,
     softmax_gradient_two_sided,
 )
+from .resources import run_loop
 
 # Below this, float64 logits have at least 12 bits after the binary point. Above, the difference of
 # two references loses digits, so each direction has its own exponential
@@ -79,14 +80,14 @@ class SoftmaxFactors:
         scale, reference = self.exponent_scale, self.row_reference[rows]
         row_factor = self.row_factor[rows]
         if not self.two_sided:
-            softmax_gradient(x, scale, reference, row_factor)
+            run_loop(softmax_gradient, x, scale, reference, row_factor)
         elif self.one_exponential:
-            softmax_gradient_shared(
-                x, scale, reference, row_factor, self.shared_row_factor[rows],
-                self.shared_column_factor[columns],
+            run_loop(
+                softmax_gradient_shared, x, scale, reference, row_factor,
+                self.shared_row_factor[rows], self.shared_column_factor[columns],
             )  # fmt: skip
         else:
-            softmax_gradient_two_sided(
-                x, x if columns_x is None else columns_x, scale, reference, row_factor,
-                self.column_reference[columns], self.column_factor[columns],
+            run_loop(
+                softmax_gradient_two_sided, x, x if columns_x is None else columns_x, scale,
+                reference, row_factor, self.column_reference[columns], self.column_factor[columns],
             )  # fmt: skip

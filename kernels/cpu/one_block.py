@@ -16,7 +16,8 @@ from .loops import sigmoid as pair_tiles
 from .loops import tile_ops as tile
 from .loops.finalize import finalize
 from .operands import DTYPES, ReadableRows, readable_rows, row_dots
-from .resources import BLAS, BUFFER_POOL
+from .resources import BLAS, BUFFER_POOL, run_loop
+from .sums import sum_tile
 
 Product = Callable[..., Array]  # with the arguments of np.matmul
 
@@ -67,7 +68,7 @@ def _exclude_pairs(problem: Problem, x: Array) -> None:
 
 def _softmax(problem: Problem, x: Array, gradient: bool) -> Solution | None:
     """The losses, from raw products x. For a `gradient`, x becomes dL/dx times the scale."""
-    m, n = x.shape
+    m = len(x)
     scale, two_sided = float(problem.scale), problem.two_sided
     c = scale * LOG2_E
     positives = np.ascontiguousarray(problem.positives).reshape(m, 1)
@@ -76,13 +77,7 @@ def _softmax(problem: Problem, x: Array, gradient: bool) -> Solution | None:
         return None
     _exclude_pairs(problem, x)
     sums = np.empty((1 + two_sided, 3, m))
-    if two_sided:
-        memory = np.empty((3, n), x.dtype)
-        least = tile.row_and_column_statistics(x, x, c, sums[0], sums[1], memory)
-        if least < tile.LEAST_SHARED_SUM:
-            tile.column_statistics(x, x, c, sums[1], memory)
-    else:
-        tile.row_statistics(x, x, c, sums[0])
+    sum_tile(x, x, c, sums[0], sums[1] if two_sided else None)
     losses, lse = np.empty(m), np.empty((1 + two_sided, m))
     factors, positive_gradient = np.empty((6, m), x.dtype), np.empty((m, 1), x.dtype)
     loss, log_scale_grad, one_exponential = finalize(
@@ -92,12 +87,13 @@ def _softmax(problem: Problem, x: Array, gradient: bool) -> Solution | None:
     )  # fmt: skip
     if gradient:
         if not (two_sided or problem.symmetric):
-            tile.softmax_gradient(x, c, factors[0], factors[1])
+            run_loop(tile.softmax_gradient, x, c, factors[0], factors[1])
         elif one_exponential:
-            tile.softmax_gradient_shared(x, c, factors[0], factors[1], factors[4], factors[5])
+            shared = factors[0], factors[1], factors[4], factors[5]
+            run_loop(tile.softmax_gradient_shared, x, c, *shared)
         else:
             of_columns = factors[:2] if problem.symmetric else factors[2:4]
-            tile.softmax_gradient_two_sided(x, x, c, *factors[:2], *of_columns)
+            run_loop(tile.softmax_gradient_two_sided, x, x, c, *factors[:2], *of_columns)
         tile.insert_positives(x, positives, 0, positive_gradient)
     solution = Solution(losses, lse[0], lse[1] if two_sided else None)
     return _with_totals(problem, solution, loss, log_scale_grad)
@@ -114,9 +110,8 @@ def _sigmoid(problem: Problem, x: Array, gradient: bool) -> Solution | None:
     losses, bias_grads, moments = np.zeros((3, m))
     factor = problem.upstream * scale
     sums = losses, bias_grads, moments
-    pair_tiles.sigmoid(
-        x, scale, bias, factor.astype(x.dtype), *sums, *pair_tiles.without_ids(x)
-    )  # fmt: skip
+    pairs = pair_tiles.without_ids(x)
+    run_loop(pair_tiles.sigmoid, x, scale, bias, factor.astype(x.dtype), *sums, *pairs)
     pair_tiles.sigmoid_positives(x, positives, 0, positive[:, 0], scale, bias, factor, *sums)
     solution = Solution(losses, bias_grad=np.float64(bias_grads.sum() / scale))
     return _with_totals(problem, solution, losses.sum(), moments.sum())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -128,6 +130,59 @@ def thread_limit() -> int | None:
 def thread_count() -> int:
     """The largest number of threads of a product: INFONCE_NUM_THREADS if set, else BLAS's own."""
     return thread_limit() or BLAS.threads()
+
+
+# --- threads of loops -----------------------------------------------------------------------------
+
+# A loop over at least THREADED logits runs in half of the threads of BLAS, and in MOST_LOOPS at
+# most: after a product, threads of BLAS wait busily on their cores (benchmarks/NOTES.md)
+THREADED, MOST_LOOPS = 2**20, 4
+
+
+class _Threads(Guarded):
+    """Idle threads that help the threads of callers with loops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def _in_child(self) -> None:
+        super()._in_child()
+        self._pool = None  # a child has no threads of its parent
+
+    def submit(self, count: int, loop: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """Futures of `count` calls of a loop; fewer at the exit of the process, which refuses."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(MOST_LOOPS - 1, "infonce")
+            pool = self._pool
+        futures: list[Any] = []
+        with contextlib.suppress(RuntimeError):
+            futures.extend(pool.submit(loop, *arguments) for _ in range(count))
+        return futures
+
+
+THREADS = _Threads()
+
+
+def run_loop(loop: Callable[..., Any], x: Array, *arguments: Any) -> None:
+    """Run a compiled loop with a `counter` on the tile x, in several threads if that is faster.
+
+    Each thread takes the next rows when it is done with earlier ones. So a thread that shares its
+    core with another program takes fewer rows, and nobody waits for a thread that has not begun.
+    """
+    arguments = (x, *arguments, np.zeros(1, np.int64))
+    threads = min(MOST_LOOPS, thread_count() // 2) if x.size >= THREADED else 1
+    if threads <= 1:
+        loop(*arguments)
+        return
+    futures = THREADS.submit(threads - 1, loop, arguments)
+    try:
+        loop(*arguments)
+    finally:
+        for future in futures:
+            if not future.cancel():
+                future.result()
 
 
 # --- memory ---------------------------------------------------------------------------------------

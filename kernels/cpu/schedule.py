@@ -22,7 +22,7 @@ from .operands import DTYPES, has_blas_layout
 
 # Rows x columns of a tile, the fastest that was measured (benchmarks/NOTES.md): large tiles have
 # long products and few sums. Rows of 2^n bytes would all map to the same cache sets
-TILE = 2048, 2432
+TILE = 2048, 1216
 # Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole, so
 # smaller tiles compute fewer pairs twice
 TRIANGLE_SIDE = 896
@@ -209,6 +209,8 @@ def largest_tile(problem: Problem, memory: TileMemory, room: int) -> tuple[int, 
     bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
     if problem.query_groups is not None:
         bm = min(bm, GROUP_ROWS)
+    if problem.symmetric:
+        bn = bm
     if memory.has_prefixes:
         bm, bn = min(bm, PREFIX_TILE[0]), min(bn, PREFIX_TILE[1])
     bm, bn = max(1, min(bm, m)), max(1, min(bn, n))

@@ -3,7 +3,7 @@
 For each tile, `run` calls `tile_products` (a matrix product of features, or products that the first
 pass has kept), `apply_epilogue` (sums of exponentials, or dL/dx in the memory of the products) and,
 for gradients, the products with dL/dx, which are added to dQ and dK. Threads of BLAS compute the
-products; the loops between them take one thread.
+products, and a few threads the loops between them.
 
 Letters: q [m, D] and k [n, D] are the features of a tile's rows and columns, x [m, n] is the tile:
 dot products, then dL/dx times the scale.
@@ -36,7 +36,10 @@ from .factors import SoftmaxFactors
 from .loops import sigmoid
 from .loops import tile_ops as tile
 from .operands import Side, rank_thresholds, row_dots, subtract
-from .resources import BLAS, BUFFER_POOL
+from .resources import BLAS, BUFFER_POOL, run_loop
+from .sums import sum_columns, sum_tile
+
+VECTORS = Vectors(np)
 
 
 class TiledPass:
@@ -358,12 +361,11 @@ class TiledPass:
         if self.same_logits:
             sum_tile(x, x, scale, row_sums, column_sums if both else None)
         else:
-            tile.row_statistics(
-                self.with_options(x, rows, columns, tile.BY_ROW), x, scale, row_sums
-            )
+            y = self.with_options(x, rows, columns, tile.BY_ROW)
+            sum_tile(y, x, scale, row_sums, None)
             if both:
                 y = self.with_options(x, rows, columns, tile.BY_COLUMN)
-                tile.column_statistics(y, x, scale, column_sums, np.empty((3, n), x.dtype))
+                sum_columns(y, x, scale, column_sums)
         VECTORS.merge(stats.rows.part(rows), Sums(*row_sums))
         if both:
             assert stats.columns is not None
@@ -449,10 +451,10 @@ class TiledPass:
                 problem.query_positive_ids[rows], problem.key_positive_ids[columns],
                 self.query_pair_weights[rows], self.key_pair_weights[columns],
             )  # fmt: skip
-            sigmoid.sigmoid(x, scale, bias, self.row_factor[rows], *sums, *pairs)
+            run_loop(sigmoid.sigmoid, x, scale, bias, self.row_factor[rows], *sums, *pairs)
             return
         pairs = sigmoid.without_ids(x)
-        sigmoid.sigmoid(x, scale, bias, self.row_factor[rows], *sums, *pairs)
+        run_loop(sigmoid.sigmoid, x, scale, bias, self.row_factor[rows], *sums, *pairs)
         sigmoid.sigmoid_positives(
             x, problem.positives[rows], columns.start, epilogue.positive_logits[rows], scale, bias,
             epilogue.row_factor[rows], *sums,
@@ -599,20 +601,3 @@ class TiledPass:
             destination[rows] += g
         elif destination is not None:
             np.copyto(destination[rows], g, casting="same_kind")
-
-
-VECTORS = Vectors(np)
-
-
-def sum_tile(
-    x: Array, moment_logits: Array, scale: float, row_sums: Array, column_sums: Array | None
-) -> None:
-    """(max, sum, moment) of the rows of a tile [3, m], and of its columns [3, n] unless None."""
-    if column_sums is None:
-        tile.row_statistics(x, moment_logits, scale, row_sums)
-        return
-    memory = np.empty((3, x.shape[1]), x.dtype)
-    arguments = x, moment_logits, scale
-    least = tile.row_and_column_statistics(*arguments, row_sums, column_sums, memory)
-    if least < tile.LEAST_SHARED_SUM:
-        tile.column_statistics(*arguments, column_sums, memory)

@@ -14,7 +14,8 @@ import numpy as np
 from ..cpu.loops import tile_ops as tile
 from ..cpu.loops.elementary import compiled, wide_vectors
 from ..cpu.resources import BLAS
-from ..cpu.tiled_pass import VECTORS, TiledPass, sum_tile
+from ..cpu.sums import sum_tile
+from ..cpu.tiled_pass import VECTORS, TiledPass
 from ..epilogues import Sums
 from ..problem import Array
 from .problem import PrefixGradient, PrefixStatistics
@@ -37,8 +38,8 @@ class PrefixPass(TiledPass):
         return self.further_tiles[number, : m * n].reshape(m, n)
 
     def tile_products(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
-        """See `TiledPass`. In the gradient pass, `tiles` gets the products of all prefixes: those of
-        the last prefix may have been kept, those of the others are computed again."""
+        """See `TiledPass`. In the gradient pass, `tiles` gets the products of all prefixes: those
+        of the last prefix may have been kept, those of the others are computed again."""
         if isinstance(self.epilogue, PrefixGradient):
             shape = len(q), len(k)
             self.tiles = [self.further_tile(p, *shape) for p in range(len(self.ranges) - 1)]

@@ -28,9 +28,9 @@ from ..solve import (
     make_solution,
     run_gradient_pass,
 )  # fmt: skip
+from .prefix_pass import PrefixPass
 from .problem import PrefixGradient, PrefixStatistics, prefix_problems
 from .sides import PrefixSide
-from .prefix_pass import PrefixPass
 
 
 class PrefixCPU(CPU):

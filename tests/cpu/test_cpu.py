@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.cpu import resources, schedule
+from infonce.kernels.cpu import resources, schedule, tiled_pass
 from infonce.kernels.cpu.loops import elementary
+from infonce.kernels.cpu.loops import tile_ops as tile
+from infonce.kernels.cpu.tiled_pass import VECTORS
+from infonce.kernels.epilogues import Sums
 from judge import LOSSES, arguments, judged, pairs
 from threadpoolctl import threadpool_limits
 
@@ -79,8 +82,8 @@ def _several_threads(args: Any) -> None:
 @pytest.mark.parametrize(
     ("multiply_adds", "limit", "threads"),
     [
-        (2**18, "", None), (2**20, "", 1), (2**22, "", 1), (2**22 + 2**12, "", 8), (2**24, "", None),
-        (2**24, "3", 3), (2**20, "3", 1), (2**24, "99", 32),
+        (2**18, "", None), (2**20, "", 1), (2**22, "", 1), (2**22 + 2**12, "", 8),
+        (2**24, "", None), (2**24, "3", 3), (2**20, "3", 1), (2**24, "99", 32),
     ],
 )  # fmt: skip
 def test_threads_of_a_product(
@@ -97,6 +100,40 @@ def test_threads_of_a_product(
     right = np.ones((2**6, 2**6), np.float32)
     assert (blas.matmul(left, right) == 2**6).all()
     assert numbers == ([] if threads is None else [threads, 16])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loops_in_threads_have_the_same_bits(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take chunks of rows in any order."""
+    args = arguments(loss, *pairs("partly aligned", 700, 700, 16, np.float32, 0))
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    options: dict[str, Any] = {"scale": 20.0, "method": "tiled"}
+    want = bits(function(*args, **options))
+    monkeypatch.setattr(resources, "THREADED", 0)
+    monkeypatch.setattr(resources, "thread_count", lambda: 8)
+    for _ in range(5):
+        assert bits(function(*args, **options)) == want
+    assert any(t.name.startswith("infonce") for t in threading.enumerate())
+
+
+def test_a_loop_does_not_wait_for_threads_that_have_not_begun() -> None:
+    began, stays = threading.Semaphore(0), threading.Event()
+
+    def work() -> None:
+        began.release()
+        stays.wait(30)
+
+    busy = resources.THREADS.submit(resources.MOST_LOOPS - 1, work, ())
+    for _ in busy:
+        began.acquire()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resources, "THREADED", 0)
+        patch.setattr(resources, "thread_count", lambda: 8)
+        x = np.zeros((300, 4), np.float32)
+        vectors = np.zeros(300, np.float32), np.ones(300, np.float32)
+        resources.run_loop(tile.softmax_gradient, x, 1.0, *vectors)
+    stays.set()
+    assert (x == 1).all()
 
 
 def test_threads_of_a_product_that_fails_are_set_back() -> None:
@@ -320,9 +357,9 @@ def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
         for order in (parts, parts[::-1]):
             top, total, moment = np.array([-np.inf]), np.array([0.0]), np.array([0.0])
             for m, s in order:
-                part = np.array([m]), np.array([s])
-                tile.merge(top.copy(), total.copy(), None, *part, None)
-                tile.merge(top, total, moment, *part, -3.0 * part[1])
+                part = Sums(np.array([m]), np.array([s]), np.array([-3.0 * s]))
+                VECTORS.merge(Sums(top.copy(), total.copy()), part)
+                VECTORS.merge(Sums(top, total, moment), part)
             assert moment[0] == pytest.approx(-3.0 * total[0], rel=1e-14)
             if want == 0:
                 assert top[0] == -np.inf
@@ -334,7 +371,7 @@ def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
 
 def test_temporary_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = resources.BufferPool(200_000)
-    monkeypatch.setattr(cpu, "BUFFER_POOL", pool)
+    monkeypatch.setattr(tiled_pass, "BUFFER_POOL", pool)
     first = pool.take(20_000, np.dtype(np.float64))
     address = first.ctypes.data
     pool.give(first)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
-from infonce.kernels.cpu.loops.softmax_gradient import softmax_gradient
+from infonce.kernels.cpu.loops.tile_ops import softmax_gradient
 from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.problem import SCALES
 from judge import (
@@ -163,7 +163,7 @@ def test_a_probability_is_no_subnormal_number(dtype: Any) -> None:
     x = np.linspace(-2000, 0, 4001).astype(dtype).reshape(1, -1)
     p = x.copy()
     factor = np.full(1, 2.0**-20, dtype)
-    softmax_gradient(p, 1.0, np.zeros(1, dtype), factor)
+    softmax_gradient(p, 1.0, np.zeros(1, dtype), factor, np.zeros(1, np.int64))
     assert ((p == 0) | (p >= np.finfo(dtype).tiny)).all()
     large = x > -100
     want = np.exp2(x[large].astype(np.float64)) * 2.0**-20

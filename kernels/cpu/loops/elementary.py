@@ -60,6 +60,17 @@ def wide_vectors(typingctx: Any) -> Any:
 
 
 @intrinsic
+def next_number(typingctx: Any, counter: Any) -> Any:
+    """counter[0], which becomes one more: an atomic operation, so threads get different numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "seq_cst")
+
+    return types.int64(counter), codegen
+
+
+@intrinsic
 def rounded_product(typingctx: Any, a: Any, b: Any) -> Any:
     """a b in float64. An ordinary product may not be rounded before it is added to a number."""
 

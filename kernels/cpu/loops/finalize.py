@@ -75,8 +75,8 @@ def finalize(  # type: ignore[no-untyped-def]
             lse[direction, i] = row_lse
             a = upstream[i] * direction_weight
             pull[i] += a * scale * negative_part
-            if total != 0.0:
-                log_scale_grad += a * negative_part * (sums[direction, 2, i] / total - p)
+            mean = sums[direction, 2, i] / total if total != 0.0 else p
+            log_scale_grad += a * negative_part * (mean - p)
             # the reference in units of products, in their dtype, and the factor that makes up for
             # its rounding: see `direction_losses.rounded_reference`
             weight = a * scale * probability

@@ -15,10 +15,15 @@ given has an array without an effect, or without elements.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from .elementary import compiled, exp2, fmax, probability, wide_vectors
+from .elementary import compiled, exp2, fmax, next_number, probability, wide_vectors
 
+# Rows of a chunk. Loops with a `counter` take chunks of rows until none is left, so that several
+# threads can run the same loop on the same tile (`resources.run_loop`)
+CHUNK = 128
 BY_ROW, BY_COLUMN = 0, 1  # which direction leaves out a pair
 # The bits of `guide_bits`: [direction, row % 4]. A shift by a number of the row takes longer: LLVM
 # moves it into the loop over columns.
@@ -65,7 +70,7 @@ def insert_positives(x, positives, first_column, values):  # type: ignore[no-unt
                 x[i, j] = values[i, p]
 
 
-def exclude_diagonal(x, first_row, first_column):  # type: ignore[no-untyped-def]
+def exclude_diagonal(x: Any, first_row: int, first_column: int) -> None:
     """Exclude pairs i = j, if the queries are the keys: a row is not its own negative.
 
     The tile x begins at row `first_row` and column `first_column` of the matrix.
@@ -151,7 +156,7 @@ def apply_options(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def row_statistics(x, moment_logits, c, rows):  # type: ignore[no-untyped-def]
+def row_statistics(x, moment_logits, c, rows, counter):  # type: ignore[no-untyped-def]
     """rows[:, i] = (max, sum, moment) of 2^(c x) over row i of the tile.
 
     The moment is sum_j 2^(c x_ij - max) c y_ij. The `moment_logits` y are x itself, unless x has
@@ -160,26 +165,29 @@ def row_statistics(x, moment_logits, c, rows):  # type: ignore[no-untyped-def]
     wide_vectors()
     zero, neg_inf = x.dtype.type(0), x.dtype.type(-np.inf)
     scale = x.dtype.type(c)
-    for i in range(x.shape[0]):
-        row, y = x[i], moment_logits[i]
-        top = row[0]
-        for j in range(row.size):
-            top = fmax(top, row[j])
-        rows[0, i] = np.float64(c) * np.float64(top)
-        if top == -np.inf:  # all pairs are excluded, but for a NaN, which `fmax` ignores
-            has_nan = False
+    chunk = next_number(counter)
+    while chunk * CHUNK < x.shape[0]:
+        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+            row, y = x[i], moment_logits[i]
+            top = row[0]
             for j in range(row.size):
-                has_nan |= row[j] != row[j]
-            rows[1, i] = rows[2, i] = np.nan if has_nan else 0.0
-            rows[0, i] = 0.0 if has_nan else -np.inf
-            continue
-        total, moment = zero, zero
-        for j in range(row.size):
-            e = exp2(scale * (row[j] - top))
-            total += e
-            moment += e * (y[j] if row[j] != neg_inf else zero)
-        rows[1, i] = total
-        rows[2, i] = np.float64(c) * np.float64(moment)
+                top = fmax(top, row[j])
+            rows[0, i] = np.float64(c) * np.float64(top)
+            if top == -np.inf:  # all pairs are excluded, but for a NaN, which `fmax` ignores
+                has_nan = False
+                for j in range(row.size):
+                    has_nan |= row[j] != row[j]
+                rows[1, i] = rows[2, i] = np.nan if has_nan else 0.0
+                rows[0, i] = 0.0 if has_nan else -np.inf
+                continue
+            total, moment = zero, zero
+            for j in range(row.size):
+                e = exp2(scale * (row[j] - top))
+                total += e
+                moment += e * (y[j] if row[j] != neg_inf else zero)
+            rows[1, i] = total
+            rows[2, i] = np.float64(c) * np.float64(moment)
+        chunk = next_number(counter)
 
 
 @compiled
@@ -224,57 +232,78 @@ LEAST_SHARED_SUM = 2.0**-80
 
 @compiled
 def row_and_column_statistics(  # type: ignore[no-untyped-def]
-    x, moment_logits, c, rows, columns, memory
+    x, moment_logits, c, rows, tops, parts, counter
 ):
-    """(max, sum, moment) of each row and column of the tile, with one exponential a logit.
+    """rows[:, i] as `row_statistics`, and sums of the columns of each chunk, with one exponential a
+    logit. Only for logits that are the same for rows and columns (`TiledPass.same_logits`).
 
-    Only for logits that are the same for rows and columns (`TiledPass.same_logits`).
     The exponential of a logit is e_ij = 2^(c x_ij - r_i), where r_i is the maximum of row i. The
-    sum of column j adds e_ij 2^(r_i - top), where `top` is the largest r_i so far. If the logits of
-    a column are far below the maxima of their rows, terms of the column's sum may underflow. The
-    sum is then small. Returns the least sum of a column: below LEAST_SHARED_SUM, which is rare, the
-    caller asks `column_statistics` for the columns. `memory` [3, n] is of x's dtype.
+    sum of column j adds e_ij 2^(r_i - top), where `top` is the largest r_i of the chunk so far.
+    tops[chunk] is the last of them, and parts[chunk] [2, n], of x's dtype, has the sums and the
+    moments of x: `merge_columns` adds them up.
     """
     wide_vectors()
     m, n = x.shape
     scale = x.dtype.type(c)
     zero, neg_inf = x.dtype.type(0), x.dtype.type(-np.inf)
-    sums, moments = memory[0], memory[1]
-    for j in range(n):
-        sums[j] = moments[j] = zero
-    top = -np.inf
-    for i in range(m):
-        row, y = x[i], moment_logits[i]
-        high = row[0]
+    chunk = next_number(counter)
+    while chunk * CHUNK < m:
+        sums, moments = parts[chunk, 0], parts[chunk, 1]
         for j in range(n):
-            high = fmax(high, row[j])
-        rows[0, i] = np.float64(c) * np.float64(high)
-        rows[1, i] = rows[2, i] = 0.0
-        if high == -np.inf:
-            continue
-        if rows[0, i] > top:
-            lower = x.dtype.type(2.0 ** (top - rows[0, i]))
+            sums[j] = moments[j] = zero
+        top = -np.inf
+        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, m)):
+            row, y = x[i], moment_logits[i]
+            high = row[0]
             for j in range(n):
-                sums[j] *= lower
-                moments[j] *= lower
-            top = rows[0, i]
-        weight = x.dtype.type(2.0 ** (rows[0, i] - top))
-        total, moment = zero, zero
-        for j in range(n):
-            e = exp2(scale * (row[j] - high))
-            total += e
-            sums[j] += e * weight
-            ex = e * (y[j] if row[j] != neg_inf else zero)
-            moment += ex
-            moments[j] += ex * weight
-        rows[1, i] = total
-        rows[2, i] = np.float64(c) * np.float64(moment)
+                high = fmax(high, row[j])
+            rows[0, i] = np.float64(c) * np.float64(high)
+            rows[1, i] = rows[2, i] = 0.0
+            if high == -np.inf:
+                continue
+            if rows[0, i] > top:
+                lower = x.dtype.type(2.0 ** (top - rows[0, i]))
+                for j in range(n):
+                    sums[j] *= lower
+                    moments[j] *= lower
+                top = rows[0, i]
+            weight = x.dtype.type(2.0 ** (rows[0, i] - top))
+            total, moment = zero, zero
+            for j in range(n):
+                e = exp2(scale * (row[j] - high))
+                total += e
+                sums[j] += e * weight
+                ex = e * (y[j] if row[j] != neg_inf else zero)
+                moment += ex
+                moments[j] += ex * weight
+            rows[1, i] = total
+            rows[2, i] = np.float64(c) * np.float64(moment)
+        tops[chunk] = top
+        chunk = next_number(counter)
 
+
+@compiled
+def merge_columns(tops, parts, c, columns):  # type: ignore[no-untyped-def]
+    """columns[:, j] = (max, sum, moment) of column j, from the chunks of its rows.
+
+    Terms of a column far below the maxima of their rows may have underflowed. The sum is then
+    small. Returns the least sum of a column: below LEAST_SHARED_SUM, which is rare, the caller asks
+    `column_statistics` for the columns.
+    """
+    top = -np.inf
+    for chunk in range(tops.size):
+        top = tops[chunk] if tops[chunk] > top else top
+    for j in range(columns.shape[1]):
+        columns[0, j], columns[1, j], columns[2, j] = top, 0.0, 0.0
+    for chunk in range(tops.size):
+        if tops[chunk] == -np.inf:
+            continue
+        factor = 2.0 ** (tops[chunk] - top)
+        for j in range(columns.shape[1]):
+            columns[1, j] += factor * parts[chunk, 0, j]
+            columns[2, j] += factor * c * parts[chunk, 1, j]
     least = np.inf
-    for j in range(n):
-        columns[0, j] = top
-        columns[1, j] = sums[j]
-        columns[2, j] = np.float64(c) * np.float64(moments[j])
+    for j in range(columns.shape[1]):
         least = columns[1, j] if columns[1, j] < least else least
     return least
 
@@ -322,19 +351,22 @@ def online_softmax(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def softmax_gradient(x, c, row_reference, row_factor):  # type: ignore[no-untyped-def]
+def softmax_gradient(x, c, row_reference, row_factor, counter):  # type: ignore[no-untyped-def]
     """x <- row_factor_i 2^(c (x - row_reference_i))."""
     wide_vectors()
     scale = x.dtype.type(c)
-    for i in range(x.shape[0]):
-        row, reference, factor = x[i], row_reference[i], row_factor[i]
-        for j in range(row.size):
-            row[j] = factor * probability(scale * (row[j] - reference))
+    chunk = next_number(counter)
+    while chunk * CHUNK < x.shape[0]:
+        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+            row, reference, factor = x[i], row_reference[i], row_factor[i]
+            for j in range(row.size):
+                row[j] = factor * probability(scale * (row[j] - reference))
+        chunk = next_number(counter)
 
 
 @compiled
 def softmax_gradient_shared(  # type: ignore[no-untyped-def]
-    x, c, row_reference, row_factor, shared_row_factor, shared_column_factor
+    x, c, row_reference, row_factor, shared_row_factor, shared_column_factor, counter
 ):
     """Both directions from one exponential a logit, with reference exponents of rows.
 
@@ -342,17 +374,20 @@ def softmax_gradient_shared(  # type: ignore[no-untyped-def]
     """
     wide_vectors()
     scale = x.dtype.type(c)
-    for i in range(x.shape[0]):
-        row, reference = x[i], row_reference[i]
-        factor, shared_factor = row_factor[i], shared_row_factor[i]
-        for j in range(row.size):
-            e = probability(scale * (row[j] - reference))
-            row[j] = e * (factor + shared_factor * shared_column_factor[j])
+    chunk = next_number(counter)
+    while chunk * CHUNK < x.shape[0]:
+        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+            row, reference = x[i], row_reference[i]
+            factor, shared_factor = row_factor[i], shared_row_factor[i]
+            for j in range(row.size):
+                e = probability(scale * (row[j] - reference))
+                row[j] = e * (factor + shared_factor * shared_column_factor[j])
+        chunk = next_number(counter)
 
 
 @compiled
 def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
-    x, columns_x, c, row_reference, row_factor, column_reference, column_factor
+    x, columns_x, c, row_reference, row_factor, column_reference, column_factor, counter
 ):
     """x <- row_factor_i 2^(c (x - row_reference_i))
     + column_factor_j 2^(c (columns_x - column_reference_j)).
@@ -361,9 +396,12 @@ def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
     """
     wide_vectors()
     scale = x.dtype.type(c)
-    for i in range(x.shape[0]):
-        row, y, reference, factor = x[i], columns_x[i], row_reference[i], row_factor[i]
-        for j in range(row.size):
-            row[j] = factor * probability(scale * (row[j] - reference)) + column_factor[
-                j
-            ] * probability(scale * (y[j] - column_reference[j]))
+    chunk = next_number(counter)
+    while chunk * CHUNK < x.shape[0]:
+        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+            row, y, reference, factor = x[i], columns_x[i], row_reference[i], row_factor[i]
+            for j in range(row.size):
+                row[j] = factor * probability(scale * (row[j] - reference)) + column_factor[
+                    j
+                ] * probability(scale * (y[j] - column_reference[j]))
+        chunk = next_number(counter)
