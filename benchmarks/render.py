@@ -10,6 +10,7 @@ columns. The end of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_
 | kind | table |
 |---|---|
 | `results` | all rows; of benchmarks/gpu.py's records, a column for each contender |
+| `company` | of benchmarks/small.py: medians alone, after the caller's product, and in turns |
 | `peers` | a few cases of benchmarks/gpu.py's record, beside the best of the other projects |
 | `goals` | the cases with a goal, and whether it was reached |
 | `ladder` | the cases that several steps of the ladder in docs/kernels.md ran |

@@ -11,6 +11,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
+Row = Mapping[str, Any]
 UNITS: dict[str, tuple[str, Callable[[float], str]]] = {  # end of a key -> heading's end, format
     "_s": (" (ms)", _ms),
     "_bytes": (" (MiB)", lambda x: f"{x / 2**20:.1f}"),
@@ -59,6 +60,42 @@ def provenance(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+# --- the CPU, alone and in company ----------------------------------------------------------------
+
+
+def company(record: Mapping[str, Any]) -> str:
+    """Records of benchmarks/small.py: medians of each contender in each state, in ms, and ratios,
+    each the largest of all states."""
+    rows = record["results"]
+    contenders = [name for name, value in rows[0].items() if isinstance(value, dict)]
+    measured = [name for name in ("infonce", "infonce.torch", "module") if name in contenders]
+    headings = ["loss", "rows", "dim", *contenders]
+    headings += [f"{name} / torch" for name in measured if "torch" in contenders]
+    headings += ["infonce: median / least", "infonce: p90 / median"]
+    lines = provenance(record)
+    lines += ["", _line(headings), "|---" * len(headings) + "|"]
+    for row in rows:
+        cells = [row["loss"], row["rows"], row["dim"]]
+        cells += [
+            " / ".join(_ms(of["median_s"]) for of in row[name].values()) for name in contenders
+        ]
+        if "torch" in contenders:
+            cells += [_largest(row[name], row["torch"], "median_s") for name in measured]
+        own = row["infonce"]
+        cells += [
+            _largest(own, own, "median_s", "least_s"),
+            _largest(own, own, "p90_s", "median_s"),
+        ]
+        lines.append(_line(map(str, cells)))
+    return "\n".join(lines) + "\n"
+
+
+def _largest(states: Row, others: Row, key: str, of_others: str = "") -> str:
+    """The largest ratio of a number to another contender's in the same state."""
+    ratios = [of[key] / others[state][of_others or key] for state, of in states.items()]
+    return f"{max(ratios):.2f}"
+
+
 # --- one GPU, contenders side by side -------------------------------------------------------------
 
 LIBRARY = "auto"  # the method that stands for this library as it is called
@@ -74,7 +111,6 @@ SELECTED = (  # cases of the `peers` table
 )  # fmt: skip
 NAMES = {LIBRARY: "infonce", CEILING: "bare products"}
 STEPS = {"naive": "1. naive", "portable": "2. tiles", LIBRARY: "3. sweeps", CEILING: NAMES[CEILING]}
-Row = Mapping[str, Any]
 
 
 def side_by_side(record: Mapping[str, Any]) -> str:
@@ -203,4 +239,4 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-KINDS = {"results": table, "peers": peers, "goals": goals, "ladder": ladder}
+KINDS = {"results": table, "company": company, "peers": peers, "goals": goals, "ladder": ladder}

@@ -104,7 +104,7 @@ class RetrievalRanks:
     """Pass after the log-sum-exp pass: counts the logits above the positive's logit.
 
     A call of one process on the CPU needs no such pass. It computes the dot products of positives
-    before the log-sum-exp pass (`PassState.rank_threshold_logits`), which then counts the logits.
+    before the log-sum-exp pass (`TiledPass.rank_threshold_logits`), which then counts the logits.
     Other backends know the positives' logits only after the log-sum-exp pass.
     """
 

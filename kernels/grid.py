@@ -37,8 +37,8 @@ class Grid:
     @cached_property
     def largest(self) -> tuple[int, int]:
         """(rows, columns): the largest number of rows of a block, and of columns of a block."""
-        rows = max(part.stop - part.start for part in self.rows)
-        return rows, max(part.stop - part.start for part in self.columns)
+        rows = max((part.stop - part.start for part in self.rows), default=0)
+        return rows, max((part.stop - part.start for part in self.columns), default=0)
 
     def __len__(self) -> int:
         """The number of blocks that a pass visits."""

@@ -282,8 +282,7 @@ def uses_moments(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:
         a GPU, more logits              <dQ, q>: roundings average out; moments take 4 to 11% longer
         the CPU, in many blocks         <dQ, q>: dL/dx is not rounded to fewer bits
 
-    A batch in one block on the CPU (kernels/cpu/one_block) always has moments: its loops without
-    moments would be compiled as further variants.
+    A batch in one block on the CPU always has moments: they come with its sums.
     """
     return not feature_gradients or (logits <= FEW_LOGITS and not on_cpu)
 

@@ -25,8 +25,9 @@ except ImportError as error:
         f"infonce is not installed ({error}): run  python -m pip install -e '.[test]'  first"
     ) from None
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads, to test threads
-    os.environ.setdefault("OMP_NUM_THREADS", "2")  # of processes that tests start
+# Workers share the cores, and threads of BLAS wait busily. (Tests of threads ask for them)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
     # and of this one, where a plugin of pytest's may have imported NumPy already
     threadpoolctl.threadpool_limits(int(os.environ["OMP_NUM_THREADS"]))
 

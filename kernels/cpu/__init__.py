@@ -1,1 +1,1 @@
-"""The CPU backend: BLAS on tiles, epilogues by Numba, a worker thread a core."""
+"""The CPU backend: BLAS on tiles, and loops between its products by Numba."""

@@ -1,32 +1,28 @@
-"""The CPU backend: BLAS for each tile, an epilogue over it, in one worker thread a core.
+"""The CPU backend: products of tiles by BLAS, in its own threads, and loops between them.
 
-A worker takes row blocks from a common queue. It computes a row block's tiles from left to right,
-with single-threaded BLAS: the tile stays in the cache of its core, and no thread waits for another
-inside a product. Row sums and dQ belong to one worker. Column sums and dK accumulate in the order
-of the row blocks, whichever worker is first: results are bitwise the same from run to run for a
-given number of threads (the rows of a row block depend on it).
+A pass visits the tiles one after another, so sums and gradients have one order: results are bitwise
+the same from run to run for a given number of threads of BLAS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 
 import numpy as np
 
 from ..arrays.naive import matrix_bytes, solve_whole_matrix
 from ..distill.solve import solver_by_passes
-from ..epilogues import Epilogue, SoftmaxGradient, Statistics
+from ..epilogues import Epilogue, SoftmaxGradient
 from ..grid import Grid, positive_blocks, slices, without_other_groups
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import Array, Gradients, Problem
-from ..solve import Solution, Vectors, allows_online_softmax
+from ..solve import Solution, allows_online_softmax
 from .call_state import CallState
-from .one_block.solve import solve_in_one_block
+from .one_block import solve_in_one_block
 from .operands import DTYPES, Side, dots_at, find_norms, not_finite
-from .pass_state import PassState
-from .resources import BLAS, BUFFER_POOL, RowBlockOrder, in_threads, require_memory
+from .resources import require_memory
 from .schedule import choose_method, decide, divide_into_tiles
-from .worker import Worker
+from .tiled_pass import VECTORS, TiledPass
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -56,8 +52,8 @@ METHODS = {"naive": _by_whole_matrix, "one block": _in_one_block, "tiled": _by_p
 class CPU:
     """Blocks of one problem on the CPU: see `infonce.kernels.solve.Backend`."""
 
-    vectors = Vectors(np)
-    worker_class = Worker
+    vectors = VECTORS
+    pass_class: type[TiledPass] = TiledPass
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None,
@@ -67,7 +63,7 @@ class CPU:
         self.dtype = DTYPES[problem.compute_precision]
         self.schedule = decide(problem, gradients, ahead, further_tiles)
         if problem.method == "naive":
-            needed = self.schedule.memory.worker_bytes(*self.schedule.tile)
+            needed = self.schedule.memory.bytes(*self.schedule.tile)
             require_memory(problem, needed)
         sides = self._make_sides(problem, problem.query, problem.key)
         self.call_state = CallState(self.dtype, *sides, self.schedule)
@@ -141,48 +137,19 @@ class CPU:
     def run_pass(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        # The log-sum-exp pass runs backwards if a gradient pass follows, so that it ends with the
-        # tiles with which the gradient pass begins. The buffers of workers still have the logits of
-        # these tiles (`CallState.left_buffers`). Over a triangle, and with `retrieval_ranks`, the
-        # pass runs forwards. Workers then end with other tiles, and give their buffers to the pool
-        call_state, schedule = self.call_state, self.schedule
-        backwards = isinstance(epilogue, Statistics) and schedule.has_gradients
-        backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         if problem.query_groups is not None:
             groups = problem.query_groups, problem.key_groups
             has_positive, ids = positive_blocks(grid, problem.positives), None
             if problem.has_positive_ids:
                 ids = problem.query_positive_ids, problem.key_positive_ids
             grid = without_other_groups(grid, groups, has_positive, ids)
-        order = RowBlockOrder(grid, backwards)
-        row_blocks = iter(range(len(grid.rows)))
-        run = PassState(call_state, problem, grid, epilogue, gradients, order)
-        threads = min(schedule.threads, len(grid.rows))
-        total = len(grid)
-
-        def work(report: Callable[[], None]) -> None:
-            worker = None
-            for i in row_blocks:  # next() on a range iterator is atomic
-                row_block = len(grid.rows) - 1 - i if backwards else i
-                worker = worker or self.worker_class(run, row_block)
-                worker.run_row_block(row_block, report)
-            if worker is None:
-                return
-            if backwards and worker.buffered is not None:
-                call_state.left_buffers[worker.buffered] = worker.memory
-            else:
-                BUFFER_POOL.give(worker.memory)
+        done, total = itertools.count(), len(grid)
 
         def report() -> None:
             if problem.progress is not None:
-                problem.progress(epilogue.phase, order.done, total)
+                problem.progress(epilogue.phase, next(done), total)
 
-        with BLAS.single_threaded():
-            if threads == 1:
-                work(report)
-            else:
-                in_threads(work, threads, order, report)
-        run.finish()
-        if isinstance(epilogue, SoftmaxGradient):
-            call_state.release()
         report()
+        self.pass_class(self.call_state, problem, grid, epilogue, gradients).run(report)
+        if isinstance(epilogue, SoftmaxGradient):
+            self.call_state.release()

@@ -9,16 +9,16 @@ import numpy as np
 from ..direction_losses import rounded_reference
 from ..epilogues import SoftmaxGradient
 from ..problem import Array
-from .loops.softmax_gradient import (
+from .loops.tile_ops import (
     softmax_gradient,
     softmax_gradient_shared,
     softmax_gradient_two_sided,
 )
+from .resources import run_loop
 
 # Below this, float64 logits have at least 12 bits after the binary point. Above, the difference of
 # two references loses digits, so each direction has its own exponential
 EXACT = 2.0**40
-Arguments = tuple[Any, Any]
 
 
 class SoftmaxFactors:
@@ -68,27 +68,26 @@ class SoftmaxFactors:
             )
 
     def write_gradient(
-        self, x: Array, rows: slice, columns: slice, row_arguments: Arguments,
-        column_arguments: Arguments, guide_bits: Array | None,
-    ) -> None:  # fmt: skip
+        self, x: Array, rows: slice, columns: slice, columns_x: Array | None = None
+    ) -> None:
         """Replace the dot products x of a tile by dL/dx times the scale.
 
         The formula is that of negatives, for all pairs. The caller then replaces the values at
         positives (`tile_ops.insert_positives`), if there are any.
 
-        `row_arguments` and `column_arguments` are (bias of keys, limits): `PassState.directions`.
+        `columns_x`: the products with the options of columns, if x has the options of rows.
         """
         scale, reference = self.exponent_scale, self.row_reference[rows]
         row_factor = self.row_factor[rows]
         if not self.two_sided:
-            softmax_gradient(x, scale, reference, row_factor, *row_arguments, guide_bits)
+            run_loop(softmax_gradient, x, scale, reference, row_factor)
         elif self.one_exponential:
-            softmax_gradient_shared(
-                x, scale, reference, row_factor, self.shared_row_factor[rows],
-                self.shared_column_factor[columns],
+            run_loop(
+                softmax_gradient_shared, x, scale, reference, row_factor,
+                self.shared_row_factor[rows], self.shared_column_factor[columns],
             )  # fmt: skip
         else:
-            softmax_gradient_two_sided(
-                x, scale, reference, row_factor, self.column_reference[columns],
-                self.column_factor[columns], *row_arguments, *column_arguments, guide_bits,
+            run_loop(
+                softmax_gradient_two_sided, x, x if columns_x is None else columns_x, scale,
+                reference, row_factor, self.column_reference[columns], self.column_factor[columns],
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How a call runs on the CPU, decided before anything runs: method, tile, threads and memory."""
+"""How a call runs on the CPU, decided before anything runs: method, tile and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ..grid import (
 )
 from ..problem import Array, Gradients, Problem
 from .operands import DTYPES, has_blas_layout
-from .resources import thread_count
 
 # Rows x columns of a tile, the fastest that was measured (benchmarks/NOTES.md): large tiles have
 # long products and few sums. Rows of 2^n bytes would all map to the same cache sets
@@ -35,9 +34,7 @@ LEAST_RUN = 128
 # Largest length of a slice between such runs, which may have several groups: smaller tiles have
 # fewer pairs of different groups
 MIXED_SIDE = 384
-PREFIX_TILE = 1024, 608  # a thread has a tile of each of several prefixes at once
-# Multiply-adds M N D; with fewer, a second thread takes longer than it saves
-MIN_THREADED_CALL = 2**26
+PREFIX_TILE = 1024, 608  # there is a tile of each of several prefixes at once
 ONE_BLOCK_LOGITS = 2**20  # largest number of logits of a call in one block
 
 # --- method ---------------------------------------------------------------------------------------
@@ -47,7 +44,7 @@ def choose_method(problem: Problem) -> str:
     """The method of a call:
 
     "naive"      the whole matrix of logits, if the caller asks for it
-    "one block"  one compiled call between products, for a small batch
+    "one block"  three products of all rows, for a small batch
     "tiled"      passes over blocks, for other batches, and for all calls with a teacher. With a
                  teacher, the method "naive" makes the whole matrix one tile (`decide`)
     """
@@ -92,17 +89,18 @@ def fits_one_block(problem: Problem) -> bool:
 
 
 @dataclass(frozen=True)
-class WorkerMemory:
-    """The elements of the buffers of a worker, from which tiles and threads follow."""
+class TileMemory:
+    """The elements of the buffers of a pass, from which the size of a tile follows."""
 
     item: int  # bytes of an element
     width: int  # D
     has_guide: bool
     has_teacher: bool
-    further_tiles: int  # tiles in addition to the logits of a block
+    further_tiles: int  # tiles beside the products of a block: of prefixes, of options
     row_elements: int  # for each row of a tile: copies of features, the accumulator of dQ
     column_elements: int  # for each column of a tile: copies of features
-    gradient: bool  # whether a buffer holds products with dL/dx (`Worker.product`)
+    gradient: bool  # whether a buffer holds products with dL/dx
+    has_prefixes: bool  # whether there is a tile of each prefix
 
     def block_elements(self, m: int, n: int) -> int:
         """Elements of the memory of a block: logits [m, n], and a guide's bits or teacher's logits.
@@ -121,15 +119,15 @@ class WorkerMemory:
             return x, rest.view(np.uint8)[: -(-m // 4) * n].reshape(-1, n)
         return x, None
 
-    def worker_elements(self, bm: int, bn: int) -> int:
-        """Elements of all buffers of a worker, for tiles of bm x bn."""
+    def elements(self, bm: int, bn: int) -> int:
+        """Elements of all buffers of a pass, for tiles of bm x bn."""
         elements = self.block_elements(bm, bn) + self.further_tiles * bm * bn
         elements += self.row_elements * bm + self.column_elements * bn
         return elements + self.gradient * max(bm, bn) * self.width
 
-    def worker_bytes(self, bm: int, bn: int) -> int:
-        """Bytes of all buffers of a worker, for tiles of bm x bn."""
-        return self.worker_elements(bm, bn) * self.item
+    def bytes(self, bm: int, bn: int) -> int:
+        """Bytes of all buffers of a pass, for tiles of bm x bn."""
+        return self.elements(bm, bn) * self.item
 
 
 @dataclass(frozen=True)
@@ -137,45 +135,42 @@ class CPUSchedule:
     """How the passes of a call run."""
 
     tile: tuple[int, int]  # rows and columns
-    threads: int
     has_gradients: bool  # then a log-sum-exp pass may keep logits for the gradient pass
     dq_in_place: bool  # whether dQ accumulates in its destination
     dk_accumulator_rows: int  # rows of dK in the workspace at once; 0: in their destination
-    memory: WorkerMemory
+    memory: TileMemory
 
 
 def decide(
     problem: Problem, gradients: Gradients | None, ahead: Gradients | None = None,
     further_tiles: int = 0,
 ) -> CPUSchedule:  # fmt: skip
-    """The schedule of a call by passes. ValueError if the workspace has no room for a worker.
+    """The schedule of a call by passes. ValueError if the workspace has no room for a tile.
 
     `ahead`: gradients of a later pass over ranks, in this pass without gradients. Both passes then
-    have the same tiles. `further_tiles`: see `WorkerMemory`.
+    have the same tiles. `further_tiles`: tiles in addition to those of options.
     """
     dtype = DTYPES[problem.compute_precision]
     dq_in_place = gradients is not None and _accumulates_dq_in_place(problem, gradients, dtype)
     dk_rows = 0 if gradients is None else _dk_accumulator_rows(problem, gradients, dtype)
     has_gradients = gradients is not None or ahead is not None
-    memory = worker_memory(problem, has_gradients, dq_in_place, further_tiles)
+    memory = tile_memory(problem, has_gradients, dq_in_place, further_tiles)
     m, n, d = problem.shape
-    threads = thread_count() if m * n * d >= MIN_THREADED_CALL else 1
     if problem.method == "naive":  # over ranks, or with a teacher: the tile is the whole block
-        tile, threads = (max(1, m), max(1, n)), 1
+        tile = max(1, m), max(1, n)
     else:
         room = problem.workspace - dk_rows * d * dtype.itemsize  # for tiles
-        tile = largest_tile(problem, memory, threads, room)
-        if memory.worker_bytes(*tile) > room:
+        tile = largest_tile(problem, memory, room)
+        if memory.bytes(*tile) > room:
             least = least_workspace(problem, memory, tile, dk_rows)
             raise make_workspace_error(problem.shape, least, problem.workspace)
-        threads = min(threads, room // memory.worker_bytes(*tile))
-    return CPUSchedule(tile, threads, gradients is not None, dq_in_place, dk_rows, memory)
+    return CPUSchedule(tile, gradients is not None, dq_in_place, dk_rows, memory)
 
 
-def worker_memory(
+def tile_memory(
     problem: Problem, gradient: bool, dq_in_place: bool, further_tiles: int
-) -> WorkerMemory:
-    """What the buffers of a worker have to hold."""
+) -> TileMemory:
+    """What the buffers of a pass have to hold."""
     dtype = DTYPES[problem.compute_precision]
 
     def copied_width(*sides: Array) -> int:
@@ -187,8 +182,11 @@ def worker_memory(
         )
 
     d = problem.shape[2]
-    has_teacher = isinstance(problem, TaughtProblem)
-    return WorkerMemory(
+    has_teacher, has_prefixes = isinstance(problem, TaughtProblem), further_tiles > 0
+    # the products with the options of rows, and with those of columns
+    if problem.key_bias is not None or problem.compares_with_limits:
+        further_tiles += 2 if problem.two_sided or problem.symmetric else 1
+    return TileMemory(
         dtype.itemsize,
         d,
         problem.auxiliary_query is not None and not has_teacher,
@@ -197,29 +195,26 @@ def worker_memory(
         copied_width(problem.query, problem.auxiliary_query) + d * (gradient and not dq_in_place),
         copied_width(problem.key, problem.auxiliary_key),
         gradient,
+        has_prefixes,
     )
 
 
-def largest_tile(
-    problem: Problem, memory: WorkerMemory, threads: int, room: int
-) -> tuple[int, int]:
+def largest_tile(problem: Problem, memory: TileMemory, room: int) -> tuple[int, int]:
     """Rows and columns of a tile.
 
-    A tile is halved until one for each thread fits in `room` bytes, or until half a tile would make
-    too many blocks (`has_few_blocks`). If the tiles then do not fit, `decide` runs fewer threads.
+    A tile is halved until it fits in `room` bytes, or until half a tile would make too many blocks
+    (`has_few_blocks`).
     """
     m, n, _ = problem.shape
     bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
     if problem.query_groups is not None:
         bm = min(bm, GROUP_ROWS)
-    if memory.further_tiles:
-        bm, bn = min(bm, PREFIX_TILE[0]), min(bn, PREFIX_TILE[1])
-    while bm > 16 and threads > 1 and 2 * bm * threads > m:  # at least two row blocks a thread
-        bm //= 2
     if problem.symmetric:
         bn = bm
+    if memory.has_prefixes:
+        bm, bn = min(bm, PREFIX_TILE[0]), min(bn, PREFIX_TILE[1])
     bm, bn = max(1, min(bm, m)), max(1, min(bn, n))
-    while threads * memory.worker_bytes(bm, bn) > room:
+    while memory.bytes(bm, bn) > room:
         smaller = max(1, bm // 2), max(1, bn // 2)
         if smaller == (bm, bn) or not has_few_blocks(m, n, *smaller):
             break
@@ -228,19 +223,19 @@ def largest_tile(
 
 
 def least_workspace(
-    problem: Problem, memory: WorkerMemory, smallest_tile: tuple[int, int], dk_rows: int
+    problem: Problem, memory: TileMemory, smallest_tile: tuple[int, int], dk_rows: int
 ) -> int:
     """Bytes for the smallest tile that a call may have, and for accumulators of dK beside it."""
     m, n, d = problem.shape
-    worker_bytes = memory.worker_bytes(*smallest_tile)
+    tile_bytes = memory.bytes(*smallest_tile)
     all_rows = 0 if not dk_rows else m if problem.symmetric else n
     accumulator_bytes = all_rows * d * memory.item
     # Without limits, accumulators take half of the workspace at most (`_dk_accumulator_rows`). So
-    # twice the bytes of a worker suffice: a half for the worker, and a half for accumulators. If
-    # the accumulators of all rows are smaller than a worker, less suffices: both side by side
+    # twice the bytes of a tile suffice: a half for the tile, and a half for accumulators. If the
+    # accumulators of all rows are smaller than a tile, less suffices: both side by side
     if not problem.compares_with_limits:
-        accumulator_bytes = min(worker_bytes, accumulator_bytes)
-    return worker_bytes + accumulator_bytes
+        accumulator_bytes = min(tile_bytes, accumulator_bytes)
+    return tile_bytes + accumulator_bytes
 
 
 def _accumulates_dq_in_place(problem: Problem, gradients: Gradients, dtype: np.dtype[Any]) -> bool:
@@ -251,7 +246,7 @@ def _accumulates_dq_in_place(problem: Problem, gradients: Gradients, dtype: np.d
     - dQ is wanted, and has a destination.
     - The destination is contiguous, and has the compute dtype.
     - dQ overwrites the destination (`add_query` is false).
-    - The queries are not the keys. (Otherwise workers of other row blocks add to the same rows.)
+    - The queries are not the keys. (Otherwise other row blocks add to the same rows.)
     """
     out = gradients.query
     if out is None or problem.symmetric or gradients.add_query or not gradients.want_query:

@@ -53,7 +53,7 @@ class PrefixSide(Side):
         """See `Side`. Each prefix is differentiated through its own norm.
 
         Prefix p of row z has the unit vector v_p = r_p (prefix of u), with u = z / |z| and the
-        ratio r_p = |z| / |prefix of z|. `g` is sum_p r_p dL/dv_p (`worker.chain` multiplies by
+        ratio r_p = |z| / |prefix of z|. `g` is sum_p r_p dL/dv_p (`prefix_pass.chain` multiplies by
         ratios), so for a feature in the prefixes p of P
 
             dL/dz = (g - u sum_{p in P} r_p^2 <dL/dv_p, v_p>) / |z|

@@ -28,15 +28,15 @@ from ..solve import (
     make_solution,
     run_gradient_pass,
 )  # fmt: skip
+from .prefix_pass import PrefixPass
 from .problem import PrefixGradient, PrefixStatistics, prefix_problems
 from .sides import PrefixSide
-from .worker import PrefixWorker
 
 
 class PrefixCPU(CPU):
     """The backend of a problem with prefixes: a tile has the logits of each prefix."""
 
-    worker_class = PrefixWorker
+    pass_class = PrefixPass
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None, widths: Sequence[int]

@@ -261,8 +261,7 @@ def draw(seed: int, number: int) -> Drawn:
     if options["method"] in ("tiled", "auto") and rng.random() < 0.3:
         options["workspace"] = int(rng.integers(2**17, 2**21))
     tiles = [(16, 24), (64, 96), (40, 8), schedule.TILE][rng.integers(4)]
-    patches = {"TILE": tiles, "TRIANGLE_SIDE": int(rng.choice([16, 50, 896])),
-               "MIN_THREADED_CALL": int(rng.choice([0, schedule.MIN_THREADED_CALL]))}  # fmt: skip
+    patches = {"TILE": tiles, "TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))}
     with np.errstate(divide="ignore"):
         norms = [float(np.sqrt((z.astype(np.longdouble) ** 2).sum(axis=1)).max()) for z in scaled]
     drawn = Drawn(call, name, compute, options, patches, (min(norms), max(norms)))

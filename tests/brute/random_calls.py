@@ -87,7 +87,8 @@ def shares(drawn: Drawn, want: Judgement) -> Iterator[tuple[str, float]]:
             # a product that underflows is off by half of the smallest number, times the scale
             tiny = float(ml_dtypes.finfo(drawn.compute).smallest_subnormal)
             bound = want.bounds[place] + tiny * max(1.0, call.scale) * max(want.dots.shape)
-            yield "gradient", gradient_share(got, want.grads[place], bound)
+            roundings = len(drawn.prefixes or [1])  # the gradient of each prefix is rounded
+            yield "gradient", gradient_share(got, want.grads[place], bound, roundings)
     for name in ("scale", "bias"):
         got = getattr(out.grads, name, None)
         if got is not None:
@@ -101,6 +102,7 @@ def shares(drawn: Drawn, want: Judgement) -> Iterator[tuple[str, float]]:
 def disagreements(drawn: Drawn) -> list[str]:
     """What is wrong in a call with a number that is not finite."""
     of_features = "feature" in drawn.poison
+    scale_may_stay_finite = of_features or "guide" in drawn.poison
     found: dict[str, dict[str, Any]] = {}
     for method in METHODS:
         drawn.options["method"] = method
@@ -114,7 +116,7 @@ def disagreements(drawn: Drawn) -> list[str]:
         if not of_features:  # else the losses say so, and other numbers may stay finite
             numbers |= {f"lse {i}": lse for i, lse in enumerate(lses) if lse is not None}
         for name, gradient in out.grads._asdict().items():
-            if gradient is not None and not (of_features and name == "scale"):
+            if gradient is not None and not (scale_may_stay_finite and name == "scale"):
                 rows = np.asarray(gradient, np.float64)  # an element may spoil its row
                 numbers[f"d {name}"] = rows.sum(axis=tuple(range(1, rows.ndim)))
         found[method] = {k: np.isfinite(np.asarray(z, np.float64)) for k, z in numbers.items()}
@@ -140,13 +142,13 @@ def share(got: Any, want: Any, bound: Any) -> float:
     return float(np.max(np.where(np.isnan(ratio), np.inf, ratio), initial=0.0))
 
 
-def gradient_share(got: Any, want: Any, bound: Any) -> float:
-    """The largest error of a row divided by its bound. A row may be infinite only near the dtype's
-    limit."""
+def gradient_share(got: Any, want: Any, bound: Any, roundings: int) -> float:
+    """The largest error of a row divided by its bound, with so many roundings to the dtype of the
+    gradient. A row may be infinite only near the dtype's limit."""
     finfo = ml_dtypes.finfo(got.dtype)
     wide = got.astype(np.longdouble)
     length = np.sqrt((want * want).sum(axis=1))
-    bound = bound + (ROUNDING[got.dtype.name] + 2.0**-52) * length
+    bound = bound + (roundings * ROUNDING[got.dtype.name] + 2.0**-52) * length
     bound = bound + 2 * float(finfo.smallest_subnormal) * np.sqrt(want.shape[1])
     near = np.abs(want).max(axis=1) + bound >= float(finfo.max)
     assert (np.isfinite(wide).all(axis=1) | near).all(), "not finite"

@@ -1,4 +1,4 @@
-"""The CPU backend: threads, memory, reproducibility, progress, interruption."""
+"""The CPU backend: threads of products, memory, reproducibility, progress, interruption."""
 
 import os
 import signal
@@ -7,31 +7,29 @@ import sys
 import threading
 import tracemalloc
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend as cpu
-from infonce.kernels.cpu import resources, schedule
-from infonce.kernels.cpu.call_state import CallState
+from infonce.kernels.cpu import resources, schedule, tiled_pass
 from infonce.kernels.cpu.loops import elementary
 from infonce.kernels.cpu.loops import tile_ops as tile
-from infonce.kernels.cpu.one_block import solve as one_block
-from infonce.kernels.grid import Grid
+from infonce.kernels.cpu.tiled_pass import VECTORS
+from infonce.kernels.epilogues import Sums
 from judge import LOSSES, arguments, judged, pairs
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
 import infonce
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several row blocks and threads at test sizes."""
+    """Several row blocks, and products in several threads, at test sizes."""
     monkeypatch.setattr(schedule, "TILE", (32, 48))
     monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 32)
-    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
+    monkeypatch.setattr(resources, "ALWAYS_SINGLE", 0)
+    monkeypatch.setattr(resources, "SINGLE", 2**12)
 
 
 def bits(out: infonce.LossAndGrad) -> list[bytes]:
@@ -57,13 +55,13 @@ def test_bitwise_the_same_from_run_to_run(
 
 @pytest.mark.usefixtures("small_tiles")
 def test_calls_from_several_threads() -> None:
-    args = pairs("partly aligned", 150, 150, 8, np.float64, 1)
+    args = pairs("partly aligned", 150, 150, 64, np.float64, 1)  # products in two threads
     with threadpool_limits(2):
         _several_threads(args)
 
 
 def _several_threads(args: Any) -> None:
-    before = [library["num_threads"] for library in threadpool_info()]
+    before = resources.BLAS.threads()
     want = bits(infonce.clip_loss_and_grad(*args, scale=9.0, method="tiled"))
     results: list[Any] = []
 
@@ -78,37 +76,78 @@ def _several_threads(args: Any) -> None:
         t.join()
     assert len(results) == 60
     assert all(r == want for r in results)
-    assert [library["num_threads"] for library in threadpool_info()] == before
+    assert resources.BLAS.threads() == before
 
 
-def test_threads_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
-    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
-    args = pairs("random", 600, 600, 16, np.float32, 5)
+@pytest.mark.parametrize(
+    ("multiply_adds", "limit", "threads"),
+    [
+        (2**18, "", None), (2**20, "", 1), (2**22, "", 1), (2**22 + 2**12, "", 8),
+        (2**24, "", None), (2**24, "3", 3), (2**20, "3", 1), (2**24, "99", 32),
+    ],
+)  # fmt: skip
+def test_threads_of_a_product(
+    multiply_adds: int, limit: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They follow from the size of the product; None: the number of the caller stays."""
+    monkeypatch.setenv("INFONCE_NUM_THREADS", limit)
+    numbers: list[int] = []
+    blas, current = resources._Blas(), [16]
+    blas._functions = (lambda: current[0]), lambda number: (
+        numbers.append(number), current.__setitem__(0, number)
+    )[0]  # fmt: skip
+    left = np.ones((multiply_adds // 2**12, 2**6), np.float32)
+    right = np.ones((2**6, 2**6), np.float32)
+    assert (blas.matmul(left, right) == 2**6).all()
+    assert numbers == ([] if threads is None else [threads, 16])
 
-    def workers() -> set[int | None]:
-        return {t.ident for t in threading.enumerate() if t.name.startswith("infonce")}
 
-    infonce.clip_loss_and_grad(*args, scale=3.0)
-    before = workers()
-    assert len(before) >= 3
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loops_in_threads_have_the_same_bits(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take chunks of rows in any order."""
+    args = arguments(loss, *pairs("partly aligned", 700, 700, 16, np.float32, 0))
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    options: dict[str, Any] = {"scale": 20.0, "method": "tiled"}
+    want = bits(function(*args, **options))
+    monkeypatch.setattr(resources, "THREADED", 0)
+    monkeypatch.setattr(resources, "thread_count", lambda: 8)
     for _ in range(5):
-        infonce.clip_loss_and_grad(*args, scale=3.0)
-    assert workers() == before
-    # a call that fails leaves them fit for the next
-    with pytest.raises(ZeroDivisionError):
-        infonce.clip_loss(*args, scale=3.0, progress=lambda *_: 1 // 0)
-    infonce.clip_loss(*args, scale=3.0)
-    assert workers() == before
+        assert bits(function(*args, **options)) == want
+    assert any(t.name.startswith("infonce") for t in threading.enumerate())
+
+
+def test_a_loop_does_not_wait_for_threads_that_have_not_begun() -> None:
+    began, stays = threading.Semaphore(0), threading.Event()
+
+    def work() -> None:
+        began.release()
+        stays.wait(30)
+
+    busy = resources.THREADS.submit(resources.MOST_LOOPS - 1, work, ())
+    for _ in busy:
+        began.acquire()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resources, "THREADED", 0)
+        patch.setattr(resources, "thread_count", lambda: 8)
+        x = np.zeros((300, 4), np.float32)
+        vectors = np.zeros(300, np.float32), np.ones(300, np.float32)
+        resources.run_loop(tile.softmax_gradient, x, 1.0, *vectors)
+    stays.set()
+    assert (x == 1).all()
+
+
+def test_threads_of_a_product_that_fails_are_set_back() -> None:
+    before = resources.BLAS.threads()
+    with pytest.raises(ValueError, match="matmul"):
+        resources.BLAS.matmul(np.ones((2**10, 2**5)), np.ones((2**6, 2**6)))
+    assert resources.BLAS.threads() == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_process_has_threads_of_its_own() -> None:
     code = (
         "import os, numpy as np, infonce\n"
-        "from infonce.kernels.cpu import schedule\n"
-        "schedule.MIN_THREADED_CALL = 0\n"
-        "a, b = np.random.default_rng(0).standard_normal((2, 600, 16))\n"
+        "a, b = np.random.default_rng(0).standard_normal((2, 600, 64))\n"
         "want = infonce.clip_loss(a, b, scale=0.3)\n"
         "child = os.fork()\n"
         "assert infonce.clip_loss(a, b, scale=0.3) == want\n"
@@ -164,20 +203,6 @@ def test_memory_of_groups_of_unequal_sizes_stays_within_the_workspace() -> None:
     assert workspace / 2 < peak < workspace + 60 * 8 * n + 2**19
 
 
-def test_a_late_worker_takes_the_buffer_of_a_row_block_that_is_done() -> None:
-    """Two threads: one computes row blocks 0 and 1, before the other begins with row block 2."""
-    grid = Grid([slice(i, i + 1) for i in range(4)], [slice(0, 1)])
-    sizes = schedule.CPUSchedule((1, 1), 2, True, False, 0, Mock())
-    call = CallState(np.dtype("f4"), Mock(), Mock(), sizes, kept_grid=grid)
-    first, second = np.zeros(1, np.float32), np.ones(1, np.float32)
-    call.left_buffers = {(0, 0): first, (1, 0): second}
-    assert call.take_left_buffer(grid, 0) == (first, (0, 0))
-    assert call.take_left_buffer(grid, 2) == (second, None)  # no third buffer
-    call.left_buffers = {(0, 0): first}
-    assert call.take_left_buffer(grid, 1) == (None, None)  # of a worker that will begin with 0
-    assert call.take_left_buffer(grid, 0) == (first, (0, 0))
-
-
 @pytest.mark.parametrize("metrics", [False, True])
 def test_logits_that_fit_are_not_computed_twice(
     metrics: bool, monkeypatch: pytest.MonkeyPatch
@@ -196,16 +221,14 @@ def test_logits_that_fit_are_not_computed_twice(
             calls += 1
             return matmul(*a, **k)
 
-        monkeypatch.setattr(cpu.np, "matmul", counted)
+        monkeypatch.setattr(np, "matmul", counted)
         out = infonce.clip_loss_and_grad(*args, workspace=workspace, **options)
         results.append(bits(out))
-        monkeypatch.setattr(cpu.np, "matmul", matmul)
+        monkeypatch.setattr(np, "matmul", matmul)
         counts[workspace] = calls
     assert counts[2**20] == 3 * 9  # 3 products a tile, 9 tiles
     assert 3 * 9 < counts[2**15] < 4 * 9
-    # no room but the worker's own, in which the first pass ends where the second begins; not so
-    # with a pass that counts ranks between them
-    assert counts[2**13] == 4 * 9 - (not metrics)
+    assert counts[2**13] == 4 * 9  # no room but for one tile
     assert results[0] == results[1] == results[2]
 
 
@@ -238,7 +261,7 @@ def test_an_exception_in_the_callback_stops_the_work(
     threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", threads)
-    before = [library["num_threads"] for library in threadpool_info()]
+    before = resources.BLAS.threads()
 
     def stop(*_: Any) -> None:
         raise RuntimeError("enough")
@@ -246,40 +269,8 @@ def test_an_exception_in_the_callback_stops_the_work(
     args = pairs("random", 300, 300, 8, np.float64, 5)
     with pytest.raises(RuntimeError, match="enough"):
         infonce.clip_loss_and_grad(*args, scale=3.0, method="tiled", progress=stop)
-    assert [library["num_threads"] for library in threadpool_info()] == before
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if thread.name.startswith("infonce") and thread.ident is not None:
-            assert frames[thread.ident].f_code.co_name in ("_worker", "_run")  # it waits for work
+    assert resources.BLAS.threads() == before
     assert np.isfinite(infonce.clip_loss(*args, scale=3.0, method="tiled"))
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
-
-    set_aside_positives = tile.set_aside_positives
-
-    def broken(x: Any, positives: Any, *rest: Any) -> None:
-        if positives[0] == 0:  # the first row block, which all others wait for
-            raise ArithmeticError("broken tile")
-        set_aside_positives(x, positives, *rest)
-
-    monkeypatch.setattr(tile, "set_aside_positives", broken)
-    caught: list[BaseException] = []
-
-    def call() -> None:
-        args = pairs("random", 300, 300, 8, np.float64, 5)
-        try:
-            infonce.clip_loss(*args, scale=3.0, method="tiled")
-        except ArithmeticError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert str(caught[0]) == "broken tile"
 
 
 def test_ctrl_c_ends_a_long_run() -> None:
@@ -309,8 +300,6 @@ def test_ctrl_c_ends_a_long_run() -> None:
 def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", value)
     args = pairs("random", 600, 600, 16, np.float64, 5)
-    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
-    monkeypatch.setattr(one_block, "THREAD_SHARE", 1)
     for method in ("tiled", "auto"):
         with pytest.raises(ValueError, match=r"INFONCE_NUM_THREADS.*positive integer"):
             infonce.clip_loss(*args, scale=3.0, method=method)
@@ -368,9 +357,9 @@ def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
         for order in (parts, parts[::-1]):
             top, total, moment = np.array([-np.inf]), np.array([0.0]), np.array([0.0])
             for m, s in order:
-                part = np.array([m]), np.array([s])
-                tile.merge(top.copy(), total.copy(), None, *part, None)
-                tile.merge(top, total, moment, *part, -3.0 * part[1])
+                part = Sums(np.array([m]), np.array([s]), np.array([-3.0 * s]))
+                VECTORS.merge(Sums(top.copy(), total.copy()), part)
+                VECTORS.merge(Sums(top, total, moment), part)
             assert moment[0] == pytest.approx(-3.0 * total[0], rel=1e-14)
             if want == 0:
                 assert top[0] == -np.inf
@@ -382,7 +371,7 @@ def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
 
 def test_temporary_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = resources.BufferPool(200_000)
-    monkeypatch.setattr(cpu, "BUFFER_POOL", pool)
+    monkeypatch.setattr(tiled_pass, "BUFFER_POOL", pool)
     first = pool.take(20_000, np.dtype(np.float64))
     address = first.ctypes.data
     pool.give(first)

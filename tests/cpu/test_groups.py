@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.loops import sigmoid
-from infonce.kernels.cpu.worker import Worker
+from infonce.kernels.cpu.tiled_pass import TiledPass
 from infonce.kernels.grid import (
     Grid,
     default_positive_blocks,
@@ -117,13 +117,13 @@ def test_blocks_without_a_common_group_are_not_computed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     visited = set()
-    tile_products = Worker.tile_products
+    tile_products = TiledPass.tile_products
 
-    def counted(self: Worker, a: int, b: int, *operands: Any) -> Any:
+    def counted(self: TiledPass, a: int, b: int, *operands: Any) -> Any:
         visited.add((a, b))
         return tile_products(self, a, b, *operands)
 
-    monkeypatch.setattr(Worker, "tile_products", counted)
+    monkeypatch.setattr(TiledPass, "tile_products", counted)
     rows = 128 if name == "nt_xent" else 64
     features = one_problem(name, rows=rows).features
     groups = np.arange(rows) // 16 % 4
@@ -150,8 +150,8 @@ def test_ranks_and_progress_know_visited_blocks_alone() -> None:
 def test_excluded_pairs_of_a_sigmoid_are_exactly_zero(dtype: Any) -> None:
     """Products of subnormal numbers take ten times as long."""
     x, a = np.full((2, 5), -np.inf, dtype), np.full(2, 1e-3, dtype)
-    losses, sums = np.zeros((2, 2))
-    sigmoid.sigmoid(x, 10.0, -10.0, a, losses, sums, None)
+    sums, counter = np.zeros((3, 2)), np.zeros(1, np.int64)
+    sigmoid.sigmoid(x, 10.0, -10.0, a, *sums, *sigmoid.without_ids(x), counter)
     assert not x.any()
 
 

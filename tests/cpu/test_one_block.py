@@ -1,7 +1,6 @@
 """Batches whose logits fit one block, beside the same call in many blocks."""
 
 import threading
-import time
 from typing import Any
 from unittest import mock
 
@@ -9,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend, schedule
-from infonce.kernels.cpu.one_block import loops, team
-from infonce.kernels.cpu.one_block import solve as one_block
+from infonce.kernels.cpu import backend, one_block, schedule
+from infonce.kernels.cpu.loops.finalize import finalize
 from infonce.kernels.direction_losses import finalize_direction
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.problem import SILENT
@@ -92,11 +90,10 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     return loss, z, options
 
 
-@given(calls(), st.sampled_from([2**60, 1]), st.sampled_from([1, 256]))
-def test_same_as_in_many_blocks(case: Any, thread_share: int, wide: int) -> None:
+@given(calls())
+def test_same_as_in_many_blocks(case: Any) -> None:
     loss, args, options = case
-    with mock.patch.multiple(one_block, THREAD_SHARE=thread_share, WIDE=wide):
-        got, used = in_one_block(loss, *args, **options)
+    got, used = in_one_block(loss, *args, **options)
     assert used
     with mock.patch.object(schedule, "TILE", (24, 16)):
         assert_near(got, call(loss, *args, method="tiled", **options), BOUNDS[args[0].dtype.type])
@@ -126,8 +123,8 @@ def test_calls_that_need_many_blocks() -> None:
 
 
 def test_same_bits_beside_other_threads() -> None:
-    """Products have one thread of BLAS each, whatever other calls run. (Some of OpenBLAS's kernels
-    have other bits in two threads: OPENBLAS_CORETYPE=Haswell, for one.)"""
+    """Products have the same threads, whatever other calls run. (Some of OpenBLAS's kernels have
+    other bits in two threads: OPENBLAS_CORETYPE=Haswell, for one.)"""
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((300, 128)).astype(np.float32) for _ in range(2))
     want = numbers(call("clip", q, k, scale=1.0))
@@ -156,9 +153,16 @@ def test_losses_of_directions(size: float) -> None:
     total[:10], high[:10] = 0.0, -np.inf  # of nothing
     with np.errstate(**SILENT):
         want = finalize_direction(np, Sums(high, total, None), positive)
-    got = np.array(
-        [loops.finalize_direction(*row) for row in zip(high, total, positive, strict=True)]
-    )
+    m = len(high)
+    losses, lse, factors = np.empty(m), np.empty((1, m)), np.empty((6, m))
+    positive_gradient = np.empty((m, 1))
+    finalize(
+        np.stack([high, total, total])[None], positive[:, None], np.arange(m)[:, None], np.ones(m),
+        1.0, 1.0, 0.0, (1.0, 0.0), False, losses, lse, factors, positive_gradient, np.empty((6, m)),
+    )  # fmt: skip
+    got = np.stack(
+        [losses, lse[0], -positive_gradient[:, 0], factors[0], factors[1]], axis=1
+    )  # with a scale, c and weights of 1: the reference, and 2^(reference - log-sum-exp)
     fields = want.loss, want.lse, want.negative_probability
     for mine, theirs in zip(got.T, fields, strict=False):
         np.testing.assert_allclose(mine, theirs, rtol=4e-16 * (64 + size), atol=4e-16 * (64 + size))
@@ -169,43 +173,3 @@ def test_losses_of_directions(size: float) -> None:
         )
     )  # fmt: skip
     np.testing.assert_allclose(mine, theirs, rtol=4e-15, atol=4e-15)
-
-
-@pytest.mark.parametrize("threads", range(1, 7))
-def test_half_of_the_products_of_rows_with_themselves(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(one_block, "WIDE", 1)
-    for rows in (1, 2, 5, 6, 23):
-        z = np.random.default_rng(rows).integers(-9, 9, (rows, 4)).astype(np.float32)
-        x = np.full((rows, rows), np.nan, np.float32)
-        with team.Team(min(threads, rows)) as threads_of_call:
-            one_block._multiply(z, z, x, threads_of_call, np.matmul)
-        np.testing.assert_array_equal(x, z @ z.T)  # integers: exact
-
-
-def test_an_error_beside_this_thread() -> None:
-    """An error of a helper is raised in the calling thread once all parts have ended."""
-    ended: list[int] = []
-
-    def work(part: int) -> None:
-        time.sleep(0.01 * part)
-        ended.append(part)
-        if part == 1:
-            raise ValueError("of part 1")
-
-    for _ in range(2):
-        ended.clear()
-        with pytest.raises(ValueError, match="of part 1"), team.Team(3) as threads:
-            threads.share(work)
-        assert sorted(ended) == [0, 1, 2]
-    assert team.HELPERS._busy == set()
-
-
-def test_parts_run_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "HELPERS", team._Helpers())
-    monkeypatch.setattr(team, "_Helper", mock.Mock(side_effect=RuntimeError("no new thread")))
-    parts: list[int] = []
-    with team.Team(3) as threads:
-        threads.share(parts.append)
-    assert parts == [0, 1, 2]

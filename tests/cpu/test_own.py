@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels import between_passes
 from infonce.kernels.cpu import schedule
-from infonce.kernels.cpu.worker import Worker
+from infonce.kernels.cpu.tiled_pass import TiledPass
 from judge import assert_grad, assert_loss, viewed
 from reference_problems import each_once, quick, softmax_options
 
@@ -126,13 +126,13 @@ def test_without_the_batch_blocks_with_a_positive_are_visited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     visited = []
-    tile_products = Worker.tile_products
+    tile_products = TiledPass.tile_products
 
-    def counted(self: Worker, a: int, b: int, *operands: Any) -> Any:
+    def counted(self: TiledPass, a: int, b: int, *operands: Any) -> Any:
         visited.append((a, b))
         return tile_products(self, a, b, *operands)
 
-    monkeypatch.setattr(Worker, "tile_products", counted)
+    monkeypatch.setattr(TiledPass, "tile_products", counted)
     monkeypatch.setattr(schedule, "MIXED_SIDE", 8)
     query, key, own, _ = problem(m=32, n=64)
     infonce.info_nce_loss(query, key, own=own, scale=3.0, in_batch=False, method="tiled")

@@ -291,7 +291,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     one_pass = prefix_solve.solve_prefixes
     monkeypatch.setattr(prefix_solve, "solve_prefixes", solve)
     monkeypatch.setattr(schedule, "PREFIX_TILE", (16, 11))
-    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
     return one_pass_used
 

@@ -15,10 +15,8 @@ from threadpoolctl import threadpool_info
 numpys = [of["filepath"] for of in threadpool_info() if of["user_api"] == "blas"]
 
 import infonce
-from infonce.kernels.cpu import schedule
 
-schedule.MIN_THREADED_CALL = 0
-a, b = np.random.default_rng(0).standard_normal((2, 600, 16))
+a, b = np.random.default_rng(0).standard_normal((2, 600, 64))  # products in two threads
 
 def loss(**options):
     return infonce.clip_loss(a, b, scale=0.3, method="tiled", normalize=False, **options)
@@ -44,51 +42,12 @@ def printed(program: str, **variables: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-def test_blas_has_one_thread_in_passes_of_any_thread() -> None:
-    """BLAS has one thread until the last of two overlapping passes ends; then the caller's
-    number."""
-    lines = printed("""
-from infonce.kernels.cpu import worker
-
-seen, stays = set(), threading.Semaphore(0)
-inside, go_on = threading.Event(), threading.Event()
-tile_products = worker.Worker.tile_products
-
-def look(*of):
-    seen.update(blas())
-    if stays.acquire(blocking=False):
-        inside.set()
-        go_on.wait(30)
-        seen.update(blas())
-    return tile_products(*of)
-
-def start():
-    thread = threading.Thread(target=loss)
-    thread.start()
-    return thread
-
-worker.Worker.tile_products = look
-start().join()
-loss()
-print(seen, blas() == before)
-stays.release()
-thread = start()
-inside.wait(30)
-loss()
-go_on.set()
-thread.join()
-print(seen, blas() == before)
-""")
-    assert lines == ["{1} True", "{1} True"]
-
-
 @forks
 def test_a_child_computes_whatever_other_threads_do() -> None:
     """A forked child computes although threads of the parent were inside of passes and held
     locks."""
     lines = printed("""
-from infonce.kernels.cpu.one_block.team import HELPERS
-from infonce.kernels.cpu.resources import BLAS, BUFFER_POOL, POOLS
+from infonce.kernels.cpu.resources import BLAS, BUFFER_POOL
 
 ends = threading.Event()
 
@@ -103,7 +62,7 @@ def hold(of):
         with of._lock:
             time.sleep(0.005)
 
-threads += [threading.Thread(target=hold, args=(of,)) for of in (BLAS, BUFFER_POOL, HELPERS, POOLS)]
+threads += [threading.Thread(target=hold, args=(of,)) for of in (BLAS, BUFFER_POOL)]
 for thread in threads:
     thread.start()
 for _ in range(10):
@@ -130,9 +89,8 @@ print(blas() == before)
 
 @forks
 def test_a_child_of_a_pass() -> None:
-    """A child forked within a pass finishes that pass, and BLAS has its threads again."""
+    """A child forked within a pass finishes that pass, with the threads that BLAS had."""
     lines = printed("""
-os.environ["INFONCE_NUM_THREADS"] = "1"
 children = []
 
 def fork(*_):
@@ -147,9 +105,7 @@ print(right, os.waitpid(children[0], 0)[1])
     assert lines == ["True 0"]
 
 
-def test_worker_threads_end_with_the_process() -> None:
-    """Worker threads do not keep a process alive. A thread that outlives the main thread computes
-    right."""
+def test_a_thread_that_outlives_the_main_thread() -> None:
     assert printed("print(loss() == want)") == ["True"]
     lines = printed("""
 def work():
@@ -167,7 +123,6 @@ threading.Thread(target=work).start()
     assert lines == ["True True"]
 
 
-@pytest.mark.slow  # compiles anew
 def test_bits_of_the_process_that_compiles(tmp_path: Path) -> None:
     """Later processes load the machine code, call it in another order, and return the same bits."""
     first, later = (

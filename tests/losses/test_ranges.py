@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
-from infonce.kernels.cpu.loops.softmax_gradient import softmax_gradient
+from infonce.kernels.cpu.loops.tile_ops import softmax_gradient
 from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.problem import SCALES
 from judge import (
@@ -163,7 +163,7 @@ def test_a_probability_is_no_subnormal_number(dtype: Any) -> None:
     x = np.linspace(-2000, 0, 4001).astype(dtype).reshape(1, -1)
     p = x.copy()
     factor = np.full(1, 2.0**-20, dtype)
-    softmax_gradient(p, 1.0, np.zeros(1, dtype), factor)
+    softmax_gradient(p, 1.0, np.zeros(1, dtype), factor, np.zeros(1, np.int64))
     assert ((p == 0) | (p >= np.finfo(dtype).tiny)).all()
     large = x > -100
     want = np.exp2(x[large].astype(np.float64)) * 2.0**-20
@@ -180,8 +180,6 @@ def test_a_probability_is_no_subnormal_number(dtype: Any) -> None:
 def test_no_warning_leaves(loss: str, dtype: Any, method: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(schedule, "TILE", (8, 8))
     monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 8)
-    monkeypatch.setattr(schedule, "MIN_THREADED_CALL", 0)  # workers' warnings too
-    monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
     largest = float(ml_dtypes.finfo(dtype).max)
     for size in (largest, largest**0.5, largest**-0.5, np.inf, np.nan):
         args = arguments(loss, *pairs("random", 40, 40, 3, dtype, 0))
@@ -319,7 +317,6 @@ def test_a_workspace_is_refused_with_the_least(
 ) -> None:  # fmt: skip
     """The least has few blocks, and what it gives is right; it is the same for any threads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "MIN_THREADED_CALL", 0)
         patch.setenv("INFONCE_NUM_THREADS", str(threads))
         m, n = (m, n) if loss == "info_nce" and m <= n else (min(m, n),) * 2
         args = arguments(loss, *pairs("partly aligned", m, n, d, dtype, 0))
@@ -417,7 +414,6 @@ def test_anything_is_a_value_or_an_error_of_ours(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "TILE", (16, 8))
         patch.setattr(schedule, "TRIANGLE_SIDE", 8)
-        patch.setattr(schedule, "MIN_THREADED_CALL", 0)
         patch.setenv("INFONCE_NUM_THREADS", threads)
         try:
             out = call(loss, *args, *more, **options)

@@ -115,7 +115,7 @@ def _make_template(
 def _solve_in_one_block() -> Any:
     """The function `solve_in_one_block`, imported once: an import statement in each call of a small
     batch would take a notable time."""
-    from ...kernels.cpu.one_block.solve import solve_in_one_block
+    from ...kernels.cpu.one_block import solve_in_one_block
 
     return solve_in_one_block
 

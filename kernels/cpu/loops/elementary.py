@@ -5,28 +5,26 @@ Polynomials, in float32 and float64, for loops over the logits of a tile. NaN is
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 # No 'nnan' or 'ninf': NaN and infinity must survive. 'reassoc' lets sums over j vectorise.
-FAST = {"contract", "nsz", "reassoc"}
+FAST = ("contract", "nsz", "reassoc")
 
 
 def compiled(function: Any) -> Any:
     """Compiled on first use, kept on disk, run without the GIL.
 
-    `inline="always"` makes a function that another compiled function calls a part of the caller's
-    code. Without `inline`, LLVM would optimise the function once for itself and once more for its
-    caller, to other last bits. The process that compiles would run the first version, and later
-    processes, which load the code from disk, the second.
+    A compiled function calls no other compiled function: the process that compiles would link one
+    version of the other's code, and later processes, which load from disk, another version with
+    other last bits. The functions of this file become a part of the code that calls them.
     """
-    options = {"nogil": True, "cache": True, "error_model": "numpy", "inline": "always"}
-    return njit(fastmath=FAST, **options)(function)
+    compile_ = njit(fastmath=set(FAST), nogil=True, cache=True, error_model="numpy")
+    return compile_(function)
 
 
 # --- instructions that Numba does not offer -------------------------------------------------------
@@ -48,12 +46,6 @@ def fmax(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def rint(typingctx: Any, a: Any) -> Any:
-    """Round to nearest. (Reassociation would cancel the usual (x + magic) - magic.)"""
-    return a(a), _llvm_call("llvm.rint", 1)
-
-
-@intrinsic
 def wide_vectors(typingctx: Any) -> Any:
     """Let LLVM use 512-bit vectors on CPUs that have them; its default for most CPUs is 256.
     LLVM does not inline the function: Python's wrapper around it has narrower vectors."""
@@ -68,6 +60,17 @@ def wide_vectors(typingctx: Any) -> Any:
 
 
 @intrinsic
+def next_number(typingctx: Any, counter: Any) -> Any:
+    """counter[0], which becomes one more: an atomic operation, so threads get different numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "seq_cst")
+
+    return types.int64(counter), codegen
+
+
+@intrinsic
 def rounded_product(typingctx: Any, a: Any, b: Any) -> Any:
     """a b in float64. An ordinary product may not be rounded before it is added to a number."""
 
@@ -77,158 +80,108 @@ def rounded_product(typingctx: Any, a: Any, b: Any) -> Any:
     return types.float64(types.float64, types.float64), codegen
 
 
-@intrinsic
-def exponent_bits(typingctx: Any, a: Any) -> Any:
-    """2^k from a = k + bias + 1.5 * 2^mantissa_bits, whose low bits hold the biased exponent k."""
-    bits, shift = (32, 23) if a == types.float32 else (64, 52)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        integer = ir.IntType(bits)
-        shifted = builder.shl(builder.bitcast(args[0], integer), ir.Constant(integer, shift))
-        return builder.bitcast(shifted, args[0].type)
-
-    return a(a), codegen
-
-
-@intrinsic
-def loaded_again(typingctx: Any, pointed: Any) -> Any:
-    """The first element of an array, as another thread wrote it last. (LLVM would load it once.)"""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        return builder.load_atomic(array.data, "acquire", 8)
-
-    return pointed.dtype(pointed), codegen
-
-
-@compiled
-def wait_awake(turn, number, step_limit, after):  # type: ignore[no-untyped-def]
-    """Wait until turn[0] is `number`, but at most `step_limit` steps; then take `after` more.
-
-    A step takes about 40 ns. It is a chain of square roots, so that the core's other hardware
-    thread can use the core.
-    """
-    left, x = step_limit, 1.5
-    while left > 0:
-        for _ in range(8):
-            x = math.sqrt(x + 1.0)
-        if loaded_again(turn) == number and left > after:
-            left = after
-        else:
-            left -= 1
-    return x
-
-
 # --- elementary functions -------------------------------------------------------------------------
 
-_F4 = np.float32
 # 2^t = 1 + t p(t) on [-1/2, 1/2], Chebyshev: relative error 8e-8 (float32), 2e-16 (float64) in all
-_E4 = tuple(_F4(float.fromhex(v)) for v in (
+_EXP2 = {types.float32: (
     "0x1.62e4302fc626ep-1", "0x1.ebfbe00e63baep-3", "0x1.c6af6cdbbdcc7p-5",
-    "0x1.3b2a53045179ap-7", "0x1.5f0890162a90ap-10", "0x1.4413896e1ad27p-13"))  # fmt: skip
-_E8 = tuple(float.fromhex(v) for v in (
+    "0x1.3b2a53045179ap-7", "0x1.5f0890162a90ap-10", "0x1.4413896e1ad27p-13"),
+  types.float64: (
     "0x1.62e42fefa39efp-1", "0x1.ebfbdff82c598p-3", "0x1.c6b08d704a0c2p-5",
     "0x1.3b2ab6fba1ddap-7", "0x1.5d87fe78a5276p-10", "0x1.430913096fd9fp-13",
     "0x1.ffcbfc670dcd4p-17", "0x1.62bfd47773353p-20", "0x1.b524fae627834p-24",
-    "0x1.e6063f7217bc6p-28", "0x1.e9d3fe3952179p-32"))  # fmt: skip
+    "0x1.e6063f7217bc6p-28", "0x1.e9d3fe3952179p-32")}  # fmt: skip
 # log(1 + e) = 2 atanh(s) = s p(s^2), s = e / (2 + e) in [0, 1/3]
-_L4 = tuple(_F4(float.fromhex(v)) for v in (
+_LOG1P = {types.float32: (
     "0x1.ffffffff2e000p+0", "0x1.5555597b077dap-1", "0x1.999638bb7f313p-2",
-    "0x1.25122810f580ap-2", "0x1.b63e15bc9ce88p-3", "0x1.f396553366952p-3"))  # fmt: skip
-_L8 = tuple(float.fromhex(v) for v in (
+    "0x1.25122810f580ap-2", "0x1.b63e15bc9ce88p-3", "0x1.f396553366952p-3"),
+  types.float64: (
     "0x1.0000000000000p+1", "0x1.5555555555527p-1", "0x1.99999999a1c4fp-2",
     "0x1.249249201beacp-2", "0x1.c71c7445b2127p-3", "0x1.745caf74cbe5ep-3",
     "0x1.3b1e2bc8a12dep-3", "0x1.106443d797a85p-3", "0x1.f00852a5c69fap-4",
-    "0x1.54f8c703ce149p-4", "0x1.5d1081172f887p-3"))  # fmt: skip
-
-# _LOW: the least x for which 2^x is a normal number. _MAGIC: 1.5 * 2^mantissa_bits + bias
-_LOW4, _MAGIC4, _ONE4, _TWO4 = _F4(-126), _F4(12582912 + 127), _F4(1), _F4(2)
-_LOW8, _MAGIC8 = -1022.0, 6755399441055744.0 + 1023.0
-# Probabilities below 2^_LEAST are set to 0. Times a factor they could be subnormal, and products of
-# subnormal numbers take a hundred times as long. `power` of _ZERO is 0: its exponent bits are 0.
-_LEAST4, _ZERO4 = _F4(-100), _F4(-127)
-_LEAST8, _ZERO8 = -900.0, -1023.0
+    "0x1.54f8c703ce149p-4", "0x1.5d1081172f887p-3")}  # fmt: skip
+# type -> (bits of the mantissa, bias of the exponent)
+_FORMATS = {types.float32: (23, 127), types.float64: (52, 1023)}
+# type -> least exponent of `probability`. Smaller powers become 0: times a factor they could be
+# subnormal, and products of subnormal numbers take a hundred times as long
+_LEAST = {types.float32: -100.0, types.float64: -900.0}
 
 
-def power(y: Any) -> Any:
-    """2^y for _LOW <= y <= 1 or slightly more; 0 for y = _ZERO."""
+class _Real:
+    """Arithmetic on numbers of one type, as instructions with the flags FAST."""
+
+    def __init__(self, builder: Any, numba_type: Any) -> None:
+        self.builder, self.type = builder, numba_type
+        self.llvm = ir.FloatType() if numba_type == types.float32 else ir.DoubleType()
+
+    def number(self, value: float) -> Any:
+        value = float(np.float32(value)) if self.type == types.float32 else value
+        return ir.Constant(self.llvm, value)
+
+    def add(self, a: Any, b: Any) -> Any:
+        return self.builder.fadd(a, b, flags=FAST)
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return self.builder.fmul(a, b, flags=FAST)
+
+    def horner(self, hexadecimals: Any, t: Any) -> Any:
+        """The polynomial with these coefficients, the constant first, at t."""
+        *others, total = [self.number(float.fromhex(text)) for text in hexadecimals]
+        for coefficient in reversed(others):
+            total = self.add(self.multiply(total, t), coefficient)
+        return total
+
+    def larger(self, a: Any, least: Any, otherwise: Any) -> Any:
+        """a, or `otherwise` if a is below `least`; NaN stays NaN."""
+        return self.builder.select(self.builder.fcmp_ordered("<", a, least), otherwise, a)
+
+    def power(self, y: Any) -> Any:
+        """2^y, where 2^y is a normal number; 0 for y = -bias, whose exponent bits are 0."""
+        builder, (mantissa_bits, bias) = self.builder, _FORMATS[self.type]
+        rint = builder.module.declare_intrinsic("llvm.rint", [self.llvm])
+        k = builder.call(rint, [y])  # reassociation would cancel the usual (y + magic) - magic
+        t = builder.fsub(y, k, flags=FAST)
+        p = self.add(self.multiply(self.horner(_EXP2[self.type], t), t), self.number(1.0))
+        # 2^k: the low bits of k + bias + 1.5 * 2^mantissa_bits hold the biased exponent k
+        integer = ir.IntType(32 if self.type == types.float32 else 64)
+        biased = builder.fadd(k, self.number(1.5 * 2.0**mantissa_bits + bias))
+        shifted = builder.shl(builder.bitcast(biased, integer), integer(mantissa_bits))
+        return self.multiply(p, builder.bitcast(shifted, self.llvm))
 
 
-def exp2(x: Any) -> Any:
+def _elementary(compute: Any) -> Any:
+    """An intrinsic of one number, from a function (real: _Real, x) -> instructions."""
+
+    def declare(typingctx: Any, x: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return compute(_Real(builder, x), *args)
+
+        return x(x), codegen
+
+    declare.__name__ = declare.__qualname__ = compute.__name__
+    declare.__doc__ = compute.__doc__
+    return intrinsic(declare)
+
+
+@_elementary
+def exp2(real: Any, x: Any) -> Any:
     """2^x for x <= 1 or slightly more; at least the smallest normal number."""
+    low = real.number(1.0 - _FORMATS[real.type][1])
+    return real.power(real.larger(x, low, low))
 
 
-def probability(x: Any) -> Any:
+@_elementary
+def probability(real: Any, x: Any) -> Any:
     """2^x for x <= 0 (or rounding above it); 0 if 2^x is below 2^_LEAST."""
+    y = real.larger(x, real.number(_LEAST[real.type]), real.number(-_FORMATS[real.type][1]))
+    if real.type == types.float64:  # a reference can be a rounding error too low
+        zero = real.number(0.0)
+        y = real.builder.select(real.builder.fcmp_ordered(">", y, zero), zero, y)
+    return real.power(y)
 
 
-def log1p(e: Any) -> Any:
+@_elementary
+def log1p(real: Any, e: Any) -> Any:
     """log(1 + e) for 0 <= e <= 1, with a small relative error."""
-
-
-@overload(power, jit_options={"fastmath": FAST})
-def _power(y: Any) -> Any:
-    if y == types.float32:
-
-        def single(y: Any) -> Any:
-            k = rint(y)
-            t = y - k
-            p = ((((_E4[5] * t + _E4[4]) * t + _E4[3]) * t + _E4[2]) * t + _E4[1]) * t + _E4[0]
-            return (p * t + _ONE4) * exponent_bits(k + _MAGIC4)
-
-        return single
-
-    def double(y: Any) -> Any:
-        k = rint(y)
-        t = y - k
-        p = ((((_E8[10] * t + _E8[9]) * t + _E8[8]) * t + _E8[7]) * t + _E8[6]) * t + _E8[5]
-        p = ((((p * t + _E8[4]) * t + _E8[3]) * t + _E8[2]) * t + _E8[1]) * t + _E8[0]
-        return (p * t + 1.0) * exponent_bits(k + _MAGIC8)
-
-    return double
-
-
-@overload(exp2, jit_options={"fastmath": FAST})
-def _exp2(x: Any) -> Any:
-    low = _LOW4 if x == types.float32 else _LOW8
-
-    def normal(x: Any) -> Any:
-        return power(low if x < low else x)  # in this order a NaN stays NaN
-
-    return normal
-
-
-@overload(probability, jit_options={"fastmath": FAST})
-def _probability(x: Any) -> Any:
-    least, zero = (_LEAST4, _ZERO4) if x == types.float32 else (_LEAST8, _ZERO8)
-
-    def single(x: Any) -> Any:
-        return power(zero if x < least else x)
-
-    def double(x: Any) -> Any:
-        y = zero if x < least else x
-        return power(0.0 if y > 0.0 else y)  # a reference can be a rounding error too low
-
-    return single if x == types.float32 else double
-
-
-@overload(log1p, jit_options={"fastmath": FAST})
-def _log1p(e: Any) -> Any:
-    if e == types.float32:
-
-        def single(e: Any) -> Any:
-            s = e / (_TWO4 + e)
-            z = s * s
-            p = ((((_L4[5] * z + _L4[4]) * z + _L4[3]) * z + _L4[2]) * z + _L4[1]) * z + _L4[0]
-            return s * p
-
-        return single
-
-    def double(e: Any) -> Any:
-        s = e / (2.0 + e)
-        z = s * s
-        p = ((((_L8[10] * z + _L8[9]) * z + _L8[8]) * z + _L8[7]) * z + _L8[6]) * z + _L8[5]
-        p = ((((p * z + _L8[4]) * z + _L8[3]) * z + _L8[2]) * z + _L8[1]) * z + _L8[0]
-        return s * p
-
-    return double
+    s = real.builder.fdiv(e, real.add(real.number(2.0), e), flags=FAST)
+    return real.multiply(s, real.horner(_LOG1P[real.type], real.multiply(s, s)))

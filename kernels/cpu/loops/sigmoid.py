@@ -5,57 +5,64 @@ As in `tile_ops`, a tile x [m, n] has raw products, -inf for excluded pairs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from .elementary import compiled, exp2, log1p, wide_vectors
+from .elementary import compiled, exp2, log1p, next_number, wide_vectors
+from .tile_ops import CHUNK
 
 
 @compiled
 def sigmoid(  # type: ignore[no-untyped-def]
     x, scale, bias, a, losses, bias_grad, moments,
-    row_positive_ids=None, column_positive_ids=None, row_weights=None, column_weights=None,
+    row_positive_ids, column_positive_ids, row_weights, column_weights, counter,
 ):  # fmt: skip
     """Negatives: x <- a_i sigmoid(z) and losses_i += softplus(z), with z = scale x + bias.
 
     a_i is the upstream gradient of row i times the scale (`Sigmoid.row_factor`). The sum of the new
-    x of a row is added to bias_grad, and the sum of the new x times the old x to `moments` (or
-    None).
+    x of a row is added to bias_grad, and the sum of the new x times the old x to `moments`.
 
     Pairs of equal positive ids are positives: x <- -v a_i sigmoid(-z) and
-    losses_i += v softplus(-z), with v = row_weights_i + column_weights_j.
+    losses_i += v softplus(-z), with v = row_weights_i + column_weights_j. (`without_ids` makes ids
+    that no pair shares.)
     """
     wide_vectors()
     one = x.dtype.type(1)
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     s, b = x.dtype.type(scale), x.dtype.type(bias)
     log2_e = x.dtype.type(1.4426950408889634)
-    for i in range(x.shape[0]):
-        row, ai = x[i], a[i]
-        loss, total, moment = zero, zero, zero
-        for j in range(row.size):
-            z = s * row[j] + b
-            if row_positive_ids is not None:
-                positive = row_positive_ids[i] == column_positive_ids[j]
+    chunk = next_number(counter)
+    while chunk * CHUNK < x.shape[0]:
+        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+            row, ai = x[i], a[i]
+            row_id, row_weight = row_positive_ids[i], row_weights[i]
+            loss, total, moment = zero, zero, zero
+            for j in range(row.size):
+                z = s * row[j] + b
+                positive = row_id == column_positive_ids[j]
                 z = -z if positive else z
-            e = exp2(-abs(z) * log2_e)
-            sigmoid_of_abs = one / (one + e)
-            p = sigmoid_of_abs if z >= zero else e * sigmoid_of_abs
-            term = (z if z > zero else zero) + log1p(e)
-            if row_positive_ids is not None:
-                weight = row_weights[i] + column_weights[j] if positive else one
-                term *= weight
-                p *= -weight if positive else weight
-            loss += term
-            # exactly 0 at an excluded pair, because products of subnormal numbers take long
-            p = z if z != z else (ai * p if row[j] != low else zero)
-            total += p
-            if moments is not None:
+                e = exp2(-abs(z) * log2_e)
+                sigmoid_of_abs = one / (one + e)
+                p = sigmoid_of_abs if z >= zero else e * sigmoid_of_abs
+                weight = row_weight + column_weights[j] if positive else one
+                loss += weight * ((z if z > zero else zero) + log1p(e))
+                p *= -weight if positive else one
+                # exactly 0 at an excluded pair, because products of subnormal numbers take long
+                p = z if z != z else (ai * p if row[j] != low else zero)
+                total += p
                 moment += p * (row[j] if row[j] != low else zero)
-            row[j] = p
-        losses[i] += loss
-        bias_grad[i] += total
-        if moments is not None:
+                row[j] = p
+            losses[i] += loss
+            bias_grad[i] += total
             moments[i] += moment
+        chunk = next_number(counter)
+
+
+def without_ids(x: Any) -> Any:
+    """The last four arguments of `sigmoid` for a tile x without positive ids."""
+    m, n = x.shape
+    return (np.zeros(m, np.int64), np.ones(n, np.int64), *(np.zeros(k, x.dtype) for k in (m, n)))
 
 
 @compiled
@@ -74,6 +81,5 @@ def sigmoid_positives(  # type: ignore[no-untyped-def]
             p = (e if z >= 0 else 1.0) / (1.0 + e)
             losses[i] += max(-z, 0.0) + np.log1p(e)
             bias_grad[i] += -a[i] * p
-            if moments is not None:
-                moments[i] += -a[i] * p * (logits[i] / scale)
+            moments[i] += -a[i] * p * (logits[i] / scale)
             x[i, j] = -a[i] * p

@@ -1,4 +1,4 @@
-"""A worker whose tiles have the logits of one prefix after another.
+"""A pass whose tiles have the logits of one prefix after another.
 
 The products of a prefix are the products of the prefix before it, plus the products of the further
 features. dL/dx adds up in the opposite direction: the gradients of features get the dL/dx of all
@@ -7,46 +7,40 @@ prefixes that have these features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ..cpu.loops import tile_ops as tile
 from ..cpu.loops.elementary import compiled, wide_vectors
-from ..cpu.pass_state import PassState
-from ..cpu.worker import Worker
+from ..cpu.resources import BLAS
+from ..cpu.sums import sum_tile
+from ..cpu.tiled_pass import VECTORS, TiledPass
 from ..epilogues import Sums
 from ..problem import Array
 from .problem import PrefixGradient, PrefixStatistics
 from .sides import PrefixSide
 
 
-class PrefixWorker(Worker):
-    """One thread of a pass over all prefixes."""
+class PrefixPass(TiledPass):
+    """One pass over all prefixes."""
 
-    def __init__(self, state: PassState, first_row_block: int) -> None:
-        super().__init__(state, first_row_block)
-        call_state, (bm, bn) = state.call_state, state.grid.largest
-        assert isinstance(call_state.query, PrefixSide)
-        assert isinstance(call_state.key, PrefixSide)
-        self.query, self.key, self.ranges = (
-            call_state.query,
-            call_state.key,
-            call_state.query.ranges,
-        )
-        count = call_state.schedule.memory.further_tiles
-        self.further = self.memory[-count * bm * bn :].reshape(count, bm * bn)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        query, key = self.call_state.query, self.call_state.key
+        assert isinstance(query, PrefixSide)
+        assert isinstance(key, PrefixSide)
+        self.query, self.key, self.ranges = query, key, query.ranges
         self.tiles: list[Array] = []  # of each prefix: products, then dL/dx
-        self.merges: list[Callable[[], None] | None] = []
 
     def further_tile(self, number: int, m: int, n: int) -> Array:
         """[m, n] memory for the products of a prefix, in addition to the tile of all features."""
-        return self.further[number, : m * n].reshape(m, n)
+        return self.further_tiles[number, : m * n].reshape(m, n)
 
     def tile_products(self, row_block: int, column_block: int, q: Array, k: Array) -> Array:
-        """See `Worker`. In the gradient pass, `tiles` gets the products of all prefixes: those of
-        the last prefix may have been kept, those of the others are computed again."""
-        if isinstance(self.state.epilogue, PrefixGradient):
+        """See `TiledPass`. In the gradient pass, `tiles` gets the products of all prefixes: those
+        of the last prefix may have been kept, those of the others are computed again."""
+        if isinstance(self.epilogue, PrefixGradient):
             shape = len(q), len(k)
             self.tiles = [self.further_tile(p, *shape) for p in range(len(self.ranges) - 1)]
             for prefix, x in enumerate(self.tiles):
@@ -58,7 +52,7 @@ class PrefixWorker(Worker):
     def add_range(self, x: Array, q: Array, k: Array, prefix: int, before: Array | None) -> None:
         """x = the products of a prefix. `before` has those of the prefix before it, if any."""
         features = self.ranges[prefix]
-        np.matmul(q[:, features], k[:, features].T, out=x)
+        BLAS.matmul(q[:, features], k[:, features].T, out=x)
         if before is not None:
             np.add(x, before, out=x)
 
@@ -66,103 +60,86 @@ class PrefixWorker(Worker):
         """Compute the products of the last prefix into x, from those of the prefix before it.
 
         In the log-sum-exp pass, also sum each prefix while its products are there: two tiles in
-        turns have the products of a prefix and of the next one. `apply_epilogue` returns `merges`.
+        turns have the products of a prefix and of the next one.
         """
         last = len(self.ranges) - 1
-        if isinstance(self.state.epilogue, PrefixGradient):
+        if isinstance(self.epilogue, PrefixGradient):
             self.add_range(x, q, k, last, self.tiles[last - 1])
             return
-        self.merges = []
         before: Array | None = None
         for prefix in range(last + 1):
             y = x if prefix == last else self.further_tile(prefix % 2, *x.shape)
             self.add_range(y, q, k, prefix, before)
-            self.merges.append(self.prefix_statistics(y, rows, columns, prefix))
+            self.sum_prefix(y, rows, columns, prefix)
             before = y
 
-    def prefix_statistics(
-        self, x: Array, rows: slice, columns: slice, prefix: int
-    ) -> Callable[[], None] | None:
-        """The sums of a prefix, from its products x. See `Worker.apply_epilogue`."""
-        state, epilogue = self.state, self.state.epilogue
+    def sum_prefix(self, x: Array, rows: slice, columns: slice, prefix: int) -> None:
+        """Add the exponentials of a prefix to its sums, from its products x."""
+        epilogue = self.epilogue
         assert isinstance(epilogue, PrefixStatistics)
         stats = epilogue.prefixes[prefix]
         y = x if prefix == len(self.ranges) - 1 else self.unit_products(x, rows, columns, prefix)
-        positives = state.problem.positives[rows][:, None]
+        positives = self.problem.positives[rows][:, None]
         positive_products = np.full(positives.shape, np.nan)
-        tile.set_aside_positives(y, positives, columns.start, 1.0, positive_products)
+        tile.set_aside_positives(y, positives, columns.start, 1.0, positive_products, False)
         logits = stats.positive_logits[rows]
         np.multiply(
             positive_products[:, 0],
-            state.positive_scale,
+            self.positive_scale,
             out=logits,
             where=~np.isnan(positive_products[:, 0]),
         )
-        # new memory for each prefix: the sums of all prefixes are merged after the last
-        sizes = 1 + (2 if state.problem.moments else 1)
-        self.tile_rows, self.tile_columns = (Sums(*np.empty((sizes, n))) for n in x.shape)
-        merge = self.statistics(stats, y, rows, columns, False)
+        row_sums, column_sums = (np.empty((3, n)) for n in x.shape)
+        has_columns = stats.columns is not None
+        sum_tile(y, y, self.exponent_scale, row_sums, column_sums if has_columns else None)
+        VECTORS.merge(stats.rows.part(rows), Sums(*row_sums))
+        if stats.columns is not None:
+            VECTORS.merge(stats.columns.part(columns), Sums(*column_sums))
         if y is x:  # x has -inf at positives now, and the next prefix adds to x: restore them
             tile.insert_positives(x, positives, columns.start, positive_products.astype(x.dtype))
-        return merge
 
     def unit_products(self, x: Array, rows: slice, columns: slice, prefix: int) -> Array:
         """The products of unit vectors; x itself if no features are normalised."""
         if self.query.ratios is None:
             return x
-        y = self.further_tile(len(self.further) - 1, *x.shape)
+        y = self.further_tile(len(self.further_tiles) - 1, *x.shape)
         multiply_by_ratios(x, self.query.ratios[prefix, rows], self.key.ratios[prefix, columns], y)
         return y
 
-    def apply_epilogue(
-        self, x: Array, rows: slice, columns: slice, diagonal: bool
-    ) -> Callable[[], None] | None:
-        """See `Worker`. In the gradient pass, `tiles` become sums of dL/dx, from the last prefix to
-        the first, and dots of unit vectors are added up: the first tile of a row, and the first row
-        block of a column, overwrites them."""
-        state, epilogue = self.state, self.state.epilogue
+    def apply_epilogue(self, x: Array, rows: slice, columns: slice, diagonal: bool) -> None:
+        """See `TiledPass`. In the gradient pass, `tiles` become sums of dL/dx, from the last prefix
+        to the first, and dots of unit vectors are added up: the first tile of a row, and the first
+        row block of a column, overwrites them."""
+        epilogue = self.epilogue
         if isinstance(epilogue, PrefixGradient):
-            positives, wider = state.problem.positives[rows][:, None], None
+            positives, wider = self.problem.positives[rows][:, None], None
             column_dots = np.zeros((len(self.tiles), len(x.T)), x.dtype)
             for prefix in reversed(range(len(self.tiles))):
                 x = self.tiles[prefix]
                 g = self.unit_products(x, rows, columns, prefix)
                 factors, positive_gradient = epilogue.prefixes[prefix]
-                plain = (None, None), (None, None), None  # no biases, limits and guide
-                factors.write_gradient(g, rows, columns, *plain)
+                factors.write_gradient(g, rows, columns)
                 values = positive_gradient[rows][:, None]
                 tile.insert_positives(g, positives, columns.start, values)
                 if g is not x:
                     dots = self.query.dots[prefix, rows]
-                    if columns.start == state.grid.columns[0].start:
+                    if columns.start == self.grid.columns[0].start:
                         dots[:] = 0
                     ratios = self.query.ratios[prefix, rows], self.key.ratios[prefix, columns]
                     chain(g, x, *ratios, dots, column_dots[prefix])
                 if wider is not None:
                     np.add(x, wider, out=x)
                 wider = x
-            if self.key.dots is None:
-                return None
-
-            def add_dots() -> None:
+            if self.key.dots is not None:
                 of_keys = self.key.dots[:, columns]
                 of_keys[:] = column_dots + (of_keys if rows.start else 0)
-
-            return add_dots
-
-        merges = [merge for merge in self.merges if merge is not None]
-
-        def merge_tile() -> None:
-            for merge in merges:
-                merge()
-
-        return merge_tile if merges else None
 
     def multiply_gradient(
         self, x: Array, features: Array, out: Array, transposed: bool = False
     ) -> None:
         for dx, columns in zip(self.tiles, self.ranges, strict=True):
-            np.matmul(dx.T if transposed else dx, features[:, columns], out=out[:, columns])
+            left = dx.T if transposed else dx
+            BLAS.matmul(left, features[:, columns], out=out[:, columns])
 
 
 @compiled

@@ -1,1 +1,0 @@
-"""Small batches: a call whose logits fit one block."""
