@@ -96,9 +96,12 @@ def finalize(  # type: ignore[no-untyped-def]
                 lowest_row = again if again < lowest_row else lowest_row
             if direction == 1 or symmetric:
                 lowest_column = base if base < lowest_column else lowest_column
+    # In a loop that stores nothing: other sums have another order, and other last bits, if their
+    # loop is not vectorised, and whether it is may depend on the addresses of arrays
     total_loss = 0.0
     for i in range(m):
         total_loss += losses[i]
+    for i in range(m):
         positive_gradient[i, 0] = -(pull[i] + (pull[positives[i, 0]] if symmetric else 0.0))
 
     # One exponential for both directions while none underflows: see `SoftmaxFactors`
