@@ -111,8 +111,9 @@ def _sigmoid(problem: Problem, x: Array, gradient: bool) -> Solution | None:
     factor = problem.upstream * scale
     sums = losses, bias_grads, moments
     pairs = pair_tiles.without_ids(x)
-    run_loop(pair_tiles.sigmoid, x, scale, bias, factor.astype(x.dtype), *sums, *pairs)
-    pair_tiles.sigmoid_positives(x, positives, 0, positive[:, 0], scale, bias, factor, *sums)
+    of_positives = positives, 0, positive.reshape(m), factor
+    arguments = scale, bias, factor.astype(x.dtype), *sums, *pairs, *of_positives
+    run_loop(pair_tiles.sigmoid, x, *arguments)
     solution = Solution(losses, bias_grad=np.float64(bias_grads.sum() / scale))
     return _with_totals(problem, solution, losses.sum(), moments.sum())
 

@@ -101,14 +101,18 @@ class Side:
         sums = np.zeros((count, self.features.shape[1]))
         factor = np.ones(len(segment)) if factor is None else factor
         for rows, z in self.blocks():
-            _add_to_segments(z, segment[rows], factor[rows], sums)
+            by_segment = np.argsort(segment[rows], kind="stable")
+            found, starts = np.unique(segment[rows][by_segment], return_index=True)
+            terms = factor[rows][by_segment, None] * z[by_segment]
+            sums[found] += np.add.reduceat(terms, starts)
         return sums
 
     def products(self, segment: Array, sums: Array, own_count: float) -> Array:
         """See `infonce.kernels.linear.SegmentedRows`."""
         out = np.empty(len(segment))
         for rows, z in self.blocks():
-            _segment_products(z, segment[rows], sums, own_count, out[rows])
+            own, part = z.astype(np.float64), segment[rows]
+            out[rows] = np.einsum("id,id->i", own, sums[part] - own_count * own)
         return out
 
 
@@ -157,9 +161,6 @@ def readable_rows(features: Array, dtype: np.dtype[Any], normalize: bool) -> Rea
 def not_finite(features: Array) -> Array:
     """[n] whether each row has a NaN or an infinity."""
     out = np.empty(len(features), bool)
-    if features.dtype in DTYPES.values() and features.dtype.isnative and features.flags.aligned:
-        _not_finite(features, out)
-        return out
     for rows in slices(len(features), 1024):
         out[rows] = ~np.isfinite(features[rows]).all(axis=1)
     return out
@@ -219,27 +220,18 @@ def rank_thresholds(query: Side, key: Side, positives: Array) -> Array:
 
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
     """Subtract the linear term from g, the gradient of `rows`, whose normalised features are z."""
-    factor = np.zeros(len(g)) if term.factor is None else term.factor[rows]
-    # the compiled loop needs both arrays: in place of None it gets the other one, with factor 0
-    sums = term.weighted if term.sums is None else term.sums
-    weighted = sums if term.weighted is None else term.weighted
-    has_weighted = 0.0 if term.weighted is None else 1.0
-    _subtract(g, z, term.segment[rows], factor, sums, has_weighted, weighted, term.own_count)
+    segment = term.segment[rows]
+    for part in slices(len(g), 256):
+        total = np.zeros(g[part].shape)
+        if term.sums is not None and term.factor is not None:
+            total += term.sums[segment[part]] - term.own_count * z[part].astype(np.float64)
+            total *= term.factor[rows][part, None]
+        if term.weighted is not None:
+            total += term.weighted[segment[part]]
+        np.subtract(g[part], total, out=g[part], casting="same_kind")
 
 
 # --- loops that Numba compiles --------------------------------------------------------------------
-
-
-@compiled
-def _not_finite(z, out):  # type: ignore[no-untyped-def]
-    """out[i] = whether row i has a NaN or an infinity, whose products with 0 are NaN."""
-    wide_vectors()
-    for i in range(z.shape[0]):
-        row = z[i]
-        total = z.dtype.type(0)
-        for d in range(row.size):
-            total += row[d] * z.dtype.type(0)
-        out[i] = total != z.dtype.type(0)
 
 
 @compiled
@@ -252,7 +244,12 @@ def unit_rows(z, least, largest, out, inverse):  # type: ignore[no-untyped-def]
         square = 0.0
         for d in range(zi.size):
             square += np.float64(zi[d]) * np.float64(zi[d])
-        if not least <= square <= largest and (square != 0.0 or np.any(zi != 0)):
+        if square == 0.0:  # of zeros, or of numbers whose squares underflow
+            for d in range(zi.size):
+                square += abs(np.float64(zi[d]))
+            if square != 0.0:
+                return False
+        elif not least <= square <= largest:
             return False
         inverse[i] = 0.0 if square == 0.0 else 1.0 / math.sqrt(square)
         for d in range(zi.size):
@@ -290,39 +287,3 @@ def normalization_backward(g, u, dots, inverse_norms):  # type: ignore[no-untype
         gi, ui, dot, inverse = g[i], u[i], dots[i], inverse_norms[i]
         for d in range(gi.size):
             gi[d] = (np.float64(gi[d]) - np.float64(ui[d]) * dot) * inverse
-
-
-@compiled
-def _add_to_segments(z, segment, factor, sums):  # type: ignore[no-untyped-def]
-    """sums[segment_i] += factor_i z_i."""
-    wide_vectors()
-    for i in range(z.shape[0]):
-        zi, out, f = z[i], sums[segment[i]], factor[i]
-        for d in range(zi.size):
-            out[d] += f * np.float64(zi[d])
-
-
-@compiled
-def _segment_products(z, segment, sums, own_count, out):  # type: ignore[no-untyped-def]
-    """out_i = z_i . (sums[segment_i] - own_count z_i)."""
-    wide_vectors()
-    for i in range(z.shape[0]):
-        zi, segment_sum = z[i], sums[segment[i]]
-        total = 0.0
-        for d in range(zi.size):
-            total += np.float64(zi[d]) * (segment_sum[d] - own_count * np.float64(zi[d]))
-        out[i] = total
-
-
-@compiled
-def _subtract(  # type: ignore[no-untyped-def]
-    g, z, segment, factor, sums, has_weighted, weighted, own_count
-):
-    """g_i -= factor_i (sums[segment_i] - own_count z_i) + has_weighted weighted[segment_i]."""
-    wide_vectors()
-    for i in range(g.shape[0]):
-        gi, zi, f = g[i], z[i], factor[i]
-        segment_sum, weighted_sum = sums[segment[i]], weighted[segment[i]]
-        for d in range(gi.size):
-            term = f * (segment_sum[d] - own_count * np.float64(zi[d]))
-            gi[d] = np.float64(gi[d]) - (term + has_weighted * weighted_sum[d])

@@ -446,19 +446,16 @@ class TiledPass:
             epilogue.losses[rows], epilogue.bias_grad[rows],
             np.zeros(len(x)) if moments is None else moments[rows],
         )  # fmt: skip
+        positives, logits = problem.positives[rows], epilogue.positive_logits[rows]
+        of_positives = positives, columns.start, logits, epilogue.row_factor[rows]
+        pairs = sigmoid.without_ids(x)
         if problem.has_positive_ids:  # positives are the tile's pairs of equal ids
             pairs = (
                 problem.query_positive_ids[rows], problem.key_positive_ids[columns],
                 self.query_pair_weights[rows], self.key_pair_weights[columns],
             )  # fmt: skip
-            run_loop(sigmoid.sigmoid, x, scale, bias, self.row_factor[rows], *sums, *pairs)
-            return
-        pairs = sigmoid.without_ids(x)
-        run_loop(sigmoid.sigmoid, x, scale, bias, self.row_factor[rows], *sums, *pairs)
-        sigmoid.sigmoid_positives(
-            x, problem.positives[rows], columns.start, epilogue.positive_logits[rows], scale, bias,
-            epilogue.row_factor[rows], *sums,
-        )  # fmt: skip
+        arguments = scale, bias, self.row_factor[rows], *sums, *pairs, *of_positives
+        run_loop(sigmoid.sigmoid, x, *arguments)
 
     # -- gradients of rows and columns
 
@@ -589,7 +586,7 @@ class TiledPass:
             for term in linear:
                 subtract(term, g, features, rows)
             dots = np.empty(len(g))
-            row_dots(g, features, dots)
+            row_dots(g, np.ascontiguousarray(features), dots)
             if need_dots:
                 self.gradients.dots[rows] = dots
             g = side.to_features(

@@ -103,7 +103,8 @@ class PrefixPass(TiledPass):
         if self.query.ratios is None:
             return x
         y = self.further_tile(len(self.further_tiles) - 1, *x.shape)
-        multiply_by_ratios(x, self.query.ratios[prefix, rows], self.key.ratios[prefix, columns], y)
+        np.multiply(x, self.query.ratios[prefix, rows, None], out=y)
+        y *= self.key.ratios[prefix, columns]
         return y
 
     def apply_epilogue(self, x: Array, rows: slice, columns: slice, diagonal: bool) -> None:
@@ -140,16 +141,6 @@ class PrefixPass(TiledPass):
         for dx, columns in zip(self.tiles, self.ranges, strict=True):
             left = dx.T if transposed else dx
             BLAS.matmul(left, features[:, columns], out=out[:, columns])
-
-
-@compiled
-def multiply_by_ratios(x, row_ratio, column_ratio, out):  # type: ignore[no-untyped-def]
-    """out_ij = x_ij row_ratio_i column_ratio_j: from products of rows to those of unit prefixes."""
-    wide_vectors()
-    for i in range(x.shape[0]):
-        row, to, ratio = x[i], out[i], row_ratio[i]
-        for j in range(row.size):
-            to[j] = row[j] * (ratio * column_ratio[j])
 
 
 @compiled

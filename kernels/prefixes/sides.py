@@ -69,5 +69,8 @@ class PrefixSide(Side):
         for prefix in reversed(range(len(self.ranges))):
             part, ratio = self.ranges[prefix], self.ratios[prefix, rows].astype(np.float64)
             pull += ratio * ratio * self.dots[prefix, rows]
-            normalization_backward(g[:, part], u[:, part], pull, self.norms.inverse[rows])
+            # copies of one layout: Numba would compile the loop for each
+            own, unit = np.ascontiguousarray(g[:, part]), np.ascontiguousarray(u[:, part])
+            normalization_backward(own, unit, pull, self.norms.inverse[rows])
+            g[:, part] = own
         return g

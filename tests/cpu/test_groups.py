@@ -151,7 +151,8 @@ def test_excluded_pairs_of_a_sigmoid_are_exactly_zero(dtype: Any) -> None:
     """Products of subnormal numbers take ten times as long."""
     x, a = np.full((2, 5), -np.inf, dtype), np.full(2, 1e-3, dtype)
     sums, counter = np.zeros((3, 2)), np.zeros(1, np.int64)
-    sigmoid.sigmoid(x, 10.0, -10.0, a, *sums, *sigmoid.without_ids(x), counter)
+    none = np.full(2, -1), 0, np.zeros(2), np.zeros(2)  # no positives
+    sigmoid.sigmoid(x, 10.0, -10.0, a, *sums, *sigmoid.without_ids(x), *none, counter)
     assert not x.any()
 
 

@@ -5,6 +5,7 @@ As in `tile_ops`, a tile x [m, n] has raw products, -inf for excluded pairs.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from .tile_ops import CHUNK
 @compiled
 def sigmoid(  # type: ignore[no-untyped-def]
     x, scale, bias, a, losses, bias_grad, moments,
-    row_positive_ids, column_positive_ids, row_weights, column_weights, counter,
+    row_positive_ids, column_positive_ids, row_weights, column_weights,
+    positives, first_column, logits, factor, counter,
 ):  # fmt: skip
     """Negatives: x <- a_i sigmoid(z) and losses_i += softplus(z), with z = scale x + bias.
 
@@ -26,6 +28,10 @@ def sigmoid(  # type: ignore[no-untyped-def]
     Pairs of equal positive ids are positives: x <- -v a_i sigmoid(-z) and
     losses_i += v softplus(-z), with v = row_weights_i + column_weights_j. (`without_ids` makes ids
     that no pair shares.)
+
+    The positive of row i is in column positives_i, if the tile has it and there are no ids. Its
+    logit, `logits_i`, is the product times the scale: x <- -factor_i sigmoid(-z) and losses_i +=
+    softplus(-z), with z = logits_i + bias, in float64.
     """
     wide_vectors()
     one = x.dtype.type(1)
@@ -34,7 +40,8 @@ def sigmoid(  # type: ignore[no-untyped-def]
     log2_e = x.dtype.type(1.4426950408889634)
     chunk = next_number(counter)
     while chunk * CHUNK < x.shape[0]:
-        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+        first, last = chunk * CHUNK, chunk * CHUNK + CHUNK
+        for i in range(first, last if last < x.shape[0] else x.shape[0]):
             row, ai = x[i], a[i]
             row_id, row_weight = row_positive_ids[i], row_weights[i]
             loss, total, moment = zero, zero, zero
@@ -56,30 +63,19 @@ def sigmoid(  # type: ignore[no-untyped-def]
             losses[i] += loss
             bias_grad[i] += total
             moments[i] += moment
+            positive_column = positives[i] - first_column
+            if 0 <= positive_column < row.size:
+                logit = logits[i] + bias
+                exponential = math.exp(-abs(logit))
+                g = -factor[i] * (exponential if logit >= 0 else 1.0) / (1.0 + exponential)
+                losses[i] += (-logit if logit < 0.0 else 0.0) + math.log1p(exponential)
+                bias_grad[i] += g
+                moments[i] += g * (logits[i] / scale)
+                row[positive_column] = g
         chunk = next_number(counter)
 
 
 def without_ids(x: Any) -> Any:
-    """The last four arguments of `sigmoid` for a tile x without positive ids."""
+    """The ids and weights of `sigmoid` for a tile x without positive ids."""
     m, n = x.shape
     return (np.zeros(m, np.int64), np.ones(n, np.int64), *(np.zeros(k, x.dtype) for k in (m, n)))
-
-
-@compiled
-def sigmoid_positives(  # type: ignore[no-untyped-def]
-    x, positives, first_column, logits, scale, bias, a, losses, bias_grad, moments
-):
-    """Positives: x <- -a_i sigmoid(-z) and losses_i += softplus(-z), with z = logits_i + bias.
-
-    The `logits` are products times the scale. Only the `moments` need `scale`.
-    """
-    for i in range(x.shape[0]):
-        j = positives[i] - first_column
-        if 0 <= j < x.shape[1]:
-            z = logits[i] + bias
-            e = np.exp(-abs(z))
-            p = (e if z >= 0 else 1.0) / (1.0 + e)
-            losses[i] += max(-z, 0.0) + np.log1p(e)
-            bias_grad[i] += -a[i] * p
-            moments[i] += -a[i] * p * (logits[i] / scale)
-            x[i, j] = -a[i] * p

@@ -117,7 +117,9 @@ def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-de
     wide_vectors()
     zero, high = g.dtype.type(0), g.dtype.type(np.inf)
     zero_or_nan = zero  # 0 times a product that is not finite is NaN
-    guide_bits[:] = 0
+    for i in range(guide_bits.shape[0]):
+        for j in range(guide_bits.shape[1]):
+            guide_bits[i, j] = 0
     for i in range(g.shape[0]):
         row, limit, out = g[i], limits[i], guide_bits[i >> 2]
         by_row, by_column = DIRECTION_BITS[BY_ROW, i & 3], DIRECTION_BITS[BY_COLUMN, i & 3]
@@ -167,7 +169,8 @@ def row_statistics(x, moment_logits, c, rows, counter):  # type: ignore[no-untyp
     scale = x.dtype.type(c)
     chunk = next_number(counter)
     while chunk * CHUNK < x.shape[0]:
-        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+        first, last = chunk * CHUNK, chunk * CHUNK + CHUNK
+        for i in range(first, last if last < x.shape[0] else x.shape[0]):
             row, y = x[i], moment_logits[i]
             top = row[0]
             for j in range(row.size):
@@ -199,7 +202,8 @@ def column_statistics(x, moment_logits, c, columns, memory):  # type: ignore[no-
     m, n = x.shape
     scale = x.dtype.type(c)
     high, sums, moments = memory[0], memory[1], memory[2]
-    high[:] = x[0]
+    for j in range(n):
+        high[j] = x[0, j]
     for i in range(1, m):
         row = x[i]
         for j in range(n):
@@ -252,7 +256,8 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
         for j in range(n):
             sums[j] = moments[j] = zero
         top = -np.inf
-        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, m)):
+        first, last = chunk * CHUNK, chunk * CHUNK + CHUNK
+        for i in range(first, last if last < m else m):
             row, y = x[i], moment_logits[i]
             high = row[0]
             for j in range(n):
@@ -334,7 +339,8 @@ def online_softmax(  # type: ignore[no-untyped-def]
             row_sum[i] *= rescale[i]
             row_moment[i] *= rescale[i]
         if row_max[i] == -np.inf:
-            row[:] = 0
+            for j in range(row.size):
+                row[j] = zero
             continue
         r = x.dtype.type(row_max[i])  # exact: the maximum of numbers of this type
         total, moment = zero, zero
@@ -357,7 +363,8 @@ def softmax_gradient(x, c, row_reference, row_factor, counter):  # type: ignore[
     scale = x.dtype.type(c)
     chunk = next_number(counter)
     while chunk * CHUNK < x.shape[0]:
-        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+        first, last = chunk * CHUNK, chunk * CHUNK + CHUNK
+        for i in range(first, last if last < x.shape[0] else x.shape[0]):
             row, reference, factor = x[i], row_reference[i], row_factor[i]
             for j in range(row.size):
                 row[j] = factor * probability(scale * (row[j] - reference))
@@ -376,7 +383,8 @@ def softmax_gradient_shared(  # type: ignore[no-untyped-def]
     scale = x.dtype.type(c)
     chunk = next_number(counter)
     while chunk * CHUNK < x.shape[0]:
-        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+        first, last = chunk * CHUNK, chunk * CHUNK + CHUNK
+        for i in range(first, last if last < x.shape[0] else x.shape[0]):
             row, reference = x[i], row_reference[i]
             factor, shared_factor = row_factor[i], shared_row_factor[i]
             for j in range(row.size):
@@ -398,7 +406,8 @@ def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
     scale = x.dtype.type(c)
     chunk = next_number(counter)
     while chunk * CHUNK < x.shape[0]:
-        for i in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, x.shape[0])):
+        first, last = chunk * CHUNK, chunk * CHUNK + CHUNK
+        for i in range(first, last if last < x.shape[0] else x.shape[0]):
             row, y, reference, factor = x[i], columns_x[i], row_reference[i], row_factor[i]
             for j in range(row.size):
                 row[j] = factor * probability(scale * (row[j] - reference)) + column_factor[
