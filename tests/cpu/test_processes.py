@@ -152,3 +152,36 @@ for name in ("lit", "nt_xent", "clip", "siglip"):
     print(len({np.asarray(out.loss).tobytes() for out in results}))
 """)
     assert lines == ["1"] * 4
+
+
+def test_each_loop_is_compiled_once(tmp_path: Path) -> None:
+    """One signature serves all options of a dtype, and a loop calls no other compiled function."""
+    lines = printed(
+        """
+from numba.core import event
+
+names = []
+
+class Listener(event.Listener):
+    def on_start(self, of):
+        pass
+
+    def on_end(self, of):
+        names.append(of.data["dispatcher"].py_func.__qualname__)
+
+event.register("numba:compile", Listener())
+z, y = (x[:64, :8].astype(np.float32) for x in (a, b))
+ids, ones = np.arange(64) // 2, np.ones(64, np.float32)
+for options in ({}, {"ids": ids}, {"groups": ids // 4}, {"key_bias": ones}, {"dims": (4, 8)},
+                {"false_negative_margin": 0.1}, {"guide": (y, z)}, {"label_smoothing": 0.1}):
+    for method in ("auto", "tiled"):
+        for loss in (infonce.clip_loss_and_grad, infonce.lit_loss_and_grad):
+            loss(z, y, scale=2.0, normalize=True, method=method, **options)
+infonce.siglip_loss_and_grad(z, y, positive_ids=ids, normalize=True)
+infonce.siglip_loss_and_grad(z, y, normalize=True)
+infonce.sup_con_loss_and_grad(z, ids, scale=2.0, normalize=True)
+print(sorted(name for name in set(names) if names.count(name) > 1), len(names) <= 20)
+""",
+        NUMBA_CACHE_DIR=str(tmp_path),
+    )
+    assert lines == ["[] True"]
