@@ -16,7 +16,7 @@ from .loops import sigmoid as pair_tiles
 from .loops import tile_ops as tile
 from .loops.finalize import finalize
 from .operands import DTYPES, ReadableRows, readable_rows, row_dots
-from .resources import BLAS, BUFFER_POOL, run_loop
+from .resources import BLAS, BUFFER_POOL, SINGLE, run_loop
 from .sums import sum_tile
 
 Product = Callable[..., Array]  # with the arguments of np.matmul
@@ -45,7 +45,12 @@ def solve_in_one_block(
         key = readable_rows(problem.key, dtype, problem.normalize)
     memory = BUFFER_POOL.take(m * n, dtype)
     x = memory.reshape(m, n)
-    product(query[0], key[0].T, out=x)
+    right = key[0]
+    if problem.symmetric and right.size * n > SINGLE:
+        # NumPy multiplies rows with themselves by another function of BLAS, which has half of the
+        # work, but then copies the other half of x in one thread
+        right = right.copy()
+    product(query[0], right.T, out=x)
     losses = _softmax if problem.bias is None else _sigmoid
     solution = losses(problem, x, gradients is not None)
     if solution is not None and gradients is not None:

@@ -182,7 +182,8 @@ def test_blocks_fit_the_workspace(
             assert 1 <= sizes.columns <= n
             assert not square or sizes.rows == sizes.columns
             used = needs.block_bytes(sizes.rows, sizes.columns, d, 128)
-            used += (sizes.dk_rows - sizes.overlaid) * needs.accumulator_row_bytes(d)
+            accumulators = (sizes.dk_rows - sizes.overlaid) * needs.accumulator_row_bytes(d)
+            used += config.align(accumulators)
             assert used == needs.pass_bytes(sizes, d, 128) <= size
             assert (sizes.dk_rows > 0) == dk_in_workspace
             assert sizes.overlaid * overlay <= sizes.dk_rows
