@@ -16,9 +16,13 @@ from .loops import sigmoid as pair_tiles
 from .loops import tile_ops as tile
 from .loops.finalize import finalize
 from .operands import DTYPES, ReadableRows, readable_rows, row_dots
-from .resources import BLAS, BUFFER_POOL, SINGLE, run_loop
+from .resources import BLAS, BUFFER_POOL, run_loop
 from .sums import sum_tile
 
+# NumPy multiplies rows with themselves by another function of BLAS, which has half of the work, and
+# then copies the other half of x element by element. From so many rows on, that takes longer than
+# the product with a copy of the rows
+MANY_ROWS = 256
 Product = Callable[..., Array]  # with the arguments of np.matmul
 
 
@@ -46,9 +50,7 @@ def solve_in_one_block(
     memory = BUFFER_POOL.take(m * n, dtype)
     x = memory.reshape(m, n)
     right = key[0]
-    if problem.symmetric and right.size * n > SINGLE:
-        # NumPy multiplies rows with themselves by another function of BLAS, which has half of the
-        # work, but then copies the other half of x in one thread
+    if problem.symmetric and n >= MANY_ROWS:
         right = right.copy()
     product(query[0], right.T, out=x)
     losses = _softmax if problem.bias is None else _sigmoid
