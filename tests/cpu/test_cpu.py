@@ -118,10 +118,11 @@ def test_loops_in_threads_have_the_same_bits(loss: str, monkeypatch: pytest.Monk
 
 def test_a_loop_does_not_wait_for_threads_that_have_not_begun() -> None:
     began, stays = threading.Semaphore(0), threading.Event()
+    was_told: list[bool] = []
 
     def work() -> None:
         began.release()
-        stays.wait(30)
+        was_told.append(stays.wait(5))  # False: the loop has waited for this thread
 
     busy = resources.THREADS.submit(resources.MOST_LOOPS - 1, work, ())
     for _ in busy:
@@ -133,6 +134,9 @@ def test_a_loop_does_not_wait_for_threads_that_have_not_begun() -> None:
         vectors = np.zeros(300, np.float32), np.ones(300, np.float32)
         resources.run_loop(tile.softmax_gradient, x, 1.0, *vectors)
     stays.set()
+    for future in busy:
+        future.result()
+    assert was_told == [True] * len(busy)
     assert (x == 1).all()
 
 
