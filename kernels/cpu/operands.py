@@ -13,7 +13,8 @@ from ..grid import slices
 from ..linear import LinearGradient
 from ..norms import near_one
 from ..problem import Array
-from .loops.elementary import compiled, wide_vectors
+from .loops.compilation import compiled
+from .loops.elementary import wide_vectors
 
 # {bytes of an element of the compute dtype: (least, largest) squared norm of a row}. A float64 row
 # within these bounds is normalised as it is. Other float64 rows are divided by a power of two

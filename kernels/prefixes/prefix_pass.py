@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..cpu.loops import tile_ops as tile
-from ..cpu.loops.elementary import compiled, wide_vectors
+from ..cpu.loops.compilation import compiled
+from ..cpu.loops.elementary import wide_vectors
 from ..cpu.resources import BLAS
 from ..cpu.sums import sum_tile
 from ..cpu.tiled_pass import VECTORS, TiledPass

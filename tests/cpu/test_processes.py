@@ -185,3 +185,22 @@ print(sorted(name for name in set(names) if names.count(name) > 1), len(names) <
         NUMBA_CACHE_DIR=str(tmp_path),
     )
     assert lines == ["[] True"]
+
+
+def test_a_terminal_says_that_loops_are_compiled(tmp_path: Path) -> None:
+    """Once, in the process that compiles; and nothing where stderr is no terminal (`printed`)."""
+    program = """
+import io, sys
+from infonce.kernels.cpu.loops import compilation
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+sys.stderr = Terminal()
+for name in ("clip_loss_and_grad", "siglip_loss_and_grad"):
+    for method in ("auto", "tiled"):
+        getattr(infonce, name)(a[:48], b[:48], scale=2.0, normalize=True, method=method)
+print(sys.stderr.getvalue().count("\\n"), sys.stderr.getvalue().count(compilation._Notice.TEXT))
+"""
+    assert [printed(program, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)] == [["1 1"], ["0 0"]]

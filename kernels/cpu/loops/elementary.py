@@ -9,23 +9,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
-# No 'nnan' or 'ninf': NaN and infinity must survive. 'reassoc' lets sums over j vectorise.
-FAST = ("contract", "nsz", "reassoc")
-
-
-def compiled(function: Any) -> Any:
-    """Compiled on first use, kept on disk, run without the GIL.
-
-    A compiled function calls no other compiled function: the process that compiles would link one
-    version of the other's code, and later processes, which load from disk, another version with
-    other last bits. The functions of this file become a part of the code that calls them.
-    """
-    compile_ = njit(fastmath=set(FAST), nogil=True, cache=True, error_model="numpy")
-    return compile_(function)
-
+from .compilation import FAST
 
 # --- instructions that Numba does not offer -------------------------------------------------------
 

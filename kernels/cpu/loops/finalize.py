@@ -14,7 +14,8 @@ import numpy as np
 from ...direction_losses import ROUNDING
 from ...problem import LN_2
 from ..factors import EXACT
-from .elementary import compiled, rounded_product
+from .compilation import compiled
+from .elementary import rounded_product
 
 
 @compiled

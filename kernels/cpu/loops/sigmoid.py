@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .elementary import compiled, exp2, log1p, next_number, wide_vectors
+from .compilation import compiled
+from .elementary import exp2, log1p, next_number, wide_vectors
 from .tile_ops import CHUNK
 
 

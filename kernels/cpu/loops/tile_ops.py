@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from .elementary import compiled, exp2, fmax, next_number, probability, wide_vectors
+from .compilation import compiled
+from .elementary import exp2, fmax, next_number, probability, wide_vectors
 
 # Rows of a chunk. Loops with a `counter` take chunks of rows until none is left, so that several
 # threads can run the same loop on the same tile (`resources.run_loop`)
