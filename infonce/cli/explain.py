@@ -20,7 +20,7 @@ class _Explain(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for before, argument in pairwise(["", *args]):
-            if re.fullmatch(r"-\d+", argument) and not before.startswith("--"):
+            if re.fullmatch(r"-\d+(\.\d*)?(e\d+)?", argument) and not before.startswith("--"):
                 raise click.UsageError(
                     f"ROWS, FEATURES: expected positive integers, got {argument}"
                 )
@@ -28,7 +28,7 @@ class _Explain(click.Command):
 
 
 @click.command(cls=_Explain)
-@click.argument("loss", type=click.Choice([*ALL_LOSSES]))
+@click.argument("loss", metavar="LOSS", type=click.Choice([*ALL_LOSSES]))
 @click.argument("rows", type=int)
 @click.argument("features", type=int)
 @click.option("--keys", type=int, help="Rows of the second array; as many as ROWS by default.")

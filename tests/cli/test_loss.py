@@ -319,7 +319,7 @@ def bad_inputs(folder, u):
         "flat.npy": "flat.npy): expected 2 dimensions",
         "wide.npy": "expected width 24",
         "rows.npy": "expected 47 rows",
-        "two.npz": "two.npz:KEY",
+        "two.npz": "two.npz:a",
         "two.npz:c": "it has a, b",
         "truncated.npz": "expected a whole .npz",
         "pickle.npz": "pickle.npz: expected a whole .npz file of numbers",

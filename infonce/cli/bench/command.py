@@ -19,6 +19,7 @@ from ..common import (
     Bytes,
     File,
     List,
+    LossByOption,
     check_destination,
     human,
     one_line_errors,
@@ -46,7 +47,7 @@ def _size(text: str) -> int:
     return size
 
 
-@click.command()
+@click.command(cls=LossByOption)
 @click.option("--gpu", is_flag=True, help="Measure on the current GPU instead of the CPU.")
 @click.option(
     "--sizes", type=List(_size), default=SIZES, help="Numbers of rows, separated by commas."
