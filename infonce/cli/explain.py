@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 from itertools import pairwise
 from typing import Any
 
 import click
+from rich.console import Console
 from rich.table import Table
 
 from .. import explanation, spec
 from ..checks.teacher import ALL_LOSSES
 from ..explanation.devices import GPUS
-from .common import Bytes, List, flag, human, one_line_errors, stdout, to_json
+from .common import PIPE_WIDTH, Bytes, List, flag, human, one_line_errors, stdout, to_json
 
 
 class _Explain(click.Command):
@@ -66,21 +68,26 @@ def explain(
     if as_json:
         click.echo(to_json(result.as_dict()))
     else:
-        _print(result)
+        for table in _tables(result):
+            stdout(table).print(table)
 
 
-def _print(result: explanation.Explanation) -> None:
+def as_text(result: explanation.Explanation) -> str:
+    """What the command prints, as wide as in a pipe."""
+    text = io.StringIO()
+    console = Console(file=text, width=PIPE_WIDTH, markup=False, highlight=False)
+    console.print(*_tables(result), sep="\n")
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _tables(result: explanation.Explanation) -> tuple[Table, Table, Table]:
     about = Table.grid(padding=(0, 2))
     about.add_row("call", result.call)
     about.add_row("device", result.device)
     about.add_row("method", f"{result.method}, operands in {result.precision}")
     for note in result.notes:
         about.add_row("", note)
-    console = stdout()
-    console.print(about)
-    work = _work_table(result)
-    stdout(work).print(work)
-    console.print(_memory_table(result))
+    return about, _work_table(result), _memory_table(result)
 
 
 def _work_table(result: explanation.Explanation) -> Table:

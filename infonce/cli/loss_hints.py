@@ -1,4 +1,4 @@
-"""What `infonce loss` says of a finite loss: that no features could change it, or of their norms."""
+"""The warnings of `infonce loss`: a loss that no features could change, equal rows, and norms."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ kernels and memory, as for a call that runs. `work` counts operations and bytes 
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -52,6 +53,16 @@ class Explanation:
     notes: tuple[str, ...] = ()  # sentences on operands, caches and accumulators
     schedule: Schedule | None = field(default=None, repr=False, compare=False)
 
+    def __str__(self) -> str:
+        """The table that the command ``infonce explain`` prints."""
+        from ..cli.explain import as_text  # with its libraries for tables
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        """The table, in a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the command prints them with ``--json``."""
         values = {k: v for k, v in vars(self).items() if k != "schedule"}
@@ -82,6 +93,7 @@ def explain(
     """How a call of a loss with gradients would run on a GPU.
 
     >>> plan = infonce.explain("clip", 65536, 512, dtype="bfloat16", device="h200")
+    >>> print(plan)  # a table
     >>> plan.workspace, plan.seconds, [work.kernel for work in plan.work]
 
     The function needs neither a GPU nor CuPy. The seconds are a lower bound, not a prediction: they

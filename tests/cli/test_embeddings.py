@@ -98,8 +98,8 @@ def test_a_column_of_parquet(pair, tmp_path, fixed):
     report = json.loads(succeed("loss", *files, "--scale", 3, "--json"))
     assert close(report["value"]["total"], reference.clip(u, v, scale=3.0).loss)
     np.testing.assert_array_equal(open_embeddings(str(files[0])), u)
-    assert "both.parquet: expected one array, got the arrays u, v" in fail("loss", files[1].with_name(
-        "both.parquet"), pair[1], "--scale", 1)  # fmt: skip
+    error = fail("loss", files[1].with_name("both.parquet"), pair[1], "--scale", 1)
+    assert "both.parquet: expected one array, got the arrays u, v" in error
 
 
 def test_parquet_that_is_no_embeddings(pair, tmp_path):
