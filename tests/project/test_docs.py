@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,43 @@ def test_first_model_learns() -> None:
     for example in examples("first_model.md"):
         exec(compile(example, "first_model.md", "exec"), names)
     assert names["first"] > 0.4  # of 300 names
+
+
+DIFFS = re.findall(r"^```diff\n(.*?)^```", (DOCS / "migrating.md").read_text(), re.M | re.S)
+PROJECT = re.compile(r"^-from (\w+).* import", re.M)  # what a diff leaves
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore")  # of the projects
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda d: "".join(PROJECT.findall(d)) or "own_loss")
+def test_training_steps_of_other_projects(diff: str) -> None:
+    """Three steps before and after the change: the same loss, of the same parameters."""
+    torch = pytest.importorskip("torch")
+    from torch_problems import sentence_model
+
+    for project in PROJECT.findall(diff):
+        pytest.importorskip(project, exc_type=ImportError)
+    assert re.search(r"^-", diff, re.M)
+    assert re.search(r"^\+.*infonce", diff, re.M)
+    losses = []
+    for side in "-+":
+        lines = [line[1:] for line in diff.splitlines() if line[:1] in ("", " ", side)]
+        # random weights instead of a download
+        code = re.sub(
+            r"SentenceTransformer\(.*\)$", "sentence_model()", "\n".join(lines), flags=re.M
+        )
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"sentence_model": partial(sentence_model, width=16, dropout=0.0)}
+        exec(compile(code, "migrating.md", "exec"), names)
+        losses.append(float(names["loss"].detach()))
+    assert losses[0] > 0.01
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_diffs_are_of_the_projects_that_install() -> None:
+    projects = {name for diff in DIFFS for name in PROJECT.findall(diff)}
+    assert projects == {"lightly", "open_clip", "pytorch_metric_learning", "sentence_transformers"}
+    assert len(DIFFS) == len(projects) + 1  # and one's own loss
 
 
 @pytest.mark.parametrize("page", ["distributed.md", "frameworks.md", "migrating.md"])
