@@ -102,6 +102,16 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(match[1]) * factor)
 
 
+def human(size: float | None) -> str:
+    """Bytes as a table shows them."""
+    if size is None:
+        return "unknown"
+    for unit, factor in reversed(BINARY.items()):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
 def workspace(value: Any) -> int | None:
     """A number of bytes, from a number or text; None if the caller gave none."""
     if value is None:

@@ -98,16 +98,6 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def human(size: float | None) -> str:
-    """Bytes as a table shows them."""
-    if size is None:
-        return "unknown"
-    for unit, factor in reversed(BINARY.items()):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size:.0f} B"
-
-
 def optional(module: str, extra: str) -> Any:
     """Import a library of an extra; `Misuse` says what to install if it is missing."""
     try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import re
 from itertools import pairwise
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from .. import explanation, spec
 from ..checks.teacher import ALL_LOSSES
 from ..explanation.devices import GPUS
-from .common import PIPE_WIDTH, Bytes, List, flag, human, one_line_errors, stdout, to_json
+from ..explanation.result import tables
+from .common import Bytes, List, flag, one_line_errors, stdout, to_json
 
 
 class _Explain(click.Command):
@@ -68,58 +66,5 @@ def explain(
     if as_json:
         click.echo(to_json(result.as_dict()))
     else:
-        for table in _tables(result):
+        for table in tables(result):
             stdout(table).print(table)
-
-
-def as_text(result: explanation.Explanation) -> str:
-    """What the command prints, as wide as in a pipe."""
-    text = io.StringIO()
-    console = Console(file=text, width=PIPE_WIDTH, markup=False, highlight=False)
-    console.print(*_tables(result), sep="\n")
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _tables(result: explanation.Explanation) -> tuple[Table, Table, Table]:
-    about = Table.grid(padding=(0, 2))
-    about.add_row("call", result.call)
-    about.add_row("device", result.device)
-    about.add_row("method", f"{result.method}, operands in {result.precision}")
-    for note in result.notes:
-        about.add_row("", note)
-    return about, _work_table(result), _memory_table(result)
-
-
-def _work_table(result: explanation.Explanation) -> Table:
-    table = Table("pass", "kernel", "tile", "largest block", box=None, padding=(0, 2, 0, 0))
-    for name in ("blocks", "launches", "TFLOP", "GB", "at least ms"):
-        table.add_column(name, justify="right")
-    before = ""
-    for work in result.work:
-        sizes = ("" if of is None else f"{of[0]} x {of[1]}" for of in (work.tile, work.block))
-        table.add_row(
-            work.name * (work.name != before), work.kernel, *sizes, str(work.blocks or ""),
-            str(work.launches), f"{work.flops / 1e12:.3g}", f"{work.bytes / 1e9:.3g}",
-            f"{1e3 * work.seconds:.3f}",
-        )  # fmt: skip
-        before = work.name
-    recorded = "" if result.recorded is None else f"recorded {1e3 * result.recorded:.3f} ms"
-    table.add_row("together", recorded, *[""] * 6, f"{1e3 * result.seconds:.3f}")
-    return table
-
-
-def _memory_table(result: explanation.Explanation) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for i, (name, parts) in enumerate(result.memory.items()):
-        table.add_row("memory" if i == 0 else "", name, _sizes(parts))
-    beside = ", and vectors beside it" if result.method != "naive" else ""
-    table.add_row("", "workspace", f"at most {human(result.workspace)}{beside}")
-    return table
-
-
-def _sizes(parts: dict[str, int]) -> str:
-    """Parts by name; those below 1% of the largest together, as vectors."""
-    small = [size for size in parts.values() if 100 * size < max(parts.values())]
-    shown = [f"{name} {human(size)}" for name, size in parts.items() if size not in small]
-    rest = [f"{len(small)} vectors {human(sum(small))}"] if small else []
-    return ", ".join(shown + rest) or "none"

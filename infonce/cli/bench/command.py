@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from rich import box
 from rich.table import Table
 
+from ...checks.validation import human
 from ...spec import LOSSES
 from .. import machine
 from ..common import (
@@ -22,7 +23,6 @@ from ..common import (
     List,
     LossByOption,
     check_destination,
-    human,
     one_line_errors,
     optional,
     progress_bar,
