@@ -15,11 +15,11 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
+from infonce.kernels.cpu.resources import BUFFER_POOL
 
 import infonce
 from infonce.cli import machine
 from infonce.cli.common import to_json
-from infonce.kernels.cpu.resources import BUFFER_POOL
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DEVICE = "h200"
