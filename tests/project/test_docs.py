@@ -19,7 +19,6 @@ from infonce.kernels import problem
 from infonce.kernels.gpu.schedule import method
 from infonce.kernels.offload import layout
 
-from infonce import arrays
 from infonce.spec import LOSSES
 
 ROOT = Path(__file__).parents[2]
