@@ -27,6 +27,11 @@ CALLS = [
 ] + [("infonce.torch", name, loss) for loss, name in MODULES.items()]
 
 
+# losses of one array of views, and calls whose checks want no MPI library
+VIEWS = [case for case in CALLS if len(ALL_LOSSES[case[2]].arguments) == 1]
+IN_ONE_PROCESS = [case for case in CALLS if case[0] != "infonce.distributed"]
+
+
 @pytest.fixture(params=CALLS, ids=".".join)
 def call(request: pytest.FixtureRequest) -> tuple[str, Callable[..., Any], str, Callable[..., Any]]:
     """The full name and the function of a call, its loss, and what makes an array."""
@@ -70,11 +75,10 @@ def test_settings_of_modules_are_keywords(name: str) -> None:
 
 
 @pytest.mark.extras
+@pytest.mark.parametrize("call", VIEWS, ids=".".join, indirect=True)
 def test_views_are_one_array(call: Any) -> None:
     """Views as two arguments, a pair, and a third dimension."""
     name, function, loss, asarray = call
-    if len(ALL_LOSSES[loss].arguments) > 1:
-        pytest.skip("a loss of two arrays")
     labels = [asarray(LABELS)] if loss == "sup_con" else []
     first, second = map(asarray, FEATURES)
     wanted = r"expected all views concatenated to one array \[2B, D\], the second views below"
@@ -91,11 +95,10 @@ def test_views_are_one_array(call: Any) -> None:
 
 
 @pytest.mark.extras
+@pytest.mark.parametrize("call", IN_ONE_PROCESS, ids=".".join, indirect=True)
 def test_keywords_in_an_error_are_those_that_the_loss_takes(call: Any) -> None:
     """None of them is an option that means nothing for the loss."""
-    name, function, loss, asarray = call
-    if name.startswith("infonce.distributed"):
-        pytest.skip("the checks of options want an MPI library")
+    _, function, loss, asarray = call
     taken = [asarray(z) for z in arguments(loss)]
     with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'") as raised:
         function(*taken, temperature=0.5, zzz=1)
