@@ -68,11 +68,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .explanation import Explanation, explain
+    from .explanation import explain
+    from .explanation.result import Explanation
 else:  # hidden from type checkers, which would accept any name if there is a `__getattr__`
     __getattr__ = make_getattr(
         __name__, __all__, ("distributed", "jax", "reference", "torch"),
-        {"Explanation": "explanation", "explain": "explanation"},
+        {"Explanation": "explanation.result", "explain": "explanation"},
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Docstrings and signatures of the losses, completed when their modules are imported.
 
 `documented` adds an example, the keywords of `spec.OPTIONS`, results and errors to a function of
-`losses`. `adapted` makes the docstring of a function of torch or JAX from that of the loss.
+`losses`. `adapted` makes the docstring of a function of torch or JAX from that of the loss. Both
+also give a function the error for too many positional arguments (`checks.keywords`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
-from .checks.keywords import Keywords, signature
+from .checks.keywords import Keywords, refuse_surplus, signature
 from .checks.teacher import ALL_LOSSES
 from .spec import COMPILED_OPTIONS, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
@@ -81,11 +82,12 @@ def documented(function: _F) -> _F:
     for title, body in sections:
         body = body.strip("\n")
         doc += f"\n\n{title}\n{'-' * len(title)}\n{body}"
-    function.__doc__ = doc + "\n"
-    function.__signature__ = signature(  # type: ignore[attr-defined]
+    checked = refuse_surplus(function)
+    checked.__doc__ = doc + "\n"
+    checked.__signature__ = signature(  # type: ignore[attr-defined]
         function, {name: ("", OPTIONS[name].default) for name in options}
     )
-    return function
+    return checked
 
 
 def adapted(
@@ -114,8 +116,10 @@ def adapted(
         example, _, usage = usage.partition("\n\n")
         parts = first, example, equation, usage, f"References\n----------\n{source}\n"
         function.__doc__ = "\n\n".join(parts)
-        if list_keywords is not None:
-            function.__signature__ = signature(function, list_keywords(loss))  # type: ignore[attr-defined]
-        return function
+        if list_keywords is None:  # a class
+            return function
+        checked = refuse_surplus(function)
+        checked.__signature__ = signature(function, list_keywords(loss))  # type: ignore[attr-defined]
+        return checked
 
     return add

@@ -28,6 +28,7 @@ from infonce.distributed.cost import (
 )
 from rich.table import Table
 
+from infonce.checks import validation
 from infonce.cli import common
 
 
@@ -55,7 +56,7 @@ def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
         times = [text for s in steps for text in (f"{1e3 * s.seconds:.2f}", f"{s.efficiency:.1%}")]
         times += [""] * (6 - len(times))
         table.add_row(str(n), str(n * rows), *times,
-                      common.human(predict_memory(rows, dim)) if n > 2 else "")  # fmt: skip
+                      validation.human(predict_memory(rows, dim)) if n > 2 else "")  # fmt: skip
     console = common.stdout()
     console.print(table)
     console.print(_exchanges(dim, machine, counts[1:]))

@@ -19,6 +19,7 @@ from infonce.distributed.communicators.base import Communicator
 from infonce.distributed.demo import exchange_options, make_ranks
 from rich.table import Table
 
+from infonce.checks import validation
 from infonce.cli import common
 
 Array = Any
@@ -118,7 +119,7 @@ def timing(
     table.add_row("step, median of " + str(repeats), f"{1e3 * step:.2f} ms")
     table.add_row("useful rate of a rank", f"{useful / 1e12:.3g} TFLOP/s")
     peak = max(p for _, p, _, _ in everyone)
-    table.add_row("memory of a rank above shards and gradients", common.human(peak))
+    table.add_row("memory of a rank above shards and gradients", validation.human(peak))
     exposed = waited / step if step else math.nan
     table.add_row("transfers under way", f"{1e3 * moving:.2f} ms a step")
     table.add_row("of that not hidden", f"{1e3 * waited:.2f} ms, {exposed:.1%} of a step")

@@ -33,6 +33,8 @@ from .validation import Batch
 
 # The keywords of functions with gradients (True), and without
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}
+# Keywords of the functions of the same names in other packages
+ELSEWHERE = {"axis_name": "infonce.jax", "comm": "infonce.distributed", "group": "infonce.torch"}
 SCALARS = frozenset({"scale", "bias"})  # arguments in `wrt` that are no features
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -402,7 +404,10 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
         if name not in allowed:
             function = f"{loss.name}_loss{'_and_grad' if with_grad else ''}()"
             hint = f"it is one of {loss.name}_loss_and_grad()" if name in GRAD_ONLY else ""
-            raise unexpected(function, name, [n for n in DEFAULTS if n in allowed], hint)
+            if name in ELSEWHERE:
+                hint = f"it is one of {ELSEWHERE[name]}.{loss.name}_loss()"
+            known = [n for n in DEFAULTS if n in allowed and n not in loss.refused]
+            raise unexpected(function, name, known, hint)
     values = {**DEFAULTS, **options}
     for name, choices in CHOICES.items():
         validation.choice(name, values[name], choices)

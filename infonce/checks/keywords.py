@@ -1,13 +1,14 @@
 """The keywords of the functions of `infonce.torch` and `infonce.jax`, their signatures, and the
-error for an unknown keyword. The tables follow from `spec.OPTIONS`.
+errors for an unknown keyword and for too many arguments. The tables follow from `spec.OPTIONS`.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ..spec import (
     ARRAY_OPTIONS,
@@ -23,6 +24,9 @@ from ..spec import (
 )
 
 Keywords = dict[str, tuple[str, Any]]  # name -> type as text, default
+# The one array of nt_xent and sup_con, in the errors for two arrays
+JOINED_VIEWS = "all views concatenated to one array [2B, D], the second views below the first"
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # Types of keywords that are `Any` in `spec.LossOptions`; for JAX, ArrayLike stands for Tensor
 TENSORS = {
@@ -101,11 +105,14 @@ def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:
 
 
 def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signature:
-    """The signature of a function, with these keywords instead of its ``**options``."""
+    """The signature of a function, with these keywords instead of its ``**options``.
+
+    ``*args``, which a function takes only to refuse them, are left out.
+    """
     in_source = inspect.signature(function)
     parameters = [
         p for p in in_source.parameters.values()
-        if p.kind is not p.VAR_KEYWORD and p.name not in keywords
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in keywords
     ]  # fmt: skip
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
@@ -123,6 +130,41 @@ def unexpected(function: str, name: str, known: Collection[str], hint: str = "")
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
     return TypeError(f"{function}: unexpected keyword argument {name!r} ({hint})")
+
+
+def refuse_surplus(function: _F) -> _F:
+    """A decorator: the TypeError for too many positional arguments says which are keywords.
+
+    `function` is a loss or the method `forward` of a module.
+    """
+    package = function.__module__.rpartition(".")[0]
+    name = f"{package}.{function.__qualname__.removesuffix('.forward')}()"
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        if len(args) > len(positional):
+            raise surplus(name, positional, args)
+        return function(*args, **options)
+
+    return cast(_F, checked)
+
+
+def surplus(function: str, positional: Sequence[str], args: Sequence[Any]) -> TypeError:
+    """The error for more arguments than `positional`, the names of those that need no keyword.
+
+    Of a method both have `self`, which the message leaves out.
+    """
+    first = 1 if positional[:1] == ["self"] else 0
+    names, given = positional[first:], args[first:]
+    if names[:1] == ["features"] and getattr(given[1], "ndim", 0) > 1:
+        return TypeError(f"{function}: expected {JOINED_VIEWS}, got {len(given)} arguments")
+    expected = f"{len(names) or 'no'} positional arguments" + f" ({', '.join(names)})" * bool(names)
+    return TypeError(
+        f"{function}: expected {expected}, got {len(given)}; temperature and all other options are "
+        "keywords, as in temperature=0.07"
+    )
 
 
 def with_own(

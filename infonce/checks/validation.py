@@ -21,6 +21,7 @@ import numpy as np
 from ..arrays import gpu_missing, native, on_gpu
 from ..kernels.problem import SCALES, Array
 from ..spec import Loss
+from .keywords import JOINED_VIEWS
 
 # names of dtypes that features may have
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -101,6 +102,16 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(match[1]) * factor)
 
 
+def human(size: float | None) -> str:
+    """Bytes as a table shows them."""
+    if size is None:
+        return "unknown"
+    for unit, factor in reversed(BINARY.items()):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
 def workspace(value: Any) -> int | None:
     """A number of bytes, from a number or text; None if the caller gave none."""
     if value is None:
@@ -148,6 +159,7 @@ def features(
     """
     for name, z, description in zip(names, arrays, descriptions, strict=True):
         if description is None:
+            refuse_views_apart(name, z)
             hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
             if hasattr(z, "to_numpy"):
                 hint = ": .to_numpy() makes one"
@@ -160,7 +172,10 @@ def features(
                 m, d = arrays[0].shape
                 raise ValueError(f"own: expected shape ({m}, K, {d}) like query, got {shape}")
         elif len(shape) != 2:
-            raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {shape}")
+            expected = "2 dimensions [rows, features]"
+            if name == "features" and len(shape) == 3:
+                expected = JOINED_VIEWS
+            raise ValueError(f"{name}: expected {expected}, got shape {shape}")
         if shape[0] < least or 0 in shape[1:]:
             raise ValueError(
                 f"{name}: expected at least one row and one feature, got shape {shape}"
@@ -172,6 +187,12 @@ def features(
             raise ValueError(
                 f"{name}: expected an array on {devices[0]} like {names[0]}, got one on {device}"
             )
+
+
+def refuse_views_apart(name: str, z: Any) -> None:
+    """TypeError for a list or tuple of arrays as the one array of a loss of views."""
+    if name == "features" and isinstance(z, (list, tuple)) and z and hasattr(z[0], "ndim"):
+        raise TypeError(f"{name}: expected {JOINED_VIEWS}, got {type(z).__name__} of arrays")
 
 
 def shapes(
@@ -275,7 +296,9 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
         raise ValueError("temperature, scale: expected one of them, got both")
     if temperature is None and scale is None:
         if loss.scale is None:
-            raise ValueError("temperature, scale: expected one of them, got neither")
+            raise ValueError(
+                "temperature, scale: expected one of them, got neither; temperature=0.07 is usual"
+            )
         return loss.scale
     name, argument = ("scale", scale) if temperature is None else ("temperature", temperature)
     value = number(name, argument)
@@ -317,9 +340,10 @@ def precision(precision: str, dtypes: set[str], on_cpu: bool) -> str:
 
 def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Array:
     """[n] integers of any dtype; with `sets` also [n, P], P integers of each row."""
-    value = as_array(name, value, "integers")
+    came, value = value, as_array(name, value, "integers")
     if value.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
+        got = f"dtype {value.dtype}" if value.ndim else what(came)
+        raise TypeError(f"{name}: expected integers, got {got}")
     if value.shape[:1] != (n,) or value.ndim > (2 if sets else 1) or 0 in value.shape[1:]:
         expected = f"({n},) or ({n}, P)" if sets else f"({n},)"
         raise ValueError(f"{name}: expected shape {expected}, got {value.shape}")

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..checks.teacher import ALL_LOSSES
 from ..checks.validation import BINARY, DECIMAL, parse_bytes
 
 PIPE_WIDTH = 140  # columns, if the output is no terminal
@@ -29,6 +30,15 @@ class Misuse(click.ClickException):
     """The user's input is wrong (exit code 2); other ClickExceptions are failures at run time."""
 
     exit_code = 2
+
+
+class LossByOption(click.Command):
+    """A command with an option --loss, which says so if it gets the loss as its first argument."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] in ALL_LOSSES and not Path(args[0]).exists():
+            raise click.UsageError(f"expected --loss {args[0]}, got {args[0]} without the option")
+        return super().parse_args(ctx, args)
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
@@ -86,16 +96,6 @@ class List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
 def flag(name: str) -> str:
     """The option of a command for an argument: `--grad-out` for `grad_out`."""
     return f"--{name.replace('_', '-')}"
-
-
-def human(size: float | None) -> str:
-    """Bytes as a table shows them."""
-    if size is None:
-        return "unknown"
-    for unit, factor in reversed(BINARY.items()):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size:.0f} B"
 
 
 def optional(module: str, extra: str) -> Any:

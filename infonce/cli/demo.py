@@ -17,11 +17,11 @@ from threadpoolctl import threadpool_limits
 import infonce
 
 from .. import spec
+from ..checks.validation import human
 from . import machine
 from .common import (
     File,
     check_destination,
-    human,
     one_line_errors,
     optional,
     progress_bar,

@@ -156,7 +156,8 @@ def _pick(path: Path, keys: list[str], key: str | None) -> str:
     """The name of the array to read: `key`, or the only one of `keys` if `key` is None."""
     names = some(sorted(keys)) or "none"
     if key is None and len(keys) != 1:
-        raise Misuse(f"{path}: expected one array or {path}:KEY, got the arrays {names}")
+        example = f": choose one, as in {path}:{min(keys)}" if keys else ""
+        raise Misuse(f"{path}: expected one array, got the arrays {names}{example}")
     if key is not None and key not in keys:
         raise Misuse(f"{path}: no array {key!r}; it has {names}")
     return key or keys[0]

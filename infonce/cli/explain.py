@@ -7,12 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 import click
-from rich.table import Table
 
 from .. import explanation, spec
 from ..checks.teacher import ALL_LOSSES
 from ..explanation.devices import GPUS
-from .common import Bytes, List, flag, human, one_line_errors, stdout, to_json
+from ..explanation.result import tables
+from .common import Bytes, List, flag, one_line_errors, stdout, to_json
 
 
 class _Explain(click.Command):
@@ -20,7 +20,7 @@ class _Explain(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for before, argument in pairwise(["", *args]):
-            if re.fullmatch(r"-\d+", argument) and not before.startswith("--"):
+            if re.fullmatch(r"-\d+(\.\d*)?(e\d+)?", argument) and not before.startswith("--"):
                 raise click.UsageError(
                     f"ROWS, FEATURES: expected positive integers, got {argument}"
                 )
@@ -28,7 +28,7 @@ class _Explain(click.Command):
 
 
 @click.command(cls=_Explain)
-@click.argument("loss", type=click.Choice([*ALL_LOSSES]))
+@click.argument("loss", metavar="LOSS", type=click.Choice([*ALL_LOSSES]))
 @click.argument("rows", type=int)
 @click.argument("features", type=int)
 @click.option("--keys", type=int, help="Rows of the second array; as many as ROWS by default.")
@@ -66,53 +66,5 @@ def explain(
     if as_json:
         click.echo(to_json(result.as_dict()))
     else:
-        _print(result)
-
-
-def _print(result: explanation.Explanation) -> None:
-    about = Table.grid(padding=(0, 2))
-    about.add_row("call", result.call)
-    about.add_row("device", result.device)
-    about.add_row("method", f"{result.method}, operands in {result.precision}")
-    for note in result.notes:
-        about.add_row("", note)
-    console = stdout()
-    console.print(about)
-    work = _work_table(result)
-    stdout(work).print(work)
-    console.print(_memory_table(result))
-
-
-def _work_table(result: explanation.Explanation) -> Table:
-    table = Table("pass", "kernel", "tile", "largest block", box=None, padding=(0, 2, 0, 0))
-    for name in ("blocks", "launches", "TFLOP", "GB", "at least ms"):
-        table.add_column(name, justify="right")
-    before = ""
-    for work in result.work:
-        sizes = ("" if of is None else f"{of[0]} x {of[1]}" for of in (work.tile, work.block))
-        table.add_row(
-            work.name * (work.name != before), work.kernel, *sizes, str(work.blocks or ""),
-            str(work.launches), f"{work.flops / 1e12:.3g}", f"{work.bytes / 1e9:.3g}",
-            f"{1e3 * work.seconds:.3f}",
-        )  # fmt: skip
-        before = work.name
-    recorded = "" if result.recorded is None else f"recorded {1e3 * result.recorded:.3f} ms"
-    table.add_row("together", recorded, *[""] * 6, f"{1e3 * result.seconds:.3f}")
-    return table
-
-
-def _memory_table(result: explanation.Explanation) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for i, (name, parts) in enumerate(result.memory.items()):
-        table.add_row("memory" if i == 0 else "", name, _sizes(parts))
-    beside = ", and vectors beside it" if result.method != "naive" else ""
-    table.add_row("", "workspace", f"at most {human(result.workspace)}{beside}")
-    return table
-
-
-def _sizes(parts: dict[str, int]) -> str:
-    """Parts by name; those below 1% of the largest together, as vectors."""
-    small = [size for size in parts.values() if 100 * size < max(parts.values())]
-    shown = [f"{name} {human(size)}" for name, size in parts.items() if size not in small]
-    rest = [f"{len(small)} vectors {human(sum(small))}"] if small else []
-    return ", ".join(shown + rest) or "none"
+        for table in tables(result):
+            stdout(table).print(table)

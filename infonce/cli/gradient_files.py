@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..checks.validation import human
 from .common import (
     errors_name,
-    human,
     one_line_errors,
     refuse_inputs,
     require_folder,

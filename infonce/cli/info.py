@@ -12,10 +12,11 @@ import ml_dtypes
 from rich.table import Table
 
 from .. import dispatch, spec
+from ..checks.validation import human
 from ..kernels.gpu.device import compiler
 from ..kernels.problem import WORKSPACE
 from . import machine
-from .common import human, progress_bar, stdout, to_json
+from .common import progress_bar, stdout, to_json
 
 CUPY = {"cupy-cuda13x": "cuda13", "cupy-cuda12x": "cuda12"}  # build of CuPy -> its extra
 OPTIONAL = {  # library -> the extra that brings it

@@ -19,10 +19,9 @@ from .. import spec
 from ..checks import norms, validation
 from ..checks.teacher import ALL_LOSSES
 from ..kernels.norms import log2_norms
-from ..reference import normalize
 from ..result import LossAndGrad
 from ..spec import CHOICES, OPTIONS, PREFIX_OPTIONS, Loss
-from . import loss_report, machine
+from . import loss_hints, loss_report, machine
 from .common import (
     TEACHER,
     TEACHER_FEATURES,
@@ -30,6 +29,7 @@ from .common import (
     Bytes,
     File,
     List,
+    LossByOption,
     ResidentGrowth,
     check_destination,
     flag,
@@ -42,15 +42,13 @@ from .common import (
     to_json,
     written_whole,
 )
-from .embeddings import LossFiles, some
+from .embeddings import LossFiles, open_embeddings, some
 from .gradient_files import check_gradient_files, gradient_files
 
 PATH = File()
 LABELLED = ("info_nce", "sup_con")
-UNIT_NORMS = 0.95, 1.05  # least and largest norm of rows that count as normalized
 # options whose numbers join logits or losses, and can be too large for the dtype of the loss
 OVERFLOWING = ("bias", "margin", "key_bias", "dim_weights")
-SAMPLE = 256  # the most rows whose norms are computed, in even steps over all rows
 
 
 class _NotFinite(Exception):
@@ -80,7 +78,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command()
+@click.command(cls=LossByOption)
 @click.argument("image")
 @click.argument("text", required=False)
 @click.option(
@@ -227,11 +225,12 @@ def loss(
             raise click.ClickException(
                 _why_not_finite(result.loss, inputs, options, names_in_errors)
             )
+    hints = loss_hints.find_constant(kind, features, options, results[0], names_in_errors)
     normalize_source = click.get_current_context().get_parameter_source("normalize")
     if normalize_source is ParameterSource.DEFAULT:  # neither --normalize nor --no-normalize
-        hint = _norms_hint(inputs, names_in_errors)
-        if hint is not None:
-            click.echo(f"infonce: {hint}", err=True)
+        hints += loss_hints.find_norms(inputs, names_in_errors)
+    for hint in hints:
+        click.echo(f"infonce: warning: {hint}", err=True)
 
 
 def _take_files(
@@ -291,9 +290,15 @@ def _check_outputs(
 def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
     """Argument name -> source, in the order of the loss's arguments."""
     if (text is None) != (len(kind.arguments) == 1):
+        reason = ""
+        if text is None:  # one file of several arrays?
+            try:
+                open_embeddings(image)
+            except click.ClickException as error:
+                reason = f"; {error.format_message()}"
         raise click.UsageError(
             f"{kind.name}: expected {len(kind.arguments)} embeddings ({', '.join(kind.arguments)}),"
-            f" got {1 if text is None else 2}"
+            f" got {1 if text is None else 2}{reason}"
         )
     if text is None:
         return {kind.arguments[0]: image}
@@ -364,22 +369,6 @@ def _largest_option(features: Mapping[str, Any], options: Mapping[str, Any]) -> 
     sizes = {name: np.abs(values).max() for name, values in given.items() if values is not None}
     largest = max(sizes, key=lambda name: sizes[name], default="")
     return flag(largest) if largest and math.frexp(sizes[largest])[1] > log2_product else None
-
-
-def _norms_hint(features: Mapping[str, Any], names_in_errors: Mapping[str, str]) -> str | None:
-    """A hint if rows that are not zero have no unit norm, else None."""
-    ranges = []
-    for name, z in features.items():
-        sample = z[:: -(-len(z) // SAMPLE)].astype(np.float64)
-        _, row_norms = normalize(sample)
-        row_norms = row_norms[row_norms > 0]
-        low, high = UNIT_NORMS
-        if len(row_norms) and not low <= row_norms.min() <= row_norms.max() <= high:
-            norm_range = f"{row_norms.min():.3g} to {row_norms.max():.3g}"
-            ranges.append(f"{norm_range} in {names_in_errors[name]}")
-    if not ranges:
-        return None
-    return f"norms of rows are {', '.join(ranges)}, expected about 1: --normalize divides by them"
 
 
 def _scalars(result: LossAndGrad) -> dict[str, float]:

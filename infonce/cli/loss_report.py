@@ -10,9 +10,10 @@ from rich.table import Table
 
 from .. import spec
 from ..checks.teacher import ALL_LOSSES
+from ..checks.validation import human
 from ..result import LossAndGrad
 from ..spec import DEFAULTS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
-from .common import TEACHER, flag, human, stdout
+from .common import TEACHER, flag, stdout
 from .embeddings import LossFiles
 
 SIDES = ("rows", "columns")

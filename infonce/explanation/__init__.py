@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +27,12 @@ from ..kernels.gpu.schedule import (
 )
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPUS, DeviceModel
-from .work import Work, naive_memory, schedule_work
+from .result import Explanation
+from .work import naive_memory, schedule_work
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # benchmark record of a checkout; it is not part of an installed package
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """How a call runs on a GPU."""
-
-    call: str  # in words: the shape of the logits, and the softmax or sigmoid
-    device: str  # model of the GPU
-    method: str  # resolved: not "auto"
-    precision: str  # precision of operands, resolved
-    work: tuple[Work, ...]  # kernels and matrix products in their order
-    memory: dict[str, dict[str, int]]  # the workspace: name of a pass -> name of a part -> bytes
-    # bytes of the workspace, which the passes use one after another. With the method fused, all of
-    # `memory` but "logits" are vectors of length M and N, which lie outside; with naive, all counts
-    workspace: int
-    seconds: float  # least time: the sum over `work`, at the peaks of the device
-    recorded: float | None  # median seconds of such a call in a benchmark; None: no record
-    notes: tuple[str, ...] = ()  # sentences on operands, caches and accumulators
-    schedule: Schedule | None = field(default=None, repr=False, compare=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the command prints them with ``--json``."""
-        values = {k: v for k, v in vars(self).items() if k != "schedule"}
-        return {**values, "work": [asdict(work) for work in self.work]}
 
 
 def explain(
@@ -82,6 +59,7 @@ def explain(
     """How a call of a loss with gradients would run on a GPU.
 
     >>> plan = infonce.explain("clip", 65536, 512, dtype="bfloat16", device="h200")
+    >>> print(plan)  # a table
     >>> plan.workspace, plan.seconds, [work.kernel for work in plan.work]
 
     The function needs neither a GPU nor CuPy. The seconds are a lower bound, not a prediction: they

@@ -131,6 +131,7 @@ def require_arrays(features: Mapping[str, Any]) -> None:
     """TypeError for features that are no arrays."""
     for name, z in features.items():
         if not isinstance(z, (jax.Array, np.ndarray)):
+            validation.refuse_views_apart(name, z)
             raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
 
 
@@ -306,6 +307,7 @@ def sup_con_loss(features: Any, labels: Any, **options: Any) -> Any:
     return _apply(spec.SUP_CON, (features,), labels, **options)
 
 
+@keywords.refuse_surplus
 def distill_loss(
     query: Any, key: Any, teacher_query: Any, teacher_key: Any, *, teacher_temperature: Any = None,
     teacher_scale: Any = None, two_sided: bool = True, axis_name: Any = None, **options: Any,

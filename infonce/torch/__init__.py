@@ -58,4 +58,18 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = make_getattr(__name__, __all__)
+    __getattr__ = make_getattr(
+        __name__,
+        __all__,
+        (
+            "inf_cl",
+            "infonce_cuda",
+            "lightly",
+            "memory_efficient_clip",
+            "open_clip",
+            "pytorch_metric_learning",
+            "sentence_transformers",
+            "siglip_kernel",
+            "sup_contrast",
+        ),
+    )

@@ -50,9 +50,14 @@ def _apply(
     if not ONE_PROCESS_OPTIONS.issuperset(options):
         function = f"infonce.torch.{kind.name}_loss()"
         require_known(function, options, {**keywords.torch_function(kind), **teacher})
-        group_options = options.keys() - ONE_PROCESS_OPTIONS - {"group"}
-        if options.get("group") is None and group_options:
-            raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
+        if "group" not in options:
+            name = min(options.keys() - ONE_PROCESS_OPTIONS)
+            raise TypeError(f"{function}: expected group with {name}, got None")
+        if options["group"] is None:
+            raise TypeError(
+                "group: expected a process group, got None, as torch.distributed.group.WORLD is "
+                "before torch.distributed.init_process_group; leave group out for one process"
+            )
         labels = options.pop("labels", labels)  # nt_xent takes labels, only with a group
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
@@ -62,6 +67,7 @@ def _apply(
     tensors |= {name: teacher[name] for name in autograd.TEACHER_FEATURES if name in teacher}
     for name, z in tensors.items():
         if not isinstance(z, Tensor):
+            validation.refuse_views_apart(name, z)
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
         _check_tensor(kind, name, z, features[0])
     untracked = [(name, options[name]) for name in VECTOR_OPTIONS if name in options]
@@ -179,7 +185,9 @@ DOC = """
     group : torch.distributed process group, optional
         Its processes share the batch: each passes its own rows, and gets the loss of all rows.
         DDP's average of the gradients is the gradient of that loss; pass
-        ``gradient_scale="global"`` if gradients are summed. Also `timeout`, `transport` and
+        ``gradient_scale="global"`` if gradients are summed. None is an error, because
+        ``torch.distributed.group.WORLD`` is None until ``torch.distributed.init_process_group`` is
+        called: for one process leave `group` out. Also `timeout`, `transport` and
         `exchange`, of `infonce.distributed`.
     weights, key_bias, guide : tensors, optional
         As in `infonce.{loss}`, as far as it has them; a pair of tensors for `guide`. They get no
@@ -237,6 +245,7 @@ def gte_loss(query: Tensor, key: Tensor, **options: Any) -> Any:
     return _apply(spec.GTE, (query, key), options)
 
 
+@keywords.refuse_surplus
 def distill_loss(
     query: Tensor, key: Tensor, teacher_query: Tensor, teacher_key: Tensor, *,
     teacher_temperature: Any = None, teacher_scale: Any = None, two_sided: bool = True,

@@ -83,12 +83,15 @@ class _LossModule(nn.Module):
             return
 
         # Each class gets its own __init__, because editors read its signature from the class
-        def __init__(self: _LossModule, **options: Any) -> None:
+        def __init__(self: _LossModule, *args: Any, **options: Any) -> None:
+            if args:
+                raise keywords.surplus(f"infonce.torch.{cls.__name__}()", [], args)
             _LossModule.__init__(self, **options)
 
         init_signature = keywords.signature(__init__, keywords.torch_module(kind))
         __init__.__signature__ = init_signature  # type: ignore[attr-defined]
         cls.kind, cls.__init__ = kind, __init__  # type: ignore[method-assign]
+        cls.forward = keywords.refuse_surplus(cls.forward)
         cls.forward.__signature__ = keywords.signature(cls.forward, keywords.torch_function(kind))
 
     def __init__(

@@ -12,7 +12,7 @@ from command_line import PNG, close, fail, run, succeed
 from gpu_problems import MISSING
 from judge import LOSSES
 
-from infonce.cli.bench import cpu
+from infonce.cli.bench import cpu, measure
 from infonce.cli.bench import gpu as bench_gpu
 from infonce.cli.bench.command import _figure
 
@@ -138,10 +138,48 @@ def test_record_is_written_though_nobody_reads_the_table(tmp_path):
     assert len(json.loads((tmp_path / "bench.json").read_text())["results"]) == 1
 
 
+def test_sizes_are_printed_as_they_are_measured(monkeypatch):
+    """Ctrl-C at the second size leaves the first."""
+    compare = measure.compare
+
+    def interrupted(bench, case, *arguments):
+        if case.rows == 64:
+            raise KeyboardInterrupt
+        return compare(bench, case, *arguments)
+
+    monkeypatch.setattr(measure, "compare", interrupted)
+    result = run("bench", "--sizes", "32,64", "--repeat", 1, "--methods", "numpy,tiled")
+    assert result.exit_code == 130
+    assert "float32 32 x 256" in result.stdout
+    assert all(f"\n{method} " in result.stdout for method in ("numpy", "tiled"))
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "rounds"),
+    [
+        ((), [1024, 2048, 4096], 3),
+        (("--full",), [1024, 4096, 8192], 5),
+        (("--full", "--sizes", 64), [64], 5),
+        (("--full", "--repeat", 1), [1024, 4096, 8192], 1),
+    ],
+)
+def test_full_is_more(monkeypatch, options, sizes, rounds):
+    compared = []
+
+    def compare(bench, case, methods, repeat, progress):
+        bench.time_gemm()
+        compared.append((case.rows, repeat))
+        return [{"size": case.rows, "method": "numpy", "skipped": "no time"}]
+
+    monkeypatch.setattr(measure, "compare", compare)
+    assert run("bench", *options).exit_code == 1
+    assert compared == [(size, rounds) for size in sizes]
+
+
 def test_bench_options(tmp_path):
     for bad in ("7", "abc", "0", "-1", "1e3", "64,", "", "1.5", "64 128"):
         error = fail("bench", "--sizes", bad)
-        assert "'--sizes': expected even numbers of rows from 2, as in 1024,4096,8192" in error
+        assert "'--sizes': expected even numbers of rows from 2, as in 1024,2048,4096" in error
         assert f"got {bad.split(',')[-1]!r}" in error
     assert "got 64 more than once" in fail("bench", "--sizes", "64,32,64")
     assert "got numpy more than once" in fail("bench", "--methods", "numpy,fused,numpy")

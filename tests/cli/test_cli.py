@@ -43,18 +43,13 @@ def test_terminals_cut_no_number_short(columns):
     primary, secondary = pty.openpty()
     row = {key: 0.125 for key in command.COLUMNS} | {"size": 32768, "method": "products"}
     row |= {"median_s": 123.4567, "min_s": 123.4567, "max_s": 124, "wall_s": None}
-    report = {
-        "settings": {"loss": "clip", "dtype": "float32", "dim": 8, "workspace_bytes": 1,
-                     "repeat": 1},
-        "results": [row], "device": "a machine", "blas": [], "environment": {},
-        "gemm": {"size": 2, "gflops": [1.0]},
-    }  # fmt: skip
+    settings = {"loss": "clip", "dtype": "float32", "dim": 8}
     for name in ("peak_bytes", "wall_s"):  # of the GPU
         del row[name]
     with os.fdopen(secondary, "w") as terminal, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", terminal)
         patch.setenv("COLUMNS", str(columns))
-        command._print(report)
+        command._print_size(settings, [row])
         terminal.flush()
         printed = os.read(primary, 65536).decode()
     os.close(primary)

@@ -154,10 +154,8 @@ def test_sections_of_the_benchmark(peers, monkeypatch, tmp_path, capsys):
     assert set(sections) == names
 
     class Place(Pretended):
-        rates = (1.0,)
-
         def __init__(self, dtype):
-            pass
+            super().__init__()
 
         def contender(self, method, case, inputs):
             if method == peers.PORTABLE:
@@ -267,6 +265,9 @@ class Pretended:
 
     methods = ("quick", "slow", "missing", "wrong")
 
+    def __init__(self):
+        self.rates = [1e9]  # of an earlier comparison
+
     def inputs(self, case):
         return [[np.full((4, 2), 2.0)]]  # small also for the cases of a GPU's benchmark
 
@@ -287,7 +288,7 @@ class Pretended:
         return {"seconds": [1.0, 3.0, 2.0], "wall": [5.0]} if quick else {"seconds": [8.0]}
 
     def time_gemm(self):
-        pass
+        self.rates.append(2e-7)
 
     def skipped_errors(self):
         return ImportError, ValueError
@@ -301,6 +302,7 @@ def test_rounds_of_a_comparison():
     assert quick["wall_s"] == 5.0
     assert "wall_s" not in slow
     assert close(quick["gflops"], 8 * 4 * 4 * 2 / 2.0 / 1e9)
+    assert close(quick["gemm_share"], quick["gflops"] / 2e-7)  # of the products of these rounds
     assert close(quick["loss_error"], NEAR / 4)
     assert close(quick["gradient_error"], NEAR)
     assert slow["loss_error"] == slow["gradient_error"] == 0

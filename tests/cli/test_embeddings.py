@@ -46,9 +46,9 @@ def test_files_of_torch_that_are_no_embeddings(pair, tmp_path):
     (tmp_path / "broken.pt").write_bytes(b"PK")
     torch.save(Path("code"), tmp_path / "code.pt")
     for source, words in {
-        "two.pt": "two.pt:KEY, got the arrays u, v",
+        "two.pt": "two.pt: expected one array, got the arrays u, v: choose one, as in",
         "two.pt:w": "no array 'w'; it has u, v",
-        "list.pt": "list.pt:KEY, got the arrays none",
+        "list.pt": "list.pt: expected one array, got the arrays none",
         "broken.pt": "broken.pt: expected a whole .pt file of numbers",
         "code.pt": "code.pt: expected a whole .pt file of numbers",
         "none.pt": "none.pt: no such file",
@@ -98,8 +98,8 @@ def test_a_column_of_parquet(pair, tmp_path, fixed):
     report = json.loads(succeed("loss", *files, "--scale", 3, "--json"))
     assert close(report["value"]["total"], reference.clip(u, v, scale=3.0).loss)
     np.testing.assert_array_equal(open_embeddings(str(files[0])), u)
-    assert "both.parquet:KEY, got the arrays u, v" in fail("loss", files[1].with_name(
-        "both.parquet"), pair[1], "--scale", 1)  # fmt: skip
+    error = fail("loss", files[1].with_name("both.parquet"), pair[1], "--scale", 1)
+    assert "both.parquet: expected one array, got the arrays u, v" in error
 
 
 def test_parquet_that_is_no_embeddings(pair, tmp_path):
@@ -127,8 +127,8 @@ def test_parquet_that_is_no_embeddings(pair, tmp_path):
         "inner": "expected numbers in all rows of 'z', got nulls",
         "text": "text.parquet): expected dtype float64",
         "empty": "empty.parquet: expected rows of one length in 'z', got no rows",
-        "categories": "categories.parquet:KEY, got the arrays none",
-        "tensors": "tensors.parquet:KEY, got the arrays none",
+        "categories": "categories.parquet: expected one array, got the arrays none",
+        "tensors": "tensors.parquet: expected one array, got the arrays none",
         "corrupt": "corrupt.parquet: expected a whole .parquet file of numbers",
         "broken": "broken.parquet: expected a whole .parquet file of numbers",
     }.items():

@@ -1,5 +1,6 @@
 """`infonce.explain` and the command `infonce explain`, without a GPU."""
 
+import html
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import infonce
 from infonce import explanation
+from infonce.checks.teacher import ALL_LOSSES
 from infonce.cli import main
 from infonce.explanation.devices import GPUS
 
@@ -272,3 +274,19 @@ def test_it_needs_no_cupy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "tiled\n"), done.stderr
+
+
+@pytest.mark.parametrize("loss", ALL_LOSSES)
+@pytest.mark.parametrize("more", [{}, {"method": "naive"}, {"wrt": ()}])
+def test_an_explanation_prints_as_the_command_does(loss: str, more: dict[str, Any]) -> None:
+    """`print` of the value, and a notebook, show the command's table."""
+    options = {"method": ["--method", "naive"], "wrt": ["--loss-alone"]}
+    flags = [flag for name in more for flag in options[name]]
+    printed = [
+        line.rstrip() for line in output("explain", loss, "4096", "512", *flags).splitlines()
+    ]
+    plan = infonce.explain(loss, 4096, 512, **more)
+    assert str(plan).splitlines() == printed
+    assert len(printed) > 6
+    assert html.unescape(plan._repr_html_()) == f"<pre>{plan}</pre>"
+    assert "\x1b" not in str(plan)

@@ -12,6 +12,7 @@ import pytest
 from command_line import D, M, close, fail, run, succeed
 
 from infonce import reference
+from infonce.checks import validation
 from infonce.cli import common
 from infonce.cli.embeddings import open_embeddings
 
@@ -218,7 +219,7 @@ def test_sizes(text, expected):
 
 
 def test_sizes_as_tables_show_them():
-    shown = [common.human(size) for size in (None, 1023, 1536, 2**30, 5 * 2**39)]
+    shown = [validation.human(size) for size in (None, 1023, 1536, 2**30, 5 * 2**39)]
     assert shown == ["unknown", "1023 B", "1.5 KiB", "1.0 GiB", "2.5 TiB"]
 
 
@@ -319,7 +320,7 @@ def bad_inputs(folder, u):
         "flat.npy": "flat.npy): expected 2 dimensions",
         "wide.npy": "expected width 24",
         "rows.npy": "expected 47 rows",
-        "two.npz": "two.npz:KEY",
+        "two.npz": "two.npz:a",
         "two.npz:c": "it has a, b",
         "truncated.npz": "expected a whole .npz",
         "pickle.npz": "pickle.npz: expected a whole .npz file of numbers",

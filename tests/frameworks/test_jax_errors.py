@@ -130,7 +130,7 @@ def test_errors() -> None:
         ij.clip_loss(image, text, scale=1.0, normalise=True)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'grad_out' \(expected one"):
         ij.clip_loss(image, text, scale=1.0, grad_out=2.0)
-    with pytest.raises(TypeError, match="labels: expected integers, got dtype <U3"):
+    with pytest.raises(TypeError, match="labels: expected integers, got 'abc'"):
         ij.info_nce_loss(image, text, "abc", scale=1.0)
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from infonce.kernels import problem
 from infonce.kernels.gpu.schedule import method
 from infonce.kernels.offload import layout
 
-from infonce import arrays
 from infonce.spec import LOSSES
 
 ROOT = Path(__file__).parents[2]
@@ -119,19 +119,36 @@ def test_readme_is_short_and_has_both_commands() -> None:
         assert after.startswith("python3 -m venv .venv && .venv/bin/python -m pip install -q -e ")
 
 
+def test_first_program_of_the_readme_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints what the page says, to rounding, and stands on the first screen."""
+    program, printed = re.search(  # type: ignore[union-attr]
+        r"^```python\n(import numpy.*?)^```\n\n```\n(.*?)^```",
+        README.read_text(), re.M | re.S,
+    ).groups()  # fmt: skip
+    assert README.read_text().index(program) < README.read_text().index("\n## ")
+    exec(compile(program, "README.md", "exec"), {})
+    number = re.compile(r"[\d.]+")
+    got, said = capsys.readouterr().out, printed
+    assert number.sub("#", got) == number.sub("#", said)
+    values = [[float(v) for v in number.findall(text)] for text in (got, said)]
+    losses, accuracies = values[0][1::4], values[0][3::4]
+    assert losses == pytest.approx(values[1][1::4], rel=0.02)
+    assert accuracies == pytest.approx(values[1][3::4], abs=2)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.2 * losses[0]
+    assert accuracies == sorted(accuracies)
+    assert accuracies[-1] > 90
+
+
 @pytest.mark.extras
-@pytest.mark.parametrize("needed", ["numpy", "cupy", "torch", "jax"])
-def test_readme_examples_run(needed: str) -> None:
-    (example,) = (e for e in examples("../README.md") if e.startswith(f"import {needed}"))
-    code = compile(example, "README.md", "exec")
-    pytest.importorskip(needed)
-    if needed == "cupy" and arrays.gpu_missing():
-        pytest.skip("no GPU")
+def test_torch_example_of_the_readme_learns() -> None:
+    """Its encoders and its scale."""
+    (example,) = (e for e in examples("../README.md") if e.startswith("import torch"))
+    pytest.importorskip("torch")
     names: dict[str, Any] = {}
-    exec(code, names)
-    if needed == "torch":  # its encoders and its scale have been trained
-        assert names["loss"] < 0.1
-        assert names["criterion"].log_scale.exp() > 16
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["loss"] < 0.1
+    assert names["criterion"].log_scale.exp() > 16
 
 
 # --- what pages say of the code -------------------------------------------------------------------
@@ -264,6 +281,43 @@ def test_first_model_learns() -> None:
     for example in examples("first_model.md"):
         exec(compile(example, "first_model.md", "exec"), names)
     assert names["first"] > 0.4  # of 300 names
+
+
+DIFFS = re.findall(r"^```diff\n(.*?)^```", (DOCS / "migrating.md").read_text(), re.M | re.S)
+PROJECT = re.compile(r"^-from (\w+).* import", re.M)  # what a diff leaves
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore")  # of the projects
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda d: "".join(PROJECT.findall(d)) or "own_loss")
+def test_training_steps_of_other_projects(diff: str) -> None:
+    """Three steps before and after the change: the same loss, of the same parameters."""
+    torch = pytest.importorskip("torch")
+    from torch_problems import sentence_model
+
+    for project in PROJECT.findall(diff):
+        pytest.importorskip(project, exc_type=ImportError)
+    assert re.search(r"^-", diff, re.M)
+    assert re.search(r"^\+.*infonce", diff, re.M)
+    losses = []
+    for side in "-+":
+        lines = [line[1:] for line in diff.splitlines() if line[:1] in ("", " ", side)]
+        # random weights instead of a download
+        code = re.sub(
+            r"SentenceTransformer\(.*\)$", "sentence_model()", "\n".join(lines), flags=re.M
+        )
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"sentence_model": partial(sentence_model, width=16, dropout=0.0)}
+        exec(compile(code, "migrating.md", "exec"), names)
+        losses.append(float(names["loss"].detach()))
+    assert losses[0] > 0.01
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_diffs_are_of_the_projects_that_install() -> None:
+    projects = {name for diff in DIFFS for name in PROJECT.findall(diff)}
+    assert projects == {"lightly", "open_clip", "pytorch_metric_learning", "sentence_transformers"}
+    assert len(DIFFS) == len(projects) + 1  # and one's own loss
 
 
 @pytest.mark.parametrize("page", ["distributed.md", "frameworks.md", "migrating.md"])

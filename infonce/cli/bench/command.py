@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import click
 import numpy as np
+from click.core import ParameterSource
 from rich import box
 from rich.table import Table
 
+from ...checks.validation import human
 from ...spec import LOSSES
 from .. import machine
 from ..common import (
@@ -19,8 +21,8 @@ from ..common import (
     Bytes,
     File,
     List,
+    LossByOption,
     check_destination,
-    human,
     one_line_errors,
     optional,
     progress_bar,
@@ -33,7 +35,8 @@ from .cpu import Host
 from .gpu import Device
 from .measure import DTYPES, TEMPERATURE, Bench, Case
 
-SIZES = "1024,4096,8192"
+SIZES, FULL_SIZES = "1024,2048,4096", "1024,4096,8192"
+REPEAT, FULL_REPEAT = 3, 5
 
 
 def _size(text: str) -> int:
@@ -46,7 +49,7 @@ def _size(text: str) -> int:
     return size
 
 
-@click.command()
+@click.command(cls=LossByOption)
 @click.option("--gpu", is_flag=True, help="Measure on the current GPU instead of the CPU.")
 @click.option(
     "--sizes", type=List(_size), default=SIZES, help="Numbers of rows, separated by commas."
@@ -64,7 +67,12 @@ def _size(text: str) -> int:
     default="256MiB",
     help=f"Upper limit of temporary memory of fused and tiled; {UNITS_HELP}.",
 )
-@click.option("--repeat", type=click.IntRange(1), default=5, help="Number of timed rounds.")
+@click.option("--repeat", type=click.IntRange(1), default=REPEAT, help="Number of timed rounds.")
+@click.option(
+    "--full",
+    is_flag=True,
+    help=f"--sizes {FULL_SIZES} --repeat {FULL_REPEAT}: minutes instead of half a minute on a CPU.",
+)
 @click.option(
     "--methods",
     type=List(str),
@@ -88,6 +96,7 @@ def bench(
     dtype: str,
     workspace: int,
     repeat: int,
+    full: bool,
     methods: list[str] | None,
     output: Path | None,
     plot: Path | None,
@@ -99,7 +108,9 @@ def bench(
     loop over some rows of the matrix at a time. naive, fused and tiled: the methods of infonce.
     captured: a call of infonce as a CUDA graph.
 
-    All methods run once in each round, after a warm-up, so that a slow minute hits all of them.
+    All methods run once in each round, after a warm-up, so that a slow minute hits all of them. A
+    size is printed as soon as it is measured.
+
     GFLOP/s counts the operations of the matrix products, 8 N N D for clip, even if more or fewer
     are executed. "of gemm" compares it with a large matrix product of the same rounds. Errors are
     relative to float64.
@@ -119,34 +130,45 @@ def bench(
         raise click.UsageError(f"--output, --plot: expected two files, got {output} twice")
     with one_line_errors():
         place: Bench = Device(dtype) if gpu else Host(dtype)
-    results = []
-    with progress_bar() as progress:
-        for size in sizes:
-            case = Case(LOSSES[kind], size, dim, dtype, workspace=workspace)
-            results += measure.compare(
-                place, case, methods or place.methods, repeat, progress or (lambda *_: None)
-            )
+    if full:
+        source = click.get_current_context().get_parameter_source
+        if source("sizes") is ParameterSource.DEFAULT:
+            sizes = [int(size) for size in FULL_SIZES.split(",")]
+        if source("repeat") is ParameterSource.DEFAULT:
+            repeat = FULL_REPEAT
     settings = {
         "loss": kind, "dim": dim, "dtype": dtype, "temperature": TEMPERATURE,
         "workspace_bytes": workspace, "repeat": repeat,
     }  # fmt: skip
+    results = []
+    unread: OSError | None = None  # nobody reads the tables: the files are written nevertheless
+    for size in sizes:
+        case = Case(LOSSES[kind], size, dim, dtype, workspace=workspace)
+        with progress_bar() as progress:
+            rows = measure.compare(
+                place, case, methods or place.methods, repeat, progress or (lambda *_: None)
+            )
+        results += rows
+        try:
+            _print_size(settings, rows)
+        except OSError as error:
+            unread = error
     report = measure.report(place, settings, results)
     is_measured = not all("skipped" in row for row in results)
-    try:  # files first: to print fails if a pipe is closed; the table in any case
-        if output is not None and is_measured:
-            with written_whole(output) as temporary:
-                temporary.write_text(to_json(report) + "\n")
-        if plot is not None and is_measured:
-            with written_whole(plot) as temporary:
-                _figure(figures, report).savefig(temporary, format="png", dpi=120)
-    finally:
-        _print(report)
+    if output is not None and is_measured:
+        with written_whole(output) as temporary:
+            temporary.write_text(to_json(report) + "\n")
+    if plot is not None and is_measured:
+        with written_whole(plot) as temporary:
+            _figure(figures, report).savefig(temporary, format="png", dpi=120)
+    if unread is not None:
+        raise unread
+    _print_facts(report)
     if not is_measured:
         raise click.ClickException("nothing was measured: every contender was skipped")
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # key of a row -> heading, format
-    "size": ("rows", str),
     "method": ("method", str),
     "median_s": ("median ms", lambda s: f"{1e3 * s:.4g}"),
     "min_s": ("min ms", lambda s: f"{1e3 * s:.4g}"),
@@ -162,13 +184,14 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # key of a row -> head
 }
 
 
-def _print(report: dict[str, Any]) -> None:
-    settings, rates = report["settings"], report["gemm"]["gflops"]
+def _print_size(settings: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """The contenders at one size."""
     table = Table(
-        title=f"{settings['loss']} loss and gradient, {settings['dtype']}, width {settings['dim']}",
+        title=f"{settings['loss']} loss and gradient, {settings['dtype']} "
+        f"{results[0]['size']} x {settings['dim']}",
         title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,  # in 80 columns
     )  # fmt: skip
-    measured = [dict(row) for row in report["results"] if "skipped" not in row]
+    measured = [dict(row) for row in results if "skipped" not in row]
     for row in measured:
         row["spread"] = (row["max_s"] - row["min_s"]) / row["median_s"]
     columns = [key for key in COLUMNS if any(key in row for row in measured)]
@@ -183,9 +206,16 @@ def _print(report: dict[str, Any]) -> None:
     console = stdout(table)
     if measured:
         console.print(table)
-    for row in report["results"]:
+    for row in results:
         if "skipped" in row:
             console.print(f"skipped {row['size']} {row['method']}: {row['skipped']}")
+    console.print()
+
+
+def _print_facts(report: dict[str, Any]) -> None:
+    """The rate of the large matrix product, the machine, and the settings."""
+    settings, rates = report["settings"], report["gemm"]["gflops"]
+    console = stdout()
     console.print(
         f"matrix product of {report['gemm']['size']} rows: median "
         f"{statistics.median(rates):.0f} GFLOP/s"

@@ -9,10 +9,10 @@ import numpy as np
 
 import infonce
 
+from ...checks.validation import human
 from ...kernels.arrays.naive import MATRICES
 from ...kernels.cpu.resources import available_memory
 from ...spec import Loss
-from ..common import human
 from .measure import Array, Case, Outcome, Run
 
 LIBRARY = ("naive", "fused", "tiled")

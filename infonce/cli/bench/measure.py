@@ -99,6 +99,8 @@ class Case:
 class Bench(Protocol):
     """Where contenders are measured: the CPU or a GPU."""
 
+    rates: list[float]  # GFLOP/s of the large matrix product, of all calls of `time_gemm`
+
     @property
     def methods(self) -> Sequence[str]:
         """The names of all contenders."""
@@ -125,7 +127,7 @@ class Bench(Protocol):
         ...
 
     def time_gemm(self) -> None:
-        """Time one large matrix product."""
+        """Time one large matrix product, and append its rate to `rates`."""
         ...
 
     def skipped_errors(self) -> tuple[type[BaseException], ...]:
@@ -136,7 +138,7 @@ class Bench(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """The facts of a record besides commit and date. `gemm` has the rates of `time_gemm`."""
+        """The facts of a record besides commit and date. `gemm` has the `rates`."""
         ...
 
 
@@ -172,6 +174,7 @@ def compare(
             continue
         running[method] = run
     times: dict[str, dict[str, list[float]]] = {method: {} for method in running}
+    earlier_rates = len(bench.rates)
     for done in range(rounds):
         bench.time_gemm()
         for method in list(times):
@@ -186,12 +189,13 @@ def compare(
             for what, seconds in turn.items():
                 times[method].setdefault(what, []).extend(seconds)
         progress(f"{case.rows} rows", done + 1, rounds)
+    gemm = statistics.median(bench.rates[earlier_rates:])
     for method, timed in times.items():
         seconds = timed.pop("seconds")
         median = statistics.median(seconds)
         rows[method].update(
             median_s=median, min_s=min(seconds), max_s=max(seconds), seconds=seconds,
-            gflops=case.operations / median / 1e9,
+            gflops=case.operations / median / 1e9, gemm_share=case.operations / median / 1e9 / gemm,
         )  # fmt: skip
         rows[method].update({f"{what}_s": statistics.median(s) for what, s in timed.items()})
     return list(rows.values())
@@ -208,16 +212,11 @@ def _reason(error: BaseException) -> str:
 
 
 def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record of a run. Rates are compared with those of the large matrix product."""
-    described = bench.describe()
-    gemm = statistics.median(described["gemm"]["gflops"])
-    for row in results:
-        if "gflops" in row:
-            row["gemm_share"] = row["gflops"] / gemm
+    """The record of a run."""
     return {
         "date": machine.now(),
         "commit": machine.commit(),
-        **described,
+        **bench.describe(),
         "environment": machine.environment(),
         "settings": settings,
         "results": results,
