@@ -111,9 +111,8 @@ def test_needs_no_network(site: Path) -> None:
 # --- the README -----------------------------------------------------------------------------------
 
 
-def test_readme_is_short_and_has_both_commands() -> None:
+def test_readme_has_both_commands() -> None:
     text = README.read_text()
-    assert len(text.splitlines()) <= 200
     for mark in ("demo", "test"):  # .ci/run looks for the second like this
         after = text.partition(f"<!-- {mark} command -->\n```\n")[2]
         assert after.startswith("python3 -m venv .venv && .venv/bin/python -m pip install -q -e ")
