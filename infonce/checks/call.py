@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import spec
 from ..arrays import describe_arrays, namespace, native
+from ..kernels.options import count_positives, weigh_positives
 from ..kernels.problem import (
     WORKSPACE,
     Array,
@@ -25,7 +26,6 @@ from ..kernels.problem import (
     materialize_vectors,
     uses_moments,
 )
-from ..kernels.targets import count_positives, weigh_positives
 from ..spec import BOOLEAN_OPTIONS, CHOICES, DEFAULTS, GRAD_ONLY, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected

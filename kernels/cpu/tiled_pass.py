@@ -91,8 +91,7 @@ class TiledPass:
             return (vector * factor).astype(dtype)
 
         # whether rows and columns have the same logits, so that one exponential can serve both
-        self.same_logits = problem.key_bias is None and not problem.compares_with_limits
-        self.has_limits = problem.query_limits is not None
+        self.same_logits = problem.pair_options.same_logits
         if self.same_logits:
             return
         # in units of dot products, to which loops add them
@@ -221,7 +220,7 @@ class TiledPass:
         for column_block in grid.visits(row_block):
             columns = grid.columns[column_block]
             diagonal = grid.triangle and row_block == column_block
-            if diagonal and self.has_limits:
+            if diagonal and self.problem.pair_options.compare_features:
                 k = q  # so x_ij and x_ji have the same digits, and are on one side of a limit
             else:
                 k = self.call_state.key.block(columns, self.key_buffer)
@@ -282,14 +281,14 @@ class TiledPass:
         positive_ids = tile.NO_IDS, tile.NO_IDS
         if problem.has_positive_ids:
             positive_ids = problem.query_positive_ids[rows], problem.key_positive_ids[columns]
-        if problem.query_ids is not None:
-            ids = problem.query_ids[rows], problem.key_ids[columns]
-            tile.exclude_pairs(x, *ids, True, *positive_ids)
-        if problem.query_groups is not None:
-            groups = problem.query_groups[rows], problem.key_groups[columns]
-            has_other_groups = any((numbers != groups[0][0]).any() for numbers in groups)
-            if has_other_groups:  # otherwise the tile has only pairs of one group
-                tile.exclude_pairs(x, *groups, False, *positive_ids)
+        for option in problem.pair_options:
+            if option.equal is None:
+                continue
+            queries, keys = option.vectors[0].find(problem)
+            sides = queries[rows], keys[columns]
+            # a tile of one group has no pairs of different groups
+            if option.equal or any((numbers != sides[0][0]).any() for numbers in sides):
+                tile.exclude_pairs(x, *sides, option.equal, *positive_ids)
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """Compute the products [m, n] of the guide's features, or of the teacher's, into `out`."""

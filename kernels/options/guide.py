@@ -1,0 +1,70 @@
+"""`guide`: negatives that another model finds more similar than the positive are left out.
+
+The features of this model have limits as those of `false_negative_margin`, with `guide_margin`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .base import Array, Masks, Option, PairBlock, PairOption, VectorPair
+from .limits import above_limits, limits_of_columns
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+
+def guide_problem(problem: Problem) -> Problem:
+    """The problem of the guide: its features and its margin in place of those of the loss.
+
+    `find_limits` of this problem are the guide's limits.
+    """
+    return replace(
+        problem, query=problem.guide_query, key=problem.guide_key, guide_query=None,
+        guide_key=None, false_negative_margin=problem.guide_margin, query_limits=None,
+        key_limits=None,
+    )  # fmt: skip
+
+
+class Guide(PairOption):
+    """An option with limits of the guide's dot products."""
+
+    def masks(self, block: PairBlock) -> Masks:
+        limits = block.problem.guide_query_limits, block.problem.guide_key_limits
+        return above_limits(block, block.guide_dots, *limits)
+
+    def find_vectors(self, problem: Problem, backend: Any, vectors: Any) -> dict[str, Array]:
+        if problem.guide_query_limits is not None:  # a GPU has found them already
+            return {}
+        guide = guide_problem(problem)
+        limits = vectors.find_limits(guide, backend.positive_dots(guide))
+        columns = limits_of_columns(problem, limits)
+        return {"guide_query_limits": limits, "guide_key_limits": columns}
+
+
+GUIDE = Guide(
+    None,
+    "pair of float arrays ([M, E] of rows, [N, E] of columns), optional",
+    """Features of the same samples by another model, the guide, whose dot products tell likely
+        positives: a negative is left out if its product by the guide exceeds that of the row's
+        positive (of several, the largest) by more than `guide_margin`. In CLIP each direction
+        compares with its own positive. nt_xent takes one array [2B, E]. Guides get no gradient;
+        ``normalize=True`` normalises them too; they are multiplied in the precision of the
+        features. With `offload`, they are in host memory too. Not with ``metrics=True``.""",
+    name="guide",
+    vectors=(VectorPair("guide_query_limits", "guide_key_limits"),),
+    define="GUIDE",
+    splits=True,
+    compares="guide",
+)
+GUIDE_MARGIN = Option(
+    0.0,
+    "float, default 0",
+    """By how much a negative's product by the `guide` may exceed the product of the positive.
+        With inf, the guide leaves out no negative.""",
+    cli_help="How far above the positive's a negative's product by the guide may be.",
+    compiled=True,
+    range=(-math.inf, math.inf, "a number or inf"),
+)

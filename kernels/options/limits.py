@@ -1,0 +1,74 @@
+"""`false_negative_margin`: negatives whose dot product is above a limit are left out.
+
+The limit of a row is the largest dot product with its positives, plus the margin. The softmax of a
+row leaves out the negatives above the limit of the row. The softmax of a column leaves out those
+above the limit of the column.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from .base import Array, Masks, PairBlock, PairOption, VectorPair
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+
+def find_limits(xp: Any, problem: Problem, dots: Array) -> Array:
+    """[M] the limit of each row: the dot product above which its negatives are left out.
+
+    `dots` are the dot products of the row with its positives, [M] or [M, P]. The limit is the
+    largest of them plus `false_negative_margin`; infinity for a row without a positive.
+    """
+    top = xp.where(problem.positives < 0, -xp.inf, dots)
+    top = top.max(axis=1) if top.ndim > 1 else top
+    return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
+
+
+def limits_of_columns(problem: Problem, row_limits: Array) -> Array | None:
+    """[N] the limit of each column; None: columns have no softmax.
+
+    Column j has the limit of row j: key j is the positive of query j, or, if queries are the keys,
+    columns are rows.
+    """
+    return row_limits if problem.symmetric or problem.two_sided else None
+
+
+def above_limits(block: PairBlock, dots: Array, rows: Array, columns: Array | None) -> Masks:
+    """The pairs whose dot products are above the limits of all `rows` [M], of all `columns` [N]."""
+    by_row = dots > rows[block.rows].astype(dots.dtype)[:, None]
+    if columns is None:
+        return by_row, None
+    return by_row, dots > columns[block.columns].astype(dots.dtype)
+
+
+class Limits(PairOption):
+    """An option with limits of the loss's own dot products."""
+
+    def masks(self, block: PairBlock) -> Masks:
+        problem = block.problem
+        return above_limits(block, block.dots, problem.query_limits, problem.key_limits)
+
+    def find_vectors(self, problem: Problem, backend: Any, vectors: Any) -> dict[str, Array]:
+        limits = vectors.find_limits(problem, backend.positive_dots(problem))
+        return {"query_limits": limits, "key_limits": limits_of_columns(problem, limits)}
+
+
+FALSE_NEGATIVE_MARGIN = Limits(
+    math.inf,
+    "float, default inf",
+    """Leaves out likely positives: negatives whose dot product exceeds that of the row's
+        positive (of several, the largest) by more than this. In CLIP each direction compares with
+        its own positive. Gradients of another dtype than the products accumulate as a whole in the
+        workspace: ValueError if they do not fit. Not with ``metrics=True``.""",
+    cli_help="Leave out negatives this much more similar than the positive.",
+    compiled=True,
+    range=(-math.inf, math.inf, "a number or inf"),
+    name="false_negative_margin",
+    vectors=(VectorPair("query_limits", "key_limits", "dots", "row_limits", "column_limits"),),
+    define="LIMITS",
+    splits=True,
+    compares="features",
+)
