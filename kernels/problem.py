@@ -179,11 +179,6 @@ class Problem:
         """Whether negatives above a limit are left out, by their or the guide's dot product."""
         return self.pair_options.compare
 
-    @property
-    def has_limits(self) -> bool:
-        """Whether `false_negative_margin` is set: negatives are compared with `query_limits`."""
-        return self.false_negative_margin < math.inf
-
     def without_weights(self) -> Problem:
         """The problem for code that needs no `weights`, because `upstream` contains them."""
         return self if self.weights is None else fast_replace(self, weights=None)

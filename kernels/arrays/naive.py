@@ -58,7 +58,7 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
     index = xp.where(present, index.reshape(present.shape), m * n)  # of the positives in x
     block = PairBlock(problem, slice(m), slice(n), x.all)
-    if problem.has_limits:
+    if problem.pair_options.compare_features:
         problem.query_limits, problem.key_limits = _find_limits(xp, problem, x, index)
     if problem.guided:
         products = PairMatrix(xp, m, n, dtype)

@@ -91,7 +91,14 @@ class TiledPass:
             return (vector * factor).astype(dtype)
 
         # whether rows and columns have the same logits, so that one exponential can serve both
-        self.same_logits = problem.pair_options.same_logits
+        options = problem.pair_options
+        self.same_logits, self.compares_dots = options.same_logits, options.compare_features
+        # pairs of equal ids, and of different groups, are left out
+        self.excluded = [
+            (option.equal, *option.vectors[0].find(problem))
+            for option in options
+            if option.equal is not None
+        ]
         if self.same_logits:
             return
         # in units of dot products, to which loops add them
@@ -220,7 +227,7 @@ class TiledPass:
         for column_block in grid.visits(row_block):
             columns = grid.columns[column_block]
             diagonal = grid.triangle and row_block == column_block
-            if diagonal and self.problem.pair_options.compare_features:
+            if diagonal and self.compares_dots:
                 k = q  # so x_ij and x_ji have the same digits, and are on one side of a limit
             else:
                 k = self.call_state.key.block(columns, self.key_buffer)
@@ -281,14 +288,11 @@ class TiledPass:
         positive_ids = tile.NO_IDS, tile.NO_IDS
         if problem.has_positive_ids:
             positive_ids = problem.query_positive_ids[rows], problem.key_positive_ids[columns]
-        for option in problem.pair_options:
-            if option.equal is None:
-                continue
-            queries, keys = option.vectors[0].find(problem)
-            sides = queries[rows], keys[columns]
+        for equal, queries, keys in self.excluded:
+            numbers = queries[rows], keys[columns]
             # a tile of one group has no pairs of different groups
-            if option.equal or any((numbers != sides[0][0]).any() for numbers in sides):
-                tile.exclude_pairs(x, *sides, option.equal, *positive_ids)
+            if equal or any((side != numbers[0][0]).any() for side in numbers):
+                tile.exclude_pairs(x, *numbers, equal, *positive_ids)
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """Compute the products [m, n] of the guide's features, or of the teacher's, into `out`."""

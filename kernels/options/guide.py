@@ -9,8 +9,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .base import Array, Masks, Option, PairBlock, PairOption, VectorPair
-from .limits import above_limits, limits_of_columns
+from .base import Array, Option, VectorPair
+from .limits import Limits
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -28,20 +28,13 @@ def guide_problem(problem: Problem) -> Problem:
     )  # fmt: skip
 
 
-class Guide(PairOption):
-    """An option with limits of the guide's dot products."""
-
-    def masks(self, block: PairBlock) -> Masks:
-        limits = block.problem.guide_query_limits, block.problem.guide_key_limits
-        return above_limits(block, block.guide_dots, *limits)
+class Guide(Limits):
+    """The option, whose limits are those of `guide_problem`."""
 
     def find_vectors(self, problem: Problem, backend: Any, vectors: Any) -> dict[str, Array]:
         if problem.guide_query_limits is not None:  # a GPU has found them already
             return {}
-        guide = guide_problem(problem)
-        limits = vectors.find_limits(guide, backend.positive_dots(guide))
-        columns = limits_of_columns(problem, limits)
-        return {"guide_query_limits": limits, "guide_key_limits": columns}
+        return super().find_vectors(guide_problem(problem), backend, vectors)
 
 
 GUIDE = Guide(

@@ -27,33 +27,24 @@ def find_limits(xp: Any, problem: Problem, dots: Array) -> Array:
     return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
 
 
-def limits_of_columns(problem: Problem, row_limits: Array) -> Array | None:
-    """[N] the limit of each column; None: columns have no softmax.
-
-    Column j has the limit of row j: key j is the positive of query j, or, if queries are the keys,
-    columns are rows.
-    """
-    return row_limits if problem.symmetric or problem.two_sided else None
-
-
-def above_limits(block: PairBlock, dots: Array, rows: Array, columns: Array | None) -> Masks:
-    """The pairs whose dot products are above the limits of all `rows` [M], of all `columns` [N]."""
-    by_row = dots > rows[block.rows].astype(dots.dtype)[:, None]
-    if columns is None:
-        return by_row, None
-    return by_row, dots > columns[block.columns].astype(dots.dtype)
-
-
 class Limits(PairOption):
-    """An option with limits of the loss's own dot products."""
+    """An option with limits of dot products: of the features, or of a guide's features."""
 
     def masks(self, block: PairBlock) -> Masks:
-        problem = block.problem
-        return above_limits(block, block.dots, problem.query_limits, problem.key_limits)
+        dots = block.dots if self.compares == "features" else block.guide_dots
+        rows, columns = self.vectors[0].find(block.problem)
+        by_row = dots > rows[block.rows].astype(dots.dtype)[:, None]
+        if columns is None:
+            return by_row, None
+        return by_row, dots > columns[block.columns].astype(dots.dtype)
 
     def find_vectors(self, problem: Problem, backend: Any, vectors: Any) -> dict[str, Array]:
         limits = vectors.find_limits(problem, backend.positive_dots(problem))
-        return {"query_limits": limits, "key_limits": limits_of_columns(problem, limits)}
+        # Column j has the limit of row j: key j is the positive of query j, or, if queries are the
+        # keys, columns are rows
+        columns_have_limits = problem.symmetric or problem.two_sided
+        pair = self.vectors[0]
+        return {pair.query: limits, pair.key: limits if columns_have_limits else None}
 
 
 FALSE_NEGATIVE_MARGIN = Limits(
