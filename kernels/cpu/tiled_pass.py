@@ -93,12 +93,9 @@ class TiledPass:
         # whether rows and columns have the same logits, so that one exponential can serve both
         options = problem.pair_options
         self.same_logits, self.compares_dots = options.same_logits, options.compare_features
-        # pairs of equal ids, and of different groups, are left out
-        self.excluded = [
-            (option.equal, *option.vectors[0].find(problem))
-            for option in options
-            if option.equal is not None
-        ]
+        self.excluded = []  # equal or different numbers of queries and keys: ids, groups
+        for option in options.by_numbers:
+            self.excluded.append((option.equal, *option.vectors[0].find(problem)))
         if self.same_logits:
             return
         # in units of dot products, to which loops add them

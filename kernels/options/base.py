@@ -106,6 +106,8 @@ class GivenOptions(tuple[PairOption, ...]):
         self.change_logits = any(option.changes_logits for option in self)
         self.compare = any(option.compares for option in self)
         self.compare_features = any(option.compares == "features" for option in self)
+        # the options that leave out pairs by equal or different numbers
+        self.by_numbers = [option for option in self if option.equal is not None]
         # whether rows and columns have the same logits, so that one exponential can serve both
         self.same_logits = not any(option.splits or option.shifts for option in self)
         self.vectors = [vector for option in self for vector in option.vectors]
