@@ -7,7 +7,6 @@ and the losses over ranks follow from these tables.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -116,7 +115,7 @@ OPTIONS: dict[str, Option] = {
     "margin": Option(0.0, "float, default 0",
         """Additive margin, subtracted from the dot products of positives.""",
         cli_help="Subtracted from the dot products of positives.",
-        compiled=True, range=(-sys.float_info.max, sys.float_info.max, "a finite number"),
+        compiled=True, range=(-pairs.LARGEST, pairs.LARGEST, "a finite number"),
     ),
     "decoupled": Option(False, "bool, default False",
         """Leave the positives out of the denominator: the loss of a row is n - p, with n the

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -88,7 +87,7 @@ def _checked(name: str, value: Any) -> Any:
     if bounds is None:  # an array, which `call._add_vectors` checks in every call
         return value
     low, high, expected = bounds
-    value = number(name, value, infinite=high == math.inf)
+    value = number(name, value, infinities=(low, high))
     if not isinstance(value, float):
         raise TypeError(f"{name}: expected a number, got {what(value)}")
     if not low <= value <= high:

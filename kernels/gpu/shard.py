@@ -173,7 +173,7 @@ class QueuedVectors(VectorsOverRanks):
         return {name: array for name, array in arrays.items() if array is not None}
 
     def zero_vector(self, n: int) -> Array:
-        return self.queue.zeroed_array(n, np.float64)
+        return self.tiled.zero_vector(n)
 
     def merge(self, sums: Sums, other: Sums) -> None:
         n = sums.max.size

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .base import INTEGERS, Array, GivenOptions, Masks, Option, PairBlock, PairOption
+from .base import INTEGERS, LARGEST, Array, GivenOptions, Masks, Option, PairBlock, PairOption
 from .groups import GROUPS
 from .guide import GUIDE, GUIDE_MARGIN
 from .ids import IDS
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FALSE_NEGATIVE_MARGIN", "GROUPS", "GUIDE", "GUIDE_MARGIN", "IDS", "INTEGERS", "KEY_BIAS",
-    "POSITIVE_IDS", "GivenOptions", "Masks", "Option", "PairBlock", "PairOption", "PositivePairs",
-    "count_positives", "find_limits", "weigh_positives",
+    "LARGEST", "POSITIVE_IDS", "GivenOptions", "Masks", "Option", "PairBlock", "PairOption",
+    "PositivePairs", "count_positives", "find_limits", "weigh_positives",
 ]  # fmt: skip
 
 # In the order of `Problem.pair_options`. Kernels get vectors and -D options in this order

@@ -5,6 +5,7 @@ Arrays are of NumPy or CuPy. [m, n] is a block of the logit matrix, with its row
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,7 @@ Array = Any  # a NumPy or CuPy array
 # [m, n] bool: the pairs that the softmax of a row leaves out, and the softmax of a column; None: no
 # pairs, or columns have no softmax
 Masks = tuple[Array | None, Array | None]
+LARGEST = sys.float_info.max
 INTEGERS = "integer array [N], or pair of them ([M] for rows, [N] for columns), optional"
 
 

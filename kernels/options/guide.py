@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .base import Array, Option, VectorPair
+from .base import LARGEST, Array, Option, VectorPair
 from .limits import Limits
 
 if TYPE_CHECKING:
@@ -59,5 +59,5 @@ GUIDE_MARGIN = Option(
         With inf, the guide leaves out no negative.""",
     cli_help="How far above the positive's a negative's product by the guide may be.",
     compiled=True,
-    range=(-math.inf, math.inf, "a number or inf"),
+    range=(-LARGEST, math.inf, "a number or inf"),
 )

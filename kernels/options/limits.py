@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .base import Array, Masks, PairBlock, PairOption, VectorPair
+from .base import LARGEST, Array, Masks, PairBlock, PairOption, VectorPair
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -56,7 +56,7 @@ FALSE_NEGATIVE_MARGIN = Limits(
         workspace: ValueError if they do not fit. Not with ``metrics=True``.""",
     cli_help="Leave out negatives this much more similar than the positive.",
     compiled=True,
-    range=(-math.inf, math.inf, "a number or inf"),
+    range=(-LARGEST, math.inf, "a number or inf"),
     name="false_negative_margin",
     vectors=(VectorPair("query_limits", "key_limits", "dots", "row_limits", "column_limits"),),
     define="LIMITS",
