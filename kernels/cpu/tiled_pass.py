@@ -100,9 +100,7 @@ class TiledPass:
             return
         # in units of dot products, to which loops add them
         unit = LOG2_E / self.exponent_scale
-        self.key_bias = converted(problem.key_bias, n, 0.0, unit)
-        self.query_bias = converted(problem.query_bias, m, 0.0, unit)
-        self.query_limits, self.key_limits, self.guide_query_limits, self.guide_key_limits = (
+        query_limits, key_limits, self.guide_query_limits, self.guide_key_limits = (
             converted(limits, size, np.inf)
             for limits, size in (
                 (problem.query_limits, m), (problem.key_limits, n),
@@ -112,8 +110,8 @@ class TiledPass:
         no_limits, no_biases = np.full(max(m, n), np.inf, dtype), np.zeros(max(m, n), dtype)
         # the vectors of `tile_ops.apply_options` for each direction: of rows, of columns
         self.directions = (
-            ((self.query_limits, no_biases), (no_limits, self.key_bias)),
-            ((no_limits, self.query_bias), (self.key_limits, no_biases)),
+            ((query_limits, no_biases), (no_limits, converted(problem.key_bias, n, 0.0, unit))),
+            ((no_limits, converted(problem.query_bias, m, 0.0, unit)), (key_limits, no_biases)),
         )
 
     def _convert_epilogue(self) -> None:
