@@ -15,9 +15,9 @@ import numpy as np
 from infonce.kernels.direction_losses import weigh_losses
 from infonce.kernels.distill.solve import solver_by_passes
 from infonce.kernels.linear import partners
+from infonce.kernels.options import count_positives, weigh_positives
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
 from infonce.kernels.solve import Backend, Solution, Vectors, run_block_pass
-from infonce.kernels.targets import count_positives, weigh_positives
 
 from infonce.checks.call import Request
 from infonce.checks.rows import row_weights

@@ -13,6 +13,9 @@ from functools import cached_property
 from typing import Any, Literal, TypedDict, get_args
 
 from . import result
+from .kernels import options as pairs
+from .kernels.options import PAIR_OPTIONS, Option
+from .kernels.problem import SCALES
 
 Reduction = Literal["mean", "sum", "none"]
 Method = Literal["auto", "naive", "fused", "tiled"]
@@ -62,21 +65,6 @@ class GradOptions(LossOptions, total=False):
     return_logits: bool
 
 
-@dataclass(frozen=True)
-class Option:
-    """A keyword of the losses: its default, its help, and which programs take it."""
-
-    default: Any
-    type: str  # type and shape as words, for the docstrings of the functions
-    doc: str  # description, for the docstrings of the functions
-    # help of the command-line option. "": `_spec_options` of infonce/cli/loss.py adds no option,
-    # because that file has one of its own (--scale), or because the command does not take it
-    cli_help: str = ""
-    # whether a program of jax.jit or torch.compile takes the keyword as a constant. Arrays and
-    # numbers such as the scale are inputs of a program
-    compiled: bool = False
-
-
 # fmt: off
 OPTIONS: dict[str, Option] = {
     "temperature": Option(None, "float or array of one number",
@@ -88,31 +76,9 @@ OPTIONS: dict[str, Option] = {
         temperature below 1.1e-16, or 6e-8), rounding changes the logits of unit rows by 1. A 0-d
         array on a GPU is not read before the launch: outside of the range the loss is NaN.""",
     ),
-    "ids": Option(
-        None,
-        "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
-        """Names of the samples: pairs of equal ids that are not positives are left out, so that
-        duplicates are no negatives. Any integer dtype: 64-bit hashes are compared as they are.""",
-        cli_help="Pairs of equal ids are no negatives, .npy; one file or two: of rows, of columns.",
-    ),
-    "groups": Option(
-        None,
-        "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
-        """Groups of the samples, such as the task or the language: pairs of different groups that
-        are not positives are left out. Blocks without a common group are not computed, if samples
-        are sorted by their groups; on a GPU, if groups are in host memory. Not with
-        `label_smoothing` and `ids` together.""",
-        cli_help="Pairs of different groups are no negatives, .npy; one file or two, as --ids.",
-    ),
-    "positive_ids": Option(
-        None,
-        "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
-        """What the samples show, such as the image of several captions: pairs of equal numbers are
-        positives, and M and N may differ. Without `positive_ids`, row i and column i are positives.
-        If row i has k_i positives and column j has k'_j, the term of their pair counts
-        ``(1 / k_i + 1 / k'_j) / 2`` times. Any integer dtype.""",
-        cli_help="Pairs of equal numbers are positives (siglip), .npy; one file or two, as --ids.",
-    ),
+    "ids": pairs.IDS,
+    "groups": pairs.GROUPS,
+    "positive_ids": pairs.POSITIVE_IDS,
     "own": Option(None, "array [M, K, features], optional",
         """Negatives of one row each: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. A
@@ -149,7 +115,7 @@ OPTIONS: dict[str, Option] = {
     "margin": Option(0.0, "float, default 0",
         """Additive margin, subtracted from the dot products of positives.""",
         cli_help="Subtracted from the dot products of positives.",
-        compiled=True,
+        compiled=True, range=(-pairs.LARGEST, pairs.LARGEST, "a finite number"),
     ),
     "decoupled": Option(False, "bool, default False",
         """Leave the positives out of the denominator: the loss of a row is n - p, with n the
@@ -162,45 +128,18 @@ OPTIONS: dict[str, Option] = {
         """Share of the targets that is spread over all keys that take part, positives included.
         The rest of the targets, 1 - label_smoothing, is on the positives of a row.""",
         cli_help="Share of the targets that is spread over all keys.",
-        compiled=True,
+        compiled=True, range=(0.0, math.nextafter(1, 0), "a number in [0, 1)"),
     ),
     "hardness": Option(0.0, "float, default 0",
         """Weights negatives by their similarity: each counts ``exp(hardness <q, k>)`` times. This
         weight is not differentiated. Exponents of negatives have scale + hardness, not scale.""",
         cli_help="Negatives count exp(hardness * dot product) times.",
-        compiled=True,
+        compiled=True, range=(0.0, SCALES["fp64"][1], f"a number in [0, {SCALES['fp64'][1]!r}]"),
     ),
-    "key_bias": Option(None, "float array [N], optional",
-        """Bias of each key, added to its logits in the rows' softmax, positives included: pass
-        -log Q_j for keys that were sampled with probability Q_j. The bias gets no gradient. In the
-        gradient of the scale, the bias is part of the probabilities, and not of the logits. Not
-        with ``metrics=True``.""",
-        cli_help="Added to the logits of each key, .npy.",
-    ),
-    "false_negative_margin": Option(math.inf, "float, default inf",
-        """Leaves out likely positives: negatives whose dot product exceeds that of the row's
-        positive (of several, the largest) by more than this. In CLIP each direction compares with
-        its own positive. Gradients of another dtype than the products accumulate as a whole in the
-        workspace: ValueError if they do not fit. Not with ``metrics=True``.""",
-        cli_help="Leave out negatives this much more similar than the positive.",
-        compiled=True,
-    ),
-    "guide": Option(
-        None,
-        "pair of float arrays ([M, E] of rows, [N, E] of columns), optional",
-        """Features of the same samples by another model, the guide, whose dot products tell likely
-        positives: a negative is left out if its product by the guide exceeds that of the row's
-        positive (of several, the largest) by more than `guide_margin`. In CLIP each direction
-        compares with its own positive. nt_xent takes one array [2B, E]. Guides get no gradient;
-        ``normalize=True`` normalises them too; they are multiplied in the precision of the
-        features. With `offload`, they are in host memory too. Not with ``metrics=True``.""",
-    ),
-    "guide_margin": Option(0.0, "float, default 0",
-        """By how much a negative's product by the `guide` may exceed the product of the positive.
-        With inf, the guide leaves out no negative.""",
-        cli_help="How far above the positive's a negative's product by the guide may be.",
-        compiled=True,
-    ),
+    "key_bias": pairs.KEY_BIAS,
+    "false_negative_margin": pairs.FALSE_NEGATIVE_MARGIN,
+    "guide": pairs.GUIDE,
+    "guide_margin": pairs.GUIDE_MARGIN,
     "normalize": Option(False, "bool, default False",
         """Divide rows by their L2 norm first, and differentiate through the norm. The norm may be
         any finite number. A row of zeros stays zero and gets a zero gradient. If `normalize` is not
@@ -290,7 +229,7 @@ DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.ite
 # Options that are constants of a program of jax.jit or torch.compile
 COMPILED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.compiled)
 # Options that are integers of samples: one array, or a pair (of queries [M], of keys [N])
-INTEGER_OPTIONS = ("ids", "groups", "positive_ids")
+INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type == pairs.INTEGERS)
 # Options that are vectors [M] or [N] of floats without gradient
 VECTOR_OPTIONS = ("weights", "key_bias")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
@@ -312,14 +251,18 @@ CHOICES: dict[str, tuple[str, ...]] = {  # option -> its possible values
 # Options of the softmax, most of them fields of the same name in `kernels.problem.Problem`; the
 # guide becomes the fields `guide_query` and `guide_key`
 SOFTMAX_OPTIONS = (
-    "margin", "decoupled", "label_smoothing", "hardness", "key_bias", "false_negative_margin",
-    "guide", "guide_margin",
+    "margin", "decoupled", "label_smoothing", "hardness",
+    *(option.name for option in PAIR_OPTIONS if option.name not in INTEGER_OPTIONS), "guide_margin",
 )  # fmt: skip
 SIGMOID_OPTIONS = ("positive_ids",)  # options of a pairwise sigmoid, which is SigLIP
 OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
 PREFIX_OPTIONS = ("dims", "dim_weights")
+# Options for which dot products decide which negatives are likely positives
+LIKELY_POSITIVES = tuple(option.name for option in PAIR_OPTIONS if option.compares)
+# Options that change the logits that compete: a rank has no meaning with them
+NOT_WITH_METRICS = tuple(o.name for o in PAIR_OPTIONS if o.compares or o.shifts)
 # Label smoothing spreads targets over all keys of the denominator, each of which has to count once
-NOT_WITH_LABEL_SMOOTHING = ("decoupled", "hardness", "false_negative_margin", "guide")
+NOT_WITH_LABEL_SMOOTHING = ("decoupled", "hardness", *LIKELY_POSITIVES)
 # Combinations that raise an error: all options of one of these tuples in one call
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     *(("label_smoothing", other) for other in NOT_WITH_LABEL_SMOOTHING),
@@ -388,7 +331,7 @@ SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
         *INTEGER_OPTIONS, *OWN_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness",
-        "false_negative_margin", "guide", "guide_margin", "metrics",
+        *LIKELY_POSITIVES, "guide_margin", "metrics",
     ),
 )  # fmt: skip
 GTE = Loss(

@@ -19,6 +19,7 @@ from .epilogues import SoftmaxGradient, Statistics, Sums
 from .grid import slices
 from .linear import LabelSmoothing, LinearTerm, add_class_means, find_label_smoothing
 from .norms import Norms, normalization_backward, normalized_rows
+from .options import PairBlock
 from .problem import LOG2_E, Array, Gradients, Problem, as_sets
 from .targets import Targets, finalize_with_targets, find_targets
 
@@ -297,8 +298,10 @@ class OwnNegatives:
             dots = xp.matmul(keys, query[:, :, None])[:, :, 0].astype(np.float64)
             if left_out is not None:
                 dots = xp.where(left_out, -np.inf, dots)
-            if problem.query_limits is not None:
-                dots = xp.where(dots > problem.query_limits[rows, None], -np.inf, dots)
+            for option in problem.pair_options:
+                if option.compares == "features":
+                    left_out, _ = option.masks(PairBlock(problem, rows, rows, dots))
+                    dots = xp.where(left_out, -np.inf, dots)
             yield _OwnPart(rows, query, query_norms, keys, key_norms, dots)
 
     def join(self, vectors: Any, stats: Statistics) -> None:

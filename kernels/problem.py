@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from .options import GIVEN, GivenOptions
+
 T = TypeVar("T")
 Array = Any  # a NumPy or CuPy array
 Progress = Callable[[str, int, int], None]  # (phase, blocks done, blocks in all)
@@ -28,17 +30,6 @@ SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
 # range becomes infinity or NaN without a warning
 SILENT: Any = {"all": "ignore"}
 FEW_LOGITS = 2**24  # M N up to which a GPU takes the scale's gradient from moments (`uses_moments`)
-# Fields of `Problem` that decide which pairs count, and with which bias or weight: [M] vectors with
-# a number of each query, and [N] vectors with a number of each key. Ranks and kernels/offload cut
-# them into the same parts as the features
-QUERY_VECTORS = (
-    "query_ids", "query_groups", "query_positive_ids", "query_pair_weights", "query_bias",
-    "query_limits", "guide_query_limits",
-)  # fmt: skip
-KEY_VECTORS = (
-    "key_ids", "key_groups", "key_positive_ids", "key_pair_weights", "key_bias", "key_limits",
-    "guide_key_limits",
-)  # fmt: skip
 
 
 @dataclass(eq=False)  # not frozen: a frozen one takes three times as long to make
@@ -97,7 +88,7 @@ class Problem:
     query_positive_ids: Array = None
     key_positive_ids: Array = None
     # the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j], float64;
-    # the formula is in `targets`, above `PositivePairs`
+    # the formula is in options/positive_ids.py
     query_pair_weights: Array = None  # [M]
     key_pair_weights: Array = None  # [N]
     # numbers that are options of the softmax; `infonce.spec.OPTIONS` explains each
@@ -109,8 +100,8 @@ class Problem:
     # [M] `key_bias` itself if queries are the keys: rows are the keys of columns. None: no bias
     query_bias: Array = None
     false_negative_margin: float = math.inf
-    # [M] float64: dot products above which a row leaves out a negative (`targets.find_limits`).
-    # These and the other limits are None until `with_limits` sets them, before the first pass
+    # [M] float64: dot products above which a row leaves out a negative (`options.find_limits`).
+    # These and the other limits are None until `with_found_vectors` sets them
     query_limits: Array = None
     key_limits: Array = None  # [N] the same for each column; None: columns have no sums
     guide_query: Array = None  # [M, E] features of the guide
@@ -146,11 +137,18 @@ class Problem:
 
     @property
     def plain_logits(self) -> bool:
-        """Whether the call has no groups, own negatives, biases of keys, `false_negative_margin`,
-        guide and teacher (`TaughtProblem`). Only the option `ids` may then leave out pairs."""
-        # a chained `is` is the fastest test that all three are None
-        no_arrays = self.query_groups is self.own is self.key_bias is None
-        return no_arrays and not self.compares_with_limits
+        """Whether the call has no own negatives, no teacher (`TaughtProblem`), and no option of
+        pairs that `changes_logits`. Only the option `ids` may then leave out pairs."""
+        return self.own is None and not self.pair_options.change_logits
+
+    @property
+    def pair_options(self) -> GivenOptions:
+        """The options of pairs that the call has. The flags have the order of `PAIR_OPTIONS`."""
+        return GIVEN[
+            self.query_ids is not None, self.query_groups is not None,
+            self.query_positive_ids is not None, self.false_negative_margin < math.inf,
+            self.guide_query is not None, self.key_bias is not None,
+        ]  # fmt: skip
 
     @property
     def plain_targets(self) -> bool:
@@ -179,12 +177,7 @@ class Problem:
     @property
     def compares_with_limits(self) -> bool:
         """Whether negatives above a limit are left out, by their or the guide's dot product."""
-        return self.has_limits or self.guided
-
-    @property
-    def has_limits(self) -> bool:
-        """Whether `false_negative_margin` is set: negatives are compared with `query_limits`."""
-        return self.false_negative_margin < math.inf
+        return self.pair_options.compare
 
     def without_weights(self) -> Problem:
         """The problem for code that needs no `weights`, because `upstream` contains them."""

@@ -47,8 +47,9 @@ from .between_passes import Finalized, finalize
 from .direction_losses import DirectionLosses, finalize_direction
 from .epilogues import Epilogue, OnlineSoftmax, Sigmoid, SoftmaxGradient, Statistics, Sums
 from .grid import Grid, slices
+from .options import find_limits, with_found_vectors
 from .problem import Array, Gradients, NotFinite, Problem, materialize_vectors
-from .targets import find_limits, mirror_positive_logits, with_limits
+from .targets import mirror_positive_logits
 
 
 class Backend(Protocol):
@@ -179,7 +180,7 @@ def _solve_softmax(
     """The two passes of a softmax loss, or its online softmax, and the steps after each pass."""
     problem, stats = vectors.statistics(problem)
     if problem.compares_with_limits:
-        problem = with_limits(problem, backend, vectors)
+        problem = with_found_vectors(problem, backend, vectors)
     # metrics (`retrieval_ranks`) need whole rows: see `Vectors.statistics`
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and backend.has_online_softmax(problem, gradients)
@@ -300,7 +301,7 @@ class Vectors:
         return problem, stats
 
     def find_limits(self, problem: Problem, dots: Array) -> Array:
-        """[M] limits of rows, from the dot products of their positives: `targets.find_limits`."""
+        """[M] limits of rows, from the dot products of their positives: `options.find_limits`."""
         return find_limits(self.xp, problem, dots)
 
     def finalize(

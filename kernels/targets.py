@@ -1,5 +1,4 @@
-"""The targets of rows: sets of positives, margins, label smoothing. Also the limits of negatives,
-and the positives of a pairwise sigmoid that are pairs of equal ids.
+"""The targets of rows: sets of positives, margins, label smoothing.
 
 `between_passes.finalize` calls this file for a softmax. `finalize_with_targets` calls
 `Vectors.direction`, and so `direction_losses`, for one direction of a loss. If the target of a row
@@ -29,11 +28,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from .direction_losses import DirectionLosses
 from .epilogues import Sums
-from .problem import LN_2, LOG2_E, Array, Problem, as_sets
+from .problem import LN_2, LOG2_E, Array, Problem
 
 
 @dataclass
@@ -68,49 +65,6 @@ class Targets:
         if getattr(self.fraction, "ndim", 0) == 2:
             negative_probability = negative_probability[:, None]
         return self.fraction * negative_probability + self.offset
-
-
-def find_limits(xp: Any, problem: Problem, dots: Array) -> Array:
-    """[M] the limit of each row: the dot product above which its negatives are left out.
-
-    `dots` are the dot products of the row with its positives, [M] or [M, P]. The limit is the
-    largest of them plus `false_negative_margin`; infinity for a row without a positive.
-    """
-    top = as_sets(xp.where(problem.positives < 0, -xp.inf, dots)).max(axis=1)
-    return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
-
-
-def guide_problem(problem: Problem) -> Problem:
-    """The problem of the guide: its features and its margin in place of those of the loss.
-
-    `find_limits` of this problem are the guide's limits.
-    """
-    return replace(
-        problem, query=problem.guide_query, key=problem.guide_key, guide_query=None,
-        guide_key=None, false_negative_margin=problem.guide_margin, query_limits=None,
-        key_limits=None,
-    )  # fmt: skip
-
-
-def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
-    """The problem with its limits, of rows and of columns. Solvers call this before the first pass.
-
-    `false_negative_margin` has limits of the loss's own dot products, a guide has limits of the
-    guide's. Column j has the limit of row j: key j is the positive of query j, or, if queries are
-    the keys, columns are rows. `vectors.find_limits` is `find_limits`, or a kernel on a GPU.
-    """
-    columns_have_limits = problem.symmetric or problem.two_sided
-    limit_vectors: dict[str, Any] = {}
-    if problem.has_limits:
-        rows = vectors.find_limits(problem, backend.positive_dots(problem))
-        columns = rows if columns_have_limits else None
-        limit_vectors |= {"query_limits": rows, "key_limits": columns}
-    if problem.guided and problem.guide_query_limits is None:  # a GPU may have set them already
-        guide = guide_problem(problem)
-        rows = vectors.find_limits(guide, backend.positive_dots(guide))
-        columns = rows if columns_have_limits else None
-        limit_vectors |= {"guide_query_limits": rows, "guide_key_limits": columns}
-    return replace(problem, **limit_vectors)
 
 
 def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
@@ -198,60 +152,3 @@ def finalize_with_targets(
         if has_scale_grad:
             direction.log_scale_grad = xp.where(lacks_positive, 0.0, direction.log_scale_grad)
     return direction
-
-
-# --- positive ids of a pairwise sigmoid -----------------------------------------------------------
-#
-# Pairs of equal positive ids are positives. If row i has k_i positives and column j has k'_j, the
-# term of a positive pair (i, j) in the loss has the weight
-#
-#     v_ij = (1 / k_i + 1 / k'_j) / 2.
-#
-# So a sample with many positives weighs as much as one with few: the weights of all positive pairs
-# add up to (rows with a positive + columns with a positive) / 2. Positives are counted before the
-# pass, over all rows and all columns of all ranks. v_ij is then the sum of a number of row i,
-# `Problem.query_pair_weights`, and a number of column j, `Problem.key_pair_weights`.
-
-
-@dataclass
-class PositivePairs:
-    """The positive pairs of a block as arrays, and the weights of all pairs of the block."""
-
-    positive: Array  # [m, n] bool
-    weight: Array  # [m, n]: v_ij at positives, 1 at negatives
-
-    @staticmethod
-    def find(
-        xp: Any, problem: Problem, rows: slice, columns: slice, dtype: np.dtype[Any]
-    ) -> PositivePairs | None:
-        """The positive pairs of a block; None for a problem without positive ids.
-
-        `dtype` is the dtype of the weights.
-        """
-        if not problem.has_positive_ids:
-            return None
-        positive = problem.query_positive_ids[rows, None] == problem.key_positive_ids[columns]
-        weight = problem.query_pair_weights[rows, None] + problem.key_pair_weights[columns]
-        return PositivePairs(positive, xp.where(positive, weight, 1.0).astype(dtype))
-
-
-def count_positives(xp: Any, problem: Problem) -> tuple[Array, Array]:
-    """Count the positives: [M] int64 k_i, keys with the positive id of query i, and [N] int64 k'_j,
-    queries with the positive id of key j. Reads no number of a GPU on the host."""
-    sides = problem.query_positive_ids, problem.key_positive_ids
-    query_counts, key_counts = (  # how often each id occurs among the sorted ids of the other side
-        xp.searchsorted(others, own, side="right") - xp.searchsorted(others, own, side="left")
-        for own, others in zip(sides, map(xp.sort, sides[::-1]), strict=True)
-    )
-    return query_counts, key_counts
-
-
-def weigh_positives(xp: Any, problem: Problem, query_counts: Array, key_counts: Array) -> None:
-    """Set `query_pair_weights` and `key_pair_weights` of `problem` from `count_positives`.
-
-    These are the two terms of v_ij (see above `PositivePairs`), 1 / (2 k_i) and 1 / (2 k'_j). A
-    count of 0 becomes 1: such a row or column is in no positive pair, so its weight is not used.
-    """
-    problem.query_pair_weights, problem.key_pair_weights = (
-        0.5 / xp.maximum(count, 1) for count in (query_counts, key_counts)
-    )

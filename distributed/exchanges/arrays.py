@@ -12,7 +12,8 @@ from typing import Any
 from infonce.kernels.distill.problem import TaughtGradient
 from infonce.kernels.epilogues import SoftmaxGradient
 from infonce.kernels.linear import LinearTerm
-from infonce.kernels.problem import KEY_VECTORS, Array, Problem, fast_replace
+from infonce.kernels.options import KEY_VECTORS
+from infonce.kernels.problem import Array, Problem, fast_replace
 
 # Fields of `Problem` and `TaughtProblem`: the features of keys; their ids, groups, positive ids,
 # weights, biases and limits; and their features from a guide or a teacher
@@ -73,9 +74,9 @@ def with_arrays(
 def numbers_per_key(problem: Problem) -> int:
     """The largest number of 8-byte numbers that travel in a pass with the features of a key.
 
-    They are three numbers of the column (reference, factor, bound); ids, groups, positive ids,
-    weights of pairs, biases and limits; the segment and the factor of each linear term; and the
-    features from a guide or a teacher. `schedule.choose_exchange` reserves room for them.
+    They are three numbers of the column (reference, factor, bound); the vectors of options of
+    pairs; the segment and the factor of each linear term; and the features from a guide or a
+    teacher. `schedule.choose_exchange` reserves room for them.
     """
     has_ids = problem.key_ids is not None
     linear_terms = 0
@@ -83,12 +84,9 @@ def numbers_per_key(problem: Problem) -> int:
         linear_terms = 2 if has_ids else 1  # means over all keys, and over the keys of an id
     if problem.classes is not None:
         linear_terms += 1
-    # twice `has_positive_ids`: positive ids, and weights of pairs
-    vectors = [has_ids, problem.key_groups is not None, problem.key_bias is not None,
-               problem.has_limits, *[problem.has_positive_ids] * 2]  # fmt: skip
-    count = 3 + vectors.count(True) + 2 * linear_terms
-    if problem.auxiliary_key is not None:  # limits of the guide, or the teacher's factors
-        count += 2 + auxiliary_bytes(problem) // 8
+    count = 3 + len(problem.pair_options.vectors) + 2 * linear_terms
+    if problem.auxiliary_key is not None:  # a teacher has two factors; the division rounds down
+        count += 1 + (not problem.guided) + auxiliary_bytes(problem) // 8
     return count
 
 

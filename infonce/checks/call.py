@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import spec
 from ..arrays import describe_arrays, namespace, native
+from ..kernels.options import count_positives, weigh_positives
 from ..kernels.problem import (
     WORKSPACE,
     Array,
@@ -25,7 +26,6 @@ from ..kernels.problem import (
     materialize_vectors,
     uses_moments,
 )
-from ..kernels.targets import count_positives, weigh_positives
 from ..spec import BOOLEAN_OPTIONS, CHOICES, DEFAULTS, GRAD_ONLY, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
@@ -69,9 +69,7 @@ class _StaticChecks:
     batch: Batch
     scale: float | None  # None: the scale is an array, which is checked in every call
     bias: float | None  # None: the bias is an array, or the loss has no bias
-    normalize: bool
     products_may_overflow: bool  # float64 on the host, not normalized: every call checks norms
-    compute_precision: str  # the precision of products, resolved: "fp64", "fp32", "bf16", ...
     check_finite: bool
     wrt: frozenset[str]
     gradient_types: dict[str, tuple[Any, Any]]  # feature argument in `wrt` -> shape, dtype
@@ -81,7 +79,6 @@ class _StaticChecks:
     reduction: str
     common_share: float  # factor of every row's loss in the reduced loss, if rows have no weights
     dtype: np.dtype[Any]  # of the loss
-    metrics: bool
     return_logits: bool
     offload: bool
     has_vectors: bool  # a call has labels, own negatives or an option in `PER_CALL`
@@ -130,8 +127,9 @@ def check(
     scale = static.scale
     if scale is None:  # an array, whose value may change from call to call
         scale = validation.scale(
-            loss, options.get("temperature"), options.get("scale"), static.compute_precision
-        )
+            loss, options.get("temperature"), options.get("scale"),
+            static.template.compute_precision,
+        )  # fmt: skip
     bias_is_array = loss.sigmoid and static.bias is None
     bias = validation.number("bias", bias) if bias_is_array else static.bias
     if static.check_finite:
@@ -144,7 +142,7 @@ def check(
     problem = fast_replace(static.template, query=query, key=key, scale=scale, bias=bias)
     if static.has_vectors:
         _add_vectors(problem, loss, static, arrays, labels, options, batch)
-    if static.metrics:
+    if problem.retrieval_ranks:
         softmax.require_metrics(problem)
     return _request(loss, static, problem, arrays, options.get("out"), with_grad, grad_buffers)
 
@@ -258,8 +256,8 @@ def _request(
     if loss.joint and static.gradient_types:
         # float64, if products or gradients are float64. Without `normalize`, float32 holds the
         # gradients of float32 products; with it, a division by small norms may leave its range
-        wide = static.compute_precision == "fp64"
-        if static.normalize:
+        wide = problem.compute_precision == "fp64"
+        if problem.normalize:
             dtypes = {z.dtype for z in outs.values()}
             dtypes |= {dtype for _, dtype in static.gradient_types.values()}
             wide = wide or DOUBLE in dtypes
@@ -279,7 +277,7 @@ def _request(
         problem.joint_copy_bytes = sum([z.nbytes for z in copies])
     return Request(
         problem, gradients, outs, given_out, static.wrt, static.reduction, static.dtype,
-        static.metrics, static.return_logits, static.offload, xp is not np, static, joined,
+        problem.retrieval_ranks, static.return_logits, static.offload, xp is not np, static, joined,
     )  # fmt: skip
 
 
@@ -372,9 +370,7 @@ def _check_static(
         batch=batch,
         scale=scale if all(values[name].__class__ in PLAIN for name in NUMBERS) else None,
         bias=bias if loss.sigmoid and plain_bias else None,
-        normalize=bool(values["normalize"]),
         products_may_overflow=wide_on_host and not values["normalize"],
-        compute_precision=compute_precision,
         check_finite=bool(values["check_finite"]),
         wrt=wrt,
         gradient_types={
@@ -388,7 +384,6 @@ def _check_static(
         reduction=values["reduction"],
         common_share=common_share,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
-        metrics=bool(values["metrics"]),
         return_logits=bool(values["return_logits"]),
         offload=bool(values["offload"]),
         has_vectors=has_vectors,

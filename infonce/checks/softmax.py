@@ -5,25 +5,21 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from ..kernels.problem import SCALES, Problem
-from ..spec import BOOLEAN_OPTIONS, DEFAULTS, EXCLUSIVE, SOFTMAX_OPTIONS, Loss
+from ..kernels.problem import Problem
+from ..spec import (
+    BOOLEAN_OPTIONS,
+    DEFAULTS,
+    EXCLUSIVE,
+    NOT_WITH_METRICS,
+    OPTIONS,
+    SOFTMAX_OPTIONS,
+    Loss,
+)
 from .validation import number, what
-
-LARGEST = math.nextafter(math.inf, 0)  # finite number
-RANGES = {  # option -> least and largest value, and their description in an error
-    "margin": (-LARGEST, LARGEST, "a finite number"),
-    "label_smoothing": (0.0, math.nextafter(1, 0), "a number in [0, 1)"),
-    "hardness": (0.0, SCALES["fp64"][1], f"a number in [0, {SCALES['fp64'][1]!r}]"),
-    "false_negative_margin": (-LARGEST, math.inf, "a number or inf"),
-    "guide_margin": (-LARGEST, math.inf, "a number or inf"),
-}
-# Options that are arrays, whose values `call._add_vectors` checks in every call
-ARRAY_OPTIONS = ("key_bias", "guide")
 
 
 def options(
@@ -63,14 +59,14 @@ def options(
         if complete and lacks_it and is_given(name):
             default, came = DEFAULTS[name], what(values[name])
             raise ValueError(f"{name}: expected {default!r} without {needed}, got {came}")
-    plain_options = [name for name in SOFTMAX_OPTIONS if name not in ARRAY_OPTIONS]
+    plain_options = [name for name in SOFTMAX_OPTIONS if DEFAULTS[name] is not None]
     return tuple((name, values[name]) for name in plain_options if is_given(name))
 
 
 def require_metrics(problem: Problem) -> None:
-    """ValueError if metrics are undefined: a row has several positives or none, or the call has
-    `key_bias`, `guide` or `false_negative_margin`, which change the logits that compete. Positives
-    on a GPU are not read: a row without one passes there, and has a rank without meaning."""
+    """ValueError if metrics are undefined: a row has several positives or none, or the call has an
+    option of `NOT_WITH_METRICS`. Positives on a GPU are not read: a row without one passes there,
+    and has a rank without meaning."""
     positives = problem.positives
     not_one_each = positives is not None and positives.ndim > 1
     # on the host, weights are None if each row has a positive (`rows.row_weights`)
@@ -78,25 +74,22 @@ def require_metrics(problem: Problem) -> None:
         not_one_each = not_one_each or bool((positives < 0).any())
     if not_one_each:
         raise ValueError("metrics: expected one positive a row, got labels with none or several")
-    changes = {
-        "key_bias": problem.key_bias is not None, "guide": problem.guided,
-        "false_negative_margin": problem.has_limits,
-    }  # fmt: skip
-    for name, changes_logits in changes.items():
-        if changes_logits:
-            raise ValueError(f"metrics: expected False with {name}, got True")
+    for option in problem.pair_options:
+        if option.name in NOT_WITH_METRICS:
+            raise ValueError(f"metrics: expected False with {option.name}, got True")
 
 
 def _checked(name: str, value: Any) -> Any:
     """The value of an option: a number within its range, or a bool. Arrays are unchanged."""
     if name in BOOLEAN_OPTIONS:
         return bool(value)
-    if name in ARRAY_OPTIONS:
+    bounds = OPTIONS[name].range
+    if bounds is None:  # an array, which `call._add_vectors` checks in every call
         return value
-    value = number(name, value, infinite=RANGES[name][1] == math.inf)
+    low, high, expected = bounds
+    value = number(name, value, infinities=(low, high))
     if not isinstance(value, float):
         raise TypeError(f"{name}: expected a number, got {what(value)}")
-    low, high, expected = RANGES[name]
     if not low <= value <= high:
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
     return value

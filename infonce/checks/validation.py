@@ -240,8 +240,8 @@ def offload(loss: Loss, method: str, query: Array) -> None:
         raise ValueError(f"offload: expected a GPU to compute on, found none: {missing}")
 
 
-def number(name: str, value: Any, infinite: bool = False) -> Any:
-    """The value as a finite float, or as inf if `infinite` allows inf.
+def number(name: str, value: Any, infinities: tuple[float, ...] = ()) -> Any:
+    """The value as a finite float, or as one of `infinities`.
 
     An array of one number on the host becomes the number. An array of one number on a GPU becomes a
     0-d array and is not read, because to read it would wait for the device.
@@ -258,7 +258,7 @@ def number(name: str, value: Any, infinite: bool = False) -> Any:
             value = value.item()
     if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or an array of one number, got {what(value)}")
-    if not math.isfinite(value := real(name, value)) and not (infinite and value == math.inf):
+    if not math.isfinite(value := real(name, value)) and value not in infinities:
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
     return value
 

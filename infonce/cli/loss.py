@@ -20,7 +20,7 @@ from ..checks import norms, validation
 from ..checks.teacher import ALL_LOSSES
 from ..kernels.norms import log2_norms
 from ..result import LossAndGrad
-from ..spec import CHOICES, OPTIONS, PREFIX_OPTIONS, Loss
+from ..spec import CHOICES, DEFAULTS, NOT_WITH_METRICS, OPTIONS, PREFIX_OPTIONS, Loss
 from . import loss_hints, loss_report, machine
 from .common import (
     TEACHER,
@@ -308,13 +308,13 @@ def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
 
 def _reports_metrics(kind: Loss, options: Mapping[str, Any]) -> bool:
     """Whether to report metrics by default: if each row has one positive, the loss has metrics, and
-    none of key_bias, guide, own and false_negative_margin is given."""
+    neither own negatives nor an option of `NOT_WITH_METRICS` is given."""
     labels = options.get("labels")
     single = labels is None or (
         labels.ndim == 1 and labels.dtype.kind in "iu" and labels.min(initial=0) >= 0
     )
-    arrays = {"key_bias", "guide", "own"} & options.keys()
-    changed = arrays or options["false_negative_margin"] != math.inf
+    given = {"own", *NOT_WITH_METRICS} & options.keys()
+    changed = any(DEFAULTS[name] is None or options[name] != DEFAULTS[name] for name in given)
     return single and not changed and "metrics" not in kind.refused
 
 

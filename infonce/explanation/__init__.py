@@ -25,6 +25,7 @@ from ..kernels.gpu.schedule import (
     distillation_schedules,
     schedule,
 )
+from ..kernels.options import PAIR_OPTIONS, GivenOptions
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPUS, DeviceModel
 from .result import Explanation
@@ -134,8 +135,8 @@ def explain(
     call = replace(
         _make_call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
         workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
-        normalize=normalize, ids=ids, groups=groups, positive_ids=positive_ids,
-        own=own, retrieval_ranks=metrics,
+        normalize=normalize, own=own, retrieval_ranks=metrics,
+        pairs=GivenOptions(option for option in PAIR_OPTIONS if flags.get(option.name)),
     )  # fmt: skip
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)

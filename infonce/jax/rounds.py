@@ -39,9 +39,9 @@ from ..checks.teacher import add_teacher
 from ..checks.validation import Batch
 from ..kernels.direction_losses import weigh_losses
 from ..kernels.distill.solve import solver_by_passes
+from ..kernels.options import weigh_positives
 from ..kernels.problem import SILENT, Array, Gradients, Problem, uses_moments
 from ..kernels.solve import Solution
-from ..kernels.targets import weigh_positives
 from .callback import TracedCall, collect_options, join_integers, make_teacher, stand_in, write_out
 
 LOG = logging.getLogger("infonce.jax")

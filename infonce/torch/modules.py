@@ -199,7 +199,7 @@ class _LossModule(nn.Module):
     def _checked_limits(self, max_scale: Any, min_scale: Any) -> dict[str, float]:
         """The limits of a learned scale as numbers."""
         limits: dict[str, float] = {
-            "max_scale": validation.number("max_scale", max_scale, infinite=True),
+            "max_scale": validation.number("max_scale", max_scale, (math.inf,)),
             "min_scale": validation.number("min_scale", min_scale),
         }
         for name, default in (("max_scale", keywords.MAX_SCALE), ("min_scale", 0.0)):

@@ -15,9 +15,9 @@ from ..epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
 from ..grid import Grid
 from ..linear import LinearGradient
 from ..norms import Norms, normalization_backward
+from ..options import Masks, PairBlock, PositivePairs, find_masks
 from ..problem import LOG2_E, Array, Gradients, Problem, as_sets
-from ..targets import PositivePairs
-from .naive import PairMatrix, exclude_pairs, matrix_sums, sigmoid_terms
+from .naive import PairMatrix, matrix_sums, sigmoid_terms
 
 Sides = tuple[Array | None, Array | None]  # for the softmax of rows, of columns
 # (row reference [M], row factor [M], column reference [N], column factor [N]); the last two
@@ -150,7 +150,8 @@ class ArrayPass:
         m, n = len(query), len(key)
         x = PairMatrix(xp, m, n, self.dtype)
         xp.matmul(query, key.T, out=x.all)
-        left_out = self._find_left_out(x.all, rows, columns)
+        pairs = PositivePairs.find(xp, problem, rows, columns, self.dtype)
+        excluded, left_out = self._find_masks(x.all, rows, columns, pairs)
         x.flat *= self.scale
         if isinstance(problem, TaughtProblem):
             return self._taught(problem, x.all, rows, columns)
@@ -164,8 +165,8 @@ class ArrayPass:
                 columns.start, columns.stop
             )
             x.all[own] = -np.inf
-        pairs = PositivePairs.find(xp, problem, rows, columns, self.dtype)
-        exclude_pairs(problem, x.all, rows, columns, pairs)
+        if excluded is not None:
+            x.all[excluded] = -np.inf
         if isinstance(epilogue, SoftmaxGradient):
             return self._gradient(epilogue, x, index, rows, columns, left_out)
         logits = positive.astype(np.float64)
@@ -187,37 +188,24 @@ class ArrayPass:
         before = as_sets(out[rows])
         out[rows] = self.xp.where(inside, logits, before).reshape(out[rows].shape)
 
-    def _find_left_out(self, x: Array, rows: slice, columns: slice) -> Sides:
-        """Two masks [m, n]: pairs that rows leave out, and pairs that columns leave out, by
-        `Problem.compares_with_limits`; None: none. Where the guide's product is not finite,
-        x becomes NaN."""
+    def _find_masks(
+        self, x: Array, rows: slice, columns: slice, pairs: PositivePairs | None
+    ) -> tuple[Array | None, Masks]:
+        """The masks of a block (`options.find_masks`), from dot products x. Where the guide's
+        product is not finite, x becomes NaN."""
         problem, xp = self.problem, self.xp
-        if not problem.compares_with_limits:
-            return None, None
-        compared = []
-        if problem.has_limits:
-            compared.append((x, problem.query_limits, problem.key_limits))
+        block = PairBlock(problem, rows, columns, x)
         if problem.guided:
             query, key = (
                 self.backend.unit_rows(problem, guide)[0]
                 for guide in (problem.guide_query[rows], problem.guide_key[columns])
             )
-            guide = query @ key.T
-            guide[~xp.isfinite(guide)] = np.nan
-            compared.append((guide, problem.guide_query_limits, problem.guide_key_limits))
-        left_out_of_rows = left_out_of_columns = None
-        for dots, limits, key_limits in compared:
-            limit = limits[rows].astype(dots.dtype)[:, None]
-            above = dots > limit
-            left_out_of_rows = above if left_out_of_rows is None else left_out_of_rows | above
-            if key_limits is not None:
-                above = dots > key_limits[columns].astype(dots.dtype)
-                left_out_of_columns = (
-                    above if left_out_of_columns is None else left_out_of_columns | above
-                )
+            block.guide_dots = query @ key.T
+            block.guide_dots[~xp.isfinite(block.guide_dots)] = np.nan
+        masks = find_masks(block, pairs)
         if problem.guided:
-            x[xp.isnan(guide)] = np.nan
-        return left_out_of_rows, left_out_of_columns
+            x[xp.isnan(block.guide_dots)] = np.nan
+        return masks
 
     def _exponents(self, x: Array) -> Array:
         """Exponents of negatives without biases, from logits: they differ only with `hardness`."""

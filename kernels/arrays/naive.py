@@ -20,9 +20,10 @@ from ..direction_losses import DirectionLosses
 from ..epilogues import Statistics, Sums
 from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import normalization_backward, normalized_rows
+from ..options import Masks, PairBlock, PositivePairs, find_limits, find_masks
+from ..options.guide import guide_problem
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution, Vectors
-from ..targets import PositivePairs, find_limits, guide_problem
 
 # The largest number of M x N arrays that exist at one time, without and with options of the softmax
 MATRICES, MATRICES_WITH_OPTIONS = 4, 10
@@ -56,28 +57,28 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     present = problem.positives >= 0
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
     index = xp.where(present, index.reshape(present.shape), m * n)  # of the positives in x
-    left_out_of_rows = left_out_of_columns = None  # whether a direction leaves out a pair
-    if problem.has_limits:
-        left_out_of_rows, left_out_of_columns = _find_left_out(xp, problem, x, index)
+    block = PairBlock(problem, slice(m), slice(n), x.all)
+    if problem.pair_options.compare_features:
+        problem.query_limits, problem.key_limits = _find_limits(xp, problem, x, index)
     if problem.guided:
-        guide, products = guide_problem(problem), PairMatrix(xp, m, n, dtype)
-        xp.matmul(guide_query, guide_key.T, out=products.all)
+        products = PairMatrix(xp, m, n, dtype)
+        block.guide_dots = xp.matmul(guide_query, guide_key.T, out=products.all)
         products.flat[~xp.isfinite(products.flat)] = np.nan
-        by_guide = _find_left_out(xp, guide, products, index)
-        by_limits = left_out_of_rows, left_out_of_columns
-        left_out_of_rows, left_out_of_columns = (
-            guide_mask if limit_mask is None else guide_mask | limit_mask
-            for guide_mask, limit_mask in zip(by_guide, by_limits, strict=True)
+        problem.guide_query_limits, problem.guide_key_limits = _find_limits(
+            xp, guide_problem(problem), products, index
         )
-        x.all[xp.isnan(products.all)] = np.nan
-        del products
+    pairs = PositivePairs.find(xp, problem, slice(m), slice(n), dtype)
+    excluded, left_out = find_masks(block, pairs)
+    if problem.guided:
+        x.all[xp.isnan(block.guide_dots)] = np.nan
+        del products, block
     scale = xp.asarray(problem.scale, dtype)
     x.flat *= scale
     positive = x.flat[index]
     if problem.symmetric:
         xp.fill_diagonal(x.all, -np.inf)
-    pairs = PositivePairs.find(xp, problem, slice(m), slice(n), dtype)
-    exclude_pairs(problem, x.all, slice(m), slice(n), pairs)
+    if excluded is not None:
+        x.all[excluded] = -np.inf
     x.flat[index] = positive
 
     finite = xp.isfinite(query).all(axis=1) & xp.isfinite(key).all()
@@ -95,9 +96,7 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     else:
         logits = xp.where(present, LOG2_E * positive.astype(np.float64), np.nan)
         dense = _Dense(xp, query, key, row_nans)
-        solution, g, finalized = _softmax(
-            vectors, problem, x, logits, index, (left_out_of_rows, left_out_of_columns), dense
-        )
+        solution, g, finalized = _softmax(vectors, problem, x, logits, index, left_out, dense)
         own = finalized.own
     solution.logits = x.all
     if gradients is None:
@@ -112,17 +111,13 @@ def solve_whole_matrix(problem: Problem, gradients: Gradients | None, vectors: V
     return solution
 
 
-def _find_left_out(
+def _find_limits(
     xp: Any, problem: Problem, dots: PairMatrix, index: Array
 ) -> tuple[Array, Array | None]:
-    """Masks [M, N]: whether rows, and columns of a two-sided loss (else None), leave out a pair.
-
-    A pair is left out if its product in `dots` is above the limit, which is set in `problem`.
-    """
+    """The limits of rows and of columns, from the dot products at the positives."""
     at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
-    problem.query_limits = find_limits(xp, problem, at_positives)
-    limit = problem.query_limits.astype(dots.flat.dtype)
-    return dots.all > limit[:, None], dots.all > limit if problem.two_sided else None
+    limits = find_limits(xp, problem, at_positives)
+    return limits, limits if problem.two_sided else None
 
 
 class PairMatrix:
@@ -164,7 +159,7 @@ class _Dense:
 
 def _softmax(
     vectors: Vectors, problem: Problem, x: PairMatrix, positive_logits: Array, index: Array,
-    left_out: tuple[Array | None, Array | None], dense: _Dense,
+    left_out: Masks, dense: _Dense,
 ) -> tuple[Solution, Array, Finalized]:  # fmt: skip
     """Losses, log-sum-exps and dL/dx (without the scale), and the vectors that `finalize` returns.
 
@@ -252,20 +247,6 @@ def matrix_sums(
 def _sum_factors(xp: Any, sums: Sums, direction: DirectionLosses) -> Array:
     """[n] factors of exponentials relative to `sums.max`, which make them probabilities."""
     return xp.exp2(sums.max - direction.reference) * direction.reference_probability
-
-
-def exclude_pairs(
-    problem: Problem, x: Array, rows: slice, columns: slice, pairs: PositivePairs | None
-) -> None:
-    """Set x to -inf at pairs of equal ids and of different groups, except for positive `pairs`."""
-    for row_names, column_names, equal in (
-        (problem.query_ids, problem.key_ids, True),
-        (problem.query_groups, problem.key_groups, False),
-    ):
-        if row_names is None:
-            continue
-        excluded = (row_names[rows, None] == column_names[columns]) == equal
-        x[excluded if pairs is None else excluded & ~pairs.positive] = -np.inf
 
 
 def sigmoid_terms(

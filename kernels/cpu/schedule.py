@@ -184,7 +184,7 @@ def tile_memory(
     d = problem.shape[2]
     has_teacher, has_prefixes = isinstance(problem, TaughtProblem), further_tiles > 0
     # the products with the options of rows, and with those of columns
-    if problem.key_bias is not None or problem.compares_with_limits:
+    if not problem.pair_options.same_logits:
         further_tiles += 2 if problem.two_sided or problem.symmetric else 1
     return TileMemory(
         dtype.itemsize,

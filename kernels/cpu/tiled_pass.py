@@ -91,15 +91,16 @@ class TiledPass:
             return (vector * factor).astype(dtype)
 
         # whether rows and columns have the same logits, so that one exponential can serve both
-        self.same_logits = problem.key_bias is None and not problem.compares_with_limits
-        self.has_limits = problem.query_limits is not None
+        options = problem.pair_options
+        self.same_logits, self.compares_dots = options.same_logits, options.compare_features
+        self.excluded = []  # equal or different numbers of queries and keys: ids, groups
+        for option in options.by_numbers:
+            self.excluded.append((option.equal, *option.vectors[0].find(problem)))
         if self.same_logits:
             return
         # in units of dot products, to which loops add them
         unit = LOG2_E / self.exponent_scale
-        self.key_bias = converted(problem.key_bias, n, 0.0, unit)
-        self.query_bias = converted(problem.query_bias, m, 0.0, unit)
-        self.query_limits, self.key_limits, self.guide_query_limits, self.guide_key_limits = (
+        query_limits, key_limits, self.guide_query_limits, self.guide_key_limits = (
             converted(limits, size, np.inf)
             for limits, size in (
                 (problem.query_limits, m), (problem.key_limits, n),
@@ -109,8 +110,8 @@ class TiledPass:
         no_limits, no_biases = np.full(max(m, n), np.inf, dtype), np.zeros(max(m, n), dtype)
         # the vectors of `tile_ops.apply_options` for each direction: of rows, of columns
         self.directions = (
-            ((self.query_limits, no_biases), (no_limits, self.key_bias)),
-            ((no_limits, self.query_bias), (self.key_limits, no_biases)),
+            ((query_limits, no_biases), (no_limits, converted(problem.key_bias, n, 0.0, unit))),
+            ((no_limits, converted(problem.query_bias, m, 0.0, unit)), (key_limits, no_biases)),
         )
 
     def _convert_epilogue(self) -> None:
@@ -221,7 +222,7 @@ class TiledPass:
         for column_block in grid.visits(row_block):
             columns = grid.columns[column_block]
             diagonal = grid.triangle and row_block == column_block
-            if diagonal and self.has_limits:
+            if diagonal and self.compares_dots:
                 k = q  # so x_ij and x_ji have the same digits, and are on one side of a limit
             else:
                 k = self.call_state.key.block(columns, self.key_buffer)
@@ -282,14 +283,11 @@ class TiledPass:
         positive_ids = tile.NO_IDS, tile.NO_IDS
         if problem.has_positive_ids:
             positive_ids = problem.query_positive_ids[rows], problem.key_positive_ids[columns]
-        if problem.query_ids is not None:
-            ids = problem.query_ids[rows], problem.key_ids[columns]
-            tile.exclude_pairs(x, *ids, True, *positive_ids)
-        if problem.query_groups is not None:
-            groups = problem.query_groups[rows], problem.key_groups[columns]
-            has_other_groups = any((numbers != groups[0][0]).any() for numbers in groups)
-            if has_other_groups:  # otherwise the tile has only pairs of one group
-                tile.exclude_pairs(x, *groups, False, *positive_ids)
+        for equal, queries, keys in self.excluded:
+            numbers = queries[rows], keys[columns]
+            # a tile of one group has no pairs of different groups
+            if equal or any((side != numbers[0][0]).any() for side in numbers):
+                tile.exclude_pairs(x, *numbers, equal, *positive_ids)
 
     def multiply_auxiliary_features(self, rows: slice, columns: slice, out: Array | None) -> None:
         """Compute the products [m, n] of the guide's features, or of the teacher's, into `out`."""

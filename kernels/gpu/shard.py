@@ -19,6 +19,7 @@ from ..arrays.backend import ArrayBlocks
 from ..between_passes import Finalized
 from ..direction_losses import DirectionLosses
 from ..epilogues import Epilogue, Sigmoid, Statistics, Sums
+from ..options import KEY_VECTORS, QUERY_VECTORS
 from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion
 from . import linear, recorded
@@ -172,7 +173,7 @@ class QueuedVectors(VectorsOverRanks):
         return {name: array for name, array in arrays.items() if array is not None}
 
     def zero_vector(self, n: int) -> Array:
-        return self.queue.zeroed_array(n, np.float64)
+        return self.tiled.zero_vector(n)
 
     def merge(self, sums: Sums, other: Sums) -> None:
         n = sums.max.size
@@ -235,7 +236,7 @@ class QueuedVectors(VectorsOverRanks):
         return self.tiled.add_nans(sigmoid.losses, not_finite.rows, not_finite.any_key)
 
 
-_NO_VECTORS = dict.fromkeys(problems.QUERY_VECTORS + problems.KEY_VECTORS)
+_NO_VECTORS = dict.fromkeys(QUERY_VECTORS + KEY_VECTORS)
 
 
 def _bare(problem: Problem) -> Problem:

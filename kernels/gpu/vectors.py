@@ -195,6 +195,9 @@ class TiledVectors(ElementwiseVectors):
         with_arrays = fast_replace(problem, positives=positives, upstream=upstream)
         return with_arrays, defaults
 
+    def zero_vector(self, n: int) -> Array:
+        return self.launcher.queue.zeroed_array(n, np.float64)
+
     def dots(self, n: int) -> Array:
         return cupy.empty(n)  # the completion of gradients writes all elements
 

@@ -37,7 +37,8 @@ from ..distill.solve import solver_by_passes
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
-from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, Problem, as_sets
+from ..options import KEY_VECTORS, QUERY_VECTORS
+from ..problem import Array, Gradients, NotFinite, Problem, as_sets
 from ..solve import BlockQuestion, Solution, allows_online_softmax
 from .chunks import empty_like
 from .device import HostCopies, OffloadDevice

@@ -17,7 +17,8 @@ import numpy as np
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
 from ..grid import Grid, slices
 from ..linear import LinearGradient
-from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, Problem, fast_replace
+from ..options import KEY_VECTORS, QUERY_VECTORS
+from ..problem import Array, Gradients, NotFinite, Problem, fast_replace
 from .chunks import (
     Arrivals,
     Departures,

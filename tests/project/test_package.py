@@ -39,7 +39,7 @@ def test_import_waits_for_no_framework() -> None:
 def test_import_loads_few_modules() -> None:
     """Beyond those that NumPy loads, because the caller has imported NumPy."""
     code = "import sys, numpy; n = len(sys.modules); import infonce; print(len(sys.modules) - n)"
-    assert int(run(code)) < 50
+    assert int(run(code)) < 60
 
 
 def test_import_from_a_checkout_that_is_not_installed() -> None:

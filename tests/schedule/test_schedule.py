@@ -19,6 +19,7 @@ from infonce.kernels.gpu.schedule import (
     schedule,
     tiled_schedule,
 )
+from infonce.kernels.options import FALSE_NEGATIVE_MARGIN, GUIDE, IDS, KEY_BIAS, GivenOptions
 
 from infonce.explanation.devices import GPUS
 from infonce.explanation.work import schedule_work
@@ -52,7 +53,7 @@ def test_a_schedule_is_looked_up_by_its_call() -> None:
     looked_up = tiled_schedule(call, device)
     assert tiled_schedule(a_call(LossForm.BOTH, 4096, 4096, 512), device) is looked_up
     assert tiled_schedule(call, DEVICES["a100"]) != looked_up
-    assert tiled_schedule(replace(call, ids=True), device) != looked_up
+    assert tiled_schedule(replace(call, pairs=GivenOptions([IDS])), device) != looked_up
 
 
 def aligned(call_schedule: Schedule, parts: Any) -> int:
@@ -111,7 +112,8 @@ def test_passes_fit_their_workspace_and_visit_all_blocks(
 )  # fmt: skip
 def test_the_kernel_of_a_guide(device: str, compute_precision: str, kernel: str) -> None:
     guide = Matrix.packed(4096, 520, DTYPES[compute_precision])
-    call = a_call(LossForm.BOTH, 4096, 0, 64, compute_precision, guide_query=guide, guide_key=guide)
+    features = {"guide_query": guide, "guide_key": guide, "pairs": GivenOptions([GUIDE])}
+    call = a_call(LossForm.BOTH, 4096, 0, 64, compute_precision, **features)
     works = schedule_work(schedule(call, DEVICES[device]), GPUS[device])
     assert next(works).kernel == kernel
 
@@ -169,8 +171,8 @@ def test_distillation_has_no_memory_for_a_cache_or_for_one_pass(
 
 @pytest.mark.parametrize(
     ("rows", "options", "method"),
-    [(512, {}, "fused"), (512, {"key_bias": True}, "tiled"), (512, {"set_size": 2}, "tiled"),
-     (512, {"retrieval_ranks": True}, "tiled"), (514, {}, "tiled"),
+    [(512, {}, "fused"), (512, {"pairs": GivenOptions([KEY_BIAS])}, "tiled"),
+     (512, {"set_size": 2}, "tiled"), (512, {"retrieval_ranks": True}, "tiled"), (514, {}, "tiled"),
      (512, {"workspace": 2**20}, "tiled")],
 )  # fmt: skip
 def test_one_launch_is_for_small_plain_batches(
@@ -186,7 +188,10 @@ def test_one_launch_is_for_small_plain_batches(
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_limits_over_ranks_and_divided_features(side: str) -> None:
     """Each block divides features by a number of its own: then float16 products vary by block."""
-    call = replace(a_call(LossForm.ROWS, 512, 512, 64, "fp16"), has_limits=True, limits_given=True)
+    pairs = GivenOptions([FALSE_NEGATIVE_MARGIN])
+    call = replace(
+        a_call(LossForm.ROWS, 512, 512, 64, "fp16"), pairs=pairs, row_vectors=("query_limits",)
+    )
     device = DEVICES["h200"]
     assert tiled_schedule(call, device).operands.precision == "fp16"
     divided = replace(call, **{side: Matrix.packed(512, 64, "float32")})

@@ -80,7 +80,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
     def check_setting(self, name: str, value: Any) -> None:
         super().check_setting(name, value)
         if name == "margin":
-            validation.number(name, value, infinite=True)
+            validation.number(name, value, (math.inf,))
 
     def refused(self) -> Refused:
         refused = {**super().refused(), **refuse(["own"], "pass hard_negative_features")}

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...distill.problem import TaughtProblem
 from ...epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
+from ...options import FALSE_NEGATIVE_MARGIN, IDS, NO_OPTIONS, GivenOptions, PairOption
 from ...problem import WORKSPACE, Array, Gradients, Problem
 
 ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtype -> bytes of an element
@@ -118,16 +119,13 @@ class Call:
     workspace: int = WORKSPACE  # bytes
     workspace_given: bool = True  # False: `workspace` is the default, which a call may exceed
     normalize: bool = False
-    ids: bool = False
-    groups: bool = False
-    positive_ids: bool = False  # pairs of equal positive ids are positives of a sigmoid
+    pairs: GivenOptions = NO_OPTIONS  # options of pairs
+    # names of the vectors of rows (`VectorPair.query`) that the call has: biases, if queries are
+    # keys of a softmax, and limits of a block over ranks, which are known before the call
+    row_vectors: tuple[str, ...] = ()
     host_groups: bool = False  # the host knows groups: blocks without a common one are left out
     own: bool = False  # each row has its own negatives
     set_size: int = 1  # positives of each query
-    key_bias: bool = False
-    query_bias: bool = False  # in the softmax of columns, whose keys are the queries
-    has_limits: bool = False  # negatives above a limit are left out
-    limits_given: bool = False  # limits are vectors of the problem, as in a block over ranks
     guide_query: Matrix | None = None  # features of the guide; None: the call has no guide
     guide_key: Matrix | None = None
     teacher_query: Matrix | None = None  # features of the teacher; None: the call has no teacher
@@ -164,13 +162,15 @@ class Call:
             teacher = problem.teacher_query, problem.teacher_key
         classes = problem.classes
         sums = None if classes is None else classes.in_sums
+        pairs = problem.pair_options
+        row_vectors = tuple(
+            vector.query for vector in pairs.vectors if vector.find(problem)[0] is not None
+        )
         return Call(
             _find_loss(problem), query, key, dq, dk,
             problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
-            problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
-            problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
-            problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
-            problem.has_limits, problem.query_limits is not None,
+            problem.normalize, pairs, row_vectors, problem.host_groups is not None,
+            problem.own is not None, problem.set_size,
             _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
             _describe_matrix(teacher[0]), _describe_matrix(teacher[1]),
             bool(problem.margin or problem.decoupled or problem.hardness),
@@ -226,39 +226,46 @@ class Call:
             compute = "fp32"  # is accurate for features of all dtypes but float64
         return Call(
             self.loss, self.guide_query, self.guide_key, compute_precision=compute,
-            normalize=self.normalize, has_limits=True,
+            normalize=self.normalize, pairs=GivenOptions([FALSE_NEGATIVE_MARGIN]),
         )  # fmt: skip
 
     @property
+    def ids(self) -> bool:
+        return IDS in self.pairs
+
+    @property
     def pair_options(self) -> int:
-        """The number of options of pairs that the call has, 0 to 5: groups, positive ids, limits, a
-        guide, biases."""
-        names = self.groups + self.positive_ids
-        return names + self.has_limits + self.guided + self.key_bias
+        """The number of options of pairs that the call has, without ids."""
+        return len(self.pairs) - self.ids
 
     @property
     def integer_count(self) -> int:
-        """Integers (8 bytes) of a row or column for options of pairs: groups, positive ids."""
-        return self.groups + self.positive_ids
+        """Integers (8 bytes) of a row or column for options of pairs, without ids."""
+        return sum(vector.unit == "integers" for vector in self.pairs.vectors)
 
     @property
     def real_count(self) -> int:
-        """Real numbers of a row or column for options of pairs: limits, biases, and the weights of
-        positive ids."""
-        return self.has_limits + self.key_bias + self.positive_ids
+        """Real numbers of a row or column for options of pairs."""
+        return sum(vector.unit not in ("", "integers") for vector in self.pairs.vectors)
+
+    @property
+    def limits_given(self) -> bool:
+        """Whether vectors with which dot products are compared are known before the call."""
+        compared = [o.vectors[0].query for o in self.pairs if o.compares == "features"]
+        return any(name in self.row_vectors for name in compared)
 
     def pair_defines(self, columns: int) -> dict[str, int]:
-        """The -D options of kernels for `pair_options`; `columns`: 1 if columns have a softmax."""
-        defines = {"GROUPS": 1} if self.groups else {}
-        if self.positive_ids:
-            defines["POSITIVE_IDS"] = 1
-        if self.has_limits:
-            defines["LIMITS"] = 2 if columns else 1
-        if self.guided:
-            defines["GUIDE"] = 2 if columns else 1
-        if self.key_bias:
-            defines["BIAS"] = 2 if self.query_bias else 1
-        return defines
+        """The -D options of kernels for `pair_options`; `columns`: 1 if columns have a softmax.
+
+        An option is 2 if it also has another decision, or another number, for the softmax of the
+        column.
+        """
+
+        def level(option: PairOption) -> int:
+            for_columns = columns if option.splits else option.vectors[0].query in self.row_vectors
+            return 2 if for_columns and (option.splits or option.shifts) else 1
+
+        return {option.define: level(option) for option in self.pairs if option.define}
 
     @property
     def linear_terms(self) -> bool:

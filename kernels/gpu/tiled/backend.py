@@ -18,9 +18,9 @@ import numpy as np
 
 from ...epilogues import Epilogue, OnlineSoftmax, Sigmoid
 from ...linear import Segments, SegmentSums, segment_sums
+from ...options import with_found_vectors
 from ...problem import Array, Gradients, Problem
 from ...solve import Solution, make_solution
-from ...targets import with_limits
 from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import GPURows
@@ -72,8 +72,8 @@ class GPU:
             Purpose.STATISTICS: stats, Purpose.RETRIEVAL_RANKS: stats.retrieval_ranks,
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
         }  # fmt: skip
-        if problem.has_limits:
-            problem = with_limits(problem, self, vectors)
+        if problem.compares_with_limits:
+            problem = with_found_vectors(problem, self, vectors)
         first_passes = [scheduled for scheduled in passes if scheduled.purpose in epilogues]
         for scheduled in first_passes:
             self.run((scheduled,), problem, epilogues[scheduled.purpose], gradients)

@@ -69,37 +69,18 @@ class PairVectors:
     """
 
     def __init__(self, buffers: Buffers, problem: Problem) -> None:
-        def products(values: Array | None, value_scale: Fields) -> Array | None:
-            return None if values is None else buffers.to_products(values, value_scale)
-
-        exponent_scale = buffers.scalars.exponent_scale
-        row_limits, column_limits = (
-            products(dots, exponent_scale) for dots in (problem.query_limits, problem.key_limits)
-        )
         self.row_bias, self.column_bias = problem.query_bias, problem.key_bias  # natural logits
-        row_bias, column_bias = (
-            products(bias, NATURAL) for bias in (self.row_bias, self.column_bias)
-        )
+        self.positive_tiles: Array | None = None
+        if problem.has_positive_ids and buffers.schedule.sweep is not None:
+            self.positive_tiles = find_positive_tiles(buffers.launcher, problem)
         # vectors of rows and of columns of the whole matrix, by the names of their fields
         self.rows: Fields = {}
         self.columns: Fields = {}
-        if row_limits is not None:
-            self.rows["row_limits"], self.columns["column_limits"] = row_limits, column_limits
-        if problem.query_groups is not None:
-            self.rows["query_groups"] = problem.query_groups
-            self.columns["key_groups"] = problem.key_groups
-        self.positive_tiles: Array | None = None
-        if problem.has_positive_ids:
-            if buffers.schedule.sweep is not None:
-                self.positive_tiles = find_positive_tiles(buffers.launcher, problem)
-            weights = problem.query_pair_weights, problem.key_pair_weights
-            self.rows["query_positive_ids"] = problem.query_positive_ids
-            self.columns["key_positive_ids"] = problem.key_positive_ids
-            self.rows["query_pair_weights"], self.columns["key_pair_weights"] = (
-                weight.astype(buffers.real) for weight in weights
-            )
-        if column_bias is not None:
-            self.rows["row_bias"], self.columns["column_bias"] = row_bias, column_bias
+        for pair in problem.pair_options.vectors:
+            query, key = pair.find(problem)
+            if pair.unit and not query is key is None:
+                self.rows[pair.row or pair.query] = buffers.convert(query, pair.unit)
+                self.columns[pair.column or pair.key] = buffers.convert(key, pair.unit)
 
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields that these options add to struct Block, for a block of the logit matrix."""
@@ -201,6 +182,15 @@ class Buffers:
         """Queries and keys, for linear terms."""
         rows = [GPURows(self.launcher, side) for side in self.sides]
         return rows[0], rows[-1]
+
+    def convert(self, values: Array | None, unit: str) -> Array | None:
+        """Convert the numbers of an option (`VectorPair.unit`) to the numbers of kernels: dot
+        products and logits to the unit of products."""
+        if values is None or unit == "integers":
+            return values
+        if unit == "factors":
+            return values.astype(self.real)
+        return self.to_products(values, self.scalars.exponent_scale if unit == "dots" else NATURAL)
 
     def to_products(self, values: Array, value_scale: Fields) -> Array:
         """Convert `values`, which `value_scale` makes logits, to the unit of products."""
