@@ -1,9 +1,11 @@
 /* The loss in double-double arithmetic: pairs (high, low) of float64 numbers, some 32 digits.
 
-   Each function leaves its result in `H` and `L`, so that no object is made for it. */
+   Each function of numbers leaves its result in `H` and `L`, so that no object is made for it.
+   Generators yield after each row. */
 "use strict";
 
 const Exact = (() => {
+  const { whole } = typeof module === "undefined" ? Formats : require("./formats.js");
   let H = 0, L = 0;
   const SPLIT = 2 ** 27 + 1;
   const LN2 = [0.6931471805599453, 2.3190468138462996e-17];
@@ -76,31 +78,38 @@ const Exact = (() => {
     times(H, L, h, l);
   }
 
+  /* The sum of a_c b_c over d numbers, from two offsets. */
+  function dot(a, from, b, start, d) {
+    let sh = 0, sl = 0;
+    for (let c = 0; c < d; c++) {
+      times(a[from + c], 0, b[start + c], 0);
+      plus(sh, sl, H, L);
+      (sh = H), (sl = L);
+    }
+  }
+
   /* <q_i, k_j> [n, n], as high and low parts. */
-  function products({ query, key, n, d }) {
+  function* productSteps({ query, key, n, d }) {
     const high = new Float64Array(n * n), low = new Float64Array(n * n);
-    for (let i = 0; i < n; i++)
+    for (let i = 0; i < n; i++) {
       for (let j = 0; j < n; j++) {
-        let sh = 0, sl = 0;
-        for (let c = 0; c < d; c++) {
-          times(query[i * d + c], 0, key[j * d + c], 0);
-          plus(sh, sl, H, L);
-          (sh = H), (sl = L);
-        }
-        (high[i * n + j] = sh), (low[i * n + j] = sl);
+        dot(query, i * d, key, j * d, d);
+        (high[i * n + j] = H), (low[i * n + j] = L);
       }
+      yield;
+    }
     return { high, low };
   }
 
   /* Everything of InfoNCE at one scale; gaps are log-sum-exps of negatives less positives. The
      gradient in double-double takes time: without it, the matrix product is in float64. */
-  function loss(features, dots, scale, wideGradient) {
-    const { key, n, d } = features;
+  function* lossSteps({ key, n, d }, dots, scale, wideGradient) {
     const pair = (length) => [new Float64Array(length), new Float64Array(length)];
     const [x, xLow] = pair(n * n), [lse, lseLow] = pair(n), [losses, lossesLow] = pair(n);
     const dx = pair(n * n), gaps = new Float64Array(n), negative = new Float64Array(n);
     let totalHigh = 0, totalLow = 0;
-    for (let i = 0; i < n; i++) {
+
+    function row(i) {
       let top = -Infinity;
       for (let j = 0; j < n; j++) {
         const at = i * n + j;
@@ -142,16 +151,22 @@ const Exact = (() => {
       }
       (dx[0][i * n + i] = -away), (dx[1][i * n + i] = -awayLow);
     }
+
+    for (let i = 0; i < n; i++) {
+      row(i);
+      yield;
+    }
     divide(totalHigh, totalLow, n);
     const mean = [H, L];
     return { x, xLow, lse, lseLow, losses, lossesLow, loss: mean[0], lossLow: mean[1], gaps, negative,
-             dx: dx[0], ...gradient(dx, key, n, d, scale, wideGradient) };
+             dx: dx[0], ...(yield* gradientSteps(dx, key, n, d, scale, wideGradient)) };
   }
 
   /* dL/dquery [n, d], as high and low parts. */
-  function gradient(dx, key, n, d, scale, wide) {
+  function* gradientSteps(dx, key, n, d, scale, wide) {
     const high = new Float64Array(n * d), low = new Float64Array(n * d);
-    for (let i = 0; i < n; i++)
+
+    function row(i) {
       for (let c = 0; c < d; c++) {
         let sh = 0, sl = 0;
         for (let j = 0; j < n; j++) {
@@ -166,10 +181,16 @@ const Exact = (() => {
         divide(H, L, n);
         (high[i * d + c] = H), (low[i * d + c] = L);
       }
+    }
+
+    for (let i = 0; i < n; i++) {
+      row(i);
+      yield;
+    }
     return { gradient: high, gradientLow: low };
   }
 
-  return { products, loss };
+  return { products: whole(productSteps), loss: whole(lossSteps), productSteps, lossSteps };
 })();
 
 if (typeof module !== "undefined") module.exports = Exact;

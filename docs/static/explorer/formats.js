@@ -117,7 +117,19 @@ const Formats = (() => {
     return { query, key, n, d };
   }
 
-  return { FORMATS, ROUND, rounded, bits64, rightBits, features, bf16 };
+  /* A function that runs all steps of a generator, and returns its result. The page runs the steps
+     itself, some at a time, so that it answers meanwhile. */
+  function whole(steps) {
+    return (...given) => {
+      const run = steps(...given);
+      for (;;) {
+        const { done, value } = run.next();
+        if (done) return value;
+      }
+    };
+  }
+
+  return { FORMATS, ROUND, rounded, bits64, rightBits, features, bf16, whole };
 })();
 
 if (typeof module !== "undefined") module.exports = Formats;

@@ -2,11 +2,12 @@
 
    Products: operands in the format, sums in float32 (float64 for fp64), as on tensor cores. Every other
    step is rounded to float32 too, or, for code in 16 bits throughout, to the format ("steps"). The
-   positive stays out of the sum, or is subtracted from it as in textbooks ("formula"). */
+   positive stays out of the sum, or is subtracted from it as in textbooks ("formula"). Generators yield
+   after each row. */
 "use strict";
 
 const Rounding = (() => {
-  const { FORMATS, ROUND, rounded, bf16 } = typeof module === "undefined" ? Formats : require("./formats.js");
+  const { FORMATS, ROUND, rounded, bf16, whole } = typeof module === "undefined" ? Formats : require("./formats.js");
   const largest = (array) => array.reduce((most, v) => (v > most || v !== v ? v : most), 0);
   const softplus = (x) => Math.max(x, 0) + Math.log1p(Math.exp(-Math.abs(x)));
   const sigmoid = (x) => 1 / (1 + Math.exp(-x));
@@ -20,7 +21,7 @@ const Rounding = (() => {
   }
 
   /* Sums over the last axis of both: a [m, k] by b [n, k], as [m, n]. */
-  function product(a, b, m, n, k, format) {
+  function* productSteps(a, b, m, n, k, format) {
     const out = new Float64Array(m * n);
     const wide = ROUND[format === "fp64" ? "fp64" : "fp32"];
     const split = format === "bf16x3";
@@ -32,12 +33,14 @@ const Rounding = (() => {
       return sum;
     };
     const a2 = split && rest(a, left), b2 = split && rest(b, right);
-    for (let i = 0; i < m; i++)
+    for (let i = 0; i < m; i++) {
       for (let j = 0; j < n; j++) {
         let sum = dot(left, right, i, j);
         if (split) sum = wide(sum + wide(dot(left, b2, i, j) + dot(a2, right, i, j)));
         out[i * n + j] = sum;
       }
+      yield;
+    }
     return out;
   }
 
@@ -53,9 +56,10 @@ const Rounding = (() => {
   }
 
   /* Logits, log-sum-exps, losses, their mean and dL/dquery, every step rounded. */
-  function loss({ query, key, n, d }, scale, settings) {
+  function* lossSteps({ query, key, n, d }, scale, settings) {
     const { wide, store } = steps(settings);
-    const x = product(query, key, n, n, d, settings.format).map((dot) => store(wide(scale * store(dot))));
+    const dots = yield* productSteps(query, key, n, n, d, settings.format);
+    const x = dots.map((dot) => store(wide(scale * store(dot))));
     const lse = new Float64Array(n), losses = new Float64Array(n), dx = new Float64Array(n * n);
     for (let i = 0; i < n; i++) {
       const apart = !settings.textbook, positive = x[i * n + i];
@@ -70,17 +74,18 @@ const Rounding = (() => {
       for (let j = 0; j < n; j++)
         dx[i * n + j] = store(wide(Math.exp(store(x[i * n + j] - lse[i]))));
       dx[i * n + i] = apart ? -store(wide(sigmoid(gap))) : store(dx[i * n + i] - 1);
+      yield;
     }
     let total = 0;
     for (const one of losses) total = wide(total + one);
     const unit = unitOf(largest(dx.map(Math.abs)), settings);
-    const products = product(dx.map((v) => v * unit), transposed(key, n, d), n, d, n, settings.format);
+    const products = yield* productSteps(dx.map((v) => v * unit), transposed(key, n, d), n, d, n, settings.format);
     return { x, lse, losses, dx, loss: store(wide(total / n)),
              gradient: products.map((sum) => store(wide((scale / n) * store(sum / unit)))) };
   }
 
   /* Bounds of the errors of the function above against `exact` (docs/explorer.md derives them). */
-  function bounds({ query, key, n, d }, exact, scale, settings) {
+  function* boundSteps({ query, key, n, d }, exact, scale, settings) {
     const { narrowName, wideName } = steps(settings);
     const f = FORMATS[settings.format], w = FORMATS[wideName], s = FORMATS[narrowName];
     const split = settings.format === "bf16x3";
@@ -101,7 +106,7 @@ const Rounding = (() => {
 
     const x = new Float64Array(n * n), lse = new Float64Array(n), losses = new Float64Array(n);
     const dx = new Float64Array(n * n);
-    for (let i = 0; i < n; i++)
+    const logits = (i) => {
       for (let j = 0; j < n; j++) {
         let size = 0, error = 0;
         for (let c = 0; c < d; c++) {
@@ -115,6 +120,11 @@ const Rounding = (() => {
         error = narrowName === wideName ? error : step(dot, error);
         x[i * n + j] = step(Math.abs(exact.x[i * n + j]), scale * error);
       }
+    };
+    for (let i = 0; i < n; i++) {
+      logits(i);
+      yield;
+    }
     for (let i = 0; i < n; i++) {
       const apart = !settings.textbook, at = i * n + i;
       const whole = apart ? exact.negative[i] : exact.lse[i];
@@ -145,6 +155,7 @@ const Rounding = (() => {
       }
       if (apart) dx[at] = step(share, moves(share, gap));
       else dx[at] = step(Math.abs(exact.dx[at]), dx[at]);
+      yield;
     }
     const mean = losses.reduce((sum, one) => sum + one, 0) / n;
     const loss = step(exact.loss, mean + growth(n) * (exact.loss + mean));
@@ -152,7 +163,7 @@ const Rounding = (() => {
     const unit = unitOf(largest(dx.map((e, at) => e + Math.abs(exact.dx[at]))), settings);
     const inUnits = unit === 1 ? operand : (v) => f.roundoff * v + (2 * f.tiny) / unit;
     const gradient = new Float64Array(n * d);
-    for (let i = 0; i < n; i++)
+    const gradients = (i) => {
       for (let c = 0; c < d; c++) {
         let size = 0, error = 0;
         for (let j = 0; j < n; j++) {
@@ -166,6 +177,11 @@ const Rounding = (() => {
         error = narrowName === wideName ? error : step(sum, error);
         gradient[i * d + c] = step(Math.abs(exact.gradient[i * d + c]), (scale / n) * error);
       }
+    };
+    for (let i = 0; i < n; i++) {
+      gradients(i);
+      yield;
+    }
     return { x, lse, losses, loss, gradient };
   }
 
@@ -178,7 +194,7 @@ const Rounding = (() => {
     const result = { x: off("x"), lse: off("lse"), losses: off("losses"), gradient: off("gradient") };
     const ratio = (a, b) => (a === 0 ? 0 : a / b);
     const rows = (name) => {
-      const size = Math.max(...exact[name].map(Math.abs));
+      const size = largest(exact[name].map(Math.abs));
       return { error: ratio(largest(result[name]), size), bound: ratio(largest(bound[name]), size) };
     };
     const length = norm(exact.gradient);
@@ -191,7 +207,7 @@ const Rounding = (() => {
     return result;
   }
 
-  return { loss, bounds, errors, product };
+  return { loss: whole(lossSteps), bounds: whole(boundSteps), product: whole(productSteps), errors, lossSteps, boundSteps };
 })();
 
 if (typeof module !== "undefined") module.exports = Rounding;
