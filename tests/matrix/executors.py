@@ -7,6 +7,7 @@ keywords is refused: test_matrix.py holds the error to name one of them.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -137,4 +138,8 @@ def with_arrays(problem: Problem) -> Result:
 
 # --- other entrances, which fill the table --------------------------------------------------------
 
+import rank_executors  # noqa: E402, F401
 import torch_executors  # noqa: E402, F401
+
+if importlib.util.find_spec("jax"):
+    import jax_executors  # noqa: F401

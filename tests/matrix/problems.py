@@ -38,7 +38,9 @@ class Problem:
     settings: dict[str, Any] = field(default_factory=dict)
     sides: dict[str, Any] = field(default_factory=dict)  # of tiles on the CPU
     poison: str = ""  # the number that is not finite, and the array that has it
+    seed: int = 0
     number: int = 0
+    largest: int = 140
 
     @property
     def kind(self) -> spec.Loss:
@@ -329,7 +331,8 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         sides[1] = sides[1].astype(np.float32)
 
     problem = Problem(loss.name, tuple(sides), float(10 ** rng.uniform(-1.7, 2.52)), dtype=name)
-    problem.number, options, settings = number, problem.options, problem.settings
+    problem.seed, problem.number, problem.largest = seed, number, largest
+    options, settings = problem.options, problem.settings
     options["normalize"] = normalize
     options["reduction"] = ["mean", "sum", "none"][rng.integers(3)]
     if loss.sigmoid:

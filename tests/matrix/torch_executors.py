@@ -65,7 +65,7 @@ class Call:
     def __init__(self, problem: Problem) -> None:
         self.problem, kind = problem, problem.kind
         options = {name: tensor(value) for name, value in problem.options.items()}
-        self.labels = [options.pop("labels")] if "labels" in options else []
+        self.labels = [options.pop("labels")] if "labels" in options and kind is not spec.NT_XENT else []
         names = [name for name in kind.arguments if name != "own"]
         leaves = dict(zip(names, map(tensor, problem.features), strict=True))
         number = "temperature" if problem.number % 3 == 0 else "scale"
@@ -192,7 +192,9 @@ def with_transform(problem: Problem) -> Result:
 
 
 def of_one_loss(problem: Problem) -> bool:
-    return fits(problem) and problem.reduction != "none" and problem.shape[0] == problem.shape[1]
+    differentiated = {*problem.settings.get("wrt", ["scale"])} - {*problem.kind.locked}
+    square = problem.shape[0] == problem.shape[1]
+    return fits(problem) and problem.reduction != "none" and square and bool(differentiated)
 
 
 @add("torch, grad_cache", of_torch, fits=of_one_loss, draws=30, roundings=4)
@@ -207,19 +209,9 @@ def with_grad_cache(problem: Problem) -> Result:
     sides = [leaves[name] for name in call.arguments]
     others = {name: z for name, z in leaves.items() if name not in call.arguments}
     chunk = max(1, problem.number % 7 * problem.shape[0] // 7)
-    try:
-        value = it.grad_cache([lambda z: z * 1] * len(sides), sides, loss, chunk, **others)
-    except ValueError as error:  # nothing to differentiate
-        if call.wanted and not {*call.wanted} <= {*problem.kind.locked}:
-            raise
-        return call.differentiate(function_of(call)) if "gradient" in str(error) else {}
+    value = it.grad_cache([lambda z: z * 1] * len(sides), sides, loss, chunk, **others)
     found = call.result(value, {name: leaves[name].grad for name in call.wanted})
     return found | {"loss": found["loss"] / problem.grad_out}
-
-
-def of_compiled(kind: spec.Loss) -> set[str]:
-    """Prefixes are several operators."""
-    return of_torch(kind)
 
 
 def compiled(run: Any) -> Any:
@@ -231,13 +223,13 @@ def of_graphs(problem: Problem) -> bool:
     return fits(problem) and problem.reduction != "none" and not problem.poison
 
 
-@add("torch, compiled function", of_compiled, fits=of_graphs, draws=36)
+@add("torch, compiled function", of_torch, fits=of_graphs, draws=21)
 def with_compiled_function(problem: Problem) -> Result:
     call = Call(problem)
     return call.differentiate(compiled(function_of(call)))
 
 
-@add("torch, compiled module", of_compiled, fits=of_graphs, draws=36)
+@add("torch, compiled module", of_torch, fits=of_graphs, draws=21)
 def with_compiled_module(problem: Problem) -> Result:
     call = Call(problem)
     return call.differentiate(compiled(module_of(call)))
@@ -286,3 +278,25 @@ for _name, _wrapper in torch_wrappers.LOCAL.items():
         fits=of_learned_graphs if _graph else of_learned)(
         functools.partial(learned, wrapper=_wrapper)
     )  # fmt: skip
+
+
+# --- processes of torch.distributed ---------------------------------------------------------------
+
+
+def over_processes(problem: Problem, exchange: str, way: str) -> Result:
+    import processes
+
+    task = problem.seed, problem.number, problem.largest, exchange, way
+    found: Result = processes.run("gloo 3", *task)
+    return found
+
+
+def of_group(problem: Problem) -> bool:
+    return fits(problem) and not problem.poison
+
+
+if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+    for _exchange, _way in (("ring", "world"), ("gather", "world"), ("auto", "subgroup")):
+        add(f"torch, gloo, {_exchange}, {_way}", of_torch, fits=of_group, largest=40, draws=30)(
+            functools.partial(over_processes, exchange=_exchange, way=_way)
+        )
