@@ -23,20 +23,23 @@ def judged(seed: int, number: int, largest: int) -> Judgement:
         return judge(problem, problem.compute)
 
 
-def shares(problem: Problem, want: Judgement, got: Result, roundings: int = 1) -> dict[str, float]:
+def shares(
+    problem: Problem, want: Judgement, got: Result, roundings: int = 1, elements: bool = False
+) -> dict[str, float]:
     """For each kind of array that was compared: its largest error, divided by the bound.
 
-    `roundings`: so many times a gradient is rounded to the dtype of features.
+    `roundings`: so many times a gradient is rounded to the dtype of features. `elements`: whether
+    elements of dL/dx are rounded to 16 bits, too.
     """
     with np.errstate(all="ignore"):
         worst: dict[str, float] = {}
-        for name, value in _shares(problem, want, got, roundings):
+        for name, value in _shares(problem, want, got, roundings, elements):
             worst[name] = max(worst.get(name, 0.0), value)
         return worst
 
 
 def _shares(
-    problem: Problem, want: Judgement, got: Result, roundings: int
+    problem: Problem, want: Judgement, got: Result, roundings: int, elements: bool
 ) -> Iterator[tuple[str, float]]:
     rounding = 2.0**-24 if np.asarray(got["loss"]).dtype == np.float32 else 2.0**-53
     upstream = float(np.abs(problem.grad_out).max(initial=0.0))
@@ -64,6 +67,9 @@ def _shares(
                 # the parts of keys and of own negatives are rounded and added
                 terms = want.terms[0] * (1 if "dims" not in problem.options else np.inf)
                 bound = bound + ROUNDING[have.dtype.name] * terms
+            if elements and "dims" not in problem.options:
+                place = problem.kind.arguments.index(name)
+                bound = bound + ROUNDING.get(problem.dtype, 0.0) * want.terms[place]
             yield "gradient", gradient_share(have, right, bound, times, upstream)
     if got.get("metrics") is not None:
         yield "metrics", metrics_share(got["metrics"], problem, want, rounding)

@@ -46,7 +46,9 @@ class Tally:
                 else:
                     want = comparison.judged(seed, number, executor.largest)
                     got = executor.run(problem)
-                    judged = comparison.shares(problem, want, got, executor.roundings)
+                    judged = comparison.shares(
+                        problem, want, got, executor.roundings, executor.elements
+                    )
                     bad = {what: value for what, value in judged.items() if not value <= 1}
                     loss = want.losses[np.isfinite(want.losses) & (want.losses > 0)]
                     self.losses.update(np.floor(np.log10(loss)).astype(int).tolist())

@@ -37,6 +37,7 @@ class Executor:
     keywords: Keywords  # those that the entrance takes, of a loss
     draws: int = 40  # problems that the test computes
     roundings: int = 1  # of a gradient, to the dtype of features
+    elements: bool = False  # whether elements of dL/dx are rounded to the features' 16 bits
     largest: int = 140  # rows of a problem
     fits: Callable[[Problem], bool] = lambda _: True  # beyond keywords: what the entrance can hold
     not_finite: str = "all"  # of problems with a NaN: which numbers are compared with "auto"
@@ -138,6 +139,8 @@ def with_arrays(problem: Problem) -> Result:
 
 # --- other entrances, which fill the table --------------------------------------------------------
 
+import command_executor  # noqa: E402, F401
+import gpu_executors  # noqa: E402, F401
 import rank_executors  # noqa: E402, F401
 import torch_executors  # noqa: E402, F401
 

@@ -45,7 +45,7 @@ class Problem:
     @property
     def kind(self) -> spec.Loss:
         """The loss; with own negatives, it has one more argument."""
-        has_own = "own" in self.options
+        has_own = "own" in self.options and self.loss == "info_nce"
         return spec.INFO_NCE_OWN if has_own else spec.LOSSES[self.loss]
 
     @property

@@ -210,5 +210,5 @@ if importlib.util.find_spec("mpi4py"):
         executor(
             f"MPI, {_ranks} ranks, {_exchange}, {_way}", of_numpy, not_finite="loss",
             fits=of_stand_in if _way == "offload" else fits,
-            largest=40, needs=("mpi4py",),
+            largest=40, needs=("mpi4py",), draws=120 if _way == "offload" else 40,
         )(by(f"mpi {_ranks}", _exchange, _way))  # fmt: skip

@@ -6,18 +6,148 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-import comparison
+import drop_ins
+import gpu_problems
 from evaluation import Tally
 from executors import EXECUTORS
+from problems import Problem, draw
 
 import infonce
+from infonce import spec
 
 pytestmark = pytest.mark.extras
 
 
-@pytest.mark.parametrize("name", EXECUTORS)
+def marked(name: str) -> Any:
+    """A GPU's executor, with its marker; the emulated one is asked for."""
+    if "gpu" not in EXECUTORS[name].marks:
+        return name
+    marks = [pytest.mark.emulated] if gpu_problems.EMULATED else gpu_problems.gpu_only
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", list(map(marked, EXECUTORS)))
 def test_executor(name: str) -> None:
     tally = Tally()
     tally.run(name, seed=1, numbers=range(EXECUTORS[name].draws))
     assert not tally.wrong, "\n".join(map(str, tally.wrong[:5]))
-    assert tally.counts["compared"] > EXECUTORS[name].draws / 4
+    assert tally.counts["compared"] >= EXECUTORS[name].draws / 10
+
+
+# --- what executors refuse ------------------------------------------------------------------------
+
+# A value of each option that is not its default
+VALUES: dict[str, Any] = {
+    "temperature": 0.5, "ids": np.arange(8), "groups": np.arange(8) // 2, "check_finite": True,
+    "positive_ids": np.arange(8) // 2, "own": np.ones((8, 2, 4)), "own_mask": np.ones((8, 2), bool),
+    "in_batch": False, "dims": (2, 4), "dim_weights": (1.0, 0.5), "weights": np.ones(8),
+    "margin": 0.1, "decoupled": True, "label_smoothing": 0.1, "hardness": 1.0,
+    "key_bias": np.ones(8), "false_negative_margin": 0.1, "guide": (np.ones((8, 3)),) * 2,
+    "guide_margin": 0.1, "normalize": True, "reduction": "none", "method": "naive",
+    "precision": "fp32", "workspace": 2**20, "offload": True, "progress": print, "wrt": ("scale",),
+    "grad_dtype": np.float32, "grad_out": 2.0, "out": {}, "metrics": True, "return_logits": True,
+    "scale": 2.0,
+}  # fmt: skip
+REFUSING = [
+    name for name in EXECUTORS
+    if name in ("NumPy, auto", "JAX, eager", "JAX, jit", "torch, function", "torch, module",
+                "torch, func.grad", "torch, learned, plain", "infonce loss")
+]  # fmt: skip
+
+
+def plain_problem(loss: str, **options: Any) -> Problem:
+    rng = np.random.default_rng(0)
+    features = tuple(rng.standard_normal((len(spec.LOSSES[loss].arguments), 8, 4)))
+    if loss == "sup_con":
+        options |= {"labels": np.arange(8) // 2}
+    if loss == "siglip":
+        options |= {"bias": -1.0}
+    return Problem(loss, features, 2.0, options, number=1)
+
+
+def refusal(name: str, loss: str, **options: Any) -> str:
+    problem = plain_problem(loss, **options)
+    with np.errstate(all="ignore"), pytest.raises((TypeError, ValueError)) as error:
+        EXECUTORS[name].run(problem)
+    return str(error.value).replace("--", "").replace("-", "_")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loss", spec.LOSSES)
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_refused_option_is_named(name: str, loss: str) -> None:
+    """Options that the product's tables do not give an entrance, and options that exclude others."""
+    takes = {*EXECUTORS[name].keywords(spec.LOSSES[loss])} | {"labels", "bias"}
+    if "NumPy" in name:
+        takes |= {*spec.GRAD_ONLY} - {*spec.LOSSES[loss].refused}
+    refused = {*spec.OPTIONS} - takes - {"metrics", "grad_out"}
+    for option in sorted(refused):
+        if name == "infonce loss" and option not in spec.LOSSES[loss].refused:
+            continue  # no switch of the command
+        assert option in refusal(name, loss, **{option: VALUES[option]}), option
+    for options in spec.EXCLUSIVE:
+        if {*options} <= takes and (loss == "info_nce" or "own" not in options):
+            values = {option: VALUES[option] for option in options}
+            if "guide" in values and loss == "nt_xent":
+                values["guide"] = values["guide"][0]
+            words = refusal(name, loss, **values)
+            assert any(option in words for option in options), (options, words)
+
+
+# --- what the matrix has to have ------------------------------------------------------------------
+
+# Options that problems do not draw, by what computes them
+ELSEWHERE = {
+    "temperature": "executors of PyTorch and JAX, a third of problems", "method": "executors",
+    "scale": "each problem", "grad_out": "each problem", "offload": "an executor",
+    "check_finite": "tests/losses/test_checks.py", "progress": "tests/cpu", "out": "tests/losses",
+    "return_logits": "tests/losses/test_losses.py",
+}  # fmt: skip
+
+
+def test_every_option_is_drawn() -> None:
+    drawn: set[str] = set()
+    for number in range(400):
+        problem = draw(1, number)
+        drawn |= {*problem.options, *problem.settings}
+    assert {*spec.OPTIONS} - drawn == {*ELSEWHERE}
+    assert {*VALUES} == {*spec.OPTIONS}
+
+
+# Public names that compute no loss of spec.LOSSES. (distill: tests/pairs, of four arrays)
+OTHERS = {
+    "infonce": {
+        "Captured", "Explanation", "LossAndGrad", "Metrics", "__version__", "capture", "explain",
+        "grad_cache", "schedules", "distill_loss", "distill_loss_and_grad",
+    },
+    "infonce.torch": {"distill_loss"},
+    "infonce.jax": {"distill_loss"},
+    "infonce.distributed": {
+        "Communicator", "RankError", "distill_loss", "distill_loss_and_grad",
+    },
+    "infonce.cli": {"demo", "bench", "info", "explain"},
+}  # fmt: skip
+
+
+def test_every_entrance_is_an_executor() -> None:
+    """A public name is a loss that an executor computes, or is in the list of others."""
+    from torch_problems import MODULES
+
+    from infonce.cli import main
+
+    losses = {f"{loss}_loss{end}" for loss in spec.LOSSES for end in ("", "_and_grad")}
+    computed = {
+        "infonce": losses,
+        "infonce.torch": {*losses, "grad_cache", *(kind.__name__ for kind in MODULES.values())},
+        "infonce.jax": {*losses, "sharded"},
+        "infonce.distributed": losses,
+    }
+    for name, names in computed.items():
+        module = pytest.importorskip(name)
+        assert {*module.__all__} - names == OTHERS[name], name
+    assert {*main.commands} - {"loss"} == OTHERS["infonce.cli"]
+    words = " ".join(EXECUTORS)
+    for way in ("NumPy", "infonce loss", "MPI", "torch, gloo", "torch, grad_cache", "JAX, sharded"):
+        assert way in words
+    drawn = {problem.loss for problem in (draw(0, number) for number in range(20))}
+    assert drawn == {*spec.LOSSES}
