@@ -1,8 +1,8 @@
 """Problems by executors, as many as you like, and how far results are from their bounds.
 
-    python tests/matrix --draws 20000                       by NumPy
-    python tests/matrix --draws 500 --seed 7 --executors 'torch.*' --record results.json
-    python tests/matrix --only 1234                         one of them, once more
+python tests/matrix --draws 20000                       by NumPy
+python tests/matrix --draws 500 --seed 7 --executors 'torch.*' --record results.json
+python tests/matrix --only 1234                         one of them, once more
 """
 
 from __future__ import annotations

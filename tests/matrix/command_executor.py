@@ -46,7 +46,8 @@ def with_command(problem: Problem) -> Result:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = ["loss", "--loss", problem.loss, "--json", "--no-metrics"]
-        for i, z in enumerate(problem.features):
+        sides = problem.features[::-1] if problem.loss == "lit" else problem.features  # IMAGE, TEXT
+        for i, z in enumerate(sides):
             words.append(write(folder, f"features{i}", z)[1])
         words += ["--scale", repr(problem.scale), "--grad-out", str(folder / "gradients")]
         options = {k: v for k, v in problem.options.items() if k != "reduction"}
@@ -72,7 +73,10 @@ def with_command(problem: Problem) -> Result:
     total = report["value"]["total"]
     found: Result = {"loss": np.asarray(total, np.float64 if wide else np.float32)}
     gradients |= {k: v for k, v in scalars.items() if k in ("scale", "bias")}
-    dtypes = {name: z.dtype for name, z in zip(problem.kind.arguments, problem.features, strict=False)}
+    dtypes = {
+        name: z.dtype for name, z in zip(problem.kind.arguments, problem.features, strict=False)
+    }
+    dtypes["own"] = problem.features[0].dtype
     for name, gradient in gradients.items():
         dtype = dtypes.get(name, np.dtype(np.float64))
         if getattr(gradient, "dtype", None) is not None and gradient.dtype.kind == "V":

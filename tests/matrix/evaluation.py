@@ -47,7 +47,7 @@ class Tally:
                     want = comparison.judged(seed, number, executor.largest)
                     got = executor.run(problem)
                     judged = comparison.shares(
-                        problem, want, got, executor.roundings, executor.elements
+                        problem, want, got, executor.roundings, executor.device
                     )
                     bad = {what: value for what, value in judged.items() if not value <= 1}
                     loss = want.losses[np.isfinite(want.losses) & (want.losses > 0)]

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 from comparison import Result
 from host_device import Rows
-from infonce.kernels import solve
+from infonce.kernels import between_passes, solve
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.distill.solve import solver_by_passes
@@ -37,7 +37,7 @@ class Executor:
     keywords: Keywords  # those that the entrance takes, of a loss
     draws: int = 40  # problems that the test computes
     roundings: int = 1  # of a gradient, to the dtype of features
-    elements: bool = False  # whether elements of dL/dx are rounded to the features' 16 bits
+    device: bool = False  # of a GPU: see comparison.py
     largest: int = 140  # rows of a problem
     fits: Callable[[Problem], bool] = lambda _: True  # beyond keywords: what the entrance can hold
     not_finite: str = "all"  # of problems with a NaN: which numbers are compared with "auto"
@@ -45,9 +45,9 @@ class Executor:
     marks: tuple[str, ...] = ()
 
     def takes(self, problem: Problem) -> bool:
-        return {*problem.options} - {"labels", "bias"} <= {*self.keywords(problem.kind)} and self.fits(
-            problem
-        )
+        return {*problem.options} - {"labels", "bias"} <= {
+            *self.keywords(problem.kind)
+        } and self.fits(problem)
 
 
 EXECUTORS: dict[str, Executor] = {}
@@ -97,6 +97,8 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
         for each in (alone, settings):
             each.pop("workspace", None)
     with contextlib.ExitStack() as stack:
+        if problem.number % 2:  # parts of rows with their own negatives
+            stack.enter_context(mock.patch.object(between_passes, "OWN_BYTES", 2000))
         for name, value in problem.sides.items():
             stack.enter_context(mock.patch.object(schedule, name, value))
         function = getattr(infonce, f"{problem.loss}_loss_and_grad")

@@ -242,7 +242,8 @@ def judge_one(problem: Problem, compute: str) -> Judgement:
     in_batch = dot, positive, excluded, sizes
     if "own" in o:  # more columns, which are other keys for each row
         many = o["own"].shape[1]
-        sides.append(Side.make(o["own"].reshape(rows * many, width), normalize))
+        read = np.where(o["own_mask"][:, :, None], o["own"], 0) if "own_mask" in o else o["own"]
+        sides.append(Side.make(read.reshape(rows * many, width), normalize))
         own = sides[-1].rows.reshape(rows, many, width)
         own_lengths = sides[-1].sizes(normalize).reshape(rows, many)
         none, more = np.zeros((rows, many), bool), (q[:, None] * own).sum(dim=2)

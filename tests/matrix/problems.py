@@ -1,4 +1,4 @@
-"""Problems: calls of all losses with options that go together. Each follows from a seed and its number.
+"""Problems: calls of all losses with options that go together, by a seed and a number.
 
 Shapes lie on both sides of the boundaries of blocks. Losses are from 1e-9 to 20, temperatures from
 0.003 to 50, norms of rows from 1e-300 to 1e300. A tenth of the problems has a NaN or an infinity.
@@ -30,7 +30,7 @@ class Problem:
     loss: str
     features: tuple[Array, ...]  # queries and keys, or one array of both
     scale: float
-    # labels and bias, and keywords that change the result, by their names; only those that are given
+    # labels, bias and keywords that change the result, if they are given
     options: dict[str, Any] = field(default_factory=dict)
     grad_out: Any = 1.0
     dtype: str = "float64"
@@ -99,8 +99,8 @@ class Problem:
 
         options = {name: short(value) for name, value in self.options.items()}
         return (
-            f"<{self.number}: {self.loss} of {short(self.features)}, scale {self.scale:g}, {options}, "
-            f"grad_out {short(self.grad_out)}, {self.settings} {self.poison}>"
+            f"<{self.number}: {self.loss} of {short(self.features)}, scale {self.scale:g}, "
+            f"{options}, grad_out {short(self.grad_out)}, {self.settings} {self.poison}>"
         )
 
 
@@ -218,6 +218,8 @@ def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
     if "own" in drawn:
         if rng.random() < 0.6:
             drawn["own_mask"] = rng.random(drawn["own"].shape[:2]) < 0.7
+            if rng.random() < 0.5:  # the others are not read
+                drawn["own"][~drawn["own_mask"]] = np.nan
         if rng.random() < 0.4:
             drawn["in_batch"] = False
         if not problem.normalize:  # of the keys' norms
@@ -259,7 +261,7 @@ def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
     both = [(dots, positive)] + ([(dots.T, positive.T)] if problem.loss == "clip" else [])
     if limit == "false_negative_margin" and "own" in problem.options:
         own = unit(problem.options["own"].astype(np.float64))
-        more = np.einsum("md,mkd->mk", sides[0], own)
+        more = np.nan_to_num(np.einsum("md,mkd->mk", sides[0], own))
         both = [(np.c_[dots, more], np.c_[positive, np.zeros(more.shape, bool)])]
     for x, at in both:
         bound = np.where(at, x, -np.inf).max(axis=1, keepdims=True) + problem.options[limit]
@@ -365,7 +367,11 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
             of_limit = units if limit[0] == "f" else list(in_pair(options["guide"]))
             if is_ambiguous(problem, limit, of_limit):
                 leave_out(problem, limit, *(["guide"] if limit[0] == "g" else []))
-    if "dims" not in loss.refused and "false_negative_margin" not in options and rng.random() < 0.15:
+    if (
+        "dims" not in loss.refused
+        and "false_negative_margin" not in options
+        and rng.random() < 0.15
+    ):
         widths = sorted({*map(int, rng.integers(1, d + 1, rng.integers(3))), d})
         options["dims"] = tuple(widths)
         options["dim_weights"] = tuple(float(rng.uniform(0.1, 2)) for _ in widths)
@@ -386,7 +392,9 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     if rng.random() < 0.3:
         settings["workspace"] = int(rng.integers(2**17, 2**21))
     tiles = [(16, 24), (64, 96), (40, 8), None][rng.integers(4)]
-    problem.sides = {"TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))} | ({"TILE": tiles} if tiles else {})
+    problem.sides = {"TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))} | (
+        {"TILE": tiles} if tiles else {}
+    )
     if rng.random() < 0.1:
         draw_poison(problem, rng)
     return problem

@@ -1,7 +1,7 @@
 """Processes that start once and compute many problems: ranks over MPI and gloo, devices of JAX.
 
-`Processes.run` sends a problem to the first process, which gets each answer from the others, and
-returns one result of the whole batch. `python processes.py KIND ADDRESS [RANK SIZE]` is the program.
+`Processes.run` sends a problem to the first process, which collects the answers of the others, and
+returns one result of the whole batch. The program: `python processes.py KIND ADDRESS [RANK SIZE]`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Processes:
         address = str(Path(self.folder) / "socket")
         listener = Listener(address)
         program = [sys.executable, str(Path(__file__)), name, address]
-        paths = os.pathsep.join(map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed")))
+        paths = os.pathsep.join(
+            map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed"))
+        )
         environment = os.environ | {
             "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "INFONCE_NUM_THREADS": "1",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}", "JAX_PLATFORMS": "cpu",

@@ -21,7 +21,6 @@ from executors import arguments, by_name, executor, of_numpy
 from problems import Problem, draw, in_pair
 from ranks_offload import offloading
 
-import infonce
 from infonce import spec
 
 Mine = list[Any]  # indices of this rank's queries, and of its keys
@@ -41,7 +40,9 @@ def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
     order = np.arange(rows)
     if problem.loss == "nt_xent":
         half = rows // 2
-        views = [np.r_[r.start : r.stop, half + r.start : half + r.stop] for r in cut(half, size, seed)]
+        views = [
+            np.r_[r.start : r.stop, half + r.start : half + r.stop] for r in cut(half, size, seed)
+        ]
         mine = [views[rank].astype(int)] * 2
         if seed % 2:  # any row may be on any rank
             order = np.random.default_rng(seed).permutation(rows)
@@ -91,7 +92,9 @@ def merge(problem: Problem, parts: list[tuple[Result, Mine]]) -> Result:
         elif first is not None and np.ndim(first):
             found[name] = whole(values, 0)
         else:
-            assert all(np.array_equal(v, first, equal_nan=True) for v in values if v is not None), name
+            assert all(np.array_equal(v, first, equal_nan=True) for v in values if v is not None), (
+                name
+            )
             found[name] = first
     return found
 
@@ -127,10 +130,12 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
             np.errstate(all="ignore"), offloading(way == "offload") as more,
         ):  # fmt: skip
             function = getattr(distributed, f"{problem.loss}_loss")
-            out = getattr(distributed, f"{problem.loss}_loss_and_grad")(
-                *args, **options, **more, grad_out=local.grad_out,
-                metrics=problem.settings.get("metrics", False),
-            )  # fmt: skip
+            options |= {"grad_out": local.grad_out, **more}
+            options["metrics"] = problem.settings.get("metrics", False)
+            with_gradients = getattr(distributed, f"{problem.loss}_loss_and_grad")
+            out, again = (with_gradients(*args, **options) for _ in range(2))
+            for one, other in zip(out.grads, again.grads, strict=True):  # the same bits
+                assert one is other is None or one.tobytes() == other.tobytes()
             answer = by_name(out) | {"loss alone": function(*args, **alone, **more)}, mine
     except Exception as error:
         answer = error

@@ -26,7 +26,7 @@ def offloading(asked: bool) -> Iterator[dict[str, Any]]:
     passes = functools.partial(backend.run_block_pass, Host())
     runner = ranks_run.BlockRunner(passes, Vectors(np), backend.layout)
     with (
-        mock.patch.object(ranks_run, "choose_block_runner", lambda _: runner),
-        mock.patch.object(validation, "gpu_missing", lambda: None),
+        mock.patch.object(ranks_run, "choose_block_runner", return_value=runner),
+        mock.patch.object(validation, "gpu_missing", return_value=None),
     ):
         yield {"offload": True}

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-import drop_ins
 import gpu_problems
 from evaluation import Tally
 from executors import EXECUTORS
 from problems import Problem, draw
 
-import infonce
 from infonce import spec
 
 pytestmark = pytest.mark.extras
@@ -76,7 +74,7 @@ def refusal(name: str, loss: str, **options: Any) -> str:
 @pytest.mark.parametrize("loss", spec.LOSSES)
 @pytest.mark.parametrize("name", REFUSING)
 def test_a_refused_option_is_named(name: str, loss: str) -> None:
-    """Options that the product's tables do not give an entrance, and options that exclude others."""
+    """Options that no table of the product gives an entrance, and options that exclude others."""
     takes = {*EXECUTORS[name].keywords(spec.LOSSES[loss])} | {"labels", "bias"}
     if "NumPy" in name:
         takes |= {*spec.GRAD_ONLY} - {*spec.LOSSES[loss].refused}

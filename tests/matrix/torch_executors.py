@@ -65,7 +65,9 @@ class Call:
     def __init__(self, problem: Problem) -> None:
         self.problem, kind = problem, problem.kind
         options = {name: tensor(value) for name, value in problem.options.items()}
-        self.labels = [options.pop("labels")] if "labels" in options and kind is not spec.NT_XENT else []
+        self.labels = (
+            [options.pop("labels")] if "labels" in options and kind is not spec.NT_XENT else []
+        )
         names = [name for name in kind.arguments if name != "own"]
         leaves = dict(zip(names, map(tensor, problem.features), strict=True))
         number = "temperature" if problem.number % 3 == 0 else "scale"
@@ -78,7 +80,9 @@ class Call:
             k: v for k, v in problem.settings.items() if k in ("method", "precision", "workspace")
         }
         wanted = problem.settings.get("wrt", [*names, "own", "scale", "bias"])
-        self.wanted = [name for name in leaves if {name.replace("temperature", "scale")} & {*wanted}]
+        self.wanted = [
+            name for name in leaves if {name.replace("temperature", "scale")} & {*wanted}
+        ]
         self.upstream = torch.as_tensor(problem.grad_out, dtype=torch.float64)
 
     def fresh(self) -> dict[str, Tensor]:
@@ -169,9 +173,7 @@ def with_autocast(problem: Problem) -> Result:
 def with_checkpoint(problem: Problem) -> Result:
     call = Call(problem)
     return call.differentiate(
-        functools.partial(
-            torch.utils.checkpoint.checkpoint, function_of(call), use_reentrant=False
-        )
+        functools.partial(torch.utils.checkpoint.checkpoint, function_of(call), use_reentrant=False)
     )
 
 
