@@ -1,16 +1,19 @@
 """Every entrance of the library computes the same problems, within the bounds of oracle.py."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+import drop_ins
 import gpu_problems
 from evaluation import Tally
 from executors import EXECUTORS
 from problems import Problem, draw
 
+import infonce.torch as it
 from infonce import spec
 
 pytestmark = pytest.mark.extras
@@ -30,6 +33,25 @@ def test_executor(name: str) -> None:
     tally.run(name, seed=1, numbers=range(EXECUTORS[name].draws))
     assert not tally.wrong, "\n".join(map(str, tally.wrong[:5]))
     assert tally.counts["compared"] >= EXECUTORS[name].draws / 10
+
+
+@pytest.mark.parametrize("name", drop_ins.DRAWS)
+def test_drop_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the equations of their projects, which may have stand-ins here."""
+    monkeypatch.setattr(drop_ins, "peer", lambda module, name: None)
+    try:
+        assert not drop_ins.faults(name, 5, 1)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def test_every_drop_in_is_drawn() -> None:
+    """A module of infonce.torch that is no part of its own losses is a drop-in."""
+    folder = Path(it.__file__).parent
+    own = {"__init__", "caching", "core", "functions", "modules", "__pycache__"}
+    modules = {path.stem for path in folder.iterdir()} - own
+    drawn = {name.split(".")[0].split(":")[0].split(",")[0] for name in drop_ins.DRAWS}
+    assert drawn == modules
 
 
 # --- what executors refuse ------------------------------------------------------------------------
