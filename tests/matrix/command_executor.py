@@ -41,7 +41,7 @@ def write(folder: Path, name: str, value: Any) -> list[str]:
     return words
 
 
-@executor("infonce loss", of_command, draws=120, fits=fits)
+@executor("infonce loss", of_command, draws=400, fits=fits)
 def with_command(problem: Problem) -> Result:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

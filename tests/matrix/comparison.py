@@ -56,6 +56,8 @@ def _shares(
     tiny *= max(1.0, problem.scale, upstream) * max(want.dots.shape)
     for name, right in want.grads.items():
         if got.get(name) is None:
+            if name in problem.settings.get("wrt", want.grads):
+                yield f"no d {name}", np.inf
             continue
         if name in ("scale", "bias"):
             right = float(right)

@@ -108,12 +108,12 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
 
 
 for _method in spec.CHOICES["method"]:
-    executor(f"NumPy, {_method}", of_numpy)(
+    executor(f"NumPy, {_method}", of_numpy, draws=200)(
         lambda problem, method=_method: with_numpy(problem, method=method)
     )
 
 
-@executor("NumPy, least workspace", of_numpy)
+@executor("NumPy, least workspace", of_numpy, draws=200)
 def with_least_workspace(problem: Problem) -> Result:
     """The error for too small a workspace names the least one, which suffices."""
     try:

@@ -129,7 +129,7 @@ def module_of(call: Call, **more: Any) -> Any:
     return MODULES[call.problem.loss](**call.options, **more)
 
 
-add = functools.partial(executor, roundings=ROUNDINGS, fits=fits, not_finite="loss")
+add = functools.partial(executor, draws=100, roundings=ROUNDINGS, fits=fits, not_finite="loss")
 
 
 @add("torch, function", of_torch)
