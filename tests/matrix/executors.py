@@ -97,7 +97,7 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
         for each in (alone, settings):
             each.pop("workspace", None)
     with contextlib.ExitStack() as stack:
-        if problem.number % 2:  # parts of rows with their own negatives
+        if problem.number % 4:  # parts of rows with their own negatives
             stack.enter_context(mock.patch.object(between_passes, "OWN_BYTES", 2000))
         for name, value in problem.sides.items():
             stack.enter_context(mock.patch.object(schedule, name, value))
@@ -108,12 +108,12 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
 
 
 for _method in spec.CHOICES["method"]:
-    executor(f"NumPy, {_method}", of_numpy, draws=200)(
+    executor(f"NumPy, {_method}", of_numpy, draws=300)(
         lambda problem, method=_method: with_numpy(problem, method=method)
     )
 
 
-@executor("NumPy, least workspace", of_numpy, draws=200)
+@executor("NumPy, least workspace", of_numpy, draws=300)
 def with_least_workspace(problem: Problem) -> Result:
     """The error for too small a workspace names the least one, which suffices."""
     try:

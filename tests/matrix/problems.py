@@ -209,7 +209,11 @@ def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
         "own": unit(rng.standard_normal((rows, int(rng.integers(1, 5)), width))).astype(dtype),
         "guide": [rng.standard_normal((n, 3)).astype(dtype) for n in (rows, columns)],
     }  # fmt: skip
-    drawn = {name: value for name, value in drawn.items() if rng.random() < 0.22}
+    drawn = {
+        name: value
+        for name, value in drawn.items()
+        if rng.random() < (0.45 if name == "own" else 0.22)
+    }
     form = rng.integers(5)
     if form == 0:
         drawn["decoupled"] = True
