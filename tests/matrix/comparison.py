@@ -69,8 +69,12 @@ def _shares(
             bound = wider * want.bounds[name] + tiny
             if name == "query" and "own" in problem.options:
                 # the parts of keys and of own negatives are rounded and added
+                # (each part has the dtype of the gradient, and its range)
                 terms = want.terms[0] * (1 if "dims" not in problem.options else np.inf)
                 bound = bound + ROUNDING[have.dtype.name] * terms
+                if have.dtype.itemsize == 2:
+                    beyond = want.terms[0] >= float(ml_dtypes.finfo(have.dtype).max)
+                    bound = np.where(beyond, np.inf, bound)
             if device and "dims" not in problem.options:
                 place = problem.kind.arguments.index(name)
                 bound = bound + ROUNDING.get(problem.dtype, 0.0) * want.terms[place]

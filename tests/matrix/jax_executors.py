@@ -101,7 +101,7 @@ def differentiate(problem: Problem, change: Callable[..., Any], function: Any = 
 add = functools.partial(executor, roundings=ROUNDINGS, fits=fits, not_finite="loss", needs=("jax",))
 
 
-@add("JAX, eager", of_jax, draws=30)
+@add("JAX, eager", of_jax, draws=21)
 def eagerly(problem: Problem) -> Result:
     return differentiate(problem, lambda f: f)
 
@@ -120,7 +120,7 @@ def with_checkpoint(problem: Problem) -> Result:
         return call.result(loss, grads)
 
 
-@add("JAX, vmap", of_jax, draws=30)
+@add("JAX, vmap", of_jax, draws=14)
 def with_vmap(problem: Problem) -> Result:
     """The second of two problems, whose first has other features."""
 
@@ -134,7 +134,7 @@ def with_vmap(problem: Problem) -> Result:
     return differentiate(problem, mapped)
 
 
-@add("JAX, scan", of_jax, draws=30)
+@add("JAX, scan", of_jax, draws=14)
 def with_scan(problem: Problem) -> Result:
     """The last of three steps of a loop."""
 
@@ -163,7 +163,7 @@ def divides(problem: Problem) -> bool:
     return not any(n % 2 for n in problem.shape) and fits(problem)
 
 
-@add("JAX, sharded", of_jax, draws=30, largest=20, fits=divides)
+@add("JAX, sharded", of_jax, draws=21, largest=20, fits=divides)
 def with_devices(problem: Problem) -> Result:
     import processes
 

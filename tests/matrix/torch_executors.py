@@ -225,13 +225,13 @@ def of_graphs(problem: Problem) -> bool:
     return fits(problem) and problem.reduction != "none" and not problem.poison
 
 
-@add("torch, compiled function", of_torch, fits=of_graphs, draws=21)
+@add("torch, compiled function", of_torch, fits=of_graphs, draws=14)
 def with_compiled_function(problem: Problem) -> Result:
     call = Call(problem)
     return call.differentiate(compiled(function_of(call)))
 
 
-@add("torch, compiled module", of_torch, fits=of_graphs, draws=21)
+@add("torch, compiled module", of_torch, fits=of_graphs, draws=14)
 def with_compiled_module(problem: Problem) -> Result:
     call = Call(problem)
     return call.differentiate(compiled(module_of(call)))
