@@ -1,5 +1,10 @@
 """Every entrance of the library computes the same problems, within the bounds of oracle.py."""
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 import drop_ins
 import gpu_problems
+from comparison import Result
 from evaluation import Tally
 from executors import EXECUTORS
 from problems import Problem, draw
@@ -33,6 +39,39 @@ def test_executor(name: str) -> None:
     tally.run(name, seed=1, numbers=range(EXECUTORS[name].draws))
     assert not tally.wrong, "\n".join(map(str, tally.wrong[:5]))
     assert tally.counts["compared"] >= EXECUTORS[name].draws / 10
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Result], Result]) -> Tally:
+    """ "NumPy, tiled" with other results."""
+    right = EXECUTORS["NumPy, tiled"]
+    wrong = replace(right, run=lambda problem: change(right.run(problem)))
+    monkeypatch.setitem(EXECUTORS, "NumPy, tiled", wrong)
+    tally = Tally()
+    tally.run("NumPy, tiled", 1, range(120))
+    return tally
+
+
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also an error of a few times the rounding of the logits, and a NaN that a result hides."""
+
+    def by_rounding(got: Result) -> Result:
+        single = got["loss"].dtype == np.float32
+        return got | {"loss": got["loss"] * (1 + 3e-3 * single + 1e-9)}
+
+    tally = changed(monkeypatch, by_rounding)
+    assert len(tally.wrong) > 60
+    monkeypatch.undo()
+    tally = changed(monkeypatch, lambda got: got | {"loss": np.zeros_like(got["loss"])})
+    assert any("finite" in str(each["wrong"]) for each in tally.wrong)
+    assert len(tally.losses) > 10  # decades of losses
+
+
+def test_the_program(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    program = [sys.executable, Path(__file__).parent, "--draws", "14", "--record", record]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert "14 problems, 0 wrong" in done.stdout
+    assert json.loads(record.read_text())["problems"] == 14
 
 
 @pytest.mark.parametrize("name", drop_ins.DRAWS)
