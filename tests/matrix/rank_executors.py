@@ -18,6 +18,7 @@ import numpy as np
 import processes
 from comparison import Result
 from executors import arguments, by_name, executor, of_numpy
+from infonce.kernels.cpu.backend import CPU
 from problems import Problem, draw, in_pair
 from ranks_offload import offloading
 
@@ -102,6 +103,16 @@ def merge(problem: Problem, parts: list[tuple[Result, Mine]]) -> Result:
 # --- in the processes -----------------------------------------------------------------------------
 
 
+def watched(begin: Any) -> Any:
+    """`CPU.__init__`, with a promise that GPUs rely on: blocks that lack positives have none."""
+
+    def begin_block(self: CPU, problem: Any, *gradients: Any) -> None:
+        assert not (problem.lacks_positives and np.any(problem.positives >= 0))
+        begin(self, problem, *gradients)
+
+    return begin_block
+
+
 def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> Any:
     """The result of all ranks. `way`: "world", "subgroup" or "offload"."""
     from infonce.distributed import cost
@@ -127,6 +138,7 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
         with (
             mock.patch.object(cost, "LEAST_VISIT_BYTES", (1, 2**26)[number // 2 % 2]),
             mock.patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(nodes)),
+            mock.patch.object(CPU, "__init__", watched(CPU.__init__)),
             np.errstate(all="ignore"), offloading(way == "offload") as more,
         ):  # fmt: skip
             function = getattr(distributed, f"{problem.loss}_loss")
