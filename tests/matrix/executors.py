@@ -104,6 +104,9 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
         function = getattr(infonce, f"{problem.loss}_loss_and_grad")
         out = function(*args, **options, **settings, grad_out=problem.grad_out)
         loss = getattr(infonce, f"{problem.loss}_loss")(*args, **options, **alone)
+    named = {name for name, gradient in out.grads._asdict().items() if gradient is not None}
+    assert named == {*settings.get("wrt", named)}, f"gradients of {named}"
+    assert loss.dtype == out.loss.dtype
     return by_name(out) | {"loss alone": loss}
 
 
