@@ -222,7 +222,11 @@ class Offload:
 
         def on_device(features: Array) -> Array:
             host_dtype = np.float32 if features.dtype.itemsize <= 4 else np.float64
-            rows = device.put(features.astype(host_dtype)).astype(np.float64)
+            wide = features.astype(host_dtype)
+            if problem.normalize:  # a power of two is taken out, or squares over- and underflow
+                largest = np.abs(wide).max(axis=1, keepdims=True, initial=0.0)
+                wide = np.ldexp(wide, -np.frexp(largest)[1])
+            rows = device.put(wide).astype(np.float64)
             if not problem.normalize:
                 return rows
             squares = (rows * rows).sum(axis=1)[:, None]

@@ -50,19 +50,6 @@ def test_options_are_those_of_the_functions(pair, files):
     assert result["retrieval"] == report(image, text)["retrieval"]
 
 
-def test_losses_of_classes_and_of_joint_rows(pair, files, tmp_path):
-    image, text, u, v = pair
-    result = report(image, "--loss", "sup_con", "--labels", files["labels"],
-                  "--grad-out", tmp_path / "out")  # fmt: skip
-    expected = reference.sup_con(u, labels=LABELS, scale=3.0)
-    assert close(result["value"]["total"], expected.loss)
-    assert close(result["lse"]["rows"]["mean"], expected.lse.mean())
-    gradient = np.load(tmp_path / "out" / "features.npy")
-    np.testing.assert_allclose(gradient, expected.grads["features"], rtol=1e-4, atol=1e-6)
-    result = report(image, text, "--loss", "gte", "--margin", 0.1)
-    assert close(result["value"]["total"], reference.gte(u, v, scale=3.0, margin=0.1).loss)
-
-
 def test_several_positives_or_none(pair, tmp_path):
     """Labels of rows that have no rank: without metrics, unless these are asked for."""
     image, text, u, v = pair

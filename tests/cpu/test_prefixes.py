@@ -1,7 +1,6 @@
 """`dims`: the sum of a loss over prefixes of the features."""
 
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.resources import BUFFER_POOL
 from infonce.kernels.prefixes import solve as prefix_solve
 from judge import DTYPES, assert_grad, unit, viewed
-from reference_problems import FEATURES, call_of, drawn_problem, one_problem, quick
+from reference_problems import FEATURES, one_problem, quick
 
 import infonce
 from infonce import reference
@@ -180,99 +179,6 @@ def test_sums_over_prefixes_are_silent() -> None:
                 *scaled, grad_out=upstream, dim_weights=(1, -1), normalize=False, **options
             )
             infonce.clip_loss(*scaled, dim_weights=(1, -1), normalize=False, **options)
-
-
-def drawn(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """(problem, keywords of its public call) with options of its loss."""
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
-        with np.errstate(invalid="ignore"):
-            problem, options = call_of(drawn_problem(name, rng, 6, 6, 5))
-        if name == "siglip":
-            options["bias"] = problem.bias
-        yield problem, {k: v for k, v in options.items() if v is not None}
-
-
-def assert_sum(problem: Any, loss: Any, grads: Any, dims: Any, weights: Any) -> None:
-    """The loss and the gradients of features are the sums of the references of all prefixes."""
-    total, wanted = 0.0, [np.zeros(z.shape) for z in problem.features]
-    for d, w in zip(dims, weights, strict=True):
-        ref = problem._replace(features=tuple(z[:, :d] for z in problem.features)).reference()
-        total += w * ref.loss
-        for want, field in zip(wanted, problem.argument_names(), strict=True):
-            if ref.grads[field] is not None:
-                want[:, :d] += w * ref.grads[field]
-    np.testing.assert_allclose(loss, total, rtol=1e-11)
-    for got, want in zip(grads, wanted, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.extras
-@pytest.mark.parametrize("name", NAMES)
-def test_options_of_pytorch(name: str) -> None:
-    torch = pytest.importorskip("torch")
-    import infonce.torch
-
-    for problem, options in drawn(name):
-        z = [torch.tensor(side, requires_grad=True) for side in problem.features]
-        dims, weights = (1, 3, 5), (0.5, 2.0, -1.0)
-        loss = function(name, "", infonce.torch)(*z, dims=dims, dim_weights=weights, **options)
-        loss.backward()
-        grads = [np.zeros(t.shape) if t.grad is None else t.grad.numpy() for t in z]
-        assert_sum(problem, loss.item(), grads, dims, weights)
-
-
-@pytest.mark.extras
-@pytest.mark.parametrize("name", NAMES)
-def test_options_of_jax(name: str) -> None:
-    jax = pytest.importorskip("jax")
-    import infonce.jax
-
-    with jax.enable_x64(True):
-        for problem, options in drawn(name):
-            dims, weights = (1, 3, 5), (0.5, 2.0, -1.0)
-
-            def loss(z: Any, options: Any = options, dims: Any = dims, by: Any = weights) -> Any:
-                return function(name, "", infonce.jax)(*z, dims=dims, dim_weights=by, **options)
-
-            z = [jax.numpy.asarray(side) for side in problem.features]
-            assert_sum(problem, *jax.value_and_grad(loss)(z), dims, weights)
-
-
-@pytest.mark.extras
-def test_pytorch() -> None:
-    torch = pytest.importorskip("torch")
-    import infonce.torch
-
-    z = one_problem("siglip", rows=12, width=6).features
-    image, text = (torch.tensor(side, requires_grad=True) for side in z)
-    bias = torch.tensor(-1.5, dtype=torch.float64, requires_grad=True)
-    loss = infonce.torch.siglip_loss(
-        image, text, bias, scale=2.0, dims=(2, 6), dim_weights=(0.5, 2.0)
-    )
-    loss.backward()
-    total, grads = summed("siglip", z, (2, 6), (0.5, 2.0), scale=2.0, bias=-1.5)
-    np.testing.assert_allclose(loss.item(), total, rtol=1e-12)
-    np.testing.assert_allclose(image.grad, grads["image"], rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(bias.grad, grads["bias"], rtol=1e-12)
-
-
-@pytest.mark.extras
-def test_jax() -> None:
-    jax = pytest.importorskip("jax")
-    import infonce.jax
-
-    z = [side.astype(np.float32) for side in one_problem("clip", rows=12, width=6).features]
-
-    @jax.jit
-    def loss(image: Any, text: Any, scale: Any) -> Any:
-        return infonce.jax.clip_loss(image, text, scale=scale, dims=(2, 6), dim_weights=(0.5, 2.0))
-
-    got, grads = jax.value_and_grad(loss, (0, 1, 2))(*z, 2.0)
-    total, want = summed("clip", z, (2, 6), (0.5, 2.0), scale=2.0)
-    np.testing.assert_allclose(got, total, rtol=1e-5)
-    for gradient, field in zip(grads, ("image", "text", "scale"), strict=True):
-        np.testing.assert_allclose(gradient, want[field], rtol=1e-3, atol=1e-6)
 
 
 # --- all prefixes in one pass ---------------------------------------------------------------------

@@ -89,7 +89,7 @@ def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
 
 # What so many ranks do. They start once, which takes seconds a process
 OPTIONS = "equal:6:host", "in_turn:40", "cases", "limits:host", "distilled"
-EQUAL = ["ranks:equal:20", *(f"options_over_ranks:{part}" for part in OPTIONS)]
+EQUAL = [f"options_over_ranks:{part}" for part in OPTIONS]
 CHECKS = {
     1: [*EQUAL, "options_over_ranks:ends"],
     2: [
@@ -107,12 +107,11 @@ CHECKS = {
         "ranks_trouble:freed",
     ],
     4: [
-        EQUAL[0], "options_over_ranks:equal:12:host", *EQUAL[2:],
+        "options_over_ranks:equal:12:host", *EQUAL[1:],
         "options_over_ranks:not_finite",
     ],
-    # options are no others than those of 3 and 4 ranks
-    5: ["ranks:equal:9"],
-    6: ["ranks:equal:9"],
+    5: ["options_over_ranks:in_turn:9"],
+    6: ["options_over_ranks:in_turn:9"],
 }  # fmt: skip
 
 

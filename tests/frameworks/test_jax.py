@@ -9,7 +9,6 @@ import pytest
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from judge import judged  # noqa: E402
-from reference_problems import SOFTMAX, problems_with_options  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.jax as ij  # noqa: E402
@@ -80,27 +79,6 @@ def close(got: Any, want: Any, tolerance: float) -> None:
         assert error <= tolerance * np.abs(np.asarray(w, np.float64)).max()
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradients(loss: str, jitted: bool) -> None:
-    with jax.enable_x64(True):
-        z = features(loss, dtype=np.float64)
-        arguments = (z, jnp.asarray(7.0), jnp.asarray(-3.0) if loss == "siglip" else None)
-        ours, theirs = (
-            jax.value_and_grad(lambda *a, function=function: 3 * function(loss, *a), (0, 1, 2))
-            for function in (call, formula)
-        )
-        got, grads = (jax.jit(ours) if jitted else ours)(*arguments)
-        want, wanted = theirs(*arguments)
-        assert got.dtype == jnp.float64
-        close(got, want, 1e-12)
-        if loss == "lit":
-            wanted[0][1] = jnp.zeros_like(z[1])  # the locked tower
-            assert not grads[0][1].any()
-            grads, wanted = (grads[0][0], grads[1]), (wanted[0][0], wanted[1])
-        close(grads, wanted, 1e-11)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_dtypes(dtype: Any) -> None:
     z = features("clip", 40, 16, dtype)
@@ -132,45 +110,6 @@ def test_what_is_not_differentiated_costs_nothing(monkeypatch: Any) -> None:
     assert asked == [set(), {"image"}, {"scale"}, {"text"}]
 
 
-def test_per_row_losses() -> None:
-    z = features("info_nce")
-    weights = jnp.arange(12.0)
-
-    def ours(*z: Any) -> Any:
-        return (weights * call("info_nce", z, 4.0, reduction="none")).sum()
-
-    def theirs(*z: Any) -> Any:
-        return -(weights * jnp.diag(jax.nn.log_softmax(4.0 * z[0] @ z[1].T, axis=1))).sum()
-
-    for transform in (ours, jax.jit(ours)):
-        got, want = (jax.value_and_grad(f, (0, 1))(*z) for f in (transform, theirs))
-        close(got, want, 1e-5)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_options(name: str, reduction: str) -> None:
-    """Against the specification, vectors an argument of `jit`."""
-    with jax.enable_x64(True):
-        for problem in problems_with_options(name):
-            plain = {k: v for k, v in problem.options().items() if not isinstance(v, np.ndarray)}
-            arrays = {k: v for k, v in problem.options().items() if k not in plain}
-
-            @functools.partial(jax.jit, static_argnums=2)
-            @functools.partial(jax.value_and_grad)
-            def step(features: Any, arrays: Any, plain: Any) -> Any:
-                loss = getattr(ij, f"{name}_loss")
-                return loss(*features, **arrays, **dict(plain), reduction=reduction).sum()
-
-            features = [jnp.asarray(z) for z in problem.features]
-            got, grads = step(features, arrays, tuple(plain.items()))
-            want = problem.reference()
-            close(got, np.asarray(want.loss), 1e-12)
-            for argument, gradient in zip(problem.argument_names(), grads, strict=True):
-                if want.grads[argument] is not None:
-                    close(gradient, want.grads[argument], 1e-11)
-
-
 @pytest.mark.parametrize("name", spec.VECTOR_OPTIONS)
 def test_vectors_get_no_gradient(name: str) -> None:
     query, key = features("info_nce")
@@ -184,27 +123,6 @@ def test_vectors_get_no_gradient(name: str) -> None:
     still = functools.partial(loss, wrap=jax.lax.stop_gradient)
     for derivative in (jax.grad(still), jax.jit(jax.grad(still)), jax.grad(jax.checkpoint(still))):
         assert not derivative(jnp.ones(12)).any()
-
-
-def test_labels_ids_and_temperature() -> None:
-    query, key = features("info_nce")
-    labels = np.random.default_rng(0).permutation(12)
-    ids = jnp.arange(12) // 2
-    key = key[labels]
-
-    def theirs(query: Any, temperature: Any) -> Any:
-        x = query @ key.T / temperature
-        # a key with the query's id that is not its positive does not count
-        same = (ids[:, None] == ids[labels][None]) & (labels[None] != jnp.arange(12)[:, None])
-        return cross_entropy(jnp.where(same, -jnp.inf, x), jnp.argsort(labels))
-
-    def ours(query: Any, temperature: Any) -> Any:
-        return ij.info_nce_loss(
-            query, key, jnp.argsort(labels), temperature=temperature, ids=(ids, ids[labels])
-        )
-
-    got, want = (jax.value_and_grad(f, (0, 1))(query, 0.3) for f in (jax.jit(ours), theirs))
-    close(got, want, 1e-5)
 
 
 HASHES = [np.arange(12) % 5 << 32, (np.arange(12) % 5).astype(np.uint64) << 61]
@@ -267,28 +185,6 @@ def test_no_positive_is_a_loss_of_zero(loss: str, labels: Any, jitted: bool) -> 
     out = (jax.jit(ours) if jitted else ours)(features(loss), jnp.float32(3.0))
     for number in jax.tree.leaves(out):
         assert not np.asarray(number).any()
-
-
-def test_vmap() -> None:
-    image, text = (jnp.stack([z, z[::-1] ** 2, 2 * z]) for z in features("clip"))
-    got = jax.vmap(jax.grad(lambda a, b: call("clip", (a, b), 3.0)))(image, text)
-    want = jax.vmap(jax.grad(lambda a, b: formula("clip", (a, b), 3.0)))(image, text)
-    close(got, want, 1e-5)
-
-
-def test_inside_a_scan_and_checkpoint() -> None:
-    image, text = features("clip")
-
-    def trained(loss: Any) -> Any:
-        def step(image: Any, _: Any) -> Any:
-            value, gradient = jax.value_and_grad(
-                jax.checkpoint(lambda z: loss("clip", (jnp.tanh(z), text), 3.0))
-            )(image)
-            return image - gradient, value
-
-        return jax.lax.scan(step, image, None, length=5)
-
-    close(jax.jit(trained, static_argnums=0)(call), trained(formula), 1e-5)
 
 
 def test_metrics() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
-from reference_problems import SOFTMAX, problems_with_options  # noqa: E402
 from torch_problems import (  # noqa: E402
     DEVICES,
     FORMS,
@@ -49,15 +48,6 @@ def test_loss_and_gradients(form: str, loss: str, device: str) -> None:
             torch.testing.assert_close(g, w)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_gradcheck(loss: str) -> None:
-    z = features(loss, 6, 3)
-    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    if loss == "lit":
-        z[1] = z[1].detach()
-    assert torch.autograd.gradcheck(lambda s, *z: call(loss, z, scale=s), (scale, *z))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype: Any, device: str) -> None:
@@ -86,33 +76,6 @@ def test_backward_twice_with_retain_graph(device: str) -> None:
     for a, b, c in zip(first, second, kept, strict=True):
         assert torch.equal(a, c)
         torch.testing.assert_close(b, 2.5 * a)
-
-
-def test_per_row_losses() -> None:
-    z = features("info_nce")
-    rows = it.info_nce_loss(*z, scale=4.0, reduction="none")
-    weights = torch.arange(12.0, dtype=torch.float64)
-    x = 4.0 * z[0] @ z[1].T
-    want = F.cross_entropy(x, torch.arange(12), reduction="none")
-    torch.testing.assert_close(rows, want)
-    for g, w in zip(
-        torch.autograd.grad((weights * rows).sum(), z),
-        torch.autograd.grad((weights * want).sum(), z),
-        strict=True,
-    ):
-        torch.testing.assert_close(g, w)
-
-
-def test_labels_and_temperature() -> None:
-    z = features("info_nce")
-    labels = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    temperature = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    got = it.info_nce_loss(z[0], z[1], labels, temperature=temperature)
-    want = F.cross_entropy(z[0] @ z[1].T / temperature, labels)
-    torch.testing.assert_close(got, want)
-    for g, w in zip(torch.autograd.grad(got, [*z, temperature]),
-                    torch.autograd.grad(want, [*z, temperature]), strict=True):  # fmt: skip
-        torch.testing.assert_close(g, w)
 
 
 def test_what_needs_no_gradient_costs_none(monkeypatch: Any) -> None:
@@ -265,42 +228,6 @@ def test_compiled_calls_that_are_no_operator(form: str) -> None:
                            ({"wrt": None}, "unexpected keyword argument 'wrt'")):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=match):
             torch.compile(lambda z, o=options: loss(z, **o), backend="eager")(image)
-
-
-@pytest.mark.parametrize("way", ["eager", "rows", "compiled", "func"])
-@pytest.mark.parametrize("name", SOFTMAX)
-@pytest.mark.parametrize("form", FORMS)
-def test_options(form: str, name: str, way: str) -> None:
-    """Against the specification, with weights and biases that are computed on the way."""
-    for problem in problems_with_options(name):
-        arrays = {k: v for k, v in problem.options().items() if isinstance(v, np.ndarray)}
-        plain = {k: v for k, v in problem.options().items() if k not in arrays}
-        vectors = {k: torch.tensor(v) for k, v in arrays.items()}
-        reduction = "none" if way == "rows" else "mean"
-        at_call = {"labels": plain.pop("labels")} if "labels" in plain else {}
-        run = with_options(form, name, **plain, reduction=reduction)
-
-        def step(*features: Any, vectors: Any = vectors, at_call: Any = at_call,
-                 run: Any = run) -> Any:  # fmt: skip
-            computed = {k: 2 * v - v for k, v in vectors.items()}
-            return run(*features, **computed, **at_call).sum()
-
-        features = [torch.tensor(z, requires_grad=True) for z in problem.features]
-        wanted = features[: 1 if name == "lit" else None]
-        if way == "compiled":
-            torch.compiler.reset()  # it gives up where one function is compiled many times
-            step = torch.compile(step, fullgraph=True, backend="aot_eager")
-        loss = step(*features)
-        if way == "func":
-            leaves = [z.detach() for z in features]
-            grads = torch.func.grad(step, tuple(range(len(wanted))))(*leaves)
-        else:
-            grads = torch.autograd.grad(loss, wanted)
-        want = problem.reference()
-        assert loss.item() == pytest.approx(want.loss, rel=1e-12)
-        for argument, got in zip(problem.argument_names(), grads, strict=False):
-            expected = torch.tensor(want.grads[argument])
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("device", DEVICES)

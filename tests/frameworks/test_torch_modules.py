@@ -211,14 +211,6 @@ def test_no_limit() -> None:
     assert free.log_scale.exp().item() == pytest.approx(200.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("wrapper", torch_wrappers.LOCAL)
-def test_a_module_under_a_wrapper(wrapper: str, loss: str) -> None:
-    """Loss and gradients are those of the function at the numbers that the wrapper holds."""
-    wrapped = torch_wrappers.LOCAL[wrapper](torch_wrappers.make(loss))
-    torch_wrappers.assert_same(torch_wrappers.outcome(wrapped, loss), loss)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("loss", LOSSES)

@@ -4,14 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from infonce.kernels.cpu import schedule
 from judge import (
     DTYPES,
-    KINDS,
     LOSSES,
-    VIEWS,
     arguments,
     assert_grad,
     assert_loss,
@@ -20,10 +16,6 @@ from judge import (
     largest_logit,
     pairs,
     scale_size,
-    sizes,
-    temperatures,
-    viewed,
-    widths,
 )
 
 import infonce
@@ -57,51 +49,6 @@ def compare(out: infonce.LossAndGrad, ref: Any, args: Any, scale: float) -> None
             assert_grad(got, want, dtype, logit, terms=terms)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=settings.default.max_examples // 2)  # of each loss, method and dtype
-@given(
-    m=sizes, n=sizes, d=widths, temperature=temperatures, kind=st.sampled_from(KINDS),
-    view=st.sampled_from(VIEWS), normalize=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
-@example(65, 65, 33, 0.005, "opposed", "contiguous", False, 0)
-@example(300, 300, 64, 0.01, "aligned", "reversed", True, 1)
-@example(1, 1, 1, 0.005, "aligned", "contiguous", False, 2)
-def test_against_reference(
-    loss: str, method: str, dtype: Any, m: int, n: int, d: int, temperature: float, kind: str,
-    view: str, normalize: bool, seed: int,
-) -> None:  # fmt: skip
-    m, n = min(m, n), max(m, n)
-    args = arguments(loss, *pairs(kind, m, n, d, dtype, seed))
-    ref = judged(loss, args, scale=1 / temperature, normalize=normalize)
-    given_args = [viewed(z, view) for z in args]
-    # a workspace this small cuts even these sizes into many tiles
-    size = 2**28 if method == "fused" else 40_000 + 64 * 5 * d
-    out = call(loss, *given_args, temperature=temperature, method=method, normalize=normalize,
-               workspace=size)  # fmt: skip
-    scale = 1 / temperature
-    if normalize:
-        unit = [z.astype(np.float64) for z in args]
-        unit = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in unit]
-        logit = largest_logit(scale, unit[0], unit[-1])
-        assert_loss(out.loss, ref.loss, np.dtype(dtype).name, logit)
-        for name in set(out.grads._fields) - {"scale", "bias"}:
-            if ref.grads[name] is not None:
-                # what remains after the part along the row is taken off
-                gradient_size = np.linalg.norm(ref.grads[name]) + 1e-3 * scale * ref.loss
-                assert_grad(getattr(out.grads, name), ref.grads[name], np.dtype(dtype).name,
-                            logit, gradient_size, cancelling(ref, tuple(unit), scale))  # fmt: skip
-    else:
-        compare(out, ref, args, scale)
-    alone = value(loss, *given_args, temperature=temperature, method=method, normalize=normalize,
-                  workspace=size)  # fmt: skip
-    assert alone.shape == ()
-    assert alone.dtype == out.loss.dtype
-    assert_loss(alone, float(out.loss), np.dtype(dtype).name,
-                largest_logit(scale, args[0], args[-1]))  # fmt: skip
-
-
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_accuracy_of_a_batch(loss: str, turn: int) -> None:
@@ -121,65 +68,6 @@ def test_accuracy_of_a_batch(loss: str, turn: int) -> None:
         if isinstance(want, np.ndarray):
             error = np.linalg.norm(getattr(out.grads, name) - want) / np.linalg.norm(want)
             assert error <= 5e-6, name
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@given(n=st.integers(1, 60), seed=st.integers(0, 99), temperature=temperatures)
-def test_ids(loss: str, method: str, dtype: Any, n: int, seed: int, temperature: float) -> None:
-    args = arguments(loss, *pairs("partly aligned", n, n, 7, dtype, seed))
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(0, max(1, n // 2), len(args[0]))
-    ids: Any = rows
-    if loss == "info_nce" and seed % 2:
-        ids = rows, rng.integers(0, max(1, n // 2), len(args[1]))
-    ref = judged(loss, args, scale=1 / temperature, ids=ids)
-    out = call(loss, *args, temperature=temperature, method=method, ids=ids, workspace=20_000 * 2
-               if method != "fused" else 2**28)  # fmt: skip
-    compare(out, ref, args, 1 / temperature)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@given(m=st.integers(1, 70), n=st.integers(1, 70), seed=st.integers(0, 99))
-def test_labels_anywhere(method: str, m: int, n: int, seed: int) -> None:
-    query, key = pairs("random", m, n, 5, np.float64, seed)
-    labels = np.random.default_rng(seed).integers(0, n, m)
-    ref = judged("info_nce", (query, key), scale=9.0, labels=labels)
-    for kind in (np.int64, np.int32, np.uint8):
-        out = infonce.info_nce_loss_and_grad(
-            query, key, labels.astype(kind), scale=9.0, method=method
-        )
-        compare(out, ref, (query, key), 9.0)
-    for wrt in (["query"], ["key"], ["scale"]):
-        out = infonce.info_nce_loss_and_grad(query, key, labels, scale=9.0, method=method, wrt=wrt)
-        assert [name for name, g in out.grads._asdict().items() if g is not None] == wrt
-        assert_grad(getattr(out.grads, wrt[0]), ref.grads[wrt[0]], "float64", 9.0,
-                    scale_size(ref, (query,)) if wrt == ["scale"] else None)  # fmt: skip
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("method", METHODS)
-def test_reduction_and_upstream(loss: str, method: str) -> None:
-    args = arguments(loss, *pairs("partly aligned", 37, 37, 6, np.float64, 5))
-    m = len(args[0])
-    g = np.random.default_rng(1).standard_normal(m)
-    options: dict[str, Any] = dict(scale=7.0, method=method)
-    want = judged(loss, args, scale=7.0, weights=g)
-    out = call(loss, *args, reduction="none", grad_out=g, **options)
-    np.testing.assert_allclose(out.loss, want.losses, rtol=1e-12)
-    for name, expected in want.grads.items():
-        if expected is not None:
-            np.testing.assert_allclose(getattr(out.grads, name), expected, rtol=1e-9, atol=1e-13)
-    total = call(loss, *args, reduction="sum", grad_out=-2.5, **options)
-    mean = call(loss, *args, **options)
-    np.testing.assert_allclose(total.loss, mean.loss * m, rtol=1e-12)
-    for name in total.grads._fields:
-        if getattr(total.grads, name) is not None:
-            np.testing.assert_allclose(
-                getattr(total.grads, name), -2.5 * m * getattr(mean.grads, name), rtol=1e-9,
-                atol=1e-15,
-            )  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit"])
@@ -368,14 +256,3 @@ def test_one_exponential_is_not_enough_for_columns_far_below_their_rows() -> Non
         ref = judged("clip", args, scale=500.0)
         for method in METHODS:
             compare(call("clip", *args, scale=500.0, method=method), ref, args, 500.0)
-
-
-def test_tile_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes lie on both sides of each boundary of small tiles, in rows and in columns."""
-    monkeypatch.setattr(schedule, "TILE", (16, 24))
-    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
-    for n in (15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49):
-        for loss in LOSSES:
-            args = arguments(loss, *pairs("partly aligned", n, n + 7, 5, np.float64, n))
-            compare(call(loss, *args, scale=6.0, method="tiled"),
-                    judged(loss, args, scale=6.0), args, 6.0)  # fmt: skip

@@ -4,13 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.problem import LN_2
 from infonce.kernels.solve import Vectors
-from judge import assert_grad, assert_loss, largest_logit
-from reference_problems import YES, Problem, call_of, each_once, one_problem, problems, quick, taken
+from reference_problems import Problem, each_once, one_problem, taken
 
 import infonce
 from infonce import reference, spec
@@ -32,25 +29,6 @@ OF_LOGITS: list[dict[str, Any]] = [
 ]
 
 
-@st.composite
-def calls(draw: Any, name: str) -> tuple[Problem, dict[str, Any]]:
-    """A problem of the specification, and the options of the same call."""
-    problem, options = call_of(draw(problems(names=(name,), options=YES, groups=st.booleans())))
-    assume(problem.weights is None or problem.weights.sum() > 0.1)
-    return problem, options
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", NAMES)
-def test_float64_is_the_specification(name: str, method: str) -> None:
-    @settings(quick, max_examples=60)
-    @given(calls(name))
-    def check(call: tuple[Problem, dict[str, Any]]) -> None:
-        compare(*call, method)
-
-    check()
-
-
 class VectorsOfGPU(Vectors):
     """Reference exponents are log-sum-exps, as kernels have them: their probability is a number."""
 
@@ -70,35 +48,6 @@ def test_array_operations_of_a_gpu(
     problem = unit_problem(name, 20, 6, 5)._replace(softmax=taken(name, options))
     keywords = {key: v for key, v in problem.options().items() if key != "weights"}
     compare(problem, keywords, "naive")
-
-
-@pytest.mark.parametrize("grad_dtype", [None, np.float32])
-@pytest.mark.parametrize("options", OF_LOGITS, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("name", NAMES)
-def test_biases_and_limits_in_blocks(
-    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], grad_dtype: Any
-) -> None:
-    """Tiles of whole and of cut sides; gradients in place and in the workspace."""
-    monkeypatch.setattr(schedule, "TILE", (16, 24))
-    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
-    problem = unit_problem(name, 58, 6, 5)._replace(scale=5.0)
-    if name != "sup_con":
-        problem = problem._replace(ids=np.arange(58) // 3)
-    options = taken(name, options | {k: v[:58] for k, v in options.items() if k == "key_bias"})
-    problem = problem._replace(softmax=options)
-    want = problem.reference()
-    keywords = {key: v for key, v in problem.options().items() if key != "weights"}
-    for method in ("fused", "tiled"):
-        got = getattr(infonce, f"{name}_loss_and_grad")(
-            *problem.features, method=method, grad_dtype=grad_dtype, **keywords
-        )
-        assert_near(got.loss, want.loss)
-        assert_near(got.grads.scale, want.grads["scale"])
-        for argument, gradient in want.grads.items():
-            if isinstance(gradient, np.ndarray):
-                near = 1e-12 if grad_dtype is None else 1e-7
-                have = getattr(got.grads, argument)
-                np.testing.assert_allclose(have, gradient, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
@@ -219,83 +168,6 @@ def unit_problem(name: str, rows: int, width: int, seed: int) -> Problem:
         labels = np.random.default_rng(seed).integers(-1, rows, (rows, 3))
         problem = problem._replace(labels=each_once(np.c_[labels, np.arange(rows)]))
     return problem._replace(features=tuple(features))
-
-
-@pytest.mark.parametrize("options", [*TOGETHER, *OF_LOGITS], ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("method", ["naive", "tiled"])
-@pytest.mark.parametrize("name", NAMES)
-def test_float32_is_within_its_bounds(name: str, method: str, options: dict[str, Any]) -> None:
-    """Several blocks, and so little room that gradients of keys take two passes."""
-    problem = unit_problem(name, 150, 24, 5)._replace(scale=20.0, softmax=taken(name, options))
-    features = tuple(z.astype(np.float32) for z in problem.features)
-    want = problem._replace(features=features).reference()
-    keywords = {key: v for key, v in problem.options().items() if key != "ids"}
-    weights = keywords.pop("weights")
-    assert weights is None
-    workspace = None if method == "naive" else 30_000
-    got = getattr(infonce, f"{name}_loss_and_grad")(
-        *features, method=method, workspace=workspace, grad_dtype=np.float64, **keywords
-    )
-    logit = largest_logit(20.0 + options.get("hardness", 0.0), features[0], features[-1])
-    assert_loss(got.loss, want.loss, "float32", logit)
-    for argument, gradient in want.grads.items():
-        if isinstance(gradient, np.ndarray):
-            assert_grad(getattr(got.grads, argument), gradient, "float32", logit)
-    np.testing.assert_allclose(got.grads.scale, want.grads["scale"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", [*NAMES, "siglip"])
-def test_weights_of_rows(name: str, method: str) -> None:
-    """Weights multiply each loss, and count in the sum. The mean divides by their sum."""
-    problem = one_problem(name, rows=8)
-    rows = 8
-    weights = np.array([0.5, 0.0, 2.0, 1.0, 1.0, 3.0, 0.1, 0.7])[:rows]
-    keywords = {key: v for key, v in problem.options().items() if key != "weights"}
-    loss = getattr(infonce, f"{name}_loss")
-    each = loss(*problem.features, reduction="none", method=method, **keywords)
-    options = {"weights": weights, "method": method, **keywords}
-    weighted = loss(*problem.features, reduction="none", **options)
-    assert_near(weighted, weights * each)
-    assert_near(loss(*problem.features, reduction="sum", **options), (weights * each).sum())
-    mean = (weights * each).sum() / weights.sum()
-    assert_near(loss(*problem.features, **options), mean)
-    grad_out = np.linspace(-1, 1, rows)
-    got = getattr(infonce, f"{name}_loss_and_grad")(
-        *problem.features, reduction="none", grad_out=grad_out, **options
-    )
-    want = problem._replace(weights=grad_out * weights).reference()
-    for argument, gradient in want.grads.items():
-        if gradient is not None:
-            assert_near(getattr(got.grads, argument), gradient)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip", "lit"])
-def test_metrics_are_of_the_logits(name: str, method: str) -> None:
-    """Ranks, the positives' logits and the hardest negatives' do not see options of the softmax."""
-    problem = one_problem(name)
-    function = getattr(infonce, f"{name}_loss_and_grad")
-    plain = function(*problem.features, scale=2.0, metrics=True, method=method).metrics
-    for options in TOGETHER:
-        got = function(*problem.features, scale=2.0, metrics=True, method=method, **options).metrics
-        np.testing.assert_array_equal(got.row_rank, plain.row_rank)
-        assert_near(got.positive, plain.positive)
-        assert_near(got.hardest_negative, plain.hardest_negative)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_no_row_has_a_positive(method: str) -> None:
-    """The mean of nothing is 0."""
-    z = np.random.default_rng(0).standard_normal((5, 3))
-    cases = (
-        infonce.info_nce_loss_and_grad(z, z, [-1, -7, -1, -1, -1], scale=2.0, method=method),
-        infonce.sup_con_loss_and_grad(z, [4, 1, -3, -3, 2], scale=2.0, method=method),
-    )
-    for out in cases:
-        assert out.loss == 0
-        assert not any(gradient.any() for gradient in out.grads)
-        assert np.isfinite(out.lse).all()
 
 
 @pytest.mark.parametrize("method", METHODS)

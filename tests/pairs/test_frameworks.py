@@ -11,7 +11,6 @@ pytestmark = pytest.mark.extras
 RNG = np.random.default_rng(0)
 Z, GUIDE = RNG.standard_normal((2, 12, 4)), RNG.standard_normal((2, 12, 3))
 OPTIONS: dict[str, Any] = {"scale": 3.0, "guide_margin": 0.1}
-NAMES = ["clip", "info_nce", "nt_xent", "gte"]
 
 
 def arguments(name: str, convert: Any) -> tuple[list[Any], Any]:
@@ -21,45 +20,8 @@ def arguments(name: str, convert: Any) -> tuple[list[Any], Any]:
     return [convert(z) for z in Z], tuple(convert(z) for z in GUIDE)
 
 
-def of_numpy(name: str) -> infonce.LossAndGrad:
-    features, guide = arguments(name, np.asarray)
-    result: infonce.LossAndGrad = getattr(infonce, f"{name}_loss_and_grad")(
-        *features, guide=guide, **OPTIONS
-    )
-    return result
-
-
 def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_torch(name: str) -> None:
-    torch = pytest.importorskip("torch")
-    import infonce.torch as losses
-
-    loss, want = getattr(losses, f"{name}_loss"), of_numpy(name)
-    features, guide = arguments(name, torch.tensor)
-    for z in features:
-        z.requires_grad_()
-    each = loss(*features, guide=guide, reduction="none", **OPTIONS)
-    value = loss(*features, guide=guide, **OPTIONS)
-    close(each.detach().mean(), want.loss)
-    close(value.detach(), want.loss)
-    for got in (each.mean(), value):
-        for z in features:
-            z.grad = None
-        got.backward()
-        for z, gradient in zip(features, want.grads[:-1], strict=True):
-            close(z.grad, gradient)
-    module = getattr(losses, {"clip": "CLIPLoss", "info_nce": "InfoNCELoss", "gte": "GTELoss",
-                              "nt_xent": "NTXentLoss"}[name])(scale=3.0)  # fmt: skip
-    close(module(*features, guide=guide, guide_margin=0.1).detach(), want.loss)
-
-    def transformed(first: Any) -> Any:
-        return loss(first, *(z.detach() for z in features[1:]), guide=guide, **OPTIONS)
-
-    close(torch.func.grad(transformed)(features[0].detach()), want.grads[0])
 
 
 def test_torch_refuses_guides_that_want_a_gradient() -> None:
@@ -72,25 +34,6 @@ def test_torch_refuses_guides_that_want_a_gradient() -> None:
         losses.clip_loss(*features, guide=guide, scale=1.0)
     with pytest.raises(TypeError, match="guide: expected a pair"):
         losses.clip_loss(*features, guide=guide[0], scale=1.0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_jax(name: str) -> None:
-    jax = pytest.importorskip("jax")
-    import infonce.jax as losses
-
-    loss, want = getattr(losses, f"{name}_loss"), of_numpy(name)
-    with jax.enable_x64(True):
-        features, guide = arguments(name, jax.numpy.asarray)
-
-        def value(*features: Any) -> Any:
-            return loss(*features, guide=guide, **OPTIONS)
-
-        places = tuple(range(len(features)))
-        got, grads = jax.jit(jax.value_and_grad(value, places))(*features)
-        close(got, want.loss)
-        for have, gradient in zip(grads, want.grads[:-1], strict=True):
-            close(have, gradient)
 
 
 def test_jax_refuses_guides_that_are_differentiated() -> None:

@@ -50,10 +50,12 @@ class Rows:
     """Rows on the device, with the operations that linear terms need (`kernels/linear.py`)."""
 
     def __init__(self, features: Any, problem: Any) -> None:
-        self.u, self.normalize, self.length = features, problem.normalize, np.ones((1, 1))
+        wide = features.astype(np.longdouble)  # in which squares do not over- or underflow
+        self.normalize, self.length = problem.normalize, np.ones((len(wide), 1), wide.dtype)
         if problem.normalize:
-            self.length = np.linalg.norm(features, axis=1, keepdims=True)
-            self.u = features / self.length
+            self.length = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
+            self.length[self.length == 0] = 1
+        self.u = (wide / self.length).astype(np.float64)
 
     def sums(self, segment: Any, count: int, factor: Any = None, order: Any = None) -> Any:
         indicators = np.eye(count)[segment]  # [rows, segments]: 1 for the segment of a row
@@ -73,7 +75,7 @@ class Rows:
             dots -= products
         if self.normalize:
             g -= self.u * products[:, None]
-        gradient -= g / self.length
+        gradient -= (g / self.length).astype(np.float64)
 
 
 class Host:

@@ -19,7 +19,7 @@ KINDS = ["random", "aligned", "partly aligned", "opposed", "identical rows", "lo
 # By dtype of the features: unit roundoff of the arithmetic; and bounds of errors, relative to the
 # float64 result on the same inputs, for unit rows and logits up to 200. GRAD_BOUND is about one
 # roundoff of a gradient in 16 bits (2^-11, 2^-8), and 80 roundoffs of sums in float32.
-# (README's table of errors is tested by tests/brute/test_precision.py.)
+# (README's table of errors is tested by tests/matrix/test_precision.py.)
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
 LOSS_BOUND = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
 GRAD_BOUND = {"float64": 1e-12, "float32": 5e-6, "float16": 6e-4, "bfloat16": 4e-3}

@@ -1,7 +1,5 @@
 """The program of each rank in tests/distributed/test_ranks.py, which starts `main` by mpiexec, and
 checks of the numbers that ranks get: against one process and against float64.
-
-Rank 0 leads: hypothesis runs there, and sends each example to all ranks, which report back.
 """
 
 import functools
@@ -9,21 +7,15 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import judge
 import ml_dtypes
 import numpy as np
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from infonce.distributed import cost
 from infonce.distributed import run as ranks_run
 from infonce.distributed.communicators.mpi import connect
-from infonce.kernels.cpu.backend import CPU
-from infonce.kernels.problem import Problem
 from mpi4py import MPI
 
 import infonce
@@ -58,133 +50,6 @@ def close(got: Any, want: Any, tolerance: float, what: str, size: float = 0.0) -
     assert error <= tolerance * size + 1e-14, f"{what}: off by {error:.1e} of {size:.1e}"
 
 
-def compare(case: dict[str, Any]) -> None:
-    """Compare a loss over the ranks with one process that has all rows. `case` is of `cases`."""
-    loss, seed, n, d = case["loss"], case["seed"], case["n"], case["d"]
-    rng = np.random.default_rng(seed)
-    dtype = np.dtype(getattr(ml_dtypes, case["dtype"], case["dtype"]))
-    m = max(1, n - case["extra"]) if loss == "info_nce" else n
-    key = rng.standard_normal((n, d)).astype(dtype)
-    query = (key[:m].astype(float) * case["aligned"] + rng.standard_normal((m, d))).astype(dtype)
-    options = {name: case[name] for name in ("scale", "normalize", "reduction")}
-
-    # whole arrays, the order in which ranks hold their rows, and the rows of this rank
-    rows = shards(m, seed)
-    features, orders, parts = [query, key], [np.arange(m), np.arange(n)], [rows, rows]
-    labels = None
-    if loss == "info_nce":
-        parts[1] = shards(n, seed + 1)
-        labels = rng.integers(0, n, m) if case["labelled"] else None
-    if loss == "nt_xent":
-        features = [np.concatenate([query, key])]
-        if case["labelled"]:  # any row of the batch may be on any rank
-            orders, parts = [rng.permutation(2 * n)], [shards(2 * n, seed)]
-            labels = np.argsort(orders[0])[(orders[0] + n) % (2 * n)]
-        else:  # both views of a sample are on the same rank
-            both = [np.r_[r.start : r.stop, n + r.start : n + r.stop] for r in rows]
-            orders = [np.concatenate(both).astype(int)]
-            parts = [[slice(2 * r.start, 2 * r.stop) for r in rows]]
-    mine = [order[part[RANK]] for order, part in zip(orders, parts, strict=True)]
-
-    single, spread = dict(options), dict(options, timeout=60)
-    cost.LEAST_VISIT_BYTES = case.get("visit_bytes", cost.LEAST_VISIT_BYTES)
-    os.environ["INFONCE_LOCAL_SIZE"] = str(NODE_SIZES[case.get("nodes", seed) % len(NODE_SIZES)])
-    spread["method"] = case.get("method", "auto")
-    spread["exchange"] = exchange = case.get("exchange", "auto")
-    spread["workspace"] = case.get("workspace") if exchange in ("auto", "ring") else None
-    if case["ids"]:
-        ids = [rng.integers(0, n, len(z)) for z in features]
-        if len(ids) == 1:
-            single["ids"], spread["ids"] = ids[0], ids[0][mine[0]]
-        else:
-            single["ids"] = tuple(ids)
-            spread["ids"] = tuple(i[own] for i, own in zip(ids, mine, strict=True))
-    if labels is not None:
-        spread["labels"] = labels[parts[0][RANK]]
-        if loss != "nt_xent":
-            single["labels"] = labels
-    local = [z[own] for z, own in zip(features, mine, strict=True)]
-
-    metrics = {"metrics": case.get("metrics", False) and loss != "siglip"}
-    want = getattr(infonce, f"{loss}_loss_and_grad")(*features, **single, **metrics)
-    got = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
-    again = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
-    loss_only = getattr(distributed, f"{loss}_loss")(*local, **spread)
-
-    tolerance = TOLERANCE[dtype.name]
-    assert got.loss.dtype == want.loss.dtype
-    # Other blocks: metrics exclude the triangle and a single block, a loss has room for larger ones
-    other_blocks = metrics["metrics"] and (loss == "nt_xent" or COMM.size == 1)
-    if other_blocks or case.get("workspace") == SMALL:
-        close(loss_only, got.loss, 0.1 * tolerance, "loss without gradients")
-    else:
-        assert np.array_equal(loss_only, got.loss)
-    per_row = case["reduction"] == "none"
-    close(got.loss, want.loss[mine[0]] if per_row else want.loss, 0.1 * tolerance, "loss")
-    terms = np.abs(np.asarray(want.grads[0], float) * features[0].astype(float)).sum()
-    if case["normalize"]:  # the part of dQ along q cancels: up to |x| (1 - P of the positive)
-        terms = max(terms, case["scale"] * np.minimum(want.loss, 1).sum())
-    for i, field in enumerate(want.grads._fields):
-        w, g = getattr(want.grads, field), getattr(got.grads, field)
-        if w is None:
-            assert g is None, field
-            continue
-        assert g.dtype == w.dtype, field
-        assert np.asarray(g).tobytes() == np.asarray(getattr(again.grads, field)).tobytes(), field
-        if field in SCALARS:  # sums that cancel: relative to their terms
-            close(g, w, tolerance, f"d {field}", terms / case["scale"])
-        else:  # relative to the rows of all ranks, because those of one rank may be almost 0
-            size = np.linalg.norm(w.astype(float))
-            if case["normalize"]:  # or to the terms, of which only the part across a row is left
-                size = max(size, terms / np.linalg.norm(features[i].astype(float), axis=1).min())
-            close(g, w[mine[i]], tolerance, f"d {field}", size)
-    if got.lse is not None:
-        both = zip(*((z if isinstance(z, tuple) else (z,)) for z in (got.lse, want.lse)),
-                   strict=True)  # fmt: skip
-        for i, (g, w) in enumerate(both):
-            close(g, w[mine[i]], tolerance, "lse", 1.0 + np.abs(w).max())
-    assert (got.metrics is None) == (want.metrics is None)
-    if got.metrics is None or want.metrics is None:
-        return
-    for name in infonce.Metrics.__dataclass_fields__:
-        g, w = getattr(got.metrics, name), getattr(want.metrics, name)
-        if w is None:
-            assert g is None, name
-        elif w.dtype.kind == "i":  # rounding changes retrieval ranks of logits that are close
-            ties = n * (d == 1 and case["normalize"])  # rows are +-1: see `Metrics.row_rank`
-            above = g - w[mine[name == "column_rank"]]
-            assert dtype.name != "float64" or ((above >= 0) & (above <= ties)).all(), name
-        else:
-            g, w = (np.maximum(z, -1e30) for z in (g, w))  # -inf for rows without negatives
-            close(g, w[mine[0]] if w.ndim else w, tolerance, name, 1.0 + np.abs(w).max())
-
-
-cases = st.fixed_dictionaries({
-    "loss": st.sampled_from(["info_nce", "nt_xent", "clip", "lit", "siglip"]),
-    "n": st.integers(1, 40), "d": st.sampled_from([1, 3, 16]),
-    "extra": st.integers(0, 20),
-    "seed": st.integers(0, 10**6),
-    "scale": st.sampled_from([0.5, 3.0, 20.0]),
-    "aligned": st.sampled_from([0.0, 1.0]),
-    "normalize": st.booleans(),
-    "ids": st.booleans(),
-    "labelled": st.booleans(),
-    "reduction": st.sampled_from(["mean", "mean", "sum", "none"]),
-    "metrics": st.booleans(),
-    "method": st.sampled_from(["auto", "auto", "naive"]),
-    "workspace": st.sampled_from([2**28, SMALL]),
-    "exchange": st.sampled_from(["auto", "ring", "gather", "hierarchical"]),
-    "visit_bytes": st.sampled_from([1, 2**26]),  # bytes
-    "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
-})  # fmt: skip
-
-
-def lead(step: Any, case: Any) -> None:
-    """Run `step(case)` on all ranks, from rank 0. AssertionError names ranks that failed."""
-    failures = follow(step, COMM.bcast(case))
-    assert not any(failures), [f"rank {r}: {text}" for r, text in enumerate(failures) if text]
-
-
 def follow(step: Any, case: Any) -> list[str | None]:  # for each rank, its error or None
     failure = None
     try:
@@ -192,56 +57,6 @@ def follow(step: Any, case: Any) -> list[str | None]:  # for each rank, its erro
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     return COMM.allgather(failure)
-
-
-@contextmanager
-def watched_blocks() -> Iterator[set[bool]]:
-    """Context: collects and checks `Problem.lacks_positives` of the blocks that are computed."""
-    seen, start = set(), CPU.__init__
-
-    def watched(self: CPU, problem: Problem, *gradients: Any) -> None:
-        assert not (problem.lacks_positives and np.any(problem.positives >= 0))
-        seen.add(problem.lacks_positives)
-        start(self, problem, *gradients)
-
-    with patch.object(CPU, "__init__", watched):
-        yield seen
-
-
-def equal(examples: str) -> None:
-    """Ranks get what one process gets: `compare`, on `examples` cases that hypothesis draws."""
-    with watched_blocks() as seen:
-        if not RANK:
-            lead_examples(int(examples))
-            return
-        while isinstance(case := COMM.bcast(None), dict):
-            follow(compare, case)
-        assert case == "passed"  # otherwise rank 0 reports the failure
-        assert seen == {False, True}
-
-
-def lead_examples(examples: int) -> None:
-    """Run one case of each loss, exchange and method from rank 0, then `examples` drawn ones."""
-
-    @settings(max_examples=examples, derandomize=True, database=None, deadline=None,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(case=cases)
-    def property_holds(case: dict[str, Any]) -> None:
-        lead(compare, case)
-
-    plain = {"n": 23, "d": 5, "extra": 3, "seed": 3, "scale": 3.0, "aligned": 1.0,
-             "normalize": True, "ids": True, "labelled": True, "reduction": "mean",
-             "dtype": "float64", "metrics": True, "workspace": SMALL, "nodes": 1}  # fmt: skip
-    end = "failed"
-    try:
-        for loss in ("info_nce", "nt_xent", "clip", "lit", "siglip"):
-            for exchange in ("ring", "gather", "hierarchical"):
-                for method in ("tiled", "naive"):
-                    lead(compare, {**plain, "loss": loss, "exchange": exchange, "method": method})
-        property_holds()
-        end = "passed"
-    finally:
-        COMM.bcast(end)
 
 
 def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) -> None:

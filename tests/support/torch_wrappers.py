@@ -23,7 +23,8 @@ SCALE, BIAS, DTYPE = 20.0, -3.0, torch.float64  # neither of them a default
 # name of a wrapper -> function of the module: (a call of the wrapped module, and after a backward
 # pass the gradients of its numbers by name)
 Wrapped = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
-Wrapper = Callable[[Any], Wrapped]
+# (module, its positional arguments, its keywords of a call, a function that makes such a module)
+Wrapper = Callable[..., Wrapped]
 
 
 def make(loss: str, **options: Any) -> Any:
@@ -48,11 +49,11 @@ def gradients_of(parameters: Any) -> Callable[[], dict[str, Any]]:
     return gradients
 
 
-def plain(module: Any) -> Wrapped:
+def plain(module: Any, *_: Any) -> Wrapped:
     return module, gradients_of(module.named_parameters())
 
 
-def replica(module: Any) -> Wrapped:
+def replica(module: Any, *_: Any) -> Wrapped:
     """As `replicate` of nn.DataParallel makes one, which needs GPUs."""
     copied = module._replicate_for_data_parallel()
     for name, parameter in module.named_parameters():
@@ -70,7 +71,7 @@ class Plus(nn.Module):
         return value - 1.0
 
 
-def parametrized(module: Any) -> Wrapped:
+def parametrized(module: Any, *_: Any) -> Wrapped:
     named = {}
     for name in list(dict(module.named_parameters())):
         parametrize.register_parametrization(module, name, Plus())
@@ -78,18 +79,19 @@ def parametrized(module: Any) -> Wrapped:
     return module, gradients_of(named)
 
 
-def on_meta(module: Any) -> Wrapped:
-    loss = next(name for name, kind in MODULES.items() if type(module) is kind)
+def on_meta(module: Any, inputs: Any, keywords: Any, make: Callable[[], Any]) -> Wrapped:
     with torch.device("meta"):
-        made = make(loss)
+        made = make().to(DTYPE)
     made.to_empty(device="cpu")
     for parameter in made.parameters():
         parameter.data.fill_(torch.nan)
     made.reset_parameters()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(dict(made.named_parameters())[name], parameter)
     return plain(made)
 
 
-def functional(module: Any) -> Wrapped:
+def functional(module: Any, *_: Any) -> Wrapped:
     """The module holds other numbers than those of the call."""
     named = {name: p.detach().clone() for name, p in module.named_parameters()}
     for p in module.parameters():
@@ -97,21 +99,21 @@ def functional(module: Any) -> Wrapped:
     leaves = {name: p.requires_grad_() for name, p in named.items()}
     before = {name: p.detach().clone() for name, p in named.items()}
 
-    def run(*inputs: Any) -> Any:
-        out = torch.func.functional_call(module, leaves, inputs)
+    def run(*inputs: Any, **keywords: Any) -> Any:
+        out = torch.func.functional_call(module, leaves, inputs, keywords)
         assert all(torch.equal(before[name], p) for name, p in leaves.items())
         return out
 
     return run, gradients_of(leaves)
 
 
-def averaged(module: Any) -> Wrapped:
+def averaged(module: Any, *_: Any) -> Wrapped:
     model = torch.optim.swa_utils.AveragedModel(module)
     model.update_parameters(module)
     return model, gradients_of(model.module.named_parameters())
 
 
-def unpickled(module: Any) -> Wrapped:
+def unpickled(module: Any, *_: Any) -> Wrapped:
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
@@ -121,7 +123,7 @@ def unpickled(module: Any) -> Wrapped:
 def loaded(shape: tuple[int, ...]) -> Wrapper:
     """From a state whose numbers have another shape."""
 
-    def load(module: Any) -> Wrapped:
+    def load(module: Any, *_: Any) -> Wrapped:
         state = {f"0.{name}": p.reshape(shape).clone() for name, p in module.state_dict().items()}
         for p in module.parameters():
             p.data.fill_(0.5)
@@ -131,34 +133,32 @@ def loaded(shape: tuple[int, ...]) -> Wrapper:
     return load
 
 
-def compiled(module: Any) -> Wrapped:
+def compiled(module: Any, *_: Any) -> Wrapped:
     torch.compiler.reset()
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     return run, gradients_of(module.named_parameters())
 
 
 def exported(strict: bool) -> Wrapper:
-    def export(module: Any) -> Wrapped:
-        loss = next(name for name, kind in MODULES.items() if type(module) is kind)
-        inputs = arguments(loss, features(loss))
-        program = torch.export.export(module, inputs, strict=strict).module()
+    def export(module: Any, inputs: Any, keywords: Any, *_: Any) -> Wrapped:
+        program = torch.export.export(module, inputs, keywords, strict=strict).module()
         return program, gradients_of(program.named_parameters())
 
     return export
 
 
-def checkpointed(module: Any) -> Wrapped:
-    def run(*inputs: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(module, *inputs, use_reentrant=False)
+def checkpointed(module: Any, *_: Any) -> Wrapped:
+    def run(*inputs: Any, **keywords: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(module, *inputs, use_reentrant=False, **keywords)
 
     return run, gradients_of(module.named_parameters())
 
 
-def distributed_data_parallel(module: Any) -> Wrapped:
+def distributed_data_parallel(module: Any, *_: Any) -> Wrapped:
     return plain(nn.parallel.DistributedDataParallel(module))
 
 
-def flat(module: Any) -> Wrapped:
+def flat(module: Any, *_: Any) -> Wrapped:
     """FSDP1 with one flat parameter, a part of which each process holds."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -174,7 +174,7 @@ def flat(module: Any) -> Wrapped:
     return model, gradients
 
 
-def original(module: Any) -> Wrapped:
+def original(module: Any, *_: Any) -> Wrapped:
     """FSDP1 that keeps the parameters of the module, as views of the flat one."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -191,7 +191,7 @@ def original(module: Any) -> Wrapped:
     return model, gradients
 
 
-def fully_sharded(module: Any) -> Wrapped:
+def fully_sharded(module: Any, *_: Any) -> Wrapped:
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(module, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -201,7 +201,7 @@ def fully_sharded(module: Any) -> Wrapped:
 def in_parts(shape: tuple[int, ...]) -> Wrapper:
     """DTensors that no wrapper gathers: of this shape, split or copied."""
 
-    def distribute(module: Any) -> Wrapped:
+    def distribute(module: Any, *_: Any) -> Wrapped:
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -222,7 +222,7 @@ LOCAL: dict[str, Wrapper] = {
     "meta": on_meta,
     "functional_call": functional,
     "AveragedModel": averaged,
-    "deepcopy": lambda module: plain(copy.deepcopy(module)),
+    "deepcopy": lambda module, *_: plain(copy.deepcopy(module)),
     "pickle": unpickled,
     "0-d state": loaded(()),
     "[1] state": loaded((1,)),

@@ -9,32 +9,16 @@ that by the derivatives: `slopes` are the sizes of dloss_i / dx_ij, term by term
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from problems import Problem, beside, in_pair
 
 Array = np.ndarray
 SYMMETRIC = ("nt_xent", "sup_con", "gte")
-
-
-@dataclass
-class Call:
-    """One call of one loss: features as the library gets them, and what it takes besides."""
-
-    loss: str
-    features: tuple[Array, ...]
-    scale: float
-    bias: float = -10.0
-    normalize: bool = False
-    reduction: str = "mean"
-    labels: Any = None
-    ids: Any = None
-    weights: Any = None
-    grad_out: Any = 1.0
-    softmax: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,36 +47,36 @@ def compute_norms(z: Array) -> Array:
     return np.sqrt((wide * wide).sum(axis=1))
 
 
-def find_positives(call: Call, rows: int, columns: int) -> Array:
-    positive = np.zeros((rows, columns), bool)
-    index = np.arange(rows)
-    if call.loss == "nt_xent":
-        positive[index, (index + rows // 2) % rows] = True
-    elif call.loss == "sup_con":
-        same = call.labels[:, None] == call.labels
-        positive = same & (call.labels >= 0) & ~np.eye(rows, dtype=bool)
-    elif call.loss == "gte":
-        positive[index[: rows // 2], index[: rows // 2] + rows // 2] = True
-    elif call.labels is None:
-        positive[index, index] = True
-    else:
-        for i, keys in enumerate(call.labels.reshape(rows, -1)):
-            positive[i, keys[keys >= 0]] = True
-    return positive
-
-
-def find_excluded(call: Call, positive: Array) -> Array:
+def find_excluded(problem: Problem, positive: Array) -> Array:
     rows, columns = positive.shape
     excluded = np.zeros((rows, columns), bool)
-    ids = call.ids
-    if call.loss == "gte":
+    ids, groups = problem.options.get("ids"), problem.options.get("groups")
+    if problem.loss == "gte":
         ids = np.tile(np.arange(rows // 2) if ids is None else ids, 2)
+        groups = None if groups is None else np.tile(groups, 2)
     if ids is not None:
-        row_ids, column_ids = ids if isinstance(ids, tuple) else (ids, ids)
-        excluded = row_ids[:, None] == column_ids
-    if call.loss in ("nt_xent", "sup_con"):
-        excluded = excluded | np.eye(rows, dtype=bool)
+        row_ids, column_ids = in_pair(ids)
+        excluded |= row_ids[:, None] == column_ids
+    if groups is not None:
+        row_groups, column_groups = in_pair(groups)
+        excluded |= row_groups[:, None] != column_groups
+    if problem.loss in ("nt_xent", "sup_con"):
+        excluded |= np.eye(rows, dtype=bool)
+    if not problem.options.get("in_batch", True):
+        excluded[:] = True
     return excluded & ~positive
+
+
+def find_guide_products(problem: Problem) -> Array | None:
+    """[M, N], of gte [2B, 2B]."""
+    if "guide" not in problem.options:
+        return None
+    sides = [z.astype(np.float64) for z in in_pair(problem.options["guide"])]
+    if problem.loss == "gte":
+        sides = [np.concatenate(sides)] * 2
+    if problem.normalize:
+        sides = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in sides]
+    return np.asarray(sides[0] @ sides[1].T)
 
 
 def masked_lse(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -116,8 +100,8 @@ class Direction:
 
 
 def softmax(
-    call: Call, dot: torch.Tensor, scale: torch.Tensor, positive: Array, excluded: Array,
-    sizes: Array, unit: float, width: int, bias: Array | None,
+    problem: Problem, dot: torch.Tensor, scale: torch.Tensor, positive: Array, excluded: Array,
+    sizes: Array, unit: float, width: int, bias: Array | None, guide: Array | None,
 ) -> Direction:  # fmt: skip
     """Cross-entropy of each row. `sizes` are products of norms |q| |k|, `width` is D.
 
@@ -126,14 +110,16 @@ def softmax(
     The bound of its loss over K keys is
     2 sum_j slopes_j (off + 8 unit) + unit (24 + 4 sqrt(K)) |loss|.
     """
-    o = call.softmax
+    o = problem.options
     e, margin, hardness = (o.get(k, 0.0) for k in ("label_smoothing", "margin", "hardness"))
     decoupled = o.get("decoupled", False)
     plain = dot.detach().numpy()
     has = positive.any(axis=1)
-    if "false_negative_margin" in o:
-        limit = np.where(positive, plain, -np.inf).max(axis=1) + o["false_negative_margin"]
-        excluded = excluded | (~positive & has[:, None] & (plain > limit[:, None]))
+    for products, name in ((plain, "false_negative_margin"), (guide, "guide_margin")):
+        if name in o and products is not None:
+            limit = np.where(positive, products, -np.inf).max(axis=1) + o[name]
+            above = products > limit[:, None]
+            excluded = excluded | (~positive & has[:, None] & above)
     at, kept = torch.from_numpy(positive), torch.from_numpy(~excluded)
     x = scale * (dot - margin * at.double())
     if bias is not None:
@@ -176,13 +162,16 @@ def softmax(
 
 
 def sigmoid(
-    call: Call, dot: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, positive: Array,
+    problem: Problem, dot: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, positive: Array,
     excluded: Array, sizes: Array, unit: float, width: int,
 ) -> Direction:  # fmt: skip
     z = (scale * dot + bias) * torch.from_numpy(np.where(positive, -1.0, 1.0))
+    of_row, of_column = (np.maximum(1, positive.sum(axis=axis)) for axis in (1, 0))
+    times = np.where(positive, (1 / of_row[:, None] + 1 / of_column) / 2, 1.0)
     terms = torch.where(torch.from_numpy(excluded), 0.0, torch.logaddexp(torch.zeros(()), z))
+    terms = terms * torch.from_numpy(times)
     with torch.no_grad():
-        slopes = torch.sigmoid(z).numpy() * ~excluded
+        slopes = torch.sigmoid(z).numpy() * times * ~excluded
         products = float(scale) * sizes
         off = (8 + np.sqrt(width)) * products + 4 * abs(float(bias)) + 4 * np.abs(z.numpy())
         off = unit * np.where(excluded, 0.0, off).max(axis=1)
@@ -205,150 +194,184 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@dataclass
+class Side:
+    """Rows of features: as given, their lengths, and unit rows with `normalize`."""
+
+    z: Array  # [rows, D]
+    lengths: Array
+    leaf: torch.Tensor  # what gradients are of: rows of length 1 with `normalize`
+    rows: torch.Tensor  # what is multiplied
+
+    @classmethod
+    def make(cls, z: Array, normalize: bool) -> Side:
+        lengths, wide = compute_norms(z), z.astype(np.longdouble)
+        if normalize:
+            wide = wide / np.where(lengths == 0, 1, lengths)[:, None]
+        leaf = torch.from_numpy(wide.astype(np.float64)).requires_grad_()
+        nonzero = torch.from_numpy(lengths != 0)[:, None]
+        norm = torch.where(nonzero, (leaf * leaf).sum(dim=1, keepdim=True), 1.0).sqrt()
+        return cls(z, lengths, leaf, leaf / norm if normalize else leaf)
+
+    def sizes(self, normalize: bool) -> Array:
+        return (self.lengths != 0).astype(np.longdouble) if normalize else self.lengths
+
+
 @one_thread()
-def judge(call: Call, compute: str) -> Judgement:
+def judge_one(problem: Problem, compute: str) -> Judgement:
     """`compute`: "float64" or "float32", of products and exponentials."""
     unit = (2.0**-53 if compute == "float64" else 2.0**-24) + 2.0**-53  # this module's own, too
     # Smaller probabilities may be 0: where one exponential serves two directions, sooner
-    shared = call.loss in (*SYMMETRIC, "clip")
+    shared = problem.loss in (*SYMMETRIC, "clip")
     floor = 2.0**-850 if compute == "float64" else 2.0 ** (-58 if shared else -95)
-    features = call.features
-    if call.loss == "gte":
+    o, normalize, width = problem.options, problem.normalize, problem.features[0].shape[1]
+    features = problem.features
+    if problem.loss == "gte":
         features = (np.concatenate([z.astype(np.float64) for z in features]),)
-    lengths = [compute_norms(z) for z in features]
-    leaves, units = [], []
-    for z, length in zip(features, lengths, strict=True):
-        wide = z.astype(np.longdouble)
-        if call.normalize:
-            wide = wide / np.where(length == 0, 1, length)[:, None]
-        leaf = torch.from_numpy(wide.astype(np.float64)).requires_grad_()
-        leaves.append(leaf)
-        nonzero = torch.from_numpy(length != 0)[:, None]
-        norm = torch.where(nonzero, (leaf * leaf).sum(dim=1, keepdim=True), 1.0).sqrt()
-        units.append(leaf / norm if call.normalize else leaf)
-    q, k, width = units[0], units[-1], features[0].shape[1]
+    sides = [Side.make(z, normalize) for z in features]
+    q, k = sides[0].rows, sides[-1].rows
+    lengths = [side.sizes(normalize) for side in sides]
     dot = q @ k.T
     rows, columns = dot.shape
-    scale = torch.tensor(call.scale, dtype=torch.float64, requires_grad=True)
-    bias = torch.tensor(call.bias, dtype=torch.float64, requires_grad=True)
-    positive = find_positives(call, rows, columns)
-    excluded = find_excluded(call, positive)
-    if call.normalize:
-        lengths = [(length != 0).astype(np.longdouble) for length in lengths]
+    scale = torch.tensor(problem.scale, dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor(o.get("bias", -10.0), dtype=torch.float64, requires_grad=True)
+    positive, guide = problem.find_positives(), find_guide_products(problem)
+    excluded = find_excluded(problem, positive)
     sizes = (lengths[0][:, None] * lengths[-1]).astype(np.float64)
-    key_bias = call.softmax.get("key_bias")
+    key_bias = o.get("key_bias")
+    in_batch = dot, positive, excluded, sizes
+    if "own" in o:  # more columns, which are other keys for each row
+        many = o["own"].shape[1]
+        read = np.where(o["own_mask"][:, :, None], o["own"], 0) if "own_mask" in o else o["own"]
+        sides.append(Side.make(read.reshape(rows * many, width), normalize))
+        own = sides[-1].rows.reshape(rows, many, width)
+        own_lengths = sides[-1].sizes(normalize).reshape(rows, many)
+        none, more = np.zeros((rows, many), bool), (q[:, None] * own).sum(dim=2)
+        dot = torch.cat([dot, more], dim=1)
+        positive = np.c_[positive, none]
+        excluded = np.c_[excluded, ~o.get("own_mask", ~none)]
+        sizes = np.c_[sizes, (lengths[0][:, None] * own_lengths).astype(np.float64)]
+        key_bias = None if key_bias is None else np.r_[key_bias, np.zeros(many)]
+        # a guide leaves out none of them
+        guide = None if guide is None else np.c_[guide, np.full((rows, many), -np.inf)]
     common = sizes, unit, width
     directions: list[tuple[Direction, float, bool]] = []
-    if call.loss == "siglip":
-        directions = [(sigmoid(call, dot, scale, bias, positive, excluded, *common), 1.0, False)]
-    elif call.loss == "gte":
+    if problem.loss == "siglip":
+        directions = [(sigmoid(problem, dot, scale, bias, positive, excluded, *common), 1.0, False)]
+    elif problem.loss == "gte":
         half = rows // 2
-
-        def beside(x: Any) -> Any:
-            join = torch.cat if isinstance(x, torch.Tensor) else np.concatenate
-            return join([x[:half], x[half:]], 1)
-
         row_direction = softmax(
-            call, beside(dot), scale, beside(positive), beside(excluded), beside(sizes), unit,
-            width, None,
+            problem, torch.cat([dot[:half], dot[half:]], 1), scale, beside(positive),
+            beside(excluded), beside(sizes), unit, width, None,
+            None if guide is None else beside(guide),
         )  # fmt: skip
         directions = [(row_direction, 1.0, False)]
     else:
-        share = 0.5 if call.loss == "clip" else 1.0
-        row_direction = softmax(call, dot, scale, positive, excluded, *common, key_bias)
+        share = 0.5 if problem.loss == "clip" else 1.0
+        row_direction = softmax(problem, dot, scale, positive, excluded, *common, key_bias, guide)
         directions = [(row_direction, share, False)]
-        if call.loss == "clip":
+        if problem.loss == "clip":
             column_direction = softmax(
-                call, dot.T, scale, positive.T, excluded.T, sizes.T, unit, width, None
-            )
+                problem, dot.T, scale, positive.T, excluded.T, sizes.T, unit, width, None,
+                None if guide is None else guide.T,
+            )  # fmt: skip
             directions.append((column_direction, share, True))
     losses = sum(share * d.losses for d, share, _ in directions)
     bounds = sum(share * d.loss_bounds for d, share, _ in directions)
     assert isinstance(losses, torch.Tensor)
 
-    one = beside(positive) if call.loss == "gte" else positive
-    w = one.any(axis=1).astype(np.float64) if call.loss != "siglip" else np.ones(rows)
-    if call.weights is not None:
-        w = w * call.weights
-    if call.reduction == "mean":
+    one = beside(positive) if problem.loss == "gte" else positive
+    w = one.any(axis=1).astype(np.float64) if problem.loss != "siglip" else np.ones(rows)
+    w = w * o.get("weights", 1.0)
+    if problem.reduction == "mean":
         w = w / (w.sum() or 1.0)
     weights = torch.from_numpy(w)
     used = torch.where(weights == 0, 0.0, losses)  # and no 0 times -inf
-    upstream = torch.from_numpy(np.broadcast_to(call.grad_out, (len(w),)).copy())
+    upstream = torch.from_numpy(np.broadcast_to(problem.grad_out, (len(w),)).copy())
     parts = weights * used
     (torch.where(weights == 0, 0.0, upstream * parts)).sum().backward()
 
     # Errors of dL/dx, [rows, columns]: relative to its terms
     up = np.abs(w * upstream.numpy())
     terms = 32 + 4 * np.sqrt(max(rows, columns)) + np.sqrt(width)
-    dx, wrong = np.zeros((rows, columns)), np.zeros((rows, columns))
+    dx, wrong = np.zeros(dot.shape), np.zeros(dot.shape)
     for d, share, turned in directions:
         size = share * up[:, None] * d.slopes
         error = size * (4 * d.off + terms * unit)[:, None] + share * up[:, None] * floor
-        if call.loss == "gte":
+        if problem.loss == "gte":
             size, error = (np.concatenate(np.split(a, 2, axis=1)) for a in (size, error))
         dx += size.T if turned else size
         wrong += error.T if turned else error
     grads: dict[str, Any] = {"scale": scale.grad, "bias": bias.grad}
-    margin = abs(call.softmax.get("margin", 0.0))
+    margin = abs(o.get("margin", 0.0))
     limits: dict[str, Any] = {"scale": 2 * (wrong * (sizes + margin * positive)).sum()}
     limits["bias"] = 2 * wrong.sum()
 
     def feature_sizes(logit_terms: Array) -> list[Array]:
         """Norms of rows of gradients, from sizes of dL/dx."""
-        logit_terms = logit_terms.astype(np.longdouble) * call.scale
+        every = logit_terms.astype(np.longdouble) * problem.scale
+        logit_terms, of_own = every[:, :columns], every[:, columns:]
         query_terms, key_terms = logit_terms @ lengths[-1], logit_terms.T @ lengths[0]
-        return [query_terms + key_terms] if call.loss in SYMMETRIC else [query_terms, key_terms]
+        if "own" in o:
+            query_terms = query_terms + (of_own * own_lengths).sum(axis=1)
+            return [query_terms, key_terms, (of_own * lengths[0][:, None]).ravel()]
+        if problem.loss in SYMMETRIC:
+            return [query_terms + key_terms]
+        return [query_terms, key_terms]
 
-    feature_grads, feature_bounds, feature_terms = [], [], []
-    for z, leaf, error, size in zip(
-        features, leaves, feature_sizes(wrong), feature_sizes(dx), strict=True
-    ):
-        assert leaf.grad is not None
-        g, length = leaf.grad.numpy().astype(np.longdouble), compute_norms(z)
-        if call.normalize:
+    found: list[list[Array]] = [[], [], []]  # gradients, their bounds, sizes of their terms
+    for side, error, size in zip(sides, feature_sizes(wrong), feature_sizes(dx), strict=True):
+        assert side.leaf.grad is not None
+        g, length = side.leaf.grad.numpy().astype(np.longdouble), side.lengths
+        if normalize:
             length = np.where(length == 0, np.inf, length)
             g, error, size = g / length[:, None], 4 * error / length, size / length
-        feature_grads.append(g)
-        feature_bounds.append(error)
-        feature_terms.append(size)
-    if call.loss == "gte":
-        feature_grads, feature_bounds, feature_terms = (
-            np.split(both[0], 2) for both in (feature_grads, feature_bounds, feature_terms)
-        )
-    grads |= dict(enumerate(feature_grads))
-    limits |= dict(enumerate(feature_bounds))
+        for values, value in zip(found, (g, error, size), strict=True):
+            values.append(value)
+    if problem.loss == "gte":
+        found = [np.split(both[0], 2) for both in found]
+    grads |= dict(zip(problem.kind.arguments, found[0], strict=True))
+    limits |= dict(zip(problem.kind.arguments, found[1], strict=True))
+    for name in (*problem.kind.locked, *([] if problem.kind.sigmoid else ["bias"])):
+        del grads[name], limits[name]
     loss, bound = parts.detach().numpy(), np.where(w == 0, 0.0, w * bounds)
-    if call.reduction != "none":
+    if problem.reduction != "none":
         loss, bound = loss.sum(), bound.sum()
-    lse = [] if call.loss == "siglip" else [d.lse.detach().numpy() for d, *_ in directions]
+    lse = [] if problem.loss == "siglip" else [d.lse.detach().numpy() for d, *_ in directions]
     offsets = [d.off for d, *_ in directions[: len(lse)]]
     lse_bounds = [
         2 * off + 24 * unit * (1 + np.abs(x)) for off, x in zip(offsets, lse, strict=True)
     ]
+    dot, positive, excluded, sizes = in_batch
     return Judgement(
-        losses.detach().numpy(), loss, bound, grads, limits, feature_terms, lse, lse_bounds,
+        losses.detach().numpy(), loss, bound, grads, limits, found[2], lse, lse_bounds,
         dot.detach().numpy(), positive, excluded,
-        unit * ((8 + np.sqrt(width)) * call.scale * sizes + 1e-300),
+        unit * ((8 + np.sqrt(width)) * problem.scale * sizes + 1e-300),
     )  # fmt: skip
 
 
-def judge_prefixes(call: Call, compute: str, prefixes: list[tuple[int, float]]) -> Judgement:
-    """The sum of the losses of the first `width` features times `weight`, over the prefixes.
+def judge(problem: Problem, compute: str) -> Judgement:
+    """The loss; with `dims` the sum of the losses of prefixes, each times its weight.
 
     Log-sum-exps are those of all features, the last prefix.
     """
-    total, width = judge(call, compute), call.features[0].shape[1]
+    total = judge_one(problem, compute)
+    if "dims" not in problem.options:
+        return total
+    width = problem.features[0].shape[1]
     sums = replace(total, loss=0.0, loss_bound=0.0)
     sums.grads, sums.bounds = dict.fromkeys(total.grads, 0.0), dict.fromkeys(total.bounds, 0.0)
-    for narrow, weight in prefixes:
-        part = judge(replace(call, features=tuple(z[:, :narrow] for z in call.features)), compute)
+    for narrow, weight in zip(*(problem.options[z] for z in ("dims", "dim_weights")), strict=True):
+        options = dict(problem.options)
+        if "own" in options:
+            options["own"] = options["own"][..., :narrow]
+        features = tuple(z[:, :narrow] for z in problem.features)
+        part = judge_one(replace(problem, features=features, options=options), compute)
         sums.loss += weight * part.loss
         sums.loss_bound += weight * part.loss_bound
         for name, gradient in part.grads.items():
-            if isinstance(name, int):
+            if name not in ("scale", "bias"):
                 gradient = np.pad(gradient, ((0, 0), (0, width - narrow)))
-            if gradient is not None:
-                sums.grads[name] += weight * gradient
+            sums.grads[name] += weight * gradient
             sums.bounds[name] += weight * part.bounds[name]
     return sums

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from brute_force import Call, judge
-from draw import DTYPES, KINDS, draw_features
+from oracle import judge
+from problems import DTYPES, KINDS, Problem, draw_features
 
 import infonce
 from infonce import spec
@@ -46,15 +46,14 @@ def calls(loss: spec.Loss, name: str, rng: np.random.Generator) -> Any:
             query, key = draw_features(kind, rows, rows, d, rng)
             units = [query, key] if len(loss.arguments) == 2 else [np.concatenate([query, key])]
             features = tuple(z.astype(DTYPES[name]) for z in units)
-            call = Call(
-                loss.name,
-                features,
-                200 ** float((part + rng.uniform()) / 5),
-                float(rng.uniform(-9, 1)),
-            )
+            scale, bias = 200 ** float((part + rng.uniform()) / 5), float(rng.uniform(-9, 1))
+            problem = Problem(loss.name, features, scale)
+            if loss.sigmoid:
+                problem.options["bias"] = bias
             if loss.classes:
-                call.labels = np.tile(np.arange(rows), 2) // int(rng.integers(1, 3))
-            yield call
+                labels = np.tile(np.arange(rows), 2) // int(rng.integers(1, 3))
+                problem.options["labels"] = labels
+            yield problem
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -65,13 +64,9 @@ def test_readme(kind: str, name: str) -> None:
     rng = np.random.default_rng(list(DTYPES).index(name))
     decades = set()
     for call in calls(loss, name, rng):
-        args = [*call.features]
-        if call.labels is not None:
-            args.append(call.labels)
-        if loss.sigmoid:
-            args.append(call.bias)
+        args = [*call.features, *call.options.values()]  # and labels, or a bias
         longest = [np.linalg.norm(z.astype(float), axis=1).max() for z in call.features]
-        x = call.scale * longest[0] * longest[-1] + (abs(call.bias) if loss.sigmoid else 0.0)
+        x = call.scale * longest[0] * longest[-1] + (abs(call.options.get("bias", 0.0)))
         want = judge(call, "float64")
         decades.add(int(np.floor(np.log10(max(want.loss, 1e-40)))))
         for method in ("naive", "fused", "tiled"):
@@ -82,7 +77,7 @@ def test_readme(kind: str, name: str) -> None:
                 got = getattr(out.grads, argument)
                 if got is None:
                     continue
-                right = want.grads[place].astype(float)
+                right = want.grads[argument].astype(float)
                 size, terms = np.linalg.norm(right), float(np.linalg.norm(want.terms[place]))
                 limit = gradient_factor * (1 + x) * terms + rounding * size
                 limit += element * np.sqrt(right.size)

@@ -1,6 +1,6 @@
 """Drop-in replacements beside the losses whose place they take, in calls drawn at random.
 
-    python tests/drop_ins.py [NAME ...] [--calls 400] [--seed 0]
+    python tests/matrix/drop_ins.py [NAME ...] [--calls 400] [--seed 0]
 
 Prints a table of calls and faults by drop-in, and every fault with its settings. Sizes, settings,
 keywords, dtypes, labels with -1 and autocast are drawn. A loss and its gradients are compared with
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # peers
 SIXTEEN = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *SIXTEEN)
 LARGEST_NORM, LEAST_NORM = 2.0, 0.5  # of rows

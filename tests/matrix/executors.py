@@ -1,0 +1,153 @@
+"""Executors: every entrance of the library, as a function from a problem to a loss and gradients.
+
+An executor takes the keywords that the product's own tables give its entrance. A problem with other
+keywords is refused: test_matrix.py holds the error to name one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from comparison import Result
+from host_device import Rows
+from infonce.kernels import between_passes, solve
+from infonce.kernels.arrays.backend import ArrayBlocks
+from infonce.kernels.cpu import backend, schedule
+from infonce.kernels.distill.solve import solver_by_passes
+from problems import Problem
+
+import infonce
+from infonce import spec
+
+Keywords = Callable[[spec.Loss], Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Executor:
+    """An entrance."""
+
+    run: Callable[[Problem], Result]
+    keywords: Keywords  # those that the entrance takes, of a loss
+    draws: int = 40  # problems that the test computes
+    roundings: int = 1  # of a gradient, to the dtype of features
+    device: bool = False  # of a GPU: see comparison.py
+    largest: int = 140  # rows of a problem
+    fits: Callable[[Problem], bool] = lambda _: True  # beyond keywords: what the entrance can hold
+    not_finite: str = "all"  # of problems with a NaN: which numbers are compared with "auto"
+    needs: tuple[str, ...] = ()  # modules
+    marks: tuple[str, ...] = ()
+
+    def takes(self, problem: Problem) -> bool:
+        return {*problem.options} - {"labels", "bias"} <= {
+            *self.keywords(problem.kind)
+        } and self.fits(problem)
+
+
+EXECUTORS: dict[str, Executor] = {}
+
+
+def executor(name: str, keywords: Keywords, **fields: Any) -> Callable[..., Any]:
+    """Adds an entrance to the table."""
+
+    def add(run: Callable[[Problem], Result]) -> Callable[[Problem], Result]:
+        EXECUTORS[name] = Executor(run, keywords, **fields)
+        return run
+
+    return add
+
+
+# --- NumPy ----------------------------------------------------------------------------------------
+
+
+def of_numpy(kind: spec.Loss) -> list[str]:
+    return [name for name in spec.LossOptions.__annotations__ if name not in kind.refused]
+
+
+def arguments(problem: Problem) -> tuple[list[Any], dict[str, Any]]:
+    """Positional arguments, with labels and bias, and keywords with the scale."""
+    options = {"scale": problem.scale, **problem.options}
+    positional = [*problem.features]
+    if "labels" in options and problem.loss in ("info_nce", "sup_con"):
+        positional.append(options.pop("labels"))
+    if "bias" in options:
+        positional.append(options.pop("bias"))
+    return positional, options
+
+
+def by_name(out: Any) -> Result:
+    """The result of a function with gradients."""
+    lse = out.lse if isinstance(out.lse, tuple) else (out.lse,)
+    found: Result = {"loss": out.loss, "lse": [z for z in lse if z is not None]}
+    return found | out.grads._asdict() | {"metrics": out.metrics}
+
+
+def with_numpy(problem: Problem, **settings: Any) -> Result:
+    """Loss and gradients, and the loss alone."""
+    args, options = arguments(problem)
+    settings = problem.settings | settings
+    alone = {k: v for k, v in settings.items() if k in ("method", "precision", "workspace")}
+    if settings.get("method") in ("naive", "fused"):
+        for each in (alone, settings):
+            each.pop("workspace", None)
+    with contextlib.ExitStack() as stack:
+        if problem.number % 4:  # parts of rows with their own negatives
+            stack.enter_context(mock.patch.object(between_passes, "OWN_BYTES", 2000))
+        for name, value in problem.sides.items():
+            stack.enter_context(mock.patch.object(schedule, name, value))
+        function = getattr(infonce, f"{problem.loss}_loss_and_grad")
+        out = function(*args, **options, **settings, grad_out=problem.grad_out)
+        loss = getattr(infonce, f"{problem.loss}_loss")(*args, **options, **alone)
+    named = {name for name, gradient in out.grads._asdict().items() if gradient is not None}
+    assert named == {*settings.get("wrt", named)}, f"gradients of {named}"
+    assert loss.dtype == out.loss.dtype
+    return by_name(out) | {"loss alone": loss}
+
+
+for _method in spec.CHOICES["method"]:
+    executor(f"NumPy, {_method}", of_numpy, draws=300)(
+        lambda problem, method=_method: with_numpy(problem, method=method)
+    )
+
+
+@executor("NumPy, least workspace", of_numpy, draws=300)
+def with_least_workspace(problem: Problem) -> Result:
+    """The error for too small a workspace names the least one, which suffices."""
+    try:
+        return with_numpy(problem, method="tiled", workspace=1)
+    except ValueError as error:
+        least = re.findall(r"^workspace: expected at least (\d+)", str(error))
+        if not least:
+            raise
+    return with_numpy(problem, method="tiled", workspace=int(least[0]))
+
+
+@executor("NumPy, operations on arrays", of_numpy, not_finite="loss",
+          fits=lambda problem: "precision" not in problem.settings)  # fmt: skip
+def with_arrays(problem: Problem) -> Result:
+    """Passes over small blocks by operations on arrays."""
+
+    def solve_by_arrays(problem: Any, gradients: Any) -> Any:
+        blocks = ArrayBlocks(problem, gradients, solve.Vectors(np), Rows)
+        blocks.block = min(7, problem.shape[0]), min(5, problem.shape[1])
+        return solver_by_passes(problem)(problem, blocks, gradients)
+
+    with mock.patch.object(backend, "solve", solve_by_arrays):
+        return with_numpy(problem, method="tiled")
+
+
+# --- other entrances, which fill the table --------------------------------------------------------
+
+import command_executor  # noqa: E402, F401
+import gpu_executors  # noqa: E402, F401
+import rank_executors  # noqa: E402, F401
+import torch_executors  # noqa: E402, F401
+
+if importlib.util.find_spec("jax"):
+    import jax_executors  # noqa: F401

@@ -1,0 +1,58 @@
+"""Executors on a GPU, or on the emulated one, by each method."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from comparison import Result
+from executors import arguments, by_name, executor, of_numpy
+from gpu_problems import EMULATED, MISSING, host
+from problems import Problem
+
+import infonce
+
+if not MISSING:
+    import cupy
+
+
+def on_device(value: Any) -> Any:
+    """Arrays on the GPU, of the caller's order of elements; other values as they are."""
+    if isinstance(value, tuple) and isinstance(value[0], np.ndarray):
+        return tuple(map(on_device, value))
+    if not isinstance(value, np.ndarray):
+        return value
+    return cupy.asarray(value.astype(value.dtype.newbyteorder("=")))
+
+
+def fits(problem: Problem) -> bool:
+    """Kernels take subnormals for 0, so norms at the end of the range are the CPU's."""
+    longest = [np.abs(z.astype(np.float64)).max() for z in problem.features]
+    return not problem.poison and min(longest) > 1e-15 and max(longest) < 1e15
+
+
+def with_gpu(problem: Problem, method: str) -> Result:
+    args, options = arguments(problem)
+    options = {name: on_device(value) for name, value in options.items()}
+    options |= {k: v for k, v in problem.settings.items() if k != "workspace"}
+    options |= {"method": method, "grad_out": on_device(problem.grad_out)}
+    if method == "fused":
+        options.pop("metrics", None)
+    function = getattr(infonce, f"{problem.loss}_loss_and_grad")
+    found = by_name(function(*map(on_device, args), **options))
+    metrics = found.pop("metrics")
+    copied: Result = {name: host(z) for name, z in found.items() if name != "lse"}
+    copied["lse"] = [host(z) for z in found["lse"]]
+    if metrics is not None:
+        fields = ("row_rank", "column_rank", "positive")
+        metrics = SimpleNamespace(**{field: host(getattr(metrics, field)) for field in fields})
+    return copied | {"metrics": metrics}
+
+
+for _method in ("naive", "fused", "tiled"):
+    executor(
+        f"GPU, {_method}", of_numpy, fits=fits, draws=40 if EMULATED else 200, device=True,
+        largest=24 if EMULATED else 140, marks=("gpu",),
+    )(functools.partial(with_gpu, method=_method))  # fmt: skip

@@ -1,0 +1,404 @@
+"""Problems: calls of all losses with options that go together, by a seed and a number.
+
+Shapes lie on both sides of the boundaries of blocks. Losses are from 1e-9 to 20, temperatures from
+0.003 to 50, norms of rows from 1e-300 to 1e300. A tenth of the problems has a NaN or an infinity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from infonce import spec
+
+Array = np.ndarray
+DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
+          "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
+POWERS = {"float64": 300, "float32": 30, "float16": 2, "bfloat16": 30}  # of 10, of norms
+KINDS = ["random", "aligned", "partly aligned", "opposed", "identical", "nearly identical"]
+LABELS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+GAP = 1e-4  # between a limit and a product of unit rows: rounding does not decide
+
+
+@dataclass
+class Problem:
+    """One call of one loss."""
+
+    loss: str
+    features: tuple[Array, ...]  # queries and keys, or one array of both
+    scale: float
+    # labels, bias and keywords that change the result, if they are given
+    options: dict[str, Any] = field(default_factory=dict)
+    grad_out: Any = 1.0
+    dtype: str = "float64"
+    # keywords that change no result, or how much of it comes
+    settings: dict[str, Any] = field(default_factory=dict)
+    sides: dict[str, Any] = field(default_factory=dict)  # of tiles on the CPU
+    poison: str = ""  # the number that is not finite, and the array that has it
+    seed: int = 0
+    number: int = 0
+    largest: int = 140
+
+    @property
+    def kind(self) -> spec.Loss:
+        """The loss; with own negatives, it has one more argument."""
+        has_own = "own" in self.options and self.loss == "info_nce"
+        return spec.INFO_NCE_OWN if has_own else spec.LOSSES[self.loss]
+
+    @property
+    def normalize(self) -> bool:
+        return bool(self.options.get("normalize", False))
+
+    @property
+    def reduction(self) -> str:
+        return str(self.options.get("reduction", "mean"))
+
+    @property
+    def compute(self) -> str:
+        """The dtype of products and exponentials."""
+        if (precision := self.settings.get("precision", "auto")) != "auto":
+            return {"fp64": "float64", "fp32": "float32"}[precision]
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.features[0]), len(self.features[-1])
+
+    def find_positives(self) -> Array:
+        """Pairs that are positives, [M, N]; of gte [2B, 2B]."""
+        rows, columns = self.shape
+        labels = self.options.get("labels")
+        if self.loss == "gte":
+            rows = columns = 2 * rows
+        positive = np.zeros((rows, columns), bool)
+        index = np.arange(rows)
+        if self.loss == "nt_xent":
+            positive[index, (index + rows // 2) % rows] = True
+        elif self.loss == "gte":
+            positive[index[: rows // 2], index[: rows // 2] + rows // 2] = True
+        elif self.loss == "sup_con":
+            positive = (labels[:, None] == labels) & (labels >= 0) & ~np.eye(rows, dtype=bool)
+        elif "positive_ids" in self.options:
+            own, others = in_pair(self.options["positive_ids"])
+            positive = own[:, None] == others
+        elif labels is None:
+            positive[index, index] = True
+        else:
+            for i, keys in enumerate(labels.reshape(rows, -1)):
+                positive[i, keys[keys >= 0].astype(np.int64)] = True
+        return positive
+
+    def __repr__(self) -> str:
+        def short(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(short, value))
+            return f"{value.dtype} {value.shape}" if np.ndim(value) else value
+
+        options = {name: short(value) for name, value in self.options.items()}
+        return (
+            f"<{self.number}: {self.loss} of {short(self.features)}, scale {self.scale:g}, "
+            f"{options}, grad_out {short(self.grad_out)}, {self.settings} {self.poison}>"
+        )
+
+
+def in_pair(value: Any) -> tuple[Array, Array]:
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def draw_features(
+    kind: str, m: int, n: int, d: int, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """Unit rows."""
+    query, key = rng.standard_normal((m, d)), rng.standard_normal((n, d))
+    both = min(m, n)
+    if kind == "aligned":
+        key[:both] = query[:both] + 10 ** rng.uniform(-6, -1) * key[:both]
+    elif kind == "partly aligned":
+        key[:both] = query[:both] + rng.uniform(0.1, 2) * key[:both]
+    elif kind == "opposed":
+        key[:both] = -query[:both]
+    elif kind == "identical":
+        query[:] = key[:] = query[0]
+    elif kind == "nearly identical":
+        query, key = (query[0] + 1e-3 * z for z in (query, key))
+    return unit(query), unit(key)
+
+
+def unit(z: Array) -> Array:
+    return z / np.linalg.norm(z, axis=-1, keepdims=True)
+
+
+def with_norms(
+    units: list[Array], name: str, normalize: bool, pairs: bool, rng: np.random.Generator
+) -> list[Array]:
+    """Rows of any norm; without `normalize`, norms of queries times norms of keys are about 1."""
+    most = POWERS[name]
+    if normalize:
+        how = rng.integers(3)
+        powers = [rng.uniform(-most, most, len(z) if how else 1) * (how < 2) for z in units]
+    elif pairs and rng.random() < 0.5:  # no products of queries with queries
+        power = rng.uniform(-most, most)
+        powers = [np.full(1, power), np.full(1, -power)]
+    else:
+        powers = [np.zeros(1) for _ in units]
+    sizes = [np.longdouble(10) ** power[:, None] for power in powers]
+    return [(z * size).astype(np.float64) for z, size in zip(units, sizes, strict=True)]
+
+
+def viewed(z: Array, rng: np.random.Generator) -> Array:
+    """The same values behind other strides, or in the other order of bytes."""
+    how = rng.integers(7)
+    if how == 0:
+        return np.asfortranarray(z)
+    if how == 1:
+        wide = np.full((2 * len(z), 3 * z.shape[1]), np.nan, z.dtype)
+        wide[::2, 1::3] = z
+        return wide[::2, 1::3]
+    if how == 2:
+        return np.ascontiguousarray(z[::-1, ::-1])[::-1, ::-1]
+    if how == 3 and z.dtype.kind == "f":
+        return z.astype(z.dtype.newbyteorder())
+    return z
+
+
+def draw_labels(loss: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
+    """Integers of any type; negative ones stand for no positive."""
+    if loss == "sup_con":
+        labels = rng.integers(-1, max(1, rows // int(rng.integers(1, 5))), rows)
+    elif loss != "info_nce" or (rng.random() < 0.4 and columns >= rows):
+        return None
+    elif rng.random() < 0.5:
+        labels = rng.integers(-1, columns, rows)
+    else:  # sets
+        most = int(rng.integers(1, min(columns, 4) + 1))
+        labels = np.stack([rng.permutation(columns)[:most] for _ in range(rows)])
+        labels = np.where(rng.random(labels.shape) < 0.3, -rng.integers(1, 9), labels)
+    return of_any_type(labels, rng)
+
+
+def of_any_type(values: Array, rng: np.random.Generator) -> Array:
+    """The same integers, of a type that holds them."""
+    fitting = [t for t in LABELS if (values.astype(t) == values).all() and
+               (values.min(initial=0) >= 0 or t[0] != "u")]  # fmt: skip
+    return values.astype(fitting[rng.integers(len(fitting))])
+
+
+def draw_names(loss: spec.Loss, shape: tuple[int, int], number: int, rng: Any) -> Any:
+    """ids, groups or positive ids: one array, or a pair; of few values, or of hashes of 64 bits."""
+    sides = [rng.integers(-number, number, n) for n in shape]
+    if rng.random() < 0.3:
+        sides = [np.sort(side) for side in sides]
+    if rng.random() < 0.2:
+        sides = [side * 2**54 for side in sides]
+    sides = [side if abs(side).max() > 99 else of_any_type(side, rng) for side in sides]
+    if loss.symmetric or (shape[0] == shape[1] and rng.random() < 0.5):
+        return sides[0]
+    return tuple(sides)
+
+
+def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
+    """Draws options of the softmax, each by itself; those that the loss refuses are left out."""
+    (rows, columns), options = problem.shape, problem.options
+    width, dtype = problem.features[0].shape[1], problem.features[0].dtype.newbyteorder("=")
+    drawn: dict[str, Any] = {
+        "margin": rng.uniform(-0.5, 0.5), "hardness": problem.scale * rng.uniform(0, 1),
+        "false_negative_margin": rng.uniform(-0.5, 1), "key_bias": 3 * rng.standard_normal(columns),
+        "own": unit(rng.standard_normal((rows, int(rng.integers(1, 5)), width))).astype(dtype),
+        "guide": [rng.standard_normal((n, 3)).astype(dtype) for n in (rows, columns)],
+    }  # fmt: skip
+    drawn = {
+        name: value
+        for name, value in drawn.items()
+        if rng.random() < (0.45 if name == "own" else 0.22)
+    }
+    form = rng.integers(5)
+    if form == 0:
+        drawn["decoupled"] = True
+    elif form == 1:
+        drawn["label_smoothing"] = rng.uniform(0, 0.99)
+    if "own" in drawn:
+        if rng.random() < 0.6:
+            drawn["own_mask"] = rng.random(drawn["own"].shape[:2]) < 0.7
+            if rng.random() < 0.5:  # the others are not read
+                drawn["own"][~drawn["own_mask"]] = np.nan
+        if rng.random() < 0.4:
+            drawn["in_batch"] = False
+        if not problem.normalize:  # of the keys' norms
+            largest = np.abs(problem.features[-1][0].astype(np.float64)).max()
+            drawn["own"] = (drawn["own"].astype(np.float64) * largest).astype(dtype)
+    if "guide" in drawn:
+        one = len(problem.features) == 1
+        drawn["guide"] = drawn["guide"][0] if one else tuple(drawn["guide"])
+        drawn["guide_margin"] = rng.uniform(-0.5, 1)
+    options |= {name: v for name, v in drawn.items() if name not in problem.kind.refused}
+
+
+def leave_out(problem: Problem, *names: str) -> None:
+    for name in names:
+        problem.options.pop(name, None)
+    if "own" in names:
+        leave_out(problem, "own_mask", "in_batch")
+    if "guide" in names:
+        leave_out(problem, "guide_margin")
+
+
+def leave_out_exclusive(problem: Problem) -> None:
+    """Of options that raise an error together, the last one goes."""
+    for names in spec.EXCLUSIVE:
+        if problem.options.keys() >= {*names}:
+            leave_out(problem, names[-1] if names[0] != "own" else "own")
+
+
+def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
+    """Whether rounding decides which negatives are above a limit."""
+    sides = [z.astype(np.float64) for z in sides]
+    if problem.normalize or limit == "false_negative_margin":
+        sides = [unit(z) for z in sides]
+    if problem.loss == "gte":
+        sides = [np.concatenate(sides)]
+    dots, positive = sides[0] @ sides[-1].T, problem.find_positives()
+    if problem.loss == "gte":
+        dots, positive = beside(dots), beside(positive)
+    both = [(dots, positive)] + ([(dots.T, positive.T)] if problem.loss == "clip" else [])
+    if limit == "false_negative_margin" and "own" in problem.options:
+        own = unit(problem.options["own"].astype(np.float64))
+        more = np.nan_to_num(np.einsum("md,mkd->mk", sides[0], own))
+        both = [(np.c_[dots, more], np.c_[positive, np.zeros(more.shape, bool)])]
+    for x, at in both:
+        bound = np.where(at, x, -np.inf).max(axis=1, keepdims=True) + problem.options[limit]
+        gap = GAP * (10 if problem.dtype == "bfloat16" and limit == "guide_margin" else 1)
+        if (np.abs(np.where(at, np.inf, x) - bound) < gap).any():
+            return True
+    return False
+
+
+def beside(x: Any) -> Any:
+    """[2B, 2B] of gte as [B, 4B]: rows i and i + B side by side."""
+    half = len(x) // 2
+    return np.concatenate([x[:half], x[half:]], axis=1)
+
+
+def draw_poison(problem: Problem, rng: np.random.Generator) -> None:
+    """A NaN or an infinity in one array of a call: features, or arrays of options."""
+    (rows, _), options = problem.shape, problem.options
+    places = ["feature 0", f"feature {len(problem.features) - 1}", "weights", "grad_out"]
+    places += [name for name in ("key_bias", "guide", "own") if name in options]
+    place = places[rng.integers(len(places))]
+    bad = [np.nan, np.inf, -np.inf][rng.integers(3)]
+    if place.startswith("feature"):
+        sides = [z.copy() for z in problem.features]
+        problem.features = tuple(sides)
+        spoilt = sides[int(place[-1])]
+    elif place == "weights":
+        spoilt = options["weights"] = rng.uniform(0.5, 2, rows)
+    elif place == "grad_out":
+        options["reduction"] = "none"
+        spoilt = problem.grad_out = rng.standard_normal(rows)
+    else:
+        spoilt = in_pair(options[place])[0] if place == "guide" else options[place]
+    if place == "own":
+        leave_out(problem, "own_mask")
+    if place == "guide":  # infinite limits, or limits of products, would hide it
+        leave_out(problem, "false_negative_margin")
+    if spoilt.size:
+        spoilt[tuple(rng.integers(n) for n in spoilt.shape)] = bad
+        problem.poison = f"{bad} in {place}"
+    problem.settings = {k: v for k, v in problem.settings.items() if k != "metrics"}
+
+
+def draw(seed: int, number: int, largest: int = 140) -> Problem:
+    """Problem `number` of a seed, with at most `largest` rows of a view."""
+    rng = np.random.default_rng([seed, number])
+    loss = list(spec.LOSSES.values())[number % len(spec.LOSSES)]
+    name = list(DTYPES)[rng.integers(4)]
+    rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, largest))
+    rows *= 2 if loss.name == "nt_xent" else 1
+    several = loss.name == "siglip" and rng.random() < 0.3  # positives by their ids
+    columns = int(rng.integers(1, largest + 10)) if loss.name == "info_nce" or several else rows
+    d = int(rng.choice([1, 2, 3, 5, 8, 17, 33, 64, 70]))
+    labels = draw_labels(loss.name, rows, columns, rng)
+    if loss.name == "info_nce" and labels is None:
+        rows = min(rows, columns)
+    kind = KINDS[rng.integers(len(KINDS))]
+    units = list(draw_features(kind, rows, columns, d, rng))
+    if len(loss.arguments) == 1:
+        half = rows // 2 if loss.name == "nt_xent" else rows
+        units = [np.concatenate([units[0][:half], units[1][:half]])[:rows]]
+    normalize = bool(rng.random() < 0.6)
+    scaled = with_norms(units, name, normalize, len(units) == 2 and not loss.joint, rng)
+    zero = rng.random() < 0.03
+    if zero:
+        scaled[0][rng.integers(rows)] = 0.0
+    sides = [viewed(z.astype(DTYPES[name]), rng) for z in scaled]
+    if len(sides) == 2 and name in ("float16", "bfloat16") and rng.random() < 0.1:
+        sides[1] = sides[1].astype(np.float32)
+
+    problem = Problem(loss.name, tuple(sides), float(10 ** rng.uniform(-1.7, 2.52)), dtype=name)
+    problem.seed, problem.number, problem.largest = seed, number, largest
+    options, settings = problem.options, problem.settings
+    options["normalize"] = normalize
+    options["reduction"] = ["mean", "sum", "none"][rng.integers(3)]
+    if loss.sigmoid:
+        options["bias"] = float(rng.uniform(-12, 3))
+    if labels is not None:
+        options["labels"] = labels
+    for names, share in (("ids", 0.35), ("groups", 0.25)):
+        if names not in loss.refused and rng.random() < share:
+            most = int(rng.integers(2, 2 + max(rows, columns))) if names == "ids" else 2
+            options[names] = draw_names(loss, (rows, columns), most, rng)
+    if several:
+        options["positive_ids"] = draw_names(loss, (rows, columns), int(rng.integers(1, 9)), rng)
+    if rng.random() < 0.3:
+        weights = rng.uniform(0, 2, rows) * (rng.random(rows) < 0.8)
+        weights[rng.integers(rows)] = 1.0
+        options["weights"] = weights
+    draw_softmax(problem, rng)
+    leave_out_exclusive(problem)
+    if options["reduction"] == "none":
+        problem.grad_out = rng.standard_normal(rows)
+    elif rng.random() < 0.5:
+        problem.grad_out = float(10 ** rng.uniform(-3, 3) * rng.choice([-1, 1]))
+    if loss.name in ("info_nce", "sup_con") and rng.random() < 0.05:  # no row has a positive
+        alone = loss.name == "sup_con" and rng.random() < 0.5
+        options["labels"] = np.arange(rows) if alone else np.full(rows, -1)
+    if zero:
+        leave_out(problem, "false_negative_margin")
+    for limit in ("false_negative_margin", "guide_margin"):
+        if limit in options:
+            of_limit = units if limit[0] == "f" else list(in_pair(options["guide"]))
+            if is_ambiguous(problem, limit, of_limit):
+                leave_out(problem, limit, *(["guide"] if limit[0] == "g" else []))
+    if (
+        "dims" not in loss.refused
+        and "false_negative_margin" not in options
+        and rng.random() < 0.15
+    ):
+        widths = sorted({*map(int, rng.integers(1, d + 1, rng.integers(3))), d})
+        options["dims"] = tuple(widths)
+        options["dim_weights"] = tuple(float(rng.uniform(0.1, 2)) for _ in widths)
+
+    # what changes no number of a result
+    if rng.random() < 0.15 and (normalize or name != "float64"):
+        settings["precision"] = str(rng.choice(["fp64", "fp32"]))
+    if rng.random() < 0.3:
+        settings["grad_dtype"] = list(DTYPES.values())[rng.integers(2)]
+    possible = [z for z in problem.kind.arguments if z not in loss.locked] + ["scale"]
+    possible += ["bias"] * loss.sigmoid
+    if rng.random() < 0.3:
+        settings["wrt"] = [z for z in possible if rng.random() < 0.5]
+    with_metrics = not {"key_bias", "false_negative_margin", "guide", "own", "dims"} & {*options}
+    with_metrics &= "metrics" not in loss.refused and (problem.find_positives().sum(1) == 1).all()
+    if with_metrics and rng.random() < 0.3:
+        settings["metrics"] = True
+    if rng.random() < 0.3:
+        settings["workspace"] = int(rng.integers(2**17, 2**21))
+    tiles = [(16, 24), (64, 96), (40, 8), None][rng.integers(4)]
+    problem.sides = {"TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))} | (
+        {"TILE": tiles} if tiles else {}
+    )
+    if rng.random() < 0.1:
+        draw_poison(problem, rng)
+    return problem

@@ -1,0 +1,132 @@
+"""Processes that start once and compute many problems: ranks over MPI and gloo, devices of JAX.
+
+`Processes.run` sends a problem to the first process, which collects the answers of the others, and
+returns one result of the whole batch. The program: `python processes.py KIND ADDRESS [RANK SIZE]`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LIMIT = 60.0  # seconds for a start, and for a problem
+running: dict[str, Processes] = {}
+
+
+class Processes:
+    """Processes of one kind: "mpi 3", "gloo 3" or "devices 2"."""
+
+    def __init__(self, kind: str) -> None:
+        name, size = kind.split()
+        self.folder = tempfile.mkdtemp()
+        address = str(Path(self.folder) / "socket")
+        listener = Listener(address)
+        program = [sys.executable, str(Path(__file__)), name, address]
+        paths = os.pathsep.join(
+            map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed"))
+        )
+        environment = os.environ | {
+            "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "INFONCE_NUM_THREADS": "1",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}", "JAX_PLATFORMS": "cpu",
+        }  # fmt: skip
+        mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+        commands = {
+            "mpi": [[mpiexec or "mpiexec", "-n", size, *program]],
+            "gloo": [[*program, str(rank), size] for rank in range(int(size))],
+            "devices": [program],
+        }
+        self.started = [
+            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            for command in commands[name]
+        ]
+        self.connection: Connection = listener.accept()
+        atexit.register(self.stop)
+
+    def run(self, *task: Any) -> Any:
+        """What the processes return for a task, or their error."""
+        self.connection.send(task)
+        assert self.connection.poll(LIMIT), f"no answer in {LIMIT} s to {task}"
+        answer = self.connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        self.connection.send(None)
+        for process in self.started:
+            process.wait(LIMIT)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def run(kind: str, *task: Any) -> Any:
+    """A task by processes of this kind, which are started if none are running."""
+    if kind not in running:
+        running[kind] = Processes(kind)
+    return running[kind].run(*task)
+
+
+def serve(
+    connection: Connection | None, share: Callable[[Any], Any], compute: Callable[..., Any]
+) -> None:
+    """Computes tasks until the end. `share`: the task of the first process, on all processes."""
+    while (task := share(connection.recv() if connection else None)) is not None:
+        try:
+            answer = compute(*task)
+        except Exception as error:
+            # a copy that can be sent
+            kind = type(error) if type(error) in (ValueError, TypeError) else RuntimeError
+            text = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+            answer = kind(text)
+        if connection:
+            connection.send(answer)
+
+
+def main() -> None:
+    kind, address, *place = sys.argv[1:]
+    if kind == "mpi":
+        import rank_executors
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+
+        def broadcast(task: Any) -> Any:
+            arrived = world.Ibarrier()  # MPI waits busily, for hours between tests
+            while not arrived.Test():
+                time.sleep(0.002)
+            return world.bcast(task)
+
+        connection = None if world.rank else Client(address)
+        serve(connection, broadcast, rank_executors.over_mpi)
+    elif kind == "gloo":
+        import rank_executors
+        import torch.distributed as dist
+
+        rank, size = map(int, place)
+        store = dist.FileStore(str(Path(address).with_name("store")), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+        def share(task: Any) -> Any:
+            held = [task]
+            dist.broadcast_object_list(held)
+            return held[0]
+
+        serve(None if rank else Client(address), share, rank_executors.over_gloo)
+        dist.destroy_process_group()
+    else:
+        import jax_executors
+
+        serve(Client(address), lambda task: task, jax_executors.over_devices)
+
+
+if __name__ == "__main__":
+    main()
