@@ -2,6 +2,7 @@
 and its examples run; how records become its tables."""
 
 import ast
+import html
 import json
 import math
 import re
@@ -106,6 +107,38 @@ def test_needs_no_network(site: Path) -> None:
         for tag in re.findall(r"<(?:script|link)\b[^>]*>", page.read_text()):
             link = re.search(r'(?:src|href)="(?:https?:)?//', tag)
             assert not link or 'rel="canonical"' in tag, f"{page.name}: {tag}"
+
+
+# --- pages in a browser ---------------------------------------------------------------------------
+
+BROWSER = next(filter(shutil.which, ("chromium", "google-chrome", "chromium-browser")), None)
+LOOK = (Path(__file__).parent / "page_faults.js").read_text()
+
+
+@pytest.mark.skipif(not BROWSER, reason="no browser to open the pages")
+@pytest.mark.parametrize("width", [420, 1300, 1400])
+@pytest.mark.parametrize("page", ["explorer", "migrating", "losses", "index"])
+def test_nothing_is_cut_off(site: Path, tmp_path: Path, page: str, width: int) -> None:
+    """Text is inside the page and not too small; labels do not collide. Tables of words fit: those
+    of numbers and of equations scroll in a box of their own."""
+    words = {"migrating": ".table-wrapper", "losses": ".table-wrapper:not(:has(.math))"}
+    if width < 500:  # its columns of numbers scroll
+        words["migrating"] = ".table-wrapper:not(:has(th:nth-child(7)))"
+    look = tmp_path / "look.html"
+    look.write_text(
+        f"<meta charset=utf-8><body><iframe width={width} height=2000 "
+        f"src='{(site / page).as_uri()}.html#n=16'></iframe>"
+        f"<script>const WORDS = {json.dumps(words.get(page, 'no-table'))};{LOOK}</script>"
+    )
+    done = subprocess.run(
+        [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000",
+         "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'user'}",
+         f"--window-size={width + 60},2100", "--dump-dom", look.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = re.search(r'data-found="([^"]*)"', done.stdout)
+    assert found, done.stdout[-500:] + done.stderr[-500:]
+    assert json.loads(html.unescape(found[1])) == []
 
 
 # --- the README -----------------------------------------------------------------------------------

@@ -174,6 +174,19 @@ def test_errors_are_within_their_bounds(name: str) -> None:
     assert all(least < share < 1 for share in worst["worst"].values()), worst
 
 
+@needs_node
+def test_many_rows() -> None:
+    """Half a million logits, more than a call of a function may have arguments."""
+    relative = javascript(
+        "const rows = Formats.features(given), dots = Exact.products(rows);"
+        "const exact = Exact.loss(rows, dots, 10, false);"
+        "const bounds = Rounding.bounds(rows, exact, 10, given);"
+        "return Rounding.errors(Rounding.loss(rows, 10, given), exact, bounds).relative",
+        {"format": "bf16", "n": 720, "d": 8, "norm": 1, "cosine": 0.5, "seed": 1},
+    )
+    assert all(0 < part["error"] <= part["bound"] for part in relative.values())
+
+
 @pytest.mark.parametrize("form", explorer.FORMATS)
 def test_errors_of_the_notebook_are_within_their_bounds(form: str) -> None:
     worst = np.zeros(4)

@@ -10,7 +10,7 @@
   const SLIDERS = {
     temperature: ["temperature", [5, 6, 7, 8, 10, 12, 14, 17, 20, 25, 30, 35, 40, 50, 60, 70, 80, 100, 120, 140, 170, 200, 250, 300, 350, 400, 500,
       600, 700, 800, 1000].map((t) => t / 1000)],
-    n: ["batch, rows", [8, 16, 32, 64, 128]],
+    n: ["batch, rows", [8, 16, 32, 64, 128, 256, 512, 1024]],
     d: ["dimension", [8, 16, 32, 64, 128, 256]],
     norm: ["norm of rows", [0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6, 8]],
     cosine: ["cosine of pairs", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98]],
@@ -95,7 +95,7 @@
   function build() {
     const key = element("span", { class: "key" }, element("i", { class: "error" }), " true error  ", element("i", { class: "bound" }), " derived bound");
     root.replaceChildren(
-      controls(), place("cards", "div", "cards"),
+      controls(), place("progress", "p", "progress"), place("cards", "div", "cards"),
       panel("Against the temperature", "Relative errors of the chosen format; the upright line is the temperature above.", key, place("curves", "div", "multiples")),
       panel("All formats", "The same features and temperature in each format.", key.cloneNode(true), place("ladders", "div", "multiples")),
       panel("Where the errors are", "", place("where", "div", "where")));
@@ -103,25 +103,47 @@
 
   // --- results ----------------------------------------------------------------------------------
 
-  const kept = { features: "", exact: new Map() };
+  let round = 0; // of drawing: an older one stops
+  const SLICE = 20; // milliseconds of work after which the page may answer
+  const MANY = 128; // rows: what takes longest is computed once beyond, and not at each temperature
+  const kept = { features: "", at: new Map() };
+  const later = () => new Promise((resolve) => setTimeout(resolve, 0));
 
-  /* Features, and the exact loss at one temperature: both are kept until the features change. */
-  function exactAt(temperature) {
-    const { n, d, norm, cosine, seed } = state, name = [n, d, norm, cosine, seed].join();
-    if (kept.features !== name) {
-      kept.features = name;
-      kept.rows = Formats.features(state);
-      kept.dots = Exact.products(kept.rows);
-      kept.exact.clear();
+  class Outdated extends Error {}
+
+  /* The result of a generator. The page answers between its steps, and a change of a control ends it. */
+  async function run(steps, own) {
+    for (let until = performance.now() + SLICE; ; ) {
+      const { done, value } = steps.next();
+      if (done) return value;
+      if (performance.now() > until) {
+        await later();
+        if (own !== round) throw new Outdated();
+        until = performance.now() + SLICE;
+      }
     }
-    if (!kept.exact.has(temperature)) kept.exact.set(temperature, Exact.loss(kept.rows, kept.dots, 1 / temperature, true));
-    return kept.exact.get(temperature);
   }
 
-  function evaluate(format, temperature) {
-    const settings = { ...state, format }, exact = exactAt(temperature);
-    const got = Rounding.loss(kept.rows, 1 / temperature, settings);
-    const bounds = Rounding.bounds(kept.rows, exact, 1 / temperature, settings);
+  /* Features, and the exact loss at one temperature: both are kept until the features change. */
+  async function exactAt(temperature, own) {
+    const { n, d, norm, cosine, seed } = state, name = [n, d, norm, cosine, seed].join();
+    if (kept.features !== name) {
+      const rows = Formats.features(state), dots = await run(Exact.productSteps(rows), own);
+      Object.assign(kept, { features: name, rows, dots, at: new Map() });
+    }
+    if (!kept.at.has(temperature)) {
+      const wide = n <= MANY || temperature === state.temperature;
+      const exact = await run(Exact.lossSteps(kept.rows, kept.dots, 1 / temperature, wide), own);
+      if (n > MANY && kept.at.size > 1) kept.at.clear();
+      kept.at.set(temperature, exact);
+    }
+    return kept.at.get(temperature);
+  }
+
+  async function evaluate(format, temperature, own) {
+    const settings = { ...state, format }, exact = await exactAt(temperature, own);
+    const got = await run(Rounding.lossSteps(kept.rows, 1 / temperature, settings), own);
+    const bounds = await run(Rounding.boundSteps(kept.rows, exact, 1 / temperature, settings), own);
     return { got, exact, bounds, errors: Rounding.errors(got, exact, bounds) };
   }
 
@@ -153,61 +175,82 @@
       element("p", { class: "place" }, where));
   }
 
+  /* An empty figure in its place, and then the drawing, as wide as the figure. */
+  function draw(figure, drawing) {
+    const style = getComputedStyle(figure);
+    figure.append(drawing(Math.max(220, figure.clientWidth - parseFloat(style.paddingLeft || 0) * 2)));
+  }
+
+  function multiples(place, drawing) {
+    const figures = Object.entries(QUANTITIES).map(([name, title]) => [name, element("figure", {}, element("h4", {}, title))]);
+    place.replaceChildren(...figures.map(([, figure]) => figure));
+    for (const [name, figure] of figures) draw(figure, (width) => drawing(width, name));
+  }
+
   function where({ got, exact, errors, bounds }) {
     const canvas = element("canvas", { role: "img", "aria-label": "errors of all logits" });
     const most = Plots.map(canvas, errors.x, state.n), at = worstOf(errors.x);
     const stored = Formats.FORMATS[state.inFormat && Formats.FORMATS[state.format].stored === 16 ? state.format : state.format === "fp64" ? "fp64" : "fp32"];
     const right = Math.floor(Formats.rightBits(got.x[at], exact.x[at]));
+    const shares = element("figure", {});
     places.where.replaceChildren(
       element("figure", {}, canvas, element("div", { class: "scale" }, element("span", {}, short(most / 1000)), element("i", { style: `background: ${Plots.scale}` }), element("span", {}, short(most))),
         element("figcaption", {}, "Errors of the logits: queries down, keys across.")),
-      element("figure", {}, Plots.histogram([
-        { name: "logits", errors: errors.x, bounds: bounds.x },
-        { name: "gradient", errors: errors.gradient, bounds: bounds.gradient }]),
-        element("figcaption", {}, "How far each error is from its own bound: rounding errors of many terms cancel, a bound takes them all the worst way.")),
+      shares,
       element("figure", { class: "wide" },
         element("div", {}, element("span", {}, "exact"), Plots.bits(Formats.bits64(exact.x[at]), 52, 52)),
         element("div", {}, element("span", {}, "computed"), Plots.bits(Formats.bits64(got.x[at]), right, stored.digits - 1)),
         element("figcaption", {}, "The worst logit as a float64 number: ", element("i", { class: "sign" }, "sign"), ", ", element("i", { class: "exponent" }, "exponent"), ", fraction. ",
           element("i", { class: "wrong" }, "Wrong bits"), "; ", element("i", { class: "absent" }, "bits that the logit's format does not have"), ".")));
+    draw(shares, (width) => Plots.histogram(width, [
+      { name: "logits", errors: errors.x, bounds: bounds.x },
+      { name: "gradient", errors: errors.gradient, bounds: bounds.gradient }]));
+    shares.append(element("figcaption", {}, "How far each error is from its own bound: rounding errors of many terms cancel, a bound takes them all the worst way."));
   }
-
-  let round = 0; // of drawing: an older one stops
-
-  const later = () => new Promise((resolve) => setTimeout(resolve, 0));
 
   async function changed() {
     const own = ++round;
     write();
     root.setAttribute("aria-busy", "true");
-    await later();
-    if (own !== round) return;
-    const result = evaluate(state.format, state.temperature);
+    try {
+      await show(own);
+      places.progress.textContent = "";
+      root.removeAttribute("aria-busy");
+    } catch (error) {
+      if (!(error instanceof Outdated)) throw error;
+    }
+  }
+
+  /* First the chosen format and temperature, then all formats, then all temperatures. */
+  async function show(own) {
+    const temperatures = state.n > MANY ? TEMPERATURES.filter((_, i) => i % 2 === 0) : TEMPERATURES;
+    let computed = 0;
+    const next = async (format, temperature) => {
+      places.progress.textContent = `computing ${(computed += 1)} of ${1 + NAMES.length + temperatures.length}`;
+      await later();
+      if (own !== round) throw new Outdated();
+      return evaluate(format, temperature, own);
+    };
+    const result = await next(state.format, state.temperature);
     places.cards.replaceChildren(...Object.keys(QUANTITIES).map((name) => card(name, result)));
     where(result);
     root.dataset.result = JSON.stringify(result.errors.relative);
 
     const rows = NAMES.map((format) => ({ format }));
     for (const row of rows) {
-      await later();
-      if (own !== round) return;
-      row.errors = evaluate(row.format, state.temperature).errors.relative;
-      places.ladders.replaceChildren(...Object.entries(QUANTITIES).map(([name, title]) =>
-        element("figure", {}, element("h4", {}, title), Plots.ladder(rows.map((r) => ({ format: r.format, relative: r.errors?.[name] })), state.format, [-18, 2]))));
+      row.errors = (await next(row.format, state.temperature)).errors.relative;
+      multiples(places.ladders, (width, name) =>
+        Plots.ladder(width, rows.map((r) => ({ format: r.format, relative: r.errors?.[name] })), state.format, [-18, 2]));
     }
     const points = [];
-    for (const temperature of TEMPERATURES) {
-      await later();
-      if (own !== round) return;
-      points.push({ temperature, relative: evaluate(state.format, temperature).errors.relative });
-      places.curves.replaceChildren(...Object.entries(QUANTITIES).map(([name, title]) => {
+    for (const temperature of temperatures) {
+      points.push({ temperature, relative: (await next(state.format, temperature)).errors.relative });
+      multiples(places.curves, (width, name) => {
         const all = points.flatMap((p) => [p.relative[name].error, p.relative[name].bound]).filter((v) => v > 0 && v < Infinity).map(Math.log10);
         const range = [Math.max(-18, Math.floor(Math.min(...all, 0))), Math.min(2, Math.ceil(Math.max(...all, -18)))];
-        return element("figure", {}, element("h4", {}, title),
-          Plots.curves(points.map((p) => ({ temperature: p.temperature, ...p.relative[name] })), state.temperature, range, [0.005, 1]));
-      }));
+        return Plots.curves(width, points.map((p) => ({ temperature: p.temperature, ...p.relative[name] })), state.temperature, range, [0.005, 1]);
+      });
     }
-    root.removeAttribute("aria-busy");
   }
 
   read();

@@ -2,7 +2,7 @@
 "use strict";
 
 const Plots = (() => {
-  const WIDTH = 300, HEIGHT = 190;
+  const HEIGHT = 190;
   const LEFT = 40, RIGHT = 10, TOP = 10, BOTTOM = 30;
 
   function element(name, attributes = {}, ...children) {
@@ -29,21 +29,23 @@ const Plots = (() => {
     return element("text", { x, y, "text-anchor": anchor, class: style }, text);
   }
 
+  // Drawings are as wide as their place, in pixels, so that text keeps its size
+
   /* Errors and bounds against temperature, both axes logarithmic. */
-  function curves(points, temperature, [low, high], [from, to]) {
-    const x = (t) => LEFT + ((Math.log(t / from) / Math.log(to / from)) * (WIDTH - LEFT - RIGHT));
+  function curves(wide, points, temperature, [low, high], [from, to]) {
+    const x = (t) => LEFT + ((Math.log(t / from) / Math.log(to / from)) * (wide - LEFT - RIGHT));
     const y = (v) => {
       const e = v > 0 ? Math.log10(v) : -99;
       return TOP + ((high - clamp(e, low, high)) / (high - low)) * (HEIGHT - TOP - BOTTOM);
     };
-    const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
+    const svg = element("svg", { viewBox: `0 0 ${wide} ${HEIGHT}`, role: "img" });
     for (let e = Math.ceil(low); e <= high; e++) {
       if (e % 2 && high - low > 6) continue;
-      svg.append(element("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(10 ** e), y2: y(10 ** e), class: "grid" }),
+      svg.append(element("line", { x1: LEFT, x2: wide - RIGHT, y1: y(10 ** e), y2: y(10 ** e), class: "grid" }),
                  label(LEFT - 6, y(10 ** e) + 4, e === 0 ? "1" : power(e), "end"));
     }
     for (const t of [0.01, 0.1, 1]) svg.append(label(x(t), HEIGHT - BOTTOM + 16, t));
-    svg.append(label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, "temperature"));
+    svg.append(label((LEFT + wide - RIGHT) / 2, HEIGHT - 2, "temperature"));
     svg.append(element("line", { x1: x(temperature), x2: x(temperature), y1: TOP, y2: HEIGHT - BOTTOM, class: "now" }));
     const shown = points.filter((p) => p);
     if (shown.length > 1) {
@@ -59,20 +61,21 @@ const Plots = (() => {
   }
 
   /* Error and bound of each format: one row a format, a logarithmic axis. */
-  function ladder(rows, chosen, [low, high]) {
+  function ladder(wide, rows, chosen, [low, high]) {
     const step = 25, height = TOP + rows.length * step + BOTTOM, left = 54;
     const x = (v) => {
       const e = v > 0 ? Math.log10(v) : -99;
-      return left + ((clamp(e, low, high) - low) / (high - low)) * (WIDTH - left - RIGHT);
+      return left + ((clamp(e, low, high) - low) / (high - low)) * (wide - left - RIGHT);
     };
-    const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img" });
-    for (let e = low; e <= high; e += 4)
+    const svg = element("svg", { viewBox: `0 0 ${wide} ${height}`, role: "img" });
+    const apart = wide < 260 ? 6 : 4; // powers of ten between two labels
+    for (let e = low; e <= high; e += apart)
       svg.append(element("line", { x1: x(10 ** e), x2: x(10 ** e), y1: TOP, y2: height - BOTTOM, class: "grid" }),
                  label(x(10 ** e), height - BOTTOM + 16, e === 0 ? "1" : power(e)));
-    svg.append(label((left + WIDTH - RIGHT) / 2, height - 2, "relative error"));
+    svg.append(label((left + wide - RIGHT) / 2, height - 2, "relative error"));
     rows.forEach((row, i) => {
       const y = TOP + (i + 0.5) * step;
-      if (row.format === chosen) svg.append(element("rect", { x: 0, y: y - step / 2, width: WIDTH, height: step, class: "chosen" }));
+      if (row.format === chosen) svg.append(element("rect", { x: 0, y: y - step / 2, width: wide, height: step, class: "chosen" }));
       svg.append(label(left - 8, y + 4, row.format, "end", "name"));
       if (!row.relative) return;
       const { error, bound } = row.relative;
@@ -85,9 +88,9 @@ const Plots = (() => {
   }
 
   /* How many errors are which share of their bound: two histograms, one above the other. */
-  function histogram(sets, low = -6) {
-    const bins = 36, all = 560, tall = 290, left = 10, right = 26;
-    const width = (all - left - right) / bins, bottom = tall - BOTTOM;
+  function histogram(all, sets, low = -6) {
+    const bins = 36, tall = 290, left = 10, right = 26;
+    const bin = (all - left - right) / bins, bottom = tall - BOTTOM;
     const svg = element("svg", { viewBox: `0 0 ${all} ${tall}`, role: "img" });
     sets.forEach(({ name, errors, bounds }, at) => {
       const counts = new Float64Array(bins);
@@ -99,7 +102,7 @@ const Plots = (() => {
       const base = TOP + room * (at + 1);
       counts.forEach((count, i) => {
         const height = (count / most) * (room - 16);
-        svg.append(element("rect", { x: left + i * width + 0.5, y: base - height, width: width - 1, height, class: "bar" },
+        svg.append(element("rect", { x: left + i * bin + 0.5, y: base - height, width: bin - 1, height, class: "bar" },
                            element("title", {}, `${count} of ${errors.length}`)));
       });
       svg.append(label(all - right, base - room + 14, name, "end", "name"),
