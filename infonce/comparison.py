@@ -16,7 +16,6 @@ from .checks import prefixes, validation
 from .checks.call import check
 from .checks.keywords import with_own
 from .checks.teacher import ALL_LOSSES, Teacher, add_teacher
-from .kernels.cpu import emulated
 from .kernels.problem import Array
 from .result import LossAndGrad
 
@@ -28,6 +27,7 @@ PRECISIONS: dict[str, Any] = {
     "fp16": np.float16,
     "bf16": ml_dtypes.bfloat16,
 }
+COSINE = 0.3  # of the random rows of a positive pair, by default
 # keywords of the losses that `compare` sets itself, or whose results it does not have
 REFUSED = (
     "scale", "precision", "method", "offload", "reduction", "wrt", "out", "metrics",
@@ -57,8 +57,8 @@ class PrecisionError:
 
     def worst(self, measure: str) -> float:
         """The largest "norm", "element" or "lost" of the gradients of all feature arrays."""
-        errors = [e for name, e in self.gradients.items() if name not in ("scale", "bias")]
-        return max((getattr(e, measure) for e in errors), key=_nan_last)
+        names = [name for name in self.gradients if name not in ("scale", "bias")]
+        return max((float(getattr(self.gradients[n], measure)) for n in names), key=_nan_last)
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,11 @@ class Comparison:
 
 def compare(
     loss: str, *features: Array, temperature: float | Sequence[float] | None = None,
-    rows: int | None = None, dim: int | None = None, cosine: float = 0.3, seed: int = 0,
+    rows: int | None = None, dim: int | None = None, cosine: float = COSINE, seed: int = 0,
     labels: Array | None = None, bias: float | None = None,
     teacher_query: Array | None = None, teacher_key: Array | None = None,
-    teacher_temperature: float | None = None, two_sided: bool = True, grad_dtype: Any = None,
+    teacher_temperature: float | None = None, teacher_scale: float | None = None,
+    two_sided: bool = True, grad_dtype: Any = None,
     progress: Callable[[str, int, int], None] | None = None, **options: Any,
 ) -> Comparison:  # fmt: skip
     """Errors of a loss and its gradients by precision, for several temperatures.
@@ -128,7 +129,7 @@ def compare(
         In [-1, 1].
     seed : int, default 0
         Of the random rows.
-    labels, bias, teacher_query, teacher_key, teacher_temperature, two_sided
+    labels, bias, teacher_query, teacher_key, teacher_temperature, teacher_scale, two_sided
         As in the functions of the losses. Random rows of distill have a random teacher.
     grad_dtype : dtype, optional
         Dtype of the feature gradients of all precisions.
@@ -154,14 +155,14 @@ def compare(
     for name in REFUSED:
         if name in options:
             raise ValueError(f"{name}: compare does not take it")
-    if not features:
-        features = _random_features(kind, rows, dim, cosine, seed)
-        if kind.classes and labels is None:
-            labels = np.arange(len(features[0])) % (len(features[0]) // 2)
-        if kind.taught and teacher_query is None and teacher_key is None:
-            teacher_query, teacher_key = _random_features(kind, rows, dim, cosine, seed + 1)
-    elif rows is not None or dim is not None:
-        raise ValueError("rows, dim: expected no rows and dim beside arrays of features")
+    if (rows is None) != (dim is None) or (rows is None) != bool(features):
+        raise ValueError("rows, dim: expected both, or arrays of features")
+    if rows is not None and dim is not None:
+        inputs = random_inputs(kind, rows, dim, cosine, seed)
+        features = tuple(inputs[name] for name in kind.arguments)
+        labels = inputs.get("labels") if labels is None else labels
+        teacher_query = inputs.get("teacher_query") if teacher_query is None else teacher_query
+        teacher_key = inputs.get("teacher_key") if teacher_key is None else teacher_key
     if len(features) != len(kind.arguments):
         expected = f"{len(kind.arguments)} arrays of features ({', '.join(kind.arguments)})"
         raise TypeError(f"{loss}: expected {expected}, got {len(features)}")
@@ -170,7 +171,7 @@ def compare(
 
     teacher = None
     if kind.taught:
-        teacher = Teacher(teacher_query, teacher_key, teacher_temperature, None, two_sided)
+        teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale, two_sided)
         kind = teacher.loss
     kind, arrays, call_options = with_own(kind, natives(features, kind.arguments), options)
     call = _Call(kind, arrays, labels, bias, call_options, teacher)
@@ -239,6 +240,8 @@ def emulated_loss_and_grad(
 
     16-bit precisions need features of their dtype. `precision` is one of `PRECISIONS`, or "fp64".
     """
+    from .kernels.cpu import emulated  # here, so that commands do not wait for Numba
+
     options = options or {}
     if prefixes.has_prefixes(kind, options):
         return prefixes.loss_and_grad(
@@ -263,12 +266,13 @@ def random_pairs(rows: int, dim: int, cosine: float, seed: int = 0) -> tuple[Arr
     return first, cosine * first + math.sqrt(1 - cosine**2) * other
 
 
-def _random_features(
-    kind: spec.Loss, rows: int | None, dim: int | None, cosine: float, seed: int
-) -> tuple[Array, ...]:
-    """Random unit rows, float32, for the feature arguments of a loss."""
-    if rows is None or dim is None:
-        raise ValueError("rows, dim: expected both, or arrays of features, got neither")
+def random_inputs(
+    kind: spec.Loss, rows: int, dim: int, cosine: float = COSINE, seed: int = 0
+) -> dict[str, Array]:
+    """Random unit rows, float32, by feature argument of a loss: see `compare`.
+
+    Also `labels` for sup_con, and `teacher_query` and `teacher_key` for distill.
+    """
     views = len(kind.arguments) == 1  # row i + rows / 2 belongs to row i
     least = {"rows": 2, "dim": 2, "seed": 0}
     for (name, smallest), value in zip(least.items(), (rows, dim, seed), strict=True):
@@ -279,9 +283,18 @@ def _random_features(
         raise ValueError(f"rows: expected an even number, two views of each sample, got {rows}")
     if not -1 <= validation.number("cosine", cosine) <= 1:
         raise ValueError(f"cosine: expected a number in [-1, 1], got {cosine!r}")
-    pair = random_pairs(rows // 2 if views else rows, dim, cosine, seed)
-    first, second = (z.astype(np.float32) for z in pair)
-    return (np.concatenate([first, second]),) if views else (first, second)
+
+    def pair(seed: int) -> list[Array]:
+        both = random_pairs(rows // 2 if views else rows, dim, cosine, seed)
+        return [z.astype(np.float32) for z in both]
+
+    features = [np.concatenate(pair(seed))] if views else pair(seed)
+    inputs = dict(zip(kind.arguments, features, strict=True))
+    if kind.classes:
+        inputs["labels"] = np.arange(rows) % (rows // 2)
+    if kind.taught:
+        inputs |= zip(("teacher_query", "teacher_key"), pair(seed + 1), strict=True)
+    return inputs
 
 
 def _read_temperatures(kind: spec.Loss, temperature: Any) -> list[float]:

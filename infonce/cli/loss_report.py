@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from .. import spec
@@ -19,28 +20,27 @@ SIDES = ("rows", "columns")
 
 
 def build_report(
-    kind: Loss, files: LossFiles, features: Mapping[str, Any], options: Mapping[str, Any],
-    temperatures: Sequence[float] | None, results: Sequence[LossAndGrad],
-) -> dict[str, Any]:  # fmt: skip
-    """The report of a call, without its costs. `results` has one result for each temperature."""
-    record = _options(kind, files, options, temperatures)
+    record: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[LossAndGrad]
+) -> dict[str, Any]:
+    """The numbers of a call, and how they were computed. `results` has one result for each
+    temperature, and `record` comes from `record_options`."""
     return {
-        "loss": kind.name,
-        "inputs": {
-            name: {"source": source, "shape": features[name].shape,
-                   "dtype": str(features[name].dtype)}
-            for name, source in files.features.items()
-        },
         **(_numbers(results[0]) if len(results) == 1 else _by_temperature(record, results)),
         "retrieval": _retrieval(results[0]),
         "method": options["method"],
         "precision": options["precision"],
-        "options": record,
-        "workspace_bytes": options["workspace"],
-    }  # fmt: skip
+    }
 
 
-def _options(
+def record_inputs(sources: Mapping[str, str], features: Mapping[str, Any]) -> dict[str, Any]:
+    """The source, shape and dtype of the features, by argument."""
+    return {
+        name: {"source": source, "shape": features[name].shape, "dtype": str(features[name].dtype)}
+        for name, source in sources.items()
+    }
+
+
+def record_options(
     kind: Loss, files: LossFiles, options: Mapping[str, Any], temperatures: Sequence[float] | None
 ) -> dict[str, Any]:
     """The options on which the loss depends: `scale` as it was used, and arrays by their path."""
@@ -147,7 +147,7 @@ def tables(report: Mapping[str, Any]) -> None:
             "A sigmoid loss judges each pair by itself: it has no softmax over rows or columns, so "
             "no loss by direction, no log-sum-exp and no ranking."
         )
-    console.print(_facts(report))
+    console.print(facts_table(report))
 
 
 def _of_directions(report: Mapping[str, Any]) -> Table:
@@ -162,7 +162,7 @@ def _of_directions(report: Mapping[str, Any]) -> Table:
     for key in ("min", "mean", "max"):
         rows.append((f"log-sum-exp {key}", ".6g", {side: lse[side][key] for side in lse}))
     sides = [side for side in SIDES if any(cells.get(side) is not None for *_, cells in rows)]
-    table = _table(["", *sides])
+    table = numbers_table(["", *sides])
     for name, form, cells in rows:
         if any(cells.get(side) is not None for side in sides):
             shown = (cells.get(side) for side in sides)
@@ -174,7 +174,7 @@ def _of_temperatures(report: Mapping[str, Any]) -> Table:
     """The loss at each temperature, and its means over rows and over columns."""
     runs = report["by_temperature"]
     sides = [side for side in SIDES if runs[0]["value"]["unweighted"][side] is not None]
-    table = _table(["temperature", "loss", *(f"{_mean(report)}, {side}" for side in sides)])
+    table = numbers_table(["temperature", "loss", *(f"{_mean(report)}, {side}" for side in sides)])
     for run in runs:
         value = run["value"]
         cells = [run["temperature"], value["total"], *(value["unweighted"][side] for side in sides)]
@@ -187,7 +187,8 @@ def _mean(report: Mapping[str, Any]) -> str:
     return "mean loss, unweighted" if "weights" in report["options"] else "mean loss"
 
 
-def _table(headings: Sequence[str]) -> Table:
+def numbers_table(headings: Sequence[str]) -> Table:
+    """A table of numbers, whose first column has names if its heading is empty."""
     table = Table()
     for heading in headings:
         numeric = bool(heading)
@@ -195,7 +196,7 @@ def _table(headings: Sequence[str]) -> Table:
     return table
 
 
-def _facts(report: Mapping[str, Any]) -> Table:
+def facts_table(report: Mapping[str, Any]) -> Table:
     """Inputs, memory, time and options."""
     facts = Table.grid(padding=(0, 2))
     for name, entry in report["inputs"].items():
@@ -213,7 +214,8 @@ def _facts(report: Mapping[str, Any]) -> Table:
         f"inputs {human(memory['growth_over_inputs'])}",
     )
     facts.add_row("time", f"{report['seconds']:.3g} s")
-    facts.add_row("method", f"{report['method']}, precision {report['precision']}")
+    if "method" in report:
+        facts.add_row("method", f"{report['method']}, precision {report['precision']}")
     options = report["options"]
     by_temperature = options["temperature"] is not None  # then no scale is shown
     changed = {
@@ -221,7 +223,7 @@ def _facts(report: Mapping[str, Any]) -> Table:
         if value != DEFAULTS.get(name) and not (by_temperature and name == "scale")
     }  # fmt: skip
     facts.add_row("options", ", ".join(_words(name, value) for name, value in changed.items()))
-    if report["gradients"]:
+    if report.get("gradients"):
         facts.add_row("gradients", report["gradients"])
     return facts
 
@@ -239,9 +241,20 @@ def figure(figures: Any, report: Mapping[str, Any]) -> Any:
             axes.plot(temperatures, losses, ".--", label=f"{_mean(report)}, {side}")
     inputs = ", ".join(entry["source"] for entry in report["inputs"].values())
     axes.set_title(f"{report['loss']} loss of {inputs}", fontsize=9)
-    axes.set(xlabel="temperature", ylabel="loss", xscale="log")
-    axes.set_xticks(temperatures, [f"{t:g}" for t in temperatures])
-    axes.set_xticks([], minor=True)
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="temperature", ylabel="loss")
+    set_log_axes(axes, temperatures)
     axes.legend()
     return drawing
+
+
+def set_log_axes(axes: Any, temperatures: Sequence[float]) -> None:
+    """A logarithmic axis of temperatures with a tick at each, and one of the plotted numbers if all
+    that are finite are positive."""
+    axes.set_xscale("log")
+    axes.set_xticks(temperatures, [f"{t:g}" for t in temperatures])
+    axes.set_xticks([], minor=True)
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)

@@ -1,0 +1,70 @@
+"""The report of `infonce loss --compare`: its numbers, its table, its plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ..comparison import Comparison, PrecisionError
+from .common import stdout
+from .loss_report import facts_table, numbers_table, set_log_axes
+
+# heading of a column, also of a panel of the plot -> the number of a precision
+MEASURES: dict[str, Callable[[PrecisionError], float]] = {
+    "loss error": lambda error: error.loss_error,
+    "gradient error": lambda error: error.worst("norm"),
+    "worst element": lambda error: error.worst("element"),
+    "lost to underflow": lambda error: error.worst("lost"),
+}
+
+
+def table(found: Comparison, report: Mapping[str, Any]) -> None:
+    """Prints the comparison, and the facts of the report."""
+    numbers = numbers_table(["temperature", "precision", "gradients", "loss", *MEASURES])
+    numbers.title, numbers.title_justify = f"{found.loss} loss: errors, relative to float64", "left"
+    for temperature, errors in groupby(found.errors, lambda error: error.temperature):
+        loss = f"{found.losses[temperature]:.6g}"
+        numbers.add_section()
+        numbers.add_row(f"{temperature:.6g}", "fp64", "float64", loss, *["-"] * len(MEASURES))
+        for error in errors:
+            *relative, lost = (measure(error) for measure in MEASURES.values())
+            numbers.add_row(
+                "", error.precision, error.grad_dtype, f"{error.loss:.6g}",
+                *(f"{number:.1e}" for number in relative), f"{lost:.2%}",
+            )  # fmt: skip
+    console = stdout(numbers)
+    console.print(numbers)
+    console.print(facts_table(report))
+
+
+def figure(figures: Any, found: Comparison, source: str) -> Any:
+    """The errors against the temperature, on logarithmic axes; `figures` is matplotlib.figure.
+
+    An error of 0 has no place on such an axis, and is left out.
+    """
+    temperatures = sorted(found.losses)
+    lines: dict[str, list[PrecisionError]] = {}
+    for error in sorted(found.errors, key=lambda error: error.temperature):
+        lines.setdefault(f"{error.precision}, {error.grad_dtype} gradients", []).append(error)
+    drawing = figures.Figure(figsize=(9, 6.5), layout="constrained")
+    shapes = ", ".join(" x ".join(map(str, shape)) for shape in found.shapes.values())
+    drawing.suptitle(f"{found.loss} loss of {source} ({shapes}), relative to float64", fontsize=9)
+    panels = drawing.subplots(2, 2, sharex=True).flat
+    for axes, (title, measure) in zip(panels, MEASURES.items(), strict=True):
+        is_share = title == "lost to underflow"
+        for name, errors in lines.items():
+            values = np.array([measure(error) for error in errors])
+            if is_share:
+                values = 100 * values
+            style = "o--" if errors[0].precision in ("fp16", "bf16") else "o-"
+            axes.plot(temperatures, np.where(values == 0, np.nan, values), style, ms=4, label=name)
+        axes.set_title(f"{title}, %" if is_share else title, fontsize=9)
+        set_log_axes(axes, temperatures)
+    for axes in drawing.axes[2:]:
+        axes.set_xlabel("temperature")
+    handles, names = drawing.axes[0].get_legend_handles_labels()
+    drawing.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+    return drawing
