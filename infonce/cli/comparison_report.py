@@ -43,28 +43,38 @@ def table(found: Comparison, report: Mapping[str, Any]) -> None:
 def figure(figures: Any, found: Comparison, source: str) -> Any:
     """The errors against the temperature, on logarithmic axes; `figures` is matplotlib.figure.
 
-    An error of 0 has no place on such an axis, and is left out.
+    An error of 0 has no place on such an axis, and is left out. The share of lost elements has a
+    linear axis.
     """
     temperatures = sorted(found.losses)
-    lines: dict[str, list[PrecisionError]] = {}
+    lines: dict[tuple[str, str], list[PrecisionError]] = {}
     for error in sorted(found.errors, key=lambda error: error.temperature):
-        lines.setdefault(f"{error.precision}, {error.grad_dtype} gradients", []).append(error)
+        lines.setdefault((error.precision, error.grad_dtype), []).append(error)
+    precisions = list(dict.fromkeys(precision for precision, _ in lines))
     drawing = figures.Figure(figsize=(9, 6.5), layout="constrained")
     shapes = ", ".join(" x ".join(map(str, shape)) for shape in found.shapes.values())
     drawing.suptitle(f"{found.loss} loss of {source} ({shapes}), relative to float64", fontsize=9)
     panels = drawing.subplots(2, 2, sharex=True).flat
     for axes, (title, measure) in zip(panels, MEASURES.items(), strict=True):
         is_share = title == "lost to underflow"
-        for name, errors in lines.items():
+        for (precision, grad_dtype), errors in lines.items():
             values = np.array([measure(error) for error in errors])
-            if is_share:
-                values = 100 * values
-            style = "o--" if errors[0].precision in ("fp16", "bf16") else "o-"
-            axes.plot(temperatures, np.where(values == 0, np.nan, values), style, ms=4, label=name)
+            values = 100 * values if is_share else np.where(values == 0, np.nan, values)
+            # of two lines of a 16-bit precision, the one with float32 gradients is dashed
+            is_second = (precision, grad_dtype) != next(k for k in lines if k[0] == precision)
+            axes.plot(
+                temperatures, values, "x--" if is_second else "o-", ms=5,
+                color=f"C{precisions.index(precision)}", label=f"{precision}, {grad_dtype}",
+            )  # fmt: skip
         axes.set_title(f"{title}, %" if is_share else title, fontsize=9)
-        set_log_axes(axes, temperatures)
+        set_log_axes(axes, temperatures, log_values=not is_share)
+        if is_share:
+            axes.set_ylim(-4, 104)
     for axes in drawing.axes[2:]:
         axes.set_xlabel("temperature")
     handles, names = drawing.axes[0].get_legend_handles_labels()
-    drawing.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+    drawing.legend(
+        handles, names, title="precision, dtype of gradients", loc="outside lower center",
+        ncols=len(lines), fontsize=7, title_fontsize=7, columnspacing=1,
+    )  # fmt: skip
     return drawing

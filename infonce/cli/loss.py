@@ -272,7 +272,9 @@ def loss(
         report["options"]["grad_dtype"] = grad_dtype
     if plot is not None and is_finite:
         if compares:
-            drawing = comparison_report.figure(figures, found, ", ".join({*sources.values()}))
+            drawing = comparison_report.figure(
+                figures, found, ", ".join(dict.fromkeys(sources.values()))
+            )
         else:
             drawing = loss_report.figure(figures, report)
         with written_whole(plot) as temporary:

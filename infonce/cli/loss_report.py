@@ -13,7 +13,7 @@ from .. import spec
 from ..checks.teacher import ALL_LOSSES
 from ..result import LossAndGrad
 from ..spec import DEFAULTS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
-from .common import TEACHER, flag, human, stdout
+from .common import TEACHER, TEACHER_FEATURES, flag, human, stdout
 from .embeddings import LossFiles
 
 SIDES = ("rows", "columns")
@@ -63,7 +63,8 @@ def record_options(
     record |= {name: options[name] for name in PREFIX_OPTIONS if options[name] is not None}
     record |= {name: [*map(str, paths)] for name, paths in files.sides.items()}
     record |= {"guide": list(files.guides)} if files.guides else {}
-    record |= {name: options[name] for name in TEACHER if name in options}
+    numbers = [name for name in TEACHER if name in options and name not in TEACHER_FEATURES]
+    record |= {name: options[name] for name in numbers}
     record.update(files.teacher)
     return record
 
@@ -239,7 +240,7 @@ def figure(figures: Any, report: Mapping[str, Any]) -> Any:
         losses = [run["value"]["unweighted"][side] for run in runs]
         if None not in losses:
             axes.plot(temperatures, losses, ".--", label=f"{_mean(report)}, {side}")
-    inputs = ", ".join(entry["source"] for entry in report["inputs"].values())
+    inputs = ", ".join(dict.fromkeys(entry["source"] for entry in report["inputs"].values()))
     axes.set_title(f"{report['loss']} loss of {inputs}", fontsize=9)
     axes.set(xlabel="temperature", ylabel="loss")
     set_log_axes(axes, temperatures)
@@ -247,14 +248,20 @@ def figure(figures: Any, report: Mapping[str, Any]) -> Any:
     return drawing
 
 
-def set_log_axes(axes: Any, temperatures: Sequence[float]) -> None:
-    """A logarithmic axis of temperatures with a tick at each, and one of the plotted numbers if all
-    that are finite are positive."""
+def set_log_axes(axes: Any, temperatures: Sequence[float], log_values: bool = True) -> None:
+    """A logarithmic axis of temperatures with a tick at each; with `log_values`, also one of the
+    plotted numbers, if all are positive (or not finite) and differ by more than a factor of 3."""
     axes.set_xscale("log")
     axes.set_xticks(temperatures, [f"{t:g}" for t in temperatures])
     axes.set_xticks([], minor=True)
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
     values = values[np.isfinite(values)]
-    if len(values) and values.min() > 0:
+    # on a narrower range, a logarithmic axis has one tick or none
+    if log_values and len(values) and 0 < 3 * values.min() < values.max():
         axes.set_yscale("log")
+        if values.max() < 100 * values.min():
+            digits = range(2, 10) if values.max() < 10 * values.min() else (2, 5)
+            axes.yaxis.get_minor_locator().set_params(subs=digits)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3)
