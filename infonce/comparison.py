@@ -225,8 +225,12 @@ class _Call:
         return replace(self, features=rounded((*self.features,)), options=options, teacher=teacher)
 
     def solve(self, precision: str, temperature: float, grad_dtype: Any) -> LossAndGrad:
-        """The loss and its gradients, in a precision of `kernels.cpu.emulated.solve`."""
+        """The loss and its gradients, in one of `PRECISIONS`, or as the CPU computes them: "fp64"."""
         options = {**self.options, "temperature": temperature, "grad_dtype": grad_dtype}
+        if precision == "fp64":
+            return dispatch.loss_and_grad(
+                self.kind, self.features, self.labels, self.bias, options, teacher=self.teacher
+            )
         return emulated_loss_and_grad(
             self.kind, self.features, precision, self.labels, self.bias, options, self.teacher
         )
@@ -238,7 +242,7 @@ def emulated_loss_and_grad(
 ) -> LossAndGrad:  # fmt: skip
     """`dispatch.loss_and_grad` of NumPy arrays, with the roundings of a GPU's `precision`.
 
-    16-bit precisions need features of their dtype. `precision` is one of `PRECISIONS`, or "fp64".
+    `precision` is one of `PRECISIONS`, and the features have its dtype.
     """
     from .kernels.cpu import emulated  # here, so that commands do not wait for Numba
 
