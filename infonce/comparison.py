@@ -225,7 +225,7 @@ class _Call:
         return replace(self, features=rounded((*self.features,)), options=options, teacher=teacher)
 
     def solve(self, precision: str, temperature: float, grad_dtype: Any) -> LossAndGrad:
-        """The loss and its gradients, in one of `PRECISIONS`, or as the CPU computes them: "fp64"."""
+        """The loss and its gradients: in one of `PRECISIONS`, or with "fp64" in float64."""
         options = {**self.options, "temperature": temperature, "grad_dtype": grad_dtype}
         if precision == "fp64":
             return dispatch.loss_and_grad(
@@ -242,7 +242,7 @@ def emulated_loss_and_grad(
 ) -> LossAndGrad:  # fmt: skip
     """`dispatch.loss_and_grad` of NumPy arrays, with the roundings of a GPU's `precision`.
 
-    `precision` is one of `PRECISIONS`, and the features have its dtype.
+    `precision` is one of `PRECISIONS`, and the features have its dtype; or "fp64", for float64.
     """
     from .kernels.cpu import emulated  # here, so that commands do not wait for Numba
 
