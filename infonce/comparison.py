@@ -101,9 +101,10 @@ def compare(
        blocks, log-sum-exps, losses and reference exponents are float64. So no precision overflows
        in an exponential.
     4. *Gradient blocks*, dL/dx of the negatives, are rounded to the precision before they are
-       multiplied with features. Positives stay out of the block, and are added in float32. A
-       float16 block is first divided by a bound of its elements: it cannot overflow, and only
-       elements 2^-37 times as large as the bound underflow.
+       multiplied with features. Positives stay out of the block, and are added in float32. The
+       block is first divided by a bound of its elements, so that float16 cannot overflow, and only
+       elements below 2^-37 of the bound underflow. The bound is twice the largest gradient at a
+       positive; or, if that is larger, 2^-60 of a row's scale times its weight.
     5. *Gradients* are float32, and are rounded to the dtype of the features at the end, or to
        `grad_dtype`. In the 16-bit precisions, a second entry has float32 gradients. A float16
        number below 2^-25 becomes 0, below 6e-5 it has fewer digits, and above 65504 it is infinite.

@@ -6,7 +6,8 @@ float32, with these differences, which docs/numerics.md explains:
 - Operands of products are rounded to the precision (`formats.product`), and added up in float32.
   The features of 16-bit precisions come in 16 bits, so only the gradient block is rounded here.
 - Positives stay out of the gradient block, and are added to gradients in float32.
-- A float16 gradient block is divided by the gradient divisor of kernels/cuda/vectors/factors.cuh.
+- Gradient blocks are divided by the gradient divisor of kernels/cuda/vectors/factors.cuh, so that
+  float16 neither overflows nor underflows.
 
 Not emulated: the order of sums, the truncation bias of tensor cores, and fp32 in parts of float16.
 """
@@ -30,9 +31,9 @@ from ..solve import Solution, Vectors
 from ..targets import PositivePairs
 from .operands import Side, find_norms
 
-LARGEST_ELEMENT = 8192.0  # of a float16 gradient block: see the kernel `ranges`
+# the largest element of a gradient block, except 1: see the kernel `ranges`
+LARGEST_ELEMENT = {"fp16": 8192.0}
 MIN_BOUND_SHARE = 2.0**-60  # see the constant of that name in kernels/cuda/vectors/factors.cuh
-LEAST_BOUND = 2.0**-100  # blocks are float32 before they are divided, so that smaller ones are 0
 
 
 def solve(problem: Problem, gradients: Gradients | None, precision: str) -> Solution:
@@ -47,8 +48,10 @@ def solve(problem: Problem, gradients: Gradients | None, precision: str) -> Solu
     return solver_by_passes(problem)(problem, backend, gradients)
 
 
-def gradient_divisor(epilogue: SoftmaxGradient | Sigmoid, by_factor: bool) -> float:
-    """The gradient divisor of a float16 gradient block, as the kernel `ranges` finds it."""
+def gradient_divisor(
+    epilogue: SoftmaxGradient | Sigmoid, by_factor: bool, largest_element: float
+) -> float:
+    """The gradient divisor of gradient blocks, as the kernel `ranges` finds it."""
     is_softmax = isinstance(epilogue, SoftmaxGradient)
     share = 1.0 if not is_softmax else 2.0 if by_factor else MIN_BOUND_SHARE
     vectors = [share * epilogue.row_factor]
@@ -59,7 +62,19 @@ def gradient_divisor(epilogue: SoftmaxGradient | Sigmoid, by_factor: bool) -> fl
         if by_factor and epilogue.column_factor is not None:
             vectors += [2 * epilogue.column_factor]
     bound = max(float(np.abs(vector).max(initial=0.0)) for vector in vectors)
-    return bound / LARGEST_ELEMENT if LEAST_BOUND < bound < np.inf else 1.0
+    return bound / largest_element if 1e-300 < bound < np.inf else 1.0
+
+
+def _divided(epilogue: SoftmaxGradient, divisor: float) -> SoftmaxGradient:
+    """The epilogue of blocks that are divided, except for their positives."""
+    column_factor = epilogue.column_factor
+    parts: dict[str, Any] = {
+        "row_factor": epilogue.row_factor / divisor,
+        "column_factor": None if column_factor is None else column_factor / divisor,
+    }
+    if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
+        parts["teacher"] = _divided(epilogue.teacher, divisor)
+    return fast_replace(epilogue, **parts)
 
 
 class EmulatedPass(ArrayPass):
@@ -69,14 +84,17 @@ class EmulatedPass(ArrayPass):
         self, backend: EmulatedBlocks, problem: Problem, grid: Grid, epilogue: Any,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(backend, problem, grid, epilogue, gradients)
         self.precision = backend.precision
-        self.divisor = np.float32(1)
-        if self.precision == "fp16" and isinstance(epilogue, SoftmaxGradient | Sigmoid):
+        self.positives: tuple[Array, Array, Array] | None = None  # of a block: rows, columns, dL/dx
+        self.divisor = 1.0
+        if isinstance(epilogue, SoftmaxGradient | Sigmoid):
             by_factor = isinstance(epilogue, TaughtGradient) or problem.set_size > 1
             by_factor = by_factor or bool(getattr(epilogue, "linear", ()))
-            self.divisor = np.float32(gradient_divisor(epilogue, by_factor))
-        self.positives: tuple[Array, Array, Array] | None = None  # of a block: rows, columns, dL/dx
+            largest = LARGEST_ELEMENT.get(self.precision, 1.0)
+            self.divisor = gradient_divisor(epilogue, by_factor, largest)
+        if isinstance(epilogue, SoftmaxGradient):  # before factors are rounded to float32
+            epilogue = _divided(epilogue, self.divisor)
+        super().__init__(backend, problem, grid, epilogue, gradients)
 
     def dot_products(self, query: Array, key: Array, out: Array | None = None) -> Array:
         if self.precision in ("fp16", "bf16"):  # these features have 16 bits, or norms of such rows
@@ -102,11 +120,14 @@ class EmulatedPass(ArrayPass):
         return total
 
     def _rounded_product(self, g: Array, features: Array) -> Array:
-        """The product of a gradient block without positives, and of features."""
-        if self.precision not in ("fp16", "bf16"):
-            return product(g, features, self.precision)
-        total = round_to_format(g / self.divisor, self.precision) @ features
-        total *= self.divisor
+        """The product of a divided gradient block without positives, and of features."""
+        if self.precision in ("fp16", "bf16"):
+            total = round_to_format(g, self.precision) @ features
+        else:
+            total = product(g, features, self.precision)
+        root = total.dtype.type(np.sqrt(self.divisor))  # the divisor may underflow float32
+        total *= root
+        total *= root
         return total
 
     def _gradient(self, *args: Any) -> Array:
@@ -117,7 +138,9 @@ class EmulatedPass(ArrayPass):
         self, sigmoid: Sigmoid, x: PairMatrix, index: Array, rows: slice,
         pairs: PositivePairs | None,
     ) -> Array:  # fmt: skip
-        return self._without_positives(super()._sigmoid(sigmoid, x, index, rows, pairs), index)
+        g = self._without_positives(super()._sigmoid(sigmoid, x, index, rows, pairs), index)
+        g /= g.dtype.type(self.divisor)
+        return g
 
     def _without_positives(self, g: Array, index: Array) -> Array:
         """g with 0 at the positives, which go to `self.positives`. `index` are positions in g.flat,

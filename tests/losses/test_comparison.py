@@ -105,10 +105,8 @@ def test_errors_are_those_of_mpmath(precision: str, temperature: float) -> None:
     assert abs(got.loss - float(loss)) <= (relative + EPSILON) * (1 + float(loss))
     # the gradient block: as it is, a little larger and smaller
     block = (scale * negatives).astype(np.float64)
-    divisor = 1.0
-    if precision == "fp16":
-        bound = 2 * scale * max(np.abs(positives).max(), 2.0**-60)
-        divisor = bound / LARGEST_ELEMENT
+    bound = 2 * scale * max(np.abs(positives).max(), 2.0**-60)
+    divisor = bound / LARGEST_ELEMENT.get(precision, 1)
     blocks = [block * (1 + step) / divisor for step in (0, -relative, relative)]
     if precision == "bf16x3":
         parts = [sum(split(b.astype(np.float32))) for b in blocks]
@@ -193,13 +191,16 @@ def test_float16_features_that_overflow() -> None:
 
 
 def test_a_gradient_block_neither_overflows_nor_underflows() -> None:
-    """float16 blocks are divided: gradients of 1e-20 or 1e20 have the digits of others."""
+    """float16 blocks are divided: gradients of 1e-30 or 1e30 have the digits of others."""
     errors = [
         infonce.compare("clip", rows=32, dim=16, temperature=0.1, grad_out=size).errors[4]
-        for size in (1.0, 2.0**60, 2.0**-60)
+        for size in (1.0, 2.0**100, 2.0**-100)
     ]
     assert [(e.precision, e.grad_dtype) for e in errors] == [("fp16", "float32")] * 3
     assert errors[0].worst("norm") == errors[1].worst("norm") == errors[2].worst("norm")
+    found = infonce.compare("clip", rows=32, dim=64, temperature=0.015, cosine=0.9)
+    assert found.losses[0.015] < 1e-15
+    assert all(e.worst("norm") < 0.1 for e in found.errors if e.grad_dtype == "float32")
 
 
 def test_gradient_divisor() -> None:
@@ -207,14 +208,14 @@ def test_gradient_divisor() -> None:
     vectors = np.array([1.0, 4.0]), np.array([3.0, -2.0]), np.array([5.0, 6.0]), np.array([0.5, -7])
     row, positive, column, by_column = vectors
     epilogue = SoftmaxGradient(row, row, column, column, positive)
-    assert gradient_divisor(epilogue, False) == 2 * 3 / LARGEST_ELEMENT
-    assert gradient_divisor(epilogue, True) == 2 * 6 / LARGEST_ELEMENT
+    assert gradient_divisor(epilogue, False, 8.0) == 2 * 3 / 8
+    assert gradient_divisor(epilogue, True, 1.0) == 2 * 6
     epilogue.column_positive_gradient = by_column
-    assert gradient_divisor(epilogue, True) == 2 * 7 / LARGEST_ELEMENT
+    assert gradient_divisor(epilogue, True, 1.0) == 2 * 7
     epilogue = SoftmaxGradient(row, 2.0**70 * row, None, None, positive)
-    assert gradient_divisor(epilogue, False) == 4 * 2.0**10 / LARGEST_ELEMENT
+    assert gradient_divisor(epilogue, False, 1.0) == 4 * 2.0**10
     epilogue = SoftmaxGradient(row, 0 * row, None, None, 0 * positive)
-    assert gradient_divisor(epilogue, False) == 1
+    assert gradient_divisor(epilogue, False, 1.0) == 1
 
 
 @pytest.mark.parametrize("name", ["clip", "nt_xent", "siglip"])
