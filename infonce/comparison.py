@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import ml_dtypes
@@ -61,9 +62,18 @@ class PrecisionError:
         return max((float(getattr(self.gradients[n], measure)) for n in names), key=_nan_last)
 
 
+# heading -> the number of a precision
+MEASURES: dict[str, Callable[[PrecisionError], float]] = {
+    "loss error": lambda error: error.loss_error,
+    "gradient error": lambda error: error.worst("norm"),
+    "worst element": lambda error: error.worst("element"),
+    "lost to underflow": lambda error: error.worst("lost"),
+}
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`."""
+    """The result of `compare`; `str` makes a table of it."""
 
     loss: str
     shapes: dict[str, tuple[int, ...]]  # of the features, by argument
@@ -73,6 +83,27 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the command prints them with ``--json``."""
         return asdict(self)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """The headings of a table, then its lines: for each temperature, the loss in float64 and
+        the errors of all precisions."""
+        lines: list[tuple[str, ...]] = [
+            ("temperature", "precision", "gradients", "loss", *MEASURES)
+        ]
+        for temperature, errors in groupby(self.errors, lambda error: error.temperature):
+            loss = f"{self.losses[temperature]:.6g}"
+            lines.append((f"{temperature:.6g}", "fp64", "float64", loss, *["-"] * len(MEASURES)))
+            for error in errors:
+                *relative, lost = (measure(error) for measure in MEASURES.values())
+                numbers = *(f"{number:.1e}" for number in relative), f"{lost:.2%}"
+                lines.append(("", error.precision, error.grad_dtype, f"{error.loss:.6g}", *numbers))
+        return lines
+
+    def __str__(self) -> str:
+        lines = self.table()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        cells = [[c.rjust(w) for c, w in zip(line, widths, strict=True)] for line in lines]
+        return "\n".join("  ".join(line) for line in cells)
 
 
 def compare(

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..comparison import Comparison, PrecisionError
+from ..comparison import MEASURES, Comparison, PrecisionError
 from .common import stdout
 from .loss_report import facts_table, numbers_table, set_log_axes
-
-# heading of a column, also of a panel of the plot -> the number of a precision
-MEASURES: dict[str, Callable[[PrecisionError], float]] = {
-    "loss error": lambda error: error.loss_error,
-    "gradient error": lambda error: error.worst("norm"),
-    "worst element": lambda error: error.worst("element"),
-    "lost to underflow": lambda error: error.worst("lost"),
-}
 
 
 def table(found: Comparison, report: Mapping[str, Any]) -> None:
     """Prints the comparison, and the facts of the report."""
-    numbers = numbers_table(["temperature", "precision", "gradients", "loss", *MEASURES])
+    headings, *lines = found.table()
+    numbers = numbers_table(headings)
     numbers.title, numbers.title_justify = f"{found.loss} loss: errors, relative to float64", "left"
-    for temperature, errors in groupby(found.errors, lambda error: error.temperature):
-        loss = f"{found.losses[temperature]:.6g}"
-        numbers.add_section()
-        numbers.add_row(f"{temperature:.6g}", "fp64", "float64", loss, *["-"] * len(MEASURES))
-        for error in errors:
-            *relative, lost = (measure(error) for measure in MEASURES.values())
-            numbers.add_row(
-                "", error.precision, error.grad_dtype, f"{error.loss:.6g}",
-                *(f"{number:.1e}" for number in relative), f"{lost:.2%}",
-            )  # fmt: skip
+    for line in lines:
+        if line[0]:  # the first line of a temperature
+            numbers.add_section()
+        numbers.add_row(*line)
     console = stdout(numbers)
     console.print(numbers)
     console.print(facts_table(report))
