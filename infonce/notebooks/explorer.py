@@ -1,6 +1,7 @@
 """InfoNCE in a format, its exact values and bounds of its errors, for notebook 8.
 
-`docs/explorer.md` derives the bounds, and has the same arithmetic as a page.
+`docs/explorer.md` derives the bounds. Its page rounds positives with the gradient block; `compute`
+adds them in float32, as a GPU does.
 """
 
 from __future__ import annotations
