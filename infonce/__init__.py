@@ -41,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Captured",
+    "Comparison",
     "Explanation",
     "LossAndGrad",
     "Metrics",
@@ -48,6 +49,7 @@ __all__ = [
     "capture",
     "clip_loss",
     "clip_loss_and_grad",
+    "compare",
     "distill_loss",
     "distill_loss_and_grad",
     "explain",
@@ -68,12 +70,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .comparison import Comparison, compare
     from .explanation import explain
     from .explanation.result import Explanation
 else:  # hidden from type checkers, which would accept any name if there is a `__getattr__`
     __getattr__ = make_getattr(
         __name__, __all__, ("distributed", "jax", "reference", "torch"),
-        {"Explanation": "explanation.result", "explain": "explanation"},
+        {"Comparison": "comparison", "compare": "comparison",
+         "Explanation": "explanation.result", "explain": "explanation"},
     )  # fmt: skip
 
 

@@ -18,10 +18,11 @@ import infonce
 from .. import spec
 from ..checks import norms, validation
 from ..checks.teacher import ALL_LOSSES
+from ..comparison import COSINE, REFUSED, Comparison, random_inputs
 from ..kernels.norms import log2_norms
 from ..result import LossAndGrad
 from ..spec import CHOICES, DEFAULTS, NOT_WITH_METRICS, OPTIONS, PREFIX_OPTIONS, Loss
-from . import loss_hints, loss_report, machine
+from . import comparison_report, loss_hints, loss_report, machine
 from .common import (
     TEACHER,
     TEACHER_FEATURES,
@@ -30,6 +31,7 @@ from .common import (
     File,
     List,
     LossByOption,
+    Misuse,
     ResidentGrowth,
     check_destination,
     flag,
@@ -79,16 +81,18 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(cls=LossByOption)
-@click.argument("image")
+@click.argument("image", required=False)
 @click.argument("text", required=False)
 @click.option(
     "--loss", "loss_name", type=click.Choice(list(ALL_LOSSES)), default="clip", help="Which loss."
 )
 @click.option(
     "--temperature",
-    "temperatures",
+    "temperature_lists",
     type=List(float),
-    help="Divides the dot products; several values, as in 0.01,0.07,0.2. (Or pass --scale.)",
+    multiple=True,
+    help="Divides the dot products; several values, as in 0.01,0.07,0.2 or in several options. "
+    "(Or pass --scale.)",
 )
 @click.option("--scale", type=float, help="Multiplies the dot products.")
 @click.option("--bias", type=float, help="Added to the logits (siglip; -10 by default).")
@@ -125,11 +129,29 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--grad-dtype", type=click.Choice(validation.FLOATS), help="Dtype of the written gradients."
 )
-@click.option("--plot", type=PATH, help="Write a PNG file: the loss against the temperature.")
+@click.option(
+    "--compare",
+    "compares",
+    is_flag=True,
+    help="Compare precisions: errors of loss and gradients, as on a GPU, relative to float64.",
+)
+@click.option("--rows", type=int, help="Rows of random unit features, in place of files.")
+@click.option("--dim", type=int, help="Features of a random row.")
+@click.option(
+    "--cosine",
+    type=float,
+    help=f"Cosine of the random rows of a positive pair; by default {COSINE}.",
+)
+@click.option("--seed", type=int, help="Seed of random rows; 0 by default.")
+@click.option(
+    "--plot",
+    type=PATH,
+    help="Write a PNG file: the loss, or the errors of --compare, against the temperature.",
+)
 @click.option("--force", is_flag=True, help="Overwrite gradients of an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def loss(
-    image: str,
+    image: str | None,
     text: str | None,
     loss_name: str,
     labels: Path | None,
@@ -139,7 +161,12 @@ def loss(
     grad_out: Path | None,
     grad_dtype: str | None,
     force: bool,
-    temperatures: list[float] | None,
+    temperature_lists: tuple[list[float], ...],
+    compares: bool,
+    rows: int | None,
+    dim: int | None,
+    cosine: float | None,
+    seed: int | None,
     plot: Path | None,
     as_json: bool,
     **options: Any,
@@ -155,13 +182,21 @@ def loss(
     .npy, .safetensors and .pt files stay on disk and are mapped into memory; arrays of .npz and
     .parquet are read, and shards are joined in memory, in one array of their dtype. --grad-out DIR
     gets one .npy for each argument that has a gradient, and scalars.json.
+
+    In place of files, --rows and --dim make random unit rows. --compare computes the errors of all
+    precisions of a GPU: --rows 4096 --dim 512 --temperature 0.01,0.07 --compare. The help of the
+    function infonce.compare says what is rounded.
     """
     kind = ALL_LOSSES[loss_name]
-    files = _take_files(kind, image, text, labels, guides, options)
+    drawn = _draw_rows(kind, image, rows=rows, dim=dim, cosine=cosine, seed=seed)
+    files = _take_files(kind, image, text, labels, guides, drawn, options)
     if bias is not None and not kind.sigmoid:
         raise click.UsageError("--bias is of siglip")
+    temperatures = _distinct(temperature_lists)
     several = temperatures is not None and len(temperatures) > 1
-    _check_outputs(several, grad_out, grad_dtype, force, plot, files.paths())
+    _check_outputs(several, compares, grad_out, grad_dtype, force, plot, files.paths())
+    if compares:
+        _check_comparison(metrics, grad_out, options)
     figures = optional("matplotlib.figure", "plot") if plot else None
     with_grad = [name for name in kind.arguments if name not in kind.locked]
     with_grad += ["own"] if "own" in files.arrays else []
@@ -172,30 +207,40 @@ def loss(
     from ..kernels.cpu import backend as cpu  # noqa: F401
 
     growth = ResidentGrowth()
-    features, teacher = files.open_features(), files.open_teacher()
+    features = files.open_features() or {name: drawn[name] for name in kind.arguments}
+    teacher = {name: drawn[name] for name in TEACHER if name in drawn} | files.open_teacher()
     inputs = features | teacher
+    options |= {"labels": drawn["labels"]} if "labels" in drawn else {}
     options |= files.open_options() | teacher
     if bias is not None:
         options["bias"] = bias
-    options["metrics"] = _reports_metrics(kind, options) if metrics is None else metrics
 
     names_in_errors = files.names_in_errors()
     start = time.perf_counter()
-    results = []
-    values: Sequence[float | None] = temperatures or [None]
-    for temperature in values:
-        options["temperature"] = temperature
-        if grad_out is None:
-            results.append(_evaluate(kind, features, names_in_errors, wrt=(), **options))
-            continue
-        like = {name: (features | options)[name] for name in with_grad}
-        with suppress(_NotFinite), gradient_files(grad_out, like, grad_dtype) as (arrays, scalars):
-            results.append(_evaluate(kind, features, names_in_errors, out=arrays, **options))
-            if not math.isfinite(results[0].loss):
-                raise _NotFinite
-            scalars |= _scalars(results[0])
+    results: list[LossAndGrad] = []
+    if compares:
+        found = _compare(kind, features, names_in_errors, temperatures, grad_dtype, options)
+        losses = [np.float64(value) for value in found.losses.values()]
+    else:
+        options["metrics"] = _reports_metrics(kind, options) if metrics is None else metrics
+        values: Sequence[float | None] = temperatures or [None]
+        for temperature in values:
+            options["temperature"] = temperature
+            if grad_out is None:
+                results.append(_evaluate(kind, features, names_in_errors, wrt=(), **options))
+                continue
+            like = {name: (features | options)[name] for name in with_grad}
+            with (
+                suppress(_NotFinite),
+                gradient_files(grad_out, like, grad_dtype) as (arrays, scalars),
+            ):
+                results.append(_evaluate(kind, features, names_in_errors, out=arrays, **options))
+                if not math.isfinite(results[0].loss):
+                    raise _NotFinite
+                scalars |= _scalars(results[0])
+        losses = [result.loss for result in results]
 
-    is_finite = all(math.isfinite(result.loss) for result in results)
+    is_finite = all(map(math.isfinite, losses))
     seconds = time.perf_counter() - start
     input_bytes = sum(z.nbytes for z in inputs.values())
     memory_bytes = {
@@ -203,29 +248,50 @@ def loss(
         "peak_rss": peak_resident(),
         "growth_over_inputs": growth.bytes(input_bytes),
     }
-    report = loss_report.build_report(kind, files, features, options, temperatures, results)
+    drawn_from = f"random unit rows, cosine {cosine or COSINE:g}, seed {seed or 0}"
+    sources = files.features or dict.fromkeys(features, drawn_from)
+    report: dict[str, Any] = {
+        "loss": kind.name,
+        "inputs": loss_report.record_inputs(sources, features),
+        "options": loss_report.record_options(kind, files, options, temperatures),
+    }
+    if compares:
+        report |= found.as_dict()
+    else:
+        report |= loss_report.build_report(report["options"], options, results)
+        report["gradients"] = str(grad_out) if grad_out and is_finite else None
     report |= {
+        "workspace_bytes": options["workspace"],
         "memory_bytes": memory_bytes,
         "seconds": seconds,
-        "gradients": str(grad_out) if grad_out and is_finite else None,
         "versions": machine.versions("numpy", "numba"),
     }
     if grad_dtype:
         report["options"]["grad_dtype"] = grad_dtype
     if plot is not None and is_finite:
+        if compares:
+            drawing = comparison_report.figure(
+                figures, found, ", ".join(dict.fromkeys(sources.values()))
+            )
+        else:
+            drawing = loss_report.figure(figures, report)
         with written_whole(plot) as temporary:
-            loss_report.figure(figures, report).savefig(temporary, format="png", dpi=120)
+            drawing.savefig(temporary, format="png", dpi=120)
     if as_json:
         click.echo(to_json(report))
+    elif compares:
+        comparison_report.table(found, report)
     else:
         loss_report.tables(report)
 
-    for result in results:
-        if not math.isfinite(result.loss):
-            raise click.ClickException(
-                _why_not_finite(result.loss, inputs, options, names_in_errors)
-            )
-    hints = loss_hints.find_constant(kind, features, options, results[0], names_in_errors)
+    for value in losses:
+        if not math.isfinite(value):
+            raise click.ClickException(_why_not_finite(value, inputs, options, names_in_errors))
+    hints = (
+        []
+        if compares
+        else loss_hints.find_constant(kind, features, options, results[0], names_in_errors)
+    )
     normalize_source = click.get_current_context().get_parameter_source("normalize")
     if normalize_source is ParameterSource.DEFAULT:  # neither --normalize nor --no-normalize
         hints += loss_hints.find_norms(inputs, names_in_errors)
@@ -233,11 +299,65 @@ def loss(
         click.echo(f"infonce: warning: {hint}", err=True)
 
 
+def _draw_rows(kind: Loss, image: str | None, **drawing: Any) -> dict[str, Any]:
+    """Random features for a loss, if `drawing` has options of them, and no files are given; {}."""
+    given = {name: value for name, value in drawing.items() if value is not None}
+    if not given and image is None:
+        raise click.UsageError("Missing argument 'IMAGE'.")
+    if given and image is not None:
+        raise click.UsageError(f"{flag(next(iter(given)))}: expected no files of embeddings")
+    if given and not given.keys() >= {"rows", "dim"}:
+        raise click.UsageError("--rows, --dim: expected both for random rows")
+    with one_line_errors(names={name: flag(name) for name in drawing}):
+        return random_inputs(kind, **given) if given else {}
+
+
+def _distinct(lists: Sequence[list[float]]) -> list[float] | None:
+    """The temperatures of all options --temperature; None without one."""
+    values = [value for each in lists for value in each]
+    for value in values:
+        if values.count(value) > 1:
+            message = f"expected each once, got {value} more than once"
+            raise click.BadParameter(message, param_hint="'--temperature'")
+    return values or None
+
+
+def _check_comparison(
+    metrics: bool | None, grad_out: Path | None, options: Mapping[str, Any]
+) -> None:
+    """click.UsageError for options that a comparison does not have."""
+    given = {name: options[name] != DEFAULTS[name] for name in ("method", "precision")}
+    given |= {"metrics": metrics is not None, "grad_out": grad_out is not None}
+    for name, is_given in given.items():
+        if is_given:
+            raise click.UsageError(f"{flag(name)}: expected none beside --compare")
+
+
+def _compare(
+    kind: Loss, features: Mapping[str, Any], names_in_errors: Mapping[str, str],
+    temperatures: Sequence[float] | None, grad_dtype: str | None, options: Mapping[str, Any],
+) -> Comparison:  # fmt: skip
+    """`infonce.compare`. Errors name arguments by `names_in_errors`."""
+    if options["scale"] is not None and temperatures is not None:
+        raise Misuse("--temperature, --scale: expected one of them, got both")
+    temperature: Any = temperatures
+    if options["scale"] is not None:
+        temperature = 1 / options["scale"]
+    names = {**{name: flag(name) for name in (*options, "temperature")}, **names_in_errors}
+    others = {name: value for name, value in options.items() if name not in REFUSED}
+    with one_line_errors(names=names), progress_bar() as progress:
+        return infonce.compare(
+            kind.name, *features.values(), temperature=temperature, grad_dtype=grad_dtype,
+            progress=progress, **others,
+        )  # fmt: skip
+
+
 def _take_files(
-    kind: Loss, image: str, text: str | None, labels: Path | None, guides: Sequence[str],
-    options: dict[str, Any],
+    kind: Loss, image: str | None, text: str | None, labels: Path | None, guides: Sequence[str],
+    drawn: Mapping[str, Any], options: dict[str, Any],
 ) -> LossFiles:  # fmt: skip
-    """The files of a call. Takes the options that are files, or None, out of `options`.
+    """The files of a call. Takes the options that are files, or None, out of `options`. `drawn` has
+    what is random, in place of files.
 
     click.UsageError if the loss has no such option, or if files are missing.
     """
@@ -245,21 +365,21 @@ def _take_files(
     teacher = {name: value for name, value in teacher.items() if value is not None}
     if teacher and not kind.taught:
         raise click.UsageError(f"{flag(min(teacher))} is of distill")
-    if kind.taught and not teacher.keys() >= TEACHER_FEATURES:
+    if kind.taught and not teacher.keys() | drawn.keys() >= TEACHER_FEATURES:
         raise click.UsageError("distill: expected --teacher-query and --teacher-key")
     options |= {name: v for name, v in teacher.items() if name not in TEACHER_FEATURES}
-    features = _sources(kind, image, text)
+    features = {} if image is None else _sources(kind, image, text)
     if labels is not None and kind.name not in LABELLED:
         raise click.UsageError(f"--labels is of {' and '.join(LABELLED)}")
-    if labels is None and kind.classes:
+    if labels is None and kind.classes and not drawn:
         raise click.UsageError(f"{kind.name}: expected --labels, the class of each row")
     integers = {name: options.pop(name) for name in spec.INTEGER_OPTIONS}
     for name, paths in integers.items():
         if len(paths) > 2:
             raise click.UsageError(f"{flag(name)}: expected one file or two, got {len(paths)}")
-    if guides and len(guides) != len(features):
+    if guides and len(guides) != len(kind.arguments):
         raise click.UsageError(
-            f"--guide: expected {len(features)} for {kind.name}, got {len(guides)}"
+            f"--guide: expected {len(kind.arguments)} for {kind.name}, got {len(guides)}"
         )
     arrays = {"labels": labels} | {name: options.pop(name) for name in ("own", *spec.ARRAY_OPTIONS)}
     return LossFiles(
@@ -272,15 +392,15 @@ def _take_files(
 
 
 def _check_outputs(
-    several: bool, grad_out: Path | None, grad_dtype: str | None, force: bool, plot: Path | None,
-    inputs: Sequence[Path],
+    several: bool, compares: bool, grad_out: Path | None, grad_dtype: str | None, force: bool,
+    plot: Path | None, inputs: Sequence[Path],
 ) -> None:  # fmt: skip
     """click.UsageError for outputs that the call does not have. `several`: temperatures."""
-    if grad_out is None and (force or grad_dtype):
+    if grad_out is None and (force or (grad_dtype and not compares)):
         raise click.UsageError("--force and --grad-dtype need --grad-out")
     if several and grad_out is not None:
         raise click.UsageError("--grad-out: expected one --temperature, got several")
-    if plot is not None and not several:
+    if plot is not None and not (several or compares):
         raise click.UsageError("--plot: expected several values of --temperature, as in 0.01,0.07")
     if plot is not None:
         refuse_inputs("--plot", [plot], inputs)

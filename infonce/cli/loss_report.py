@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from .. import spec
@@ -13,35 +14,34 @@ from ..checks.teacher import ALL_LOSSES
 from ..checks.validation import human
 from ..result import LossAndGrad
 from ..spec import DEFAULTS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
-from .common import TEACHER, flag, stdout
+from .common import TEACHER, TEACHER_FEATURES, flag, stdout
 from .embeddings import LossFiles
 
 SIDES = ("rows", "columns")
 
 
 def build_report(
-    kind: Loss, files: LossFiles, features: Mapping[str, Any], options: Mapping[str, Any],
-    temperatures: Sequence[float] | None, results: Sequence[LossAndGrad],
-) -> dict[str, Any]:  # fmt: skip
-    """The report of a call, without its costs. `results` has one result for each temperature."""
-    record = _options(kind, files, options, temperatures)
+    record: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[LossAndGrad]
+) -> dict[str, Any]:
+    """The numbers of a call, and how they were computed. `results` has one result for each
+    temperature, and `record` comes from `record_options`."""
     return {
-        "loss": kind.name,
-        "inputs": {
-            name: {"source": source, "shape": features[name].shape,
-                   "dtype": str(features[name].dtype)}
-            for name, source in files.features.items()
-        },
         **(_numbers(results[0]) if len(results) == 1 else _by_temperature(record, results)),
         "retrieval": _retrieval(results[0]),
         "method": options["method"],
         "precision": options["precision"],
-        "options": record,
-        "workspace_bytes": options["workspace"],
-    }  # fmt: skip
+    }
 
 
-def _options(
+def record_inputs(sources: Mapping[str, str], features: Mapping[str, Any]) -> dict[str, Any]:
+    """The source, shape and dtype of the features, by argument."""
+    return {
+        name: {"source": source, "shape": features[name].shape, "dtype": str(features[name].dtype)}
+        for name, source in sources.items()
+    }
+
+
+def record_options(
     kind: Loss, files: LossFiles, options: Mapping[str, Any], temperatures: Sequence[float] | None
 ) -> dict[str, Any]:
     """The options on which the loss depends: `scale` as it was used, and arrays by their path."""
@@ -64,7 +64,8 @@ def _options(
     record |= {name: options[name] for name in PREFIX_OPTIONS if options[name] is not None}
     record |= {name: [*map(str, paths)] for name, paths in files.sides.items()}
     record |= {"guide": list(files.guides)} if files.guides else {}
-    record |= {name: options[name] for name in TEACHER if name in options}
+    numbers = [name for name in TEACHER if name in options and name not in TEACHER_FEATURES]
+    record |= {name: options[name] for name in numbers}
     record.update(files.teacher)
     return record
 
@@ -148,7 +149,7 @@ def tables(report: Mapping[str, Any]) -> None:
             "A sigmoid loss judges each pair by itself: it has no softmax over rows or columns, so "
             "no loss by direction, no log-sum-exp and no ranking."
         )
-    console.print(_facts(report))
+    console.print(facts_table(report))
 
 
 def _of_directions(report: Mapping[str, Any]) -> Table:
@@ -163,7 +164,7 @@ def _of_directions(report: Mapping[str, Any]) -> Table:
     for key in ("min", "mean", "max"):
         rows.append((f"log-sum-exp {key}", ".6g", {side: lse[side][key] for side in lse}))
     sides = [side for side in SIDES if any(cells.get(side) is not None for *_, cells in rows)]
-    table = _table(["", *sides])
+    table = numbers_table(["", *sides])
     for name, form, cells in rows:
         if any(cells.get(side) is not None for side in sides):
             shown = (cells.get(side) for side in sides)
@@ -175,7 +176,7 @@ def _of_temperatures(report: Mapping[str, Any]) -> Table:
     """The loss at each temperature, and its means over rows and over columns."""
     runs = report["by_temperature"]
     sides = [side for side in SIDES if runs[0]["value"]["unweighted"][side] is not None]
-    table = _table(["temperature", "loss", *(f"{_mean(report)}, {side}" for side in sides)])
+    table = numbers_table(["temperature", "loss", *(f"{_mean(report)}, {side}" for side in sides)])
     for run in runs:
         value = run["value"]
         cells = [run["temperature"], value["total"], *(value["unweighted"][side] for side in sides)]
@@ -188,7 +189,8 @@ def _mean(report: Mapping[str, Any]) -> str:
     return "mean loss, unweighted" if "weights" in report["options"] else "mean loss"
 
 
-def _table(headings: Sequence[str]) -> Table:
+def numbers_table(headings: Sequence[str]) -> Table:
+    """A table of numbers, whose first column has names if its heading is empty."""
     table = Table()
     for heading in headings:
         numeric = bool(heading)
@@ -196,7 +198,7 @@ def _table(headings: Sequence[str]) -> Table:
     return table
 
 
-def _facts(report: Mapping[str, Any]) -> Table:
+def facts_table(report: Mapping[str, Any]) -> Table:
     """Inputs, memory, time and options."""
     facts = Table.grid(padding=(0, 2))
     for name, entry in report["inputs"].items():
@@ -214,7 +216,8 @@ def _facts(report: Mapping[str, Any]) -> Table:
         f"inputs {human(memory['growth_over_inputs'])}",
     )
     facts.add_row("time", f"{report['seconds']:.3g} s")
-    facts.add_row("method", f"{report['method']}, precision {report['precision']}")
+    if "method" in report:
+        facts.add_row("method", f"{report['method']}, precision {report['precision']}")
     options = report["options"]
     by_temperature = options["temperature"] is not None  # then no scale is shown
     changed = {
@@ -222,7 +225,7 @@ def _facts(report: Mapping[str, Any]) -> Table:
         if value != DEFAULTS.get(name) and not (by_temperature and name == "scale")
     }  # fmt: skip
     facts.add_row("options", ", ".join(_words(name, value) for name, value in changed.items()))
-    if report["gradients"]:
+    if report.get("gradients"):
         facts.add_row("gradients", report["gradients"])
     return facts
 
@@ -238,11 +241,28 @@ def figure(figures: Any, report: Mapping[str, Any]) -> Any:
         losses = [run["value"]["unweighted"][side] for run in runs]
         if None not in losses:
             axes.plot(temperatures, losses, ".--", label=f"{_mean(report)}, {side}")
-    inputs = ", ".join(entry["source"] for entry in report["inputs"].values())
+    inputs = ", ".join(dict.fromkeys(entry["source"] for entry in report["inputs"].values()))
     axes.set_title(f"{report['loss']} loss of {inputs}", fontsize=9)
-    axes.set(xlabel="temperature", ylabel="loss", xscale="log")
-    axes.set_xticks(temperatures, [f"{t:g}" for t in temperatures])
-    axes.set_xticks([], minor=True)
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="temperature", ylabel="loss")
+    set_log_axes(axes, temperatures)
     axes.legend()
     return drawing
+
+
+def set_log_axes(axes: Any, temperatures: Sequence[float], log_values: bool = True) -> None:
+    """A logarithmic axis of temperatures with a tick at each; with `log_values`, also one of the
+    plotted numbers, if all are positive (or not finite) and differ by more than a factor of 3."""
+    axes.set_xscale("log")
+    axes.set_xticks(temperatures, [f"{t:g}" for t in temperatures])
+    axes.set_xticks([], minor=True)
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
+    values = values[np.isfinite(values)]
+    # on a narrower range, a logarithmic axis has one tick or none
+    if log_values and len(values) and 0 < 3 * values.min() < values.max():
+        axes.set_yscale("log")
+        if values.max() < 100 * values.min():
+            digits = range(2, 10) if values.max() < 10 * values.min() else (2, 5)
+            axes.yaxis.get_minor_locator().set_params(subs=digits)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+    axes.grid(alpha=0.3)

@@ -1,6 +1,7 @@
 """InfoNCE in a format, its exact values and bounds of its errors, for notebook 8.
 
-`docs/explorer.md` derives the bounds, and has the same arithmetic as a page.
+`docs/explorer.md` derives the bounds. Its page rounds positives with the gradient block; `compute`
+adds them in float32, as a GPU does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .numerics import product
+from ..comparison import PRECISIONS, emulated_loss_and_grad, random_pairs
+from ..kernels.arrays.formats import product
+from ..spec import INFO_NCE
 
 Array = Any
 # roundoff, exponent of the smallest normal number, largest number
@@ -37,19 +40,29 @@ class InfoNCE:
         return self.logits, self.lse, np.atleast_1d(self.loss), self.gradient
 
 
-def compute(query: Array, key: Array, scale: float, form: str, wide: Any = None) -> InfoNCE:
-    """Products in the format, all else in float32 (fp64: float64). `wide` is another dtype.
+def compute(query: Array, key: Array, scale: float, form: str) -> InfoNCE:
+    """InfoNCE in a format of products, with the roundings of `infonce.compare`."""
+    is_wide = form == "fp64"
+    features = [z.astype(np.float64 if is_wide else PRECISIONS[form]) for z in (query, key)]
+    options = {
+        "scale": scale, "grad_dtype": np.float64 if is_wide else np.float32,
+        "reduction": "none", "grad_out": 1 / len(query), "normalize": False,
+    }  # fmt: skip
+    out = emulated_loss_and_grad(INFO_NCE, features, form, options=options)
+    x = out.loss.dtype.type(scale) * product(query, key.T, form)
+    return InfoNCE(x, out.lse, out.loss, out.loss.mean(), out.grads.query)
+
+
+def exact(query: Array, key: Array, scale: float) -> InfoNCE:
+    """The result in the widest type of this processor: 80 bits on x86.
 
     x = scale q k^T; n_i is the log-sum-exp of the negatives of row i;
     loss_i = softplus(n_i - x_ii), lse_i = x_ii + loss_i;
     dx_ij = exp(x_ij - lse_i), dx_ii = -sigmoid(n_i - x_ii); the gradient is scale / N dx k.
-    fp16: dx is multiplied by a power of two (`unit`), so that its largest number is 2^13 to 2^14.
     """
-    wide = wide or (np.float64 if form == "fp64" else np.float32)
-    n = len(query)
-    if form == "exact":
-        query, key = query.astype(wide), key.astype(wide)
-    x = wide(scale) * (query @ key.T if form == "exact" else product(query, key.T, form))
+    wide, n = np.longdouble, len(query)
+    query, key = query.astype(wide), key.astype(wide)
+    x = wide(scale) * (query @ key.T)
     positive, others = x.diagonal().copy(), x.copy()
     np.fill_diagonal(others, -np.inf)
     top = others.max(1, keepdims=True)
@@ -58,15 +71,7 @@ def compute(query: Array, key: Array, scale: float, form: str, wide: Any = None)
     lse = positive + losses
     dx = np.exp(others - lse[:, None])
     np.fill_diagonal(dx, -np.exp(negative - positive - losses))
-    largest = max(float(np.abs(dx).max()), 2.0**-100)
-    unit = 2.0 ** np.floor(14 - np.log2(largest)) if form == "fp16" else 1.0  # see docs/numerics.md
-    sums = dx @ key if form == "exact" else product(dx * wide(unit), key, form) / wide(unit)
-    return InfoNCE(x, lse, losses, losses.mean(), wide(scale / n) * sums)
-
-
-def exact(query: Array, key: Array, scale: float) -> InfoNCE:
-    """The result in the widest type of this processor: 80 bits on x86."""
-    return compute(query, key, scale, "exact", np.longdouble)
+    return InfoNCE(x, lse, losses, losses.mean(), wide(scale / n) * (dx @ key))
 
 
 def bounds(query: Array, key: Array, want: InfoNCE, scale: float, form: str) -> InfoNCE:
@@ -152,13 +157,14 @@ def relative_errors(parts: list[Array], want: InfoNCE) -> list[float]:
 
 def pairs(n: int, d: int, norm: float, cosine: float, seed: int = 0) -> tuple[Array, Array]:
     """Queries and keys [n, d], float32 rows of one norm; key i has this cosine to query i."""
-    rng = np.random.default_rng(seed)
-    query, other = rng.standard_normal((2, n, d))
-    query /= np.linalg.norm(query, axis=1, keepdims=True)
-    other -= (other * query).sum(1, keepdims=True) * query
-    other /= np.linalg.norm(other, axis=1, keepdims=True)
-    key = cosine * query + np.sqrt(1 - cosine**2) * other
-    return tuple((norm * z).astype(np.float32) for z in (query, key))
+    query, key = random_pairs(n, d, cosine, seed)
+    return (norm * query).astype(np.float32), (norm * key).astype(np.float32)
+
+
+def positive(x: Any) -> Array:
+    """The numbers as float64, with NaN in place of 0, which has no place on a logarithmic axis."""
+    x = np.asarray(x, np.float64)
+    return np.where(x == 0, np.nan, x)
 
 
 def bits(x: float, form: str) -> str:

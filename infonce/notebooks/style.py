@@ -127,6 +127,12 @@ def heat(axes: Any, x: Any, y: Any, z: Any, **options: Any) -> Any:
     return axes.pcolormesh(x, y, np.ma.masked_invalid(z), shading="nearest", **options)
 
 
+def log_ticks(axis: Any, ticks: Sequence[float]) -> None:
+    """These ticks on a logarithmic axis, whose own ticks are one or none in a decade."""
+    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
+
+
 def explore(draw: Callable[..., Any], **choices: tuple[Any, Sequence[Any]]) -> None:
     """Call `draw` with the value of each (value, all values). With ipywidgets, sliders below its
     picture draw it again."""

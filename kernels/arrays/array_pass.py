@@ -92,14 +92,14 @@ class ArrayPass:
             g = self._block(rows, columns, query, key)
             if gradients is not None and g is not None:
                 if gradients.want_query:
-                    product = g @ key
+                    product = self.query_product(g, key)
                     if sums is None:
                         sums = product
                     else:
                         sums += product
                 if self.want_key:
                     own_keys = slice(columns.start - self.first_key, columns.stop - self.first_key)
-                    self.key_sums[own_keys] += g.T @ query
+                    self.key_sums[own_keys] += self.key_product(g, query)
             if problem.progress is not None:
                 blocks_done = a * len(self.grid.columns) + step + 1
                 problem.progress(self.epilogue.phase, blocks_done, len(self.grid))
@@ -142,6 +142,20 @@ class ArrayPass:
         else:
             out[rows] = g
 
+    # -- matrix products
+
+    def dot_products(self, query: Array, key: Array, out: Array | None = None) -> Array:
+        """[m, n] dot products of the rows of a block, in `out` if it is given."""
+        return self.xp.matmul(query, key.T, out=out)
+
+    def query_product(self, g: Array, key: Array) -> Array:
+        """What a block with g = scale dL/dx [m, n] adds to dQ."""
+        return g @ key
+
+    def key_product(self, g: Array, query: Array) -> Array:
+        """What a block with g = scale dL/dx [m, n] adds to dK."""
+        return g.T @ query
+
     # -- one block
 
     def _block(self, rows: slice, columns: slice, query: Array, key: Array) -> Array | None:
@@ -149,7 +163,7 @@ class ArrayPass:
         xp, problem, epilogue = self.xp, self.problem, self.epilogue
         m, n = len(query), len(key)
         x = PairMatrix(xp, m, n, self.dtype)
-        xp.matmul(query, key.T, out=x.all)
+        self.dot_products(query, key, x.all)
         pairs = PositivePairs.find(xp, problem, rows, columns, self.dtype)
         excluded, left_out = self._find_masks(x.all, rows, columns, pairs)
         x.flat *= self.scale
@@ -200,7 +214,7 @@ class ArrayPass:
                 self.backend.unit_rows(problem, guide)[0]
                 for guide in (problem.guide_query[rows], problem.guide_key[columns])
             )
-            block.guide_dots = query @ key.T
+            block.guide_dots = self.dot_products(query, key)
             block.guide_dots[~xp.isfinite(block.guide_dots)] = np.nan
         masks = find_masks(block, pairs)
         if problem.guided:
@@ -247,7 +261,7 @@ class ArrayPass:
             self.backend.unit_rows(problem, z)[0]
             for z in (problem.teacher_query[rows], problem.teacher_key[columns])
         )
-        t = query @ key.T
+        t = self.dot_products(query, key)
         t *= self.xp.asarray(problem.teacher_scale, self.dtype)
         if isinstance(self.epilogue, TaughtGradient):
             g = self._softmax_gradient(self.factors, x, rows, columns)

@@ -35,6 +35,8 @@ MakeRows = Callable[
 class ArrayBlocks:
     """Blocks of one problem as arrays: see `infonce.kernels.solve.Backend`."""
 
+    pass_class: type[ArrayPass] = ArrayPass
+
     def __init__(
         self, problem: Problem, gradients: Gradients | None, vectors: Vectors, make_rows: MakeRows
     ) -> None:
@@ -166,7 +168,7 @@ class ArrayBlocks:
             # ranks compare logits with the positives' logits, which a first pass finds
             self.run_pass(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
             epilogue = epilogue.retrieval_ranks
-        run = ArrayPass(self, problem, grid, epilogue, gradients)
+        run = self.pass_class(self, problem, grid, epilogue, gradients)
         for a, rows in enumerate(grid.rows):
             run.run_row_block(a, rows)
         run.finish()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from infonce.kernels.arrays import naive
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend
+from infonce.kernels.cpu.emulated import EmulatedBlocks
 from infonce.kernels.problem import Gradients, Problem
 from infonce.kernels.solve import Solution, Vectors, solve_by_passes
 from judge import assert_grad, assert_loss, largest_logit
@@ -33,14 +34,20 @@ class VectorsOfGPU(Vectors):
         return end
 
 
+def emulated_blocks(problem: Problem, gradients: Gradients | None, *_: Any) -> ArrayBlocks:
+    """Blocks whose products are not rounded, but whose positives are multiplied apart."""
+    return EmulatedBlocks(problem, gradients, "fp64")
+
+
 def by_blocks(
-    monkeypatch: pytest.MonkeyPatch, side: int | None = None, vectors: Any = None
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, side: int | None = None, vectors: Any = None,
+    make: Any = ArrayBlocks,
+) -> None:  # fmt: skip
     """All calls on the CPU go to `ArrayBlocks`, of so many rows and columns."""
 
     def solution(problem: Problem, gradients: Gradients | None) -> Solution:
         assert problem.query.dtype.kind == "f"
-        array_blocks = ArrayBlocks(problem, gradients, vectors or Vectors(np), host_device.Rows)
+        array_blocks = make(problem, gradients, vectors or Vectors(np), host_device.Rows)
         if side is not None:
             array_blocks.block = min(side, problem.shape[0]), min(side + 1, problem.shape[1])
             array_blocks.key_rows = min(array_blocks.key_rows, 3 * side)
@@ -69,10 +76,14 @@ def near(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("vectors", [Vectors(np), VectorsOfGPU()], ids=["host", "GPU"])
+@pytest.mark.parametrize(
+    ("vectors", "make"),
+    [(Vectors(np), ArrayBlocks), (VectorsOfGPU(), ArrayBlocks), (Vectors(np), emulated_blocks)],
+    ids=["host", "GPU", "emulated"],
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_float64_is_the_specification(
-    monkeypatch: pytest.MonkeyPatch, name: str, vectors: Vectors
+    monkeypatch: pytest.MonkeyPatch, name: str, vectors: Vectors, make: Any
 ) -> None:
     @settings(quick, max_examples=60)
     @given(problems(names=(name,), options=YES), st.sampled_from(SIDES))
@@ -82,7 +93,7 @@ def test_float64_is_the_specification(
         if name == "siglip":
             options["bias"] = problem.bias
         with monkeypatch.context() as patch:
-            by_blocks(patch, side, vectors)
+            by_blocks(patch, side, vectors, make)
             compare(problem, options)
 
     check()

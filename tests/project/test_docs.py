@@ -20,6 +20,7 @@ from infonce.kernels import problem
 from infonce.kernels.gpu.schedule import method
 from infonce.kernels.offload import layout
 
+import infonce
 from infonce.spec import LOSSES
 
 ROOT = Path(__file__).parents[2]
@@ -276,6 +277,25 @@ def test_every_loss_is_named(place: str) -> None:
             (text,) = re.findall(rf"^{part} = (.*)$", text, re.MULTILINE)
     missing = [n for loss, n in NAMES.items() if n not in text and f"{loss}_loss" not in text]
     assert not missing
+
+
+@pytest.mark.slow
+def test_errors_of_precisions_are_those_of_a_run() -> None:
+    """The table of docs/numerics.md. Errors of float32 depend on the order of sums, so they are
+    compared within a factor of 3; others have the roundings of their format."""
+    text = (DOCS / "numerics.md").read_text()
+    lines = re.findall(r"^\| (0\.\d+) \| `(\w+)` \| (\w+) \| (.*) \|$", text, re.M)
+    found = infonce.compare("clip", rows=4096, dim=512, cosine=0.3, temperature=(0.01, 0.07))
+    assert len(lines) == len(found.errors) == 14
+    for (temperature, precision, dtype, numbers), error in zip(lines, found.errors, strict=True):
+        key = float(temperature), precision, dtype
+        assert key == (error.temperature, error.precision, error.grad_dtype)
+        loss, norm, element, lost = numbers.split(" | ")
+        factor = 3 if precision in ("fp32", "bf16x3") else 1.1
+        assert 1 / factor < error.worst("norm") / float(norm) < factor
+        assert 1 / 3 < error.worst("element") / float(element) < 3
+        assert abs(error.loss_error - float(loss)) < 0.1 * float(loss) + 3e-7
+        assert 100 * error.worst("lost") == pytest.approx(float(lost[:-1]), abs=0.2)
 
 
 # --- examples -------------------------------------------------------------------------------------

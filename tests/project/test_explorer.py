@@ -11,8 +11,9 @@ import ml_dtypes
 import mpmath as mp
 import numpy as np
 import pytest
+from infonce.kernels.arrays import formats
 
-from infonce.notebooks import explorer, numerics
+from infonce.notebooks import explorer
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "static" / "explorer"
 BROWSER = next(filter(shutil.which, ("chromium", "google-chrome", "chromium-browser")), None)
@@ -77,7 +78,7 @@ def test_formats_round_to_the_same_bits(name: str) -> None:
             high = x.astype(ml_dtypes.bfloat16).astype(np.float32)
             want = high + (x - high).astype(ml_dtypes.bfloat16).astype(np.float32)
         else:
-            want = numerics.round_to_format(x, name)
+            want = formats.round_to_format(x, name)
     got, numbers = np.array(got, np.uint32), ~np.isnan(want)
     assert np.isnan(got.view(np.float32)[~numbers]).all()
     different = numbers & (got != want.view(np.uint32))
@@ -213,7 +214,7 @@ def test_products_in_a_format_are_those_of_the_notebooks() -> None:
     for name in ("fp32", "bf16x3", "tf32", "fp16", "bf16"):
         code = "return [...Rounding.product(given.a, given.b, 12, 12, 20, given.name)]"
         got = javascript(code, {"a": a.ravel().tolist(), "b": b.ravel().tolist(), "name": name})
-        want = numerics.product(a, b.T, name)
+        want = formats.product(a, b.T, name)
         bound = 2 * 22 * 2.0**-24 * (np.abs(a) @ np.abs(b.T))  # both sums, in any order
         assert (np.abs(np.reshape(got, (12, 12)) - want) < bound).all(), name
 
