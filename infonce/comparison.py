@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import ml_dtypes
@@ -90,7 +90,7 @@ class Comparison:
         lines: list[tuple[str, ...]] = [
             ("temperature", "precision", "gradients", "loss", *MEASURES)
         ]
-        for temperature, errors in groupby(self.errors, lambda error: error.temperature):
+        for temperature, errors in itertools.groupby(self.errors, lambda error: error.temperature):
             loss = f"{self.losses[temperature]:.6g}"
             lines.append((f"{temperature:.6g}", "fp64", "float64", loss, *["-"] * len(MEASURES)))
             for error in errors:
@@ -166,7 +166,7 @@ def compare(
     grad_dtype : dtype, optional
         Dtype of the feature gradients of all precisions.
     progress : callable (phase, done, total), optional
-        Called after each precision at each temperature.
+        Called at the start, and after each precision at each temperature.
     **options
         Further keywords of the losses, such as `normalize`, `margin` or `grad_out`.
 
@@ -210,21 +210,23 @@ def compare(
     call = call.as_dtype(np.float64)  # the truth is of the features as they are given
     losses: dict[float, float] = {}
     errors: list[PrecisionError] = []
-    total, done = len(temperatures) * (1 + len(PRECISIONS)), 0
+    total, done = len(temperatures) * (1 + len(PRECISIONS)), itertools.count()
+
+    def report() -> None:
+        if progress is not None:
+            progress("comparing", next(done), total)
+
+    report()
     for t in temperatures:
         wanted = call.solve("fp64", t, np.float64)
         losses[t] = float(wanted.loss)
+        report()
         for precision, dtype in PRECISIONS.items():
-            done += 1
-            if progress is not None:
-                progress("comparing", done, total)
             wide = np.promote_types(np.float32, grad_dtype or np.float32)
             got = call.as_dtype(dtype).solve(precision, t, wide)
             dtypes = [grad_dtype] if grad_dtype else list(dict.fromkeys((dtype, np.float32)))
             errors += [_find_error(t, precision, got, wanted, np.dtype(d)) for d in dtypes]
-        done += 1
-        if progress is not None:
-            progress("comparing", done, total)
+            report()
     shapes = {name: z.shape for name, z in zip(kind.arguments, arrays, strict=True)}
     return Comparison(loss, shapes, losses, tuple(errors))
 
