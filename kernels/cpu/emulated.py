@@ -26,9 +26,9 @@ from ..distill.problem import TaughtGradient
 from ..distill.solve import solver_by_passes
 from ..epilogues import Sigmoid, SoftmaxGradient
 from ..grid import Grid
+from ..options import PositivePairs
 from ..problem import Array, Gradients, Problem, fast_replace, uses_moments
 from ..solve import Solution, Vectors
-from ..options import PositivePairs
 from .operands import Side, find_norms
 
 # the largest element of a gradient block, except 1: see the kernel `ranges`

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.cpu import resources, schedule, tiled_pass
-from infonce.kernels.cpu.loops import elementary
+from infonce.kernels.cpu.loops import compilation, elementary
 from infonce.kernels.cpu.loops import tile_ops as tile
 from infonce.kernels.cpu.tiled_pass import VECTORS
 from infonce.kernels.epilogues import Sums
@@ -313,8 +313,8 @@ def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exp2_and_log1p(dtype: Any, bound: float) -> None:
     from mpmath import mp
 
-    compiled_exp2 = elementary.compiled(_exp2_of)
-    compiled_log1p = elementary.compiled(_log1p_of)
+    compiled_exp2 = compilation.compiled(_exp2_of)
+    compiled_log1p = compilation.compiled(_log1p_of)
     low = -126 if dtype == np.float32 else -1022
     x = np.concatenate([np.linspace(low, 1, 3001), np.linspace(-2, 0, 2001)]).astype(dtype)
     out = np.empty_like(x)
