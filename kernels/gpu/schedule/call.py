@@ -9,6 +9,7 @@ from typing import Any
 from ...distill.problem import TaughtProblem
 from ...epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
 from ...problem import WORKSPACE, Array, Gradients, Problem
+from .. import config
 
 ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtype -> bytes of an element
 
@@ -122,7 +123,7 @@ class Call:
     groups: bool = False
     positive_ids: bool = False  # pairs of equal positive ids are positives of a sigmoid
     host_groups: bool = False  # the host knows groups: blocks without a common one are left out
-    own: bool = False  # each row has its own negatives
+    own: int = 0  # own negatives of each row
     set_size: int = 1  # positives of each query
     key_bias: bool = False
     query_bias: bool = False  # in the softmax of columns, whose keys are the queries
@@ -168,7 +169,7 @@ class Call:
             _find_loss(problem), query, key, dq, dk,
             problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
-            problem.has_positive_ids, problem.host_groups is not None, problem.own is not None,
+            problem.has_positive_ids, problem.host_groups is not None, 0 if problem.own is None else problem.own.shape[1],
             problem.set_size, problem.key_bias is not None, problem.query_bias is not None,
             problem.has_limits, problem.query_limits is not None,
             _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
@@ -261,6 +262,12 @@ class Call:
         return defines
 
     @property
+    def own_memory(self) -> dict[str, int]:
+        """Bytes of each array that own negatives keep between the passes."""
+        real = 8 if self.compute_precision == "fp64" else 4
+        return config.own_parts(self.query.rows, self.own, real, self.normalize)
+
+    @property
     def linear_terms(self) -> bool:
         """Whether sums of features give a part of the loss."""
         return self.smoothing or self.classes
@@ -282,11 +289,11 @@ class Call:
         """Whether the loss and dQ follow from sums of rows only, so that one pass is enough.
 
         That is: there is one softmax, over keys; a query has one positive; there are no retrieval
-        ranks, label smoothing, classes, joint rows, own negatives or teacher; and margin, decoupled
-        and hardness are not combined with options of pairs (`pair_options`).
+        ranks, label smoothing, classes, joint rows or teacher; and margin, decoupled and hardness
+        are not combined with options of pairs (`pair_options`).
         """
         combined = bool(self.row_loss_options and self.pair_options)
-        options = self.linear_terms or self.joint or self.own or self.taught or combined
+        options = self.linear_terms or self.joint or self.taught or combined
         return (
             self.loss is LossForm.ROWS
             and self.set_size == 1
