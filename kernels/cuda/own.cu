@@ -63,16 +63,19 @@ struct OwnNegatives {
   __device__ __forceinline__ double exponent_factor() const { return (scale.bare() + hardness) * LOG2_E; }
 };
 
-// The threads of a row: `lanes` of a group read its features, and `parts` groups share its own negatives.
+// The threads of a row: `lanes` of a group read its features, and `parts` groups share its own negatives. `chunks`
+// such sets of groups share the features of a row.
 struct Group {
   int lanes, lane, index;  // index: of the group in the thread block
-  int part;
+  int part, chunk;
   i64 row;
 
-  __device__ __forceinline__ Group(i64 d, i64 parts) {
+  __device__ __forceinline__ Group(i64 d, i64 parts, int chunks = 1) {
     lanes = count_lanes(d), lane = threadIdx.x % lanes, index = threadIdx.x / lanes;
-    part = index % (int)parts;
-    row = lanes_row(lanes) / parts;
+    part = index & ((int)parts - 1);  // parts is a power of two
+    const u32 set = blockIdx.x * (u32)(ROWS_THREADS / lanes / (int)parts) + index / (int)parts;
+    chunk = set % chunks;
+    row = set / chunks;
   }
   // Joins x over the lanes, in each of them.
   template <class T, class F>
@@ -117,6 +120,21 @@ struct Arriving {
   }
 #endif
 };
+
+// The lanes of a group ask for a batch of own negatives in the L2 cache: for their features of a chunk, or for all
+// (`chunk` -1). A loop that reads them afterwards waits less.
+__device__ __forceinline__ void prefetch_batch(const Matrix& own, i64 first, i64 k, int chunk, i64 d,
+                                               const Group& group) {
+#if WORDS
+  constexpr int LINE = 128, SIZE = 2 * WORDS;
+  const i64 begin = chunk < 0 ? 0 : chunk * (i64)(group.lanes * LANE_FEATURES);
+  const i64 end = chunk < 0 || begin + group.lanes * LANE_FEATURES > d ? d : begin + group.lanes * LANE_FEATURES;
+  for (int b = 0; b < BATCH && first + b < k; ++b) {
+    const char* row = own.data + ((first + b) * own.row_stride + begin) * SIZE;
+    for (i64 at = group.lane * LINE; at < (end - begin) * SIZE; at += group.lanes * LINE) prefetch_line(row + at);
+  }
+#endif
+}
 
 // Eight numbers in memory, for calls of functions that are not inlined.
 struct Eight {
@@ -210,6 +228,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
                               double limit) {
   const i64 i = group.row, step = group.lanes * LANE_FEATURES, first_column = group.lane * LANE_FEATURES;
   const Matrix own = a.own.of(i);
+  prefetch_batch(own, group.part * BATCH, a.k, -1, a.d, group);
   Unit query = {1, 0};
   if (NORM_FACTORS) {
     Real square = 0, q[LANE_FEATURES];
@@ -223,6 +242,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
   }
   float zero_sum = 0;  // of features times 0
   for (i64 first = group.part * BATCH; first < a.k; first += a.parts * BATCH) {
+    prefetch_batch(own, first + a.parts * BATCH, a.k, -1, a.d, group);
     bool counts[BATCH];
     Real products[BATCH], squares[BATCH];
 #pragma unroll
@@ -283,7 +303,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
 //   - ranks [m] (null: not wanted) gain the number of own negatives above the positive. The logits of positives have
 //     the scale of logits, plus positive_hardness.
 //   - row_nans[i]: NaN if a feature of an own negative that counts is not finite, else known_row_nans[i] (null: 0).
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, 3)
 own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
          const double* limits, const __grid_constant__ Sums rows, Real* references,
          const __grid_constant__ Scale pass_scale, const double* positive_logits, double positive_hardness,
@@ -297,7 +317,9 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
     const float sum = group.sum(multiply_own(a, group, row_mask, mask_stride, limit));
     if (group.lane == 0) zero_sums[group.index] = sum;
   }
-  __syncthreads();  // the writes of zero_sums[] and of products come before the reads below
+  // The writes of zero_sums[] and of products come before the reads below
+  if (a.parts > 1) __syncthreads();
+  else __syncwarp();
   if (group.part != 0 || i >= a.m) return;
 
   const Real* products = a.products + i * a.k;
@@ -316,8 +338,8 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
     above += ranks && rank_factor * products[j] > positive;
   }
   sum = group.sum(sum);
-  moment = group.sum(moment);
-  above = group.sum(above);
+  if (rows.moment) moment = group.sum(moment);
+  if (ranks) above = group.sum(above);
   if (group.lane != 0) return;
   float zero_sum = 0;
   for (int part = 0; part < a.parts; ++part) zero_sum += zero_sums[group.index + part];
@@ -348,12 +370,13 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
   const double c = a.exponent_factor();
   const bool reads = wants_query || NORM_FACTORS;
   for (i64 first = group.part * BATCH; first < a.k; first += a.parts * BATCH) {
+    if (reads) prefetch_batch(own, first + a.parts * BATCH, a.k, group.chunk, a.d, group);
     Arriving arriving[BATCH];
     Real products[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
       products[b] = first + b < a.k ? a.products[row + first + b] : (Real)-INFINITY_;
-      if (reads && !is_nothing(products[b])) arriving[b].load(own, first + b, column);
+      if (reads && first + b < a.k) arriving[b].load(own, first + b, column);
     }
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
@@ -387,58 +410,54 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
 //   - query_gradient (likewise) gets dq, or with `add` its sum with the contents of query_gradient.
 //   - log_scale_grad[i] (null: not wanted) gets the sum of g_ij x_ij, or with add_log_scale_grad its sum with
 //     log_scale_grad[i].
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, 3)
 own_gradients(const __grid_constant__ OwnNegatives a, const double* factors, const double* references,
               const __grid_constant__ Matrix query_gradient, i64 add,
               const __grid_constant__ OwnFeatures own_gradient, double* log_scale_grad, i64 add_log_scale_grad) {
   __shared__ Real sums[ROWS_THREADS][LANE_FEATURES];
-  const Group group(a.d, a.parts);
-  const i64 i = group.row;
-  const bool inside = i < a.m;
+  const int chunks = (int)((a.d + LANE_FEATURES * count_lanes(a.d) - 1) / (LANE_FEATURES * count_lanes(a.d)));
+  const Group group(a.d, a.parts, chunks);
+  const i64 i = group.row, column = group.chunk * (i64)(group.lanes * LANE_FEATURES) + group.lane * LANE_FEATURES;
+  const bool inside = i < a.m, has_features = inside && column < a.d, wants_query = query_gradient.data;
+  if (has_features && (NORM_FACTORS || wants_query))
+    prefetch_batch(a.own.of(i), group.part * BATCH, a.k, group.chunk, a.d, group);
   double factor = 0, reference = 0, along = 0;  // along: <dq_i, u_qi>
   Unit query = {1, 0};
-  Matrix gradient = {nullptr, 0, 0, 0};
   if (inside) {
     factor = factors[i], reference = references[i];
-    if (own_gradient.data) gradient = own_gradient.of(i);
     if (NORM_FACTORS) query = {a.query_factors[i], a.query_exponents[i]};
-    if (NORM_FACTORS || log_scale_grad) {
-      const double c = a.exponent_factor();
-      for (i64 j = group.lane; j < a.k; j += group.lanes) {
-        const double product = a.products[i * a.k + j];
-        if (!is_nothing(product)) along += factor * exp2_((Real)fmin(c * product - reference, 0.0)) * product;
-      }
-      along = group.sum(along);
-    }
-    if (log_scale_grad && group.part == 0 && group.lane == 0)
-      log_scale_grad[i] = along + (add_log_scale_grad ? log_scale_grad[i] : 0);
   }
-  const bool wants_query = query_gradient.data;
-  if (!wants_query && !own_gradient.data) return;
-  for (i64 first = 0; first < a.d; first += group.lanes * LANE_FEATURES) {
-    const i64 column = first + group.lane * LANE_FEATURES;
-    Real u[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0}, dq[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (inside && column < a.d) {
-      get_row(u, a.query, i, column, a.d - column, query.exponent);
-      if (NORM_FACTORS)
-#pragma unroll
-        for (int f = 0; f < LANE_FEATURES; ++f) u[f] *= query.factor;
-      differentiate_own(a, group, factor, reference, gradient, wants_query, u, column, dq);
-    }
-    if (!wants_query) continue;
-    if (a.parts > 1) {
-#pragma unroll
-      for (int f = 0; f < LANE_FEATURES; ++f) sums[threadIdx.x][f] = dq[f];
-      __syncthreads();  // the writes of sums[] come before the reads below
-      for (int part = 1; group.part == 0 && part < a.parts; ++part)
-#pragma unroll
-        for (int f = 0; f < LANE_FEATURES; ++f) dq[f] += sums[threadIdx.x + part * group.lanes][f];
-      __syncthreads();  // all reads of sums[] come before the writes of the next features
-    }
-    if (group.part != 0 || !inside || column >= a.d) continue;
+  Real u[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0}, dq[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+  if (has_features && (wants_query || own_gradient.data)) {
+    get_row(u, a.query, i, column, a.d - column, query.exponent);
     if (NORM_FACTORS)
 #pragma unroll
-      for (int f = 0; f < LANE_FEATURES; ++f) dq[f] = (dq[f] - (Real)along * u[f]) * query.factor;
-    set_row(dq, query_gradient, i, column, a.d - column, query.exponent, add);
+      for (int f = 0; f < LANE_FEATURES; ++f) u[f] *= query.factor;
+    const Matrix gradient = own_gradient.data ? own_gradient.of(i) : Matrix{nullptr, 0, 0, 0};
+    differentiate_own(a, group, factor, reference, gradient, wants_query, u, column, dq);
   }
+  if (a.parts > 1 && wants_query) {  // adds the parts of dq, in their order
+#pragma unroll
+    for (int f = 0; f < LANE_FEATURES; ++f) sums[threadIdx.x][f] = dq[f];
+    __syncthreads();  // the writes of sums[] come before the reads below
+    for (int part = 1; group.part == 0 && part < a.parts; ++part)
+#pragma unroll
+      for (int f = 0; f < LANE_FEATURES; ++f) dq[f] += sums[threadIdx.x + part * group.lanes][f];
+  }
+  if (group.part != 0 || !inside) return;
+  if (NORM_FACTORS || log_scale_grad && group.chunk == 0) {
+    const double c = a.exponent_factor();
+    for (i64 j = group.lane; j < a.k; j += group.lanes) {
+      const double product = a.products[i * a.k + j];
+      if (!is_nothing(product)) along += factor * exp2_((Real)fmin(c * product - reference, 0.0)) * product;
+    }
+    along = group.sum(along);
+    if (log_scale_grad && group.chunk == 0 && group.lane == 0)
+      log_scale_grad[i] = along + (add_log_scale_grad ? log_scale_grad[i] : 0);
+  }
+  if (!wants_query || !has_features) return;
+  if (NORM_FACTORS)
+#pragma unroll
+    for (int f = 0; f < LANE_FEATURES; ++f) dq[f] = (dq[f] - (Real)along * u[f]) * query.factor;
+  set_row(dq, query_gradient, i, column, a.d - column, query.exponent, add);
 }

@@ -26,6 +26,8 @@ from .device.launcher import HALF_WARP_ROW, Launcher
 from .device.launches import Queue
 
 THREADS = 256  # of a thread block
+# Groups of lanes that occupy all multiprocessors: with fewer, several share a row's own negatives
+FEW_GROUPS = 2**14
 LANE_FEATURES = 8  # features that a lane reads at a time (rows.cuh)
 
 
@@ -71,10 +73,12 @@ class OwnNegativesByKernels(OwnNegatives):
         m, k, d = problem.own.shape
         self.parts = own_parts(problem) if problem.own_rows is not None else [slice(0, m)]
         # groups of lanes that share a row's own negatives: see own.cu
-        groups = THREADS // (16 if d <= HALF_WARP_ROW else 32)
-        batches = -(-k // OWN_BATCH)
-        self.groups = min(groups, 1 << (batches - 1).bit_length())
+        lanes = 16 if d <= HALF_WARP_ROW else 32
+        self.groups, groups = 1, THREADS // lanes
+        while self.groups < groups and self.groups * OWN_BATCH < k and m * self.groups < FEW_GROUPS:
+            self.groups *= 2
         self.rows_per_block = groups // self.groups
+        self.chunks = -(-d // (lanes * LANE_FEATURES))
         self.scale, self._scale = scalar(problem.scale)  # the second is kept alive
         self.products = cupy.empty((m, k), self.dtype)
         self.factors = self.exponents = self.query_factors = self.query_exponents = None
@@ -102,7 +106,8 @@ class OwnNegativesByKernels(OwnNegatives):
             "query_exponents": address(self.query_exponents, rows.start),
             "exponents": address(self.exponents, rows.start),
         }  # fmt: skip
-        blocks = -(-m // self.rows_per_block)
+        sets = m * (self.chunks if kernel == "own_gradients" else 1)
+        blocks = -(-sets // self.rows_per_block)
         self.launcher.launch(
             "own.cu", kernel, blocks, THREADS, {"a": own, **arguments}, WORDS=count_words(keys),
             NORM_FACTORS=int(self.problem.normalize),
