@@ -15,6 +15,7 @@
 //
 // WORDS: words of 16 bytes in LANE_FEATURES features of own negatives, 1 or 2, if they may be read so: features are
 // contiguous, each row of them begins at a multiple of 16 bytes, and d is a multiple of LANE_FEATURES. Else 0.
+// OUT_WORDS: the same of their gradients, which are written so if WORDS is not 0.
 // NORM_FACTORS: rows are normalised.
 #include "rows.cuh"
 #include "vectors/running_sums.cuh"
@@ -22,11 +23,16 @@
 #ifndef WORDS
 #define WORDS 0
 #endif
+#ifndef OUT_WORDS
+#define OUT_WORDS 1
+#endif
 #ifndef NORM_FACTORS
 #define NORM_FACTORS 0
 #endif
 
 constexpr int BATCH = WORDS ? 4 : 1;
+// Thread blocks that share the registers of a multiprocessor, at least
+constexpr int MIN_BLOCKS = sizeof(Real) == 4 && WORDS < 2 && !NORM_FACTORS ? 3 : 2;
 constexpr int MAX_GROUPS = ROWS_THREADS / 16;  // groups of lanes in a thread block, at most
 // Squares of a norm between these are neither rounded to 0 nor infinite, and have all their digits
 constexpr Real LEAST_SQUARE = sizeof(Real) == 8 ? 0x1p-800 : 0x1p-80, MOST_SQUARE = 1 / LEAST_SQUARE;
@@ -141,22 +147,22 @@ struct Eight {
   Real x[LANE_FEATURES];
 };
 
-// Eight features of 2^-exponent z, as get_group reads them. For the rare rows with an exponent.
-__device__ __noinline__ Eight get_scaled(const Matrix& z, i64 row, i64 column, i64 n, int exponent) {
+// Eight features of 2^-exponent z, as get_group reads them.
+__device__ __noinline__ Eight get_any(const Matrix& z, i64 row, i64 column, i64 n, int exponent) {
   double y[LANE_FEATURES];
   Eight scaled;
   get_group(y, z, row, column, n);
 #pragma unroll
-  for (int i = 0; i < LANE_FEATURES; ++i) scaled.x[i] = (Real)ldexp(y[i], -exponent);
+  for (int i = 0; i < LANE_FEATURES; ++i) scaled.x[i] = (Real)(exponent ? ldexp(y[i], -exponent) : y[i]);
   return scaled;
 }
 // Writes 2^-exponent x, plus the contents if `add`.
-__device__ __noinline__ void set_scaled(const Eight& numbers, const Matrix& z, i64 row, i64 column, i64 n,
-                                        int exponent, bool add) {
+__device__ __noinline__ void set_any(const Eight& numbers, const Matrix& z, i64 row, i64 column, i64 n, int exponent,
+                                     bool add) {
   double y[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
   if (add) get_group(y, z, row, column, n);
 #pragma unroll
-  for (int i = 0; i < LANE_FEATURES; ++i) y[i] += ldexp((double)numbers.x[i], -exponent);
+  for (int i = 0; i < LANE_FEATURES; ++i) y[i] += exponent ? ldexp((double)numbers.x[i], -exponent) : numbers.x[i];
   set_group(y, z, row, column, n);
 }
 
@@ -166,9 +172,9 @@ __device__ __forceinline__ void get_row(Real (&x)[LANE_FEATURES], const Matrix& 
     get_group(x, z, row, column, n);
     return;
   }
-  const Eight scaled = get_scaled(z, row, column, n, exponent);
+  const Eight any = get_any(z, row, column, n, exponent);
 #pragma unroll
-  for (int i = 0; i < LANE_FEATURES; ++i) x[i] = scaled.x[i];
+  for (int i = 0; i < LANE_FEATURES; ++i) x[i] = any.x[i];
 }
 __device__ __forceinline__ void set_row(const Real (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column, i64 n,
                                         int exponent, bool add) {
@@ -176,7 +182,7 @@ __device__ __forceinline__ void set_row(const Real (&x)[LANE_FEATURES], const Ma
     Eight numbers;
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) numbers.x[i] = x[i];
-    set_scaled(numbers, z, row, column, n, exponent, add);
+    set_any(numbers, z, row, column, n, exponent, add);
     return;
   }
   Real y[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -184,6 +190,28 @@ __device__ __forceinline__ void set_row(const Real (&x)[LANE_FEATURES], const Ma
 #pragma unroll
   for (int i = 0; i < LANE_FEATURES; ++i) y[i] += x[i];
   set_group(y, z, row, column, n);
+}
+
+// Writes eight features of the gradient of an own negative: in OUT_WORDS words of 16 bytes, if WORDS is not 0.
+__device__ __forceinline__ void set_own(const Real (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column, i64 n,
+                                        int exponent) {
+#if WORDS
+  if (!NORM_FACTORS || exponent == 0) {
+    uint4* to = (uint4*)(z.data + (row * z.row_stride + column) * (2 * OUT_WORDS));
+    u32 words[4 * OUT_WORDS];
+#pragma unroll
+    for (int i = 0; i < 4 * OUT_WORDS; ++i) {
+      const float low = (float)x[2 * i / OUT_WORDS], high = (float)x[(2 * i + 1) / OUT_WORDS];
+      words[i] = OUT_WORDS == 2 ? __float_as_uint(low)
+                 : z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
+    }
+#pragma unroll
+    for (int i = 0; i < OUT_WORDS; ++i)
+      to[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    return;
+  }
+#endif
+  set_row(x, z, row, column, n, exponent, false);
 }
 
 // u = factor 2^-exponent z. The exponent is 0 unless the squares of z are out of the range of Real.
@@ -233,7 +261,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
   if (NORM_FACTORS) {
     Real square = 0, q[LANE_FEATURES];
     for (i64 column = first_column; column < a.d; column += step) {
-      get_group(q, a.query, i, column, a.d - column);
+      get_row(q, a.query, i, column, a.d - column, 0);
 #pragma unroll
       for (int f = 0; f < LANE_FEATURES; ++f) square += q[f] * q[f];
     }
@@ -303,7 +331,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
 //   - ranks [m] (null: not wanted) gain the number of own negatives above the positive. The logits of positives have
 //     the scale of logits, plus positive_hardness.
 //   - row_nans[i]: NaN if a feature of an own negative that counts is not finite, else known_row_nans[i] (null: 0).
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, 3)
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, MIN_BLOCKS)
 own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
          const double* limits, const __grid_constant__ Sums rows, Real* references,
          const __grid_constant__ Scale pass_scale, const double* positive_logits, double positive_hardness,
@@ -400,7 +428,7 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
           out[f] = NORM_FACTORS ? g * unit_factor * (u[f] - products[b] * unit) : g * u[f];
         }
       }
-      if (gradient.data) set_row(out, gradient, first + b, column, n, exponent, false);
+      if (gradient.data) set_own(out, gradient, first + b, column, n, exponent);
     }
   }
 }
@@ -410,7 +438,7 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
 //   - query_gradient (likewise) gets dq, or with `add` its sum with the contents of query_gradient.
 //   - log_scale_grad[i] (null: not wanted) gets the sum of g_ij x_ij, or with add_log_scale_grad its sum with
 //     log_scale_grad[i].
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, 3)
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, MIN_BLOCKS)
 own_gradients(const __grid_constant__ OwnNegatives a, const double* factors, const double* references,
               const __grid_constant__ Matrix query_gradient, i64 add,
               const __grid_constant__ OwnFeatures own_gradient, double* log_scale_grad, i64 add_log_scale_grad) {

@@ -93,9 +93,11 @@ class OwnNegativesByKernels(OwnNegatives):
             yield rows, query, keys
 
     def _launch(
-        self, kernel: str, rows: slice, query: Array, keys: Array, /, **arguments: Any
-    ) -> None:
-        """Launch a kernel of own.cu for `rows`, whose features are `query` and `keys`."""
+        self, kernel: str, rows: slice, query: Array, keys: Array, out: Array = None, /,
+        **arguments: Any,
+    ) -> None:  # fmt: skip
+        """Launch a kernel of own.cu for `rows`, whose features are `query` and `keys`. `out`: the
+        gradient of `keys`, if the kernel writes it."""
         m, k, d = keys.shape
         own = {
             "query": matrix(query), "own": own_features(keys), "m": m, "k": k, "d": d,
@@ -106,10 +108,13 @@ class OwnNegativesByKernels(OwnNegatives):
             "query_exponents": address(self.query_exponents, rows.start),
             "exponents": address(self.exponents, rows.start),
         }  # fmt: skip
+        words = count_words(keys)
+        out_words = words if out is None else count_words(out)
+        defines = {"WORDS": words, "OUT_WORDS": out_words} if words and out_words else {"WORDS": 0}
         sets = m * (self.chunks if kernel == "own_gradients" else 1)
         blocks = -(-sets // self.rows_per_block)
         self.launcher.launch(
-            "own.cu", kernel, blocks, THREADS, {"a": own, **arguments}, WORDS=count_words(keys),
+            "own.cu", kernel, blocks, THREADS, {"a": own, **arguments}, **defines,
             NORM_FACTORS=int(self.problem.normalize),
         )  # fmt: skip
 
@@ -159,7 +164,7 @@ class OwnNegativesByKernels(OwnNegatives):
                     for to, z in ((dq, query), (dk, keys))
                 )
             self._launch(
-                "own_gradients", rows, query, keys, factors=address(factor, start),
+                "own_gradients", rows, query, keys, dk, factors=address(factor, start),
                 references=address(reference, start), query_gradient=matrix(dq), add=in_place,
                 own_gradient=own_features(dk), log_scale_grad=address(out, start),
                 add_log_scale_grad=add_log_scale_grad,

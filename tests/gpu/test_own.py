@@ -23,9 +23,10 @@ FIELDS = ("query", "key", "own", "scale")
 NEAR = {"float64": 1e-11, "float32": 3e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
-def near(got: Any, want: Any, dtype: str) -> None:
+def near(got: Any, want: Any, dtype: str, least: float = 0.0) -> None:
+    """`least`: of the norm to which the error is compared, for terms that cancel."""
     error = np.linalg.norm(np.asarray(cupy.asnumpy(got), np.float64) - want)
-    assert error <= NEAR[dtype] * np.linalg.norm(want) + 1e-30
+    assert error <= NEAR[dtype] * max(np.linalg.norm(want), least)
 
 
 def draw(m: int, n: int, k: int, d: int, dtype: str, seed: int = 0) -> tuple[list[Any], Any]:
@@ -106,9 +107,9 @@ def test_options_and_strides() -> None:
         }  # fmt: skip
         query, key, own = (with_strides(part, strides) for part in z)
         got = infonce.info_nce_loss_and_grad(query, key, own=own, **on_device)
-        near(got.loss, want.loss, dtype)
+        near(got.loss, want.loss, dtype, 1e-2)
         for field in FIELDS:
-            near(cupy.asnumpy(getattr(got.grads, field)).astype(float), want.grads[field], dtype)
+            near(getattr(got.grads, field), want.grads[field], dtype, 1e-2)
 
     tries()
 
