@@ -31,9 +31,8 @@
 #endif
 
 constexpr int BATCH = WORDS ? 4 : 1;
-// Thread blocks that share the registers of a multiprocessor, at least
-constexpr int MIN_BLOCKS = sizeof(Real) == 4 && WORDS < 2 && !NORM_FACTORS ? 3 : 2;
-constexpr int MAX_GROUPS = ROWS_THREADS / 16;  // groups of lanes in a thread block, at most
+constexpr int OWN_THREADS = 128;  // of a thread block
+constexpr int MAX_GROUPS = OWN_THREADS / 16;  // groups of lanes in a thread block, at most
 // Squares of a norm between these are neither rounded to 0 nor infinite, and have all their digits
 constexpr Real LEAST_SQUARE = sizeof(Real) == 8 ? 0x1p-800 : 0x1p-80, MOST_SQUARE = 1 / LEAST_SQUARE;
 
@@ -79,7 +78,7 @@ struct Group {
   __device__ __forceinline__ Group(i64 d, i64 parts, int chunks = 1) {
     lanes = count_lanes(d), lane = threadIdx.x % lanes, index = threadIdx.x / lanes;
     part = index & ((int)parts - 1);  // parts is a power of two
-    const u32 set = blockIdx.x * (u32)(ROWS_THREADS / lanes / (int)parts) + index / (int)parts;
+    const u32 set = blockIdx.x * (u32)(OWN_THREADS / lanes / (int)parts) + index / (int)parts;
     chunk = set % chunks;
     row = set / chunks;
   }
@@ -257,19 +256,11 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
   const i64 i = group.row, step = group.lanes * LANE_FEATURES, first_column = group.lane * LANE_FEATURES;
   const Matrix own = a.own.of(i);
   prefetch_batch(own, group.part * BATCH, a.k, -1, a.d, group);
+  const i64 begin = group.part * BATCH;
   Unit query = {1, 0};
-  if (NORM_FACTORS) {
-    Real square = 0, q[LANE_FEATURES];
-    for (i64 column = first_column; column < a.d; column += step) {
-      get_row(q, a.query, i, column, a.d - column, 0);
-#pragma unroll
-      for (int f = 0; f < LANE_FEATURES; ++f) square += q[f] * q[f];
-    }
-    query = find_unit(group.sum(square), a.query, i, a.d, group);
-    if (group.part == 0 && group.lane == 0) a.query_factors[i] = query.factor, a.query_exponents[i] = query.exponent;
-  }
+  Real query_square = 0;
   float zero_sum = 0;  // of features times 0
-  for (i64 first = group.part * BATCH; first < a.k; first += a.parts * BATCH) {
+  for (i64 first = begin; first < a.k; first += a.parts * BATCH) {
     prefetch_batch(own, first + a.parts * BATCH, a.k, -1, a.d, group);
     bool counts[BATCH];
     Real products[BATCH], squares[BATCH];
@@ -285,7 +276,10 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
 #pragma unroll
       for (int b = 0; b < BATCH; ++b)
         if (counts[b]) arriving[b].load(own, first + b, column);
-      get_row(q, a.query, i, column, a.d - column, query.exponent);
+      get_group(q, a.query, i, column, a.d - column);
+      if (NORM_FACTORS && first == begin)
+#pragma unroll
+        for (int f = 0; f < LANE_FEATURES; ++f) query_square += q[f] * q[f];
 #pragma unroll
       for (int b = 0; b < BATCH; ++b) {
         if (!counts[b]) continue;
@@ -298,6 +292,10 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
         }
       }
     }
+    if (NORM_FACTORS && first == begin) {
+      query = find_unit(group.sum(query_square), a.query, i, a.d, group);
+      if (begin == 0 && group.lane == 0) a.query_factors[i] = query.factor, a.query_exponents[i] = query.exponent;
+    }
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
       const i64 at = i * a.k + first + b;
@@ -309,7 +307,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
       Real product = group.sum(products[b]);
       if (NORM_FACTORS) {
         const Unit unit = find_unit(group.sum(squares[b]), own, first + b, a.d, group);
-        if (unit.exponent)
+        if (query.exponent || unit.exponent)
           product = multiply_scaled(a.query, i, query.exponent, own, first + b, unit.exponent, a.d, group);
         product = product * query.factor * unit.factor;
         if (unit.factor == 0) product = 0;  // a row of zeros has no direction
@@ -331,7 +329,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
 //   - ranks [m] (null: not wanted) gain the number of own negatives above the positive. The logits of positives have
 //     the scale of logits, plus positive_hardness.
 //   - row_nans[i]: NaN if a feature of an own negative that counts is not finite, else known_row_nans[i] (null: 0).
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 ? 4 : 6)
 own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
          const double* limits, const __grid_constant__ Sums rows, Real* references,
          const __grid_constant__ Scale pass_scale, const double* positive_logits, double positive_hardness,
@@ -352,15 +350,16 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
 
   const Real* products = a.products + i * a.k;
   const double c = a.exponent_factor();
-  double top = -INFINITY_;
-  for (i64 j = group.lane; j < a.k; j += group.lanes) top = fmax(top, c * products[j]);
-  top = group.max(top);
+  Real largest = (Real)-INFINITY_;
+  for (i64 j = group.lane; j < a.k; j += group.lanes) largest = max_(largest, products[j]);
+  const double top = c * group.join(largest, max_);
   const double positive = ranks ? positive_logits[i] : 0, rank_factor = (a.scale.bare() + positive_hardness) * LOG2_E;
-  double sum = 0, moment = 0, above = 0;
+  Real sum = 0, above = 0;
+  double moment = 0;
   for (i64 j = group.lane; j < a.k; j += group.lanes) {
     const double exponent = c * products[j];
     if (is_nothing(exponent)) continue;
-    const double e = exp2_((Real)(exponent - top));
+    const Real e = exp2_((Real)(exponent - top));
     sum += e;
     moment += e * exponent;
     above += ranks && rank_factor * products[j] > positive;
@@ -381,7 +380,8 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
   const double pass_factor = pass_scale.get() * LOG2_E, rounded = (double)(Real)pass_factor / pass_factor;
   const double change = fabs(rounded - 1) <= 0x1p-24 ? rounded : 1;
   const Real reference = is_nothing(top) || fabs(top) <= FAR ? 0 : (Real)(top * change);
-  const double factor = is_nothing(top) ? 0 : exp2(top * change - (double)reference);
+  const double height = is_nothing(top) ? 0 : top * change - (double)reference, whole = rint(height);
+  const double factor = ldexp((double)exp2_((Real)(height - whole)), (int)whole);
   references[i] = reference;
   rows.sum[i] = sum * factor;
   if (rows.moment) rows.moment[i] = moment * factor / pass_factor;
@@ -438,11 +438,11 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
 //   - query_gradient (likewise) gets dq, or with `add` its sum with the contents of query_gradient.
 //   - log_scale_grad[i] (null: not wanted) gets the sum of g_ij x_ij, or with add_log_scale_grad its sum with
 //     log_scale_grad[i].
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 || WORDS == 2 ? 4 : 6)
 own_gradients(const __grid_constant__ OwnNegatives a, const double* factors, const double* references,
               const __grid_constant__ Matrix query_gradient, i64 add,
               const __grid_constant__ OwnFeatures own_gradient, double* log_scale_grad, i64 add_log_scale_grad) {
-  __shared__ Real sums[ROWS_THREADS][LANE_FEATURES];
+  __shared__ Real sums[OWN_THREADS][LANE_FEATURES];
   const int chunks = (int)((a.d + LANE_FEATURES * count_lanes(a.d) - 1) / (LANE_FEATURES * count_lanes(a.d)));
   const Group group(a.d, a.parts, chunks);
   const i64 i = group.row, column = group.chunk * (i64)(group.lanes * LANE_FEATURES) + group.lane * LANE_FEATURES;

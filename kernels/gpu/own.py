@@ -25,9 +25,9 @@ from .device.arguments import (
 from .device.launcher import HALF_WARP_ROW, Launcher
 from .device.launches import Queue
 
-THREADS = 256  # of a thread block
+THREADS = 128  # of a thread block
 # Groups of lanes that occupy all multiprocessors: with fewer, several share a row's own negatives
-FEW_GROUPS = 2**14
+FEW_GROUPS = 2**12
 LANE_FEATURES = 8  # features that a lane reads at a time (rows.cuh)
 
 
