@@ -9,7 +9,8 @@ after long calls that need much power, and a fixed order would lower it for the 
 round. On a GPU, calls of more than LONG seconds take part in the first round only. A ratio is the
 median over rounds of those to the plain loss of the same size in the same round. nt_xent of all
 rows is the plain loss of sup_con, and of gte with half as many pairs. siglip of fewer images than
-texts has no plain loss, and so no ratio.
+texts has no plain loss, and so no ratio. On a GPU, own negatives have sizes of their own, and stand
+beside PyTorch's eager loss of the full matrix.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "label_smoothing": {"label_smoothing": 0.1},
     "false_negative_margin": {"false_negative_margin": 0.1},
 }
+# rows, features and dtype of calls with own negatives on a GPU, and their numbers a row
+OWN = (
+    (16384, 512, "bfloat16", (4, 16)), (4096, 256, "float32", (8,)), (1024, 128, "bfloat16", (100,)),
+)  # fmt: skip
 Run = Callable[[], Any]
 
 
@@ -95,14 +101,38 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     prefixes = tuple(2 * dim >> i for i in reversed(range(PREFIXES)))
     results[f"clip x {2 * dim}", "plain"] = call("clip", *wide)
     results[f"clip x {2 * dim}", f"dims {prefixes}"] = call("clip", *wide, dims=prefixes)
-    mined = query[: 4 * fewer].reshape(fewer, 4, dim)
-    for name, options in {"plain": {}, "4 of own a row": {"own": mined}}.items():
-        pairs = call("info_nce", query[:fewer], key[:fewer], **options)
-        results[f"info_nce of {fewer} rows", name] = pairs
+    on_gpu = isinstance(bench, Device)
+    for m, d, own_dtype, counts in OWN if on_gpu else ((fewer, dim, dtype, (4,)),):
+        pairs = bench.inputs(Case(spec.CLIP, m, d, own_dtype))[0]
+        name = f"info_nce of {m} rows x {d}, {own_dtype}"
+        results[name, "plain"] = call("info_nce", *pairs)
+        for k in counts:
+            (mined, _), *_ = bench.inputs(Case(spec.CLIP, m * k, d, own_dtype))
+            mined = mined.reshape(m, k, d)
+            results[name, f"{k} of own a row"] = call("info_nce", *pairs, own=mined)
+            if on_gpu:
+                results[name, f"{k} of own a row, PyTorch"] = eager_own(*pairs, mined)
     results["nt_xent", "plain"] = call("nt_xent", query)
     results["sup_con", f"{CLASSES} classes"] = call("sup_con", query, xp.arange(rows) % CLASSES)
     results["gte", f"{half} pairs"] = call("gte", query[:half], key[:half])
     return results
+
+
+def eager_own(*features: Any) -> Run:
+    """The loss of queries, keys and own negatives, and its gradients, by PyTorch: the full matrix,
+    beside the products with own negatives."""
+    import torch
+
+    query, key, own = (torch.from_dlpack(z).clone().requires_grad_() for z in features)
+    labels = torch.arange(len(query), device=query.device)
+
+    def run() -> Any:
+        products = torch.einsum("id,ikd->ik", query, own)
+        logits = SCALE * torch.cat([query @ key.T, products], 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return SimpleNamespace(loss=loss, grads=torch.autograd.grad(loss, (query, key, own)))
+
+    return run
 
 
 def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[dict[str, Any]]:

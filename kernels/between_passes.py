@@ -64,7 +64,7 @@ def finalize(
     method naive, which multiplies dL/dx itself. `Vectors.finalize` and the method naive call this.
     """
     xp = vectors.xp
-    own = None if problem.own is None else OwnNegatives(xp, problem)
+    own = None if problem.own is None else vectors.own_negatives(problem)
     if own is not None:
         own.join(vectors, stats)
     smoothing, row_targets, column_targets = _find_all_targets(
@@ -258,6 +258,14 @@ class OwnRows:
         gradients.own[rows] = gradient  # type: ignore[index]
 
 
+def own_parts(problem: Problem) -> list[slice]:
+    """Parts of the rows, each with its own keys, whose copies take up to OWN_BYTES."""
+    m, k, d = problem.own.shape
+    item = 8 if problem.compute_precision == "fp64" else 4
+    row_bytes = OWN_COPIES * (k + 1) * d * item  # a query and k keys
+    return slices(m, max(1, OWN_BYTES // row_bytes))
+
+
 class OwnNegatives:
     """The own negatives of all rows of a problem. Row i has K keys of its own, o_ik:
 
@@ -268,7 +276,8 @@ class OwnNegatives:
     of the row, and upstream_i row_direction_weight scale 2^(r_i - log-sum-exp_i).
 
     `finalize` calls `join`; the solver calls `finish` after the gradient pass. Both visit a part of
-    the rows at a time, by operations on arrays of NumPy or CuPy.
+    the rows at a time, by operations on arrays of NumPy. On a GPU, `infonce.kernels.gpu.own` has a
+    kernel for each.
     """
 
     def __init__(self, xp: Any, problem: Problem) -> None:
@@ -279,10 +288,8 @@ class OwnNegatives:
 
     def _parts(self) -> Iterator[_OwnPart]:
         """Parts of the rows, each with its own keys and their dot products."""
-        xp, problem = self.xp, self.problem
-        m, k, d = problem.own.shape
-        row_bytes = OWN_COPIES * (k + 1) * d * self.dtype.itemsize  # a query and k keys
-        parts = slices(m, max(1, OWN_BYTES // row_bytes))
+        xp, problem, parts = self.xp, self.problem, own_parts(self.problem)
+        d = problem.own.shape[2]
         for rows, (query, keys) in zip(parts, self.rows.read(parts), strict=True):
             query, query_norms = normalized_rows(xp, query, problem.normalize, self.dtype)
             if keys.dtype.itemsize < 8:  # float64 keys stay: `normalized_rows` needs their range

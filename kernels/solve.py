@@ -43,7 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .between_passes import Finalized, finalize
+from .between_passes import Finalized, OwnNegatives, finalize
 from .direction_losses import DirectionLosses, finalize_direction
 from .epilogues import Epilogue, OnlineSoftmax, Sigmoid, SoftmaxGradient, Statistics, Sums
 from .grid import Grid, slices
@@ -303,6 +303,10 @@ class Vectors:
     def find_limits(self, problem: Problem, dots: Array) -> Array:
         """[M] limits of rows, from the dot products of their positives: `options.find_limits`."""
         return find_limits(self.xp, problem, dots)
+
+    def own_negatives(self, problem: Problem) -> OwnNegatives:
+        """The own negatives of the problem, whose sums are not in those of the passes."""
+        return OwnNegatives(self.xp, problem)
 
     def finalize(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,

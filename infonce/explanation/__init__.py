@@ -53,7 +53,7 @@ def explain(
     groups: bool = False,
     guide: bool = False,
     positive_ids: bool = False,
-    own: bool = False,
+    own: int = 0,
     dims: Sequence[int] | None = None,
     metrics: bool = False,
 ) -> Explanation:
@@ -83,9 +83,10 @@ def explain(
         "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
     precision, method, workspace, wrt, normalize, metrics
         As in the functions of the losses. With an empty `wrt`, the call has no gradients.
-    ids, groups, guide, positive_ids, own : bool, default False
-        Whether the call has ids, groups, a guide (of as many features), positive ids or own
-        negatives.
+    ids, groups, guide, positive_ids : bool, default False
+        Whether the call has ids, groups, a guide (of as many features) or positive ids.
+    own : int, default 0
+        Own negatives of each row, K.
     dims : increasing integers, optional
         Widths of the prefixes of the features. On a GPU, each prefix is a call.
 
@@ -113,10 +114,14 @@ def explain(
             raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
     flags = {
         "normalize": normalize, "ids": ids, "groups": groups, "guide": guide,
-        "positive_ids": positive_ids, "own": own, "metrics": metrics,
+        "positive_ids": positive_ids, "metrics": metrics,
     }  # fmt: skip
     for name, value in flags.items():
         validation.flag(name, value)
+    if not validation.is_integer(own) or own < 0:
+        raise ValueError(f"own: expected an integer of at least 0, got {validation.what(own)}")
+    options = flags | {"own": own}
+    for name, value in options.items():
         if value and name in kind.refused:
             raise ValueError(f"{name}: {loss} does not take it")
     widths = [features] if dims is None else prefixes.read_widths(dims, features)
@@ -148,7 +153,7 @@ def explain(
     # a benchmark may have measured the same call, if the call has no options
     case = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
              "method": method, "gradient": bool(wrt_names)}  # fmt: skip
-    has_options = any(flags.values()) or caller_workspace or dims is not None
+    has_options = any(options.values()) or caller_workspace or dims is not None
     has_all_gradients_or_none = wrt is None or not wrt_names
     may_be_recorded = columns == rows and has_all_gradients_or_none and not has_options
     recorded = _recorded_seconds(case, gpu) if may_be_recorded else None
@@ -240,6 +245,8 @@ def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
             memory[scheduled.purpose.value] = parts
     if last.cached:
         memory["cached from pass to pass"] = {part.name: part.bytes for part in last.cached}
+    if last.call.own:
+        memory["own negatives"] = last.call.own_memory
     return memory
 
 
@@ -274,7 +281,7 @@ def _notes(chosen: Schedule) -> list[str]:
             f"the exponentials of {chosen.cached_columns} columns are cached between passes"
         )
     if call.own:
-        notes.append("own negatives are computed by operations on arrays between the passes")
+        notes.append(f"{call.own} own negatives of each row are read twice, beside the passes")
     for scheduled in chosen.passes:
         dk = scheduled.dk_accumulator
         if dk is not None and dk.overlaid:

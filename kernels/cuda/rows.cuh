@@ -108,3 +108,40 @@ __device__ __forceinline__ void get_reals(T (&x)[LANE_FEATURES], const Real* fro
     for (int i = 0; i < LANE_FEATURES; ++i) x[i] = i < n ? from[i] : 0;
   }
 }
+
+// Stores 16 bytes, at once if the address is a multiple of 16, else in four stores.
+__device__ __forceinline__ void set_16_bytes(char* to, uint4 x) {
+  u32* words = (u32*)to;
+  if ((u64)to % 16 == 0) *(uint4*)to = x;
+  else words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+}
+
+// Writes the numbers x as eight features of row `row` of z, from feature `column` on. The row has `n` features from
+// there on; if n < 8, the last 8 - n numbers are not written.
+template <class T>
+__device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Matrix& z, i64 row,
+                                          i64 column, i64 n) {
+  const i64 at = row * z.row_stride + column * z.column_stride;
+  const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
+  char* to = z.data + at * size;
+  const bool writes_words = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 4 == 0;
+  if (writes_words && size == 2) {
+    u32 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = (float)x[2 * i], high = (float)x[2 * i + 1];
+      w[i] = z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
+    }
+    set_16_bytes(to, make_uint4(w[0], w[1], w[2], w[3]));
+  } else if (writes_words && size == 4) {
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; i += 4)
+      set_16_bytes(to + i * 4, make_uint4(__float_as_uint((float)x[i]), __float_as_uint((float)x[i + 1]),
+                                          __float_as_uint((float)x[i + 2]),
+                                          __float_as_uint((float)x[i + 3])));
+  } else {
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i)
+      if (i < n) z.set(row, column + i, x[i]);
+  }
+}

@@ -44,12 +44,12 @@ def run_block_pass(
 
     Operations on arrays compute blocks with a guide or a teacher. Kernels compute all other blocks.
     A block has a plan if it has none of these: `progress`; a question (`BlockQuestion`) in place of
-    an epilogue; linear terms (label smoothing, classes); the options `groups`, `own`, `key_bias`,
+    an epilogue; linear terms (label smoothing, classes); the options `groups`, `key_bias`,
     `false_negative_margin` and `positive_ids`. Kernels of a block without a plan are launched step
     by step.
     """
-    # blocks need no classes, and a plan would depend on the arrays of classes
-    block = problems.fast_replace(readable_by_kernels(problem), classes=None)
+    # blocks need no classes or own negatives, and a plan would depend on their arrays
+    block = _without_row_terms(problem)
     if _on_arrays(block):
         blocks = _array_blocks(block, gradients)
         two_passes.run_block_pass(
@@ -57,7 +57,7 @@ def run_block_pass(
         )
         return
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
-    may_have_plan = problem.progress is None and problem.plain_logits
+    may_have_plan = problem.progress is None and block.plain_logits
     may_have_plan = may_have_plan and not (problem.has_positive_ids or callable(epilogue))
     if may_have_plan and not getattr(epilogue, "linear", ()):
         gpu_plan.run_by_plan(recorded.block, *parts)
@@ -76,8 +76,14 @@ def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients
     block = BlockPass(None, accumulates=gradients is not None)
     properties = device_properties(problem.query.device.id)
     tiled_schedule(
-        Call.from_problem(readable_by_kernels(problem), gradients or ahead, block), properties
+        Call.from_problem(_without_row_terms(problem), gradients or ahead, block), properties
     )
+
+
+def _without_row_terms(problem: Problem) -> Problem:
+    """The problem of a block, in the form that kernels read, without what joins whole rows."""
+    plain = problems.fast_replace(problem, classes=None, own=None, own_mask=None)
+    return readable_by_kernels(plain)
 
 
 def _on_arrays(problem: Problem) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from .. import solve as two_passes
 from ..between_passes import Finalized
 from ..direction_losses import DirectionLosses
-from ..epilogues import Sigmoid, Statistics, Sums
+from ..epilogues import OnlineSoftmax, Sigmoid, Statistics, Sums
 from ..linear import LinearTerm
 from ..problem import Array, NotFinite, Problem, fast_replace
 from . import config, linear
@@ -22,6 +22,7 @@ from .device import compiler
 from .device.arguments import Fields, address, matrix, scalar, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
+from .own import OwnNegativesByKernels
 from .schedule import is_computed_by_kernels_only
 
 # struct DefaultVectors if the kernel has no default vectors to write
@@ -101,6 +102,9 @@ class ElementwiseVectors(two_passes.Vectors):
         else:
             _merge_moments(*other.arrays, *sums.arrays)
 
+    def own_negatives(self, problem: Problem) -> OwnNegativesByKernels:
+        return OwnNegativesByKernels(problem)
+
     def positives_in_block(self, positives: Array, keys: slice, total: int = 0) -> Array:
         return _within(positives, keys.start, keys.stop, total)
 
@@ -163,6 +167,7 @@ class TiledVectors(ElementwiseVectors):
         # NaN flag of all losses: 0 at first (`begin`, `begin_sigmoid`), then NaN if a feature on
         # which all losses depend is not finite: of any key, or of a guide (`Guide.with_limits`)
         self.any_key = cupy.empty(1)
+        self.own: OwnNegativesByKernels | None = None  # own negatives that sums contain already
 
     @staticmethod
     def without_passes(problem: Problem, queue: Queue) -> TiledVectors:
@@ -241,6 +246,25 @@ class TiledVectors(ElementwiseVectors):
             m=m, n=n, defaults=defaults, any_key_not_finite=any_key,
         )  # fmt: skip
 
+    def own_negatives(self, problem: Problem) -> OwnNegativesByKernels:
+        return OwnNegativesByKernels(problem, self.launcher.queue, problem.hardness)
+
+    def begin_one_pass(
+        self, problem: Problem, epilogue: OnlineSoftmax, pass_scale: Fields, real: Any
+    ) -> Array:
+        """[M] `real`: the reference exponents with which one pass begins (vectors/online.cuh).
+
+        0 serves rows whose sums lie between 2^-60 and 2^64. Own negatives are the first terms of
+        the sums, and may lead to other reference exponents. `pass_scale` multiplies products.
+        """
+        m = len(problem.query)
+        if problem.own is None:
+            return self.launcher.queue.zeroed_array(m, real)
+        references, self.own = cupy.empty(m, real), self.own_negatives(problem)
+        stats = Statistics(epilogue.rows, None, epilogue.positive_logits)
+        self.own.join(self, stats, references, pass_scale, problem.known_row_nans)
+        return references
+
     def find_limits(self, problem: Problem, dots: Array) -> Array:
         m = len(dots)
         out = cupy.empty(m)
@@ -257,7 +281,12 @@ class TiledVectors(ElementwiseVectors):
         """See `solve.Vectors.finalize`. `not_finite`: the NaN flags, if they are known already."""
         if not is_computed_by_kernels_only(problem):
             return super().finalize(problem, stats, triangle, gradient, backend)
-        m = problem.shape[0]
+        m, own = problem.shape[0], self.own
+        if problem.own is not None and own is None:
+            own = self.own_negatives(problem)
+            own.join(self, stats, known_row_nans=problem.known_row_nans)
+        if own is not None:
+            problem = fast_replace(problem, known_row_nans=own.row_nans)
         rows, upstream, loss_rows = stats.rows, problem.upstream, slice(m)
         if problem.joint:
             rows, upstream = self.join_rows(rows, upstream)
@@ -311,7 +340,7 @@ class TiledVectors(ElementwiseVectors):
             DirectionLosses(column_loss, lses[1], probability, column_reference, 1.0)
             if two_sided else None,
             row_factor, column_factor, positive_gradient,
-            None if log_scale_grad is None else log_scale_grad[loss_rows], terms,
+            None if log_scale_grad is None else log_scale_grad[loss_rows], terms, own,
         )  # fmt: skip
 
     def join_rows(self, sums: Sums, upstream: Array) -> tuple[Sums, Array]:

@@ -2,18 +2,13 @@
 // partial sums of each block, `finalize` computes losses and the factors of the gradient pass from complete sums, and
 // `totals` adds up the losses. Logits are in base 2 here, x2 = c x.
 #pragma once
-#include "common.cuh"
+#include "vectors/running_sums.cuh"
 
 // --- partial sums ------------------------------------------------------------------------------------------
 
 constexpr int MERGE_THREADS = 128;
 constexpr int MERGE_ROW_THREADS = 4;  // threads that share the slots of a row
 constexpr int MAX_SWEEP_BLOCKS = 512;  // thread blocks of a sweep, at most (asserted in kernels/gpu/tiled/lse.py)
-
-// The sums over two sets of logits together, with exponentials in the precision of products.
-__device__ __forceinline__ Sum merge(Sum a, Sum b) {
-  return merge(a, b, [](double x) { return (double)exp2_((Real)x); });
-}
 
 // The sums of logits c x, from sums of exponents c' x. Kernels round c to c' = (Real)c, which changes all logits by one
 // factor. So the log-sum-exp is that of the exponents times c / c', but for c / c' - 1 times the entropy of the softmax,
@@ -44,18 +39,6 @@ __device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks
   }
   return count;
 }
-
-// The sums of rows over the columns so far, or of columns over the rows so far, as struct Sum has them: the largest
-// base-2 logit, the sum of 2^(x2 - max), and the first moment (null: not wanted).
-struct Sums {
-  double *max, *sum, *moment;
-
-  __device__ __forceinline__ Sum get(i64 i) const { return {max[i], sum[i], moment ? moment[i] : 0}; }
-  __device__ __forceinline__ void set(i64 i, const Sum& s) const {
-    max[i] = s.max, sum[i] = s.sum;
-    if (moment) moment[i] = s.moment;
-  }
-};
 
 // Adds the partial sums of one block of logits to the sums of n rows (or n columns), always in one order.
 //   - A slot is one partial sum of a row: (max, sum), and a moment unless `moments` is null. `partial_sums` and

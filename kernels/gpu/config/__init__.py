@@ -33,6 +33,7 @@ from .sweep import (
 )
 from .tile import BLOCK_M, GuideNeeds, Tile, tile_for
 from .workspace import (
+    OWN_BATCH,
     PLACE_ROWS,
     BlockSizes,
     Needs,
@@ -44,6 +45,7 @@ from .workspace import (
     largest_blocks,
     least_workspace,
     may_stage_all_rows,
+    own_parts,
     term_bytes,
     workspace_of_passes,
 )
@@ -56,6 +58,7 @@ __all__ = [
     "MAX_SUM_TERMS",
     "OPERAND_BYTES",
     "OPERAND_PARTS",
+    "OWN_BATCH",
     "PLACE_ROWS",
     "READ_IN_PLACE",
     "STRIP",
@@ -79,6 +82,7 @@ __all__ = [
     "largest_blocks",
     "least_workspace",
     "may_stage_all_rows",
+    "own_parts",
     "padded",
     "product_width",
     "supported",

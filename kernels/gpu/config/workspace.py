@@ -32,6 +32,7 @@ ADDING_COST, LAUNCH_COST = 0.012, 2
 # computing the logits again
 ALL_KEYS_ROWS = 1024
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
+OWN_BATCH = 4  # own negatives of a row that a group of lanes reads at once (BATCH of own.cu)
 PLACE_ROWS = 64  # rows of a place of linear.cu, which adds up the rows of a segment in each place
 
 
@@ -150,6 +151,14 @@ def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: i
     pieces = 2 * d * 8 * -(-max(m, n) // PLACE_ROWS)
     smoothing = 2 * smoothed * pieces  # sums of rows, and sums weighted by factors
     return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
+
+
+def own_parts(m: int, k: int, real: int, normalize: bool) -> dict[str, int]:
+    """Bytes of the products of own negatives, and of their norms and those of queries, which are
+    kept between the passes. `k`: own negatives of a row. `real`: bytes of one number."""
+    norm_bytes = normalize * (m * k + m) * (real + 4) if k else 0
+    sizes = {"products": m * k * real, "norms": norm_bytes}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def workspace_of_passes(workspace: int, reserved: int) -> int:

@@ -37,10 +37,9 @@ def address(array: Array | None, first: int = 0) -> int:
 
 
 def with_strides_in_whole_elements(array: Array) -> Array:
-    """The matrix, or a contiguous copy if its strides are not multiples of an element's bytes."""
+    """The array, or a contiguous copy if its strides are not multiples of an element's bytes."""
     item = array.dtype.itemsize
-    row_stride, column_stride = array.strides  # bytes
-    misaligned = row_stride % item or column_stride % item
+    misaligned = any(stride % item for stride in array.strides)  # bytes
     return cupy.ascontiguousarray(array) if misaligned else array
 
 
@@ -59,6 +58,8 @@ def readable_by_kernels(problem: Problem) -> Problem:
     key = query if problem.symmetric else with_strides_in_whole_elements(problem.key)
     if query is not problem.query or key is not problem.key:
         changed |= {"query": query, "key": key}
+    if problem.own is not None:
+        changed["own"] = with_strides_in_whole_elements(problem.own)
     if problem.guided:
         for name in ("guide_query", "guide_key"):
             changed[name] = with_strides_in_whole_elements(getattr(problem, name))

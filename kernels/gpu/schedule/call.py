@@ -10,6 +10,7 @@ from ...distill.problem import TaughtProblem
 from ...epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
 from ...options import FALSE_NEGATIVE_MARGIN, IDS, NO_OPTIONS, GivenOptions, PairOption
 from ...problem import WORKSPACE, Array, Gradients, Problem
+from .. import config
 
 ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtype -> bytes of an element
 
@@ -124,7 +125,7 @@ class Call:
     # keys of a softmax, and limits of a block over ranks, which are known before the call
     row_vectors: tuple[str, ...] = ()
     host_groups: bool = False  # the host knows groups: blocks without a common one are left out
-    own: bool = False  # each row has its own negatives
+    own: int = 0  # own negatives of each row
     set_size: int = 1  # positives of each query
     guide_query: Matrix | None = None  # features of the guide; None: the call has no guide
     guide_key: Matrix | None = None
@@ -170,7 +171,7 @@ class Call:
             _find_loss(problem), query, key, dq, dk,
             problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, pairs, row_vectors, problem.host_groups is not None,
-            problem.own is not None, problem.set_size,
+            0 if problem.own is None else problem.own.shape[1], problem.set_size,
             _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
             _describe_matrix(teacher[0]), _describe_matrix(teacher[1]),
             bool(problem.margin or problem.decoupled or problem.hardness),
@@ -268,6 +269,12 @@ class Call:
         return {option.define: level(option) for option in self.pairs if option.define}
 
     @property
+    def own_memory(self) -> dict[str, int]:
+        """Bytes of each array that own negatives keep between the passes."""
+        real = 8 if self.compute_precision == "fp64" else 4
+        return config.own_parts(self.query.rows, self.own, real, self.normalize)
+
+    @property
     def linear_terms(self) -> bool:
         """Whether sums of features give a part of the loss."""
         return self.smoothing or self.classes
@@ -289,11 +296,11 @@ class Call:
         """Whether the loss and dQ follow from sums of rows only, so that one pass is enough.
 
         That is: there is one softmax, over keys; a query has one positive; there are no retrieval
-        ranks, label smoothing, classes, joint rows, own negatives or teacher; and margin, decoupled
-        and hardness are not combined with options of pairs (`pair_options`).
+        ranks, label smoothing, classes, joint rows or teacher; and margin, decoupled and hardness
+        are not combined with options of pairs (`pair_options`).
         """
         combined = bool(self.row_loss_options and self.pair_options)
-        options = self.linear_terms or self.joint or self.own or self.taught or combined
+        options = self.linear_terms or self.joint or self.taught or combined
         return (
             self.loss is LossForm.ROWS
             and self.set_size == 1

@@ -190,9 +190,11 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
 
 
 def reserved_bytes(call: Call, operand_precision: str) -> int:
-    """Bytes of the workspace for linear terms and joint losses, which passes cannot take."""
+    """Bytes of the workspace for linear terms, joint losses and own negatives, which passes cannot
+    take."""
     smoothed_sides = (1 + call.two_sided) * call.smoothing
-    return call.joint_copy_bytes + config.term_bytes(
+    own_bytes = sum(call.own_memory.values())
+    return call.joint_copy_bytes + own_bytes + config.term_bytes(
         call.shape, smoothed_sides, call.max_class_sums, config.ACCUMULATOR_BYTES[operand_precision]
     )
 

@@ -75,7 +75,6 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
 
     Operations on arrays are needed for:
 
-    - own negatives;
     - positive ids, whose weights must be converted to the precision of sums;
     - label smoothing with ids, because the ids must be numbered;
     - classes whose features are not summed (`Classes.in_sums`);
@@ -84,8 +83,7 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
     has_class_sums = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
     separable = not (problem.linear_terms or problem.joint) or problem.plain_logits
-    others = problem.own is not None or problem.has_positive_ids
-    return has_class_sums and separable and not (smoothed_ids or others)
+    return has_class_sums and separable and not (smoothed_ids or problem.has_positive_ids)
 
 
 def has_plan(problem: Problem, by_kernels: bool) -> bool:

@@ -36,9 +36,10 @@ class OnlineRun(GradientRun):
         super().__init__(buffers, problem, scheduled, epilogue.phase, gradients)
         self.epilogue = epilogue
         m = problem.shape[0]
-        # r: 0 at first, which serves rows whose sums lie between 2^-60 and 2^64. Other rows get
-        # another r, by `check_references`
-        self.references = self.launcher.queue.zeroed_array(m, buffers.real)
+        # r: rows that it does not serve get another r, by `check_references`
+        self.references = buffers.vectors.begin_one_pass(
+            problem, epilogue, self.exponent_scale, buffers.real
+        )
         # for each query tile of a block, 1 if the sweep has to compute it again with other r
         self.repeated_tiles = cupy.empty(-(-self.largest_rows // config.BLOCK_M), np.int32)
         self.row_divisors = cupy.empty(m)  # u

@@ -1,0 +1,187 @@
+"""Own negatives on a GPU, by the kernels of kernels/cuda/own.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ..between_passes import Finalized, OwnNegatives, own_parts
+from ..epilogues import Statistics
+from ..problem import Array, Gradients, Problem
+from .config import OWN_BATCH
+from .device.arguments import (
+    NATURAL,
+    Fields,
+    address,
+    dtype_code,
+    matrix,
+    scalar,
+    sums_fields,
+    with_strides_in_whole_elements,
+)
+from .device.launcher import HALF_WARP_ROW, Launcher
+from .device.launches import Queue
+
+THREADS = 128  # of a thread block
+# Groups of lanes that occupy all multiprocessors: with fewer, several share a row's own negatives
+FEW_GROUPS = 2**12
+LANE_FEATURES = 8  # features that a lane reads at a time (rows.cuh)
+
+
+def own_features(array: Array | None) -> Fields:
+    """struct OwnFeatures for own negatives or their gradients; None: without data."""
+    if array is None:
+        return dict.fromkeys(
+            ("data", "row_stride", "negative_stride", "column_stride", "dtype"), 0
+        )
+    row, negative, column = (stride // array.dtype.itemsize for stride in array.strides)
+    return {"data": address(array), "row_stride": row, "negative_stride": negative,
+            "column_stride": column, "dtype": dtype_code(array.dtype)}  # fmt: skip
+
+
+def bytes_of(dtype: Any) -> int:
+    """Bytes of an element."""
+    return int(dtype.itemsize)
+
+
+def count_words(own: Array) -> int:
+    """The -D option WORDS of own.cu, for own negatives of this layout."""
+    item, (row, negative, column) = own.dtype.itemsize, own.strides
+    aligned = (own.data.ptr | row | negative) % 16 == 0
+    if aligned and column == item < 8 and own.shape[2] % LANE_FEATURES == 0:
+        return LANE_FEATURES * item // 16
+    return 0
+
+
+class OwnNegativesByKernels(OwnNegatives):
+    """`OwnNegatives` of arrays on a GPU. Own negatives in host memory arrive in parts.
+
+    The products and norms of `join` are kept for `add_gradients`. Nothing waits for the device.
+    `positive_hardness`: logits of positives have the scale of logits plus this number.
+    """
+
+    def __init__(
+        self, problem: Problem, queue: Queue | None = None, positive_hardness: float = 0.0
+    ) -> None:  # fmt: skip
+        super().__init__(cupy, problem)
+        precision = "fp64" if self.dtype == np.float64 else "fp32"
+        self.launcher = Launcher(cupy.cuda.Device(), precision, queue or Queue())
+        self.positive_hardness = positive_hardness
+        m, k, d = problem.own.shape
+        self.parts = own_parts(problem) if problem.own_rows is not None else [slice(0, m)]
+        # groups of lanes that share a row's own negatives: see own.cu
+        lanes = 16 if d <= HALF_WARP_ROW else 32
+        self.groups, groups = 1, THREADS // lanes
+        while self.groups < groups and self.groups * OWN_BATCH < k and m * self.groups < FEW_GROUPS:
+            self.groups *= 2
+        self.rows_per_block = groups // self.groups
+        self.chunks = -(-d // (lanes * LANE_FEATURES))
+        self.scale, self._scale = scalar(problem.scale)  # the second is kept alive
+        self.products = cupy.empty((m, k), self.dtype)
+        self.factors = self.exponents = self.query_factors = self.query_exponents = None
+        if problem.normalize:
+            self.factors, self.exponents = cupy.empty((m, k), self.dtype), cupy.empty((m, k), "i4")
+            self.query_factors, self.query_exponents = cupy.empty(m, self.dtype), cupy.empty(m, "i4")
+
+    def _read(self) -> Iterator[tuple[slice, Array, Array]]:
+        """Parts of the rows, each with its queries and own negatives as kernels read them."""
+        for rows, features in zip(self.parts, self.rows.read(self.parts), strict=True):
+            query, keys = map(with_strides_in_whole_elements, features)
+            yield rows, query, keys
+
+    def _launch(
+        self, kernel: str, rows: slice, query: Array, keys: Array, out: Array = None, /,
+        **arguments: Any,
+    ) -> None:  # fmt: skip
+        """Launch a kernel of own.cu for `rows`, whose features are `query` and `keys`. `out`: the
+        gradient of `keys`, if the kernel writes it."""
+        m, k, d = keys.shape
+        own = {
+            "query": matrix(query), "own": own_features(keys), "m": m, "k": k, "d": d,
+            "parts": self.groups, "scale": self.scale,
+            "hardness": self.problem.hardness, "products": address(self.products, rows.start),
+            "query_factors": address(self.query_factors, rows.start),
+            "factors": address(self.factors, rows.start),
+            "query_exponents": address(self.query_exponents, rows.start),
+            "exponents": address(self.exponents, rows.start),
+        }  # fmt: skip
+        words = count_words(keys)
+        out_words = words if out is None else count_words(out)
+        defines = {"WORDS": words, "OUT_WORDS": out_words} if words and out_words else {"WORDS": 0}
+        sets = m * (self.chunks if kernel == "own_gradients" else 1)
+        blocks = -(-sets // self.rows_per_block)
+        self.launcher.launch(
+            "own.cu", kernel, blocks, THREADS, {"a": own, **arguments}, **defines,
+            NORM_FACTORS=int(self.problem.normalize),
+        )  # fmt: skip
+
+    def join(
+        self, vectors: Any, stats: Statistics, references: Array = None,
+        pass_scale: Fields = NATURAL, known_row_nans: Array = None,
+    ) -> None:  # fmt: skip
+        """See `OwnNegatives.join`. `known_row_nans` [M] are added to `row_nans`.
+
+        `references`: one pass follows, which begins with these reference exponents and with the
+        sums of own negatives. `pass_scale`: struct Scale, by which it multiplies its products.
+        """
+        mask, limits = self.problem.own_mask, self.problem.query_limits
+        if limits is not None:  # the method naive has float32
+            limits = limits.astype(np.float64, copy=False)
+        self.row_nans = cupy.empty(len(self.problem.query))
+        mask_strides = (0, 0) if mask is None else mask.strides
+        for rows, query, keys in self._read():
+            start = rows.start
+            self._launch(
+                "own_sums", rows, query, keys, mask=address(mask, start),
+                mask_row_stride=mask_strides[0], mask_stride=mask_strides[1],
+                limits=address(limits, start), rows=sums_fields(stats.rows, start),
+                references=address(references, start), pass_scale=pass_scale,
+                positive_logits=address(stats.positive_logits, start),
+                positive_hardness=self.positive_hardness, ranks=address(stats.row_rank, start),
+                known_row_nans=address(known_row_nans, start),
+                row_nans=address(self.row_nans, start),
+            )  # fmt: skip
+
+    def add_gradients(
+        self, reference: Array, factor: Array, gradients: Gradients, log_scale_grad: Array = None
+    ) -> Array:
+        """See `OwnNegatives.add_gradients`. The products are added to `log_scale_grad`, which is
+        returned; None: they go to a new array."""
+        add_log_scale_grad, out = log_scale_grad is not None, log_scale_grad
+        if out is None:
+            out = cupy.empty(len(self.problem.query))
+        wants_query = gradients.query is not None and gradients.want_query
+        in_place = self.problem.own_rows is None
+        for rows, query, keys in self._read():
+            start = rows.start
+            dq, dk = gradients.query if wants_query else None, gradients.own
+            if not in_place:  # the parts of the gradients go to the host
+                dq, dk = (
+                    None if to is None else cupy.empty(z.shape, max(self.dtype, z.dtype, key=bytes_of))
+                    for to, z in ((dq, query), (dk, keys))
+                )
+            self._launch(
+                "own_gradients", rows, query, keys, dk, factors=address(factor, start),
+                references=address(reference, start), query_gradient=matrix(dq), add=in_place,
+                own_gradient=own_features(dk), log_scale_grad=address(out, start),
+                add_log_scale_grad=add_log_scale_grad,
+            )  # fmt: skip
+            if not in_place and dq is not None:
+                self.rows.add_to_query(gradients, rows, dq)
+            if not in_place and dk is not None:
+                self.rows.write_own(gradients, rows, dk)
+        return out
+
+    def finish(self, finalized: Finalized, gradients: Gradients) -> None:
+        rows, wants_products = finalized.rows, self.problem.scale_grad_from_dots
+        if not wants_products and gradients.own is None and not gradients.want_query:
+            return
+        products = self.add_gradients(
+            rows.reference, finalized.row_factor, gradients,
+            finalized.log_scale_grad if wants_products else None,
+        )  # fmt: skip
+        if wants_products:
+            finalized.log_scale_grad = products

@@ -1,0 +1,227 @@
+"""Own negatives by kernels, beside the float64 reference."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import BFLOAT16, EMULATED, MISSING, find_dtype, gpu_only
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_problems import each_once, softmax_options
+
+import infonce
+from infonce import reference
+
+pytestmark = gpu_only
+if not MISSING:
+    import cupy
+    from infonce.kernels.gpu import plan as gpu_plan
+    from infonce.kernels.gpu import select as gpu_select
+
+FIELDS = ("query", "key", "own", "scale")
+# of the gradients' norms: roundings of gradients in their dtype, and of dL/dx
+NEAR = {"float64": 1e-11, "float32": 3e-5, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+def near(got: Any, want: Any, dtype: str, least: float = 1e-36) -> None:
+    """`least`: of the norm to which the error is compared, for terms that cancel."""
+    error = np.linalg.norm(np.asarray(cupy.asnumpy(got), np.float64) - want)
+    assert error <= NEAR[dtype] * max(np.linalg.norm(want), least)
+
+
+def draw(m: int, n: int, k: int, d: int, dtype: str, seed: int = 0) -> tuple[list[Any], Any]:
+    """Queries, keys and own negatives on the host, in the dtype."""
+    rng = np.random.default_rng(seed)
+    shapes = (m, d), (n, d), (m, k, d)
+    z = [rng.standard_normal(shape) / d**0.5 for shape in shapes]
+    return [part.astype(find_dtype(dtype)) for part in z], rng
+
+
+def with_strides(z: np.ndarray, strides: str) -> Any:
+    """The array on the device: without gaps, or with elements between any two."""
+    if strides == "contiguous":
+        return cupy.asarray(z)
+    if strides == "columns first":
+        return cupy.asarray(z, order="F")
+    steps = tuple(slice(None, None, 2) for _ in z.shape)
+    wide = cupy.full([2 * n for n in z.shape], np.nan, z.dtype)
+    wide[steps] = cupy.asarray(z)
+    return wide[steps]
+
+
+def call(z: list[Any], **options: Any) -> Any:
+    query, key, own = map(cupy.asarray, z)
+    grad_dtype = None if z[0].dtype == np.float64 else np.float32
+    return infonce.info_nce_loss_and_grad(query, key, own=own, grad_dtype=grad_dtype, **options)
+
+
+def check(z: list[Any], **options: Any) -> None:
+    """All results of a call beside the reference's."""
+    want = reference.info_nce(*z[:2], own=z[2], **options)
+    got, dtype = call(z, **options), z[0].dtype.name
+    near(got.loss, want.loss, dtype)
+    for field in FIELDS:
+        near(getattr(got.grads, field), want.grads[field], dtype)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 4, 17, 70])
+@pytest.mark.parametrize(("dtype", "d"), [
+    ("bfloat16", 64), ("bfloat16", 203), ("float16", 136), ("float32", 40), ("float32", 300),
+    ("float64", 24),
+])  # fmt: skip
+def test_sizes(dtype: str, d: int, k: int, normalize: bool) -> None:
+    """Rows that are read in words of 16 bytes and rows that are not; several groups a row."""
+    z, _ = draw(21, 150, k, d, dtype)
+    check(z, scale=4.0, normalize=normalize)
+
+
+def test_options_and_strides() -> None:
+    """All options, with masks, strides and NaN in own negatives that do not count."""
+
+    @settings(max_examples=6 if EMULATED else 60, deadline=None, derandomize=True)
+    @given(st.data())
+    def tries(data: Any) -> None:
+        m, n, k = (data.draw(st.integers(1, most)) for most in (40, 200, 18))
+        d = data.draw(st.integers(4, 90))
+        dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"]))
+        z, rng = draw(m, n, k, d, dtype, data.draw(st.integers(0, 2**32 - 1)))
+        options: dict[str, Any] = {"scale": 4.0, "normalize": data.draw(st.booleans())}
+        options |= softmax_options("info_nce", m, n, rng)
+        for name in ("label_smoothing", "decoupled"):
+            options.pop(name, None)
+        if n < m or data.draw(st.booleans()):
+            labels = rng.integers(-1, n, (m, data.draw(st.integers(1, 3))))
+            options["labels"] = each_once(labels)
+        if data.draw(st.booleans()):
+            options["own_mask"] = mask = rng.random((m, k)) < 0.7
+            mask[0] = False
+            z[2][~mask] = np.nan
+        if data.draw(st.booleans()):
+            options["in_batch"] = False
+        strides = data.draw(st.sampled_from(["contiguous", "gaps", "columns first"]))
+        want = reference.info_nce(*z[:2], own=z[2], **options)
+        on_device = {
+            name: tuple(map(cupy.asarray, value)) if name == "guide"
+            else cupy.asarray(value) if isinstance(value, np.ndarray) else value
+            for name, value in options.items()
+        }  # fmt: skip
+        query, key, own = (with_strides(part, strides) for part in z)
+        got = infonce.info_nce_loss_and_grad(query, key, own=own, **on_device)
+        near(got.loss, want.loss, dtype, 0.1)
+        for field in FIELDS:
+            near(getattr(got.grads, field), want.grads[field], dtype, 0.1)
+
+    tries()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_normalised_rows_of_any_size(dtype: str, size: float) -> None:
+    """Squares of such features are 0 or infinite in float32."""
+    z, _ = draw(20, 140, 5, 48, dtype)
+    z[0], z[2] = (part * z[0].dtype.type(size) for part in (z[0], z[2]))
+    check(z, scale=4.0, normalize=True)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("shift", [-300.0, -40.0, 40.0, 300.0])
+def test_logits_far_from_those_of_the_batch(dtype: str, shift: float) -> None:
+    """One pass chooses its reference exponents from own negatives, and chooses others if the batch
+    is far above them."""
+    z, _ = draw(140, 260, 3, 64, dtype)
+    z[2] = (z[0][:, None] * (shift / (z[0].astype(float) ** 2).sum(1)[:, None, None])).astype(
+        z[0].dtype
+    ) + z[2]
+    check(z, scale=1.0)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_negatives_that_are_not_finite(dtype: str, normalize: bool) -> None:
+    """They spoil the loss of their row, if they count, and no other."""
+    z, rng = draw(30, 140, 6, 40, dtype)
+    mask = rng.random((30, 6)) < 0.8
+    mask[[3, 7, 9], 1], mask[5, 1] = True, False
+    for row, value in ((3, np.nan), (5, np.nan), (7, np.inf), (9, -np.inf)):
+        z[2][row, 1, 2] = value
+    query, key, own = map(cupy.asarray, z)
+    for gradients in (False, True):
+        options = {"own": own, "own_mask": cupy.asarray(mask), "scale": 3.0}
+        options |= {"normalize": normalize, "reduction": "none"}
+        if gradients:
+            losses = infonce.info_nce_loss_and_grad(query, key, **options).loss
+        else:
+            losses = infonce.info_nce_loss(query, key, **options)
+        assert np.flatnonzero(np.isnan(cupy.asnumpy(losses))).tolist() == [3, 7, 9]
+
+
+def test_masked_ones_are_none() -> None:
+    z, _ = draw(30, 140, 6, 40, "float32")
+    z[2][:] = np.nan
+    none = cupy.zeros((30, 6), bool)
+    got = call(z, scale=3.0, own_mask=none)
+    query, key = map(cupy.asarray, z[:2])
+    plain = infonce.info_nce_loss_and_grad(query, key, scale=3.0, method="tiled")
+    near(got.loss, plain.loss.get(), "float32")
+    near(got.grads.query, plain.grads.query.get(), "float32")
+    assert not got.grads.own.any()
+
+
+@pytest.mark.parametrize("wrt", [("own",), ("query",), ("key",), ("scale",), ("own", "scale")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_that_are_not_wanted(dtype: str, wrt: tuple[str, ...]) -> None:
+    z, _ = draw(140, 140, 3, 64, dtype)
+    want = reference.info_nce(*z[:2], own=z[2], scale=3.0)
+    got = call(z, scale=3.0, wrt=wrt)
+    for field in FIELDS:
+        gradient = getattr(got.grads, field)
+        assert (gradient is None) == (field not in wrt)
+        if gradient is not None:
+            near(gradient, want.grads[field], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plans_and_graphs_give_the_same_bits(monkeypatch: Any, dtype: str) -> None:
+    """Calls launch by launch, by a plan and by a graph, of other values each."""
+    gpu_plan.forget()
+    z, _ = draw(140, 260, 5, 64, dtype)
+    query, key, own = map(cupy.asarray, z)
+    out = {name: cupy.empty_like(part) for name, part in zip(FIELDS, (query, key, own))}
+
+    def results(scale: float) -> list[Any]:
+        got = infonce.info_nce_loss_and_grad(query, key, own=own, scale=scale, out=out)
+        return [cupy.asnumpy(part) for part in (got.loss, *got.grads)]
+
+    by_plan = [results(scale) for scale in (3.0, 3.0, 3.0, 5.0)]
+    assert len(gpu_plan._plans) == 1
+    monkeypatch.setattr(gpu_select, "has_plan", lambda *_: False)
+    for got, scale in zip(by_plan, (3.0, 3.0, 3.0, 5.0), strict=True):
+        for a, b in zip(got, results(scale), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_little_workspace() -> None:
+    """Many blocks of rows; own negatives in an array that is not aligned to 16 bytes."""
+    z, _ = draw(700, 700, 3, 64, "bfloat16")
+    query, key, own = map(cupy.asarray, z)
+    memory = cupy.empty(own.size + 1, own.dtype)
+    shifted = memory[1:].reshape(own.shape)
+    shifted[...] = own
+    options = {"scale": 3.0, "workspace": 2**20, "grad_dtype": np.float32}
+    aligned, other = (
+        infonce.info_nce_loss_and_grad(query, key, own=part, **options) for part in (own, shifted)
+    )
+    want = reference.info_nce(*z[:2], own=z[2], scale=3.0)
+    for got in (aligned, other):
+        for field in FIELDS:
+            near(getattr(got.grads, field), want.grads[field], "bfloat16")
+
+
+def test_bfloat16_gradients() -> None:
+    z, _ = draw(140, 140, 4, 64, "bfloat16")
+    want = reference.info_nce(*z[:2], own=z[2], scale=3.0)
+    got = infonce.info_nce_loss_and_grad(*map(cupy.asarray, z[:2]), own=cupy.asarray(z[2]), scale=3.0)
+    assert got.grads.own.dtype == BFLOAT16
+    for field in FIELDS:
+        near(cupy.asnumpy(getattr(got.grads, field)).astype(float), want.grads[field], "bfloat16")
