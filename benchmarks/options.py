@@ -51,8 +51,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # rows, features and dtype of calls with own negatives on a GPU, and their numbers a row
 OWN = (
-    (16384, 512, "bfloat16", (4, 16)), (4096, 256, "float32", (8,)), (1024, 128, "bfloat16", (100,)),
-)  # fmt: skip
+    (16384, 512, "bfloat16", (4, 16)),
+    (4096, 256, "float32", (8,)),
+    (1024, 128, "bfloat16", (100,)),
+)
 Run = Callable[[], Any]
 
 

@@ -34,17 +34,10 @@ LANE_FEATURES = 8  # features that a lane reads at a time (rows.cuh)
 def own_features(array: Array | None) -> Fields:
     """struct OwnFeatures for own negatives or their gradients; None: without data."""
     if array is None:
-        return dict.fromkeys(
-            ("data", "row_stride", "negative_stride", "column_stride", "dtype"), 0
-        )
+        return dict.fromkeys(("data", "row_stride", "negative_stride", "column_stride", "dtype"), 0)
     row, negative, column = (stride // array.dtype.itemsize for stride in array.strides)
     return {"data": address(array), "row_stride": row, "negative_stride": negative,
             "column_stride": column, "dtype": dtype_code(array.dtype)}  # fmt: skip
-
-
-def bytes_of(dtype: Any) -> int:
-    """Bytes of an element."""
-    return int(dtype.itemsize)
 
 
 def count_words(own: Array) -> int:
@@ -68,6 +61,9 @@ class OwnNegativesByKernels(OwnNegatives):
     ) -> None:  # fmt: skip
         super().__init__(cupy, problem)
         precision = "fp64" if self.dtype == np.float64 else "fp32"
+        # of gradients that go to the host: those of long float64 rows may underflow in float32
+        wide = any(z.dtype == np.float64 for z in (problem.query, problem.own))
+        self.gradient_dtype = np.dtype(np.float64) if wide else self.dtype
         self.launcher = Launcher(cupy.cuda.Device(), precision, queue or Queue())
         self.positive_hardness = positive_hardness
         m, k, d = problem.own.shape
@@ -84,7 +80,10 @@ class OwnNegativesByKernels(OwnNegatives):
         self.factors = self.exponents = self.query_factors = self.query_exponents = None
         if problem.normalize:
             self.factors, self.exponents = cupy.empty((m, k), self.dtype), cupy.empty((m, k), "i4")
-            self.query_factors, self.query_exponents = cupy.empty(m, self.dtype), cupy.empty(m, "i4")
+            self.query_factors, self.query_exponents = (
+                cupy.empty(m, self.dtype),
+                cupy.empty(m, "i4"),
+            )
 
     def _read(self) -> Iterator[tuple[slice, Array, Array]]:
         """Parts of the rows, each with its queries and own negatives as kernels read them."""
@@ -92,7 +91,7 @@ class OwnNegativesByKernels(OwnNegatives):
             query, keys = map(with_strides_in_whole_elements, features)
             yield rows, query, keys
 
-    def _launch(
+    def launch(
         self, kernel: str, rows: slice, query: Array, keys: Array, out: Array = None, /,
         **arguments: Any,
     ) -> None:  # fmt: skip
@@ -134,7 +133,7 @@ class OwnNegativesByKernels(OwnNegatives):
         mask_strides = (0, 0) if mask is None else mask.strides
         for rows, query, keys in self._read():
             start = rows.start
-            self._launch(
+            self.launch(
                 "own_sums", rows, query, keys, mask=address(mask, start),
                 mask_row_stride=mask_strides[0], mask_stride=mask_strides[1],
                 limits=address(limits, start), rows=sums_fields(stats.rows, start),
@@ -160,10 +159,10 @@ class OwnNegativesByKernels(OwnNegatives):
             dq, dk = gradients.query if wants_query else None, gradients.own
             if not in_place:  # the parts of the gradients go to the host
                 dq, dk = (
-                    None if to is None else cupy.empty(z.shape, max(self.dtype, z.dtype, key=bytes_of))
+                    None if to is None else cupy.empty(z.shape, self.gradient_dtype)
                     for to, z in ((dq, query), (dk, keys))
                 )
-            self._launch(
+            self.launch(
                 "own_gradients", rows, query, keys, dk, factors=address(factor, start),
                 references=address(reference, start), query_gradient=matrix(dq), add=in_place,
                 own_gradient=own_features(dk), log_scale_grad=address(out, start),

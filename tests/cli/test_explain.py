@@ -80,12 +80,21 @@ def test_prefixes_are_calls_and_own_negatives_a_note() -> None:
     assert sum(w.flops for w in explained.work) == sum(w.flops for p in parts for w in p.work)
     assert explained.recorded is None
     assert "sweep" in output("explain", "clip", "8192", "256", "--dims", "64,256")
-    notes = infonce.explain("info_nce", 8192, 256, own=True).notes
-    assert any("own negatives" in note for note in notes)
+    explained = infonce.explain("info_nce", 8192, 256, own=3, normalize=True)
+    assert any("3 own negatives" in note for note in explained.notes)
+    kept = {"products": 8192 * 3 * 4, "norms": 8192 * 4 * 8}
+    assert explained.memory["own negatives"] == kept
+    assert "own negatives" in output("explain", "info_nce", "8192", "256", "--own", "3")
+    less = infonce.explain("info_nce", 8192, 256, own=3, workspace=2**20).workspace
+    assert (
+        less + sum(infonce.explain("info_nce", 8192, 256, own=3).memory["own negatives"].values())
+        <= 2**20
+    )
     for loss, options, error in (
         ("clip", {"dims": (64, 300)}, "dims: expected increasing integers"),
         ("sup_con", {"dims": (64,)}, "dims: sup_con does not take it"),
-        ("clip", {"own": True}, "own: clip does not take it"),
+        ("clip", {"own": 2}, "own: clip does not take it"),
+        ("info_nce", {"own": True}, "own: expected an integer of at least 0"),
     ):
         with pytest.raises(ValueError, match=error):
             infonce.explain(loss, 8192, 256, **options)

@@ -322,6 +322,21 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("factors", [0, 1])
+@pytest.mark.parametrize("words", [(0, 0), (1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("precision", ["FP32", "FP64"])
+def test_own(precision: str, words: tuple[int, int], factors: int, arch: str) -> None:
+    """Only rare rows, whose squares are out of range, call functions, and spill for them."""
+    one_in(5, (precision == "FP64") + sum(words) + factors + list(DEVICES).index(arch))
+    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words[0]}
+    if words[0]:
+        defines["OUT_WORDS"] = words[1]
+    log = compiler.compile_for("own.cu", defines, arch, PTXAS)[1]
+    assert spilled(log) <= (520 if factors else 130)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("linear", [0, 1])
 @pytest.mark.parametrize("factors", [0, 1])
 @pytest.mark.parametrize("precision", ["FP32", "FP64"])

@@ -187,7 +187,9 @@ def test_plans_and_graphs_give_the_same_bits(monkeypatch: Any, dtype: str) -> No
     gpu_plan.forget()
     z, _ = draw(140, 260, 5, 64, dtype)
     query, key, own = map(cupy.asarray, z)
-    out = {name: cupy.empty_like(part) for name, part in zip(FIELDS, (query, key, own))}
+    out = {
+        name: cupy.empty_like(part) for name, part in zip(FIELDS, (query, key, own), strict=False)
+    }
 
     def results(scale: float) -> list[Any]:
         got = infonce.info_nce_loss_and_grad(query, key, own=own, scale=scale, out=out)
@@ -221,7 +223,9 @@ def test_little_workspace() -> None:
 def test_bfloat16_gradients() -> None:
     z, _ = draw(140, 140, 4, 64, "bfloat16")
     want = reference.info_nce(*z[:2], own=z[2], scale=3.0)
-    got = infonce.info_nce_loss_and_grad(*map(cupy.asarray, z[:2]), own=cupy.asarray(z[2]), scale=3.0)
+    got = infonce.info_nce_loss_and_grad(
+        *map(cupy.asarray, z[:2]), own=cupy.asarray(z[2]), scale=3.0
+    )
     assert got.grads.own.dtype == BFLOAT16
     for field in FIELDS:
         near(cupy.asnumpy(getattr(got.grads, field)).astype(float), want.grads[field], "bfloat16")

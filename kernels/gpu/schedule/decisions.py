@@ -194,8 +194,15 @@ def reserved_bytes(call: Call, operand_precision: str) -> int:
     take."""
     smoothed_sides = (1 + call.two_sided) * call.smoothing
     own_bytes = sum(call.own_memory.values())
-    return call.joint_copy_bytes + own_bytes + config.term_bytes(
-        call.shape, smoothed_sides, call.max_class_sums, config.ACCUMULATOR_BYTES[operand_precision]
+    return (
+        call.joint_copy_bytes
+        + own_bytes
+        + config.term_bytes(
+            call.shape,
+            smoothed_sides,
+            call.max_class_sums,
+            config.ACCUMULATOR_BYTES[operand_precision],
+        )
     )
 
 
