@@ -7,6 +7,7 @@ import pytest
 from gpu_problems import BFLOAT16, EMULATED, MISSING, find_dtype, gpu_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from infonce.kernels import problem
 from reference_problems import each_once, softmax_options
 
 import infonce
@@ -229,3 +230,18 @@ def test_bfloat16_gradients() -> None:
     assert got.grads.own.dtype == BFLOAT16
     for field in FIELDS:
         near(cupy.asnumpy(getattr(got.grads, field)).astype(float), want.grads[field], "bfloat16")
+
+
+@pytest.mark.parametrize("wrt", [FIELDS, ("key", "scale"), ("own", "scale")])
+@pytest.mark.parametrize("margin", [0.0, 0.2])
+def test_the_scale_from_feature_gradients(
+    monkeypatch: pytest.MonkeyPatch, margin: float, wrt: tuple[str, ...]
+) -> None:
+    """In large batches, own negatives and a margin each add their part."""
+    monkeypatch.setattr(problem, "FEW_LOGITS", 0)
+    z, _ = draw(140, 150, 5, 40, "float32")
+    options: dict[str, Any] = {"scale": 3.0, "margin": margin}
+    want = reference.info_nce(*z[:2], own=z[2], **options)
+    got = call(z, wrt=wrt, **options)
+    for field in wrt:
+        near(getattr(got.grads, field), want.grads[field], "float32")
