@@ -283,8 +283,12 @@ class OwnNegatives:
     def __init__(self, xp: Any, problem: Problem) -> None:
         self.xp, self.problem = xp, problem
         self.dtype = np.dtype(np.float64 if problem.compute_precision == "fp64" else np.float32)
-        self.exponent_scale2 = problem.exponent_scale * LOG2_E  # from dot products to base 2
         self.rows = problem.own_rows or OwnRows(problem)
+
+    @property
+    def exponent_scale2(self) -> Any:
+        """The factor from dot products to exponents in base 2."""
+        return self.problem.exponent_scale * LOG2_E
 
     def _parts(self) -> Iterator[_OwnPart]:
         """Parts of the rows, each with its own keys and their dot products."""

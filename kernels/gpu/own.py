@@ -45,7 +45,7 @@ def count_words(own: Array) -> int:
     item, (row, negative, column) = own.dtype.itemsize, own.strides
     aligned = (own.data.ptr | row | negative) % 16 == 0
     if aligned and column == item < 8 and own.shape[2] % LANE_FEATURES == 0:
-        return int(LANE_FEATURES * item // 16)
+        return LANE_FEATURES * int(item) // 16
     return 0
 
 

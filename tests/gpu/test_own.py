@@ -7,6 +7,8 @@ import pytest
 from gpu_problems import BFLOAT16, EMULATED, MISSING, find_dtype, gpu_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from infonce.kernels import problem
+from infonce.kernels.solve import solve_by_passes
 from reference_problems import each_once, softmax_options
 
 import infonce
@@ -15,6 +17,8 @@ from infonce import reference
 pytestmark = gpu_only
 if not MISSING:
     import cupy
+    from infonce.kernels.arrays.backend import ArrayBlocks
+    from infonce.kernels.gpu import linear, shard
     from infonce.kernels.gpu import plan as gpu_plan
     from infonce.kernels.gpu import select as gpu_select
 
@@ -229,3 +233,47 @@ def test_bfloat16_gradients() -> None:
     assert got.grads.own.dtype == BFLOAT16
     for field in FIELDS:
         near(cupy.asnumpy(getattr(got.grads, field)).astype(float), want.grads[field], "bfloat16")
+
+
+@pytest.mark.parametrize("wrt", [FIELDS, ("key", "scale"), ("own", "scale")])
+@pytest.mark.parametrize("margin", [0.0, 0.2])
+def test_the_scale_from_feature_gradients(
+    monkeypatch: pytest.MonkeyPatch, margin: float, wrt: tuple[str, ...]
+) -> None:
+    """In large batches, own negatives and a margin each add their part."""
+    monkeypatch.setattr(problem, "FEW_LOGITS", 0)
+    z, _ = draw(140, 150, 5, 40, "float32")
+    options: dict[str, Any] = {"scale": 3.0, "margin": margin}
+    want = reference.info_nce(*z[:2], own=z[2], **options)
+    got = call(z, wrt=wrt, **options)
+    for field in wrt:
+        near(getattr(got.grads, field), want.grads[field], "float32")
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_vectors_of_a_rank(normalize: bool) -> None:
+    """The rank's blocks know nothing of own negatives, so they have plans. Own negatives join the
+    sums of its rows between the passes."""
+    gpu_plan.forget()
+    z, rng = draw(40, 40, 5, 32, "float32")
+    mask = rng.random((40, 5)) < 0.8
+    want = reference.info_nce(*z[:2], own=z[2], own_mask=mask, scale=5.0, normalize=normalize)
+    query, key, own = map(cupy.asarray, z)
+    call = problem.Problem(
+        query, key, 5.0, 1 / 40, scalar_grads=True, moments=True, own=own,
+        own_mask=cupy.asarray(mask), normalize=normalize,
+    )  # fmt: skip
+    to = problem.Gradients(*map(cupy.empty_like, (query, key)), own=cupy.empty_like(own))
+    vectors = shard.VectorsOverRanks()
+
+    class Block(ArrayBlocks):
+        def run_pass(self, part: Any, grid: Any, epilogue: Any, gradients: Any) -> None:
+            shard.run_block_pass(part, False, epilogue, gradients)
+
+    block = Block(call, to, vectors, linear.GPURows.from_features)
+    solved = solve_by_passes(call, block, to)
+    near(solved.losses.sum() / 40, want.loss, "float32")
+    near(solved.scale_grad, want.grads["scale"], "float32")
+    for field in FIELDS[:3]:
+        near(getattr(to, field), want.grads[field], "float32")
+    assert len(gpu_plan._plans) == 2
