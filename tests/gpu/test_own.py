@@ -277,3 +277,14 @@ def test_the_vectors_of_a_rank(normalize: bool) -> None:
     for field in FIELDS[:3]:
         near(getattr(to, field), want.grads[field], "float32")
     assert len(gpu_plan._plans) == 2
+
+
+def test_a_scale_on_the_device() -> None:
+    """A recording has no numbers: nothing may compute with the scale meanwhile."""
+    z, _ = draw(140, 260, 5, 64, "float32")
+    want = reference.info_nce(*z[:2], own=z[2], scale=3.0)
+    arrays = [cupy.asarray(x) for x in z]
+    for _ in range(3):  # a plan, replayed, as a graph
+        got = infonce.info_nce_loss_and_grad(*arrays[:2], own=arrays[2], scale=cupy.array(3.0))
+        assert abs(float(got.loss) - want["loss"]) < 1e-5 * want["loss"]
+        assert abs(float(got.grads.scale) - want["scale"]) < 1e-5 * want["loss"]
