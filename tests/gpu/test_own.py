@@ -286,5 +286,5 @@ def test_a_scale_on_the_device() -> None:
     arrays = [cupy.asarray(x) for x in z]
     for _ in range(3):  # a plan, replayed, as a graph
         got = infonce.info_nce_loss_and_grad(*arrays[:2], own=arrays[2], scale=cupy.array(3.0))
-        assert abs(float(got.loss) - want["loss"]) < 1e-5 * want["loss"]
-        assert abs(float(got.grads.scale) - want["scale"]) < 1e-5 * want["loss"]
+        assert abs(float(got.loss) - want.loss) < 1e-5 * want.loss
+        assert abs(float(got.grads.scale) - want.grads["scale"]) < 1e-5 * want.loss

@@ -78,6 +78,11 @@ def _shares(
             if device and "dims" not in problem.options:
                 place = problem.kind.arguments.index(name)
                 bound = bound + ROUNDING.get(problem.dtype, 0.0) * want.terms[place]
+            if (
+                device
+            ):  # elements of dL/dx are float16 numbers, of which the largest is 2^13 or more
+                sums = want.terms[problem.kind.arguments.index(name)]
+                bound = bound + 2.0**-37 * max(want.dots.shape) * np.max(sums, initial=0.0)
             yield "gradient", gradient_share(have, right, bound, times, upstream)
     if got.get("metrics") is not None:
         yield "metrics", metrics_share(got["metrics"], problem, want, rounding)
