@@ -273,9 +273,12 @@ def own_negatives(place: str = "host") -> None:
     rows, mask = shards(20, 3)[RANK], rng.random((20, 2)) < 0.8
     for more in ({}, {"in_batch": False}, {"false_negative_margin": 0.3, "normalize": True}):
         args, negatives = (x, y, rng.permutation(20)), {"own": own, "own_mask": mask}
-        mine, kept = [z[rows] for z in args], {name: z[rows] for name, z in negatives.items()}
+        mine = [placed(z[rows], place) for z in args]
+        kept = {name: placed(z[rows], place) for name, z in negatives.items()}
         want = infonce.info_nce_loss_and_grad(*args, scale=2.0, **negatives, **more)
-        got = distributed.info_nce_loss_and_grad(*mine, scale=2.0, **kept, **more, **offload)
+        got = on_host(
+            distributed.info_nce_loss_and_grad(*mine, scale=2.0, **kept, **more, **offload)
+        )
         near(got.loss, want.loss, "loss of own negatives")
         near(got.grads.scale, want.grads.scale, "d scale of own negatives")
         for name in ("query", "key", "own"):

@@ -269,7 +269,7 @@ def test_two_ranks_on_each_of_two_hosts(transport: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", ["equal:9:gpu", "limits:gpu"])
+@pytest.mark.parametrize("check", ["equal:9:gpu", "limits:gpu", "own_negatives:gpu"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_options_on_gpus(ranks: int, check: str) -> None:
     """A test a check, so that workers share the time in which kernels compile."""
