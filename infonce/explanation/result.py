@@ -38,7 +38,12 @@ class Explanation:
     def __str__(self) -> str:
         """The table that the command ``infonce explain`` prints."""
         text = io.StringIO()
-        console = Console(file=text, width=WIDTH, markup=False, highlight=False)
+        # by itself, rich displays tables in a notebook instead of writing them to `text`, and
+        # writes colours if FORCE_COLOR is set, as in notebooks
+        console = Console(
+            file=text, width=WIDTH, markup=False, highlight=False, force_jupyter=False,
+            color_system=None,
+        )  # fmt: skip
         console.print(*tables(self), sep="\n")
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 

@@ -299,3 +299,13 @@ def test_an_explanation_prints_as_the_command_does(loss: str, more: dict[str, An
     assert len(printed) > 6
     assert html.unescape(plan._repr_html_()) == f"<pre>{plan}</pre>"
     assert "\x1b" not in str(plan)
+
+
+def test_print_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the same where rich displays tables by itself, and has colours."""
+    plan = infonce.explain("clip", 4096, 512)
+    text = str(plan)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(plan) == text
+    assert text in html.unescape(plan._repr_html_())
