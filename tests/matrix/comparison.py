@@ -82,7 +82,9 @@ def _shares(
                 device
             ):  # elements of dL/dx are float16 numbers, of which the largest is 2^13 or more
                 sums = want.terms[problem.kind.arguments.index(name)]
-                bound = bound + 2.0**-37 * max(want.dots.shape) * np.max(sums, initial=0.0)
+                prefixes = np.sum(problem.options.get("dim_weights", times))
+                rows = max(want.dots.shape)
+                bound = bound + 2.0**-37 * prefixes * rows * np.max(sums, initial=0.0)
             yield "gradient", gradient_share(have, right, bound, times, upstream)
     if got.get("metrics") is not None:
         yield "metrics", metrics_share(got["metrics"], problem, want, rounding)
