@@ -78,10 +78,17 @@ const Rounding = (() => {
     }
     let total = 0;
     for (const one of losses) total = wide(total + one);
-    const unit = unitOf(largest(dx.map(Math.abs)), settings);
-    const products = yield* productSteps(dx.map((v) => v * unit), transposed(key, n, d), n, d, n, settings.format);
-    return { x, lse, losses, dx, loss: store(wide(total / n)),
-             gradient: products.map((sum) => store(wide((scale / n) * store(sum / unit)))) };
+    // Positives that are apart are no elements of the block: they are added to the sums afterwards
+    const apart = !settings.textbook, block = dx.map((v, at) => (apart && at % (n + 1) === 0 ? 0 : v));
+    const positive = FORMATS[settings.format].stored === 16 ? rounded(key, settings.format) : key;
+    const unit = unitOf(largest(block.map(Math.abs)), settings);
+    const products = yield* productSteps(block.map((v) => v * unit), transposed(key, n, d), n, d, n, settings.format);
+    const gradient = products.map((sum, at) => {
+      const others = store(sum / unit);
+      const all = apart ? store(wide(others + wide(dx[Math.floor(at / d) * (n + 1)] * positive[at]))) : others;
+      return store(wide((scale / n) * all));
+    });
+    return { x, lse, losses, dx, loss: store(wide(total / n)), gradient };
   }
 
   /* Bounds of the errors of the function above against `exact` (docs/explorer.md derives them). */
