@@ -176,7 +176,8 @@ def test_every_option_is_drawn() -> None:
 # Public names that compute no loss of spec.LOSSES. (distill: tests/pairs, of four arrays)
 OTHERS = {
     "infonce": {
-        "Captured", "Comparison", "Explanation", "LossAndGrad", "Metrics", "__version__", "capture", "compare", "explain",
+        "Captured", "Comparison", "Explanation", "LossAndGrad", "Metrics", "__version__", "capture",
+        "compare", "explain",
         "grad_cache", "schedules", "distill_loss", "distill_loss_and_grad",
     },
     "infonce.torch": {"distill_loss"},
