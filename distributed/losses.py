@@ -13,7 +13,7 @@ from typing import Any
 
 from infonce import losses as single
 from infonce import spec
-from infonce.checks.keywords import surplus, with_own
+from infonce.checks.keywords import require, surplus, with_own
 from infonce.checks.teacher import DISTILL, Teacher
 from infonce.spec import Loss
 
@@ -98,10 +98,8 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
             raise surplus(f"infonce.distributed.{function.__name__}()", names, args)
         named = {name: options.pop(name) for name in names if name in options}
         if named or len(args) < least:
-            try:
-                arguments = positional_signature.bind(*args, **named).arguments
-            except TypeError as error:
-                raise TypeError(f"infonce.distributed.{function.__name__}(): {error}") from None
+            require(f"infonce.distributed.{function.__name__}()", names[:least], args, named)
+            arguments = positional_signature.bind(*args, **named).arguments
         else:  # the same result without `bind`, which is too slow for small batches
             arguments = dict(zip(names, args, strict=False))
         arguments = defaults | arguments

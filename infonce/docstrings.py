@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
-from .checks.keywords import Keywords, refuse_surplus, signature
+from .checks.keywords import Keywords, require_positional, signature
 from .checks.teacher import ALL_LOSSES
 from .spec import COMPILED_OPTIONS, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
@@ -82,7 +82,7 @@ def documented(function: _F) -> _F:
     for title, body in sections:
         body = body.strip("\n")
         doc += f"\n\n{title}\n{'-' * len(title)}\n{body}"
-    checked = refuse_surplus(function)
+    checked = require_positional(function)
     checked.__doc__ = doc + "\n"
     checked.__signature__ = signature(  # type: ignore[attr-defined]
         function, {name: ("", OPTIONS[name].default) for name in options}
@@ -118,7 +118,7 @@ def adapted(
         function.__doc__ = "\n\n".join(parts)
         if list_keywords is None:  # a class
             return function
-        checked = refuse_surplus(function)
+        checked = require_positional(function)
         checked.__signature__ = signature(function, list_keywords(loss))  # type: ignore[attr-defined]
         return checked
 

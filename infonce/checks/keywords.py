@@ -26,6 +26,13 @@ from ..spec import (
 Keywords = dict[str, tuple[str, Any]]  # name -> type as text, default
 # The one array of nt_xent and sup_con, in the errors for two arrays
 JOINED_VIEWS = "all views concatenated to one array [2B, D], the second views below the first"
+# Other projects' words -> keywords
+OTHER_WORDS = {
+    "logit_scale": "scale",
+    "logit_bias": "bias",
+    "tau": "temperature",
+    "t": "temperature",
+}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Types of keywords that are `Any` in `spec.LossOptions`; for JAX, ArrayLike stands for Tensor
@@ -127,13 +134,15 @@ def unexpected(function: str, name: str, known: Collection[str], hint: str = "")
     It ends with `hint`, or by default with the most similar keyword.
     """
     if not hint:
-        near = difflib.get_close_matches(name, known, 1)
+        words = [OTHER_WORDS[name]] if OTHER_WORDS.get(name) in known else []
+        near = words or difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
     return TypeError(f"{function}: unexpected keyword argument {name!r} ({hint})")
 
 
-def refuse_surplus(function: _F) -> _F:
-    """A decorator: the TypeError for too many positional arguments says which are keywords.
+def require_positional(function: _F) -> _F:
+    """A decorator: the TypeError for too many positional arguments says which are keywords, and
+    that for too few says what they are.
 
     `function` is a loss or the method `forward` of a module.
     """
@@ -141,14 +150,30 @@ def refuse_surplus(function: _F) -> _F:
     name = f"{package}.{function.__qualname__.removesuffix('.forward')}()"
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [
+        p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+    ]
 
     @functools.wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
         if len(args) > len(positional):
             raise surplus(name, positional, args)
+        if len(args) < len(required):
+            require(name, required, args, options)
         return function(*args, **options)
 
     return cast(_F, checked)
+
+
+def require(
+    function: str, required: Sequence[str], args: Sequence[Any], named: Collection[str]
+) -> None:
+    """TypeError if one of the arguments `required` is neither in `args` nor in `named`."""
+    missing = [name for name in required[len(args) :] if name not in named]
+    if missing:
+        names = ", ".join(name for name in required if name != "self")
+        hint = "" if missing[0] in ("labels", "bias") else "; losses take features, not logits"
+        raise TypeError(f"{function}: expected {names}, got no {missing[0]}{hint}")
 
 
 def surplus(function: str, positional: Sequence[str], args: Sequence[Any]) -> TypeError:

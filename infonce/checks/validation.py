@@ -333,7 +333,8 @@ def precision(precision: str, dtypes: set[str], on_cpu: bool) -> str:
         return "fp32" if on_cpu or len(dtypes) > 1 else exact.get(min(dtypes), "fp32")
     if on_cpu and precision not in ("fp64", "fp32"):
         raise ValueError(
-            f'precision: expected "auto", "fp64" or "fp32" on the CPU, got {precision!r}'
+            f'precision: expected "auto", "fp64" or "fp32" on the CPU, got {precision!r}; '
+            "infonce.compare and infonce loss --compare have the errors of the others"
         )
     return precision
 

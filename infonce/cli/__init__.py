@@ -28,6 +28,11 @@ class _Commands(click.Group):
             exec("")
             ctx.exit(INTERRUPTED)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] == "compare":  # as the function infonce.compare
+            ctx.fail("compare is an option: infonce loss --compare")
+        return super().resolve_command(ctx, args)
+
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})

@@ -307,7 +307,7 @@ def sup_con_loss(features: Any, labels: Any, **options: Any) -> Any:
     return _apply(spec.SUP_CON, (features,), labels, **options)
 
 
-@keywords.refuse_surplus
+@keywords.require_positional
 def distill_loss(
     query: Any, key: Any, teacher_query: Any, teacher_key: Any, *, teacher_temperature: Any = None,
     teacher_scale: Any = None, two_sided: bool = True, axis_name: Any = None, **options: Any,

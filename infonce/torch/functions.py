@@ -245,7 +245,7 @@ def gte_loss(query: Tensor, key: Tensor, **options: Any) -> Any:
     return _apply(spec.GTE, (query, key), options)
 
 
-@keywords.refuse_surplus
+@keywords.require_positional
 def distill_loss(
     query: Tensor, key: Tensor, teacher_query: Tensor, teacher_key: Tensor, *,
     teacher_temperature: Any = None, teacher_scale: Any = None, two_sided: bool = True,

@@ -91,7 +91,7 @@ class _LossModule(nn.Module):
         init_signature = keywords.signature(__init__, keywords.torch_module(kind))
         __init__.__signature__ = init_signature  # type: ignore[attr-defined]
         cls.kind, cls.__init__ = kind, __init__  # type: ignore[method-assign]
-        cls.forward = keywords.refuse_surplus(cls.forward)
+        cls.forward = keywords.require_positional(cls.forward)
         cls.forward.__signature__ = keywords.signature(cls.forward, keywords.torch_function(kind))
 
     def __init__(

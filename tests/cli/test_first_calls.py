@@ -110,6 +110,15 @@ def test_a_loss_that_is_0_by_definition(
     assert (abs(value) < 1e-15) == (expected is not None)
 
 
+def test_compare_is_an_option(folder: Path) -> None:
+    """Of the command whose function is infonce.compare; a precision of a GPU leads there, too."""
+    np.save("0.npy", unit_rows(4))
+    for command in (["compare", "0.npy"], ["loss", "0.npy", "0.npy", "--precision", "fp16"]):
+        result = run(*command)
+        assert result.exit_code == 2
+        assert "infonce loss --compare" in result.stderr
+
+
 @pytest.mark.parametrize("equal", [(0,), (1,), (0, 1), ()])
 def test_equal_rows(folder: Path, equal: tuple[int, ...]) -> None:
     """Also of more rows than are compared at a time."""

@@ -67,6 +67,29 @@ def test_temperature_is_a_keyword(call: Any) -> None:
 
 
 @pytest.mark.extras
+def test_logits_are_no_features(call: Any) -> None:
+    """One matrix in place of the features."""
+    name, function, loss, asarray = call
+    taken = arguments(loss)
+    if len(taken) < 2:  # a loss of one array takes a matrix
+        return
+    with pytest.raises(TypeError) as raised:
+        function(asarray(taken[0]), temperature=0.07)
+    message = str(raised.value)
+    assert message.startswith(f"{name}: expected {next(iter(ALL_LOSSES[loss].arguments))}, ")
+    assert message.endswith("got no labels" if loss == "sup_con" else "not logits")
+
+
+@pytest.mark.extras
+def test_words_of_other_projects(call: Any) -> None:
+    _, function, loss, asarray = call
+    taken = [asarray(z) for z in arguments(loss)]
+    for word, keyword in (("logit_scale", "scale"), ("tau", "temperature")):
+        with pytest.raises(TypeError, match=rf"{word}.* \(did you mean '{keyword}'\?\)"):
+            function(*taken, **{word: 0.07})
+
+
+@pytest.mark.extras
 @pytest.mark.parametrize("name", MODULES.values())
 def test_settings_of_modules_are_keywords(name: str) -> None:
     it = pytest.importorskip("infonce.torch")

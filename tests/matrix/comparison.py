@@ -78,9 +78,9 @@ def _shares(
             if device and "dims" not in problem.options:
                 place = problem.kind.arguments.index(name)
                 bound = bound + ROUNDING.get(problem.dtype, 0.0) * want.terms[place]
-            if (
-                device
-            ):  # elements of dL/dx are float16 numbers, of which the largest is 2^13 or more
+            if device and problem.dtype in ("float16", "float32"):
+                # Elements of dL/dx are one or two float16 numbers, divided so that a bound of all,
+                # twice the largest, becomes 2^13. So each is off by up to 2^-25 2^-13 of the bound
                 sums = want.terms[problem.kind.arguments.index(name)]
                 prefixes = np.sum(problem.options.get("dim_weights", times))
                 rows = max(want.dots.shape)

@@ -27,6 +27,14 @@ LOAD = "".join(
     ]
 )
 
+# those of the settings `given`, at scale 10
+RELATIVE_ERRORS = """
+    const rows = Formats.features(given), dots = Exact.products(rows);
+    const exact = Exact.loss(rows, dots, 10, true);
+    const bounds = Rounding.bounds(rows, exact, 10, given);
+    return Rounding.errors(Rounding.loss(rows, 10, given), exact, bounds).relative
+"""
+
 
 def javascript(code: str, arguments: Any = None) -> Any:
     """The result of JavaScript code, which sees `arguments` as `given`."""
@@ -179,10 +187,7 @@ def test_errors_are_within_their_bounds(name: str) -> None:
 def test_many_rows() -> None:
     """Half a million logits, more than a call of a function may have arguments."""
     relative = javascript(
-        "const rows = Formats.features(given), dots = Exact.products(rows);"
-        "const exact = Exact.loss(rows, dots, 10, false);"
-        "const bounds = Rounding.bounds(rows, exact, 10, given);"
-        "return Rounding.errors(Rounding.loss(rows, 10, given), exact, bounds).relative",
+        RELATIVE_ERRORS,
         {"format": "bf16", "n": 720, "d": 8, "norm": 1, "cosine": 0.5, "seed": 1},
     )
     assert all(0 < part["error"] <= part["bound"] for part in relative.values())
@@ -241,10 +246,7 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
     result = re.search(r'data-result="([^"]*)"', shown)
     assert result, shown[-2000:]
     want = javascript(
-        "const rows = Formats.features(given), dots = Exact.products(rows);"
-        "const exact = Exact.loss(rows, dots, 10, true);"
-        "const bounds = Rounding.bounds(rows, exact, 10, given);"
-        "return Rounding.errors(Rounding.loss(rows, 10, given), exact, bounds).relative",
+        RELATIVE_ERRORS,
         {"format": "fp16", "n": 16, "d": 64, "norm": 1, "cosine": 0.5, "seed": 1},
     )
     assert json.loads(result[1].replace("&quot;", '"')) == want

@@ -336,17 +336,3 @@ def one_problem(name, seed=0, rows=6, width=4, **options):
     if name == "sup_con":
         options.setdefault("labels", np.arange(rows) % 2)
     return Problem(name, features, scale=2.0, **options)
-
-
-def problems_with_options(name):
-    """Yields two problems, which together have all options of the softmax that a loss takes. Their
-    weights add up to 1."""
-    key_bias = np.linspace(-1, 2, 6)
-    several = (
-        {"margin": 0.2, "label_smoothing": 0.1, "key_bias": key_bias},
-        {"margin": 0.2, "hardness": 1.5, "decoupled": True, "false_negative_margin": 2.0},
-    )
-    for options in several:
-        taken = {k: v for k, v in options.items() if k not in spec.LOSSES[name].refused}
-        weights = np.array([0.5, 0.0, 2.0, 1.0, 1.0, 3.0])
-        yield one_problem(name, softmax=taken, weights=weights / weights.sum())

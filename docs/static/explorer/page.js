@@ -177,8 +177,7 @@
 
   /* An empty figure in its place, and then the drawing, as wide as the figure. */
   function draw(figure, drawing) {
-    const style = getComputedStyle(figure);
-    figure.append(drawing(Math.max(220, figure.clientWidth - parseFloat(style.paddingLeft || 0) * 2)));
+    figure.append(drawing(Math.max(220, figure.clientWidth)));
   }
 
   function multiples(place, drawing) {
