@@ -173,9 +173,10 @@ def compare(
     Returns
     -------
     Comparison
-        The losses in float64, and for each temperature and precision the relative errors of the
-        loss and of each gradient: of its norm, of its worst element, and the share of its elements
-        that are lost to underflow.
+        The losses in float64, and for each temperature and precision the relative error of the
+        loss, and for each gradient: the norm of its error, relative to its norm; the largest error
+        of an element, relative to the largest element; and the share of elements that are lost to
+        underflow, however small they are.
 
     Raises
     ------

@@ -133,7 +133,8 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--compare",
     "compares",
     is_flag=True,
-    help="Compare precisions: errors of loss and gradients, as on a GPU, relative to float64.",
+    help="Compare precisions: errors of loss and gradients, as on a GPU, relative to float64. The "
+    "worst element is relative to the largest.",
 )
 @click.option("--rows", type=int, help="Rows of random unit features, in place of files.")
 @click.option("--dim", type=int, help="Features of a random row.")

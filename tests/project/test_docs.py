@@ -298,6 +298,31 @@ def test_errors_of_precisions_are_those_of_a_run() -> None:
         assert 100 * error.worst("lost") == pytest.approx(float(lost[:-1]), abs=0.2)
 
 
+@pytest.mark.slow
+def test_errors_of_float16_in_the_readme() -> None:
+    """Of a batch that is not learned yet, and of one that is."""
+    (part,) = re.findall(r"^It depends on how small.*?^$", README.read_text(), re.M | re.S)
+    numbers = [
+        float(n)
+        for n in re.findall(
+            r"\d+(?:\.\d+)?(?:e-\d+)?(?=%|\b)", part.replace("float16", "").replace("float32", "")
+        )
+    ]
+    loss, gradient, learned_loss, cosine, *learned, loss_error, learned_loss_error = numbers
+    assert (loss, cosine, learned_loss) == (2.2, 0.3, 5.6e-6)
+    for cosine, want, percent, error_of_loss in (
+        (0.15, loss, [gradient], loss_error),
+        (0.3, learned_loss, learned, learned_loss_error),
+    ):
+        found = infonce.compare("clip", rows=4096, dim=512, cosine=cosine, temperature=0.01)
+        narrow, wide = (error for error in found.errors if error.precision == "fp16")
+        assert narrow.loss == pytest.approx(want, rel=0.02)
+        assert narrow.loss_error == pytest.approx(error_of_loss, rel=0.05)
+        got = narrow.worst("norm"), narrow.worst("lost"), wide.worst("norm")
+        for value, said in zip(got, percent, strict=False):
+            assert 100 * value == pytest.approx(said, rel=0.11)
+
+
 # --- examples -------------------------------------------------------------------------------------
 
 
