@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -94,8 +96,19 @@ def differentiate(problem: Problem, change: Callable[..., Any], function: Any = 
     with jax.enable_x64(True):
         call = Call(problem)
         objective = jax.value_and_grad(call.objective(function), has_aux=True)
-        (_, loss), grads = change(objective)(call.wanted, call.others, call.arrays)
+        with errors_of_callbacks():
+            (_, loss), grads = change(objective)(call.wanted, call.others, call.arrays)
         return call.result(loss, grads)
+
+
+@contextlib.contextmanager
+def errors_of_callbacks() -> Iterator[None]:
+    """A ValueError in a compiled program is one here, too: JAX puts its text into another error."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        (message,) = re.findall(r"^ValueError: (.*)", str(error), re.M)
+        raise ValueError(message) from error
 
 
 add = functools.partial(executor, roundings=ROUNDINGS, fits=fits, not_finite="loss", needs=("jax",))
@@ -116,7 +129,8 @@ def with_checkpoint(problem: Problem) -> Result:
     with jax.enable_x64(True):
         call = Call(problem)
         objective = jax.value_and_grad(jax.checkpoint(call.objective()), has_aux=True)
-        (_, loss), grads = jax.jit(objective)(call.wanted, call.others, call.arrays)
+        with errors_of_callbacks():
+            (_, loss), grads = jax.jit(objective)(call.wanted, call.others, call.arrays)
         return call.result(loss, grads)
 
 
@@ -169,4 +183,7 @@ def with_devices(problem: Problem) -> Result:
 
     task = problem.seed, problem.number, problem.largest, 2
     found: Result = processes.run("devices 2", *task)
+    name = problem.poison.rpartition(" ")[2]
+    if name in ("weights", "key_bias") and np.isnan(found["loss"]).all():
+        raise ValueError(f"{name}: over devices, the loss is NaN in place of an error")
     return found
