@@ -81,6 +81,7 @@ def test_logits_are_no_features(call: Any) -> None:
 
 
 @pytest.mark.extras
+@pytest.mark.parametrize("call", IN_ONE_PROCESS, ids=".".join, indirect=True)
 def test_words_of_other_projects(call: Any) -> None:
     _, function, loss, asarray = call
     taken = [asarray(z) for z in arguments(loss)]
