@@ -1,4 +1,4 @@
-# Written by tests/signatures.py from the table of options in infonce/spec.py
+# Written by tools/signatures.py from the table of options in infonce/spec.py
 import math
 from collections.abc import Callable
 from typing import Any, Literal

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # peers
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))  # peers
 SIXTEEN = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *SIXTEEN)
 LARGEST_NORM, LEAST_NORM = 2.0, 0.5  # of rows
