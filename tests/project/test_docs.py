@@ -396,13 +396,18 @@ def test_examples_are_python(page: str) -> None:
 
 def test_render(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results:a begin -->\nold\n<!-- results:a end -->\nafter\n")
+    chosen = "<!-- results:a method; median_s begin -->\n"
+    readme.write_text(
+        "before\n<!-- results:a begin -->\nold\n<!-- results:a end -->\nafter\n"
+        f"{chosen}<!-- results:a end -->\n"
+    )
     record = {
-        "device": "a machine", "versions": {"numpy": "2", "torch": None}, "commit": "abc",
-        "date": "today", "settings": {"dim": 8},
+        "device": "a machine", "versions": {"numpy": "2", "torch": "3", "jax": None},
+        "commit": "abc", "date": "2026-11-24T12:47:08", "settings": {"dim": 8},
         "results": [
             {"method": "x", "median_s": 0.0125, "peak_bytes": 3 * 2**20, "seconds": [1]},
             {"method": "y", "gemm_share": 0.5, "loss_error": 2e-7, "gflops": 123.456},
+            {"method": "z", "skipped": "no memory"},
         ],
     }  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps(record))
@@ -416,12 +421,15 @@ def test_render(tmp_path: Path) -> None:
     assert render() == 0
     assert readme.read_text() == (
         "before\n<!-- results:a begin -->\n"
-        "a machine; numpy 2; commit abc; today.\nSettings: dim 8.\n\n"
-        "| method | median (ms) | peak (MiB) | gemm share | loss error | gflops |\n"
-        "|---|---|---|---|---|---|\n"
-        "| x | 12.5 | 3.0 | - | - | - |\n"
-        "| y | - | - | 50% | 2e-07 | 123.5 |\n"
+        "a machine; torch 3; commit abc; 2026-11-24.\nSettings: dim 8.\n\n"
+        "| method | median (ms) | peak (MiB) | gemm share | loss error | gflops | skipped |\n"
+        "|---|---|---|---|---|---|---|\n"
+        "| x | 12.5 | 3.0 | - | - | - | - |\n"
+        "| y | - | - | 50% | 2e-07 | 123.5 | - |\n"
+        "| z | - | - | - | - | - | no memory |\n"
         "<!-- results:a end -->\nafter\n"
+        f"{chosen}a machine; torch 3; commit abc; 2026-11-24.\nSettings: dim 8.\n\n"
+        "| method | median (ms) |\n|---|---|\n| x | 12.5 |\n| y | - |\n<!-- results:a end -->\n"
     )
     assert render("--check") == 0
 
@@ -431,7 +439,7 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     kinds = ("results", "peers", "goals", "ladder")
     marks = (f"<!-- {kind}:gpu begin -->\n<!-- {kind}:gpu end -->\n" for kind in kinds)
-    readme.write_text("".join(marks))
+    readme.write_text("".join(marks) + "<!-- times:gpu Labels begin -->\n<!-- times:gpu end -->\n")
 
     def row(size: int, method: str, table: str = "Half", **measured: object) -> dict[str, object]:
         section = "widths" if table == "Wide" else table.lower()
@@ -440,7 +448,7 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
         return {**kind, **about, "method": method, **measured}
 
     record = {
-        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"numpy": "2"},
+        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"torch": "2"},
         "commit": "abc", "date": "today", "settings": {}, "environment": {},
         "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
         "results": [
@@ -483,7 +491,7 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     subprocess.run(command, check=True)
     lines = readme.read_text().splitlines()
     methods = "infonce | bare products | torch | captured | panels"
-    assert "a GPU, driver 1.2, CUDA 3.4; numpy 2; commit abc; today." in lines
+    assert "a GPU; torch 2; commit abc; today." in lines
     assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
     assert (
         "| clip bfloat16 8 x 512 | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 | 4, 0 MiB | - |  |  |"
@@ -499,6 +507,11 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     assert f"| {query_only} | - | 900 | 1 (2), 0 MiB |" in lines
     assert "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 2, 0 MiB |" in lines
     assert "| clip bfloat16 8192 x 768, 1 GiB | 5 | 6 | missed |" in lines
+    assert lines[-4:-1] == [
+        "| Labels | of the bare products | TFLOP/s | infonce (MiB) | infonce (ms) |",
+        "|---|---|---|---|---|",
+        "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 0 | 2 |",
+    ]
     steps = lines[lines.index("| case | step | of the bare products | TFLOP/s | time, memory |") :]
     assert steps[2:6] == [
         "| clip bfloat16 4096 x 512 | 2. tiles | 2.00 | 400 | 2 ms, 2 MiB |",
@@ -509,3 +522,33 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     for plot in ("gpu.png", "gpu-peers.png", "gpu-shapes.png"):
         assert (tmp_path / plot).read_bytes().startswith(PNG)
     subprocess.run([*command, "--check"], check=True)
+
+
+def test_render_in_one_line(tmp_path: Path) -> None:
+    """Contenders of a small batch, and of a training step, stand beside each other."""
+    page = tmp_path / "page.md"
+    kinds = ("company", "clients")
+    page.write_text("".join(f"<!-- {k}:{k} begin -->\n<!-- {k}:{k} end -->\n" for k in kinds))
+    head = {"device": "a CPU", "versions": {}, "commit": "abc", "date": "today"}
+
+    def states(*medians: float) -> dict[str, dict[str, float]]:
+        names = ("alone", "after", "in_turns")
+        times = zip(names, medians, strict=True)
+        return {name: {"median_s": t, "least_s": t / 2, "p90_s": 3 * t} for name, t in times}
+
+    small = {"loss": "clip", "rows": 8}
+    company = [
+        {**small, "dim": 64, "infonce": states(0.001, 0.002, 0.003), "torch": states(0.004, 1, 1)},
+        {**small, "dim": 96, "infonce": states(0.005, 0.002, 0.003), "torch": states(0.010, 1, 1)},
+    ]
+    project, ours = {"step": "SimCLR", "loss by": "lightly"}, {"step": "SimCLR", "loss by": "x"}
+    clients = [
+        {**project, "skipped": "no memory"}, {**ours, "median_s": 0.002, "peak_bytes": 2**20},
+        {**ours, "median_s": 0.001, "peak_bytes": 2**21},
+    ]  # fmt: skip
+    (tmp_path / "company.json").write_text(json.dumps({**head, "results": company}))
+    (tmp_path / "clients.json").write_text(json.dumps({**head, "results": clients}))
+    subprocess.run([sys.executable, RENDER, page, "--results", tmp_path], check=True)
+    lines = page.read_text().splitlines()
+    assert "| clip | 8 | 64, 96 | 1, 5 | 4, 10 | 0.50 | 2.00 | 3.00 |" in lines
+    assert "| SimCLR | lightly | out of memory | 2 ms, 1 MiB | 1 ms, 2 MiB |" in lines
