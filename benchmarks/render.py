@@ -16,7 +16,7 @@ columns. The end of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_
 | `company` | of benchmarks/small.py: medians of calls alone, and the largest ratios |
 | `clients` | of benchmarks/frameworks/clients.py: a line for each step |
 | `peers` | a few cases of benchmarks/gpu.py's record, beside the best of the other projects |
-| `goals` | the cases with a goal, and whether it was reached |
+| `goals` | the cases that missed their goal |
 | `ladder` | the cases that several steps of the ladder in docs/kernels.md ran |
 
 Records of benchmarks/gpu.py have plots too, drawn where matplotlib is installed: NAME.png (useful
