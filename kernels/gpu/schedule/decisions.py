@@ -193,17 +193,9 @@ def reserved_bytes(call: Call, operand_precision: str) -> int:
     """Bytes of the workspace for linear terms, joint losses and own negatives, which passes cannot
     take."""
     smoothed_sides = (1 + call.two_sided) * call.smoothing
-    own_bytes = sum(call.own_memory.values())
-    return (
-        call.joint_copy_bytes
-        + own_bytes
-        + config.term_bytes(
-            call.shape,
-            smoothed_sides,
-            call.max_class_sums,
-            config.ACCUMULATOR_BYTES[operand_precision],
-        )
-    )
+    item = config.ACCUMULATOR_BYTES[operand_precision]
+    term_bytes = config.term_bytes(call.shape, smoothed_sides, call.max_class_sums, item)
+    return call.joint_copy_bytes + sum(call.own_memory.values()) + term_bytes
 
 
 def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
