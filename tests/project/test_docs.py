@@ -552,3 +552,17 @@ def test_render_in_one_line(tmp_path: Path) -> None:
     lines = page.read_text().splitlines()
     assert "| clip | 8 | 64, 96 | 1, 5 | 4, 10 | 0.50 | 2.00 | 3.00 |" in lines
     assert "| SimCLR | lightly | out of memory | 2 ms, 1 MiB | 1 ms, 2 MiB |" in lines
+
+
+def test_records_are_written_where_pages_read_them() -> None:
+    """The default output of each benchmark is in benchmarks/results/."""
+    scripts = [path for path in RENDER.parent.rglob("*.py") if path != RENDER]
+    folders = {
+        path: eval(expression, {"Path": Path, "__file__": str(path)})
+        for path in scripts
+        for expression in re.findall(r"^RESULTS = (.*)$", path.read_text(), re.M)
+    }
+    assert len(folders) > 8
+    assert set(folders.values()) == {RENDER.parent / "results"}
+    others = [path for path in scripts if '/ "results"' in path.read_text()]
+    assert set(others) == set(folders)
