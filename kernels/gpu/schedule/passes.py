@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ...grid import Grid, slices
+from ...grid import Grid, gradient_visits, slices
 from .. import config
 from ..config import BlockSizes, GuideNeeds, Needs, Sweep, Tile
 from .call import Call, LossForm, Purpose
@@ -269,31 +269,21 @@ class PassScheduler:
         )
 
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[ScheduledPass, ...]:
-        """The gradient passes: one pass, if the accumulator of dK has room for all keys.
+        """The gradient passes (`gradient_visits`): several, if dK has no room for all keys.
 
-        Otherwise the first pass computes dQ, and one pass for each range of keys computes dK. The
-        first pass of a sigmoid also completes the losses, for which it needs the logits of all
-        positives. The pass of a range has only some of them. So a sigmoid has a first pass also if
-        dQ is not wanted.
-        If queries are the keys, one pass always suffices. It visits a triangle if all rows have
-        room in the accumulator and gradient blocks are written to memory. Otherwise it visits the
-        whole square of blocks, and a block adds to the gradients of its rows only.
+        If queries are the keys, the pass visits a triangle if all rows have room in the accumulator
+        and gradient blocks are written to memory. Otherwise it visits the whole square of blocks,
+        and a block adds to the gradients of its rows only.
         """
         call, block_sizes = self.call, self.division.gradient
         n = call.shape[1]
         ranges = slices(n, block_sizes.dk_rows or n)
-        want_query, want_key = self.computed_gradients
         triangle = triangle and len(ranges) == 1 and self.register_sweep is None
         grid = self.grid(block_sizes, call.symmetric, triangle)
-        if call.symmetric or not want_key or len(ranges) == 1:
-            return (self.gradient(purpose, grid, want_query, want_key),)
-        width = grid.columns[0].stop - grid.columns[0].start
-        range_passes = (
-            replace(grid, columns=slices(keys.stop, width, keys.start)) for keys in ranges
+        visits = gradient_visits(
+            grid, ranges, call.symmetric, *self.computed_gradients, purpose is Purpose.SIGMOID
         )
-        needs_first = want_query or purpose is Purpose.SIGMOID
-        first = [self.gradient(purpose, grid, want_query, False)] * needs_first
-        return (*first, *(self.gradient(purpose, part, False, True) for part in range_passes))
+        return tuple(self.gradient(purpose, *visit) for visit in visits)
 
     def gradient(
         self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool
