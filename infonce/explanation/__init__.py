@@ -236,15 +236,14 @@ def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
     if last.method == "naive":
         return {"loss and gradient": naive_memory(last.call)}
     if last.one_launch is not None:
-        return {"loss and gradient": {p.name: p.bytes for p in last.one_launch.memory}}
+        return {"loss and gradient": dict(last.one_launch.memory)}
     memory: dict[str, dict[str, int]] = {}
     for scheduled in (one for each in schedules for one in each.passes):
-        parts = {part.name: part.bytes for part in scheduled.parts}
         parts_so_far = memory.get(scheduled.purpose.value, {})
-        if sum(parts.values()) >= sum(parts_so_far.values()):
-            memory[scheduled.purpose.value] = parts
+        if sum(scheduled.parts.values()) >= sum(parts_so_far.values()):
+            memory[scheduled.purpose.value] = dict(scheduled.parts)
     if last.cached:
-        memory["cached from pass to pass"] = {part.name: part.bytes for part in last.cached}
+        memory["cached from pass to pass"] = dict(last.cached)
     if last.call.own:
         memory["own negatives"] = last.call.own_memory
     return memory
@@ -254,7 +253,7 @@ def _workspace_bytes(chosen: Schedule) -> int:
     if chosen.method == "naive":
         return sum(naive_memory(chosen.call).values())
     if chosen.one_launch is not None:
-        return sum(part.bytes for part in chosen.one_launch.memory if part.name == "logits")
+        return int(chosen.one_launch.memory["logits"])
     size: int = chosen.workspace
     return size
 

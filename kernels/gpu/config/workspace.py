@@ -31,6 +31,7 @@ ADDING_COST, LAUNCH_COST = 0.012, 2
 # The least rows of blocks that have all keys. With 900 rows, adding to dK takes as long as
 # computing the logits again
 ALL_KEYS_ROWS = 1024
+Parts = dict[str, int]  # bytes of each part of a memory, by name, in the order of the parts
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
 OWN_BATCH = 4  # own negatives of a row that a group of lanes reads at once (BATCH of own.cu)
 PLACE_ROWS = 64  # rows of a place of linear.cu, which adds up the rows of a segment in each place
@@ -82,8 +83,8 @@ class Needs:
 
     def parts(
         self, rows: int, columns: int, d: int, block_n: int, dq_rows: int = 0, dk_rows: int = 0
-    ) -> dict[str, int]:
-        """Bytes of each part of the workspace, for blocks of up to rows x columns.
+    ) -> Parts:
+        """The parts of the workspace, for blocks of up to rows x columns.
 
         `dq_rows` and `dk_rows` are the rows of accumulators of dQ and of dK in the workspace.
         """
@@ -135,8 +136,10 @@ class Needs:
         """The number of dK's n rows that can overlay their destination, a multiple of BLOCK_M."""
         return n * self.overlay_row_bytes // self.accumulator_row_bytes(d) // BLOCK_M * BLOCK_M
 
-    def cached_parts(self, rows: int, columns: int, d: int) -> dict[str, int]:
-        """Bytes for cached exponentials of rows x columns logits, and for their references."""
+    def cached_parts(self, rows: int, columns: int, d: int) -> Parts:
+        """Memory of cached exponentials of rows x columns logits, and of their references."""
+        if not columns:
+            return {}
         references = -(-rows // STRIP) * -(-columns // BLOCK_M) * 4
         block_bytes = self.gradient_block_bytes(rows, columns, d)
         return {"exponentials": block_bytes, "references": references}
@@ -153,7 +156,7 @@ def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: i
     return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
 
 
-def own_parts(m: int, k: int, real: int, normalize: bool) -> dict[str, int]:
+def own_parts(m: int, k: int, real: int, normalize: bool) -> Parts:
     """Bytes of the products of own negatives, and of their norms and those of queries, which are
     kept between the passes. `k`: own negatives of a row. `real`: bytes of one number."""
     norm_bytes = normalize * (m * k + m) * (real + 4) if k else 0

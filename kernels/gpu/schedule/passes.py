@@ -11,7 +11,7 @@ from typing import Any
 
 from ...grid import Grid, gradient_visits, slices
 from .. import config
-from ..config import BlockSizes, GuideNeeds, Needs, Sweep, Tile
+from ..config import BlockSizes, GuideNeeds, Needs, Parts, Sweep, Tile
 from .call import Call, LossForm, Purpose
 from .matrix_products import count_first_block_sums
 from .operands import Operands
@@ -51,14 +51,6 @@ class GuideSchedule:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A named part of the workspace."""
-
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True)
 class AccumulatorRows:
     """Where rows of dQ, or of dK, accumulate: in their destination, or in the workspace."""
 
@@ -80,7 +72,7 @@ class ScheduledPass:
     grid: Grid
     shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
-    parts: tuple[Part, ...]  # of the workspace
+    parts: Parts  # of the workspace
     # variants of `kernel`; None: there is no such variant
     # for blocks on the diagonal, if queries are keys
     diagonal_kernel: ScheduledKernel | None = None
@@ -217,17 +209,14 @@ class PassScheduler:
         """The -D option that adds first moments to sums."""
         return {"MOMENTS": 1} if self.call.moments else {}
 
-    def parts(
-        self, grid: Grid, dq_rows: int = 0, dk_rows: int = 0, **needs: Any
-    ) -> tuple[Part, ...]:
+    def parts(self, grid: Grid, dq_rows: int = 0, dk_rows: int = 0, **needs: Any) -> Parts:
         """The parts of the workspace that a pass uses.
 
         `dq_rows`, `dk_rows`: rows of accumulators. `needs` replaces fields of `division.needs`.
         """
-        sizes = replace(self.division.needs, **needs).parts(
+        return replace(self.division.needs, **needs).parts(
             *grid.largest, self.call.shape[2], self.tile.block_n, dq_rows, dk_rows
         )
-        return tuple(Part(name, size) for name, size in sizes.items())
 
     def grid(self, block_sizes: BlockSizes, same_rows: bool, triangle: bool) -> Grid:
         """The grid of blocks of these sizes. `same_rows`: row blocks are column blocks."""
