@@ -31,7 +31,7 @@ from .sweep import (
     sweep_for,
     teacher_sweep,
 )
-from .tile import BLOCK_M, GuideNeeds, Tile, tile_for
+from .tile import BLOCK_M, Tile, tile_for
 from .workspace import (
     OWN_BATCH,
     PLACE_ROWS,
@@ -66,7 +66,6 @@ __all__ = [
     "SWEEP_PRECISIONS",
     "BlockSizes",
     "DeviceProperties",
-    "GuideNeeds",
     "Needs",
     "Parts",
     "Residency",

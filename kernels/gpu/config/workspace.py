@@ -20,7 +20,7 @@ from .precision import (
     product_width,
 )
 from .sweep import STRIP, Sweep
-from .tile import BLOCK_M, GuideNeeds, Tile
+from .tile import BLOCK_M, MARK_BYTES, MARKED_COLUMNS, Tile
 
 # The least number of columns whose exponentials are cached, unless all are. Cached blocks have all
 # rows, and products with fewer columns take longer than the cache saves
@@ -62,7 +62,9 @@ class Needs:
     staged_copy_bytes: int = 0
     weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
-    guide: GuideNeeds | None = None
+    marks_per_pair: int = 0  # of a guide: 1 for rows, 2 for rows and columns; 0: no guide
+    # bytes of a staged row of the guide's queries, and of its keys; 0: rows are read in place
+    guide_rows: tuple[int, int] = (0, 0)
     # bytes of a staged row of the teacher's queries, and of its keys; 0: rows are read in place
     teacher_rows: tuple[int, int] | None = None  # None: there is no teacher
 
@@ -96,11 +98,16 @@ class Needs:
         column_partials = tile.max_column_partials(rows, columns) if self.sums_columns else 0
         by_block = not self.staged_copy_bytes
         teacher_query_row, teacher_key_row = self.teacher_rows or (0, 0)
+        guide_query_row, guide_key_row = self.guide_rows
+        mark_bytes = rows * -(-columns // MARKED_COLUMNS) * MARK_BYTES
         sizes = {
             "query_rows": self.staged_query * by_block * rows * operand_row,
             "key_rows": self.staged_key * by_block * columns * operand_row,
             # staged rows come first: a later pass may find them in the same place
-            **(self.guide.parts(rows, columns) if self.guide is not None else {}),
+            "guide_query_rows": rows * guide_query_row,
+            "guide_key_rows": columns * guide_key_row,
+            "row_marks": (self.marks_per_pair > 0) * mark_bytes,
+            "column_marks": (self.marks_per_pair == 2) * mark_bytes,
             "teacher_query_rows": rows * teacher_query_row,
             "teacher_key_rows": columns * teacher_key_row,
             "gradient_block": block_bytes,

@@ -329,7 +329,8 @@ def divide_workspace(
         dq_copies=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient and not (dq_in_place if symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),
-        guide=None if guide is None else guide.needs,
+        marks_per_pair=0 if guide is None else guide.marks_per_pair,
+        guide_rows=(0, 0) if guide is None else guide.operands.rows_by_block,
         teacher_rows=None if teacher is None else teacher.rows_by_block,
     )  # fmt: skip
 

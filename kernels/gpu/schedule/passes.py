@@ -11,7 +11,7 @@ from typing import Any
 
 from ...grid import Grid, gradient_visits, slices
 from .. import config
-from ..config import BlockSizes, GuideNeeds, Needs, Parts, Sweep, Tile
+from ..config import BlockSizes, Needs, Parts, Sweep, Tile
 from .call import Call, LossForm, Purpose
 from .matrix_products import count_first_block_sums
 from .operands import Operands
@@ -43,11 +43,6 @@ class GuideSchedule:
     shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
     marks_per_pair: int  # 1: a mark for rows; 2: marks for rows and for columns
-
-    @property
-    def needs(self) -> GuideNeeds:
-        """The memory that marks need in the workspace."""
-        return GuideNeeds(self.marks_per_pair, *self.operands.rows_by_block)
 
 
 @dataclass(frozen=True)
