@@ -135,12 +135,18 @@ class Communicator:
         The method does nothing in a communicator whose ranks cannot tell this.
         """
 
-    def name_silent_ranks(self) -> str:
-        """Words for a `RankError`: the ranks that have not announced that they wait.
+    def find_waiting_ranks(self) -> set[int] | None:
+        """The ranks that have announced that they wait in the step of this rank. None: the ranks of
+        this communicator cannot tell."""
+        return None
 
-        "another rank", if the ranks of this communicator announce no waits.
-        """
-        return "another rank"
+    def name_silent_ranks(self) -> str:
+        """Words for a `RankError`: the ranks that have not announced that they wait."""
+        waiting = self.find_waiting_ranks()
+        if waiting is None:
+            return "another rank"
+        silent = [f"rank {r}" for r in range(self.size) if r not in {self.rank, *waiting}]
+        return ", ".join(silent) or "ranks that wait too"
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this rank leaves a call with `error`."""
@@ -150,10 +156,14 @@ class Communicator:
         for transport in self.__dict__.pop("gpu_transports", {}).values():
             transport.free()
 
-    def until(self, done: Callable[[], bool], busy_wait: float = BUSY_WAIT) -> None:
+    def until(
+        self, done: Callable[[], bool], busy_wait: float = BUSY_WAIT,
+        block: Callable[[float], object] | None = None,
+    ) -> None:  # fmt: skip
         """Wait until `done()` is true. RankError if another rank fails, or after the timeout.
 
-        The thread does not sleep in the first `busy_wait` seconds.
+        `block` waits until `done()` is true, or for so many seconds. Without `block`, the thread
+        asks again and again, and does not sleep in the first `busy_wait` seconds.
         """
         began = now = time.monotonic()
         next_listen, has_announced = began + LISTEN_INTERVAL, False
@@ -171,7 +181,9 @@ class Communicator:
                     f"rank {self.rank} waited {self.timeout:g} s for {self.name_silent_ranks()}; "
                     "a rank may have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            if now - began < busy_wait:
+            if block is not None:
+                block(LISTEN_INTERVAL)
+            elif now - began < busy_wait:
                 _yield_core()
             else:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
@@ -194,7 +206,7 @@ class Communicator:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        self.until(lambda: not thread.is_alive())
+        self.until(lambda: not thread.is_alive(), block=thread.join)
         if errors:
             raise self.blame(errors[0], library) from errors[0]
         return results[0]
