@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from infonce.distributed.communicators.mpi import connect
+from infonce.distributed.communicators.mpi import connect, load_mpi
 from infonce.distributed.transports.gpu import measuring
 
 import infonce.torch
@@ -175,7 +175,7 @@ def main() -> None:
 
     rows: list[Any] = []
     try:
-        from mpi4py.MPI import COMM_WORLD as ranks
+        ranks = load_mpi().COMM_WORLD
     except ImportError:
         ranks = None
     if ranks is not None and ranks.size > 1:

@@ -162,8 +162,8 @@ class Communicator:
     ) -> None:  # fmt: skip
         """Wait until `done()` is true. RankError if another rank fails, or after the timeout.
 
-        `block` waits until `done()` is true, or for so many seconds. Without `block`, the thread
-        asks again and again, and does not sleep in the first `busy_wait` seconds.
+        In the first `busy_wait` seconds the thread does not sleep. Then it calls `block`, which
+        waits until `done()` may be true, or for so many seconds. Without `block`, it sleeps.
         """
         began = now = time.monotonic()
         next_listen, has_announced = began + LISTEN_INTERVAL, False
@@ -181,10 +181,10 @@ class Communicator:
                     f"rank {self.rank} waited {self.timeout:g} s for {self.name_silent_ranks()}; "
                     "a rank may have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            if block is not None:
-                block(LISTEN_INTERVAL)
-            elif now - began < busy_wait:
+            if now - began < busy_wait:
                 _yield_core()
+            elif block is not None:
+                block(LISTEN_INTERVAL)
             else:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
 
@@ -206,7 +206,7 @@ class Communicator:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        self.until(lambda: not thread.is_alive(), block=thread.join)
+        self.until(lambda: not thread.is_alive(), 0.0, thread.join)
         if errors:
             raise self.blame(errors[0], library) from errors[0]
         return results[0]
@@ -231,7 +231,7 @@ def gather_values(value: Any, gather_bytes: Callable[[Array], Array]) -> list[An
     bytes. If the value of some rank needs more than `SHORT_VALUE` bytes, `gather_bytes` is called a
     second time, with room for the longest value.
     """
-    pickled = pickle.dumps(value)
+    pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     room, longest = 0, SHORT_VALUE
     while longest > room:
         room = longest

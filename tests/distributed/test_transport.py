@@ -312,8 +312,9 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             bias = -1.0 if loss == "siglip" else None
             kind = spec.LOSSES[loss]
             ranks = Alone()
-            asked = agreement.RankCall(kind, None, bias, {"scale": 3.0}, RANK_OPTIONS, True)
-            request, schedule = agreement.agree_on_schedule(asked, [x, y], None, ranks)
+            in_passes = {**RANK_OPTIONS, "exchange": "gather"}
+            asked = agreement.RankCall(kind, None, bias, {"scale": 3.0}, in_passes, True)
+            request, schedule, _ = agreement.agree_on_schedule(asked, [x, y], None, ranks)
             run.solve(
                 request, schedule, False, False, ranks, choice.make(schedule.transport, ranks)
             )

@@ -42,7 +42,7 @@ def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> Non
         for rank in range(size)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

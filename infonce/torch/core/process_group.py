@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicators import board
 from infonce.distributed.communicators.base import (
     LISTEN_INTERVAL,
     Pending,
@@ -72,7 +72,7 @@ class ProcessGroup(Communicator):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._name = group.group_name
         self._gloo: Any = None  # the duplicate: a gloo backend of the same processes
-        self._board: board.Board | None = None  # shared memory, if all ranks are on one node
+        self._board: Any = None  # shared memory, if all ranks are on one node
         self._store: Any = None  # what the ranks of the duplicate tell each other by name
         self._failure: str | None = None  # what a rank has written to the store
         self._store_thread = threading.Thread()  # the last use of the store: see `_use_store`
@@ -96,7 +96,10 @@ class ProcessGroup(Communicator):
 
         self._gloo = self.bounded(connect_gloo, "gloo")
         self.peers = Peers(self.allgather(identity()))
-        self._board = board.connect(self)
+        if sys.platform == "linux":
+            from infonce.distributed.communicators import board
+
+            self._board = board.connect(self)
 
     def allgather(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -107,7 +110,7 @@ class ProcessGroup(Communicator):
             self._duplicate()
         self.allgather_count += 1
         if self._board is not None:
-            messages = self._board.allgather(pickle.dumps(value), self.until)
+            messages = self._board.allgather(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
             if messages is not None:
                 return list(map(pickle.loads, messages))
         return gather_values(value, self._gather)
@@ -151,7 +154,7 @@ class ProcessGroup(Communicator):
             with contextlib.suppress(RuntimeError):  # not yet; or an error, which comes below
                 work.wait(datetime.timedelta(seconds=seconds))
 
-        self.until(work.is_completed, block=block)
+        self.until(work.is_completed, 0.0, block)
         try:
             work.wait()
         except RuntimeError as error:
@@ -179,9 +182,7 @@ class ProcessGroup(Communicator):
         waiting: set[int] = set()
 
         def read() -> None:
-            waiting.update(
-                r for r in range(self.size) if self._store.check([self._wait_name(r)])
-            )
+            waiting.update(r for r in range(self.size) if self._store.check([self._wait_name(r)]))
 
         self._use_store(read, 1.0)
         return waiting
