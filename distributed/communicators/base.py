@@ -11,9 +11,9 @@ No rank waits for ever:
   that ends between calls tells them too.
 - If a rank is killed, the ranks that see its process notice it within 0.05 s of waiting
   (processes.py: `Peers.gone`, which mpi.py: `MPIRanks.listen` asks), and tell the other ranks.
-- If a rank hangs, the other ranks raise a `RankError` after the timeout. Over MPI, the error names
-  the rank that hangs: after half of the timeout, waiting ranks announce that they wait
-  (`announce_wait`), and the rank that hangs announces nothing.
+- If a rank hangs, the other ranks raise a `RankError` after the timeout, which names the rank that
+  hangs: after half of the timeout, waiting ranks announce that they wait (`announce_wait`), and the
+  rank that hangs announces nothing.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Communicator:
     moving: float = 0.0
 
     def allgather(self, value: Any) -> list[Any]:
-        """A small picklable value of every rank, in the order of the ranks."""
+        """A picklable value of every rank, in the order of the ranks. The largest are the rows of a
+        small batch (whole_batch.py)."""
         raise NotImplementedError
 
     def shift(

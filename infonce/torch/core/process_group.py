@@ -215,9 +215,9 @@ class ProcessGroup(Communicator):
         # the first reason stays: others follow from it
         self._use_store(lambda: self._store.compare_set("failed", "", reason), 1.0)
         # Close the connections, so that abandoned waits of other ranks end. The end of a backend
-        # waits for its allgathers: a thread waits for it
-        gloo, self._gloo = self._gloo, None
-        threading.Thread(target=id, args=[gloo], daemon=True).start()
+        # waits for its messages, so a thread drops it: the list has the only reference
+        backends, self._gloo = [self._gloo], None
+        threading.Thread(target=backends.clear, daemon=True).start()
 
 
 def loss_and_grad(
