@@ -223,15 +223,37 @@ def gpus() -> int:
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True).stdout)
 
 
+# What so many ranks do on GPUs. They start once: a start, and the first call of each kernel, take
+# seconds. In the hierarchical exchange, two ranks are nodes of one GPU each
+ON_GPUS = [f"options_over_ranks:{check}:gpu" for check in ("equal:9", "limits", "own_negatives")]
+OFFLOADED = [
+    "ranks:offload:gpu:auto",
+    *[
+        f"options_over_ranks:{check}:offload to gpu"
+        for check in ("equal:4", "limits", "distilled", "own_negatives")
+    ],
+]
+GPU_CHECKS = {
+    1: ON_GPUS,
+    2: [
+        *[
+            f"ranks:accuracy:gpu:{transport}:{exchange}"
+            for transport in ("auto", "staged") for exchange in ("ring", "gather", "hierarchical")
+        ],
+        *ON_GPUS, *OFFLOADED,
+    ],
+    4: [*ON_GPUS, "ranks:accuracy:gpu:staged:hierarchical"],
+}  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("exchange", ["ring", "gather", "hierarchical"])
-@pytest.mark.parametrize("transport", ["auto", "staged"])
-def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
-    """The hierarchical exchange sees hosts of one GPU each."""
+@pytest.mark.parametrize("ranks", GPU_CHECKS)
+def test_gpus_equal_one_gpu(ranks: int) -> None:
+    """Ranks share GPUs if there are fewer, except with NCCL."""
     if reason := gpu_missing():
         pytest.skip(reason)
-    # both ranks compile first
-    all_pass(2, f"ranks:accuracy:gpu:{transport}:{exchange}", limit=300)
+    with_nccl = ["ranks:accuracy:gpu:nccl:hierarchical"] if ranks == 4 <= gpus() else []
+    all_pass(ranks, *GPU_CHECKS[ranks], *with_nccl, limit=900)
 
 
 @pytest.mark.gpu
@@ -242,43 +264,6 @@ def test_transfers_between_two_gpus(how: str, exchange: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
     all_pass(2, f"ranks_trouble:transfers:{how}:{exchange}", limit=300)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["nccl", "staged"])
-def test_two_ranks_on_each_of_two_hosts(transport: str) -> None:
-    """Ranks share the GPUs of one host, except with NCCL."""
-    if reason := gpu_missing():
-        pytest.skip(reason)
-    if transport == "nccl" and gpus() < 4:
-        pytest.skip("fewer than four GPUs")
-    all_pass(4, f"ranks:accuracy:gpu:{transport}:hierarchical", limit=300)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", ["equal:9:gpu", "limits:gpu", "own_negatives:gpu"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_options_on_gpus(ranks: int, check: str) -> None:
-    """A test a check, so that workers share the time in which kernels compile."""
-    if reason := gpu_missing():
-        pytest.skip(reason)
-    all_pass(ranks, f"options_over_ranks:{check}", limit=900)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "check",
-    [
-        "ranks:offload:gpu:auto", "options_over_ranks:equal:4:offload to gpu",
-        "options_over_ranks:limits:offload to gpu",
-        "options_over_ranks:distilled:offload to gpu",
-        "options_over_ranks:own_negatives:offload to gpu",
-    ],
-)  # fmt: skip
-def test_offload_to_gpus(check: str) -> None:
-    if reason := gpu_missing():
-        pytest.skip(reason)
-    all_pass(2, check, limit=900)
 
 
 @pytest.mark.gpu
