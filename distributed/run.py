@@ -26,19 +26,21 @@ from .agreement import run_on_all_ranks
 from .communicators.base import Communicator, Shifts
 from .exchanges.arrays import key_array_names, key_arrays
 from .exchanges.base import Keys, Round
+from .exchanges.partition import shard_positives
 from .passes import PassesOverRanks, RunBlockPass
 from .schedule import RankSchedule, make_exchange
 from .transports.base import Divisors, Transport, sum_over_ranks, totals
+from .whole_batch import solve_whole_batch
 
 
 def solve(
     request: Request, schedule: RankSchedule, labelled: bool, ddp: bool, ranks: Communicator,
-    transport: Transport,
+    transport: Transport, rank_rows: list[dict[str, Array]] | None = None,
 ) -> Solution:  # fmt: skip
     """Loss of the batch, and gradients for this rank's rows.
 
     `labelled`: the caller has given labels. `ddp`: gradients of features are multiplied by the
-    number of ranks, because DDP averages over ranks.
+    number of ranks, because DDP averages over ranks. `rank_rows`: see `solve_whole_batch`.
     """
     if request.on_gpu:
         arguments, planned = _import_gpu_modules()
@@ -48,6 +50,10 @@ def solve(
     # upstream gradients of rows, and the sum of the weights over ranks (1 for each loss by default)
     loss_count = schedule.queries.total // (2 if schedule.joint else 1)  # losses over all ranks
     total_weight, gradient_factor = float(loss_count), float(ranks.size if ddp else 1)
+    if schedule.whole_batch:
+        whole = solve_whole_batch(request, schedule, gradient_factor, ranks, rank_rows)
+        if whole is not None:
+            return whole
     if schedule.weighted and problem.classes is None:  # with classes: after `find_classes`
         total_weight = apply_weights(request, problem, loss_count, ranks, transport)
     if ddp:
@@ -161,17 +167,6 @@ def _import_gpu_modules() -> tuple[Any, Any]:
 
 
 # -- positives
-
-
-def shard_positives(xp: Any, problem: Problem, first_query: int) -> Array:
-    """[M] the positives of a shard without labels, as indices of the keys of all ranks.
-
-    Row i of all ranks belongs to key i of all ranks. Of a rank's 2B views, a row belongs to the
-    view B rows further on (mod 2B), on the same rank.
-    `first_query` is the index of the shard's first row in the batch.
-    """
-    m, row = len(problem.query), xp.arange(len(problem.query))
-    return first_query + ((row + m // 2) % max(m, 1) if problem.symmetric else row)
 
 
 def find_classes(passes: PassesOverRanks, problem: Problem, first_query: int) -> None:

@@ -30,6 +30,9 @@ from .transports import choice as transports
 from .transports.base import Exchanger
 
 EXCHANGES = ("auto", "ring", "gather", "hierarchical")
+# The most multiply-adds of the logits of a whole batch that each rank computes. Measured over two
+# processes with one thread each
+WHOLE_MULTIPLY_ADDS = 2**22
 COLUMN_SUM_BYTES = 24  # bytes of a column's max, sum and moment in float64
 
 
@@ -61,6 +64,7 @@ class RankSchedule:
     queries: Partition  # of all queries into shards of ranks
     keys: Partition  # of all keys into shards of ranks
     exchange: str  # "ring", "gather" or "hierarchical"
+    whole_batch: bool  # whether each rank computes the whole loss: whole_batch.py
     local_size: int | None  # number of ranks of each node, or None: see `find_local_size`
     piece_count: int  # number of pieces in which a shard goes round a ring
     symmetric: bool  # queries are keys
@@ -74,6 +78,10 @@ class RankSchedule:
         """Whether a call of `rank` has as many rows as in this schedule: `argument_rows` in its
         arrays, and the same `Loss.joint`."""
         return self.joint == joint and bool(self.argument_rows[rank] == argument_rows)
+
+    def repeats(self, rank: int, packed_report: bytes) -> bool:
+        """Whether `rank` sent the same report for this schedule."""
+        return self.packed_reports[rank] == packed_report
 
 
 def decide(
@@ -99,6 +107,11 @@ def decide(
         rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, nodes,
         min(report.exchange_room for report in reports),
     )  # fmt: skip
+    weighted = any(report.has_weights for report in reports)
+    lacks_room = may_lack_room(problem, queries, keys)
+    # a caller who names an exchange gets it
+    others = request.on_gpu or request.offload or weighted or lacks_room
+    may_be_whole = rank_options["exchange"] == "auto" and not others
     sum_dtype = choose_sum_dtype(problem)
     # bytes of one key in all buffers of a ring: two buffers have its features, three have sums of
     # its gradient
@@ -110,14 +123,15 @@ def decide(
         queries=queries,
         keys=keys,
         exchange=exchange,
+        whole_batch=may_be_whole and fits_whole_batch(problem, queries.total, keys.total),
         local_size=find_local_size(nodes),
         # so many pieces that the buffers of one piece take at most half of the workspace
         piece_count=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_key_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
         sum_dtype=sum_dtype,
-        weighted=any(report.has_weights for report in reports),
-        may_lack_room=may_lack_room(problem, queries, keys),
+        weighted=weighted,
+        may_lack_room=lacks_room,
         packed_reports=list(packed_reports),
     )
 
@@ -242,6 +256,17 @@ def choose_exchange(
     # if nodes differ in size, each counts as if it had as many ranks as the largest
     machine = cost.Machine(node_gpus=size or max(map(len, nodes)))
     return cost.fastest(keys.largest, d, len(keys.rows), machine, tuple(fitting))
+
+
+def fits_whole_batch(problem: Problem, query_count: int, key_count: int) -> bool:
+    """Whether each rank computes the whole loss of a batch of so many rows (whole_batch.py).
+
+    The batch is small, no option but `ids` changes logits or targets, and the call has no labels
+    and no metrics.
+    """
+    is_small = query_count * key_count * problem.shape[2] <= WHOLE_MULTIPLY_ADDS
+    others = problem.retrieval_ranks or problem.positives is not None
+    return bool(is_small and problem.plain and not others)
 
 
 def make_exchange(

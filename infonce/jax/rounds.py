@@ -20,7 +20,7 @@ import numpy as np
 from infonce.distributed.agreement import UNBOUNDED_WORKSPACE
 from infonce.distributed.exchanges.base import Keys, Round, no_keys
 from infonce.distributed.exchanges.gather import add_pairwise
-from infonce.distributed.exchanges.partition import Partition
+from infonce.distributed.exchanges.partition import Partition, shard_positives
 from infonce.distributed.passes import PassesOverRanks
 from infonce.distributed.run import (
     BlockRunner,
@@ -29,7 +29,6 @@ from infonce.distributed.run import (
     find_classes,
     find_unpaired_rows,
     require_pairs,
-    shard_positives,
 )
 from infonce.distributed.schedule import choose_sum_dtype
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 import torch_ranks  # noqa: E402
+import torch_trouble  # noqa: E402
 import torch_wrappers  # noqa: E402
 from torch_problems import LOSSES  # noqa: E402
+from trouble import Trouble  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 from infonce.torch.lightly import negative_mises_fisher_weights  # noqa: E402
@@ -42,7 +45,7 @@ def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> Non
         for rank in range(size)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -277,3 +280,47 @@ def test_first_call_is_bounded(tmp_path: Path) -> None:
     waited, _ = saved(tmp_path, "late")
     assert "rank 0 waited 2 s" in waited["said"]
     assert 2 <= waited["after"] < 3
+
+
+def make_troubles(folder: Path, seeds: range, device: str = "cpu") -> None:
+    """All troubles with these seeds, and calls that differ, leave the words of the ranks."""
+    program = [sys.executable, torch_trouble.__file__, str(folder)]
+    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    numbers = [str(seeds.start), str(seeds.stop)]
+    subprocess.run([*program, *numbers, device], env=environment, check=True, timeout=900)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 24), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_ranks_in_trouble(seeds: range, tmp_path: Path) -> None:
+    """The other ranks name a rank that is killed, exits, hangs or raises at any line of a call.
+    A call that differs raises the same error on all ranks, which stay in step."""
+    make_troubles(tmp_path, seeds)
+    for seed in seeds:
+        Trouble(seed).assert_named((tmp_path / f"{seed}.txt").read_text(), torch_trouble.TIMEOUT)
+    assert_differences_named((tmp_path / "differ.txt").read_text(), 3)
+
+
+@pytest.mark.gpu
+def test_ranks_in_trouble_on_two_gpus(tmp_path: Path) -> None:
+    if (devices := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs 2 GPUs, found {devices}")
+    seeds = range(100, 112)
+    make_troubles(tmp_path, seeds, "cuda")
+    for seed in seeds:
+        trouble = Trouble(seed, 2)
+        trouble.assert_named((tmp_path / f"{seed}.txt").read_text(), torch_trouble.TIMEOUT)
+    assert_differences_named((tmp_path / "differ.txt").read_text(), 2)
+
+
+def assert_differences_named(output: str, ranks: int) -> None:
+    """Each rank has said the same of each call that differs."""
+    for words in torch_trouble.DIFFERENCES:
+        for exchange in torch_trouble.DIFFERENT_EXCHANGES:
+            said = re.findall(rf"^rank \d {exchange}: ({words}.*)$", output, re.MULTILINE)
+            assert len(said) == ranks, output
+            assert len({*said}) == 1, output
+            assert "on rank 0" in said[0], output
+            assert "on rank 1" in said[0], output
+    assert output.count("is in step") == ranks, output
