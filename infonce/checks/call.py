@@ -213,7 +213,8 @@ def _add_vectors(
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, n)
         problem.query_bias = problem.key_bias if loss.symmetric else None
     if (guide := get("guide")) is not None:
-        guides = rows.guide(xp, loss, guide, arrays[:2], static.check_finite)
+        of_rows = [z[:, 0] for z in arrays[:2]] if static.has_tokens else arrays[:2]
+        guides = rows.guide(xp, loss, guide, of_rows, static.check_finite)
         if problem.guide_margin < math.inf:
             problem.guide_query, problem.guide_key = guides
     if loss.has_own:
