@@ -59,9 +59,9 @@ def add_tokens(best, starts, weights, scores):  # type: ignore[no-untyped-def]
 
 @compiled
 def query_gradient(  # type: ignore[no-untyped-def]
-    out, g, weights, token_rows, winners, key, key_starts, counter
+    out, g, token_rows, winners, key, key_starts, counter
 ):
-    """out[a] = the sum over keys j of weights_i g_ij times the winner of token a in key j, with i
+    """out[a] = the sum over keys j of g_ij times the winner of token a in key j, with i
     the query of token a, `token_rows`[a]."""
     wide_vectors()
     while True:
@@ -72,16 +72,16 @@ def query_gradient(  # type: ignore[no-untyped-def]
             i, total = token_rows[a], out[a]
             total[:] = 0
             for j in range(winners.shape[0]):
-                factor, winner = g[i, j] * weights[i], key[key_starts[j] + winners[j, a]]
+                factor, winner = g[i, j], key[key_starts[j] + winners[j, a]]
                 for d in range(total.size):
                     total[d] += factor * winner[d]
 
 
 @compiled
 def key_gradient(  # type: ignore[no-untyped-def]
-    out, g, weights, token_rows, winners, query, key_starts, counter
+    out, g, token_rows, winners, query, key_starts, counter
 ):
-    """out[b] = the sum over query tokens a whose winner is key token b, of weights_i g_ij q_a."""
+    """out[b] = the sum over query tokens a whose winner is key token b, of g_ij q_a."""
     wide_vectors()
     while True:
         j = next_number(counter)
@@ -91,6 +91,6 @@ def key_gradient(  # type: ignore[no-untyped-def]
             out[b][:] = 0
         for a in range(winners.shape[1]):
             i, total, token = token_rows[a], out[key_starts[j] + winners[j, a]], query[a]
-            factor = g[i, j] * weights[i]
+            factor = g[i, j]
             for d in range(token.size):
                 total[d] += factor * token[d]

@@ -51,15 +51,6 @@ class Tokens:
             return np.full(len(self), self.length)
         return self.mask.sum(axis=1)
 
-    @property
-    def token_rows(self) -> Array:
-        """[T] int64: the row of each packed token."""
-        return np.repeat(np.arange(len(self)), self.counts)
-
-    def with_values(self, values: Array) -> Tokens:
-        """The same tokens with other values [M, L, D]."""
-        return Tokens(values, self.mask, self.takes_mean)
-
     def pack(self) -> Array:
         """[T, D]: the tokens that count, row after row; a view if all of them do."""
         if self.mask is None:
@@ -76,15 +67,10 @@ class Tokens:
 
 
 class TokenRows:
-    """The unit tokens of a block's rows, packed, in the dtype of the computation."""
+    """The unit tokens of a block's rows, as a backend multiplies them."""
 
     def __init__(self, tokens: Tokens, values: Array) -> None:
         self.tokens, self.values = tokens, values
-        counts = tokens.counts
-        self.token_rows = tokens.token_rows
-        self.starts = np.concatenate([[0], np.cumsum(counts)])  # [m + 1] of rows in `values`
-        divisors = np.maximum(counts, 1) if tokens.takes_mean else np.ones(len(counts))
-        self.weights = (1.0 / divisors).astype(values.dtype)  # [m], factors of scores
 
     def __len__(self) -> int:
         return len(self.tokens)
