@@ -114,9 +114,7 @@ class TokenBlocks(ArrayBlocks):
         tokens with the largest products, if they are wanted."""
         raise NotImplementedError
 
-    def query_gradient(
-        self, g: Array, query: TokenRows, key: TokenRows, winners: Array
-    ) -> Array:
+    def query_gradient(self, g: Array, query: TokenRows, key: TokenRows, winners: Array) -> Array:
         """What a block with g = scale dL/ds [m, n] adds to the gradient of the query tokens."""
         raise NotImplementedError
 
