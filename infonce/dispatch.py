@@ -225,6 +225,10 @@ def _backend(offload: bool, on_gpu: bool, of_tokens: bool) -> Any:
     infonce` does not wait for Numba. The result is cached, because an import statement takes time
     that small batches notice.
     """
+    if of_tokens and on_gpu:
+        from .kernels.maxsim import gpu
+
+        return gpu
     if of_tokens:
         from .kernels.maxsim import cpu
 

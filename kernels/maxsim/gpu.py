@@ -1,0 +1,206 @@
+"""MaxSim on a GPU: cuBLAS multiplies tiles of tokens, and kernels take maxima and add gradients.
+
+Rows of tokens keep one stride, so that no number of tokens has to be known on the host: the tokens
+that count come first, and kernels read how many there are (kernels/cuda/maxsim/tokens.cu).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ..gpu.device.arguments import address, matrix, valid_scale
+from ..gpu.device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
+from ..gpu.device.launcher import HALF_WARP_ROW, Launcher
+from ..gpu.device.launches import Queue
+from ..gpu.vectors import ElementwiseVectors
+from ..grid import slices
+from ..norms import Norms, normalization_backward, normalized_rows
+from ..problem import Array, Gradients, Problem, fast_replace
+from ..solve import Solution, solve_by_passes
+from .blocks import TokenBlocks
+from .tokens import TokenRows, Tokens
+
+THREADS, WARPS = 256, 8  # of a thread block
+ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
+MOST_TILE_ROWS = 4096  # query tokens of a tile of products
+TILE_BYTES = 2**25  # of a tile of products: it stays in the L2 cache until its maxima are taken
+# dtype of operands, by precision of products
+OPERANDS = {
+    "fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16",
+}  # fmt: skip
+
+
+def solve(problem: Problem, gradients: Gradients | None) -> Solution:
+    """Loss and gradients of a problem whose features are `Tokens` on one GPU."""
+    problem = fast_replace(problem, scale=valid_scale(problem))
+    return solve_by_passes(problem, make_blocks(problem, gradients), gradients)
+
+
+def make_blocks(problem: Problem, gradients: Gradients | None) -> TokenBlocks:
+    """The backend of the problem."""
+    return GPUTokenBlocks(problem, gradients, ElementwiseVectors())
+
+
+class StridedRows(TokenRows):
+    """The unit tokens of some rows, `values` [m L, D]: those that count come first in each row."""
+
+    def __init__(self, tokens: Tokens, operand: np.dtype[Any]) -> None:
+        values, self.counts, self.order = tokens.values, None, None
+        if tokens.mask is not None:
+            # a stable sort, so that of equal products the first token wins
+            self.order = cupy.argsort(~tokens.mask, axis=1, kind="stable")
+            self.counts = tokens.mask.sum(axis=1)
+            values = cupy.take_along_axis(values, self.order[:, :, None], axis=1)
+            # others may hold anything, and are multiplied too
+            values[cupy.arange(tokens.length) >= self.counts[:, None]] = 0
+        super().__init__(tokens, values.reshape(-1, values.shape[2]))
+        self.operand = operand
+
+    def divide_by_norms(self, normalize: bool, dtype: np.dtype[Any]) -> Norms:
+        """Normalise the tokens if wanted, and convert them to operands. Returns their norms."""
+        norms = None
+        if normalize:
+            self.values, norms = normalized_rows(cupy, self.values, True, dtype)
+        self.values = cupy.ascontiguousarray(self.values.astype(self.operand, copy=False))
+        return norms
+
+    @property
+    def weights(self) -> Array | None:
+        """[m] factors of scores, of means over the tokens of a query; None: 1."""
+        if not self.tokens.takes_mean:
+            return None
+        counts = self.tokens.counts if self.counts is None else self.counts
+        return 1.0 / cupy.maximum(cupy.asarray(counts), 1)
+
+
+class GPUTokenBlocks(TokenBlocks):
+    """Blocks of a problem whose features are `Tokens` on one GPU."""
+
+    tile_bytes = TILE_BYTES
+    most_side = 2048
+
+    def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Any) -> None:
+        self.precision = problem.compute_precision
+        super().__init__(problem, gradients, vectors)
+        precision = "fp64" if self.dtype == np.float64 else "fp32"
+        self.launcher = Launcher(cupy.cuda.Device(), precision, Queue())
+
+    def launch(self, kernel: str, blocks: int, **arguments: Any) -> None:
+        """Launch a kernel of maxsim/tokens.cu."""
+        wide = int(self.winner_dtype.itemsize > 2)
+        self.launcher.launch(
+            "maxsim/tokens.cu", kernel, blocks, THREADS, arguments, WIDE_WINNERS=wide
+        )
+
+    def starts(self, tokens: Tokens) -> Array:
+        return np.arange(len(tokens) + 1) * tokens.length
+
+    def unit_rows(self, problem: Problem, features: Any) -> tuple[Any, Norms]:
+        if not isinstance(features, Tokens):
+            return super().unit_rows(problem, features)
+        rows = StridedRows(features, cupy.dtype(OPERANDS[self.precision]))
+        return rows, rows.divide_by_norms(problem.normalize, self.dtype)
+
+    def _finite(self, features: Any) -> Array:
+        if not isinstance(features, Tokens):
+            return super()._finite(features)
+        out = cupy.empty(len(features), bool)
+        for rows in slices(len(features), min(self.block)):
+            part = features[rows]
+            finite = cupy.isfinite(part.values.astype(self.dtype, copy=False)).all(axis=2)
+            if part.mask is not None:
+                finite |= ~part.mask
+            out[rows] = finite.all(axis=1)
+        return out
+
+    def score(  # type: ignore[override]
+        self, query: StridedRows, key: StridedRows, wants_winners: bool
+    ) -> tuple[Array, Array | None]:
+        m, n, d = len(query), len(key), query.values.shape[1]
+        t, key_tokens = len(query.values), key.tokens.length
+        best = cupy.empty((n, t), self.dtype)
+        winners = cupy.empty((n, t), self.winner_dtype) if wants_winners else None
+        most_rows = min(t, MOST_TILE_ROWS)
+        columns = max(1, TILE_BYTES // (most_rows * self.dtype.itemsize) // key_tokens)
+        products = cupy.empty((most_rows, min(n, columns) * key_tokens), self.dtype)
+        for keys in slices(n, columns):
+            tokens = key.values[keys.start * key_tokens : keys.stop * key_tokens]
+            for part in slices(t, most_rows):
+                self._multiply(query.values[part], tokens, products)
+                rows, count = part.stop - part.start, keys.stop - keys.start
+                at = keys.start * t + part.start
+                self.launch(
+                    "take_maxima", count * -(-rows // ROWS_PER_BLOCK), products=address(products),
+                    stride=products.shape[1], rows=rows, keys=count, key_tokens=key_tokens,
+                    counts=address(key.counts, keys.start), best=address(best.ravel(), at),
+                    winners=0 if winners is None else address(winners.ravel(), at), best_stride=t,
+                )  # fmt: skip
+        scores = cupy.empty((m, n), self.dtype)
+        weights = query.weights
+        if weights is not None:
+            weights = weights.astype(self.dtype)
+        self.launch(
+            "add_tokens", -(-m * n // THREADS), best=address(best), queries=m, keys=n,
+            query_tokens=query.tokens.length, counts=address(query.counts),
+            weights=address(weights), scores=address(scores),
+        )  # fmt: skip
+        return scores, winners
+
+    def _multiply(self, query: Array, key: Array, products: Array) -> None:
+        """Products [rows, columns] of the tokens, in the first rows and columns of `products`."""
+        d, real = query.shape[1], self.dtype
+        operand, sums = ELEMENT_TYPE[self.precision], ELEMENT_TYPE[real_precision(real)]
+        self.launcher.queue.gemm(
+            OP_T, OP_N, len(key), len(query), d, host_number(1.0, real)[1],
+            key.data.ptr, operand, d, query.data.ptr, operand, d, host_number(0.0, real)[1],
+            products.data.ptr, sums, products.shape[1], ARITHMETIC[self.precision], -1,
+        )  # fmt: skip
+
+    def _gradient(self, kernel: str, g: Array, query: StridedRows, key: StridedRows,
+                  winners: Array, of_key: bool) -> Array:  # fmt: skip
+        side, other = (key, query) if of_key else (query, key)
+        d, tokens = side.values.shape[1], len(side.values)
+        weights = query.weights
+        g = g if weights is None else g * weights[:, None]
+        g = cupy.ascontiguousarray(g.astype(self.dtype, copy=False))
+        lanes = 16 if d <= HALF_WARP_ROW else 32
+        out = cupy.zeros((tokens, d), self.dtype)
+        self.launch(
+            kernel, len(key) if of_key else -(-tokens * lanes // THREADS), g=address(g),
+            winners=address(winners), **{"query" if of_key else "key": matrix(other.values)},
+            queries=len(query), keys=len(key), query_tokens=query.tokens.length,
+            key_tokens=key.tokens.length, d=d, counts=address(query.counts), out=address(out),
+        )  # fmt: skip
+        return out
+
+    def query_gradient(  # type: ignore[override]
+        self, g: Array, query: StridedRows, key: StridedRows, winners: Array
+    ) -> Array:
+        return self._gradient("query_gradient", g, query, key, winners, False)
+
+    def key_gradient(  # type: ignore[override]
+        self, g: Array, query: StridedRows, key: StridedRows, winners: Array
+    ) -> Array:
+        return self._gradient("key_gradient", g, query, key, winners, True)
+
+    def store(  # type: ignore[override]
+        self, g: Array, z: StridedRows, norms: Norms, out: Array, add: bool
+    ) -> None:
+        if norms is not None:
+            g = normalization_backward(cupy, g, z.values.astype(self.dtype), norms)
+        g = g.reshape(out.shape)
+        if z.order is not None:  # back to the places of the tokens
+            places = cupy.argsort(z.order, axis=1)
+            g = cupy.take_along_axis(g, places[:, :, None], axis=1)
+        if add:
+            out += g
+        else:
+            out[...] = g
+
+
+def real_precision(real: np.dtype[Any]) -> str:
+    """The precision whose elements are products of this dtype."""
+    return "fp64" if real.itemsize == 8 else "fp32"
