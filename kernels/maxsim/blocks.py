@@ -15,7 +15,7 @@ from ..arrays.array_pass import ArrayPass
 from ..arrays.backend import BLOCK_ARRAYS, ArrayBlocks
 from ..arrays.naive import PairMatrix
 from ..epilogues import SoftmaxGradient
-from ..grid import has_few_blocks, make_workspace_error, slices
+from ..grid import has_few_blocks, make_workspace_error
 from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import Norms
 from ..problem import Array, Gradients, Problem, as_sets

@@ -11,9 +11,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..gpu.device.arguments import address, matrix, valid_scale
+from ..gpu.device.arguments import Fields, address, valid_scale
 from ..gpu.device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
-from ..gpu.device.launcher import HALF_WARP_ROW, Launcher
+from ..gpu.device.launcher import Launcher, device_properties
 from ..gpu.device.launches import Queue
 from ..gpu.vectors import ElementwiseVectors
 from ..grid import slices
@@ -23,7 +23,9 @@ from ..solve import Solution, solve_by_passes
 from .blocks import TokenBlocks
 from .tokens import TokenRows, Tokens
 
-THREADS, WARPS = 256, 8  # of a thread block
+TOKENS = "maxsim/tokens.cu"
+THREADS = 256  # of a thread block
+QUERY_ROWS = 8  # query tokens of a warp of query_gradient
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
 TILE_BYTES = 2**25  # of a tile of products: it stays in the L2 cache until its maxima are taken
@@ -85,15 +87,15 @@ class GPUTokenBlocks(TokenBlocks):
     def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Any) -> None:
         self.precision = problem.compute_precision
         super().__init__(problem, gradients, vectors)
-        precision = "fp64" if self.dtype == np.float64 else "fp32"
-        self.launcher = Launcher(cupy.cuda.Device(), precision, Queue())
+        self.launcher = Launcher(cupy.cuda.Device(), self.precision, Queue())
 
-    def launch(self, kernel: str, blocks: int, **arguments: Any) -> None:
-        """Launch a kernel of maxsim/tokens.cu."""
-        wide = int(self.winner_dtype.itemsize > 2)
-        self.launcher.launch(
-            "maxsim/tokens.cu", kernel, blocks, THREADS, arguments, WIDE_WINNERS=wide
-        )
+    def launch(
+        self, file: str, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS,
+        shared: int = 0, **defines: int,
+    ) -> None:  # fmt: skip
+        """Launch a kernel of maxsim/."""
+        defines["WIDE_WINNERS"] = int(self.winner_dtype.itemsize > 2)
+        self.launcher.launch(file, kernel, blocks, threads, arguments, shared, **defines)
 
     def starts(self, tokens: Tokens) -> Array:
         return np.arange(len(tokens) + 1) * tokens.length
@@ -119,7 +121,7 @@ class GPUTokenBlocks(TokenBlocks):
     def score(  # type: ignore[override]
         self, query: StridedRows, key: StridedRows, wants_winners: bool
     ) -> tuple[Array, Array | None]:
-        m, n, d = len(query), len(key), query.values.shape[1]
+        m, n = len(query), len(key)
         t, key_tokens = len(query.values), key.tokens.length
         best = cupy.empty((n, t), self.dtype)
         winners = cupy.empty((n, t), self.winner_dtype) if wants_winners else None
@@ -132,21 +134,21 @@ class GPUTokenBlocks(TokenBlocks):
                 self._multiply(query.values[part], tokens, products)
                 rows, count = part.stop - part.start, keys.stop - keys.start
                 at = keys.start * t + part.start
-                self.launch(
-                    "take_maxima", count * -(-rows // ROWS_PER_BLOCK), products=address(products),
-                    stride=products.shape[1], rows=rows, keys=count, key_tokens=key_tokens,
-                    counts=address(key.counts, keys.start), best=address(best.ravel(), at),
-                    winners=0 if winners is None else address(winners.ravel(), at), best_stride=t,
-                )  # fmt: skip
+                self.launch(TOKENS, "take_maxima", count * -(-rows // ROWS_PER_BLOCK), {
+                    "products": address(products), "stride": products.shape[1], "rows": rows,
+                    "keys": count, "key_tokens": key_tokens,
+                    "counts": address(key.counts, keys.start), "best": address(best.ravel(), at),
+                    "winners": 0 if winners is None else address(winners.ravel(), at),
+                    "best_stride": t,
+                })  # fmt: skip
         scores = cupy.empty((m, n), self.dtype)
         weights = query.weights
         if weights is not None:
             weights = weights.astype(self.dtype)
-        self.launch(
-            "add_tokens", -(-m * n // THREADS), best=address(best), queries=m, keys=n,
-            query_tokens=query.tokens.length, counts=address(query.counts),
-            weights=address(weights), scores=address(scores),
-        )  # fmt: skip
+        self.launch(TOKENS, "add_tokens", -(-m * n // THREADS), {
+            "best": address(best), "queries": m, "keys": n, "query_tokens": query.tokens.length,
+            "counts": address(query.counts), "weights": address(weights), "scores": address(scores),
+        })  # fmt: skip
         return scores, winners
 
     def _multiply(self, query: Array, key: Array, products: Array) -> None:
@@ -159,32 +161,71 @@ class GPUTokenBlocks(TokenBlocks):
             products.data.ptr, sums, products.shape[1], ARITHMETIC[self.precision], -1,
         )  # fmt: skip
 
-    def _gradient(self, kernel: str, g: Array, query: StridedRows, key: StridedRows,
-                  winners: Array, of_key: bool) -> Array:  # fmt: skip
-        side, other = (key, query) if of_key else (query, key)
-        d, tokens = side.values.shape[1], len(side.values)
-        weights = query.weights
-        g = g if weights is None else g * weights[:, None]
-        g = cupy.ascontiguousarray(g.astype(self.dtype, copy=False))
-        lanes = 16 if d <= HALF_WARP_ROW else 32
-        out = cupy.zeros((tokens, d), self.dtype)
-        self.launch(
-            kernel, len(key) if of_key else -(-tokens * lanes // THREADS), g=address(g),
-            winners=address(winners), **{"query" if of_key else "key": matrix(other.values)},
-            queries=len(query), keys=len(key), query_tokens=query.tokens.length,
-            key_tokens=key.tokens.length, d=d, counts=address(query.counts), out=address(out),
-        )  # fmt: skip
-        return out
-
     def query_gradient(  # type: ignore[override]
         self, g: Array, query: StridedRows, key: StridedRows, winners: Array
     ) -> Array:
-        return self._gradient("query_gradient", g, query, key, winners, False)
+        d, tokens = query.values.shape[1], len(query.values)
+        out = cupy.empty((tokens, d), self.dtype)
+        blocks = -(-tokens // (QUERY_ROWS * THREADS // 32))
+        g = self._weighted(g, query)  # a name keeps it alive until the launch
+        arguments = self._gradient_arguments(g, query, key, winners, out)
+        self._launch_gradient("query_gradient", blocks, {**arguments, "key": address(key.values)})
+        return out
 
     def key_gradient(  # type: ignore[override]
         self, g: Array, query: StridedRows, key: StridedRows, winners: Array
     ) -> Array:
-        return self._gradient("key_gradient", g, query, key, winners, True)
+        d, tokens = key.values.shape[1], key.tokens.length
+        out = cupy.empty((len(key.values), d), self.dtype)
+        defines, shared = self._sorting(tokens)
+        features = 32 * 16 // self.dtype.itemsize
+        blocks = len(key) * -(-tokens // defines["TOKENS"]) * -(-d // features)
+        g = cupy.ascontiguousarray(self._weighted(g, query).T)
+        arguments = self._gradient_arguments(g, query, key, winners, out)
+        self._launch_gradient(
+            "key_gradient", blocks, {**arguments, "query": address(query.values)},
+            32 * defines["WARPS"], shared, **defines,
+        )  # fmt: skip
+        return out
+
+    def _weighted(self, g: Array, query: StridedRows) -> Array:
+        """g [m, n] times the factors of scores, contiguous."""
+        weights = query.weights
+        g = g if weights is None else g * weights[:, None]
+        return cupy.ascontiguousarray(g.astype(self.dtype, copy=False))
+
+    def _gradient_arguments(
+        self, g: Array, query: StridedRows, key: StridedRows, winners: Array, out: Array
+    ) -> Fields:
+        return {
+            "g": address(g), "winners": address(winners), "queries": len(query),
+            "keys": len(key), "query_tokens": query.tokens.length,
+            "key_tokens": key.tokens.length, "d": out.shape[1],
+            "counts": address(query.counts), "out": address(out),
+        }  # fmt: skip
+
+    def _launch_gradient(
+        self, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS, shared: int = 0,
+        **defines: int,
+    ) -> None:  # fmt: skip
+        aligned = arguments["d"] % (16 // self.dtype.itemsize) == 0
+        self.launch(
+            "maxsim/gradients.cu", kernel, blocks, arguments, threads, shared, ALIGNED=int(aligned),
+            **defines,
+        )  # fmt: skip
+
+    def _sorting(self, tokens: int) -> tuple[dict[str, int], int]:
+        """The -D options of key_gradient for keys of so many tokens, and its shared memory."""
+        real = self.dtype.itemsize
+        room = device_properties(cupy.cuda.Device().id).shared_memory
+        for warps, chunk, most in ((32, 4096, 304), (16, 2048, 152), (16, 1024, 64)):
+            count = min(most, -(-tokens // 8) * 8)
+            entry = 8 + real if real == 4 else 16
+            shared = 16 * 32 * (count + warps) + chunk * entry + warps * (2 * count + 8) + 4 * count
+            shared += 64  # of alignment
+            if shared <= room:
+                break
+        return {"TOKENS": count, "WARPS": warps, "CHUNK": chunk}, shared
 
     def store(  # type: ignore[override]
         self, g: Array, z: StridedRows, norms: Norms, out: Array, add: bool

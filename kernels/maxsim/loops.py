@@ -1,7 +1,7 @@
 """Loops over the products of tokens, and over winners, that Numba compiles.
 
-A winner is the number, within its row, of the key token with the largest product: the first of equal
-ones. Winners [n, t] have a row for each key, and an entry for each query token of the block.
+A winner is the number, within its row, of the key token with the largest product: the first of
+equal ones. Winners [n, t] have a row for each key, and an entry for each query token of the block.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def take_maxima(  # type: ignore[no-untyped-def]
     products, starts, best, winners, first_key, first_token, counter
 ):
     """best[j, a] = the largest product of query token a with the tokens of key j, for a tile of
-    products, whose first row and key are `first_token` and `first_key`. The tokens of its keys begin
-    at `starts`. `winners` get their numbers, unless they have no rows. A product that is not finite
-    makes the maximum NaN."""
+    products, whose first row and key are `first_token` and `first_key`. The tokens of its keys
+    begin at `starts`. `winners` get their numbers, unless they have no rows. A product that is not
+    finite makes the maximum NaN."""
     wide_vectors()
     rows = products.shape[0]
     while True:

@@ -19,7 +19,6 @@ typedef unsigned short Winner;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int ROWS_PER_BLOCK = 32;  // query tokens of a thread block of take_maxima
-constexpr int CHUNK = 2048;         // winners that key_gradient holds in shared memory
 
 // best[j][a] = the largest product of query token a with the tokens of key j; NaN if one of them is not finite.
 // `products` [rows][stride] are those of a tile: `rows` query tokens and `keys` keys, each of `key_tokens` columns.
@@ -69,70 +68,3 @@ add_tokens(const Real* best, i64 queries, i64 keys, i64 query_tokens, const i64*
   scores[query * keys + key] = (Real)(weights ? sum * weights[query] : sum);
 }
 
-// out[a] = dq of query token a. A warp, or half of one, computes a token (rows.cuh).
-extern "C" __global__ void __launch_bounds__(THREADS)
-query_gradient(const Real* g, const Winner* winners, const __grid_constant__ Matrix key, i64 queries, i64 keys,
-               i64 query_tokens, i64 key_tokens, i64 d, const i64* counts, Real* out) {
-  const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
-  const i64 token = lanes_row(lanes), tokens = queries * query_tokens, query = token / query_tokens;
-  if (token >= tokens) return;
-  const bool is_counted = !counts || token % query_tokens < counts[query];
-  for (i64 column = lane * LANE_FEATURES; column < d; column += lanes * LANE_FEATURES) {
-    Real sum[LANE_FEATURES] = {};
-#pragma unroll 4
-    for (i64 j = 0; j < keys && is_counted; ++j) {
-      const i64 winner = winners[j * tokens + token];
-      const Real factor = g[query * keys + j];
-      Real x[LANE_FEATURES];
-      get_group(x, key, j * key_tokens + winner, column, d - column);
-#pragma unroll
-      for (int i = 0; i < LANE_FEATURES; ++i) sum[i] += factor * x[i];
-    }
-#pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i)
-      if (column + i < d) out[token * d + column + i] = sum[i];
-  }
-}
-
-// out[j][b] = dd of token b of key j. A thread block has a key, and a warp every eighth of its tokens. `out` is 0 before.
-extern "C" __global__ void __launch_bounds__(THREADS)
-key_gradient(const Real* g, const Winner* winners, const __grid_constant__ Matrix query, i64 queries, i64 keys,
-             i64 query_tokens, i64 key_tokens, i64 d, const i64* counts, Real* out) {
-  __shared__ int chunk[CHUNK];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const i64 key = blockIdx.x, tokens = queries * query_tokens;
-  for (i64 first = 0; first < tokens; first += CHUNK) {
-    const int size = (int)min((i64)CHUNK, tokens - first);
-    __syncthreads();
-    for (int a = threadIdx.x; a < CHUNK; a += THREADS) {
-      const i64 token = first + a;
-      const bool is_counted =
-          a < size && (!counts || token % query_tokens < counts[token / query_tokens]);
-      chunk[a] = is_counted ? (int)winners[key * tokens + token] : -1;
-    }
-    __syncthreads();
-    for (i64 b = warp; b < key_tokens; b += WARPS)
-      for (i64 column = lane * LANE_FEATURES; column - lane * LANE_FEATURES < d; column += 32 * LANE_FEATURES) {
-        Real sum[LANE_FEATURES] = {};
-        bool is_any = false;
-        for (int a = 0; a < size; a += 32) {
-          u32 wins = __ballot_sync(ALL_LANES, chunk[a + lane] == b);
-          is_any |= wins != 0;
-          for (; wins; wins &= wins - 1) {
-            const i64 token = first + a + __ffs(wins) - 1;
-            const Real factor = g[token / query_tokens * keys + key];
-            Real x[LANE_FEATURES];
-            if (column < d) {
-              get_group(x, query, token, column, d - column);
-#pragma unroll
-              for (int i = 0; i < LANE_FEATURES; ++i) sum[i] += factor * x[i];
-            }
-          }
-        }
-        if (!is_any) continue;
-#pragma unroll
-        for (int i = 0; i < LANE_FEATURES; ++i)
-          if (column + i < d) out[(key * key_tokens + b) * d + column + i] += sum[i];
-      }
-  }
-}

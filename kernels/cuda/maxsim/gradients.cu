@@ -1,0 +1,255 @@
+// MaxSim: gradients of tokens from winners (maxsim/tokens.cu has the equations). Operands are contiguous rows of d
+// elements in the precision of the products. A warp sums FEATURES features at a time, LANE_WIDTH of each lane.
+//
+// -DALIGNED=1: d is a multiple of LANE_WIDTH and rows begin at multiples of the bytes of LANE_WIDTH elements.
+#include "common.cuh"
+
+#ifndef ALIGNED
+#define ALIGNED 0
+#endif
+#ifndef WIDE_WINNERS
+#define WIDE_WINNERS 0  // 1: rows may have more than 2^16 tokens
+#endif
+#ifndef TOKENS
+#define TOKENS 96  // key tokens of a thread block of key_gradient
+#endif
+#ifndef WARPS
+#define WARPS 16  // of a thread block of key_gradient
+#endif
+#ifndef CHUNK
+#define CHUNK 2048  // query tokens that key_gradient sorts at a time
+#endif
+#if WIDE_WINNERS
+typedef int Winner;
+#else
+typedef unsigned short Winner;
+#endif
+#if PRECISION == FP64
+typedef double Element;
+#elif PRECISION == BF16 || PRECISION == FP16
+typedef unsigned short Element;
+#else
+typedef float Element;
+#endif
+
+constexpr int LANE_WIDTH = 16 / sizeof(Real), FEATURES = 32 * LANE_WIDTH;
+constexpr int QUERY_THREADS = 256, ROWS = 8;  // of query_gradient: a warp has ROWS query tokens
+constexpr int BATCH = 8;                      // rows that a warp of key_gradient loads at a time
+
+__device__ __forceinline__ Real as_real(Element x) {
+#if PRECISION == BF16
+  return from_bf16(x);
+#elif PRECISION == FP16
+  return from_fp16(x);
+#else
+  return x;
+#endif
+}
+
+// Reads the features of a lane from a row of operands, of which `left` are left; zeros stand for missing ones.
+__device__ __forceinline__ void load(Real (&x)[LANE_WIDTH], const Element* from, i64 left) {
+#if ALIGNED
+  if (left <= 0) {
+#pragma unroll
+    for (int i = 0; i < LANE_WIDTH; ++i) x[i] = 0;
+    return;
+  }
+#if PRECISION == BF16 || PRECISION == FP16
+  const uint2 words = __ldg((const uint2*)from);
+  const Element halves[4] = {(Element)words.x, (Element)(words.x >> 16), (Element)words.y, (Element)(words.y >> 16)};
+#pragma unroll
+  for (int i = 0; i < LANE_WIDTH; ++i) x[i] = as_real(halves[i]);
+#elif PRECISION == FP64
+  const double2 two = *(const double2*)from;
+  x[0] = two.x, x[1] = two.y;
+#else
+  const float4 four = __ldg((const float4*)from);
+  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+#endif
+#else
+#pragma unroll
+  for (int i = 0; i < LANE_WIDTH; ++i) x[i] = i < left ? as_real(from[i]) : 0;
+#endif
+}
+
+// out[a] = dq of query token a.
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS)
+query_gradient(const Real* g, const Winner* winners, const Element* key, i64 queries, i64 keys, i64 query_tokens,
+               i64 key_tokens, i64 d, const i64* counts, Real* out) {
+  const int lane = threadIdx.x % 32;
+  const i64 tokens = queries * query_tokens, first = (blockIdx.x * (i64)QUERY_THREADS + threadIdx.x) / 32 * ROWS;
+  if (first >= tokens) return;
+  // lane r looks up what concerns token r
+  const i64 mine = min(first + lane % ROWS, tokens - 1), query = mine / query_tokens;
+  const bool counts_mine = first + lane % ROWS < tokens && (!counts || mine % query_tokens < counts[query]);
+  for (i64 column = lane * LANE_WIDTH; column - lane * LANE_WIDTH < d; column += FEATURES) {
+    Real sum[ROWS][LANE_WIDTH] = {};
+    int next = winners[mine];
+    for (i64 j = 0; j < keys; ++j) {
+      const int winner = next;
+      if (j + 1 < keys) next = winners[(j + 1) * tokens + mine];
+      const Real factor = counts_mine ? g[query * keys + j] : 0;
+      Real x[ROWS][LANE_WIDTH];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+        load(x[r], key + (j * key_tokens + __shfl_sync(ALL_LANES, winner, r)) * d + column, d - column);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const Real f = __shfl_sync(ALL_LANES, factor, r);
+#pragma unroll
+        for (int i = 0; i < LANE_WIDTH; ++i) sum[r][i] += f * x[r][i];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int i = 0; i < LANE_WIDTH; ++i)
+        if (first + r < tokens && column + i < d) out[(first + r) * d + column + i] = sum[r][i];
+  }
+}
+
+// key_gradient sorts the winners of CHUNK query tokens by key token, in order. The sorted list is divided evenly among
+// the warps, whatever tokens win most. A warp sums the query tokens of each key token in registers. The first key token
+// of its part may have begun in the part before: its sum waits in `heads`, and is added after the others, in the order
+// of the warps.
+struct Sorted {
+  Real sums[TOKENS][FEATURES];
+  Real heads[WARPS][FEATURES];
+  int head_tokens[WARPS];
+  struct Entry {
+    int token;   // of the key, from the first of this block on; -1: none
+    int row;     // of the query tokens
+    Real factor;
+  } list[CHUNK];
+  unsigned short counts[WARPS][TOKENS];
+  int begins[TOKENS + 1], warp_sums[WARPS];
+};
+static_assert(TOKENS <= 32 * WARPS && CHUNK % (32 * WARPS) == 0, "");
+constexpr int PER_THREAD = CHUNK / (32 * WARPS);
+
+// The lanes that have the same number.
+__device__ __forceinline__ u32 same_lanes(u32 x) {
+#ifdef __CUDACC__
+  return __match_any_sync(ALL_LANES, x);
+#else  // the emulator
+  u32 same = 0;
+  for (int i = 0; i < 32; ++i) same |= (u32)(__shfl_sync(ALL_LANES, x, i) == x) << i;
+  return same;
+#endif
+}
+
+// out[j][b] = dd of token b of key j. A thread block has TOKENS tokens of a key and FEATURES features: its number is
+// (j * parts + part) * chunks of features + chunk. `g` [keys][queries] is transposed.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+key_gradient(const Real* g, const Winner* winners, const Element* query, i64 queries, i64 keys, i64 query_tokens,
+             i64 key_tokens, i64 d, const i64* counts, Real* out) {
+  extern __shared__ __align__(16) char memory[];
+  Sorted& s = *(Sorted*)memory;
+  const i64 parts = (key_tokens + TOKENS - 1) / TOKENS, feature_chunks = (d + FEATURES - 1) / FEATURES;
+  const i64 key = blockIdx.x / (parts * feature_chunks), total_tokens = queries * query_tokens;
+  const int first = (int)(blockIdx.x / feature_chunks % parts) * TOKENS;
+  const int tokens = (int)min((i64)TOKENS, key_tokens - first);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = threadIdx.x;
+  const i64 column = blockIdx.x % feature_chunks * FEATURES + lane * LANE_WIDTH;
+  for (int b = warp; b < tokens; b += WARPS)
+#pragma unroll
+    for (int i = 0; i < LANE_WIDTH; ++i) s.sums[b][lane * LANE_WIDTH + i] = 0;
+
+  for (i64 base = 0; base < total_tokens; base += CHUNK) {
+    for (int b = lane; b < TOKENS; b += 32) s.counts[warp][b] = 0;
+    __syncwarp();
+    u32 token[PER_THREAD], place[PER_THREAD];
+#pragma unroll
+    for (int k = 0; k < PER_THREAD; ++k) {
+      const i64 row = base + (warp * PER_THREAD + k) * 32 + lane;
+      const bool is_counted =
+          row < total_tokens && (!counts || row % query_tokens < counts[row / query_tokens]);
+      token[k] = is_counted ? (u32)winners[key * total_tokens + row] - first : ALL_LANES;
+      const bool exists = token[k] < (u32)tokens;
+      const u32 same = same_lanes(exists ? token[k] : TOKENS + lane);
+      const int before = __popc(same & ((1u << lane) - 1));
+      if (exists) place[k] = s.counts[warp][token[k]] + before;
+      __syncwarp();
+      if (exists && before == 0) s.counts[warp][token[k]] += __popc(same);
+      __syncwarp();
+    }
+    __syncthreads();
+    // counts become what the warps before have of a token; begins, where a token's list begins
+    int total = 0;
+    if (thread < tokens)
+      for (int w = 0; w < WARPS; ++w) {
+        const int count = s.counts[w][thread];
+        s.counts[w][thread] = total;
+        total += count;
+      }
+    int sum = total;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const int below = __shfl_up_sync(ALL_LANES, sum, by);
+      if (lane >= by) sum += below;
+    }
+    if (lane == 31) s.warp_sums[warp] = sum;
+    __syncthreads();
+    int begin = sum - total, all = 0;
+    for (int w = 0; w < WARPS; ++w) {
+      if (w < warp) begin += s.warp_sums[w];
+      all += s.warp_sums[w];
+    }
+    if (thread < tokens) s.begins[thread] = begin;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < PER_THREAD; ++k)
+      if (token[k] < (u32)tokens) {
+        const i64 row = base + (warp * PER_THREAD + k) * 32 + lane;
+        Sorted::Entry& entry = s.list[s.begins[token[k]] + s.counts[warp][token[k]] + place[k]];
+        entry.token = token[k], entry.row = (int)(row - base);
+        entry.factor = g[key * queries + row / query_tokens];
+      }
+    __syncthreads();
+    // this warp's part of the list
+    const int from = all * warp / WARPS, to = all * (warp + 1) / WARPS;
+    int current = from < to ? s.list[from].token : -1;
+    bool is_head = from > 0 && from < to && s.list[from - 1].token == current;
+    if (lane == 0) s.head_tokens[warp] = is_head ? current : -1;
+    Real own[LANE_WIDTH] = {};
+    const auto flush = [&](int of) {
+      Real* at = is_head ? s.heads[warp] : s.sums[of];
+#pragma unroll
+      for (int i = 0; i < LANE_WIDTH; ++i) {
+        Real& sum_of_token = at[lane * LANE_WIDTH + i];
+        sum_of_token = is_head ? own[i] : sum_of_token + own[i];
+        own[i] = 0;
+      }
+      is_head = false;
+    };
+    for (int i0 = from; i0 < to; i0 += BATCH) {
+      Real x[BATCH][LANE_WIDTH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int at = min(i0 + i, to - 1);
+        load(x[i], query + (base + s.list[at].row) * d + column, d - column);
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (i0 + i >= to) break;
+        const Sorted::Entry entry = s.list[i0 + i];
+        if (entry.token != current) flush(current), current = entry.token;
+#pragma unroll
+        for (int f = 0; f < LANE_WIDTH; ++f) own[f] += entry.factor * x[i][f];
+      }
+    }
+    if (from < to) flush(current);
+    __syncthreads();
+    for (int w = 0; w < WARPS; ++w) {  // each token's heads, in the order of warps
+      const int of = s.head_tokens[w];
+      if (of >= 0 && of % WARPS == warp)
+#pragma unroll
+        for (int i = 0; i < LANE_WIDTH; ++i) s.sums[of][lane * LANE_WIDTH + i] += s.heads[w][lane * LANE_WIDTH + i];
+    }
+    __syncthreads();
+  }
+  for (int b = warp; b < tokens; b += WARPS)
+#pragma unroll
+    for (int i = 0; i < LANE_WIDTH; ++i)
+      if (column + i < d) out[(key * key_tokens + first + b) * d + column + i] = s.sums[b][lane * LANE_WIDTH + i];
+}
