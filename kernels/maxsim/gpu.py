@@ -29,6 +29,14 @@ QUERY_ROWS = 8  # query tokens of a warp of query_gradient
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
 TILE_BYTES = 2**25  # of a tile of products: it stays in the L2 cache until its maxima are taken
+# sm90/maxsim.cu: key tokens of a tile, features of a slice, query tokens of a unit, units and threads
+# of a thread block, bytes of its shared memory
+SWEEP_TILES = (176, 152, 128, 104, 64)
+SLICE, MOST_SWEEP_FEATURES = 64, 128
+UNIT, UNITS, SWEEP_THREADS = 16, 12, 512
+SWEEP_SHARED = 226 * 1024
+MOST_SEGMENTS = 512
+SEGMENT_START = 0.5  # time to begin a segment, in keys
 # dtype of operands, by precision of products
 OPERANDS = {
     "fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16",
@@ -88,6 +96,10 @@ class GPUTokenBlocks(TokenBlocks):
         self.precision = problem.compute_precision
         super().__init__(problem, gradients, vectors)
         self.launcher = Launcher(cupy.cuda.Device(), self.precision, Queue())
+        self.properties = device_properties(cupy.cuda.Device().id)
+        is_16_bit = self.precision in ("bf16", "fp16")
+        whole = problem.shape[2] % 8 == 0 and self.winner_dtype.itemsize == 2
+        self.has_sweeps = self.properties.has_sweeps and is_16_bit and whole
 
     def launch(
         self, file: str, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS,
@@ -123,6 +135,10 @@ class GPUTokenBlocks(TokenBlocks):
     ) -> tuple[Array, Array | None]:
         m, n = len(query), len(key)
         t, key_tokens = len(query.values), key.tokens.length
+        weights = query.weights
+        if self.has_sweeps and query.values.shape[1] <= MOST_SWEEP_FEATURES:
+            scores, winners = self._score_by_sweep(query, key, wants_winners)
+            return scores if weights is None else scores * weights[:, None], winners
         best = cupy.empty((n, t), self.dtype)
         winners = cupy.empty((n, t), self.winner_dtype) if wants_winners else None
         most_rows = min(t, MOST_TILE_ROWS)
@@ -142,7 +158,6 @@ class GPUTokenBlocks(TokenBlocks):
                     "best_stride": t,
                 })  # fmt: skip
         scores = cupy.empty((m, n), self.dtype)
-        weights = query.weights
         if weights is not None:
             weights = weights.astype(self.dtype)
         self.launch(TOKENS, "add_tokens", -(-m * n // THREADS), {
@@ -150,6 +165,39 @@ class GPUTokenBlocks(TokenBlocks):
             "counts": address(query.counts), "weights": address(weights), "scores": address(scores),
         })  # fmt: skip
         return scores, winners
+
+    def _score_by_sweep(
+        self, query: StridedRows, key: StridedRows, wants_winners: bool
+    ) -> tuple[Array, Array | None]:
+        """`score` without means, by the kernel of sm90/maxsim.cu."""
+        (m, n), d = (len(query), len(key)), query.values.shape[1]
+        query_tokens, key_tokens = query.tokens.length, key.tokens.length
+        tile = min(SWEEP_TILES, key=lambda tile: (-(-key_tokens // tile) * tile, -tile))
+        slices = -(-d // SLICE)
+        stages = min(8, (SWEEP_SHARED - UNITS * UNIT * 128 * slices) // (tile * 128 * slices + 16))
+        shared = (UNITS * UNIT + stages * tile) * 128 * slices + 16 * stages + 16
+        units_per_query = -(-query_tokens // UNIT)
+        row_tiles = -(-m * units_per_query // UNITS)
+        multiprocessors = self.properties.multiprocessors
+        segments = choose_segments(row_tiles, n, multiprocessors)
+        parts = cupy.empty((m, units_per_query, n), np.float32)
+        winners = cupy.empty((n, m * query_tokens), self.winner_dtype) if wants_winners else None
+        maps = {
+            f"{name}_map": self.launcher.queue.tensor_map(
+                side.values.data.ptr, len(side.values), 2 * d, 2 * d, box_rows, self.precision
+            )
+            for name, side, box_rows in (("query", query, UNIT), ("key", key, tile))
+        }
+        self.launcher.launch(
+            "sm90/maxsim.cu", "maxsim", min(multiprocessors, row_tiles * segments),
+            SWEEP_THREADS, {
+                **maps, "query_counts": address(query.counts), "key_counts": address(key.counts),
+                "parts": address(parts), "winners": address(winners), "queries": m,
+                "query_tokens": query_tokens, "keys": n, "key_tokens": key_tokens,
+                "segments": segments,
+            }, shared, TILE=tile, STAGES=stages, SLICES=slices, WINNERS=int(wants_winners),
+        )  # fmt: skip
+        return parts.sum(axis=1), winners
 
     def _multiply(self, query: Array, key: Array, products: Array) -> None:
         """Products [rows, columns] of the tokens, in the first rows and columns of `products`."""
@@ -217,7 +265,7 @@ class GPUTokenBlocks(TokenBlocks):
     def _sorting(self, tokens: int) -> tuple[dict[str, int], int]:
         """The -D options of key_gradient for keys of so many tokens, and its shared memory."""
         real = self.dtype.itemsize
-        room = device_properties(cupy.cuda.Device().id).shared_memory
+        room = self.properties.shared_memory
         for warps, chunk, most in ((32, 4096, 304), (16, 2048, 152), (16, 1024, 64)):
             count = min(most, -(-tokens // 8) * 8)
             entry = 8 + real if real == 4 else 16
@@ -240,6 +288,15 @@ class GPUTokenBlocks(TokenBlocks):
             out += g
         else:
             out[...] = g
+
+
+def choose_segments(row_tiles: int, keys: int, multiprocessors: int) -> int:
+    """The number of segments of keys with which the busiest multiprocessor has the least to do."""
+
+    def work(segments: int) -> float:
+        return -(-row_tiles * segments // multiprocessors) * (keys / segments + SEGMENT_START)
+
+    return min(range(1, min(keys, MOST_SEGMENTS) + 1), key=work)
 
 
 def real_precision(real: np.dtype[Any]) -> str:
