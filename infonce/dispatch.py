@@ -197,7 +197,7 @@ def solve(
     """The solution of a checked problem. `gradients` are the destinations of feature gradients."""
     try:
         of_tokens = problem.query.__class__ is Tokens
-        solution: Solution = _backend(offload, on_gpu, of_tokens).solve(problem, gradients)
+        solution: Solution = backend(offload, on_gpu, of_tokens).solve(problem, gradients)
     except MemoryError as error:
         raise_with_advice(error, problem)
     return solution
@@ -217,7 +217,7 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
 
 
 @cache
-def _backend(offload: bool, on_gpu: bool, of_tokens: bool) -> Any:
+def backend(offload: bool, on_gpu: bool, of_tokens: bool) -> Any:
     """The module whose function `solve` solves a problem.
 
     `offload`: a GPU computes with features in host memory. `on_gpu`: features are on a GPU.

@@ -60,6 +60,14 @@ def make(xp: Any, arrays: Sequence[Array], options: Mapping[str, Any]) -> tuple[
     )
 
 
+def require_width(query: Tokens, key: Tokens) -> None:
+    """ValueError unless tokens of queries and keys have the same number of features."""
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"key: expected width {query.shape[1]} like query, got shape {key.values.shape}"
+        )
+
+
 def _mask(xp: Any, name: str, mask: Any, features: Array) -> Array | None:
     """The mask as a bool array of the library of the features; None: all tokens count."""
     if mask is None:

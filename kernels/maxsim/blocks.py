@@ -217,9 +217,11 @@ def pairs_of_block(segments: Segments, rows: slice, columns: slice) -> Array:
     return pairs
 
 
-def write_scores(blocks: TokenBlocks, problem: Problem, out: Array) -> None:
-    """Write the scores [M, N] of all pairs to `out`."""
-    grid = blocks.grid(problem, False)
+def find_scores(blocks: TokenBlocks, problem: Problem) -> Array:
+    """The scores [M, N] of all pairs."""
+    m, n, _ = problem.shape
+    scores, grid = blocks.xp.empty((m, n), blocks.dtype), blocks.grid(problem, False)
     for rows in grid.rows:
         for columns in grid.columns:
-            out[rows, columns] = blocks.block_scores(problem, rows, columns)
+            scores[rows, columns] = blocks.block_scores(problem, rows, columns)
+    return scores

@@ -12,7 +12,7 @@ from ..norms import Norms, normalization_backward, normalized_rows
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, solve_by_passes
 from . import loops
-from .blocks import TokenBlocks
+from .blocks import TokenBlocks, find_scores
 from .tokens import TokenRows, Tokens
 
 TILE_COLUMNS = 1024  # key tokens of a tile of products, unless one key has more
@@ -23,6 +23,11 @@ TILE_BYTES = 2**20
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of a problem whose features are `Tokens` in host memory."""
     return solve_by_passes(problem, make_blocks(problem, gradients), gradients)
+
+
+def scores(problem: Problem) -> Array:
+    """The scores [M, N] of all pairs of such a problem."""
+    return find_scores(make_blocks(problem, None), problem)
 
 
 def make_blocks(problem: Problem, gradients: Gradients | None) -> TokenBlocks:

@@ -20,7 +20,7 @@ from ..grid import slices
 from ..norms import Norms, normalization_backward, normalized_rows
 from ..problem import Array, Gradients, Problem, fast_replace
 from ..solve import Solution, solve_by_passes
-from .blocks import TokenBlocks
+from .blocks import TokenBlocks, find_scores
 from .tokens import TokenRows, Tokens
 
 TOKENS = "maxsim/tokens.cu"
@@ -47,6 +47,11 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of a problem whose features are `Tokens` on one GPU."""
     problem = fast_replace(problem, scale=valid_scale(problem))
     return solve_by_passes(problem, make_blocks(problem, gradients), gradients)
+
+
+def scores(problem: Problem) -> Array:
+    """The scores [M, N] of all pairs of such a problem."""
+    return find_scores(make_blocks(problem, None), problem)
 
 
 def make_blocks(problem: Problem, gradients: Gradients | None) -> TokenBlocks:

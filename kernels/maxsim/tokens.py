@@ -1,4 +1,4 @@
-"""Sets of tokens as the features of a problem: `Tokens`, and the tokens of a block (`TokenRows`)."""
+"""Sets of tokens as the features of a problem (`Tokens`), and the tokens of a block."""
 
 from __future__ import annotations
 
