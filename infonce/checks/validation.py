@@ -171,6 +171,8 @@ def features(
         if not is_float(dtype):
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {dtype}")
         if name == "own":
+            if dimensions == 3:
+                raise ValueError("own: expected None with features of three dimensions, got an array")
             if len(shape) != 3 or shape[0] != len(arrays[0]) or shape[2] != arrays[0].shape[1]:
                 m, d = arrays[0].shape
                 raise ValueError(f"own: expected shape ({m}, K, {d}) like query, got {shape}")
