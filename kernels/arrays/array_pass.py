@@ -43,7 +43,7 @@ class ArrayPass:
             self.exponent_ratio = problem.exponent_scale / problem.scale
             if backend.vectors.exponent_scaled:
                 self.positive_ratio = self.exponent_ratio
-        self.key_sums: Array = None  # dK of the grid's columns
+        self.key_sums: Array = None  # dK of the grid's columns; None: not needed
         if isinstance(epilogue, SoftmaxGradient):
             self.factors = self._factors(epilogue)
             if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
@@ -52,7 +52,8 @@ class ArrayPass:
         if gradients is not None and isinstance(epilogue, SoftmaxGradient) and epilogue.linear:
             self._begin_linear(epilogue)
         self.want_key = gradients is not None and gradients.want_key and not problem.symmetric
-        if gradients is not None and self.want_key:
+        # with one row block, dK of a column block is complete at once
+        if gradients is not None and self.want_key and len(grid.rows) > 1:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
             self._begin_key_sums(keys, gradients.key)
 
@@ -99,9 +100,9 @@ class ArrayPass:
         sums = None
         for step, b in enumerate(self.grid.visits(a)):
             columns = self.grid.columns[b]
-            key = query
+            key, key_norms = query, norms
             if not (problem.symmetric and rows == columns):
-                key, _ = self.backend.unit_rows(problem, problem.key[columns])
+                key, key_norms = self.backend.unit_rows(problem, problem.key[columns])
             g = self._block(rows, columns, query, key)
             if gradients is not None and g is not None:
                 if gradients.want_query:
@@ -111,8 +112,12 @@ class ArrayPass:
                     else:
                         sums += product
                 if self.want_key:
-                    sums_of_keys = self._sums_of_keys(columns)
-                    sums_of_keys += self.key_product(g, query)
+                    product = self.key_product(g, query)
+                    if self.key_sums is None:
+                        self._store(product, key, key_norms, columns, True, gradients.key)
+                    else:
+                        sums_of_keys = self._sums_of_keys(columns)
+                        sums_of_keys += product
             if problem.progress is not None:
                 blocks_done = a * len(self.grid.columns) + step + 1
                 problem.progress(self.epilogue.phase, blocks_done, len(self.grid))
@@ -122,7 +127,7 @@ class ArrayPass:
     def finish(self) -> None:
         """Complete dK and store it, after all row blocks have added to it."""
         gradients, problem = self.gradients, self.problem
-        if gradients is None or not self.want_key:
+        if gradients is None or self.key_sums is None:
             return
         for columns in self.grid.columns:
             key, norms = self.backend.unit_rows(problem, problem.key[columns])

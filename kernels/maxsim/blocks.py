@@ -22,8 +22,8 @@ from ..problem import Array, Gradients, Problem, as_sets
 from ..solve import Vectors
 from .tokens import TokenRows, Tokens
 
-# The largest number of arrays with the tokens of a block's rows or keys that are alive at once
-TOKEN_ARRAYS = 6
+NORMALIZED_BYTES = 24  # of a feature, while `normalized_rows` divides it in float64
+LEAST_COLUMNS = 16  # of a block with all queries
 MOST_WINNER = 2**16 - 1  # of uint16
 
 
@@ -89,17 +89,14 @@ class TokenBlocks(ArrayBlocks):
     pass_class = TokenPass
     tile_bytes: int  # of the products of tokens that exist at one time
     most_side: int  # the largest side of a block, in scores
+    most_rows: int  # the largest number of queries of the only row block
+    keeps_scores: bool
 
     def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Vectors) -> None:
         small = problem.key.length <= MOST_WINNER + 1
         self.winner_dtype = np.dtype(np.uint16 if small else np.int32)
         self.kept: dict[tuple[int, int], tuple[Array, Array]] = {}  # by the place of a block
         super().__init__(problem, gradients, vectors, None)  # type: ignore[arg-type]
-        m, n, _ = problem.shape
-        wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
-        is_softmax = problem.bias is None  # a sigmoid has one pass
-        fits = m * n * self._pair_bytes(problem) <= self.spare_bytes
-        self.keeps_scores = wants_features and is_softmax and fits
 
     # -- what cpu.py and gpu.py implement
 
@@ -129,37 +126,69 @@ class TokenBlocks(ArrayBlocks):
 
     # -- memory
 
+    def token_bytes(self, problem: Problem, side: Tokens) -> int:
+        """Bytes of a token of a block: its copy as an operand, if there is one, and its gradient."""
+        copies = self.dtype.itemsize if side.mask is not None else 0
+        if problem.normalize:
+            copies += NORMALIZED_BYTES
+        elif side.dtype != self.dtype:
+            copies += self.dtype.itemsize
+        return side.shape[1] * (copies + 2 * self.dtype.itemsize)
+
+    def best_bytes(self, problem: Problem) -> int:
+        """Bytes of the maxima of a pair of rows, before they are added up to a score."""
+        return problem.query.length * self.dtype.itemsize
+
     def _pair_bytes(self, problem: Problem) -> int:
         """Bytes of the score and the winners of a pair."""
         return self.dtype.itemsize + problem.query.length * self.winner_dtype.itemsize
 
     def _key_rows(self, problem: Problem, gradients: Gradients | None) -> int:
-        if gradients is None or gradients.key is None:
-            return 0
-        n, key_bytes = len(problem.key), problem.key.length * problem.shape[2] * self.dtype.itemsize
-        if problem.compares_with_limits:
-            return n
-        return min(n, max(1, problem.workspace // 2 // key_bytes))
+        """See `ArrayBlocks`. Also sets `block`, and decides whether scores are kept."""
+        self.block, key_rows = self._divide(problem, gradients)
+        return key_rows
 
     def _block(self, problem: Problem) -> tuple[int, int]:
+        return self.block
+
+    def _divide(self, problem: Problem, gradients: Gradients | None) -> tuple[tuple[int, int], int]:
+        """(rows, columns) of a block, and the keys whose gradients a pass accumulates (0: none).
+
+        One row block with all queries is best: then a block completes the gradients of its keys. If
+        their tokens do not fit, gradients of keys accumulate in half of the workspace.
+        """
         (m, n, d), item = problem.shape, self.dtype.itemsize
-        query_length, key_length = problem.query.length, problem.key.length
-        sums = self.key_rows * key_length * d * item
-        width = item * (BLOCK_ARRAYS + query_length) + self._pair_bytes(problem)
+        query_bytes = problem.query.length * self.token_bytes(problem, problem.query)
+        key_bytes = problem.key.length * self.token_bytes(problem, problem.key)
+        pair = item * BLOCK_ARRAYS + self._pair_bytes(problem) + self.best_bytes(problem)
+        wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
+        is_softmax = problem.bias is None  # a sigmoid has one pass
+        kept = m * n * self._pair_bytes(problem)
+        self.keeps_scores = wants_features and is_softmax and kept <= problem.workspace // 2
+        room = problem.workspace - kept * self.keeps_scores
 
-        def size(side: int) -> int:
-            rows, columns = min(m, side), min(n, side)
-            tokens = rows * query_length + columns * key_length
-            return width * rows * columns + TOKEN_ARRAYS * tokens * d * item + self.tile_bytes
+        def size(rows: int, columns: int) -> int:
+            tokens = rows * query_bytes + columns * key_bytes
+            return self.tile_bytes + tokens + rows * columns * pair
 
+        columns = min(n, self.most_side)
+        while columns > LEAST_COLUMNS and size(m, columns) > room:
+            columns //= 2
+        if m <= self.most_rows and size(m, columns) <= room:
+            return (m, columns), 0
+        key_rows = 0
+        if gradients is not None and gradients.want_key:
+            of_key = problem.key.length * d * item
+            key_rows = n if problem.compares_with_limits else min(n, max(1, room // 2 // of_key))
+            room -= key_rows * of_key
         side = min(self.most_side, max(m, n))
-        while size(side) + sums > problem.workspace:
+        while size(min(m, side), min(n, side)) > room:
             smaller = max(1, side // 2)
             if smaller == side or not has_few_blocks(m, n, min(m, smaller), min(n, smaller)):
-                raise make_workspace_error(problem.shape, size(side) + sums, problem.workspace)
+                least = size(min(m, side), min(n, side)) + problem.workspace - room
+                raise make_workspace_error(problem.shape, least, problem.workspace)
             side = smaller
-        self.spare_bytes = problem.workspace - size(side) - sums
-        return min(m, side), min(n, side)
+        return (min(m, side), min(n, side)), key_rows
 
     # -- scores
 

@@ -51,7 +51,7 @@ class CPUTokenBlocks(TokenBlocks):
     """Blocks of a problem whose features are `Tokens` in host memory."""
 
     tile_bytes = 2 * TILE_BYTES
-    most_side = 1024
+    most_side = most_rows = 1024
 
     def starts(self, tokens: Tokens) -> Array:
         return np.concatenate([[0], np.cumsum(tokens.counts)])

@@ -20,7 +20,7 @@ from ..grid import slices
 from ..norms import Norms, normalization_backward, normalized_rows
 from ..problem import Array, Gradients, Problem, fast_replace
 from ..solve import Solution, solve_by_passes
-from .blocks import TokenBlocks, find_scores
+from .blocks import MOST_WINNER, TokenBlocks, find_scores
 from .tokens import TokenRows, Tokens
 
 TOKENS = "maxsim/tokens.cu"
@@ -95,16 +95,16 @@ class GPUTokenBlocks(TokenBlocks):
     """Blocks of a problem whose features are `Tokens` on one GPU."""
 
     tile_bytes = TILE_BYTES
-    most_side = 2048
+    most_side, most_rows = 4096, 2**16
 
     def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Any) -> None:
         self.precision = problem.compute_precision
-        super().__init__(problem, gradients, vectors)
         self.launcher = Launcher(cupy.cuda.Device(), self.precision, Queue())
         self.properties = device_properties(cupy.cuda.Device().id)
         is_16_bit = self.precision in ("bf16", "fp16")
-        whole = problem.shape[2] % 8 == 0 and self.winner_dtype.itemsize == 2
+        whole = problem.shape[2] % 8 == 0 and problem.key.length <= MOST_WINNER
         self.has_sweeps = self.properties.has_sweeps and is_16_bit and whole
+        super().__init__(problem, gradients, vectors)
 
     def launch(
         self, file: str, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS,
@@ -113,6 +113,11 @@ class GPUTokenBlocks(TokenBlocks):
         """Launch a kernel of maxsim/."""
         defines["WIDE_WINNERS"] = int(self.winner_dtype.itemsize > 2)
         self.launcher.launch(file, kernel, blocks, threads, arguments, shared, **defines)
+
+    def best_bytes(self, problem: Problem) -> int:
+        if self.has_sweeps and problem.shape[2] <= MOST_SWEEP_FEATURES:
+            return -(-problem.query.length // UNIT) * 4
+        return super().best_bytes(problem)
 
     def starts(self, tokens: Tokens) -> Array:
         return np.arange(len(tokens) + 1) * tokens.length

@@ -162,8 +162,8 @@ key_gradient(const Real* g, const Winner* winners, const Element* query, i64 que
 #pragma unroll
     for (int k = 0; k < PER_THREAD; ++k) {
       const i64 row = base + (warp * PER_THREAD + k) * 32 + lane;
-      const bool is_counted =
-          row < total_tokens && (!counts || row % query_tokens < counts[row / query_tokens]);
+      bool is_counted = row < total_tokens;
+      if (counts && is_counted) is_counted = (u32)row % (u32)query_tokens < counts[(u32)row / (u32)query_tokens];
       token[k] = is_counted ? (u32)winners[key * total_tokens + row] - first : ALL_LANES;
       const bool exists = token[k] < (u32)tokens;
       const u32 same = same_lanes(exists ? token[k] : TOKENS + lane);
@@ -203,7 +203,7 @@ key_gradient(const Real* g, const Winner* winners, const Element* query, i64 que
         const i64 row = base + (warp * PER_THREAD + k) * 32 + lane;
         Sorted::Entry& entry = s.list[s.begins[token[k]] + s.counts[warp][token[k]] + place[k]];
         entry.token = token[k], entry.row = (int)(row - base);
-        entry.factor = g[key * queries + row / query_tokens];
+        entry.factor = g[key * queries + (u32)row / (u32)query_tokens];
       }
     __syncthreads();
     // this warp's part of the list
