@@ -104,25 +104,37 @@ class ArrayPass:
             if not (problem.symmetric and rows == columns):
                 key, key_norms = self.backend.unit_rows(problem, problem.key[columns])
             g = self._block(rows, columns, query, key)
-            if gradients is not None and g is not None:
-                if gradients.want_query:
-                    product = self.query_product(g, key)
-                    if sums is None:
-                        sums = product
-                    else:
-                        sums += product
-                if self.want_key:
-                    product = self.key_product(g, query)
-                    if self.key_sums is None:
-                        self._store(product, key, key_norms, columns, True, gradients.key)
-                    else:
-                        sums_of_keys = self._sums_of_keys(columns)
-                        sums_of_keys += product
+            if g is not None:
+                sums = self._add_gradients(g, query, key, key_norms, columns, sums)
             if problem.progress is not None:
                 blocks_done = a * len(self.grid.columns) + step + 1
                 problem.progress(self.epilogue.phase, blocks_done, len(self.grid))
         if gradients is not None and gradients.want_query and sums is not None:
             self._store(sums, query, norms, rows, False, gradients.query)
+
+    def _add_gradients(
+        self, g: Array, query: Array, key: Array, key_norms: Norms, columns: slice,
+        sums: Array | None,
+    ) -> Array | None:  # fmt: skip
+        """Add the terms of a block with g = scale dL/dx [m, n] to `sums`, which are dQ of its rows
+        (None: the first terms), and to dK. Returns the sums."""
+        gradients = self.gradients
+        if gradients is None:
+            return None
+        if gradients.want_query:
+            product = self.query_product(g, key)
+            if sums is None:
+                sums = product
+            else:
+                sums += product
+        if self.want_key:
+            product = self.key_product(g, query)
+            if self.key_sums is None:
+                self._store(product, key, key_norms, columns, True, gradients.key)
+            else:
+                sums_of_keys = self._sums_of_keys(columns)
+                sums_of_keys += product
+        return sums
 
     def finish(self) -> None:
         """Complete dK and store it, after all row blocks have added to it."""

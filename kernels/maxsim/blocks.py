@@ -1,7 +1,7 @@
 """Passes over blocks whose logits are MaxSim scores: what NumPy's and CuPy's arrays share.
 
-The scores and winners of all blocks stay from the log-sum-exp pass to the gradient pass if they fit
-the workspace; otherwise they are computed again. cpu.py and gpu.py have the products of tokens, the
+Scores, and winners, stay from the log-sum-exp pass to the gradient pass if they fit the workspace;
+otherwise they are computed again. cpu.py and gpu.py have the products of tokens, the
 maxima, and the gradients of tokens from winners.
 """
 
@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from ..arrays.array_pass import ArrayPass
-from ..arrays.backend import BLOCK_ARRAYS, ArrayBlocks
+from ..arrays.backend import ArrayBlocks
 from ..arrays.naive import PairMatrix
 from ..epilogues import SoftmaxGradient
-from ..grid import has_few_blocks, make_workspace_error
+from ..grid import slices
 from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import Norms
 from ..problem import Array, Gradients, Problem, as_sets
 from ..solve import Vectors
+from .division import Sizes, divide
 from .tokens import TokenRows, Tokens
 
 NORMALIZED_BYTES = 24  # of a feature, while `normalized_rows` divides it in float64
-LEAST_COLUMNS = 16  # of a block with all queries
 MOST_WINNER = 2**16 - 1  # of uint16
 
 
@@ -33,23 +33,39 @@ class TokenPass(ArrayPass):
     backend: TokenBlocks
 
     def _block(self, rows: slice, columns: slice, query: Any, key: Any) -> Array | None:
-        self.place, self.sides = (rows.start, columns.start), (query, key)
+        self.place = rows.start, columns.start
         return super()._block(rows, columns, query, key)
 
     def dot_products(self, query: Any, key: Any, out: Array | None = None) -> Array:
-        if not isinstance(query, TokenRows):  # of a guide
+        if not isinstance(query, Tokens):  # of a guide
             return super().dot_products(query, key, out)
         assert out is not None
-        wants_winners = self.gradients is not None
-        scores, self.winners = self.backend.kept_scores(query, key, self.place, wants_winners)
-        out[...] = scores
+        self.backend.write_scores(self.problem, query, key, self.place, out)
         return out
 
-    def query_product(self, g: Array, key: TokenRows) -> Array:
-        return self.backend.query_gradient(g, *self.sides, self.winners)
-
-    def key_product(self, g: Array, query: TokenRows) -> Array:
-        return self.backend.key_gradient(g, *self.sides, self.winners)
+    def _add_gradients(
+        self, g: Array, query: Any, key: Any, key_norms: Norms, columns: slice, sums: Array | None
+    ) -> Array | None:
+        gradients, backend, problem = self.gradients, self.backend, self.problem
+        if gradients is None:
+            return None
+        staged = backend.stage_query(problem, query)
+        for keys in slices(len(key), backend.division.piece):
+            part = backend.stage(problem, key[keys])
+            winners = backend.winners(staged, part, self.place, keys.start)
+            g_of_piece = g[:, keys]
+            if gradients.want_query:
+                sums = backend.query_gradient(g_of_piece, staged, part, winners, sums)
+            if not self.want_key:
+                continue
+            of_piece = slice(columns.start + keys.start, columns.start + keys.stop)
+            product = backend.key_gradient(g_of_piece, staged, part, winners)
+            if self.key_sums is not None:
+                sums_of_keys = self._sums_of_keys(of_piece)
+                sums_of_keys += product
+            elif gradients.key is not None:
+                backend.store(product, part, gradients.key[of_piece], False)
+        return sums
 
     def _gradient(self, epilogue: SoftmaxGradient, x: PairMatrix, index: Array, rows: slice,
                   columns: slice, left_out: Any) -> Array:  # fmt: skip
@@ -74,13 +90,13 @@ class TokenPass(ArrayPass):
         return self.key_sums[self.key_starts[first] : self.key_starts[last]]
 
     def _store(
-        self, g: Array, z: TokenRows, norms: Norms, rows: slice, is_key_side: bool, out: Array
+        self, g: Array, z: Tokens, norms: Norms, rows: slice, is_key_side: bool, out: Array
     ) -> None:
         if out is None:
             return
         assert self.gradients is not None
         add = self.gradients.add_query and not is_key_side
-        self.backend.store(g, z, norms, out[rows], add)
+        self.backend.store(g, self.backend.stage(self.problem, z), out[rows], add)
 
 
 class TokenBlocks(ArrayBlocks):
@@ -88,17 +104,23 @@ class TokenBlocks(ArrayBlocks):
 
     pass_class = TokenPass
     tile_bytes: int  # of the products of tokens that exist at one time
-    most_side: int  # the largest side of a block, in scores
     most_rows: int  # the largest number of queries of the only row block
-    keeps_scores: bool
+    most_side: int  # the largest side of other blocks, in scores
 
     def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Vectors) -> None:
         small = problem.key.length <= MOST_WINNER + 1
         self.winner_dtype = np.dtype(np.uint16 if small else np.int32)
-        self.kept: dict[tuple[int, int], tuple[Array, Array]] = {}  # by the place of a block
+        # by the place of a block: scores; and by the place and the first key of a piece: winners
+        self.kept_scores: dict[tuple[int, int], Array] = {}
+        self.kept_winners: dict[tuple[tuple[int, int], int], Array] = {}
+        self.staged: tuple[Tokens, TokenRows] | None = None  # the queries of a row block
         super().__init__(problem, gradients, vectors, None)  # type: ignore[arg-type]
 
     # -- what cpu.py and gpu.py implement
+
+    def stage(self, problem: Problem, tokens: Tokens) -> TokenRows:
+        """Tokens as operands of products, normalised if the loss normalises."""
+        raise NotImplementedError
 
     def starts(self, tokens: Tokens) -> Array:
         """[M + 1] on the host: the first of each row's tokens in gradients of tokens."""
@@ -107,19 +129,22 @@ class TokenBlocks(ArrayBlocks):
     def score(
         self, query: TokenRows, key: TokenRows, wants_winners: bool
     ) -> tuple[Array, Array | None]:
-        """The scores [m, n] of a block; and its winners [n, query tokens], the numbers of the key
+        """The scores [m, n] of a piece; and its winners [n, query tokens], the numbers of the key
         tokens with the largest products, if they are wanted."""
         raise NotImplementedError
 
-    def query_gradient(self, g: Array, query: TokenRows, key: TokenRows, winners: Array) -> Array:
-        """What a block with g = scale dL/ds [m, n] adds to the gradient of the query tokens."""
+    def query_gradient(
+        self, g: Array, query: TokenRows, key: TokenRows, winners: Array, sums: Array | None
+    ) -> Array:
+        """`sums` (None: 0) and what a piece with g = scale dL/ds [m, n] adds to the gradient of the
+        query tokens."""
         raise NotImplementedError
 
     def key_gradient(self, g: Array, query: TokenRows, key: TokenRows, winners: Array) -> Array:
-        """What a block with g = scale dL/ds [m, n] adds to the gradient of the key tokens."""
+        """What a piece with g = scale dL/ds [m, n] adds to the gradient of the key tokens."""
         raise NotImplementedError
 
-    def store(self, g: Array, z: TokenRows, norms: Norms, out: Array, add: bool) -> None:
+    def store(self, g: Array, z: TokenRows, out: Array, add: bool) -> None:
         """Differentiate the complete gradient `g` of unit tokens through their norms, and write it
         to `out` [m, L, D], 0 at tokens that do not count; or add it."""
         raise NotImplementedError
@@ -135,79 +160,76 @@ class TokenBlocks(ArrayBlocks):
             copies += self.dtype.itemsize
         return side.shape[1] * (copies + 2 * self.dtype.itemsize)
 
-    def best_bytes(self, problem: Problem) -> int:
+    def maxima_bytes(self, problem: Problem) -> int:
         """Bytes of the maxima of a pair of rows, before they are added up to a score."""
         return problem.query.length * self.dtype.itemsize
 
-    def _pair_bytes(self, problem: Problem) -> int:
-        """Bytes of the score and the winners of a pair."""
-        return self.dtype.itemsize + problem.query.length * self.winner_dtype.itemsize
-
     def _key_rows(self, problem: Problem, gradients: Gradients | None) -> int:
-        """See `ArrayBlocks`. Also sets `block`, and decides whether scores are kept."""
-        self.block, key_rows = self._divide(problem, gradients)
-        return key_rows
+        (m, n, d), item = problem.shape, self.dtype.itemsize
+        query, key = problem.query, problem.key
+        sizes = Sizes(
+            m, n, d, query.length * self.token_bytes(problem, query),
+            key.length * self.token_bytes(problem, key), key.length * d * item, item,
+            query.length * self.winner_dtype.itemsize, self.maxima_bytes(problem), self.tile_bytes,
+            self.most_rows, self.most_side,
+        )  # fmt: skip
+        wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
+        self.division = divide(
+            sizes, problem.workspace,
+            has_second_pass=wants_features and problem.bias is None,  # a sigmoid has one pass
+            wants_key=gradients is not None and gradients.want_key,
+            all_keys=problem.compares_with_limits,
+        )  # fmt: skip
+        return self.division.key_rows
 
     def _block(self, problem: Problem) -> tuple[int, int]:
-        return self.block
-
-    def _divide(self, problem: Problem, gradients: Gradients | None) -> tuple[tuple[int, int], int]:
-        """(rows, columns) of a block, and the keys whose gradients a pass accumulates (0: none).
-
-        One row block with all queries is best: then a block completes the gradients of its keys. If
-        their tokens do not fit, gradients of keys accumulate in half of the workspace.
-        """
-        (m, n, d), item = problem.shape, self.dtype.itemsize
-        query_bytes = problem.query.length * self.token_bytes(problem, problem.query)
-        key_bytes = problem.key.length * self.token_bytes(problem, problem.key)
-        pair = item * BLOCK_ARRAYS + self._pair_bytes(problem) + self.best_bytes(problem)
-        wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
-        is_softmax = problem.bias is None  # a sigmoid has one pass
-        kept = m * n * self._pair_bytes(problem)
-        self.keeps_scores = wants_features and is_softmax and kept <= problem.workspace // 2
-        room = problem.workspace - kept * self.keeps_scores
-
-        def size(rows: int, columns: int) -> int:
-            tokens = rows * query_bytes + columns * key_bytes
-            return self.tile_bytes + tokens + rows * columns * pair
-
-        columns = min(n, self.most_side)
-        while columns > LEAST_COLUMNS and size(m, columns) > room:
-            columns //= 2
-        if m <= self.most_rows and size(m, columns) <= room:
-            return (m, columns), 0
-        key_rows = 0
-        if gradients is not None and gradients.want_key:
-            of_key = problem.key.length * d * item
-            key_rows = n if problem.compares_with_limits else min(n, max(1, room // 2 // of_key))
-            room -= key_rows * of_key
-        side = min(self.most_side, max(m, n))
-        while size(min(m, side), min(n, side)) > room:
-            smaller = max(1, side // 2)
-            if smaller == side or not has_few_blocks(m, n, min(m, smaller), min(n, smaller)):
-                least = size(min(m, side), min(n, side)) + problem.workspace - room
-                raise make_workspace_error(problem.shape, least, problem.workspace)
-            side = smaller
-        return (min(m, side), min(n, side)), key_rows
+        return self.division.rows, self.division.columns
 
     # -- scores
 
-    def kept_scores(
-        self, query: TokenRows, key: TokenRows, place: tuple[int, int], wants_winners: bool
-    ) -> tuple[Array, Any]:
-        """`score` of the block at `place` (its first row and key), once if scores are kept."""
-        if place in self.kept:
-            return self.kept[place]
-        result = self.score(query, key, wants_winners or self.keeps_scores)
-        if self.keeps_scores:
-            self.kept[place] = result
-        return result
+    def unit_rows(self, problem: Problem, features: Any) -> tuple[Any, Norms]:
+        """Of tokens: the tokens themselves, which `stage` normalises piece by piece."""
+        if isinstance(features, Tokens):
+            return features, None
+        return super().unit_rows(problem, features)
+
+    def stage_query(self, problem: Problem, query: Tokens) -> TokenRows:
+        """`stage` of the queries of a row block, once for all its blocks."""
+        if self.staged is None or self.staged[0] is not query:
+            self.staged = None  # frees the memory first
+            self.staged = query, self.stage(problem, query)
+        return self.staged[1]
+
+    def write_scores(
+        self, problem: Problem, query: Tokens, key: Tokens, place: tuple[int, int], out: Array
+    ) -> None:
+        """Write the scores [m, n] of the block at `place` (its first row and key) to `out`."""
+        if place in self.kept_scores:
+            out[...] = self.kept_scores[place]
+            return
+        division, staged = self.division, self.stage_query(problem, query)
+        for keys in slices(len(key), division.piece):
+            part = self.stage(problem, key[keys])
+            scores, winners = self.score(staged, part, division.keeps_winners)
+            out[:, keys] = scores
+            if division.keeps_winners:
+                self.kept_winners[place, keys.start] = winners
+        if division.keeps_scores:
+            self.kept_scores[place] = out.copy()
+
+    def winners(
+        self, query: TokenRows, key: TokenRows, place: tuple[int, int], first_key: int
+    ) -> Array:
+        """The winners of a piece, which begins with key `first_key` of the block at `place`."""
+        kept = self.kept_winners.get((place, first_key))
+        return self.score(query, key, True)[1] if kept is None else kept
 
     def block_scores(self, problem: Problem, rows: slice, columns: slice) -> Array:
         """The scores [m, n] of a block."""
-        query, _ = self.unit_rows(problem, problem.query[rows])
-        key, _ = self.unit_rows(problem, problem.key[columns])
-        return self.kept_scores(query, key, (rows.start, columns.start), False)[0]
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        out, place = self.xp.empty(shape, self.dtype), (rows.start, columns.start)
+        self.write_scores(problem, problem.query[rows], problem.key[columns], place, out)
+        return out
 
     def positive_dots(self, problem: Problem) -> Array:
         if not isinstance(problem.query, Tokens):  # of a guide

@@ -38,8 +38,9 @@ def make_blocks(problem: Problem, gradients: Gradients | None) -> TokenBlocks:
 class PackedRows(TokenRows):
     """The unit tokens that count, row after row: `values` [T, D]."""
 
-    def __init__(self, tokens: Tokens, values: Array) -> None:
+    def __init__(self, tokens: Tokens, values: Array, norms: Norms = None) -> None:
         super().__init__(tokens, values)
+        self.norms = norms
         counts = tokens.counts
         self.token_rows = np.repeat(np.arange(len(tokens)), counts)  # [T] the row of each token
         self.starts = np.concatenate([[0], np.cumsum(counts)])  # [m + 1] of rows in `values`
@@ -56,11 +57,9 @@ class CPUTokenBlocks(TokenBlocks):
     def starts(self, tokens: Tokens) -> Array:
         return np.concatenate([[0], np.cumsum(tokens.counts)])
 
-    def unit_rows(self, problem: Problem, features: Any) -> tuple[Any, Norms]:
-        if not isinstance(features, Tokens):
-            return super().unit_rows(problem, features)
-        values, norms = normalized_rows(np, features.pack(), problem.normalize, self.dtype)
-        return PackedRows(features, values), norms
+    def stage(self, problem: Problem, tokens: Tokens) -> PackedRows:
+        values, norms = normalized_rows(np, tokens.pack(), problem.normalize, self.dtype)
+        return PackedRows(tokens, values, norms)
 
     def _finite(self, features: Any) -> Array:
         if not isinstance(features, Tokens):
@@ -92,25 +91,32 @@ class CPUTokenBlocks(TokenBlocks):
         return scores, winners
 
     def query_gradient(  # type: ignore[override]
-        self, g: Array, query: PackedRows, key: PackedRows, winners: Array
+        self, g: Array, query: PackedRows, key: PackedRows, winners: Array, sums: Array | None
     ) -> Array:
-        out = np.empty_like(query.values)
-        weighted = (g * query.weights[:, None]).astype(self.dtype, copy=False)
-        arguments = weighted, query.token_rows, winners, key.values, key.starts
-        run_loop(loops.query_gradient, out, *arguments)
-        return out
+        out = self._from_winners(loops.query_gradient, g, query, key, winners, query, key)
+        if sums is None:
+            return out
+        sums += out
+        return sums
 
     def key_gradient(  # type: ignore[override]
         self, g: Array, query: PackedRows, key: PackedRows, winners: Array
     ) -> Array:
-        out = np.empty_like(key.values)
+        return self._from_winners(loops.key_gradient, g, query, key, winners, key, query)
+
+    def _from_winners(
+        self, loop: Any, g: Array, query: PackedRows, key: PackedRows, winners: Array,
+        side: PackedRows, other: PackedRows,
+    ) -> Array:  # fmt: skip
+        """The gradient of the tokens of `side`, from the tokens of `other`, by a compiled loop."""
+        out = np.empty_like(side.values)
         weighted = (g * query.weights[:, None]).astype(self.dtype, copy=False)
-        arguments = weighted, query.token_rows, winners, query.values, key.starts
-        run_loop(loops.key_gradient, out, *arguments)
+        arguments = weighted, query.token_rows, winners, other.values, key.starts
+        run_loop(loop, out, *arguments)
         return out
 
-    def store(self, g: Array, z: TokenRows, norms: Norms, out: Array, add: bool) -> None:
-        g = normalization_backward(np, g, z.values, norms)
+    def store(self, g: Array, z: PackedRows, out: Array, add: bool) -> None:  # type: ignore[override]
+        g = normalization_backward(np, g, z.values, z.norms)
         if add:
             g = Tokens(out, z.tokens.mask).pack() + g
         z.tokens.unpack(g, out)
