@@ -11,21 +11,21 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..gpu.device.arguments import Fields, address, valid_scale
+from ..gpu.device.arguments import Fields, address, matrix, valid_scale
 from ..gpu.device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
-from ..gpu.device.launcher import Launcher, device_properties
+from ..gpu.device.launcher import HALF_WARP_ROW, Launcher, device_properties
 from ..gpu.device.launches import Queue
 from ..gpu.vectors import ElementwiseVectors
 from ..grid import slices
-from ..norms import Norms, normalization_backward, normalized_rows
 from ..problem import Array, Gradients, Problem, fast_replace
 from ..solve import Solution, solve_by_passes
 from .blocks import MOST_WINNER, TokenBlocks, find_scores
 from .tokens import TokenRows, Tokens
 
 TOKENS = "maxsim/tokens.cu"
-THREADS = 256  # of a thread block
-QUERY_ROWS = 8  # query tokens of a warp of query_gradient
+THREADS, WARPS = 256, 8  # of a thread block
+QUERY_BLOCK = 128  # query tokens of a thread block of query_gradient
+MOST_QUERY_SEGMENTS = 8  # of keys, whose parts of a gradient are added up
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
 TILE_BYTES = 2**25  # of a tile of products: it stays in the L2 cache until its maxima are taken
@@ -60,35 +60,32 @@ def make_blocks(problem: Problem, gradients: Gradients | None) -> TokenBlocks:
 
 
 class StridedRows(TokenRows):
-    """The unit tokens of some rows, `values` [m L, D]: those that count come first in each row."""
+    """Staged tokens, `values` [m L, D]: in each row, those that count come first.
 
-    def __init__(self, tokens: Tokens, operand: np.dtype[Any]) -> None:
-        values, self.counts, self.order = tokens.values, None, None
-        if tokens.mask is not None:
-            # a stable sort, so that of equal products the first token wins
-            self.order = cupy.argsort(~tokens.mask, axis=1, kind="stable")
-            self.counts = tokens.mask.sum(axis=1)
-            values = cupy.take_along_axis(values, self.order[:, :, None], axis=1)
-            # others may hold anything, and are multiplied too
-            values[cupy.arange(tokens.length) >= self.counts[:, None]] = 0
-        super().__init__(tokens, values.reshape(-1, values.shape[2]))
-        self.operand = operand
+    `counts` [m] and `order` [m, L] say how many count, and where they are in the caller's rows;
+    None: all, in their places. `factor` and `exponent` are of `row_norms` (cuda/rows.cuh).
+    """
 
-    def divide_by_norms(self, normalize: bool, dtype: np.dtype[Any]) -> Norms:
-        """Normalise the tokens if wanted, and convert them to operands. Returns their norms."""
-        norms = None
-        if normalize:
-            self.values, norms = normalized_rows(cupy, self.values, True, dtype)
-        self.values = cupy.ascontiguousarray(self.values.astype(self.operand, copy=False))
-        return norms
+    counts: Array = None
+    order: Array = None
+    factor: Array = None
+    exponent: Array = None
+    source: Array = None  # [m L, D] the caller's tokens
 
     @property
     def weights(self) -> Array | None:
         """[m] factors of scores, of means over the tokens of a query; None: 1."""
         if not self.tokens.takes_mean:
             return None
-        counts = self.tokens.counts if self.counts is None else self.counts
-        return 1.0 / cupy.maximum(cupy.asarray(counts), 1)
+        if self.counts is None:
+            return cupy.full(len(self), 1.0 / self.tokens.length)
+        return 1.0 / cupy.maximum(self.counts, 1)
+
+    @property
+    def fields(self) -> Fields:
+        """struct Rows of the caller's tokens."""
+        norms = address(self.factor), address(self.exponent)
+        return {"z": matrix(self.source), "factor": norms[0], "exponent": norms[1]}
 
 
 class GPUTokenBlocks(TokenBlocks):
@@ -98,7 +95,8 @@ class GPUTokenBlocks(TokenBlocks):
     most_side, most_rows = 4096, 2**16
 
     def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Any) -> None:
-        self.precision = problem.compute_precision
+        self.precision, self.key = problem.compute_precision, problem.key
+        self.operand = cupy.dtype(OPERANDS[self.precision])
         self.launcher = Launcher(cupy.cuda.Device(), self.precision, Queue())
         self.properties = device_properties(cupy.cuda.Device().id)
         is_16_bit = self.precision in ("bf16", "fp16")
@@ -114,31 +112,55 @@ class GPUTokenBlocks(TokenBlocks):
         defines["WIDE_WINNERS"] = int(self.winner_dtype.itemsize > 2)
         self.launcher.launch(file, kernel, blocks, threads, arguments, shared, **defines)
 
-    def best_bytes(self, problem: Problem) -> int:
+    def maxima_bytes(self, problem: Problem) -> int:
         if self.has_sweeps and problem.shape[2] <= MOST_SWEEP_FEATURES:
             return -(-problem.query.length // UNIT) * 4
-        return super().best_bytes(problem)
+        return super().maxima_bytes(problem)
 
     def starts(self, tokens: Tokens) -> Array:
         return np.arange(len(tokens) + 1) * tokens.length
 
-    def unit_rows(self, problem: Problem, features: Any) -> tuple[Any, Norms]:
-        if not isinstance(features, Tokens):
-            return super().unit_rows(problem, features)
-        rows = StridedRows(features, cupy.dtype(OPERANDS[self.precision]))
-        return rows, rows.divide_by_norms(problem.normalize, self.dtype)
+    def stage(self, problem: Problem, tokens: Tokens) -> StridedRows:
+        m, length, (_, d) = len(tokens), tokens.length, tokens.shape
+        source = cupy.ascontiguousarray(tokens.values).reshape(-1, d)
+        staged = StridedRows(tokens, source)
+        staged.source = source
+        if tokens.mask is not None:
+            mask = cupy.ascontiguousarray(tokens.mask)
+            staged.counts, staged.order = cupy.empty(m, np.int64), cupy.empty((m, length), np.int32)
+            self.launch(TOKENS, "order_tokens", -(-m // WARPS), {
+                "mask": address(mask), "rows": m, "tokens": length,
+                "order": address(staged.order), "counts": address(staged.counts),
+            })  # fmt: skip
+        if problem.normalize:
+            staged.factor = cupy.empty(len(source), self.dtype)
+            staged.exponent = cupy.empty(len(source), np.int32)
+            self.launcher.launch_rows(
+                "row_norms", len(source), z=matrix(source), n=len(source), d=d,
+                factor=address(staged.factor), exponent=address(staged.exponent),
+            )  # fmt: skip
+        elif staged.order is None and source.dtype == self.operand:
+            return staged
+        staged.values = cupy.empty(source.shape, self.operand)
+        lanes = 16 if d <= HALF_WARP_ROW else 32
+        self.launch(TOKENS, "stage_tokens", -(-len(source) * lanes // THREADS), {
+            "z": staged.fields, "order": address(staged.order), "counts": address(staged.counts),
+            "rows": m, "tokens": length, "d": d, "operands": address(staged.values),
+        })  # fmt: skip
+        return staged
 
     def _finite(self, features: Any) -> Array:
         if not isinstance(features, Tokens):
             return super()._finite(features)
-        out = cupy.empty(len(features), bool)
-        for rows in slices(len(features), min(self.block)):
-            part = features[rows]
-            finite = cupy.isfinite(part.values.astype(self.dtype, copy=False)).all(axis=2)
-            if part.mask is not None:
-                finite |= ~part.mask
-            out[rows] = finite.all(axis=1)
-        return out
+        m, length, (_, d) = len(features), features.length, features.shape
+        mask = None if features.mask is None else cupy.ascontiguousarray(features.mask)
+        source = cupy.ascontiguousarray(features.values).reshape(-1, d)
+        flags = cupy.empty(m, np.uint8)
+        self.launch(TOKENS, "tokens_not_finite", m, {
+            "z": matrix(source), "mask": address(mask), "tokens": length, "d": d,
+            "wants_tokens": features is self.key, "flags": address(flags),
+        })  # fmt: skip
+        return flags == 0
 
     def score(  # type: ignore[override]
         self, query: StridedRows, key: StridedRows, wants_winners: bool
@@ -220,15 +242,26 @@ class GPUTokenBlocks(TokenBlocks):
         )  # fmt: skip
 
     def query_gradient(  # type: ignore[override]
-        self, g: Array, query: StridedRows, key: StridedRows, winners: Array
+        self, g: Array, query: StridedRows, key: StridedRows, winners: Array, sums: Array | None
     ) -> Array:
         d, tokens = query.values.shape[1], len(query.values)
-        out = cupy.empty((tokens, d), self.dtype)
-        blocks = -(-tokens // (QUERY_ROWS * THREADS // 32))
+        blocks = -(-tokens // QUERY_BLOCK)
+        # with few query tokens, parts of the keys are added up by more thread blocks
+        segments = min(
+            MOST_QUERY_SEGMENTS, len(key), max(1, self.properties.multiprocessors * 2 // blocks)
+        )
+        out = cupy.empty((segments, tokens, d), self.dtype)
         g = self._weighted(g, query)  # a name keeps it alive until the launch
         arguments = self._gradient_arguments(g, query, key, winners, out)
-        self._launch_gradient("query_gradient", blocks, {**arguments, "key": address(key.values)})
-        return out
+        self._launch_gradient(
+            "query_gradient", blocks * segments,
+            {**arguments, "key": address(key.values), "segments": segments},
+        )  # fmt: skip
+        total = out[0] if segments == 1 else out.sum(axis=0)
+        if sums is None:
+            return total
+        sums += total
+        return sums
 
     def key_gradient(  # type: ignore[override]
         self, g: Array, query: StridedRows, key: StridedRows, winners: Array
@@ -258,7 +291,7 @@ class GPUTokenBlocks(TokenBlocks):
         return {
             "g": address(g), "winners": address(winners), "queries": len(query),
             "keys": len(key), "query_tokens": query.tokens.length,
-            "key_tokens": key.tokens.length, "d": out.shape[1],
+            "key_tokens": key.tokens.length, "d": out.shape[-1],
             "counts": address(query.counts), "out": address(out),
         }  # fmt: skip
 
@@ -266,7 +299,7 @@ class GPUTokenBlocks(TokenBlocks):
         self, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS, shared: int = 0,
         **defines: int,
     ) -> None:  # fmt: skip
-        aligned = arguments["d"] % (16 // self.dtype.itemsize) == 0
+        aligned = arguments["d"] * self.operand.itemsize % 16 == 0
         self.launch(
             "maxsim/gradients.cu", kernel, blocks, arguments, threads, shared, ALIGNED=int(aligned),
             **defines,
@@ -278,7 +311,7 @@ class GPUTokenBlocks(TokenBlocks):
         room = self.properties.shared_memory
         for warps, chunk, most in ((32, 4096, 304), (16, 2048, 152), (16, 1024, 64)):
             count = min(most, -(-tokens // 8) * 8)
-            entry = 8 + real if real == 4 else 16
+            entry = 8 if real == 4 else 16
             shared = 16 * 32 * (count + warps) + chunk * entry + warps * (2 * count + 8) + 4 * count
             shared += 64  # of alignment
             if shared <= room:
@@ -286,18 +319,19 @@ class GPUTokenBlocks(TokenBlocks):
         return {"TOKENS": count, "WARPS": warps, "CHUNK": chunk}, shared
 
     def store(  # type: ignore[override]
-        self, g: Array, z: StridedRows, norms: Norms, out: Array, add: bool
+        self, g: Array, z: StridedRows, out: Array, add: bool
     ) -> None:
-        if norms is not None:
-            g = normalization_backward(cupy, g, z.values.astype(self.dtype), norms)
-        g = g.reshape(out.shape)
-        if z.order is not None:  # back to the places of the tokens
-            places = cupy.argsort(z.order, axis=1)
-            g = cupy.take_along_axis(g, places[:, :, None], axis=1)
-        if add:
-            out += g
-        else:
-            out[...] = g
+        m, length, (_, d) = len(z), z.tokens.length, z.tokens.shape
+        target = out
+        if not out.flags.c_contiguous:
+            target = cupy.ascontiguousarray(out)
+        lanes = 16 if d <= HALF_WARP_ROW else 32
+        self.launch(TOKENS, "finish_tokens", -(-m * length * lanes // THREADS), {
+            "z": z.fields, "g": address(g), "order": address(z.order), "counts": address(z.counts),
+            "rows": m, "tokens": length, "d": d, "out": matrix(target.reshape(-1, d)), "add": add,
+        })  # fmt: skip
+        if target is not out:
+            out[...] = target
 
 
 def choose_segments(row_tiles: int, keys: int, multiprocessors: int) -> int:

@@ -1,7 +1,7 @@
 // MaxSim: gradients of tokens from winners (maxsim/tokens.cu has the equations). Operands are contiguous rows of d
-// elements in the precision of the products. A warp sums FEATURES features at a time, LANE_WIDTH of each lane.
+// elements in the precision of the products.
 //
-// -DALIGNED=1: d is a multiple of LANE_WIDTH and rows begin at multiples of the bytes of LANE_WIDTH elements.
+// -DALIGNED=1: rows have a multiple of 16 bytes.
 #include "common.cuh"
 
 #ifndef ALIGNED
@@ -32,9 +32,11 @@ typedef unsigned short Element;
 typedef float Element;
 #endif
 
-constexpr int LANE_WIDTH = 16 / sizeof(Real), FEATURES = 32 * LANE_WIDTH;
-constexpr int QUERY_THREADS = 256, ROWS = 8;  // of query_gradient: a warp has ROWS query tokens
-constexpr int BATCH = 8;                      // rows that a warp of key_gradient loads at a time
+constexpr int WIDTH = 16 / sizeof(Element);     // features that a lane of query_gradient reads at a time: 16 bytes
+constexpr int QUERY_FEATURES = 16 * WIDTH;      // of half a warp
+constexpr int QUERY_THREADS = 256, ROWS = 8;    // half a warp of query_gradient has ROWS query tokens
+constexpr int LANE_WIDTH = 16 / sizeof(Real), FEATURES = 32 * LANE_WIDTH;  // of key_gradient
+constexpr int BATCH = 8;                        // rows that a warp of key_gradient loads at a time
 
 __device__ __forceinline__ Real as_real(Element x) {
 #if PRECISION == BF16
@@ -46,65 +48,83 @@ __device__ __forceinline__ Real as_real(Element x) {
 #endif
 }
 
-// Reads the features of a lane from a row of operands, of which `left` are left; zeros stand for missing ones.
-__device__ __forceinline__ void load(Real (&x)[LANE_WIDTH], const Element* from, i64 left) {
-#if ALIGNED
-  if (left <= 0) {
-#pragma unroll
-    for (int i = 0; i < LANE_WIDTH; ++i) x[i] = 0;
-    return;
-  }
-#if PRECISION == BF16 || PRECISION == FP16
-  const uint2 words = __ldg((const uint2*)from);
-  const Element halves[4] = {(Element)words.x, (Element)(words.x >> 16), (Element)words.y, (Element)(words.y >> 16)};
-#pragma unroll
-  for (int i = 0; i < LANE_WIDTH; ++i) x[i] = as_real(halves[i]);
-#elif PRECISION == FP64
-  const double2 two = *(const double2*)from;
-  x[0] = two.x, x[1] = two.y;
-#else
-  const float4 four = __ldg((const float4*)from);
-  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-#endif
-#else
-#pragma unroll
-  for (int i = 0; i < LANE_WIDTH; ++i) x[i] = i < left ? as_real(from[i]) : 0;
-#endif
-}
+// N features of a lane as they are in memory, so that features of 16 bits take half of the registers until their use.
+template <int N>
+struct Packed {
+  union {
+    Element elements[N];
+    u32 words[N * sizeof(Element) / 4];
+  };
 
-// out[a] = dq of query token a.
+  // Of a row of operands, of which `left` features are left; zeros stand for missing ones.
+  __device__ __forceinline__ void load(const Element* from, i64 left) {
+#if ALIGNED
+    constexpr int BYTES = N * sizeof(Element);
+    if (left <= 0) {
+#pragma unroll
+      for (int i = 0; i < BYTES / 4; ++i) words[i] = 0;
+    } else if (BYTES == 16) {
+      const uint4 four = __ldg((const uint4*)from);
+      words[0] = four.x, words[1] = four.y, words[BYTES / 4 - 2] = four.z, words[BYTES / 4 - 1] = four.w;
+    } else {
+      const uint2 two = __ldg((const uint2*)from);
+      words[0] = two.x, words[1] = two.y;
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < N; ++i) elements[i] = i < left ? from[i] : (Element)0;
+#endif
+  }
+  __device__ __forceinline__ Real get(int i) const {
+#if PRECISION == BF16
+    return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+#else
+    return as_real(elements[i]);
+#endif
+  }
+};
+
+// out[segment][a] = the part of dq of query token a that a segment of the keys has. Blocks of a segment are consecutive.
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS)
 query_gradient(const Real* g, const Winner* winners, const Element* key, i64 queries, i64 keys, i64 query_tokens,
-               i64 key_tokens, i64 d, const i64* counts, Real* out) {
-  const int lane = threadIdx.x % 32;
-  const i64 tokens = queries * query_tokens, first = (blockIdx.x * (i64)QUERY_THREADS + threadIdx.x) / 32 * ROWS;
+               i64 key_tokens, i64 d, const i64* counts, i64 segments, Real* out) {
+  const int lane = threadIdx.x % 32, half = lane / 16;
+  const i64 tokens = queries * query_tokens, blocks = gridDim.x / segments, segment = blockIdx.x / blocks;
+  const i64 first = (blockIdx.x % blocks * QUERY_THREADS + threadIdx.x) / 32 * (2 * ROWS);
   if (first >= tokens) return;
-  // lane r looks up what concerns token r
-  const i64 mine = min(first + lane % ROWS, tokens - 1), query = mine / query_tokens;
-  const bool counts_mine = first + lane % ROWS < tokens && (!counts || mine % query_tokens < counts[query]);
-  for (i64 column = lane * LANE_WIDTH; column - lane * LANE_WIDTH < d; column += FEATURES) {
-    Real sum[ROWS][LANE_WIDTH] = {};
-    int next = winners[mine];
-    for (i64 j = 0; j < keys; ++j) {
+  const i64 begin = keys * segment / segments, end = keys * (segment + 1) / segments;
+  // lane r looks up what concerns token r of the warp
+  const i64 mine = min(first + lane % 16, tokens - 1), query = (u32)mine / (u32)query_tokens;
+  const bool counts_mine =
+      first + lane % 16 < tokens && (!counts || (u32)mine % (u32)query_tokens < counts[query]);
+  for (i64 column = lane % 16 * WIDTH; column - lane % 16 * WIDTH < d; column += QUERY_FEATURES) {
+    Real sum[ROWS][WIDTH] = {};
+    int next = begin < end ? winners[begin * tokens + mine] : 0;
+    for (i64 j = begin; j < end; ++j) {
       const int winner = next;
-      if (j + 1 < keys) next = winners[(j + 1) * tokens + mine];
+      if (j + 1 < end) next = winners[(j + 1) * tokens + mine];
       const Real factor = counts_mine ? g[query * keys + j] : 0;
-      Real x[ROWS][LANE_WIDTH];
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r)
-        load(x[r], key + (j * key_tokens + __shfl_sync(ALL_LANES, winner, r)) * d + column, d - column);
+      Packed<WIDTH> x[ROWS];
+      Real factors[ROWS];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const Real f = __shfl_sync(ALL_LANES, factor, r);
-#pragma unroll
-        for (int i = 0; i < LANE_WIDTH; ++i) sum[r][i] += f * x[r][i];
+        const int from = r + half * ROWS;
+        factors[r] = __shfl_sync(ALL_LANES, factor, from);
+        x[r].load(key + (j * key_tokens + __shfl_sync(ALL_LANES, winner, from)) * d + column, d - column);
       }
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) sum[r][i] += factors[r] * x[r].get(i);
     }
+    Real* to = out + (segment * tokens + first + half * ROWS) * d + column;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < ROWS; ++r, to += d) {
+      if (first + half * ROWS + r >= tokens) break;
 #pragma unroll
-      for (int i = 0; i < LANE_WIDTH; ++i)
-        if (first + r < tokens && column + i < d) out[(first + r) * d + column + i] = sum[r][i];
+      for (int i = 0; i < WIDTH; ++i)
+        if (column + i < d) to[i] = sum[r][i];
+    }
   }
 }
 
@@ -117,8 +137,7 @@ struct Sorted {
   Real heads[WARPS][FEATURES];
   int head_tokens[WARPS];
   struct Entry {
-    int token;   // of the key, from the first of this block on; -1: none
-    int row;     // of the query tokens
+    u32 at;  // TOKEN_BITS of the key token, from the first of this block on; the others: of the query token
     Real factor;
   } list[CHUNK];
   unsigned short counts[WARPS][TOKENS];
@@ -126,6 +145,8 @@ struct Sorted {
 };
 static_assert(TOKENS <= 32 * WARPS && CHUNK % (32 * WARPS) == 0, "");
 constexpr int PER_THREAD = CHUNK / (32 * WARPS);
+constexpr int TOKEN_BITS = 10;
+static_assert(TOKENS <= 1 << TOKEN_BITS && CHUNK <= 1 << (32 - TOKEN_BITS), "");
 
 // The lanes that have the same number.
 __device__ __forceinline__ u32 same_lanes(u32 x) {
@@ -202,14 +223,15 @@ key_gradient(const Real* g, const Winner* winners, const Element* query, i64 que
       if (token[k] < (u32)tokens) {
         const i64 row = base + (warp * PER_THREAD + k) * 32 + lane;
         Sorted::Entry& entry = s.list[s.begins[token[k]] + s.counts[warp][token[k]] + place[k]];
-        entry.token = token[k], entry.row = (int)(row - base);
+        entry.at = (u32)(row - base) << TOKEN_BITS | token[k];
         entry.factor = g[key * queries + (u32)row / (u32)query_tokens];
       }
     __syncthreads();
     // this warp's part of the list
     const int from = all * warp / WARPS, to = all * (warp + 1) / WARPS;
-    int current = from < to ? s.list[from].token : -1;
-    bool is_head = from > 0 && from < to && s.list[from - 1].token == current;
+    const auto token_of = [&](int at) { return (int)(s.list[at].at & ((1u << TOKEN_BITS) - 1)); };
+    int current = from < to ? token_of(from) : -1;
+    bool is_head = from > 0 && from < to && token_of(from - 1) == current;
     if (lane == 0) s.head_tokens[warp] = is_head ? current : -1;
     Real own[LANE_WIDTH] = {};
     const auto flush = [&](int of) {
@@ -222,21 +244,23 @@ key_gradient(const Real* g, const Winner* winners, const Element* query, i64 que
       }
       is_head = false;
     };
+    const Element* rows = query + base * d + column;
     for (int i0 = from; i0 < to; i0 += BATCH) {
-      Real x[BATCH][LANE_WIDTH];
+      Sorted::Entry entries[BATCH];
+      Packed<LANE_WIDTH> x[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        const int at = min(i0 + i, to - 1);
-        load(x[i], query + (base + s.list[at].row) * d + column, d - column);
+        entries[i] = s.list[min(i0 + i, to - 1)];
+        x[i].load(rows + (entries[i].at >> TOKEN_BITS) * d, d - column);
       }
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        if (i0 + i >= to) break;
-        const Sorted::Entry entry = s.list[i0 + i];
-        if (entry.token != current) flush(current), current = entry.token;
+      for (int i = 0; i < BATCH; ++i)
+        if (i0 + i < to) {
+          const int token = (int)(entries[i].at & ((1u << TOKEN_BITS) - 1));
+          if (token != current) flush(current), current = token;
 #pragma unroll
-        for (int f = 0; f < LANE_WIDTH; ++f) own[f] += entry.factor * x[i][f];
-      }
+          for (int f = 0; f < LANE_WIDTH; ++f) own[f] += entries[i].factor * x[i].get(f);
+        }
     }
     if (from < to) flush(current);
     __syncthreads();
