@@ -85,7 +85,7 @@ struct Packed {
 };
 
 // out[segment][a] = the part of dq of query token a that a segment of the keys has. Blocks of a segment are consecutive.
-extern "C" __global__ void __launch_bounds__(QUERY_THREADS)
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 2)
 query_gradient(const Real* g, const Winner* winners, const Element* key, i64 queries, i64 keys, i64 query_tokens,
                i64 key_tokens, i64 d, const i64* counts, i64 segments, Real* out) {
   const int lane = threadIdx.x % 32, half = lane / 16;
@@ -104,18 +104,17 @@ query_gradient(const Real* g, const Winner* winners, const Element* key, i64 que
       const int winner = next;
       if (j + 1 < end) next = winners[(j + 1) * tokens + mine];
       const Real factor = counts_mine ? g[query * keys + j] : 0;
+      const Element* row = key + j * key_tokens * d + column;
       Packed<WIDTH> x[ROWS];
-      Real factors[ROWS];
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const int from = r + half * ROWS;
-        factors[r] = __shfl_sync(ALL_LANES, factor, from);
-        x[r].load(key + (j * key_tokens + __shfl_sync(ALL_LANES, winner, from)) * d + column, d - column);
-      }
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
+        x[r].load(row + (u32)__shfl_sync(ALL_LANES, winner, r + half * ROWS) * (u32)d, d - column);
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) sum[r][i] += factors[r] * x[r].get(i);
+      for (int r = 0; r < ROWS; ++r) {
+        const Real f = __shfl_sync(ALL_LANES, factor, r + half * ROWS);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) sum[r][i] += f * x[r].get(i);
+      }
     }
     Real* to = out + (segment * tokens + first + half * ROWS) * d + column;
 #pragma unroll
