@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import Array
+Array = Any  # a NumPy or CuPy array
 
 
 @dataclass(eq=False)
@@ -39,6 +39,17 @@ class Tokens:
     def length(self) -> int:
         """L, the largest number of tokens of a row."""
         return int(self.values.shape[1])
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """(L, D): the shape of a row and of its gradient."""
+        _, length, d = self.values.shape
+        return length, d
+
+    @property
+    def device(self) -> Any:
+        """Of CuPy's arrays: the device of the features."""
+        return self.values.device
 
     @property
     def dtype(self) -> Any:
