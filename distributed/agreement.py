@@ -200,7 +200,7 @@ def agree_on_schedule(
     """
     shapes = [tuple(getattr(array, "shape", ())) for array in features]
     # 1 stands for an array that is no matrix: the checks refuse it
-    argument_rows = [shape[0] if len(shape) == 2 else 1 for shape in shapes]
+    argument_rows = [shape[0] if len(shape) > 1 else 1 for shape in shapes]
 
     def check_call(queries: Partition, keys: Partition) -> tuple[Request, RankMessage]:
         request = call.check(features, queries, keys, ranks.rank)
