@@ -172,7 +172,7 @@ def features(
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {dtype}")
         if name == "own":
             if dimensions == 3:
-                raise ValueError("own: expected None with features of three dimensions, got an array")
+                raise ValueError("own: expected None with features of three dimensions")
             if len(shape) != 3 or shape[0] != len(arrays[0]) or shape[2] != arrays[0].shape[1]:
                 m, d = arrays[0].shape
                 raise ValueError(f"own: expected shape ({m}, K, {d}) like query, got {shape}")

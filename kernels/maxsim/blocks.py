@@ -152,17 +152,17 @@ class TokenBlocks(ArrayBlocks):
     # -- memory
 
     def token_bytes(self, problem: Problem, side: Tokens) -> int:
-        """Bytes of a token of a block: its copy as an operand, if there is one, and its gradient."""
+        """Bytes of a token of a block: its copy as an operand, if it has one, and its gradient."""
         copies = self.dtype.itemsize if side.mask is not None else 0
         if problem.normalize:
             copies += NORMALIZED_BYTES
         elif side.dtype != self.dtype:
             copies += self.dtype.itemsize
-        return side.shape[1] * (copies + 2 * self.dtype.itemsize)
+        return int(side.shape[1] * (copies + 2 * self.dtype.itemsize))
 
     def maxima_bytes(self, problem: Problem) -> int:
         """Bytes of the maxima of a pair of rows, before they are added up to a score."""
-        return problem.query.length * self.dtype.itemsize
+        return int(problem.query.length * self.dtype.itemsize)
 
     def _key_rows(self, problem: Problem, gradients: Gradients | None) -> int:
         (m, n, d), item = problem.shape, self.dtype.itemsize

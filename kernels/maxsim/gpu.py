@@ -28,7 +28,7 @@ QUERY_BLOCK = 128  # query tokens of a thread block of query_gradient
 MOST_QUERY_SEGMENTS = 8  # of keys, whose parts of a gradient are added up
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
-TILE_BYTES = 2**25  # of a tile of products: it stays in the L2 cache until its maxima are taken
+TILE_BYTES = 2**25  # of a tile of products, which stays in the L2 cache
 # sm90/maxsim.cu: key tokens of a tile, features of a slice, query tokens of a unit, units and threads
 # of a thread block, bytes of its shared memory
 SWEEP_TILES = (176, 152, 128, 104, 64)
@@ -91,7 +91,6 @@ class StridedRows(TokenRows):
 class GPUTokenBlocks(TokenBlocks):
     """Blocks of a problem whose features are `Tokens` on one GPU."""
 
-    tile_bytes = TILE_BYTES
     most_side, most_rows = 4096, 2**16
 
     def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Any) -> None:
@@ -102,6 +101,8 @@ class GPUTokenBlocks(TokenBlocks):
         is_16_bit = self.precision in ("bf16", "fp16")
         whole = problem.shape[2] % 8 == 0 and problem.key.length <= MOST_WINNER
         self.has_sweeps = self.properties.has_sweeps and is_16_bit and whole
+        sweeps = self.has_sweeps and problem.shape[2] <= MOST_SWEEP_FEATURES
+        self.tile_bytes = 0 if sweeps else TILE_BYTES
         super().__init__(problem, gradients, vectors)
 
     def launch(
@@ -114,7 +115,7 @@ class GPUTokenBlocks(TokenBlocks):
 
     def maxima_bytes(self, problem: Problem) -> int:
         if self.has_sweeps and problem.shape[2] <= MOST_SWEEP_FEATURES:
-            return -(-problem.query.length // UNIT) * 4
+            return int(-(-problem.query.length // UNIT) * 4)
         return super().maxima_bytes(problem)
 
     def starts(self, tokens: Tokens) -> Array:
