@@ -29,8 +29,8 @@ MOST_QUERY_SEGMENTS = 8  # of keys, whose parts of a gradient are added up
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
 TILE_BYTES = 2**25  # of a tile of products, which stays in the L2 cache
-# sm90/maxsim.cu: key tokens of a tile, features of a slice, query tokens of a unit, units and threads
-# of a thread block, bytes of its shared memory
+# sm90/maxsim.cu: key tokens of a tile, features of a slice, query tokens of a unit, units and
+# threads of a thread block, bytes of its shared memory
 SWEEP_TILES = (176, 152, 128, 104, 64)
 SLICE, MOST_SWEEP_FEATURES = 64, 128
 UNIT, UNITS, SWEEP_THREADS = 16, 12, 512
