@@ -46,9 +46,9 @@ Options = Mapping[str, Any]
 # pickled report, pickled scalars, `whole_batch.row_arrays` or None
 RankMessage = tuple[bytes, bytes, dict[str, Array] | None]
 # All options in `COMPILED_OPTIONS` must be the same on all ranks. The checks of a call replace the
-# values of these four options ("auto" becomes a method, for example), so `_list_shared_values`
+# values of these five options ("auto" becomes a method, for example), so `_list_shared_values`
 # lists these options one by one. All others are fields of `Problem`
-RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch"
+RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch", "token_mean"
 SHARED_OPTIONS = [name for name in spec.COMPILED_OPTIONS if name not in RESOLVED_OPTIONS]
 # keywords of distributed/losses.py that must be the same on all ranks, and `dims`
 SHARED_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
@@ -204,7 +204,7 @@ def agree_on_schedule(
     """
     shapes = [tuple(getattr(array, "shape", ())) for array in features]
     # 1 stands for an array that is no matrix: the checks refuse it
-    argument_rows = [shape[0] if len(shape) == 2 else 1 for shape in shapes]
+    argument_rows = [shape[0] if len(shape) > 1 else 1 for shape in shapes]
 
     def check_call(queries: Partition, keys: Partition) -> tuple[Request, RankMessage]:
         request = call.check(features, queries, keys, ranks.rank)
@@ -361,12 +361,15 @@ def _list_shared_values(
             f"{name}: dtype": z.dtype.name for name, z in zip(kind.arguments, features, strict=True)
         },
         f"{first}: width": problem.shape[2],
+        f"{first}: tokens": getattr(problem.query, "length", None),
+        f"{kind.arguments[kind.key_argument]}: tokens": getattr(problem.key, "length", None),
         f"{first}: memory": "a GPU" if request.on_gpu else "the host",
         "scale": None,
         "bias": None,
         **array_types,
         **{name: _describe_presence(call.options.get(name)) for name in ARRAY_OPTIONS},
         "in_batch": call.options.get("in_batch", True),
+        "token_mean": call.options.get("token_mean", False),
         "method": "naive" if problem.method == "naive" else "tiled",
         **{name: getattr(problem, name) for name in SHARED_OPTIONS},
         "metrics": problem.retrieval_ranks,

@@ -15,6 +15,7 @@ import numpy as np
 from infonce.kernels.direction_losses import weigh_losses
 from infonce.kernels.distill.solve import solver_by_passes
 from infonce.kernels.linear import partners
+from infonce.kernels.maxsim.tokens import Tokens
 from infonce.kernels.options import count_positives, weigh_positives
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
 from infonce.kernels.solve import Backend, Solution, Vectors, run_block_pass
@@ -24,7 +25,7 @@ from infonce.checks.rows import row_weights
 
 from .agreement import run_on_all_ranks
 from .communicators.base import Communicator, Shifts
-from .exchanges.arrays import key_array_names, key_arrays
+from .exchanges.arrays import empty_rows, key_arrays, make_contiguous, row_shape
 from .exchanges.base import Keys, Round
 from .exchanges.partition import shard_positives
 from .passes import PassesOverRanks, RunBlockPass
@@ -78,8 +79,7 @@ def solve(
     # positives, and classes over all ranks
     runner, first_query = choose_block_runner(request), schedule.queries.starts[ranks.rank]
     vectors, xp = runner.vectors, runner.vectors.xp
-    for name in key_array_names(problem):  # exchanges send the bytes of contiguous arrays
-        setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
+    make_contiguous(xp, problem)
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(xp, problem, first_query)
     exchange = make_exchange(schedule, xp, ranks.rank, key_arrays(problem), transport)
@@ -274,6 +274,10 @@ def choose_block_runner(request: Request) -> BlockRunner:
         return BlockRunner(
             run_pass, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)
         )
+    if isinstance(request.problem.query, Tokens):
+        from infonce.kernels.maxsim import cpu
+
+        return BlockRunner(_run_block_pass_on(cpu.make_blocks), Vectors(np), cpu.make_blocks)
     from infonce.kernels.cpu.backend import CPU
 
     # If logits are compared with limits, both passes have tiles of the same sizes, and so leave out
@@ -304,19 +308,18 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
     Returns (None, None): no result and no message for `agreement.run_on_all_ranks`.
     """
     problem, gradients, runner = request.problem, request.gradients, choose_block_runner(request)
-    m, _, d = problem.shape
-    empty = runner.vectors.xp.empty
+    m, xp = len(problem.query), runner.vectors.xp
     for key_count, is_local in _find_blocks(request, schedule, rank):
         if not m or not key_count:
             continue
         symmetric = problem.symmetric and is_local
-        key = problem.key if is_local else empty((key_count, d), problem.key.dtype)
+        key = problem.key if is_local else empty_rows(xp, problem.key, key_count)
         block = fast_replace(problem, key=key, symmetric=symmetric, key_shard=not is_local)
         runner.require_room(block, None)
         if gradients is not None:
             runner.require_room(block, fast_replace(
-                gradients, query=empty((m, d), schedule.sum_dtype), add_query=True,
-                key=empty((key_count, d), schedule.sum_dtype),
+                gradients, query=xp.empty((m, *row_shape(problem.query)), schedule.sum_dtype),
+                add_query=True, key=xp.empty((key_count, *row_shape(key)), schedule.sum_dtype),
                 # dK of another rank's keys is a part of that rank's dQ if queries are keys
                 want_key=gradients.want_key or (problem.symmetric and not is_local),
             ))  # fmt: skip

@@ -5,6 +5,7 @@ agreement.py gathers the reports and calls `decide`. run.py runs the schedule.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from infonce.checks.call import Request
 
 from . import cost
 from .communicators.base import Communicator
-from .exchanges.arrays import auxiliary_bytes, numbers_per_key
+from .exchanges.arrays import auxiliary_bytes, numbers_per_key, row_shape
 from .exchanges.base import Exchange
 from .exchanges.gather import Gather
 from .exchanges.hierarchical import Hierarchical
@@ -115,7 +116,8 @@ def decide(
     sum_dtype = choose_sum_dtype(problem)
     # bytes of one key in all buffers of a ring: two buffers have its features, three have sums of
     # its gradient
-    ring_key_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
+    features = math.prod(row_shape(problem.key))
+    ring_key_bytes = features * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
     ring_key_bytes += 2 * auxiliary_bytes(problem)
     return RankSchedule(
         joint=problem.joint,
@@ -226,7 +228,7 @@ def choose_exchange(
     """
     if exchange == "ring":
         return exchange
-    d, item = problem.shape[2], problem.key.dtype.itemsize
+    d, item = math.prod(row_shape(problem.key)), problem.key.dtype.itemsize
     dk_travels = gradients is not None and (gradients.want_key or problem.symmetric)
     dk_bytes = d * choose_sum_dtype(problem).itemsize if dk_travels else 0
     # bytes of one key in buffers of keys, and in buffers of sums. The sums are the column's in the
@@ -312,8 +314,8 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
     # linear terms, and copies of a joint loss, take up to half of the workspace
     shares_workspace = problem.linear_terms or problem.joint
     block_bytes = problem.workspace // (2 if shares_workspace else 1)
-    enough = enough_room(queries.largest, keys.total, problem.shape[2] + problem.auxiliary_width)
-    return bool(block_bytes < enough)
+    features = math.prod(row_shape(problem.key)) + problem.auxiliary_width
+    return bool(block_bytes < enough_room(queries.largest, keys.total, features))
 
 
 @cache

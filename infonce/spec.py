@@ -30,6 +30,9 @@ class LossOptions(TypedDict, total=False):
     ids: Any
     groups: Any
     positive_ids: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     own: Any
     own_mask: Any
     in_batch: bool
@@ -79,6 +82,20 @@ OPTIONS: dict[str, Option] = {
     "ids": pairs.IDS,
     "groups": pairs.GROUPS,
     "positive_ids": pairs.POSITIVE_IDS,
+    "query_mask": Option(None, "bool array [M, L], optional",
+        """Which tokens of queries count, if features have three dimensions (`maxsim_scores`);
+        others are not read. A query without tokens has scores of 0.""",
+        cli_help="Which tokens of queries count, bool [rows, tokens], .npy.",
+    ),
+    "key_mask": Option(None, "bool array [N, L], optional",
+        """Which tokens of keys count; others are not read. A key needs one token at least.""",
+        cli_help="Which tokens of keys count, bool [rows, tokens], .npy.",
+    ),
+    "token_mean": Option(False, "bool, default False",
+        """Divide MaxSim scores by the number of the query's tokens.""",
+        cli_help="Divide MaxSim scores by the number of the query's tokens.",
+        compiled=True,
+    ),
     "own": Option(None, "array [M, K, features], optional",
         """Negatives of one row each: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. A
@@ -233,7 +250,7 @@ INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type ==
 # Options that are vectors [M] or [N] of floats without gradient
 VECTOR_OPTIONS = ("weights", "key_bias")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
-ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask")
+ARRAY_OPTIONS = (*VECTOR_OPTIONS, "query_mask", "key_mask", "own_mask")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
 # gradient is known. They compute gradients together with the loss. A gradient that underflows to 0
 # in float16 would stay 0, even if the upstream gradient has the factor of a GradScaler
@@ -257,6 +274,7 @@ SOFTMAX_OPTIONS = (
 SIGMOID_OPTIONS = ("positive_ids",)  # options of a pairwise sigmoid, which is SigLIP
 OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
 PREFIX_OPTIONS = ("dims", "dim_weights")
+TOKEN_OPTIONS = ("query_mask", "key_mask", "token_mean")  # of features that are sets of tokens
 # Options for which dot products decide which negatives are likely positives
 LIKELY_POSITIVES = tuple(option.name for option in PAIR_OPTIONS if option.compares)
 # Options that change the logits that compete: a rank has no meaning with them
@@ -301,6 +319,11 @@ class Loss:
         return min(1, len(self.arguments) - 1)
 
     @cached_property
+    def takes_tokens(self) -> bool:
+        """Whether a row of features may be a set of tokens: then logits are MaxSim scores."""
+        return not (self.symmetric or self.taught)
+
+    @cached_property
     def has_own(self) -> bool:
         """Whether the call has own negatives: `checks.keywords.with_own` adds them."""
         return len(self.arguments) > 2
@@ -313,7 +336,7 @@ NT_XENT = Loss(
     ("features",),
     result.FeaturesGrads,
     symmetric=True,
-    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
+    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS, *TOKEN_OPTIONS),
 )
 CLIP = Loss(
     "clip", ("image", "text"), result.ImageTextGrads, row_direction_weight=0.5,
@@ -331,13 +354,14 @@ SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
         *INTEGER_OPTIONS, *OWN_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness",
-        *LIKELY_POSITIVES, "guide_margin", "metrics",
+        *LIKELY_POSITIVES, "guide_margin", "metrics", *TOKEN_OPTIONS,
     ),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
     refused=(
         *SIGMOID_OPTIONS, "key_bias", *OWN_OPTIONS, *PREFIX_OPTIONS, "metrics", "return_logits",
+        *TOKEN_OPTIONS,
     ),
 )  # fmt: skip
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

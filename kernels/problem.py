@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from .maxsim.tokens import Tokens
 from .options import GIVEN, GivenOptions
 
 T = TypeVar("T")
@@ -138,8 +139,10 @@ class Problem:
     @property
     def plain_logits(self) -> bool:
         """Whether the call has no own negatives, no teacher (`TaughtProblem`), and no option of
-        pairs that `changes_logits`. Only the option `ids` may then leave out pairs."""
-        return self.own is None and not self.pair_options.change_logits
+        pairs that `changes_logits`, and logits are products of rows. Only the option `ids` may then
+        leave out pairs."""
+        rows = self.own is None and not isinstance(self.query, Tokens)
+        return rows and not self.pair_options.change_logits
 
     @property
     def pair_options(self) -> GivenOptions:

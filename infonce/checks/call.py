@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import spec
 from ..arrays import describe_arrays, namespace, native
+from ..kernels.maxsim.tokens import Tokens
 from ..kernels.options import count_positives, weigh_positives
 from ..kernels.problem import (
     WORKSPACE,
@@ -27,7 +28,7 @@ from ..kernels.problem import (
     uses_moments,
 )
 from ..spec import BOOLEAN_OPTIONS, CHOICES, DEFAULTS, GRAD_ONLY, Loss
-from . import norms, outputs, rows, softmax, validation
+from . import norms, outputs, rows, softmax, tokens, validation
 from .keywords import unexpected
 from .validation import Batch
 
@@ -81,6 +82,7 @@ class _StaticChecks:
     dtype: np.dtype[Any]  # of the loss
     return_logits: bool
     offload: bool
+    has_tokens: bool  # features are sets of tokens, [rows, tokens, D]
     has_vectors: bool  # a call has labels, own negatives or an option in `PER_CALL`
     template: Problem  # the problem of such calls, without features, scale, bias and vectors
     # whether the template has arrays for the default `positives` and `upstream`: only for small
@@ -121,7 +123,8 @@ def check(
                 _cache.clear()
             _cache[cache_key] = static
         # At the first call of a kind. Arrays on a GPU are not read: the host would wait for it
-        if static.xp is np and "normalize" not in options:
+        has_masks = "query_mask" in options or "key_mask" in options  # padding may hold anything
+        if static.xp is np and "normalize" not in options and not has_masks:
             norms.warn_if_far_from_one(loss, arrays)
 
     scale = static.scale
@@ -137,6 +140,8 @@ def check(
     if static.products_may_overflow and isinstance(scale, float):  # an array on a GPU is not read
         norms.require_finite_logits(loss, arrays, scale)
     query, key = arrays[0], arrays[loss.key_argument]
+    if static.has_tokens:
+        query, key = tokens.make(static.xp, arrays, options)
     if loss.joint:  # one softmax over all rows: queries and keys are the same 2B rows
         query = key = static.xp.concatenate([query, key])
     problem = fast_replace(static.template, query=query, key=key, scale=scale, bias=bias)
@@ -208,7 +213,8 @@ def _add_vectors(
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, n)
         problem.query_bias = problem.key_bias if loss.symmetric else None
     if (guide := get("guide")) is not None:
-        guides = rows.guide(xp, loss, guide, arrays[:2], static.check_finite)
+        of_rows = [z[:, 0] for z in arrays[:2]] if static.has_tokens else arrays[:2]
+        guides = rows.guide(xp, loss, guide, of_rows, static.check_finite)
         if problem.guide_margin < math.inf:
             problem.guide_query, problem.guide_key = guides
     if loss.has_own:
@@ -320,8 +326,15 @@ def _check_static(
     """The checks that read no element of an array, only shapes, dtypes, devices and options."""
     values = _options(loss, options, with_grad)
     # a rank may have no rows
-    validation.features(loss.arguments, arrays, descriptions, 1 if batch is None else 0)
+    least = 1 if batch is None else 0
+    validation.features(loss.arguments, arrays, descriptions, least, loss.takes_tokens)
     query, key, is_whole_batch = arrays[0], arrays[loss.key_argument], batch is None
+    has_tokens = query.ndim == 3
+    if has_tokens:
+        tokens.require_options(values)
+        query, key = Tokens(query), Tokens(key)
+    else:
+        tokens.refuse_without_tokens(values)
     on_host = descriptions[0][2] is None
     on_cpu = on_host and not values["offload"]
     batch = batch or Batch(len(query), len(key))
@@ -357,7 +370,9 @@ def _check_static(
         compute_precision=compute_precision, method=values["method"],
         workspace=workspace or WORKSPACE, workspace_given=workspace is not None,
         retrieval_ranks=bool(values["metrics"]), scalar_grads=scalar_grads,
-        moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
+        # a score has no row whose product with its gradient is the scale's
+        moments=scalar_grads
+        and (has_tokens or uses_moments(logits, want_query or want_key, on_cpu)),
         **dict(softmax_options),
     )  # fmt: skip
     has_vectors = labelled or loss.classes or loss.has_own or not PER_CALL.isdisjoint(options)
@@ -366,7 +381,7 @@ def _check_static(
     if template_has_defaults:
         template = materialize_vectors(template, np)
     return _StaticChecks(
-        xp=namespace(query),
+        xp=namespace(arrays[0]),
         batch=batch,
         scale=scale if all(values[name].__class__ in PLAIN for name in NUMBERS) else None,
         bias=bias if loss.sigmoid and plain_bias else None,
@@ -386,6 +401,7 @@ def _check_static(
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
         return_logits=bool(values["return_logits"]),
         offload=bool(values["offload"]),
+        has_tokens=has_tokens,
         has_vectors=has_vectors,
         template=fast_replace(template, query=None, key=None),
         template_has_defaults=template_has_defaults,
