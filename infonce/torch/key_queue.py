@@ -59,6 +59,8 @@ class KeyQueue(nn.Module):
     ------
     TypeError, ValueError
         Naming the argument, what came and what was expected.
+    RuntimeError
+        In replicas of `nn.DataParallel`, which cannot store keys.
 
     Notes
     -----
@@ -131,7 +133,15 @@ class KeyQueue(nn.Module):
         self.has_ids = ids is not None
 
     def _check(self, key: Any, ids: Any) -> None:
-        """TypeError or ValueError for arguments of a call that do not fit."""
+        """TypeError or ValueError for arguments of a call that do not fit.
+
+        RuntimeError in a replica of nn.DataParallel, which would forget what it stores.
+        """
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "KeyQueue: expected a call outside of nn.DataParallel, whose replicas store "
+                "nothing: call the queue with the keys of all replicas"
+            )
         if not isinstance(key, Tensor) or key.dtype not in FEATURE_DTYPES:
             raise TypeError(f"key: expected a tensor of floats, got {validation.what(key)}")
         if key.ndim != 2 or key.shape[1] != self.features:

@@ -266,5 +266,9 @@ def test_errors_name_the_argument() -> None:
         queue(key, ids)
     with pytest.raises(RuntimeError, match="size mismatch for keys"):
         it.KeyQueue(9, WIDTH).load_state_dict(queue.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"KeyQueue: expected a call outside of nn\.DataParallel"
+    ):
+        queue._replicate_for_data_parallel()(key)
     with pytest.raises((TypeError, RuntimeError), match="group: expected"):
         it.KeyQueue(9, WIDTH, "world")(key)
