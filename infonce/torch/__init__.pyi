@@ -10,11 +10,13 @@ from torch.nn import Module, Parameter
 from ..spec import Method, Precision, Reduction
 from .caching import grad_cache as grad_cache
 from .functions import distill_loss as distill_loss
+from .key_queue import KeyQueue as KeyQueue
 
 __all__ = [
     "CLIPLoss",
     "GTELoss",
     "InfoNCELoss",
+    "KeyQueue",
     "LiTLoss",
     "NTXentLoss",
     "SigLIPLoss",

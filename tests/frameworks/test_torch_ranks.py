@@ -63,7 +63,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Processes take seconds to start: they do several cases."""
     folder = tmp_path_factory.mktemp("two")
     start(
-        ["clip", "siglip", "cached", "wrappers", "failures"], 2, folder
+        ["clip", "siglip", "queue", "cached", "wrappers", "failures"], 2, folder
     )  # after the last one there is one rank left
     return folder
 
@@ -81,7 +81,7 @@ def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if (devices := torch.cuda.device_count()) < 2:
         pytest.skip(f"needs 2 GPUs, found {devices}")
     folder = tmp_path_factory.mktemp("gpus")
-    start(["clip", "siglip", "functions", "drop_ins"], 2, folder, "cuda")
+    start(["clip", "siglip", "queue", "functions", "drop_ins"], 2, folder, "cuda")
     return folder
 
 
@@ -187,19 +187,43 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
         torch.testing.assert_close(sum(rank[name][0] for rank in ranks), loss)
         for i, gradient in enumerate(torch.autograd.grad(loss, sides)):
             torch.testing.assert_close(torch.cat([rank[name][1 + i] for rank in ranks]), gradient)
-    unit = torch.nn.functional.normalize(sides[1][: 2 * size].detach(), dim=1).float()
+    unit = torch.nn.functional.normalize(sides[1].detach(), dim=1).float()
     for number, rank in enumerate(ranks):  # rows of all enter each bank
-        unequal, *mismatches, too_large = rank["messages"]
-        assert unequal == (
-            f"rows: expected the same number on all processes that gather them, got {sizes}"
-        )
+        *mismatches, too_large = rank["messages"]
         assert mismatches == [
             f"rank, world_size: expected {number} and {size}, those of the process group, got "
             f"{came} and {others}"
             for came, others in ((number, size + 1), (number, size + 1), (0, 1))
         ]
         assert f"labels: expected values in [0, {sum(sizes)})" in too_large
-        torch.testing.assert_close(rank["bank"][: 2 * size], unit)
+        torch.testing.assert_close(rank["bank"][: len(unit)], unit)
+
+
+@pytest.mark.parametrize("fixture", ["two_ranks", pytest.param("two_gpus", marks=pytest.mark.gpu)])
+def test_queue_of_the_keys_of_all_ranks(fixture: str, request: pytest.FixtureRequest) -> None:
+    """Each rank's batch is before the keys that all ranks passed earlier; ranks differ in rows."""
+    ranks, sizes = saved(request.getfixturevalue(fixture), "queue"), torch_ranks.SIZES[:2]
+    assert len(ranks) == 2
+    model = torch_ranks.Queued(torch_ranks.QUEUE_SIZE, None)
+    kept = torch.empty(0, 4, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+    for step, batch in enumerate(torch_ranks.batches(2)):
+        model.zero_grad()
+        new = []
+        for rank, sides in enumerate(zip(*(z.split(sizes) for z in batch), strict=True)):
+            query, key = (model.encoder(z) for z in sides)
+            new.append((key, torch.arange(sizes[rank]) + 10 * rank + step))
+            keys, ids = (torch.cat(z) for z in zip(new[rank], kept, strict=True))
+            for got, want in zip(ranks[rank]["steps"][step], (keys.detach(), ids), strict=False):
+                torch.testing.assert_close(got, want)
+            (torch_ranks.queued_loss(query, keys, ids) / 2).backward()
+        for rank in ranks:
+            torch.testing.assert_close(rank["steps"][step][2], model.encoder.weight.grad)
+        kept = [
+            torch.cat(z).detach()[: torch_ranks.QUEUE_SIZE] for z in zip(*new, kept, strict=True)
+        ]
+    for rank in ranks:
+        torch.testing.assert_close(rank["kept"], list(kept))
+        assert rank["filled"] == [torch_ranks.QUEUE_SIZE] * 2
 
 
 @pytest.mark.parametrize(("kind", "way"), torch_ranks.CACHED)

@@ -87,7 +87,7 @@ def test_drop_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_drop_in_is_drawn() -> None:
     """A module of infonce.torch that is no part of its own losses is a drop-in."""
     folder = Path(it.__file__).parent
-    own = {"__init__", "caching", "core", "functions", "modules", "__pycache__"}
+    own = {"__init__", "caching", "core", "functions", "key_queue", "modules", "__pycache__"}
     modules = {path.stem for path in folder.iterdir()} - own
     drawn = {name.split(".")[0].split(":")[0].split(",")[0] for name in drop_ins.DRAWS}
     assert drawn == modules
@@ -198,7 +198,12 @@ def test_every_entrance_is_an_executor() -> None:
     losses = {f"{loss}_loss{end}" for loss in spec.LOSSES for end in ("", "_and_grad")}
     computed = {
         "infonce": losses,
-        "infonce.torch": {*losses, "grad_cache", *(kind.__name__ for kind in MODULES.values())},
+        "infonce.torch": {
+            *losses,
+            "grad_cache",
+            "KeyQueue",
+            *(kind.__name__ for kind in MODULES.values()),
+        },
         "infonce.jax": {*losses, "sharded"},
         "infonce.distributed": losses,
     }
@@ -207,7 +212,9 @@ def test_every_entrance_is_an_executor() -> None:
         assert {*module.__all__} - names == OTHERS[name], name
     assert {*main.commands} - {"loss"} == OTHERS["infonce.cli"]
     words = " ".join(EXECUTORS)
-    for way in ("NumPy", "infonce loss", "MPI", "torch, gloo", "torch, grad_cache", "JAX, sharded"):
+    ways = ("NumPy", "infonce loss", "MPI", "torch, gloo", "torch, grad_cache", "torch, KeyQueue",
+            "JAX, sharded")  # fmt: skip
+    for way in ways:
         assert way in words
     drawn = {problem.loss for problem in (draw(0, number) for number in range(20))}
     assert drawn == {*spec.LOSSES}

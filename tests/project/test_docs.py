@@ -347,6 +347,21 @@ def test_first_model_learns() -> None:
     assert names["first"] > 0.4  # of 300 names
 
 
+@pytest.mark.extras
+def test_training_with_a_queue() -> None:
+    """The last step compares with the keys of all steps."""
+    torch = pytest.importorskip("torch")
+    (example,) = (text for text in examples("frameworks.md") if "KeyQueue" in text)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(compile(example, "frameworks.md", "exec"), names)
+    assert names["keys"].shape == (30 * 16, 32)
+    query, keys = (torch.nn.functional.normalize(names[z]) for z in ("query", "keys"))
+    want = torch.nn.functional.cross_entropy(query @ keys.T / 0.2, torch.arange(16))
+    torch.testing.assert_close(names["loss"], want)
+    assert want > 0.1
+
+
 DIFFS = re.findall(r"^```diff\n(.*?)^```", (DOCS / "migrating.md").read_text(), re.M | re.S)
 PROJECT = re.compile(r"^-from (\w+).* import", re.M)  # what a diff leaves
 
@@ -381,7 +396,7 @@ def test_training_steps_of_other_projects(diff: str) -> None:
 def test_diffs_are_of_the_projects_that_install() -> None:
     projects = {name for diff in DIFFS for name in PROJECT.findall(diff)}
     assert projects == {"lightly", "open_clip", "pytorch_metric_learning", "sentence_transformers"}
-    assert len(DIFFS) == len(projects) + 1  # and one's own loss
+    assert len(DIFFS) == len(projects) + 3  # and one's own loss, without and with mined negatives
 
 
 @pytest.mark.parametrize("page", ["distributed.md", "frameworks.md", "migrating.md"])
