@@ -1,7 +1,5 @@
-"""Single kernels on the emulator: results have the same bits in every schedule, and faults that are
-put in a source on purpose are reported."""
+"""Single kernels on the emulator: faults that are put in a source on purpose are reported."""
 
-import os
 import re
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]
 SCHEDULES = 20
-FEW_SCHEDULES = SCHEDULES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
 # Relative error of a sum of up to 400 exponentials 2^x in float32, |x| < 16, each with a rounded x;
 # and of a probability in bfloat16
 SUM_BOUND = 400 * 2.0**-24 + 16 * 2.0**-23
@@ -62,15 +59,6 @@ CALLS: dict[str, tuple[Callable[..., list[Any]], str, str]] = {
     "gradient": (gradient, "sweep_gradient", "rows"),
     "wide gradient": (gradient, "sweep_gradient", "wide"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_every_schedule_has_the_same_bits(call: str) -> None:
-    run, kernel, shape = CALLS[call]
-    first = run(kernel, shape, 0)
-    for seed in range(1, FEW_SCHEDULES):
-        for one, other in zip(first, run(kernel, shape, seed), strict=True):
-            assert one.tobytes() == other.tobytes(), f"{kernel}: schedule {seed} has other bits"
 
 
 @pytest.mark.parametrize("seed", range(3))

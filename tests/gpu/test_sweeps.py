@@ -170,6 +170,21 @@ def test_few_multiprocessors(
             check(out, ref, args, precision, 30.0)
 
 
+@pytest.mark.parametrize("loss", ["info_nce", "clip"])
+def test_sums_of_few_queries_run_at_once(
+    loss: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Products with float32 have short sums. Several run at once, each with a copy of dQ."""
+    monkeypatch.setitem(config.MAX_SUM_TERMS, "fp16x3", 64)
+    request.addfinalizer(config.choose_dq_copies.cache_clear)
+    m, n, d = (130, 700, 72) if loss == "info_nce" else (130, 130, 72)
+    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
+    assert config.choose_dq_copies((m, n, d), "fp16x3", device.multiprocessors, 2**28) > 1
+    args = arguments(loss, *pairs("partly aligned", m, n, d, np.float32, 1))
+    ref = judged(loss, args, scale=14.0)
+    check(run(loss, args, "fp32", 14.0), ref, args, "fp32", 14.0)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "bf16"), ("float16", "fp16")])
 def test_narrow_rows(
