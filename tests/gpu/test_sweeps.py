@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gpu_problems import (
     BFLOAT16,
+    EMULATED,
     MISSING,
     check,
     fewer,
@@ -331,7 +332,9 @@ def test_cached_exponentials(
     uncached_tiles = 0
     # from the least number of features that has a cache, which is larger if dK is not wanted
     shapes = ((128, 128, 640 if wrt else 520), (258, 386, 1024), (700, 1301, 640 if wrt else 600))
-    for i, (m, n, d) in fewer(enumerate(shapes), 2):
+    if EMULATED:
+        shapes = ((258, 386, 1024 if precision == "bf16" else 640 if wrt else 330),)
+    for i, (m, n, d) in enumerate(shapes):
         if loss == "clip":
             m = n
         image, text = pairs("random", m, n, d, np.float64, i)
