@@ -192,7 +192,7 @@ PAGES = [README, ROOT / "benchmarks" / "NOTES.md", *sorted(DOCS.glob("*.md"))]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_paths_are_there(page: Path) -> None:
-    folders = "infonce|kernels|distributed|benchmarks|tests|notebooks|docs"
+    folders = "infonce|kernels|distributed|benchmarks|tests|tools|notebooks|docs"
     named = re.findall(rf"(?<!}})`((?:{folders})/[\w./-]*)`", page.read_text())
     assert not [path for path in named if not (ROOT / path).exists()]
 
@@ -224,14 +224,14 @@ def test_map_of_the_code() -> None:
         missing = set(re.findall(r"[\w.]+", names)) - defined(ROOT / path)
         assert not missing, f"not in {path}"
     paths = re.findall(
-        r"`((?:infonce|kernels|distributed|benchmarks|tests)/[\w./]*)`", "\n".join(lines)
+        r"`((?:infonce|kernels|distributed|benchmarks|tests|tools)/[\w./]*)`", "\n".join(lines)
     )
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 def test_names_of_the_code_are_there() -> None:
     """The code has all constants that pages name, and all names in CONTRIBUTING.md."""
-    folders = ("infonce", "kernels", "distributed", "tests", "benchmarks")
+    folders = ("infonce", "kernels", "distributed", "tests", "tools", "benchmarks")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     sources = [path.read_text() for path in files if path.suffix in (".py", ".cu", ".cuh")]
     words = set(re.findall(r"\w+", " ".join(sources)))

@@ -1,6 +1,6 @@
 """Runs every schedule of the GPU kernels under compute-sanitizer.
 
-    python tests/gpu/sanitize.py [--tools memcheck racecheck synccheck initcheck] [--jobs 8]
+    python tools/sanitize.py [--tools memcheck racecheck synccheck initcheck] [--jobs 8]
         [--calls margin]
 
 Sizes are small and odd, on both sides of the tiles' edges. A tool's findings fail the run, as does
