@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.kernels.cpu import schedule
 from judge import (
     DTYPES,
     LOSSES,
@@ -68,9 +67,8 @@ def test_accuracy_of_a_batch(loss: str, turn: int) -> None:
 
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit"])
 @pytest.mark.parametrize("method", METHODS)
-def test_lse_metrics_and_logits(loss: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "TILE", (16, 24))
-    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
+def test_lse_metrics_and_logits(loss: str, method: str, tile_sides: Any) -> None:
+    tile_sides(16, 24)
     args = arguments(loss, *pairs("partly aligned", 45, 45, 4, np.float64, 6))
     x = 5.0 * args[0] @ args[-1].T
     if loss == "nt_xent":

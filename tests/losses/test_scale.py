@@ -10,7 +10,6 @@ import pytest
 from gpu_problems import ELEMENT_ROUNDOFF, MISSING, PRODUCT_ROUNDOFF
 from hypothesis import strategies as st
 from infonce.kernels import problem as problems
-from infonce.kernels.cpu import schedule
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.solve import Solution, Vectors
 from judge import LOSSES, arguments, judged, pairs
@@ -102,14 +101,12 @@ def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("n", "d"), [(126, 16), (128, 64), (130, 128), (258, 512), (514, 1040)])
 def test_both_sides_of_tile_boundaries(
-    n: int, d: int, loss: str, dtype: Any, precision: str, place: str,
-    monkeypatch: pytest.MonkeyPatch,
+    n: int, d: int, loss: str, dtype: Any, precision: str, place: str, tile_sides: Any,
 ) -> None:  # fmt: skip
     """Blocks of the whole and of parts; the scale alone, and with features. Wide rows have
     boundaries on a GPU alone."""
     d = d if place == "gpu" else min(d, 128)
-    monkeypatch.setattr(schedule, "TILE", (64, 96))
-    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 64)
+    tile_sides(64, 96)
     args = features(loss, "random", n, d, dtype)
     want = judged(loss, args, scale=14.0).grads["scale"]
     limit = bound(loss, args, 14.0, precision)
