@@ -1,4 +1,4 @@
-"""Batches whose logits fit one block, beside the same call in many blocks."""
+"""Which batches are computed in one block, its bits, and its loop over rows."""
 
 import threading
 from typing import Any

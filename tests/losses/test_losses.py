@@ -1,4 +1,5 @@
-"""Every loss, method and dtype against the float64 references."""
+"""What the matrix does not compare: accuracy of a large batch, metrics, logits, destinations, and
+features at the ends of float16's range."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""Rows of float64 of any finite norm, with and without `normalize`: right, or refused by name; and
-the warning of rows far from unit norm."""
+"""Logits of long rows that overflow are refused by name; the warning of rows far from unit norm."""
 
 import warnings
 from typing import Any
