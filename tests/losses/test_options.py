@@ -1,5 +1,5 @@
-"""Options of the softmax on the CPU: pairs that both passes leave out, neutral values, bits, and small
-losses."""
+"""Options of the softmax on the CPU: pairs that both passes leave out, neutral values, bits, and
+small losses."""
 
 from typing import Any
 
