@@ -34,6 +34,15 @@ def test_float64_rows_keep_their_range_in_float32(method: str, size: float) -> N
     assert_grad(got.grads.own * size, want.grads.own, "float32", 3.0, terms=3.0)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_own_keys_that_are_not_finite_spoil_their_row(method: str) -> None:
+    query, key, own, _ = problem()
+    for row, dot in ((7, -np.inf), (9, np.inf)):
+        own[row, 1, 2] = dot * np.sign(query[row, 2])
+    losses = infonce.info_nce_loss(query, key, own=own, scale=3.0, method=method, reduction="none")
+    assert np.flatnonzero(np.isnan(losses)).tolist() == [7, 9]
+
+
 def test_without_the_batch_blocks_with_a_positive_are_visited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
