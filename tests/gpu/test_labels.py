@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING, fewer, find_dtype, smaller
+from gpu_problems import MISSING, find_dtype, smaller
 from infonce.kernels.linear import Segments, partners
 
 import infonce
@@ -216,27 +216,6 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     waited = time.perf_counter() - start
     assert asked < waited / 2
     assert np.isfinite(float(got.loss))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded once: how many classes there are, and how large, is another thing each time."""
-    from infonce.kernels.gpu import plan, select
-
-    plan.forget()
-    rng = np.random.default_rng(0)
-    for seed, classes in fewer(enumerate((50, 1, 600, 200)), 2):
-        labels = cupy.asarray(rng.integers(0, classes, ROWS))
-        z, y = draw_features(seed), draw_features(seed + 9)
-        planned = call(name, z, y, labels)
-        with monkeypatch.context() as patch:
-            patch.setattr(select, "has_plan", lambda *_: False)
-            stepwise = call(name, z, y, labels)
-        assert float(planned.loss) == float(stepwise.loss)
-        for one, other in zip(planned.grads, stepwise.grads, strict=True):
-            assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
-    plans = sum(isinstance(entry, plan.Plan) for entry in plan._plans.values())
-    assert plans == 1 + (CALLS[name][0] == "sup_con")  # classes have one
 
 
 @pytest.mark.parametrize("name", CALLS)
