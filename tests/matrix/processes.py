@@ -33,7 +33,8 @@ class Processes:
         listener = Listener(address)
         program = [sys.executable, str(Path(__file__)), name, address]
         paths = os.pathsep.join(
-            map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed"))
+            map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed",
+                      *filter(None, [os.environ.get("PYTHONPATH")])))  # fmt: skip
         )
         environment = os.environ | {
             "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "INFONCE_NUM_THREADS": "1",
