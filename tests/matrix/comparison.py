@@ -12,6 +12,7 @@ from oracle import Judgement, judge
 from problems import Problem, draw
 
 ROUNDING = {"float64": 0.0, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+METRICS = ("row_rank", "column_rank", "positive")  # those that are compared
 Result = dict[str, Any]  # loss, gradients by the names of arguments; also "lse", "metrics"
 
 

@@ -15,7 +15,7 @@ class Mutant:
     old: str  # text that occurs once
     new: str
     executors: str = ".*"  # expression for names; "": none, because the fault is about errors
-    tests: Sequence[str] = ()  # arguments of pytest, for what no executor shows
+    tests: Sequence[str] = ()  # arguments of pytest, of runs for what no executor shows
     words: str = ""  # what is changed
 
 
