@@ -60,7 +60,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one problem")
     parser.add_argument("--executors", default="NumPy.*", help="expression; NumPy.* by default")
-    parser.add_argument("--first", action="store_true", help="as many as the test, to the first wrong")
+    parser.add_argument(
+        "--first", action="store_true", help="as many as the test, to the first wrong"
+    )
     parser.add_argument("--record", type=Path, help="write counts and worst shares here, JSON")
     arguments = parser.parse_args()
     console, tally, provenance = Console(), Tally(), versions()

@@ -32,10 +32,8 @@ class Processes:
         address = str(Path(self.folder) / "socket")
         listener = Listener(address)
         program = [sys.executable, str(Path(__file__)), name, address]
-        paths = os.pathsep.join(
-            map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed",
-                      *filter(None, [os.environ.get("PYTHONPATH")])))  # fmt: skip
-        )
+        folders = [*map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed"))]
+        paths = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {
             "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "INFONCE_NUM_THREADS": "1",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}", "JAX_PLATFORMS": "cpu",
