@@ -19,6 +19,7 @@ import numpy as np
 from comparison import Result
 from host_device import Host, Rows
 from infonce.kernels import between_passes, solve
+from infonce.kernels import problem as kernels_problem
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.distill.solve import solver_by_passes
@@ -109,6 +110,8 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
     with contextlib.ExitStack() as stack:
         if problem.number % 4:  # parts of rows with their own negatives
             stack.enter_context(mock.patch.object(between_passes, "OWN_BYTES", 2000))
+        if problem.number % 5 == 0:  # the scale's gradient is that of products, or of features
+            stack.enter_context(mock.patch.object(kernels_problem, "FEW_LOGITS", 0))
         for name, value in problem.sides.items():
             stack.enter_context(mock.patch.object(schedule, name, value))
         function = getattr(infonce, f"{problem.loss}_loss_and_grad")
@@ -126,16 +129,24 @@ for _method in spec.CHOICES["method"]:
     )
 
 
-@executor("NumPy, least workspace", of_numpy, draws=300)
-def with_least_workspace(problem: Problem) -> Result:
-    """The error for too small a workspace names the least one, which suffices."""
-    try:
-        return with_numpy(problem, method="tiled", workspace=1)
-    except ValueError as error:
-        least = re.findall(r"^workspace: expected at least (\d+)", str(error))
-        if not least:
-            raise
-    return with_numpy(problem, method="tiled", workspace=int(least[0]))
+def with_least_workspace(problem: Problem, parts: int = 1, **settings: Any) -> Result:
+    """The error for too small a workspace names the least one, which suffices: of each part that
+    has a least one."""
+    workspace = 1
+    for _ in range(parts):
+        try:
+            return with_numpy(problem, workspace=workspace, **settings)
+        except ValueError as error:
+            least = re.findall(r"^workspace: expected at least (\d+)", str(error))
+            if not least:
+                raise
+            workspace = int(least[0])
+    return with_numpy(problem, workspace=workspace, **settings)
+
+
+executor("NumPy, least workspace", of_numpy, draws=300)(
+    functools.partial(with_least_workspace, method="tiled")
+)
 
 
 @executor("NumPy, operations on arrays", of_numpy, not_finite="loss",
@@ -155,13 +166,17 @@ def with_arrays(problem: Problem) -> Result:
 @executor("NumPy, offload", of_numpy, draws=120, fits=lambda problem: (
     problem.dtype == problem.compute == "float64" and not problem.poison))  # fmt: skip
 def with_offload(problem: Problem) -> Result:
-    """By chunks, on a stand-in for a GPU, which computes in float64."""
+    """By chunks, on a stand-in for a GPU, which computes in float64: in the least workspace, or on
+    the device as a whole."""
     solve_on_host = functools.partial(offload_backend.solve, device=Host())
     with (
         mock.patch.object(copies, "solve", solve_on_host),
         mock.patch.object(validation, "gpu_missing", return_value=None),
     ):
-        return with_numpy(problem, method="auto", offload=True)
+        if problem.number % 3 == 0:
+            return with_numpy(problem, method="auto", offload=True)
+        # of chunks, and of a block on the device
+        return with_least_workspace(problem, 2, method="auto", offload=True)
 
 
 @executor("NumPy, grad_cache", of_numpy, draws=60,

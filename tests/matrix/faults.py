@@ -45,7 +45,7 @@ FAULTS = [
         "    if tensor.is_neg():",
         "    if False:",
         "",
-        ["tests/frameworks tests/losses/test_arrays.py"],
+        ["tests/losses/test_arrays.py tests/frameworks/test_torch_errors.py"],
     ),
     Mutant(
         "prefixes that are not the widest have gradients of the dtype of features",
@@ -100,7 +100,8 @@ FAULTS = [
     Mutant(
         "a module without parameters gives its inputs no gradient",
         "infonce/torch/caching.py",
-        "self.trained = not isinstance(encoder, nn.Module) or any(z.requires_grad for z in tensors)",
+        "self.trained = not isinstance(encoder, nn.Module) or "
+        "any(z.requires_grad for z in tensors)",
         "self.trained = not isinstance(encoder, nn.Module) or any(\n"
         "            z.requires_grad for z in encoder.parameters())",
         "torch, grad_cache",

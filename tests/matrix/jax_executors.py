@@ -177,6 +177,8 @@ def over_devices(seed: int, number: int, largest: int, devices: int, way: str) -
     problem = draw(seed, number, largest)
     if way == "alone":
         return differentiate(problem, functools.partial(each_alone, mesh))
+    if way == "axis":
+        return differentiate(problem, jax.jit, functools.partial(inside_of_axis, mesh, problem))
     function = ij.sharded(getattr(ij, f"{problem.loss}_loss"), mesh, "data")
     return differentiate(problem, jax.jit if number % 2 else lambda f: f, function)
 
@@ -205,8 +207,36 @@ def with_devices_alone(problem: Problem) -> Result:
     return found
 
 
-def divides(problem: Problem) -> bool:
-    return not any(n % 2 for n in problem.shape) and fits(problem)
+def inside_of_axis(mesh: Any, problem: Problem, **named: Any) -> Any:
+    """The loss of the rows of all devices, inside of `jax.shard_map`."""
+    if problem.loss == "nt_xent":  # views are on any device
+        rows = problem.shape[0]
+        named["labels"] = (jnp.arange(rows) + rows // 2) % rows
+    pairs = {*spec.INTEGER_OPTIONS, "guide"}
+    arrays = {k: z for k, z in named.items() if k in pairs or isinstance(z, jax.Array)}
+    by_row = {k: z for k, z in arrays.items() if isinstance(z, tuple) or z.ndim}
+    same = {k: z for k, z in arrays.items() if k not in by_row}
+    constants = {k: z for k, z in named.items() if k not in arrays}
+    loss = functools.partial(getattr(ij, f"{problem.loss}_loss"), axis_name="data", **constants)
+    split, whole = jax.P("data"), jax.P()
+    return jax.shard_map(
+        lambda by_row, same: loss(**by_row, **same), mesh=mesh, in_specs=(split, whole),
+        out_specs=split if problem.reduction == "none" else whole,
+    )(by_row, same)  # fmt: skip
+
+
+def divides(problem: Problem, devices: int = 2) -> bool:
+    return not any(n % devices for n in problem.shape) and fits(problem)
+
+
+@add("JAX, axis", of_jax, draws=80, largest=40, fits=lambda problem: (
+    divides(problem, 4) and not problem.poison and "metrics" not in problem.settings))  # fmt: skip
+def with_axis(problem: Problem) -> Result:
+    import processes
+
+    task = problem.seed, problem.number, problem.largest, 4, "axis"
+    found: Result = processes.run("devices 4", *task)
+    return found
 
 
 @add("JAX, sharded", of_jax, draws=21, largest=20, fits=divides)

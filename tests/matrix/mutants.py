@@ -4,9 +4,9 @@ python tests/matrix/mutants.py                      FAULTS, which the code has h
 python tests/matrix/mutants.py --random 50 --seed 1   as many changes at random, in FOLDERS
 python tests/matrix/mutants.py --only NAME          one of them
 
-Executors compute their problems until a result is wrong. A fault that no result shows is one of the
-errors that the library raises, or should not raise: then `tests` run. A change that nothing shows is
-either without effect, or the matrix lacks something.
+Executors compute their problems until a result is wrong. A fault that no result shows is one of
+the errors that the library raises, or should not raise: then `tests` run. A change that nothing
+shows is either without effect, or the matrix lacks something.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import argparse
 import ast
 import contextlib
 import copy
+import importlib.util
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -37,41 +39,37 @@ MATRIX = Path("tests", "matrix")
 CODE = ("infonce", "kernels", "distributed", "tests")
 FOLDERS = ("infonce/torch", "infonce/jax", "infonce/checks", "infonce/dispatch.py", "distributed")
 NOTHING = Mutant("no change", "infonce/__init__.py", "__version__ =", "__version__ =")
+PROJECTS = ("sentence_transformers", "pytorch_metric_learning")
 SECONDS = 400  # for the problems of one mutant, and for its tests
 RANKS = "MPI.*|torch, gloo, (auto|ring|gather).*|JAX, sharded"
 CHECKED = "NumPy.*|infonce loss|torch, function|torch, module|JAX, jit|MPI, 3 ranks, ring, world"
 REFUSALS = "tests/matrix/test_matrix.py -k refused"
 DROP_INS = "tests/matrix/test_matrix.py -k drop_in"
 # For changes of files whose names begin so: executors, then tests of errors
+TORCH = (
+    "tests/frameworks/test_torch_errors.py tests/frameworks/test_torch_modules.py "
+    "tests/frameworks/test_torch_nodes.py tests/frameworks/training tests/frameworks/test_torch.py"
+)
 SEEN_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(
-        [
-            f"infonce/torch/{name}"
-            for name in (
-                "core/drop_in",
-                "memory_efficient_clip",
-                "inf",
-                "l",
-                "open",
-                "pytorch",
-                "sentence",
-                "siglip",
-                "sup",
-            )
-        ],
-        ("", (DROP_INS, "tests/frameworks -k drop_in", "tests/frameworks/test_torch_ranks.py")),
+        [f"infonce/torch/{name}" for name in ("core/", "cach", "functions", "modules", "__init")],
+        ("torch.*", (REFUSALS, TORCH, "tests/frameworks/test_torch_ranks.py")),
     ),
-    "infonce/torch": (
-        "torch.*",
-        (REFUSALS, "tests/frameworks -k torch or clients", "tests/pairs/test_frameworks.py"),
-    ),
-    "infonce/jax": (
-        "JAX.*",
-        (REFUSALS, "tests/frameworks -k jax or devices", "tests/pairs/test_frameworks.py"),
-    ),
+    "infonce/torch": ("", (
+        DROP_INS,
+        "tests/frameworks/test_drop_in_options.py tests/frameworks/test_torch_drop_ins.py",
+        "tests/frameworks/test_torch_ranks.py",
+    )),
+    "infonce/jax": ("JAX.*", (
+        REFUSALS, "tests/frameworks/test_jax.py tests/frameworks/test_jax_errors.py",
+        "tests/frameworks/jax_devices", "tests/frameworks/test_jax_drop_ins.py",
+    )),
     "distributed": (RANKS, ("tests/distributed",)),
-    "infonce": (CHECKED, (REFUSALS, "tests/losses", "tests/pairs", "tests/frameworks")),
-}
+    "infonce": (CHECKED, (
+        REFUSALS, "tests/losses tests/reference", "tests/pairs",
+        "tests/frameworks/test_first_calls.py tests/frameworks/test_torch_errors.py",
+    )),
+}  # fmt: skip
 
 
 # --- changes at random ----------------------------------------------------------------------------
@@ -174,18 +172,18 @@ def all_changes(file: str) -> list[Mutant]:
 
 
 def at_random(count: int, seed: int) -> list[Mutant]:
-    """Changes of files, each with a chance by its number of lines."""
+    """Changes of files, each file with a chance by its length; of drop-ins those whose project is
+    installed, if they need it."""
+    missing = [name for name in PROJECTS if not importlib.util.find_spec(name)]
     paths = [
         path
         for folder in FOLDERS
-        for path in (
-            [ROOT / folder] if folder.endswith(".py") else sorted((ROOT / folder).rglob("*.py"))
-        )
+        for path in sorted((ROOT / folder).rglob("*.py")) or [ROOT / folder]
+        if not {*missing} & {*path.parts, path.stem}
     ]
     rng = random.Random(seed)
     changes = [all_changes(str(path.relative_to(ROOT))) for path in paths]
-    weights = [len(path.read_text(encoding="utf-8")) * bool(each)
-               for path, each in zip(paths, changes, strict=True)]  # fmt: skip
+    weights = [path.stat().st_size * bool(each) for path, each in zip(paths, changes, strict=True)]
     return [rng.choice(each) for each in rng.choices(changes, weights, k=count)]
 
 
@@ -255,11 +253,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--random", type=int, help="so many changes, in place of FAULTS")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="words in the name of a mutant")
+    parser.add_argument("--only", help="expression for names")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     mutants = FAULTS if arguments.random is None else at_random(arguments.random, arguments.seed)
-    mutants = [mutant for mutant in mutants if (arguments.only or "") in mutant.name]
+    mutants = [mutant for mutant in mutants if re.search(arguments.only or "", mutant.name)]
     if arguments.only is None:
         mutants = [NOTHING, *mutants]
     console, survivors = Console(width=200), 0

@@ -300,12 +300,16 @@ def learned(problem: Problem, wrapper: Callable[..., Any]) -> Result:
      fits=lambda problem: of_learned(problem))  # fmt: skip
 def beyond_a_limit(problem: Problem) -> Result:
     """A scale that is beyond its limit has the gradient at the limit, if a step leads back."""
+    ways = ["plain", "functional_call", "compile", "export", "strict export"]
+    name = ways[problem.number % 5 if of_graphs(problem) else problem.number % 2]
 
     def at_limit(limit: str, step: float) -> Result:
-        def wrapper(module: Any, *_: Any) -> Any:
+        def wrapper(module: Any, *others: Any) -> Any:
             setattr(module, limit, problem.scale)
             module.log_scale.data += step
-            return torch_wrappers.plain(module)
+            wrapped = torch_wrappers.LOCAL[name](module, *others)
+            assert getattr(module, limit) == problem.scale
+            return wrapped
 
         return learned(problem, wrapper)
 
