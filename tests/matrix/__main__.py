@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE.parent / "support"), str(HERE)]
 
 from evaluation import Tally  # noqa: E402
 from executors import EXECUTORS  # noqa: E402
-from gpu_problems import MISSING  # noqa: E402
+from gpu_executors import missing  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -69,7 +69,7 @@ def main() -> int:
     numbers = range(arguments.draws) if arguments.only is None else [arguments.only]
     chosen = [
         name for name, each in EXECUTORS.items()
-        if re.fullmatch(arguments.executors, name) and not (MISSING and "gpu" in each.marks)
+        if re.fullmatch(arguments.executors, name) and not missing(each.marks)
     ]  # fmt: skip
     if arguments.first:
         return find_first(chosen, arguments.seed)

@@ -175,8 +175,8 @@ def with_offload(problem: Problem) -> Result:
     ):
         if problem.number % 3 == 0:
             return with_numpy(problem, method="auto", offload=True)
-        # of chunks, and of a block on the device
-        return with_least_workspace(problem, 2, method="auto", offload=True)
+        # of chunks, then of blocks on the device
+        return with_least_workspace(problem, 4, method="auto", offload=True)
 
 
 @executor("NumPy, grad_cache", of_numpy, draws=60,

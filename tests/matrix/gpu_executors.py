@@ -18,6 +18,15 @@ if not MISSING:
     import cupy
 
 
+def missing(marks: tuple[str, ...]) -> str:
+    """Why an executor with these marks does not run here. "card": no emulated GPU suffices."""
+    if "card" in marks:
+        import torch
+
+        return "" if torch.cuda.is_available() else "this torch sees no GPU"
+    return MISSING if "gpu" in marks else ""
+
+
 def on_device(value: Any) -> Any:
     """Arrays on the GPU, of the caller's order of elements; other values as they are."""
     if isinstance(value, tuple) and isinstance(value[0], np.ndarray):

@@ -65,6 +65,7 @@ SEEN_BY: dict[str, tuple[str, tuple[str, ...]]] = {
         "tests/frameworks/jax_devices", "tests/frameworks/test_jax_drop_ins.py",
     )),
     "distributed": (RANKS, ("tests/distributed",)),
+    "kernels": ("NumPy.*", ("tests/cpu", "tests/losses")),
     "infonce": (CHECKED, (
         REFUSALS, "tests/losses tests/reference", "tests/pairs",
         "tests/frameworks/test_first_calls.py tests/frameworks/test_torch_errors.py",

@@ -302,12 +302,16 @@ def beside(x: Any) -> Any:
     return np.concatenate([x[:half], x[half:]], axis=1)
 
 
-def draw_poison(problem: Problem, rng: np.random.Generator) -> None:
-    """A NaN or an infinity in one array of a call: features, or arrays of options."""
+def draw_poison(problem: Problem, rng: np.random.Generator, in_guide: bool) -> None:
+    """A NaN or an infinity in one array of a call: features, or arrays of options. In a guide, of
+    which no pair but the positives counts, if `in_guide`."""
     (rows, _), options = problem.shape, problem.options
     places = ["feature 0", f"feature {len(problem.features) - 1}", "weights", "grad_out"]
     places += [z for z in ("key_bias", "guide", "own", *TEACHER[:2]) if z in options]
-    place = places[rng.integers(len(places))]
+    place = "guide" if in_guide else places[rng.integers(len(places))]
+    if in_guide:
+        leave_out(problem, "groups", "label_smoothing")
+        options["ids"] = tuple(np.zeros(n, np.int64) for n in problem.shape)
     bad = [np.nan, np.inf, -np.inf][rng.integers(3)]
     if place.startswith("feature"):
         sides = [z.copy() for z in problem.features]
@@ -323,7 +327,7 @@ def draw_poison(problem: Problem, rng: np.random.Generator) -> None:
     if place == "own":
         leave_out(problem, "own_mask")
     if place == "guide":  # infinite limits, or limits of products, would hide it
-        leave_out(problem, "false_negative_margin")
+        leave_out(problem, "false_negative_margin", "own")
     if spoilt.size:
         spoilt[tuple(rng.integers(n) for n in spoilt.shape)] = bad
         problem.poison = f"{bad} in {place}"
@@ -384,6 +388,11 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     draw_softmax(problem, rng)
     if loss.taught:
         draw_teacher(problem, one_sided, rng)
+    spoilt_guide = number % 40 in (16, 27)  # of clip and info_nce
+    if spoilt_guide:
+        guide = [rng.standard_normal((n, 3)).astype(np.float32) for n in (rows, columns)]
+        options |= {"guide": tuple(guide), "guide_margin": 0.1}
+        leave_out(problem, "label_smoothing")
     leave_out_exclusive(problem)
     if options["reduction"] == "none":
         problem.grad_out = rng.standard_normal(rows)
@@ -394,7 +403,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         options["labels"] = np.arange(rows) if alone else np.full(rows, -1)
     if zero:
         leave_out(problem, "false_negative_margin")
-    for limit in ("false_negative_margin", "guide_margin"):
+    for limit in ("false_negative_margin", *["guide_margin"] * (not spoilt_guide)):
         if limit in options:
             of_limit = units if limit[0] == "f" else list(in_pair(options["guide"]))
             if is_ambiguous(problem, limit, of_limit):
@@ -427,8 +436,8 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     problem.sides = {"TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))} | (
         {"TILE": tiles} if tiles else {}
     )
-    if rng.random() < 0.1:
-        draw_poison(problem, rng)
+    if rng.random() < 0.1 or spoilt_guide:
+        draw_poison(problem, rng, spoilt_guide)
     if rng.random() < 0.3 and (abs(np.asarray(problem.grad_out)) < 1e3).all():
         of_type = [np.float64, np.float32, np.float16][rng.integers(3)]
         problem.grad_out = np.asarray(problem.grad_out, of_type)

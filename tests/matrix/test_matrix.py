@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 import drop_ins
+import gpu_executors
 import gpu_problems
 from comparison import Result
 from evaluation import Tally
@@ -27,10 +28,14 @@ pytestmark = pytest.mark.extras
 
 def marked(name: str) -> Any:
     """A GPU's executor, with its marker; the emulated one is asked for."""
-    if "gpu" not in EXECUTORS[name].marks:
+    marks = EXECUTORS[name].marks
+    if not marks:
         return name
-    marks = [pytest.mark.emulated] if gpu_problems.EMULATED else gpu_problems.gpu_only
-    return pytest.param(name, marks=marks)
+    if "gpu" in marks and gpu_problems.EMULATED:
+        return pytest.param(name, marks=pytest.mark.emulated)
+    reason = gpu_executors.missing(marks)
+    only = pytest.mark.skipif(bool(reason), reason=reason)
+    return pytest.param(name, marks=[pytest.mark.gpu, only])
 
 
 @pytest.mark.parametrize("name", list(map(marked, EXECUTORS)))

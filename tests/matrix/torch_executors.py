@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_executors
 import ml_dtypes
 import numpy as np
 import torch
@@ -91,6 +92,21 @@ class Call:
         ]
         self.upstream = torch.as_tensor(problem.grad_out, dtype=torch.float64)
 
+    def on_gpu(self) -> Call:
+        """The same call of tensors on a GPU; numbers are there, or on the host."""
+        self.leaves = {
+            name: z if name in SCALARS and self.problem.number % 2 else z.cuda()
+            for name, z in self.leaves.items()
+        }
+        self.labels = [z.cuda() for z in self.labels]
+        self.upstream = self.upstream.cuda()
+        self.options = {
+            name: torch.utils._pytree.tree_map_only(Tensor, Tensor.cuda, value)
+            for name, value in self.options.items()
+            if name != "workspace"
+        }
+        return self
+
     def fresh(self) -> dict[str, Tensor]:
         """Leaves of a new graph."""
         return {
@@ -112,7 +128,7 @@ class Call:
         return (self.upstream.to(loss.dtype) * loss).sum()
 
     def result(self, loss: Tensor, grads: dict[str, Tensor | None]) -> Result:
-        found: Result = {"loss": loss.detach().numpy(), "metrics": None}
+        found: Result = {"loss": array(loss), "metrics": None}
         if self.metrics is not None:
             values = {field: array(getattr(self.metrics, field)) for field in METRICS}
             found["metrics"] = SimpleNamespace(**values)
@@ -265,6 +281,18 @@ def with_compiled_function(problem: Problem) -> Result:
 def with_compiled_module(problem: Problem) -> Result:
     call = Call(problem)
     return call.differentiate(compiled(module_of(call)))
+
+
+def fits_gpu(problem: Problem) -> bool:
+    return fits(problem) and gpu_executors.fits(problem)
+
+
+for _form, _make, _takes in (
+    ("function", function_of, of_torch), ("module", module_of, of_module)
+):  # fmt: skip
+    add(f"torch on a GPU, {_form}", _takes, fits=fits_gpu, device=True, marks=("card",))(
+        lambda problem, make=_make: (call := Call(problem).on_gpu()).differentiate(make(call))
+    )
 
 
 # --- modules that learn their numbers, under wrappers ---------------------------------------------
