@@ -48,7 +48,7 @@ def find_first(chosen: list[str], seed: int) -> int:
             if number < EXECUTORS[name].draws:
                 tally.run(name, seed, [number])
             if tally.wrong:
-                print(f"first wrong: {name} at {number + 1}: {tally.wrong[0]['wrong']}")
+                print(f"first wrong: {name} at {number + 1}: {tally.wrong[0]['wrong']}", flush=True)
                 return 1
     return 0
 

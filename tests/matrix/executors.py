@@ -129,19 +129,17 @@ for _method in spec.CHOICES["method"]:
     )
 
 
-def with_least_workspace(problem: Problem, parts: int = 1, **settings: Any) -> Result:
-    """The error for too small a workspace names the least one, which suffices: of each part that
-    has a least one."""
-    workspace = 1
-    for _ in range(parts):
-        try:
-            return with_numpy(problem, workspace=workspace, **settings)
-        except ValueError as error:
-            least = re.findall(r"^workspace: expected at least (\d+)", str(error))
-            if not least:
-                raise
-            workspace = int(least[0])
-    return with_numpy(problem, workspace=workspace, **settings)
+def with_least_workspace(problem: Problem, **settings: Any) -> Result:
+    """The error for too small a workspace names the least one, which suffices."""
+    try:
+        return with_numpy(problem, workspace=1, **settings)
+    except ValueError as error:
+        least = re.findall(r"^workspace: expected at least (\d+)", str(error))
+        if not least:
+            raise
+    # with offload, of the chunks; blocks of a teacher on the device need more
+    room = 2**15 if problem.kind.taught and "offload" in settings else int(least[0])
+    return with_numpy(problem, workspace=room, **settings)
 
 
 executor("NumPy, least workspace", of_numpy, draws=300)(
@@ -175,8 +173,7 @@ def with_offload(problem: Problem) -> Result:
     ):
         if problem.number % 3 == 0:
             return with_numpy(problem, method="auto", offload=True)
-        # of chunks, then of blocks on the device
-        return with_least_workspace(problem, 4, method="auto", offload=True)
+        return with_least_workspace(problem, method="auto", offload=True)
 
 
 @executor("NumPy, grad_cache", of_numpy, draws=60,

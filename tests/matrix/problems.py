@@ -310,7 +310,7 @@ def draw_poison(problem: Problem, rng: np.random.Generator, in_guide: bool) -> N
     places += [z for z in ("key_bias", "guide", "own", *TEACHER[:2]) if z in options]
     place = "guide" if in_guide else places[rng.integers(len(places))]
     if in_guide:
-        leave_out(problem, "groups", "label_smoothing")
+        leave_out(problem, "groups", "label_smoothing", "decoupled")
         options["ids"] = tuple(np.zeros(n, np.int64) for n in problem.shape)
     bad = [np.nan, np.inf, -np.inf][rng.integers(3)]
     if place.startswith("feature"):

@@ -54,14 +54,19 @@ class Processes:
     def run(self, *task: Any) -> Any:
         """What the processes return for a task, or their error."""
         self.connection.send(task)
-        assert self.connection.poll(LIMIT), f"no answer in {LIMIT} s to {task}"
+        if not self.connection.poll(LIMIT):
+            for process in self.started:
+                process.kill()
+            self.started.clear()
+            raise TimeoutError(f"no answer in {LIMIT} s to {task}")
         answer = self.connection.recv()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def stop(self) -> None:
-        self.connection.send(None)
+        if self.started:
+            self.connection.send(None)
         for process in self.started:
             process.wait(LIMIT)
         shutil.rmtree(self.folder, ignore_errors=True)
