@@ -84,7 +84,7 @@ def merge(problem: Problem, parts: list[tuple[Result, Mine]]) -> Result:
             sides = zip(*values, strict=True)
             found[name] = [whole(side, place) for place, side in enumerate(sides)]
         elif name == "metrics" and first is not None:
-            fields = {"row_rank": 0, "positive": 0, "column_rank": 1}
+            fields = {"row_rank": 0, "positive": 0, "hardest_negative": 0, "column_rank": 1}
             of_field = {k: [getattr(v, k) for v in values] for k in fields}
             found[name] = SimpleNamespace(**{
                 k: None if v[0] is None else whole(v, fields[k]) for k, v in of_field.items()

@@ -84,7 +84,7 @@ def test_drop_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the equations of their projects, which may have stand-ins here."""
     monkeypatch.setattr(drop_ins, "peer", lambda module, name: None)
     try:
-        assert not drop_ins.faults(name, 5, 1)
+        assert not drop_ins.faults(name, 30, 1)
     except ImportError as error:
         pytest.skip(str(error))
 
