@@ -1,6 +1,7 @@
 """Every entrance of the library computes the same problems, within the bounds of oracle.py."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,10 +19,12 @@ import gpu_problems
 from comparison import Result
 from evaluation import Tally
 from executors import EXECUTORS
+from faults import FAULTS
 from problems import Problem, draw
 
 import infonce.torch as it
 from infonce import spec
+from infonce.checks.teacher import ALL_LOSSES
 
 pytestmark = pytest.mark.extras
 
@@ -178,18 +181,15 @@ def test_every_option_is_drawn() -> None:
     assert {*VALUES} == {*spec.OPTIONS}
 
 
-# Public names that compute no loss of spec.LOSSES. (distill: tests/pairs, of four arrays)
+# Public names that compute no loss
 OTHERS = {
     "infonce": {
         "Captured", "Comparison", "Explanation", "LossAndGrad", "Metrics", "__version__", "capture",
-        "compare", "explain",
-        "grad_cache", "schedules", "distill_loss", "distill_loss_and_grad",
+        "compare", "explain", "schedules",
     },
-    "infonce.torch": {"distill_loss"},
-    "infonce.jax": {"distill_loss"},
-    "infonce.distributed": {
-        "Communicator", "RankError", "distill_loss", "distill_loss_and_grad",
-    },
+    "infonce.torch": set(),
+    "infonce.jax": set(),
+    "infonce.distributed": {"Communicator", "RankError"},
     "infonce.cli": {"demo", "bench", "info", "explain"},
 }  # fmt: skip
 
@@ -200,9 +200,9 @@ def test_every_entrance_is_an_executor() -> None:
 
     from infonce.cli import main
 
-    losses = {f"{loss}_loss{end}" for loss in spec.LOSSES for end in ("", "_and_grad")}
+    losses = {f"{loss}_loss{end}" for loss in ALL_LOSSES for end in ("", "_and_grad")}
     computed = {
-        "infonce": losses,
+        "infonce": {*losses, "grad_cache"},
         "infonce.torch": {*losses, "grad_cache", *(kind.__name__ for kind in MODULES.values())},
         "infonce.jax": {*losses, "sharded"},
         "infonce.distributed": losses,
@@ -212,7 +212,17 @@ def test_every_entrance_is_an_executor() -> None:
         assert {*module.__all__} - names == OTHERS[name], name
     assert {*main.commands} - {"loss"} == OTHERS["infonce.cli"]
     words = " ".join(EXECUTORS)
-    for way in ("NumPy", "infonce loss", "MPI", "torch, gloo", "torch, grad_cache", "JAX, sharded"):
+    for way in ("NumPy, grad_cache", "NumPy, offload", "infonce loss", "MPI", "torch, gloo",
+                "torch, grad_cache", "JAX, sharded"):  # fmt: skip
         assert way in words
     drawn = {problem.loss for problem in (draw(0, number) for number in range(20))}
-    assert drawn == {*spec.LOSSES}
+    assert drawn == {*ALL_LOSSES}
+
+
+def test_faults_are_faults_of_this_code() -> None:
+    """Their text occurs once. (`python tests/matrix/mutants.py` puts each of them into a copy)"""
+    for fault in FAULTS:
+        text = (Path(__file__).parents[2] / fault.file).read_text(encoding="utf-8")
+        assert text.count(fault.old) == 1, fault.name
+        assert fault.executors or fault.tests
+        assert not fault.executors or any(re.fullmatch(fault.executors, z) for z in EXECUTORS)
