@@ -147,7 +147,7 @@ executor("NumPy, least workspace", of_numpy, draws=300)(
 )
 
 
-@executor("NumPy, operations on arrays", of_numpy, not_finite="loss",
+@executor("NumPy, operations on arrays", of_numpy, draws=120,
           fits=lambda problem: "precision" not in problem.settings)  # fmt: skip
 def with_arrays(problem: Problem) -> Result:
     """Passes over small blocks by operations on arrays."""
