@@ -233,8 +233,8 @@ def of_one_loss(problem: Problem) -> bool:
 
 @add("torch, grad_cache", of_torch, fits=of_one_loss, draws=30, roundings=4)
 def with_grad_cache(problem: Problem) -> Result:
-    """Encoders by chunks: functions, a module, or functions of mappings. Their output is their
-    input; numbers are an output, too, or keywords of the loss."""
+    """Encoders by chunks: functions, a module, functions of mappings, or one of all inputs. Their
+    output is their input; numbers are an output, too, or keywords of the loss."""
     call = Call(problem)
     leaves = call.fresh()
     sides: list[Any] = [leaves[name] for name in call.arguments]
@@ -253,7 +253,10 @@ def with_grad_cache(problem: Problem) -> Result:
         return call.total(call.without_metrics(out))
 
     chunk = max(1, problem.number % 7 * problem.shape[0] // 7)
-    run = functools.partial(it.grad_cache, encoders[: len(sides)], sides, loss, chunk, **others)
+    towers: Any = encoders[: len(sides)]
+    if problem.number % 4 == 2:
+        towers = lambda *z: tuple(tower(side) for tower, side in zip(encoders, z, strict=False))  # noqa: E731
+    run = functools.partial(it.grad_cache, towers, sides, loss, chunk, **others)
     found = call.result(run(), {name: leaves[name].grad for name in call.wanted})
     with torch.no_grad():
         found["loss alone"] = run().numpy() / problem.grad_out
