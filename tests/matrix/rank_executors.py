@@ -226,6 +226,7 @@ if importlib.util.find_spec("mpi4py"):
     for _ranks, _exchange, _way in (
         ("1", "auto", "world"), ("2", "auto", "world"), ("3", "ring", "world"),
         ("3", "gather", "world"), ("3", "hierarchical", "world"), ("3", "ring", "subgroup"),
+        ("4", "hierarchical", "world"),  # of two nodes
         ("2", "ring", "offload"),
     ):  # fmt: skip
         executor(
