@@ -93,12 +93,15 @@ def test_drop_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_drop_in_is_drawn() -> None:
-    """A module of infonce.torch that is no part of its own losses is a drop-in."""
+    """A module of infonce.torch that is no part of its own losses is a drop-in, and an attribute
+    before it is imported."""
     folder = Path(it.__file__).parent
     own = {"__init__", "caching", "core", "functions", "modules", "__pycache__"}
     modules = {path.stem for path in folder.iterdir()} - own
     drawn = {name.split(".")[0].split(":")[0].split(",")[0] for name in drop_ins.DRAWS}
     assert drawn == modules
+    for name in modules - {"sentence_transformers", "pytorch_metric_learning"}:
+        assert it.__getattr__(name).__name__ == f"infonce.torch.{name}"
 
 
 # --- what executors refuse ------------------------------------------------------------------------
