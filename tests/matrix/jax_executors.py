@@ -239,7 +239,7 @@ def with_axis(problem: Problem) -> Result:
     return found
 
 
-@add("JAX, sharded", of_jax, draws=21, largest=20, fits=divides)
+@add("JAX, sharded", of_jax, draws=64, largest=20, fits=divides)
 def with_devices(problem: Problem) -> Result:
     import processes
 
