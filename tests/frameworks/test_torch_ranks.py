@@ -17,8 +17,6 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 import torch_ranks  # noqa: E402
 import torch_trouble  # noqa: E402
-import torch_wrappers  # noqa: E402
-from torch_problems import LOSSES  # noqa: E402
 from trouble import Trouble  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
@@ -63,7 +61,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Processes take seconds to start: they do several cases."""
     folder = tmp_path_factory.mktemp("two")
     start(
-        ["clip", "siglip", "queue", "cached", "wrappers", "failures"], 2, folder
+        ["clip", "siglip", "queue", "cached", "failures"], 2, folder
     )  # after the last one there is one rank left
     return folder
 
@@ -246,16 +244,6 @@ def test_gradient_caching_needs_as_many_chunks_on_all_ranks(two_ranks: Path) -> 
             "chunk: expected one number of chunks on all processes with fully_shard, got "
             f"{chunks} here, and from 2 to 3 on all"
         )
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("wrapper", torch_wrappers.RANKS)
-def test_a_module_under_a_wrapper_of_ranks(wrapper: str, loss: str, two_ranks: Path) -> None:
-    """Two processes with the same rows: the mean of their gradients is that of the function."""
-    ranks = saved(two_ranks, "wrappers")
-    assert len(ranks) == 2
-    for rank in ranks:
-        torch_wrappers.assert_same(rank[f"{wrapper} {loss}"], loss)
 
 
 def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_wrappers
 from infonce.distributed import RankError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -462,8 +461,8 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
             out = train(case, rank, size, size, device)
         else:
             cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures,
-                        "cached": cached, "wrappers": torch_wrappers.on_ranks, "groups": groups,
-                        "caught": caught, "queue": queue}  # fmt: skip
+                        "cached": cached, "groups": groups, "caught": caught,
+                        "queue": queue}  # fmt: skip
             out = {**cases_of, "late": late}[case](rank, size, device)
         torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "late", "caught"):
