@@ -31,8 +31,9 @@ from .transports import choice as transports
 from .transports.base import Exchanger
 
 EXCHANGES = ("auto", "ring", "gather", "hierarchical")
-# The most multiply-adds of the logits of a whole batch that each rank computes. Measured over two
-# processes with one thread each
+# The most multiply-adds of the logits of a whole batch that each rank computes. One thread computes
+# such a product (`SINGLE` in kernels/cpu/resources.py), so the bits are the same on all ranks of a
+# machine
 WHOLE_MULTIPLY_ADDS = 2**22
 COLUMN_SUM_BYTES = 24  # bytes of a column's max, sum and moment in float64
 
@@ -266,7 +267,8 @@ def fits_whole_batch(problem: Problem, query_count: int, key_count: int) -> bool
     The batch is small, no option but `ids` changes logits or targets, and the call has no labels
     and no metrics.
     """
-    is_small = query_count * key_count * problem.shape[2] <= WHOLE_MULTIPLY_ADDS
+    width = max(problem.shape[2], 8)  # so that one thread computes the loops, too (`THREADED`)
+    is_small = query_count * key_count * width <= WHOLE_MULTIPLY_ADDS
     others = problem.retrieval_ranks or problem.positives is not None
     return bool(is_small and problem.plain and not others)
 

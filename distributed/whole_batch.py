@@ -1,8 +1,9 @@
 """A small batch on CPUs: each rank gathers the rows of all ranks, and computes the whole loss.
 
 Messages take longer than the products of a small batch. The passes over ranks need several messages
-in turn; this way needs two, of the rows and of the loss. A rank computes the loss as one process
-does that has the rows of all ranks, and only the gradients of its own rows.
+in turn; this way needs the message of the rows, and on several machines one of the loss. A rank
+computes the loss as one process does that has the rows of all ranks, and only the gradients of its
+own rows.
 `schedule.decide` chooses calls for this way (`RankSchedule.whole_batch`).
 """
 
@@ -68,9 +69,10 @@ def solve_whole_batch(
             for gradient in (solution.scale_grad, solution.bias_grad)
         ]
         numbers = [solution.loss, *scalar_grads]
-    # ranks may have different processors or numbers of threads, which round differently: all take
-    # the numbers of rank 0
-    all_numbers = ranks.allgather(numbers)
+    # On one machine, all ranks have computed the same bits: a product and a loop of so few logits
+    # have one thread. Other machines may round differently, so all take the numbers of rank 0
+    on_one_machine = ranks.peers is not None and len(ranks.peers.nodes) == 1
+    all_numbers = [numbers] if on_one_machine else ranks.allgather(numbers)
     if solution is None or any(each is None for each in all_numbers):
         return None
     solution.loss, solution.scale_grad, solution.bias_grad = all_numbers[0]

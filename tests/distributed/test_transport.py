@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import agreement, call, passes, run
+from infonce.distributed import agreement, call, passes, run, schedule
 from infonce.distributed.communicators import base, mpi, processes
 from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.losses import RANK_OPTIONS
 from infonce.distributed.transports import choice
+from infonce.kernels.cpu import resources
 from infonce.kernels.solve import Vectors
 
 import infonce
@@ -316,10 +317,8 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             ranks = Alone()
             in_passes = {**RANK_OPTIONS, "exchange": "gather"}
             asked = agreement.RankCall(kind, None, bias, {"scale": 3.0}, in_passes, True)
-            request, schedule, _ = agreement.agree_on_schedule(asked, [x, y], None, ranks)
-            run.solve(
-                request, schedule, False, False, ranks, choice.make(schedule.transport, ranks)
-            )
+            request, agreed, _ = agreement.agree_on_schedule(asked, [x, y], None, ranks)
+            run.solve(request, agreed, False, False, ranks, choice.make(agreed.transport, ranks))
         alive = [
             reference() for reference in rings
         ]  # before a collection, which the end of this may begin
@@ -445,6 +444,8 @@ def test_values_on_a_board() -> None:
 def test_a_small_batch_on_each_rank(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss has the bits of one process, on all ranks; the rows of a call that is repeated come
     with the ranks' comparison. Values that are not finite go by passes, on all ranks."""
+    assert schedule.WHOLE_MULTIPLY_ADDS <= resources.SINGLE
+    assert schedule.WHOLE_MULTIPLY_ADDS // 8 < resources.THREADED
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
     order = np.r_[0:2, 6:8, 2:6, 8:12]  # both views of rows are on one rank
     kind = spec.LOSSES[loss]
