@@ -109,19 +109,19 @@ def test_negative_products() -> None:
     check(negative, key, masks, BOUND["bfloat16"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_equal_products(dtype: str) -> None:
-    """Of equal products the first wins, in one tile and over tiles."""
-    query, key, masks = draw((4, 18, 5, 330, 128), dtype, True)
+def test_equal_products() -> None:
+    """Of equal products the first wins. (On Hopper, products of 16-bit features that differ by less
+    than 2^-19 count as equal, and any of these may win.)"""
+    query, key, masks = draw((4, 18, 5, 330, 128), "float32", True)
     key[:, 1::2] = key[:, ::2]
     key[:, 200:] = key[:, :130]
-    check(query, key, masks, BOUND[dtype])
+    check(query, key, masks, BOUND["float32"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_token_that_wins_all(dtype: str) -> None:
     """The list of a key token that most query tokens choose is divided among warps."""
-    query, key, masks = draw((40, 16, 3, 50, 128), dtype, False)
+    query, key, masks = draw((24, 16, 24, 50, 128), dtype, False)
     key[:, 7] = 0
     key[:, 7, 0] = 9
     query[::2, :, 0] = 5
