@@ -165,9 +165,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "maxsim.json")
     arguments = parser.parse_args()
     side = 8192
-    a, b = (torch.randn(side, side, device="cuda").bfloat16() for _ in range(2))
-    rate = 2 * side**3 / np.median(seconds(lambda: a @ b, arguments.repeats))
-    del a, b
+    square = torch.randn(side, side, device="cuda").bfloat16()
+    rate = 2 * side**3 / np.median(seconds(lambda: square @ square, arguments.repeats))
     rows = []
     for shape in arguments.shapes:
         query, key, query_mask, key_mask = draw(shape)
@@ -185,9 +184,9 @@ def main() -> None:
                     torch.cuda.reset_peak_memory_stats()
                     before = torch.cuda.memory_allocated()
                     times = seconds(lambda c=call, g=with_grad: c(g), arguments.repeats)
+                    peak = torch.cuda.max_memory_allocated() - before
                     row |= {"least_s": min(times), "median_s": float(np.median(times)),
-                            "p90_s": float(np.quantile(times, 0.9)),
-                            "torch_peak_bytes": torch.cuda.max_memory_allocated() - before}  # fmt: skip
+                            "p90_s": float(np.quantile(times, 0.9)), "torch_peak_bytes": peak}  # fmt: skip
                     shown = f"{1e3 * row['median_s']:.3f} ms, {row['median_s'] / bare:.2f} of bare"
                 except Exception as error:
                     row["error"] = shown = f"{type(error).__name__}: {error}"[:150]
