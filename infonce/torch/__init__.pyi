@@ -40,6 +40,9 @@ def clip_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    query_mask: Any = None,
+    key_mask: Any = None,
+    token_mean: bool = False,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -74,6 +77,9 @@ def lit_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    query_mask: Any = None,
+    key_mask: Any = None,
+    token_mean: bool = False,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -110,6 +116,9 @@ def siglip_loss(
     ids: Any = None,
     groups: Any = None,
     positive_ids: Any = None,
+    query_mask: Any = None,
+    key_mask: Any = None,
+    token_mean: bool = False,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -136,6 +145,9 @@ def info_nce_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    query_mask: Any = None,
+    key_mask: Any = None,
+    token_mean: bool = False,
     own: Tensor | None = None,
     own_mask: Tensor | None = None,
     in_batch: bool = True,
@@ -263,6 +275,9 @@ class CLIPLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -298,6 +313,9 @@ class CLIPLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        query_mask: Any = None,
+        key_mask: Any = None,
+        token_mean: bool = False,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -333,6 +351,9 @@ class CLIPLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        query_mask: Any = ...,
+        key_mask: Any = ...,
+        token_mean: bool = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -370,6 +391,9 @@ class LiTLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -405,6 +429,9 @@ class LiTLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        query_mask: Any = None,
+        key_mask: Any = None,
+        token_mean: bool = False,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -440,6 +467,9 @@ class LiTLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        query_mask: Any = ...,
+        key_mask: Any = ...,
+        token_mean: bool = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -479,6 +509,9 @@ class SigLIPLoss(Module):
     ids: Any
     groups: Any
     positive_ids: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -507,6 +540,9 @@ class SigLIPLoss(Module):
         ids: Any = None,
         groups: Any = None,
         positive_ids: Any = None,
+        query_mask: Any = None,
+        key_mask: Any = None,
+        token_mean: bool = False,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -535,6 +571,9 @@ class SigLIPLoss(Module):
         ids: Any = ...,
         groups: Any = ...,
         positive_ids: Any = ...,
+        query_mask: Any = ...,
+        key_mask: Any = ...,
+        token_mean: bool = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -563,6 +602,9 @@ class InfoNCELoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     own: Tensor | None
     own_mask: Tensor | None
     in_batch: bool
@@ -601,6 +643,9 @@ class InfoNCELoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        query_mask: Any = None,
+        key_mask: Any = None,
+        token_mean: bool = False,
         own: Tensor | None = None,
         own_mask: Tensor | None = None,
         in_batch: bool = True,
@@ -640,6 +685,9 @@ class InfoNCELoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        query_mask: Any = ...,
+        key_mask: Any = ...,
+        token_mean: bool = ...,
         own: Tensor | None = ...,
         own_mask: Tensor | None = ...,
         in_batch: bool = ...,
