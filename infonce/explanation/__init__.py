@@ -128,7 +128,7 @@ def explain(
     if dims is not None and "dims" in kind.refused:
         raise ValueError(f"dims: {loss} does not take it")
     columns = sizes["keys"]
-    square = (kind.square and not positive_ids) or kind.symmetric
+    square = kind.is_square(positive_ids) or kind.symmetric
     if columns != rows and square:
         raise ValueError(f"keys: expected {rows} for {loss}, got {columns}")
     if kind.symmetric and not (kind.classes or kind.joint) and rows % 2:
