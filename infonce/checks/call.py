@@ -208,10 +208,9 @@ def _add_vectors(
         if batch is None:  # over ranks, they are counted later, from all keys
             weigh_positives(xp, problem, *count_positives(xp, problem))
     elif positive_ids is not None and not decoupled and problem.pair_options.by_numbers:
-        # so that ids and groups leave out no positives; a softmax does not read their weights
+        # so that ids and groups leave out no positives
         problem.query_positive_ids = problem.classes.rows
         problem.key_positive_ids = problem.classes.columns
-        problem.query_pair_weights, problem.key_pair_weights = xp.zeros(m), xp.zeros(n)
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, n)
         problem.query_bias = problem.key_bias if loss.symmetric else None

@@ -46,7 +46,7 @@ class PositivePairs:
     """The positive pairs of a block as arrays, and the weights of all pairs of the block."""
 
     positive: Array  # [m, n] bool
-    weight: Array  # [m, n]: v_ij at positives, 1 at negatives
+    weight: Array  # [m, n]: v_ij at positives, 1 at negatives; None: a softmax has no weights
 
     @staticmethod
     def find(
@@ -59,6 +59,8 @@ class PositivePairs:
         if not problem.has_positive_ids:
             return None
         positive = problem.query_positive_ids[rows, None] == problem.key_positive_ids[columns]
+        if problem.query_pair_weights is None:
+            return PositivePairs(positive, None)
         weight = problem.query_pair_weights[rows, None] + problem.key_pair_weights[columns]
         return PositivePairs(positive, xp.where(positive, weight, 1.0).astype(dtype))
 

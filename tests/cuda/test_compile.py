@@ -368,7 +368,11 @@ OPTIONS = {
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("names", [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS",)], ids="-".join)
+@pytest.mark.parametrize(
+    "names",
+    [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS",), ("POSITIVE_IDS", "PAIR_WEIGHTS")],
+    ids="-".join,
+)
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
 def test_structures_lie_as_python_packs_them(
     file: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
