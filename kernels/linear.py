@@ -32,7 +32,9 @@ class Segments:
     rows: Array
     columns: Array  # [N]: the segment of each key, like `rows`
     count: int | None = None  # number of segments; None: `numbered` finds it
-    order: Array = None  # [N] if queries are the keys: rows sorted by segment; None: not known
+    # [M] and [N]: rows, and keys, sorted by segment; None: not known
+    row_order: Array = None
+    column_order: Array = None
     _numbered: Segments | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,10 +81,10 @@ class Classes(Segments):
     """Segments whose rows and keys are positives: the classes of SupCon, or of `positive_ids`. On a
     GPU `count` is None: the host does not know it."""
 
-    # Both fields are set on a GPU, for its kernels. `in_sums` has an `order`, and only the classes
-    # of more than two rows (`decoupled`: of two or more), whose loss has a mean over the class
+    # Both fields are set on a GPU, for its kernels. `in_sums` has orders, and only the classes whose
+    # rows have several positives (`decoupled`: one or more): their loss has a mean over the class
     in_sums: Segments | None = None
-    others: Array = None  # [N] number of other rows in a class of `in_sums`; 0 in other classes
+    positive_count: Array = None  # [M] positives of a row in a class of `in_sums`; 0 in others
 
 
 def partners(
@@ -145,7 +147,7 @@ class SegmentedRows(Protocol):
         """[count, D]: the sum of factor_i u_i (None: u_i) over the rows of each segment.
 
         `segment` [n] is the segment of each row, `factor` [n]. A GPU reads rows in the given
-        `order` (`Segments.order`); the sums of segments without rows are then arbitrary.
+        `order` (`Segments.row_order`); the sums of segments without rows are then arbitrary.
         """
         ...
 
@@ -182,11 +184,11 @@ class LinearGradient:
         assert segments.count is not None
         own_segment, other_segment = segments.rows, segments.columns
         own_factor, other_factor = term.row_factor, term.column_factor
-        other_side, other_sums = key, term.key_sums
+        other_side, other_sums, order = key, term.key_sums, segments.column_order
         if is_key_side:
             own_segment, other_segment = other_segment, own_segment
             own_factor, other_factor = other_factor, own_factor
-            other_side, other_sums = query, term.query_sums
+            other_side, other_sums, order = query, term.query_sums, segments.row_order
         elif symmetric:  # row i is also key i, and has the factor of row i there
             other_factor = own_factor
         # If queries are the keys, `sums` and `weighted` both contain row i. A row makes no pair
@@ -197,10 +199,10 @@ class LinearGradient:
         self.sums = self.weighted = None
         if own_factor is not None:
             if other_sums is None:
-                other_sums = other_side.sums(*grouping, order=segments.order)
+                other_sums = other_side.sums(*grouping, order=order)
             self.sums = other_sums
         if other_factor is not None:
-            self.weighted = other_side.sums(*grouping, other_factor, segments.order)
+            self.weighted = other_side.sums(*grouping, other_factor, order)
 
     def part(self, rows: slice) -> LinearGradient:
         """The gradient with respect to some rows of this side."""

@@ -114,6 +114,9 @@ def pair_classes(
     if loss.column_direction_weight and is_pair(positive_ids):
         raise ValueError(f"positive_ids: expected one array for {loss.name}, got a pair")
     ids = sample_integers(xp, loss, "positive_ids", positive_ids, m, n)
+    if whole_batch and xp is not np:
+        pair: tuple[Classes, Array, Array | None] = _gpu_labels().pair_classes(*ids, decoupled)
+        return pair
     return _with_partners(xp, Classes(*ids), None, decoupled, whole_batch)
 
 

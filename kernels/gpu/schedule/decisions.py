@@ -201,6 +201,7 @@ def reserved_bytes(call: Call, operand_precision: str) -> int:
             call.shape,
             smoothed_sides,
             call.max_class_sums,
+            1 + call.two_sided,
             config.ACCUMULATOR_BYTES[operand_precision],
         )
     )
