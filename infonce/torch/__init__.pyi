@@ -38,6 +38,7 @@ def clip_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -72,6 +73,7 @@ def lit_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -134,6 +136,7 @@ def info_nce_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
     own: Tensor | None = None,
     own_mask: Tensor | None = None,
     in_batch: bool = True,
@@ -261,6 +264,7 @@ class CLIPLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -296,6 +300,7 @@ class CLIPLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -331,6 +336,7 @@ class CLIPLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -368,6 +374,7 @@ class LiTLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -403,6 +410,7 @@ class LiTLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -438,6 +446,7 @@ class LiTLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -561,6 +570,7 @@ class InfoNCELoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
     own: Tensor | None
     own_mask: Tensor | None
     in_batch: bool
@@ -599,6 +609,7 @@ class InfoNCELoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
         own: Tensor | None = None,
         own_mask: Tensor | None = None,
         in_batch: bool = True,
@@ -638,6 +649,7 @@ class InfoNCELoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
         own: Tensor | None = ...,
         own_mask: Tensor | None = ...,
         in_batch: bool = ...,

@@ -21,6 +21,7 @@ SOFTMAX = tuple(name for name in LOSSES if name != "siglip")
 FEATURES = {"info_nce": ("query", "key"), "clip": ("image", "text"), "lit": ("text", "image")}
 FEATURES |= {"siglip": ("image", "text"), "gte": ("query", "key")}
 FEATURES |= {"nt_xent": ("features",), "sup_con": ("features",)}
+SETS = ("info_nce", "clip", "lit", "siglip")  # losses with `positive_ids`
 PAIRS = ("info_nce", "clip", "lit")  # queries are compared with keys, and key i is i's positive
 EPS = np.finfo(np.float64).eps
 
@@ -58,8 +59,10 @@ class Problem(NamedTuple):
         options = {"scale": self.scale, "normalize": self.normalize, "weights": self.weights}
         if self.name != "sup_con":
             options |= {"ids": self.ids, "groups": self.groups}
+        if self.name in SETS:
+            options["positive_ids"] = self.positive_ids
         if self.name == "siglip":
-            options |= {"bias": self.bias, "positive_ids": self.positive_ids}
+            options["bias"] = self.bias
         if self.name in ("info_nce", "sup_con"):
             options["labels"] = self.labels
         return options | dict(self.softmax)
@@ -76,7 +79,8 @@ class Problem(NamedTuple):
             y = self.labels
             return [{j for j in range(rows) if j != i and 0 <= y[i] == y[j]} for i in range(rows)]
         if self.positive_ids is not None:
-            own, others = self.positive_ids
+            ids = self.positive_ids
+            own, others = ids if isinstance(ids, tuple) else (ids, ids)
             return [{j for j in range(len(others)) if others[j] == i} for i in own]
         if self.labels is None:
             return [{i} for i in range(rows)]
@@ -212,10 +216,18 @@ def drawn_names(name, rng, number, rows, columns):
     return sides[0] if name in ("nt_xent", "gte") else tuple(sides)
 
 
+def drawn_positive_ids(name, rng, number, rows, columns):
+    """Draw positive ids: a pair; in clip, one array that both sides share."""
+    ids = drawn_names(name, rng, number, rows, columns)
+    return ids[0] if name == "clip" else ids
+
+
 def drawn_problem(name, rng, rows, columns, width):
     """Draw a problem of `rows` queries and `columns` keys, each option by itself, by `rng`."""
-    labels = None
-    if name == "info_nce" and (columns < rows or rng.random() < 0.8):
+    labels = positive_ids = None
+    if name in SETS and (rng.random() < 0.3 or (name != "info_nce" and rows != columns)):
+        positive_ids = drawn_positive_ids(name, rng, 4, rows, columns)
+    elif name == "info_nce" and (columns < rows or rng.random() < 0.8):
         shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
         labels = rng.integers(-1, columns, shape)
         if len(shape) > 1:
@@ -231,9 +243,6 @@ def drawn_problem(name, rng, rows, columns, width):
     if rng.random() < 0.3 and name != "sup_con":
         groups = drawn_names(name, rng, 3, rows, columns)
     softmax = softmax_options(name, rows, columns, rng) if name != "siglip" else {}
-    positive_ids = None
-    if name == "siglip" and (rows != columns or rng.random() < 0.5):
-        positive_ids = drawn_names(name, rng, 4, rows, columns)
     problem = Problem(
         name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
         groups=groups, positive_ids=positive_ids, normalize=bool(rng.random() < 0.5),
@@ -254,7 +263,7 @@ def problems(
 
     Arguments are strategies, or tuples to choose from. `several`: whether queries of info_nce have
     sets of positives, also empty ones. `options`: whether losses have options of the softmax.
-    `groups`: whether samples have groups. `positive_ids`: whether siglip has positive ids.
+    `groups`: whether samples have groups. `positive_ids`: whether losses have positive ids.
     """
     name = draw(st.sampled_from(names))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -262,11 +271,11 @@ def problems(
     if name == "nt_xent":
         rows *= 2
     columns = rows + (draw(st.integers(0, 3)) if name == "info_nce" else 0)
-    in_sets = name == "siglip" and draw(positive_ids)
-    if in_sets:
+    in_sets = name in SETS and draw(positive_ids)
+    if in_sets and name != "clip":
         columns = draw(st.integers(1, 7))
     labels = None
-    if name == "info_nce" and draw(st.booleans()):
+    if name == "info_nce" and not in_sets and draw(st.booleans()):
         columns = draw(st.integers(1, 7))  # fewer keys than queries, and shared positives
         labels = rng.integers(0, columns, rows)
         if draw(several) and rng.random() < 0.7:
@@ -302,7 +311,7 @@ def problems(
         labels=labels,
         ids=ids_by_kind[kind],
         groups=groups,
-        positive_ids=drawn_names(name, rng, 3, rows, columns) if in_sets else None,
+        positive_ids=drawn_positive_ids(name, rng, 3, rows, columns) if in_sets else None,
         normalize=draw(normalize),
         weights=rng.normal(size=rows) if draw(st.booleans()) else None,
         softmax=softmax,
