@@ -84,7 +84,7 @@ def finalize(
     linear = []
     if problem.classes is not None:  # changes losses of rows and columns
         columns = None
-        if column_losses is not None:
+        if column_losses is not None and stats.columns is not None:
             columns = stats.columns, column_losses, column_upstream
         rows = row_sums, row_losses, row_upstream
         linear.append(add_class_means(xp, problem, backend, smoothing, rows, columns))

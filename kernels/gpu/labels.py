@@ -94,8 +94,10 @@ def _make_classes(
     """
     parts = labels, key_labels, decoupled, apart, negative_apart
     outputs = plan.run_by_plan(_classes, *parts, graphs=True)
-    ids, segment, order = outputs.get("ids", labels), outputs["segment"], outputs["order"]
-    key_ids = ids if key_labels is None else key_labels
+    ids: Array = outputs.get("ids", labels)
+    key_ids, segment, order = ids, outputs["segment"], outputs["order"]
+    if key_labels is not None:
+        key_ids = key_labels
     in_sums = Segments(
         segment, outputs.get("key_segment", segment), -(-len(key_ids) // _least(decoupled, apart)),
         order, outputs.get("key_order", order),

@@ -105,7 +105,7 @@ def test_passes_are_those_of_the_loss_without(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(buffers.Buffers, "prepare", record)
     monkeypatch.setattr(select, "has_plan", lambda *_: False)
     compare("clip", "bfloat16", 140, 140, 20)
-    assert seen == [None]
+    assert set(seen) == {None}
     compare("clip", "bfloat16", 140, 140, 20, ("ids",))
     assert seen[-1] is not None
 
