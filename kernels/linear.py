@@ -81,8 +81,8 @@ class Classes(Segments):
     """Segments whose rows and keys are positives: the classes of SupCon, or of `positive_ids`. On a
     GPU `count` is None: the host does not know it."""
 
-    # Both fields are set on a GPU, for its kernels. `in_sums` has orders, and only the classes whose
-    # rows have several positives (`decoupled`: one or more), and so a mean in their loss
+    # Both are set on a GPU, for its kernels. `in_sums` has orders, and only the classes whose rows
+    # have several positives (`decoupled`: one or more), and so a mean in their loss
     in_sums: Segments | None = None
     positive_count: Array = None  # [M] positives of a row in a class of `in_sums`; 0 in others
 
