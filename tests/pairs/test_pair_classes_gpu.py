@@ -71,6 +71,7 @@ def compare(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_against_reference(loss: str, dtype: str, method: str) -> None:
     compare(loss, dtype, 40, 75, 5, ("weights",), method=method)
+    compare(loss, dtype, 40, 75, 5, ("key_bias",), method=method)
     compare(loss, dtype, 40, 75, 5, ("ids", "groups", "key_bias"), method=method)
 
 
