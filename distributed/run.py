@@ -76,7 +76,8 @@ def solve(
         if unweighted.plain:
             problem = unweighted
 
-    # positives, and classes over all ranks
+    # positives, and classes over all ranks. The only other row of a class may be on any rank
+    labelled = labelled or problem.classes is not None
     runner, first_query = choose_block_runner(request), schedule.queries.starts[ranks.rank]
     vectors, xp = runner.vectors, runner.vectors.xp
     make_contiguous(xp, problem)
@@ -87,11 +88,11 @@ def solve(
         problem, gradients, schedule.keys.starts[ranks.rank], schedule.keys, exchange,
         runner.run_block_pass, labelled, vectors, schedule.sum_dtype,
     )  # fmt: skip
-    if problem.has_positive_ids:
-        weigh_positives(xp, problem, *count_positives_over_ranks(passes, problem))
-    elif problem.classes is not None:
+    if problem.classes is not None:
         find_classes(passes, problem, first_query)
         total_weight = apply_weights(request, problem, loss_count, ranks, transport)
+    elif problem.has_positive_ids:
+        weigh_positives(xp, problem, *count_positives_over_ranks(passes, problem))
     elif problem.symmetric and labelled:
         unpaired = find_unpaired_rows(passes, problem, first_query)
         run_on_all_ranks(ranks, lambda: require_pairs(problem, *unpaired))
@@ -170,14 +171,18 @@ def _import_gpu_modules() -> tuple[Any, Any]:
 
 
 def find_classes(passes: PassesOverRanks, problem: Problem, first_query: int) -> None:
-    """Set the positives of rows, which are rows of any rank, and the weight 0 of rows without one.
+    """Set the positives of rows, which are keys of any rank, and the weight 0 of rows without one.
 
-    In a class of two rows, each row is the positive of the other row. Rows of other classes get -1,
-    because their positives are a linear term. If the loss is `decoupled`, all rows get -1.
+    A row whose class has one key gets this key; if queries are the keys, one key other than the
+    row. Other rows get -1, because their positives are a linear term. If the loss is `decoupled`,
+    all rows get -1.
     """
-    own_indices = passes.xp.arange(len(problem.query)) + first_query
-    members = passes.members(problem.classes)
-    problem.positives, has_positive = partners(passes.xp, members, own_indices, problem.decoupled)
+    own_indices = None
+    if problem.symmetric:
+        own_indices = passes.xp.arange(len(problem.query)) + first_query
+    problem.positives, has_positive = partners(
+        passes.xp, problem.classes, passes.members(problem.classes), own_indices, problem.decoupled
+    )
     problem.weights = row_weights(passes.xp, problem.weights, has_positive)
 
 

@@ -271,7 +271,6 @@ SOFTMAX_OPTIONS = (
     "margin", "decoupled", "label_smoothing", "hardness",
     *(option.name for option in PAIR_OPTIONS if option.name not in INTEGER_OPTIONS), "guide_margin",
 )  # fmt: skip
-SIGMOID_OPTIONS = ("positive_ids",)  # options of a pairwise sigmoid, which is SigLIP
 OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
 PREFIX_OPTIONS = ("dims", "dim_weights")
 TOKEN_OPTIONS = ("query_mask", "key_mask", "token_mean")  # of features that are sets of tokens
@@ -281,10 +280,17 @@ LIKELY_POSITIVES = tuple(option.name for option in PAIR_OPTIONS if option.compar
 NOT_WITH_METRICS = tuple(o.name for o in PAIR_OPTIONS if o.compares or o.shifts)
 # Label smoothing spreads targets over all keys of the denominator, each of which has to count once
 NOT_WITH_LABEL_SMOOTHING = ("decoupled", "hardness", *LIKELY_POSITIVES)
+# The positives of a softmax with `positive_ids` are in the sums of its passes, which do not tell
+# them from negatives
+NOT_WITH_POSITIVE_IDS = ("margin", "hardness", *LIKELY_POSITIVES, "metrics")
 # Combinations that raise an error: all options of one of these tuples in one call
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     *(("label_smoothing", other) for other in NOT_WITH_LABEL_SMOOTHING),
-    ("groups", "label_smoothing", "ids"),  # need a sum of features for each (group, id)
+    *((other, "positive_ids") for other in NOT_WITH_POSITIVE_IDS),
+    # need a sum of features for each (group, id)
+    ("groups", "label_smoothing", "ids"),
+    *((name, "label_smoothing", "positive_ids") for name in ("ids", "groups")),
+    ("ids", "decoupled", "positive_ids"),  # each leaves out pairs of equal numbers
     ("own", "label_smoothing"),  # sums of the keys' features lack own negatives
 )
 
@@ -302,7 +308,8 @@ class Loss:
     column_direction_weight: float = 0.0
     # queries are the keys (gte: all rows of both), and no row is compared with itself
     symmetric: bool = False
-    square: bool = False  # as many keys as queries are required, except with `positive_ids`
+    # as many keys as queries are required, except with `positive_ids` of a loss without columns
+    square: bool = False
     locked: tuple[str, ...] = ()  # arguments that never get a gradient
     sigmoid: bool = False  # a sigmoid of each pair, and no softmax
     # defaults of the loss; all other options have the defaults of `OPTIONS`, for all losses
@@ -318,6 +325,10 @@ class Loss:
         """The index of the keys in `arguments`: 1, or 0 for a loss of one array."""
         return min(1, len(self.arguments) - 1)
 
+    def is_square(self, positive_ids: bool) -> bool:
+        """Whether a call, with or without `positive_ids`, requires as many keys as queries."""
+        return self.square and not (positive_ids and self.column_direction_weight == 0.0)
+
     @cached_property
     def takes_tokens(self) -> bool:
         """Whether a row of features may be a set of tokens: then logits are MaxSim scores."""
@@ -329,22 +340,22 @@ class Loss:
         return len(self.arguments) > 2
 
 
-INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads, refused=SIGMOID_OPTIONS)
+INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads)
 INFO_NCE_OWN = replace(INFO_NCE, arguments=("query", "key", "own"), grads=result.QueryKeyOwnGrads)
 NT_XENT = Loss(
     "nt_xent",
     ("features",),
     result.FeaturesGrads,
     symmetric=True,
-    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS, *TOKEN_OPTIONS),
+    refused=("positive_ids", *OWN_OPTIONS, *TOKEN_OPTIONS),
 )
 CLIP = Loss(
     "clip", ("image", "text"), result.ImageTextGrads, row_direction_weight=0.5,
-    column_direction_weight=0.5, square=True, refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
+    column_direction_weight=0.5, square=True, refused=OWN_OPTIONS,
 )  # fmt: skip
 LIT = Loss(
     "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",),
-    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
+    refused=OWN_OPTIONS,
 )  # fmt: skip
 SIGLIP = Loss(
     "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
@@ -360,7 +371,7 @@ SUP_CON = Loss(
 GTE = Loss(
     "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
     refused=(
-        *SIGMOID_OPTIONS, "key_bias", *OWN_OPTIONS, *PREFIX_OPTIONS, "metrics", "return_logits",
+        "positive_ids", "key_bias", *OWN_OPTIONS, *PREFIX_OPTIONS, "metrics", "return_logits",
         *TOKEN_OPTIONS,
     ),
 )  # fmt: skip

@@ -85,11 +85,12 @@ class Problem:
     # the groups of queries and of keys as NumPy arrays, from which a GPU's call finds the blocks
     # without a common group. None if features are on the CPU, groups on a GPU, or labels are given
     host_groups: tuple[Array, Array] | None = None
-    # SigLIP, [M] and [N] int64: pairs of equal ids are positives, and all `positives` are -1
+    # [M] and [N] int64: pairs of equal ids are positives, which ids and groups do not leave out. In
+    # SigLIP all `positives` are -1. A softmax without ids and groups has None, and only `classes`
     query_positive_ids: Array = None
     key_positive_ids: Array = None
-    # the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j], float64;
-    # the formula is in options/positive_ids.py
+    # SigLIP: the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j],
+    # float64; the formula is in options/positive_ids.py
     query_pair_weights: Array = None  # [M]
     key_pair_weights: Array = None  # [N]
     # numbers that are options of the softmax; `infonce.spec.OPTIONS` explains each
@@ -117,8 +118,8 @@ class Problem:
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
     # bytes of the workspace that the joined copies of features and gradients of a joint loss take
     joint_copy_bytes: int = 0
-    # `linear.Classes`: all other rows of a row's class are its positives. `positives` then has only
-    # the positives of rows with one other row in their class
+    # `linear.Classes`: the positives of a row are all keys of its class, except, if queries are the
+    # keys, the row itself. `positives` then has only the positives of rows with one positive
     classes: Any = None
 
     # names of the two fields with auxiliary features: of a guide here, of a teacher in a subclass
@@ -193,7 +194,7 @@ class Problem:
 
     @property
     def has_positive_ids(self) -> bool:
-        """Whether a sigmoid's positives are the pairs of equal positive ids."""
+        """Whether passes compare positive ids, to find the positives."""
         return self.query_positive_ids is not None
 
     @property

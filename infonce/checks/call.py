@@ -176,19 +176,23 @@ def _add_vectors(
         raise TypeError(f"progress: expected a callable, got {validation.what(problem.progress)}")
     if (ids := get("ids")) is not None:
         problem.query_ids, problem.key_ids = rows.sample_integers(xp, loss, "ids", ids, m, n)
-    has_positive = None
+    positive_ids, has_positive = get("positive_ids"), None
+    decoupled, is_whole_batch = bool(get("decoupled")), batch is None  # False over ranks
     if loss.classes:
-        decoupled = bool(get("decoupled"))
-        is_whole_batch = batch is None  # False over ranks
         problem.classes, problem.positives, has_positive = rows.classes(
             xp, labels, m, decoupled, static.batch.first, is_whole_batch
         )
-        if decoupled:  # sums leave out the positives: classes serve as ids, which exclude pairs
-            problem.query_ids = problem.key_ids = problem.classes.rows
+    elif positive_ids is not None and not loss.sigmoid:
+        problem.classes, problem.positives, has_positive = rows.pair_classes(
+            xp, loss, positive_ids, m, n, decoupled, is_whole_batch
+        )
     elif labels is not None:  # a row of nt_xent (symmetric) has one positive: its other view
         problem.positives, problem.known_row_nans, has_positive = rows.positives(
             xp, labels, m, static.batch.columns, any_number=not loss.symmetric
         )  # fmt: skip
+    if decoupled and problem.classes is not None:
+        # sums leave out the positives: classes serve as ids, which exclude pairs
+        problem.query_ids, problem.key_ids = problem.classes.rows, problem.classes.columns
     if (weights := get("weights")) is not None:
         weights = rows.weights(xp, weights, m, batch is None)
     problem.weights = rows.row_weights(xp, weights, has_positive)
@@ -198,17 +202,20 @@ def _add_vectors(
         if reduction != "none":
             problem.common_share = 1.0
     problem.upstream = validation.upstream(xp, get("grad_out", 1.0), reduction, m, shares)
-    positive_ids = get("positive_ids")
     if get("groups") is not None or get("in_batch") is False:
         default_positives = batch is None and labels is None and positive_ids is None
         _set_groups(problem, loss, static, arrays, options, default_positives)
-    if positive_ids is not None:
+    if positive_ids is not None and loss.sigmoid:
         problem.query_positive_ids, problem.key_positive_ids = rows.sample_integers(
             xp, loss, "positive_ids", positive_ids, m, n
         )
         problem.positives = xp.full(m, -1, np.int64)  # none: kernels find them by their ids
         if batch is None:  # over ranks, they are counted later, from all keys
             weigh_positives(xp, problem, *count_positives(xp, problem))
+    elif positive_ids is not None and not decoupled and problem.pair_options.by_numbers:
+        # so that ids and groups leave out no positives
+        problem.query_positive_ids = problem.classes.rows
+        problem.key_positive_ids = problem.classes.columns
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, n)
         problem.query_bias = problem.key_bias if loss.symmetric else None
@@ -338,8 +345,9 @@ def _check_static(
     on_host = descriptions[0][2] is None
     on_cpu = on_host and not values["offload"]
     batch = batch or Batch(len(query), len(key))
-    square = loss.square and values["positive_ids"] is None
-    validation.shapes(loss, query, key, labelled, batch, square)
+    has_positive_ids = values["positive_ids"] is not None
+    square = loss.is_square(has_positive_ids)
+    validation.shapes(loss, query, key, labelled or has_positive_ids, batch, square)
     if loss.sigmoid:
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
@@ -352,6 +360,9 @@ def _check_static(
         got = f'got method="{values["method"]}"'
         raise ValueError(f'return_logits: expected method="naive", the one that keeps them, {got}')
     softmax_options = softmax.options(loss, values)
+    if labelled and has_positive_ids:
+        got = validation.what(values["positive_ids"])
+        raise ValueError(f"positive_ids: expected None with labels, got {got}")
     wrt = validation.wrt(loss, values["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[loss.key_argument] in wrt

@@ -18,6 +18,7 @@ def info_nce(
     labels: ArrayLike | None = None,
     ids: Ids | None = None,
     groups: Ids | None = None,
+    positive_ids: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     guide: Guide | None = None,
@@ -52,6 +53,8 @@ def info_nce(
         serves both sides when M = N.
     groups : array_like [N], or tuple (query groups [M], key groups [N]), optional
         Query i and key j of different groups are excluded, unless j is a positive of i.
+    positive_ids : array_like [N], or tuple (of queries [M], of keys [N]), optional
+        Queries and keys of equal numbers are positives, in place of `labels`.
     normalize : bool
         Divide the rows of `query` and `key` by their L2 norms first.
     weights : array_like [M], optional
@@ -109,8 +112,10 @@ def info_nce(
         q, q_norm = common.normalize(q)
         k, k_norm = common.normalize(k)
     rows, columns = len(q), len(k)
-    y = np.arange(rows) if labels is None else np.asarray(labels)
-    positive = (np.arange(columns) == y.reshape(rows, -1, 1)).any(axis=1)
+    positive = common.paired(rows, columns, positive_ids)
+    if labels is not None:
+        y = np.asarray(labels)
+        positive = (np.arange(columns) == y.reshape(rows, -1, 1)).any(axis=1)
     w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 

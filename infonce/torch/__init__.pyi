@@ -40,6 +40,7 @@ def clip_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
     query_mask: Any = None,
     key_mask: Any = None,
     token_mean: bool = False,
@@ -77,6 +78,7 @@ def lit_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
     query_mask: Any = None,
     key_mask: Any = None,
     token_mean: bool = False,
@@ -145,6 +147,7 @@ def info_nce_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
     query_mask: Any = None,
     key_mask: Any = None,
     token_mean: bool = False,
@@ -275,6 +278,7 @@ class CLIPLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
     query_mask: Any
     key_mask: Any
     token_mean: bool
@@ -313,6 +317,7 @@ class CLIPLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
         query_mask: Any = None,
         key_mask: Any = None,
         token_mean: bool = False,
@@ -351,6 +356,7 @@ class CLIPLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
         query_mask: Any = ...,
         key_mask: Any = ...,
         token_mean: bool = ...,
@@ -391,6 +397,7 @@ class LiTLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
     query_mask: Any
     key_mask: Any
     token_mean: bool
@@ -429,6 +436,7 @@ class LiTLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
         query_mask: Any = None,
         key_mask: Any = None,
         token_mean: bool = False,
@@ -467,6 +475,7 @@ class LiTLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
         query_mask: Any = ...,
         key_mask: Any = ...,
         token_mean: bool = ...,
@@ -602,6 +611,7 @@ class InfoNCELoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
     query_mask: Any
     key_mask: Any
     token_mean: bool
@@ -643,6 +653,7 @@ class InfoNCELoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
         query_mask: Any = None,
         key_mask: Any = None,
         token_mean: bool = False,
@@ -685,6 +696,7 @@ class InfoNCELoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
         query_mask: Any = ...,
         key_mask: Any = ...,
         token_mean: bool = ...,

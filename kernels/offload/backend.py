@@ -130,8 +130,9 @@ def _copy_vectors(device: OffloadDevice, problem: Problem) -> Problem:
         if isinstance(vector, np.ndarray)
     }
     if (classes := problem.classes) is not None:
-        rows = device.put(classes.rows)  # columns have the same classes
-        device_vectors["classes"] = replace(classes, rows=rows, columns=rows)
+        rows = device.put(classes.rows)
+        columns = rows if classes.columns is classes.rows else device.put(classes.columns)
+        device_vectors["classes"] = replace(classes, rows=rows, columns=columns)
     return replace(problem, **device_vectors)
 
 

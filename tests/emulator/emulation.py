@@ -57,6 +57,8 @@ EVERY: dict[str, int] = {
     "test_offload": 41,
     "test_same_bits_from_run_to_run": 13,
     "test_both_passes_leave_out_the_same_pairs": 22, "test_limits_far_apart": 2,
+    # test_pair_classes_gpu.py
+    "test_kernels_of_pair_classes": 5,
     # test_plan.py
     "test_as_without_a_plan": 11, "test_graphs": 7,
     # test_ragged.py

@@ -270,7 +270,8 @@ def leave_out_exclusive(problem: Problem) -> None:
     """Of options that raise an error together, the last one goes."""
     for names in spec.EXCLUSIVE:
         if problem.options.keys() >= {*names}:
-            leave_out(problem, names[-1] if names[0] != "own" else "own")
+            # without positive ids, shapes and labels would not fit
+            leave_out(problem, names[0] if {"own", "positive_ids"} & {*names} else names[-1])
 
 
 def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
@@ -341,13 +342,13 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     name = list(DTYPES)[rng.integers(4)]
     rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, largest))
     rows *= 2 if loss.name == "nt_xent" else 1
-    several = loss.name == "siglip" and rng.random() < 0.3  # positives by their ids
+    several = "positive_ids" not in loss.refused and rng.random() < 0.3  # positives by their ids
     one_sided = loss.taught and rng.random() < 0.5
-    oblong = loss.name == "info_nce" or several or one_sided
+    oblong = loss.name == "info_nce" or one_sided or (several and loss.name != "clip")
     columns = int(rng.integers(1, largest + 10)) if oblong else rows
     d = int(rng.choice([1, 2, 3, 5, 8, 17, 33, 64, 70]))
-    labels = draw_labels(loss.name, rows, columns, rng)
-    if loss.name == "info_nce" and labels is None:
+    labels = None if several else draw_labels(loss.name, rows, columns, rng)
+    if loss.name == "info_nce" and labels is None and not several:
         rows = min(rows, columns)
     kind = KINDS[rng.integers(len(KINDS))]
     units = list(draw_features(kind, rows, columns, d, rng))
@@ -380,7 +381,10 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
             most = int(rng.integers(2, 2 + max(rows, columns))) if names == "ids" else 2
             options[names] = draw_names(loss, (rows, columns), most, rng)
     if several:
-        options["positive_ids"] = draw_names(loss, (rows, columns), int(rng.integers(1, 9)), rng)
+        most = int(rng.integers(1, max(9, rows)))
+        options["positive_ids"] = draw_names(loss, (rows, columns), most, rng)
+        if loss.name == "clip":
+            options["positive_ids"] = in_pair(options["positive_ids"])[0]
     if rng.random() < 0.3:
         weights = rng.uniform(0, 2, rows) * (rng.random(rows) < 0.8)
         weights[rng.integers(rows)] = 1.0
@@ -426,7 +430,8 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     possible += ["bias"] * loss.sigmoid
     if rng.random() < 0.3:
         settings["wrt"] = [z for z in possible if rng.random() < 0.5]
-    with_metrics = not {"key_bias", "false_negative_margin", "guide", "own", "dims"} & {*options}
+    without_ranks = {"key_bias", "false_negative_margin", "guide", "own", "dims", "positive_ids"}
+    with_metrics = not without_ranks & {*options}
     with_metrics &= "metrics" not in loss.refused and (problem.find_positives().sum(1) == 1).all()
     if with_metrics and rng.random() < 0.3:
         settings["metrics"] = True

@@ -36,7 +36,8 @@ def cut(rows: int, size: int, seed: int) -> list[slice]:
 def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
     """The problem of a rank: its rows, and their indices."""
     (rows, columns), seed, options = problem.shape, problem.number, dict(problem.options)
-    of_pairs = rows == columns and problem.loss != "info_nce" and "positive_ids" not in options
+    of_pairs = rows == columns and problem.loss != "info_nce"
+    of_pairs &= problem.loss == "clip" or "positive_ids" not in options
     parts = [cut(n, size, seed + place * (not of_pairs)) for place, n in enumerate((rows, columns))]
     order = np.arange(rows)
     if problem.loss == "nt_xent":

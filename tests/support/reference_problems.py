@@ -21,6 +21,7 @@ SOFTMAX = tuple(name for name in LOSSES if name != "siglip")
 FEATURES = {"info_nce": ("query", "key"), "clip": ("image", "text"), "lit": ("text", "image")}
 FEATURES |= {"siglip": ("image", "text"), "gte": ("query", "key")}
 FEATURES |= {"nt_xent": ("features",), "sup_con": ("features",)}
+SETS = ("info_nce", "clip", "lit", "siglip")  # losses with `positive_ids`
 EPS = np.finfo(np.float64).eps
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -57,8 +58,10 @@ class Problem(NamedTuple):
         options = {"scale": self.scale, "normalize": self.normalize, "weights": self.weights}
         if self.name != "sup_con":
             options |= {"ids": self.ids, "groups": self.groups}
+        if self.name in SETS:
+            options["positive_ids"] = self.positive_ids
         if self.name == "siglip":
-            options |= {"bias": self.bias, "positive_ids": self.positive_ids}
+            options["bias"] = self.bias
         if self.name in ("info_nce", "sup_con"):
             options["labels"] = self.labels
         return options | dict(self.softmax)
@@ -75,7 +78,8 @@ class Problem(NamedTuple):
             y = self.labels
             return [{j for j in range(rows) if j != i and 0 <= y[i] == y[j]} for i in range(rows)]
         if self.positive_ids is not None:
-            own, others = self.positive_ids
+            ids = self.positive_ids
+            own, others = ids if isinstance(ids, tuple) else (ids, ids)
             return [{j for j in range(len(others)) if others[j] == i} for i in own]
         if self.labels is None:
             return [{i} for i in range(rows)]
@@ -211,10 +215,18 @@ def drawn_names(name, rng, number, rows, columns):
     return sides[0] if name in ("nt_xent", "gte") else tuple(sides)
 
 
+def drawn_positive_ids(name, rng, number, rows, columns):
+    """Draw positive ids: a pair; in clip, one array that both sides share."""
+    ids = drawn_names(name, rng, number, rows, columns)
+    return ids[0] if name == "clip" else ids
+
+
 def drawn_problem(name, rng, rows, columns, width):
     """Draw a problem of `rows` queries and `columns` keys, each option by itself, by `rng`."""
-    labels = None
-    if name == "info_nce" and (columns < rows or rng.random() < 0.8):
+    labels = positive_ids = None
+    if name in SETS and (rng.random() < 0.3 or (name != "info_nce" and rows != columns)):
+        positive_ids = drawn_positive_ids(name, rng, 4, rows, columns)
+    elif name == "info_nce" and (columns < rows or rng.random() < 0.8):
         shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
         labels = rng.integers(-1, columns, shape)
         if len(shape) > 1:
@@ -230,9 +242,6 @@ def drawn_problem(name, rng, rows, columns, width):
     if rng.random() < 0.3 and name != "sup_con":
         groups = drawn_names(name, rng, 3, rows, columns)
     softmax = softmax_options(name, rows, columns, rng) if name != "siglip" else {}
-    positive_ids = None
-    if name == "siglip" and (rows != columns or rng.random() < 0.5):
-        positive_ids = drawn_names(name, rng, 4, rows, columns)
     problem = Problem(
         name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
         groups=groups, positive_ids=positive_ids, normalize=bool(rng.random() < 0.5),
@@ -250,7 +259,7 @@ def small_problem(name, seed):
     rng = np.random.default_rng(seed)
     rows, width = (int(n) for n in rng.integers(1, 6, 2))
     rows *= 2 if name == "nt_xent" else 1
-    columns = int(rng.integers(1, 8)) if name in ("info_nce", "siglip") else rows
+    columns = int(rng.integers(1, 8)) if name in SETS and name != "clip" else rows
     problem = drawn_problem(name, rng, rows, columns, width)
     return problem._replace(bias=rng.uniform(-10, 2))
 

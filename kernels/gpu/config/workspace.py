@@ -152,15 +152,18 @@ class Needs:
         return {"exponentials": block_bytes, "references": references}
 
 
-def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
+def term_bytes(
+    shape: tuple[int, int, int], smoothed: int, classes: int, sides: int, real: int
+) -> int:
     """Bytes that linear terms need: sums of segments, and two pieces for each PLACE_ROWS rows.
 
-    `smoothed`: sides with label smoothing. `classes`: their number. `real`: bytes of one number.
+    `smoothed`: sides with label smoothing. `classes`: their number. `sides`: sides with a softmax.
+    `real`: bytes of one number.
     """
     m, n, d = shape
     pieces = 2 * d * 8 * -(-max(m, n) // PLACE_ROWS)
     smoothing = 2 * smoothed * pieces  # sums of rows, and sums weighted by factors
-    return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
+    return smoothing + (2 * sides * (pieces + classes * d * real) if classes else 0)
 
 
 def own_parts(m: int, k: int, real: int, normalize: bool) -> Parts:

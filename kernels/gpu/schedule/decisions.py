@@ -191,10 +191,15 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
 
 def reserved_bytes(call: Call, operand_precision: str) -> int:
     """Bytes of the workspace for linear terms, joint losses and own negatives, which passes cannot
-    take."""
+    take.
+
+    Sums over the classes of queries and keys are beside the default workspace. The most that there
+    can be would take half of it from 65536 rows of 512 features on, so that products get small.
+    """
     smoothed_sides = (1 + call.two_sided) * call.smoothing
+    class_sums = call.max_class_sums if call.symmetric or call.workspace_given else 0
     item = config.ACCUMULATOR_BYTES[operand_precision]
-    term_bytes = config.term_bytes(call.shape, smoothed_sides, call.max_class_sums, item)
+    term_bytes = config.term_bytes(call.shape, smoothed_sides, class_sums, 1 + call.two_sided, item)
     return call.joint_copy_bytes + sum(call.own_memory.values()) + term_bytes
 
 

@@ -70,7 +70,7 @@ class PairVectors:
     def __init__(self, buffers: Buffers, problem: Problem) -> None:
         self.row_bias, self.column_bias = problem.query_bias, problem.key_bias  # natural logits
         self.positive_tiles: Array | None = None
-        if problem.has_positive_ids and buffers.schedule.sweep is not None:
+        if problem.query_pair_weights is not None and buffers.schedule.sweep is not None:
             self.positive_tiles = find_positive_tiles(buffers.launcher, problem)
         # vectors of rows and of columns of the whole matrix, by the names of their fields
         self.rows: Fields = {}
@@ -84,7 +84,7 @@ class PairVectors:
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields that these options add to struct Block, for a block of the logit matrix."""
         fields: Fields = {name: address(vector, rows.start) for name, vector in self.rows.items()}
-        if "query_positive_ids" in fields:
+        if "query_pair_weights" in fields:
             tiles = self.positive_tiles
             if rows.start % config.BLOCK_M or columns.start % config.BLOCK_M:
                 tiles = None  # the block's tiles are no tiles of the matrix: compare ids in all
