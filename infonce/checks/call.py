@@ -171,6 +171,10 @@ def _add_vectors(
         raise TypeError(f"progress: expected a callable, got {validation.what(problem.progress)}")
     if (ids := get("ids")) is not None:
         problem.query_ids, problem.key_ids = rows.sample_integers(xp, loss, "ids", ids, m, n)
+        if problem.label_smoothing and problem.id_columns > 1:  # means have one id of each key
+            raise ValueError(
+                f"ids: expected one column with label_smoothing, got {problem.id_columns}"
+            )
     has_positive = None
     if loss.classes:
         decoupled = bool(get("decoupled"))

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..arrays import describe_arrays, native
 from ..kernels.linear import Classes, partners
+from ..kernels.options import MOST_COLUMNS
 from ..kernels.problem import Array
 from ..spec import Loss
 from .norms import require_finite
@@ -38,7 +39,7 @@ def positives(
     are on a GPU (`xp` is cupy), no label is read, because to read it would wait for the GPU: the
     row of a label of n or more, or of a negative one without `any_number`, gets the loss NaN.
     """
-    labels = integers(xp, "labels", labels, m, any_number)
+    labels = integers(xp, "labels", labels, m, "P" if any_number else "")
     if xp is not np:
         if is_uint64(labels):  # labels beyond int64 become n, which is out of range too
             labels = xp.minimum(labels, np.uint64(n))
@@ -194,7 +195,7 @@ def _label_kernel(cupy: Any) -> Any:
 def is_pair(value: Any) -> bool:
     """Whether the value is a pair (integers of queries, integers of keys), and not one list."""
     two_items = isinstance(value, (tuple, list)) and len(value) == 2
-    return two_items and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in value)
+    return two_items and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) > 0 for i in value)
 
 
 def sample_integers(
@@ -202,9 +203,10 @@ def sample_integers(
 ) -> tuple[Array, Array]:
     """Check integers of samples (`spec.INTEGER_OPTIONS`): an array, or a pair (queries, keys).
 
-    Returns [m] int64 numbers of queries and [n] int64 numbers of keys. Two numbers are equal if and
-    only if the caller's integers are equal. For a joint loss, whose rows are all queries and then
-    all keys, both results are the integers of the samples twice.
+    Returns [m] int64 numbers of queries and [n] int64 numbers of keys; [m, C] and [n, C] for ids of
+    several columns. Two numbers are equal if and only if the caller's integers are equal. For a
+    joint loss, whose rows are all queries and then all keys, both results are the integers of the
+    samples twice.
     """
     if not is_pair(value):
         if m != n:
@@ -212,12 +214,20 @@ def sample_integers(
                 f"{name}: expected a pair ({name} of {m} queries, {name} of {n} keys), got "
                 f"{what(value)}"
             )
-        shared = comparable(xp, integers(xp, name, value, m))
-        shared = xp.tile(shared, 2) if loss.joint else shared
+        shared = comparable(xp, _integers_of_side(xp, name, name, value, m))
+        shared = xp.concatenate([shared, shared]) if loss.joint else shared
         return shared, shared
     if loss.symmetric:
         raise ValueError(f"{name}: expected one array for {loss.name}, got a pair")
-    pair = integers(xp, f"{name}[0]", value[0], m), integers(xp, f"{name}[1]", value[1], n)
+    pair = [
+        _integers_of_side(xp, name, f"{name}[{place}]", value[place], rows)
+        for place, rows in enumerate((m, n))
+    ]
+    if pair[0].shape[1:] != pair[1].shape[1:]:
+        raise ValueError(
+            f"{name}: expected as many columns of queries as of keys, got shapes "
+            f"{pair[0].shape} and {pair[1].shape}"
+        )
     rows, columns = (comparable(xp, side) for side in pair)
     # If one array is int64 and the other uint64, a negative integer of the first may have the bits
     # of an integer of 2^63 or more of the second. Neither equals any integer of the other array. So
@@ -225,6 +235,17 @@ def sample_integers(
     if is_uint64(pair[0]) != is_uint64(pair[1]):
         rows, columns = xp.where(rows < 0, -1, rows), xp.where(columns < 0, -2, columns)
     return rows, columns
+
+
+def _integers_of_side(xp: Any, option: str, name: str, value: Any, n: int) -> Array:
+    """Check the integers of queries or of keys, `name` in errors: [n]; or, for the option `ids`, of
+    several columns, [n, C]. One column becomes [n]."""
+    if option != "ids":
+        return integers(xp, name, value, n)
+    values = integers(xp, name, value, n, "C")
+    if values.ndim > 1 and values.shape[1] > MOST_COLUMNS:
+        raise ValueError(f"{name}: expected at most {MOST_COLUMNS} columns, got {values.shape[1]}")
+    return values.reshape(-1) if values.shape[1:] == (1,) else values
 
 
 def on_host(name: str, value: Any) -> bool:
@@ -280,15 +301,16 @@ def comparable(xp: Any, values: Array) -> Array:
 
 
 def compared_as(value: Any) -> str:
-    """The integer type (`comparable`) of labels or integers of samples, as text.
+    """The integer type (`comparable`) of labels or integers of samples, and how many columns they
+    have, as text.
 
     The type must be the same on all ranks, because an int64 and a uint64 integer may have the same
     bits: `distributed.agreement` compares the texts, and raises an error if they differ.
     """
     if value is None:
         return "not given"
-    dtypes = {
-        "uint64" if is_uint64(as_array("ids", side, "integers")) else "int64": None
-        for side in (value if is_pair(value) else [value])
-    }
-    return f"given as {', '.join(dtypes)}"
+    sides = [as_array("ids", z, "integers") for z in (value if is_pair(value) else [value])]
+    dtypes = {"uint64" if is_uint64(side) else "int64": None for side in sides}
+    columns = sides[0].shape[1] if sides[0].ndim > 1 else 1
+    of_columns = f" of {columns} columns" if columns > 1 else ""
+    return f"given as {', '.join(dtypes)}{of_columns}"

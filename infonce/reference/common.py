@@ -143,16 +143,25 @@ def duplicates(ids: Ids | None, positive: Mask) -> Mask:
 
     Parameters
     ----------
-    ids : array_like [N], or tuple (query ids [M], key ids [N]), or None
-        One array if queries and keys share it. Values of any type that ``==`` compares; they are
-        not converted, so 64-bit integers stay exact. None: no pair is left out.
+    ids : array_like [N] or [N, C], or tuple (query ids [M], key ids [N]), or None
+        One array if queries and keys share it. With C columns, pairs are left out whose ids are
+        equal in any of them. Values of any type that ``==`` compares; they are not converted, so
+        64-bit integers stay exact. None: no pair is left out.
     positive : ndarray of bool [M, N]
     """
     if ids is None:
         return np.zeros_like(positive)
     query_ids, key_ids = ids if isinstance(ids, tuple) else (ids, ids)
-    equal: Mask = np.asarray(query_ids)[:, None] == np.asarray(key_ids)[None, :]
-    return equal & ~positive
+    return equal_ids(query_ids, key_ids) & ~positive
+
+
+def equal_ids(query_ids: ArrayLike, key_ids: ArrayLike) -> Mask:
+    """Mask [M, N] of the pairs whose ids, [M] and [N], or [M, C] and [N, C], are equal in any
+    column."""
+    sides = np.asarray(query_ids), np.asarray(key_ids)
+    rows, columns = (side if side.ndim > 1 else side[:, None] for side in sides)
+    equal: Mask = np.any(rows[:, None] == columns[None, :], axis=2)
+    return equal
 
 
 def other_groups(groups: Ids | None, positive: Mask) -> Mask:

@@ -47,7 +47,7 @@ def info_nce(
     labels : array_like of int [M] or [M, P], optional
         Indices of each query's positive keys: a set, so an index that is given twice counts once. A
         negative index stands for none. Default: i for query i, which needs N >= M.
-    ids : array_like [N], or tuple (query ids [M], key ids [N]), optional
+    ids : array_like [N] or [N, C], or tuple (query ids [M], key ids [N]), optional
         Query i and key j of equal id are excluded, unless j is a positive of i. One array
         serves both sides when M = N.
     groups : array_like [N], or tuple (query groups [M], key groups [N]), optional

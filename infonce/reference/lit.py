@@ -39,7 +39,7 @@ def lit(
         Row i of one belongs to row i of the other.
     scale : float
         1 / temperature.
-    ids : array_like [N], or tuple (text ids [N], image ids [N]), optional
+    ids : array_like [N] or [N, C], or tuple (text ids [N], image ids [N]), optional
         Text i and image j of equal id, i != j, are excluded.
     groups : array_like [N], or tuple (text groups [N], image groups [N]), optional
         Text i and image j of different groups, i != j, are excluded.

@@ -52,11 +52,12 @@ def find_excluded(problem: Problem, positive: Array) -> Array:
     excluded = np.zeros((rows, columns), bool)
     ids, groups = problem.options.get("ids"), problem.options.get("groups")
     if problem.loss == "gte":
-        ids = np.tile(np.arange(rows // 2) if ids is None else ids, 2)
+        ids = np.concatenate([np.arange(rows // 2) if ids is None else ids] * 2)
         groups = None if groups is None else np.tile(groups, 2)
     if ids is not None:
         row_ids, column_ids = in_pair(ids)
-        excluded |= row_ids[:, None] == column_ids
+        for r, c in zip(np.atleast_2d(row_ids.T), np.atleast_2d(column_ids.T), strict=True):
+            excluded |= r[:, None] == c
     if groups is not None:
         row_groups, column_groups = in_pair(groups)
         excluded |= row_groups[:, None] != column_groups

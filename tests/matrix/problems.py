@@ -199,6 +199,16 @@ def draw_names(loss: spec.Loss, shape: tuple[int, int], number: int, rng: Any) -
     return tuple(sides)
 
 
+def draw_columns(ids: Any, rng: np.random.Generator) -> Any:
+    """The ids, with one to three columns of other ids beside them."""
+    if isinstance(ids, tuple):
+        count = int(rng.integers(1, 4))
+        return tuple(
+            np.c_[side, rng.integers(0, 40, (len(side), count)).astype(side.dtype)] for side in ids
+        )
+    return np.c_[ids, rng.integers(0, 40, (len(ids), rng.integers(1, 4))).astype(ids.dtype)]
+
+
 def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
     """Draws options of the softmax, each by itself; those that the loss refuses are left out."""
     (rows, columns), options = problem.shape, problem.options
@@ -250,6 +260,8 @@ def leave_out_exclusive(problem: Problem) -> None:
     for names in spec.EXCLUSIVE:
         if problem.options.keys() >= {*names}:
             leave_out(problem, names[-1] if names[0] != "own" else "own")
+    if "label_smoothing" in problem.options and np.ndim(in_pair(problem.options.get("ids"))[0]) > 1:
+        leave_out(problem, "label_smoothing")
 
 
 def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
@@ -349,6 +361,8 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         if names not in loss.refused and rng.random() < share:
             most = int(rng.integers(2, 2 + max(rows, columns))) if names == "ids" else 2
             options[names] = draw_names(loss, (rows, columns), most, rng)
+            if names == "ids" and rng.random() < 0.3:
+                options["ids"] = draw_columns(options["ids"], rng)
     if several:
         options["positive_ids"] = draw_names(loss, (rows, columns), int(rng.integers(1, 9)), rng)
     if rng.random() < 0.3:

@@ -147,7 +147,8 @@ def delete_pairs(query, key, positives, excluded, scale):
 @quick
 @given(
     problems(
-        names=("info_nce",), ids=("one", "pair"), normalize=st.just(False), several=st.just(False)
+        names=("info_nce",), ids=("one", "pair", "columns"), normalize=st.just(False),
+        several=st.just(False),
     )
 )
 def test_ids_equal_deleting_the_pairs(problem):
@@ -156,7 +157,7 @@ def test_ids_equal_deleting_the_pairs(problem):
     query_ids, key_ids = problem.ids if isinstance(problem.ids, tuple) else (problem.ids,) * 2
 
     def excluded(i, j):
-        return j != positives[i] and query_ids[i] == key_ids[j]
+        return j != positives[i] and np.any(query_ids[i] == key_ids[j])
 
     result = problem._replace(weights=np.ones(len(query))).reference()
     losses, dq, dk, ds = delete_pairs(query, key, positives, excluded, problem.scale)
@@ -174,7 +175,7 @@ def test_nt_xent_is_info_nce_over_the_other_rows(problem):
     partners = [*range(half, 2 * half), *range(half)]
 
     def excluded(i, j):
-        same = problem.ids is not None and problem.ids[i] == problem.ids[j]
+        same = problem.ids is not None and np.any(problem.ids[i] == problem.ids[j])
         return i == j or (same and j != partners[i])
 
     result = problem._replace(weights=np.ones(len(z))).reference()

@@ -158,7 +158,7 @@ VIEWS = ["contiguous", "transposed", "every other", "reversed", "offset"]
 
 # --- losses by definition: loops over pairs, in real or complex numbers, without subtracting a
 # maximum before exponentials. `positives`: for each row, the set of its positive keys. `ids` and
-# `groups` are pairs (of rows, of columns), each an array or None.
+# `groups` are pairs (of rows, of columns), each an array or None; ids may have several columns.
 
 
 def kept_keys(i, positives, columns, ids, groups, itself_too=True):
@@ -170,7 +170,7 @@ def kept_keys(i, positives, columns, ids, groups, itself_too=True):
     for j in range(columns):
         if j == i and not itself_too:
             continue
-        if j not in positives and ids[0] is not None and ids[0][i] == ids[1][j]:
+        if j not in positives and ids[0] is not None and np.any(ids[0][i] == ids[1][j]):
             continue
         if j not in positives and groups[0] is not None and groups[0][i] != groups[1][j]:
             continue
@@ -273,7 +273,7 @@ def gte_by_definition(q, k, ids, groups, guide=None, **options):
     groups = [0] * len(q) if groups is None else groups
     rows = []
     for i in range(len(q)):
-        others = [j for j in range(len(q)) if ids[j] != ids[i] and groups[j] == groups[i]]
+        others = [j for j in range(len(q)) if not np.any(ids[j] == ids[i]) and groups[j] == groups[i]]
         dots, guide_dot = (
             None if z is None else [(a * b).sum() for a, b in four_comparisons(*z, i, others)]
             for z in ((q, k), guide)

@@ -167,6 +167,8 @@ def call_of(problem, reduction="mean"):
             del softmax[next(name for name in reversed(names) if name in softmax)]
     if "guide" not in softmax:
         softmax.pop("guide_margin", None)
+    if np.ndim(problem.ids[0] if isinstance(problem.ids, tuple) else problem.ids) > 1:
+        softmax.pop("label_smoothing", None)
     options = {"scale": problem.scale, "normalize": problem.normalize}
     options |= {name: getattr(problem, name) for name in spec.INTEGER_OPTIONS}
     if problem.labels is not None:
@@ -247,7 +249,7 @@ def drawn_problem(name, rng, rows, columns, width):
 
 @st.composite
 def problems(
-    draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER, several=EITHER,
+    draw, names=LOSSES, ids=("none", "one", "pair", "columns"), normalize=EITHER, several=EITHER,
     options=NO, groups=NO, positive_ids=NO,
 ):  # fmt: skip
     """Small problems of all losses; their logits are so small that exponentials do not overflow.
@@ -281,13 +283,17 @@ def problems(
         kind = "one"
     if kind == "one" and rows != columns:
         kind = "pair"
+    single = name in ("nt_xent", "gte")
     if name == "sup_con":
         kind = "none"
     ids_by_kind = {
         "none": None,
         "one": rng.integers(0, 3, rows),
         "pair": (rng.integers(0, 3, rows), rng.integers(0, 3, columns)),
+        "columns": tuple(rng.integers(0, 6, (n, 2)) for n in (rows, columns)[: 2 - single]),
     }
+    if single:
+        ids_by_kind["columns"] = ids_by_kind["columns"][0]
     in_groups, groups = draw(groups), None
     if in_groups and name != "sup_con":
         groups = drawn_names(name, rng, 2, rows, columns)
