@@ -8,6 +8,7 @@ import pytest
 from gpu_problems import DEVICES
 from infonce.kernels.gpu import config
 from infonce.kernels.gpu.device import compiler, signatures
+from infonce.kernels.options import MOST_COLUMNS
 
 try:
     from cupy.cuda import nvrtc
@@ -214,6 +215,34 @@ def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: in
     assert sweep.stages(False, False) == (4 if sweep.wide else 6)
     more = {"NORM_FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
     compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **more)
+
+
+# Rows' ids are in registers of a sweep, two for each
+SPILLS_COLUMNS = 512
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sweeps_with_columns_of_ids(name: str, precision: str, width: int) -> None:
+    """The most columns of ids leave two stages of the pipeline."""
+    if name == "online" and precision in config.FLOAT16:
+        pytest.skip("one pass wants the exponents of float32")
+    device, gradient, option = DEVICES["sm_90a"], name != "lse", SWEEPS[name][0]
+    sweep = config.sweep_for(precision, width, device, True, integer_count=MOST_COLUMNS - 1)
+    assert sweep is not None
+    assert sweep.stages(gradient, not gradient) >= 2
+    more = {"IDS": MOST_COLUMNS, "NORM_FACTORS": 1} | ({option: 1} if option else {})
+    allowed = SPILLS_EXTRAS + SPILLS_COLUMNS
+    compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("name", ["lse", "gradient", "sigmoid"])
+def test_tiled_kernels_with_columns_of_ids(name: str, precision: str) -> None:
+    tile = config.tile_for(precision, 512, DEVICES["sm_80"], integer_count=MOST_COLUMNS - 1)
+    compile_within_budget(name, precision, "sm_80", tile, 1, IDS=MOST_COLUMNS)
 
 
 @needs_nvrtc

@@ -147,7 +147,9 @@ def delete_pairs(query, key, positives, excluded, scale):
 @quick
 @given(
     problems(
-        names=("info_nce",), ids=("one", "pair", "columns"), normalize=st.just(False),
+        names=("info_nce",),
+        ids=("one", "pair", "columns"),
+        normalize=st.just(False),
         several=st.just(False),
     )
 )

@@ -273,7 +273,9 @@ def gte_by_definition(q, k, ids, groups, guide=None, **options):
     groups = [0] * len(q) if groups is None else groups
     rows = []
     for i in range(len(q)):
-        others = [j for j in range(len(q)) if not np.any(ids[j] == ids[i]) and groups[j] == groups[i]]
+        others = [
+            j for j in range(len(q)) if not np.any(ids[j] == ids[i]) and groups[j] == groups[i]
+        ]
         dots, guide_dot = (
             None if z is None else [(a * b).sum() for a, b in four_comparisons(*z, i, others)]
             for z in ((q, k), guide)
