@@ -36,6 +36,7 @@ class LossOptions(TypedDict, total=False):
     dims: Any
     dim_weights: Any
     weights: Any
+    label_weights: Any
     margin: float
     decoupled: bool
     label_smoothing: float
@@ -111,6 +112,12 @@ OPTIONS: dict[str, Option] = {
         """Weight of each row's loss (of each pair's, in both directions), at least 0. The mean
         divides by the sum of the weights, not by M.""",
         cli_help="Weight of each row's loss, .npy.",
+    ),
+    "label_weights": Option(None, "float array [M, P], optional",
+        """Weights w of `labels` [M, P]: the target of a row has ``w / sum(w)`` at its positives, so
+        the loss subtracts the weighted mean of their logits. At least 0; a label of weight 0 is no
+        positive. Weights of negative labels are not read.""",
+        cli_help="Weight of each of several --labels of a row, .npy.",
     ),
     "margin": Option(0.0, "float, default 0",
         """Additive margin, subtracted from the dot products of positives.""",
@@ -233,7 +240,7 @@ INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type ==
 # Options that are vectors [M] or [N] of floats without gradient
 VECTOR_OPTIONS = ("weights", "key_bias")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
-ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask")
+ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask", "label_weights")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
 # gradient is known. They compute gradients together with the loss. A gradient that underflows to 0
 # in float16 would stay 0, even if the upstream gradient has the factor of a GradScaler
@@ -256,6 +263,7 @@ SOFTMAX_OPTIONS = (
 )  # fmt: skip
 SIGMOID_OPTIONS = ("positive_ids",)  # options of a pairwise sigmoid, which is SigLIP
 OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
+LABEL_OPTIONS = ("label_weights",)  # options of labels [M, P], which info_nce has
 PREFIX_OPTIONS = ("dims", "dim_weights")
 # Options for which dot products decide which negatives are likely positives
 LIKELY_POSITIVES = tuple(option.name for option in PAIR_OPTIONS if option.compares)
@@ -313,31 +321,36 @@ NT_XENT = Loss(
     ("features",),
     result.FeaturesGrads,
     symmetric=True,
-    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
+    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS),
 )
 CLIP = Loss(
     "clip", ("image", "text"), result.ImageTextGrads, row_direction_weight=0.5,
-    column_direction_weight=0.5, square=True, refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
+    column_direction_weight=0.5, square=True,
+    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS),
 )  # fmt: skip
 LIT = Loss(
     "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",),
-    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS),
+    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS),
 )  # fmt: skip
 SIGLIP = Loss(
     "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
-    bias=-10.0, refused=(*SOFTMAX_OPTIONS, *OWN_OPTIONS, "metrics"),  # no pass counts ranks
+    bias=-10.0,
+    refused=(
+        *SOFTMAX_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS, "metrics",  # no pass counts ranks
+    ),
 )  # fmt: skip
 SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
-        *INTEGER_OPTIONS, *OWN_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness",
+        *INTEGER_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness",
         *LIKELY_POSITIVES, "guide_margin", "metrics",
     ),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
     refused=(
-        *SIGMOID_OPTIONS, "key_bias", *OWN_OPTIONS, *PREFIX_OPTIONS, "metrics", "return_logits",
+        *SIGMOID_OPTIONS, "key_bias", *OWN_OPTIONS, *LABEL_OPTIONS, *PREFIX_OPTIONS, "metrics",
+        "return_logits",
     ),
 )  # fmt: skip
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

@@ -185,9 +185,14 @@ def _add_vectors(
         if decoupled:  # sums leave out the positives: classes serve as ids, which exclude pairs
             problem.query_ids = problem.key_ids = problem.classes.rows
     elif labels is not None:  # a row of nt_xent (symmetric) has one positive: its other view
-        problem.positives, problem.known_row_nans, has_positive = rows.positives(
-            xp, labels, m, static.batch.columns, any_number=not loss.symmetric
-        )  # fmt: skip
+        problem.positives, problem.known_row_nans, has_positive, problem.label_weights = (
+            rows.positives(
+                xp, labels, m, static.batch.columns, not loss.symmetric, get("label_weights")
+            )
+        )
+    elif get("label_weights") is not None:
+        came = validation.what(get("label_weights"))
+        raise ValueError(f"label_weights: expected None without labels, got {came}")
     if (weights := get("weights")) is not None:
         weights = rows.weights(xp, weights, m, batch is None)
     problem.weights = rows.row_weights(xp, weights, has_positive)

@@ -18,39 +18,46 @@ from ..kernels.options import MOST_COLUMNS
 from ..kernels.problem import Array
 from ..spec import Loss
 from .norms import require_finite
-from .validation import as_array, features, integers, numbers, what
+from .validation import as_array, features, integers, is_float, numbers, what
 
 
 def positives(
-    xp: Any, labels: Array, m: int, n: int, any_number: bool
-) -> tuple[Array, Array | None, Array | None]:
-    """Check labels, which are indices of keys. Returns three values:
+    xp: Any, labels: Array, m: int, n: int, any_number: bool, weights: Any = None
+) -> tuple[Array, Array | None, Array | None, Array | None]:
+    """Check labels, which are indices of keys, and their weights. Returns four values:
 
     - positives: [m] int64, the key of each row, or -1 for none. With `any_number` also [m, P]: the
       keys of each row in ascending order, after -1 for each missing key.
     - label_nans: with cupy, `Problem.known_row_nans`; with numpy None.
     - has_positive: [m], whether a row has a positive. None with cupy, if not `any_number`.
+    - `Problem.label_weights`, from `weights` [m, P]; None for rows of one label, whose target is 1.
 
     `any_number`: a row may have any number of positives: none (a negative label), or several
-    ([m, P]). Otherwise each row must have one.
+    ([m, P]). Otherwise each row must have one. A label of weight 0 is no positive.
 
     If features are in host memory (`xp` is numpy), a label of n or more is an error. A negative
     label becomes -1: without `any_number`, the caller refuses it (`distributed.run`). If features
     are on a GPU (`xp` is cupy), no label is read, because to read it would wait for the GPU: the
     row of a label of n or more, or of a negative one without `any_number`, gets the loss NaN.
+    Invalid weights of labels that are not negative are an error, or make the loss NaN, likewise.
     """
     labels = integers(xp, "labels", labels, m, "P" if any_number else "")
+    if weights is not None:
+        weights = _label_weights(xp, weights, labels)
     if xp is not np:
         if is_uint64(labels):  # labels beyond int64 become n, which is out of range too
             labels = xp.minimum(labels, np.uint64(n))
         labels = xp.ascontiguousarray(labels, dtype=np.int64)
         labels, label_nans, has_positive = _label_kernel(xp)(labels, n, any_number)
+        if weights is not None:
+            label_nans += xp.where(_are_valid(weights), 0.0, np.nan)
+            labels, has_positive = xp.where(weights == 0, -1, labels), (weights != 0) * 1.0
         if labels.ndim > 1:  # reduce what the kernel returns for each label to each row
-            labels, repeated = _sorted_sets(labels)
+            labels, repeated, weights = _sorted_sets(xp, labels, weights)
             label_nans, has_positive = label_nans.sum(axis=1), has_positive.max(axis=1)
             if repeated is not None:
                 label_nans = xp.where(repeated.any(axis=1), np.nan, label_nans)
-        return labels, label_nans, has_positive if any_number else None
+        return labels, label_nans, has_positive if any_number else None, weights
     outside = labels >= n
     if outside.any():
         first = np.argwhere(outside)[0]
@@ -60,8 +67,16 @@ def positives(
             f"labels: expected values in [0, {n}){or_none}, got {labels[tuple(first)]} at "
             f"position {at}"
         )
-    labels = np.ascontiguousarray(labels, dtype=np.int64)
-    labels, repeated = _sorted_sets(np.maximum(labels, -1))
+    labels = np.maximum(np.ascontiguousarray(labels, dtype=np.int64), -1)
+    if weights is not None:
+        if not _are_valid(weights).all():
+            row, column = map(int, np.argwhere(~_are_valid(weights))[0])
+            raise ValueError(
+                f"label_weights: expected finite numbers that are not negative, got "
+                f"{weights[row, column]!s} at position {row, column}"
+            )
+        labels = np.where(weights == 0, -1, labels)
+    labels, repeated, weights = _sorted_sets(np, labels, weights)
     if repeated is not None and repeated.any():
         row, column = map(int, np.argwhere(repeated)[0])
         one_hot = ((labels == 0) | (labels == 1)).all()
@@ -72,19 +87,48 @@ def positives(
             f"labels: expected each key once in a row, got key {labels[row, column]} more than "
             f"once in row {row}: {hint}"
         )
-    return labels, None, (labels >= 0) if labels.ndim == 1 else (labels >= 0).any(axis=1)
+    has_positive = (labels >= 0) if labels.ndim == 1 else (labels >= 0).any(axis=1)
+    return labels, None, has_positive, weights
 
 
-def _sorted_sets(labels: Array) -> tuple[Array, Array | None]:
-    """Sort each row's set of positives, [m] or [m, P]. Returns two values:
+def _label_weights(xp: Any, value: Any, labels: Array) -> Array:
+    """The weights of labels as float64, 0 for negative labels. Their values are not checked."""
+    value = as_array("label_weights", value, "numbers")
+    if not is_float(value.dtype) and value.dtype.kind not in "iu":
+        raise TypeError(f"label_weights: expected numbers, got dtype {value.dtype}")
+    if labels.ndim != 2:
+        raise ValueError(f"label_weights: expected labels [M, P], got labels of {labels.shape}")
+    if value.shape != labels.shape:
+        raise ValueError(
+            f"label_weights: expected shape {labels.shape} like labels, got {value.shape}"
+        )
+    return xp.where(labels < 0, 0.0, xp.asarray(value).astype(np.float64))
+
+
+def _are_valid(label_weights: Array) -> Array:
+    """Whether each weight is finite and not negative."""
+    return (label_weights >= 0) & (label_weights < np.inf)
+
+
+def _sorted_sets(
+    xp: Any, labels: Array, weights: Array | None
+) -> tuple[Array, Array | None, Array | None]:
+    """Sort each row's set of positives, [m] or [m, P], with their weights. Returns three values:
 
     - the sets in ascending order; sets of one key as [m].
     - [m, P - 1], whether a key is the same as the next one; None for sets of one key.
+    - the weights over the largest weight of their row, so that equal weights become 1.
     """
     if labels.size == len(labels):
-        return labels.reshape(-1), None
-    labels.sort(axis=1)
-    return labels, (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] >= 0)
+        return labels.reshape(-1), None, None
+    if weights is None:
+        labels.sort(axis=1)
+    else:
+        order = labels.argsort(axis=1)
+        labels, weights = (xp.take_along_axis(z, order, axis=1) for z in (labels, weights))
+        largest = weights.max(axis=1, keepdims=True)
+        weights = weights / xp.where(largest == 0, 1.0, largest)
+    return labels, (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] >= 0), weights
 
 
 def classes(

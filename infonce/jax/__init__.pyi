@@ -110,6 +110,7 @@ def info_nce_loss(
     weights: ArrayLike | None = None,
     key_bias: ArrayLike | None = None,
     own_mask: ArrayLike | None = None,
+    label_weights: ArrayLike | None = None,
     guide: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     in_batch: bool = True,
     margin: float = 0.0,

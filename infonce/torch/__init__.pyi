@@ -140,6 +140,7 @@ def info_nce_loss(
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
+    label_weights: Tensor | None = None,
     margin: float = 0.0,
     decoupled: bool = False,
     label_smoothing: float = 0.0,
@@ -567,6 +568,7 @@ class InfoNCELoss(Module):
     dims: Any
     dim_weights: Any
     weights: Tensor | None
+    label_weights: Tensor | None
     margin: float
     decoupled: bool
     label_smoothing: float
@@ -605,6 +607,7 @@ class InfoNCELoss(Module):
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
+        label_weights: Tensor | None = None,
         margin: float = 0.0,
         decoupled: bool = False,
         label_smoothing: float = 0.0,
@@ -644,6 +647,7 @@ class InfoNCELoss(Module):
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
+        label_weights: Tensor | None = ...,
         margin: float = ...,
         decoupled: bool = ...,
         label_smoothing: float = ...,

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FALSE_NEGATIVE_MARGIN", "GROUPS", "GUIDE", "GUIDE_MARGIN", "IDS", "INTEGERS", "KEY_BIAS",
-    "LARGEST", "MOST_COLUMNS", "POSITIVE_IDS", "GivenOptions", "Masks", "Option", "PairBlock", "PairOption",
-    "PositivePairs", "count_positives", "find_limits", "weigh_positives",
+    "LARGEST", "MOST_COLUMNS", "POSITIVE_IDS", "GivenOptions", "Masks", "Option", "PairBlock",
+    "PairOption", "PositivePairs", "count_positives", "find_limits", "weigh_positives",
 ]  # fmt: skip
 
 # In the order of `Problem.pair_options`. Kernels get vectors and -D options in this order

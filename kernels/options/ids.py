@@ -6,8 +6,8 @@ ids are equal in any column. Kernels compare a fixed number of columns, the valu
 
 from .base import INTEGERS, PairOption, VectorPair
 
-# The most columns. A sweep keeps the ids of a tile's columns in shared memory (gpu/config/sweep.py).
-# With more columns of ids, the longest rows of queries would leave less than two stages
+# The most columns. A sweep keeps the ids of a tile's keys in shared memory (gpu/config/sweep.py).
+# With more columns, the longest rows that it keeps there would leave less than two stages
 MOST_COLUMNS = 4
 
 IDS = PairOption(

@@ -112,7 +112,7 @@ def compile_within_budget(
         budget = SPILLS_FP64
     if extras and moments:  # few logits of normalised rows, and no Hopper
         budget += SPILLS_EXTRAS_MOMENTS
-    if {"LIMITS", "BIAS", "POSITIVE_IDS"} & more.keys():
+    if {"LIMITS", "BIAS", "POSITIVE_IDS"} & more.keys() or more.get("IDS", 0) > 1:
         budget += SPILLS_OPTIONS
     if tile.taught:  # two products
         budget = SPILLS + (tile.levels - 1) * 200

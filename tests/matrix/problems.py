@@ -87,9 +87,22 @@ class Problem:
         elif labels is None:
             positive[index, index] = True
         else:
+            counts = (labels >= 0) & (self.options.get("label_weights", 1.0) != 0)
             for i, keys in enumerate(labels.reshape(rows, -1)):
-                positive[i, keys[keys >= 0].astype(np.int64)] = True
+                positive[i, keys[counts.reshape(rows, -1)[i]].astype(np.int64)] = True
         return positive
+
+    def find_targets(self, positive: Array) -> Array:
+        """The target of each row, without label smoothing: numbers that add up to 1 over `positive`
+        pairs, [M, N] or with the own negatives of rows as further columns."""
+        size, targets = positive.shape[1], positive.astype(float)
+        if "label_weights" in self.options:
+            for i, (keys, weights) in enumerate(
+                zip(self.options["labels"], self.options["label_weights"], strict=True)
+            ):
+                one_hot = (keys[:, None] == np.arange(size)) & (keys >= 0)[:, None]
+                targets[i] = np.where(one_hot, weights[:, None], 0.0).sum(axis=0)
+        return targets / np.maximum(targets.sum(axis=1), 1e-300)[:, None]
 
     def __repr__(self) -> str:
         def short(value: Any) -> Any:
@@ -177,6 +190,14 @@ def draw_labels(loss: str, rows: int, columns: int, rng: np.random.Generator) ->
         labels = np.stack([rng.permutation(columns)[:most] for _ in range(rows)])
         labels = np.where(rng.random(labels.shape) < 0.3, -rng.integers(1, 9), labels)
     return of_any_type(labels, rng)
+
+
+def draw_label_weights(labels: Array, rng: np.random.Generator) -> Array:
+    """Some are 0; those of negative labels are not read, so they may be NaN."""
+    weights = 10 ** rng.uniform(-3, 3) * rng.uniform(0.01, 1, labels.shape)
+    weights *= rng.random(labels.shape) < 0.8
+    weights[labels < 0] = rng.choice([np.nan, -1.0, 2.0])
+    return weights.astype(rng.choice([np.float64, np.float32]))
 
 
 def of_any_type(values: Array, rng: np.random.Generator) -> Array:
@@ -369,6 +390,8 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         weights = rng.uniform(0, 2, rows) * (rng.random(rows) < 0.8)
         weights[rng.integers(rows)] = 1.0
         options["weights"] = weights
+    if np.ndim(labels) == 2 and rng.random() < 0.5:
+        options["label_weights"] = draw_label_weights(options["labels"], rng)
     draw_softmax(problem, rng)
     leave_out_exclusive(problem)
     if options["reduction"] == "none":
@@ -378,6 +401,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     if loss.name in ("info_nce", "sup_con") and rng.random() < 0.05:  # no row has a positive
         alone = loss.name == "sup_con" and rng.random() < 0.5
         options["labels"] = np.arange(rows) if alone else np.full(rows, -1)
+        options.pop("label_weights", None)
     if zero:
         leave_out(problem, "false_negative_margin")
     for limit in ("false_negative_margin", "guide_margin"):

@@ -171,7 +171,8 @@ class Call:
         return Call(
             _find_loss(problem), query, key, dq, dk,
             problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
-            problem.normalize, pairs, max(1, problem.id_columns), row_vectors, problem.host_groups is not None,
+            problem.normalize, pairs, max(1, problem.id_columns), row_vectors,
+            problem.host_groups is not None,
             0 if problem.own is None else problem.own.shape[1], problem.set_size,
             _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
             _describe_matrix(teacher[0]), _describe_matrix(teacher[1]),
