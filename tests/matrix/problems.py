@@ -429,6 +429,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         settings["wrt"] = [z for z in possible if rng.random() < 0.5]
     with_metrics = not {"key_bias", "false_negative_margin", "guide", "own", "dims"} & {*options}
     with_metrics &= "metrics" not in loss.refused and (problem.find_positives().sum(1) == 1).all()
+    with_metrics &= np.size(options.get("labels")) <= rows  # not sets, even of one positive
     if with_metrics and rng.random() < 0.3:
         settings["metrics"] = True
     if rng.random() < 0.3:
