@@ -237,10 +237,10 @@ DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.ite
 COMPILED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.compiled)
 # Options that are integers of samples: one array, or a pair (of queries [M], of keys [N])
 INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type == pairs.INTEGERS)
-# Options that are vectors [M] or [N] of floats without gradient
-VECTOR_OPTIONS = ("weights", "key_bias")
+# Options that are floats of rows, keys or labels, without gradient
+VECTOR_OPTIONS = ("weights", "key_bias", "label_weights")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
-ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask", "label_weights")
+ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
 # gradient is known. They compute gradients together with the loss. A gradient that underflows to 0
 # in float16 would stay 0, even if the upstream gradient has the factor of a GradScaler

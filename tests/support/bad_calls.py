@@ -10,6 +10,7 @@ from infonce import spec
 Q = np.random.default_rng(0).standard_normal((6, 4))
 K = np.random.default_rng(1).standard_normal((6, 4))
 OWN = np.random.default_rng(2).standard_normal((6, 2, 4))
+LABELS = np.arange(12).reshape(6, 2) % 6
 READ_ONLY = np.zeros((6, 4))
 READ_ONLY.flags.writeable = False
 
@@ -118,6 +119,19 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
      ["own_mask", "bool", "float64"]),
     ("info_nce", (Q, K), {"own_mask": np.ones((6, 2), bool)}, ValueError,
      ["own_mask", "None without own"]),
+    ("info_nce", (Q, K), {"label_weights": np.ones((6, 2))}, ValueError,
+     ["label_weights: expected None without labels", "(6, 2)"]),
+    ("info_nce", (Q, K, LABELS), {"label_weights": np.ones((6, 3))}, ValueError,
+     ["label_weights", "(6, 2) like labels", "(6, 3)"]),
+    ("info_nce", (Q, K, LABELS[:, 0]), {"label_weights": np.ones(6)}, ValueError,
+     ["label_weights", "labels [M, P]", "(6,)"]),
+    ("info_nce", (Q, K, LABELS), {"label_weights": np.ones((6, 2), bool)}, TypeError,
+     ["label_weights", "numbers", "bool"]),
+    *(("info_nce", (Q, K, LABELS), {"label_weights": np.ones((6, 2)) * [[1.0, bad]]}, ValueError,
+       ["label_weights: expected finite numbers", "not negative", str(bad), "position (0, 1)"])
+      for bad in (-1.0, np.inf, np.nan)),
+    ("clip", (Q, K), {"label_weights": np.ones((6, 2))}, ValueError,
+     ["label_weights: expected None for clip"]),
     ("info_nce", (Q, K), {"in_batch": False}, ValueError, ["in_batch: expected True without own"]),
     ("clip", (Q, K), {"in_batch": False}, ValueError, ["in_batch", "True for clip", "False"]),
     ("info_nce", (Q, K), {"own": OWN, "label_smoothing": 0.1}, ValueError,

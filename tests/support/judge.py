@@ -184,6 +184,7 @@ def row_by_definition(
     kept,
     *,
     scale,
+    weight_of=None,
     margin=0.0,
     decoupled=False,
     label_smoothing=0.0,
@@ -196,7 +197,8 @@ def row_by_definition(
     """(loss, log-sum-exp) of one row: the log-sum-exp less the mean of the logits over the targets.
 
     `dot[j]` is the dot product with key j, `positives` the set of positive keys, `kept` the keys
-    that count. Numbers of which gradients are not taken (limits, hardness) are real parts.
+    that count, `weight_of[j]` the weight of positive j in the target (None: equal). Numbers of
+    which gradients are not taken (limits, hardness) are real parts.
     """
     if positives and false_negative_margin is not None:
         limit = max(dot[p].real for p in positives) + false_negative_margin
@@ -204,6 +206,7 @@ def row_by_definition(
     if positives and guide_dot is not None:
         limit = max(guide_dot[p] for p in positives) + guide_margin
         kept = [j for j in kept if j in positives or guide_dot[j] <= limit]
+    weight_of = weight_of or dict.fromkeys(positives, 1.0)
     x, total, target = {}, 0.0, {}
     for j in kept:
         x[j] = scale * (dot[j] - margin * (j in positives))
@@ -211,7 +214,8 @@ def row_by_definition(
             x[j] = x[j] + key_bias[j]
         if j in positives:
             total = total + (0 if decoupled else np.exp(x[j]))
-            target[j] = (1 - label_smoothing) / len(positives) + label_smoothing / len(kept)
+            share = weight_of[j] / sum(weight_of.values())
+            target[j] = (1 - label_smoothing) * share + label_smoothing / len(kept)
         else:
             total = total + np.exp(hardness * dot[j].real) * np.exp(x[j])
             target[j] = label_smoothing / len(kept)
@@ -220,13 +224,16 @@ def row_by_definition(
     return (lse - sum(target[j] * x[j] for j in kept) if positives else 0.0), lse
 
 
-def rows_by_definition(dot, positives, ids, groups, itself_too=True, guide_dot=None, **options):
-    """(losses, log-sum-exps) of all rows, by `row_by_definition`."""
+def rows_by_definition(
+    dot, positives, ids, groups, itself_too=True, guide_dot=None, weights=None, **options
+):
+    """(losses, log-sum-exps) of all rows, by `row_by_definition`. `weights`: `weight_of` each."""
     rows = [
         row_by_definition(
             dot[i], positive_keys,
             kept_keys(i, positive_keys, len(dot[i]), ids, groups, itself_too),
-            guide_dot=None if guide_dot is None else guide_dot[i], **options,
+            guide_dot=None if guide_dot is None else guide_dot[i],
+            weight_of=None if weights is None else weights[i], **options,
         )
         for i, positive_keys in enumerate(positives)
     ]  # fmt: skip

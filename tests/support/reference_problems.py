@@ -43,6 +43,7 @@ class Problem(NamedTuple):
     scale: complex = 1.0
     bias: complex = -1.5
     labels: np.ndarray | None = None
+    label_weights: np.ndarray | None = None
     ids: object = None
     groups: object = None
     positive_ids: object = None
@@ -62,6 +63,8 @@ class Problem(NamedTuple):
             options |= {"bias": self.bias, "positive_ids": self.positive_ids}
         if self.name in ("info_nce", "sup_con"):
             options["labels"] = self.labels
+        if self.label_weights is not None:
+            options["label_weights"] = self.label_weights
         return options | dict(self.softmax)
 
     def reference(self):
@@ -80,7 +83,14 @@ class Problem(NamedTuple):
             return [{j for j in range(len(others)) if others[j] == i} for i in own]
         if self.labels is None:
             return [{i} for i in range(rows)]
+        if self.label_weights is not None:
+            return [{*weights} for weights in self.weights_of_positives()]
         return [{int(j) for j in np.atleast_1d(row) if j >= 0} for row in self.labels]
+
+    def weights_of_positives(self):
+        """The weights of each row's positives, by key."""
+        rows = zip(self.labels, self.label_weights, strict=True)
+        return [{int(j): w for j, w in zip(*row, strict=True) if j >= 0 and w > 0} for row in rows]
 
     def have_loss(self):
         """Whether each row has a loss: rows of SigLIP, and rows with a positive."""
@@ -120,6 +130,8 @@ class Problem(NamedTuple):
             )
         else:
             itself_too = len(self.features) == 2
+            if self.label_weights is not None:
+                options["weights"] = self.weights_of_positives()
             losses, lse = rows_by_definition(dot, positives, *paired, itself_too, **options)
         weights = self.weights
         if weights is None:
@@ -171,8 +183,9 @@ def call_of(problem, reduction="mean"):
         softmax.pop("label_smoothing", None)
     options = {"scale": problem.scale, "normalize": problem.normalize}
     options |= {name: getattr(problem, name) for name in spec.INTEGER_OPTIONS}
-    if problem.labels is not None:
-        options["labels"] = problem.labels
+    for argument in ("labels", "label_weights"):
+        if getattr(problem, argument) is not None:
+            options[argument] = getattr(problem, argument)
     weights = problem.have_loss().astype(float)
     if problem.weights is not None:
         options["weights"] = np.abs(problem.weights)
@@ -206,6 +219,14 @@ def softmax_options(name, rows, columns, rng):
     return options
 
 
+def drawn_label_weights(labels, rng):
+    """Weights for half of the sets of positives: some are 0, and NaN for negative labels."""
+    if labels is None or labels.ndim == 1 or rng.random() < 0.5:
+        return None
+    weights = rng.uniform(0.1, 2.0, labels.shape) * (rng.random(labels.shape) < 0.8)
+    return np.where(labels < 0, np.nan, weights)
+
+
 def drawn_names(name, rng, number, rows, columns):
     """Draw ids or groups of `number` kinds: one array, or a pair; in half of the cases sorted."""
     sides = [rng.integers(0, number, n) for n in (rows, columns)]
@@ -237,7 +258,8 @@ def drawn_problem(name, rng, rows, columns, width):
     if name == "siglip" and (rows != columns or rng.random() < 0.5):
         positive_ids = drawn_names(name, rng, 4, rows, columns)
     problem = Problem(
-        name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
+        name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels,
+        label_weights=None if name != "info_nce" else drawn_label_weights(labels, rng), ids=ids,
         groups=groups, positive_ids=positive_ids, normalize=bool(rng.random() < 0.5),
         softmax=softmax, weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
     )  # fmt: skip
@@ -306,6 +328,7 @@ def problems(
         scale=draw(st.floats(0.1, 10.0)),
         bias=draw(st.floats(-10.0, 2.0)),
         labels=labels,
+        label_weights=None if name != "info_nce" else drawn_label_weights(labels, rng),
         ids=ids_by_kind[kind],
         groups=groups,
         positive_ids=drawn_names(name, rng, 3, rows, columns) if in_sets else None,
