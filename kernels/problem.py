@@ -52,9 +52,6 @@ class Problem:
     # int64, -1 for no key. [M]: the positive key of each row; [M, P]: its up to P positives. None:
     # `default_positives`
     positives: Array = None
-    # [M, P] float64 weights of `positives` [M, P] in the target of their row, at most 1, and 0 for
-    # -1. The largest weight of a row with positives is 1. None: all are 1
-    label_weights: Array = None
     # the reduced loss is common_share sum_i row_shares_i losses_i, with row_shares_i = 1 if
     # `row_shares` is None. If `common_share` is None, the loss is not reduced
     common_share: float | None = None
@@ -124,6 +121,9 @@ class Problem:
     # `linear.Classes`: all other rows of a row's class are its positives. `positives` then has only
     # the positives of rows with one other row in their class
     classes: Any = None
+    # [M, P] float64 weights of `positives` [M, P] in the target of their row, at most 1, and 0 for
+    # -1. The largest weight of a row with positives is 1. None: all are 1
+    label_weights: Array = None
 
     # names of the two fields with auxiliary features: of a guide here, of a teacher in a subclass
     auxiliary_names: ClassVar[tuple[str, str]] = "guide_query", "guide_key"

@@ -89,9 +89,8 @@ def info_nce(
         dX_ij = dloss / dx_ij = weights_i * (p_ij - [j = y])    p_ij = exp(x_ij - lse_i)
                               = weights_i * (p_ij - t_ij)       at a set of positives
 
-    with t_ij = 1 / |P| for a set P, or label weights w over their sum over P,
-
-    and 0 at excluded pairs. Each x_ij is bilinear in q_i and k_j and linear in the scale, so the
+    with ``t_ij = 1 / |P|``, or the weight of the label over the sum of the weights of P, and 0 at
+    excluded pairs. Each x_ij is bilinear in q_i and k_j and linear in the scale, so the
     chain rule gives::
 
         dq_i = sum_j dX_ij * scale * k_j        dQ = scale * dX K       [M, D]

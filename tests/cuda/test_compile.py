@@ -350,6 +350,13 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("precision", ["FP64", "FP32"])
+def test_label_weights(precision: str) -> None:
+    defines = {"PRECISION": precision, "LABEL_WEIGHTS": 1}
+    assert spilled(compiler.compile_for("vectors.cu", defines, "sm_90a", PTXAS)[1]) <= 32
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("factors", [0, 1])
 @pytest.mark.parametrize("words", [(0, 0), (1, 1), (1, 2), (2, 2)])
@@ -397,7 +404,9 @@ OPTIONS = {
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("names", [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS",)], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS",), ("LABEL_WEIGHTS",)], ids="-".join
+)
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
 def test_structures_lie_as_python_packs_them(
     file: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
