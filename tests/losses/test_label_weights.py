@@ -7,6 +7,7 @@ import pytest
 from reference_problems import each_once
 
 import infonce
+from infonce import reference
 
 ROWS, KEYS, MOST = 60, 90, 5
 RNG = np.random.default_rng(0)
@@ -26,6 +27,25 @@ def call(labels: Any = LABELS, weights: Any = None, **options: Any) -> infonce.L
 def assert_same_bits(got: infonce.LossAndGrad, want: infonce.LossAndGrad) -> None:
     for one, other in zip((got.loss, *got.grads), (want.loss, *want.grads), strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"margin": 0.1, "hardness": 1.5}, {"decoupled": True},
+    {"label_smoothing": 0.2, "key_bias": np.linspace(-1, 1, KEYS)},
+    {"false_negative_margin": 0.1, "ids": (np.arange(ROWS) % 20, np.arange(KEYS) % 20)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("method", METHODS)
+def test_specification(method: str, options: dict[str, Any]) -> None:
+    want = reference.info_nce(
+        QUERY, KEY, scale=2.0, normalize=True, labels=LABELS, label_weights=WEIGHTS, **options
+    )
+    got = call(weights=WEIGHTS, method=method, **options)
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-12)
+    for name, gradient in want.grads.items():
+        np.testing.assert_allclose(getattr(got.grads, name), gradient, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.3, 5e-324, 1e308])
