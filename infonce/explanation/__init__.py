@@ -125,7 +125,7 @@ def explain(
     if not validation.is_integer(ids):
         validation.flag("ids", ids)
     if not 0 <= ids <= MOST_COLUMNS:
-        raise ValueError(f"ids: expected at most {MOST_COLUMNS} columns, got {ids}")
+        raise ValueError(f"ids: expected 0 to {MOST_COLUMNS} columns, got {ids}")
     options = flags | {"ids": ids, "own": own}
     for name, value in options.items():
         if value and name in kind.refused:
