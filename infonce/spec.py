@@ -39,6 +39,7 @@ class LossOptions(TypedDict, total=False):
     dims: Any
     dim_weights: Any
     weights: Any
+    label_weights: Any
     margin: float
     decoupled: bool
     label_smoothing: float
@@ -128,6 +129,12 @@ OPTIONS: dict[str, Option] = {
         """Weight of each row's loss (of each pair's, in both directions), at least 0. The mean
         divides by the sum of the weights, not by M.""",
         cli_help="Weight of each row's loss, .npy.",
+    ),
+    "label_weights": Option(None, "float array [M, P], optional",
+        """Weights w of `labels` [M, P]: the target of a row has ``w / sum(w)`` at its positives, so
+        the loss subtracts the weighted mean of their logits. At least 0; a label of weight 0 is no
+        positive. Weights of negative labels are not read.""",
+        cli_help="Weight of each of several --labels of a row, .npy.",
     ),
     "margin": Option(0.0, "float, default 0",
         """Additive margin, subtracted from the dot products of positives.""",
@@ -247,8 +254,8 @@ DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.ite
 COMPILED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.compiled)
 # Options that are integers of samples: one array, or a pair (of queries [M], of keys [N])
 INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type == pairs.INTEGERS)
-# Options that are vectors [M] or [N] of floats without gradient
-VECTOR_OPTIONS = ("weights", "key_bias")
+# Options that are floats of rows, keys or labels, without gradient
+VECTOR_OPTIONS = ("weights", "key_bias", "label_weights")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
 ARRAY_OPTIONS = (*VECTOR_OPTIONS, "query_mask", "key_mask", "own_mask")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
@@ -272,6 +279,7 @@ SOFTMAX_OPTIONS = (
     *(option.name for option in PAIR_OPTIONS if option.name not in INTEGER_OPTIONS), "guide_margin",
 )  # fmt: skip
 OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
+LABEL_OPTIONS = ("label_weights",)  # options of labels [M, P], which info_nce has
 PREFIX_OPTIONS = ("dims", "dim_weights")
 TOKEN_OPTIONS = ("query_mask", "key_mask", "token_mean")  # of features that are sets of tokens
 # Options for which dot products decide which negatives are likely positives
@@ -347,32 +355,35 @@ NT_XENT = Loss(
     ("features",),
     result.FeaturesGrads,
     symmetric=True,
-    refused=("positive_ids", *OWN_OPTIONS, *TOKEN_OPTIONS),
+    refused=("positive_ids", *OWN_OPTIONS, *LABEL_OPTIONS, *TOKEN_OPTIONS),
 )
 CLIP = Loss(
     "clip", ("image", "text"), result.ImageTextGrads, row_direction_weight=0.5,
-    column_direction_weight=0.5, square=True, refused=OWN_OPTIONS,
+    column_direction_weight=0.5, square=True, refused=(*OWN_OPTIONS, *LABEL_OPTIONS),
 )  # fmt: skip
 LIT = Loss(
     "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",),
-    refused=OWN_OPTIONS,
+    refused=(*OWN_OPTIONS, *LABEL_OPTIONS),
 )  # fmt: skip
 SIGLIP = Loss(
     "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
-    bias=-10.0, refused=(*SOFTMAX_OPTIONS, *OWN_OPTIONS, "metrics"),  # no pass counts ranks
+    bias=-10.0,
+    refused=(
+        *SOFTMAX_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS, "metrics",  # no pass counts ranks
+    ),
 )  # fmt: skip
 SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
-        *INTEGER_OPTIONS, *OWN_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness",
+        *INTEGER_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness",
         *LIKELY_POSITIVES, "guide_margin", "metrics", *TOKEN_OPTIONS,
     ),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
     refused=(
-        "positive_ids", "key_bias", *OWN_OPTIONS, *PREFIX_OPTIONS, "metrics", "return_logits",
-        *TOKEN_OPTIONS,
+        "positive_ids", "key_bias", *OWN_OPTIONS, *LABEL_OPTIONS, *PREFIX_OPTIONS, "metrics",
+        "return_logits", *TOKEN_OPTIONS,
     ),
 )  # fmt: skip
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

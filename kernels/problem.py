@@ -62,8 +62,10 @@ class Problem:
     symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
     key_shard: bool = False  # `key` is a part of all keys; a positive outside of it is -1
     lacks_positives: bool = False  # no positive is in `key`: all positives are -1
-    query_ids: Array = None  # [M] int64: pairs of equal ids are excluded, except for positives
-    key_ids: Array = None  # [N] int64 ids of keys, likewise
+    # [M] or [M, C] int64: pairs of ids that are equal in any column are excluded, except for
+    # positives
+    query_ids: Array = None
+    key_ids: Array = None  # [N] or [N, C] int64 ids of keys, likewise
     normalize: bool = False  # rows of `query` and `key` are divided by their norms
     # precision of matrix products, never "auto". Logits and exponentials are float64 for "fp64" and
     # float32 otherwise
@@ -121,6 +123,9 @@ class Problem:
     # `linear.Classes`: the positives of a row are all keys of its class, except, if queries are the
     # keys, the row itself. `positives` then has only the positives of rows with one positive
     classes: Any = None
+    # [M, P] float64 weights of `positives` [M, P] in the target of their row, at most 1, and 0 for
+    # -1. The largest weight of a row with positives is 1. None: all are 1
+    label_weights: Array = None
 
     # names of the two fields with auxiliary features: of a guide here, of a teacher in a subclass
     auxiliary_names: ClassVar[tuple[str, str]] = "guide_query", "guide_key"
@@ -177,6 +182,12 @@ class Problem:
         """P of `positives` [M, P]; 1 for positives [M], or for None."""
         sets = self.positives is not None and self.positives.ndim > 1
         return int(self.positives.shape[1]) if sets else 1
+
+    @property
+    def id_columns(self) -> int:
+        """The number of columns of ids; 0: the call has no ids."""
+        ids = self.query_ids
+        return 0 if ids is None else 1 if ids.ndim == 1 else int(ids.shape[1])
 
     @property
     def compares_with_limits(self) -> bool:

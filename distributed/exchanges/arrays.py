@@ -113,13 +113,13 @@ def numbers_per_key(problem: Problem) -> int:
     pairs; the segment and the factor of each linear term; and the features from a guide or a
     teacher. `schedule.choose_exchange` reserves room for them.
     """
-    has_ids = problem.key_ids is not None
+    ids = problem.id_columns
     linear_terms = 0
     if problem.label_smoothing != 0:
-        linear_terms = 2 if has_ids else 1  # means over all keys, and over the keys of an id
+        linear_terms = 2 if ids else 1  # means over all keys, and over the keys of an id
     if problem.classes is not None:
         linear_terms += 1
-    count = 3 + len(problem.pair_options.vectors) + 2 * linear_terms
+    count = 3 + len(problem.pair_options.vectors) + max(0, ids - 1) + 2 * linear_terms
     if problem.auxiliary_key is not None:  # a teacher has two factors; the division rounds down
         count += 1 + (not problem.guided) + auxiliary_bytes(problem) // 8
     if isinstance(problem.key, Tokens) and problem.key.mask is not None:

@@ -176,8 +176,15 @@ def _add_vectors(
         raise TypeError(f"progress: expected a callable, got {validation.what(problem.progress)}")
     if (ids := get("ids")) is not None:
         problem.query_ids, problem.key_ids = rows.sample_integers(xp, loss, "ids", ids, m, n)
+        if problem.label_smoothing and problem.id_columns > 1:  # means have one id of each key
+            raise ValueError(
+                f"ids: expected one column with label_smoothing, got {problem.id_columns}"
+            )
     positive_ids, has_positive = get("positive_ids"), None
     decoupled, is_whole_batch = bool(get("decoupled")), batch is None  # False over ranks
+    if labels is None and get("label_weights") is not None:
+        came = validation.what(get("label_weights"))
+        raise ValueError(f"label_weights: expected None without labels, got {came}")
     if loss.classes:
         problem.classes, problem.positives, has_positive = rows.classes(
             xp, labels, m, decoupled, static.batch.first, is_whole_batch
@@ -187,9 +194,11 @@ def _add_vectors(
             xp, loss, positive_ids, m, n, decoupled, is_whole_batch
         )
     elif labels is not None:  # a row of nt_xent (symmetric) has one positive: its other view
-        problem.positives, problem.known_row_nans, has_positive = rows.positives(
-            xp, labels, m, static.batch.columns, any_number=not loss.symmetric
-        )  # fmt: skip
+        problem.positives, problem.known_row_nans, has_positive, problem.label_weights = (
+            rows.positives(
+                xp, labels, m, static.batch.columns, not loss.symmetric, get("label_weights")
+            )
+        )
     if decoupled and problem.classes is not None:
         # sums leave out the positives: classes serve as ids, which exclude pairs
         problem.query_ids, problem.key_ids = problem.classes.rows, problem.classes.columns

@@ -346,14 +346,14 @@ def precision(precision: str, dtypes: set[str], on_cpu: bool) -> str:
     return precision
 
 
-def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Array:
-    """[n] integers of any dtype; with `sets` also [n, P], P integers of each row."""
+def integers(xp: Any, name: str, value: Any, n: int, columns: str = "") -> Array:
+    """[n] integers of any dtype; with `columns`, the name of a number such as "P", also [n, P]."""
     came, value = value, as_array(name, value, "integers")
     if value.dtype.kind not in "iu":
         got = f"dtype {value.dtype}" if value.ndim else what(came)
         raise TypeError(f"{name}: expected integers, got {got}")
-    if value.shape[:1] != (n,) or value.ndim > (2 if sets else 1) or 0 in value.shape[1:]:
-        expected = f"({n},) or ({n}, P)" if sets else f"({n},)"
+    if value.shape[:1] != (n,) or value.ndim > (2 if columns else 1) or 0 in value.shape[1:]:
+        expected = f"({n},) or ({n}, {columns})" if columns else f"({n},)"
         raise ValueError(f"{name}: expected shape {expected}, got {value.shape}")
     return xp.asarray(value)
 

@@ -40,7 +40,7 @@ class _Explain(click.Command):
 @click.option("--wrt", multiple=True, help="An argument whose gradient is wanted; all by default.")
 @click.option("--loss-alone", is_flag=True, help="Without gradients.")
 @click.option("--normalize", is_flag=True, help="Divide rows by their L2 norm first.")
-@click.option("--ids", is_flag=True, help="The call has ids.")
+@click.option("--ids", count=True, help="The call has ids; once for each of their columns.")
 @click.option("--groups", is_flag=True, help="The call has groups.")
 @click.option("--guide", is_flag=True, help="The call has a guide.")
 @click.option("--positive-ids", is_flag=True, help="The call has positive ids.")

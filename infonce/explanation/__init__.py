@@ -25,7 +25,7 @@ from ..kernels.gpu.schedule import (
     distillation_schedules,
     schedule,
 )
-from ..kernels.options import PAIR_OPTIONS, GivenOptions
+from ..kernels.options import MOST_COLUMNS, PAIR_OPTIONS, GivenOptions
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPUS, DeviceModel
 from .result import Explanation
@@ -49,7 +49,7 @@ def explain(
     workspace: int | str | None = None,
     wrt: Sequence[str] | None = None,
     normalize: bool = False,
-    ids: bool = False,
+    ids: bool | int = False,
     groups: bool = False,
     guide: bool = False,
     positive_ids: bool = False,
@@ -83,8 +83,10 @@ def explain(
         "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
     precision, method, workspace, wrt, normalize, metrics
         As in the functions of the losses. With an empty `wrt`, the call has no gradients.
-    ids, groups, guide, positive_ids : bool, default False
-        Whether the call has ids, groups, a guide (of as many features) or positive ids.
+    ids : bool or int, default False
+        Whether the call has ids, or the number of their columns.
+    groups, guide, positive_ids : bool, default False
+        Whether the call has groups, a guide (of as many features) or positive ids.
     own : int, default 0
         Own negatives of each row, K.
     dims : increasing integers, optional
@@ -113,14 +115,18 @@ def explain(
         if not validation.is_integer(value) or value < 1:
             raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
     flags = {
-        "normalize": normalize, "ids": ids, "groups": groups, "guide": guide,
+        "normalize": normalize, "groups": groups, "guide": guide,
         "positive_ids": positive_ids, "metrics": metrics,
     }  # fmt: skip
     for name, value in flags.items():
         validation.flag(name, value)
     if not validation.is_integer(own) or own < 0:
         raise ValueError(f"own: expected an integer of at least 0, got {validation.what(own)}")
-    options = flags | {"own": own}
+    if not validation.is_integer(ids):
+        validation.flag("ids", ids)
+    if not 0 <= ids <= MOST_COLUMNS:
+        raise ValueError(f"ids: expected 0 to {MOST_COLUMNS} columns, got {ids}")
+    options = flags | {"ids": ids, "own": own}
     for name, value in options.items():
         if value and name in kind.refused:
             raise ValueError(f"{name}: {loss} does not take it")
@@ -144,6 +150,7 @@ def explain(
         _make_call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
         workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
         normalize=normalize, own=own, retrieval_ranks=metrics,
+        id_columns=int(ids) or 1,
     )  # fmt: skip
     if positive_ids and not kind.sigmoid:
         # the largest possible number of classes of two keys or more, whose features are summed.

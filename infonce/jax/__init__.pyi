@@ -121,6 +121,7 @@ def info_nce_loss(
     dim_weights: Any = None,
     weights: ArrayLike | None = None,
     key_bias: ArrayLike | None = None,
+    label_weights: ArrayLike | None = None,
     query_mask: Any = None,
     key_mask: Any = None,
     own_mask: ArrayLike | None = None,

@@ -169,11 +169,18 @@ class Rounds:
         """
         to_gather = [array for array in own if id(array) not in self.gathered]
         if to_gather:
-            payload = self.xp.stack([array.view(BITS) for array in to_gather])
-            arrived = self._travel(False, payload)
-            for i, array in enumerate(to_gather):
-                all_devices = self.xp.ascontiguousarray(arrived[:, i]).view(array.dtype)
-                self.gathered[id(array)] = array, all_devices.reshape(-1)
+            # one vector of each array, or one for each column of ids
+            columns = [array.size // len(array) for array in to_gather]
+            payload = self.xp.concatenate([
+                array.view(BITS).reshape(-1, count).T
+                for array, count in zip(to_gather, columns, strict=True)
+            ])  # fmt: skip
+            vectors = self._travel(False, payload).transpose(1, 0, 2)
+            for array, count in zip(to_gather, columns, strict=True):
+                arrived, vectors = vectors[:count], vectors[count:]
+                all_devices = self.xp.ascontiguousarray(arrived.reshape(count, -1).T)
+                all_devices = all_devices.view(array.dtype).reshape(-1, *array.shape[1:])
+                self.gathered[id(array)] = array, all_devices
         return [self.gathered[id(array)][1] for array in own]
 
     def _restore(self, results: Sequence[Array]) -> bool:
@@ -223,7 +230,12 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     """
     axis = call.axis
     assert axis is not None
-    positive = {"scale", "teacher_scale", "weights"}  # their stand-ins are 1, others' are 0
+    positive = {
+        "scale",
+        "teacher_scale",
+        "weights",
+        "label_weights",
+    }  # their stand-ins are 1, others' are 0
     inputs = {name: _stand_ins(value, int(name in positive)) for name, value in inputs.items()}
     with np.errstate(**SILENT):
         request = _check_call(call, inputs, 0)

@@ -41,7 +41,7 @@ def clip(
         Row i of one belongs to row i of the other.
     scale : float
         1 / temperature.
-    ids : array_like [N], or tuple (image ids [N], text ids [N]), optional
+    ids : array_like [N] or [N, C], or tuple (image ids [N], text ids [N]), optional
         Image i and text j of equal id, i != j, are excluded from row i and from column j.
     groups : array_like [N], or tuple (image groups [N], text groups [N]), optional
         Image i and text j of different groups, i != j, are excluded from row i and column j.

@@ -41,7 +41,7 @@ def lit(
         number of rows.
     scale : float
         1 / temperature.
-    ids : array_like [N], or tuple (text ids [N], image ids [N]), optional
+    ids : array_like [N] or [N, C], or tuple (text ids [N], image ids [N]), optional
         Text i and image j of equal id, i != j, are excluded.
     groups : array_like [N], or tuple (text groups [N], image groups [N]), optional
         Text i and image j of different groups, i != j, are excluded.

@@ -157,6 +157,7 @@ def info_nce_loss(
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
+    label_weights: Tensor | None = None,
     margin: float = 0.0,
     decoupled: bool = False,
     label_smoothing: float = 0.0,
@@ -621,6 +622,7 @@ class InfoNCELoss(Module):
     dims: Any
     dim_weights: Any
     weights: Tensor | None
+    label_weights: Tensor | None
     margin: float
     decoupled: bool
     label_smoothing: float
@@ -663,6 +665,7 @@ class InfoNCELoss(Module):
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
+        label_weights: Tensor | None = None,
         margin: float = 0.0,
         decoupled: bool = False,
         label_smoothing: float = 0.0,
@@ -706,6 +709,7 @@ class InfoNCELoss(Module):
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
+        label_weights: Tensor | None = ...,
         margin: float = ...,
         decoupled: bool = ...,
         label_smoothing: float = ...,

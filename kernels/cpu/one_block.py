@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..options import IDS
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution
 from .loops import sigmoid as pair_tiles
@@ -71,8 +72,9 @@ def _exclude_pairs(problem: Problem, x: Array) -> None:
     if problem.symmetric:
         tile.exclude_diagonal(x, 0, 0)
     if problem.query_ids is not None:
-        ids = map(np.ascontiguousarray, (problem.query_ids, problem.key_ids))
-        tile.exclude_pairs(x, *ids, True, tile.NO_IDS, tile.NO_IDS)
+        for ids in IDS.columns(problem):
+            numbers = map(np.ascontiguousarray, ids)
+            tile.exclude_pairs(x, *numbers, True, tile.NO_IDS, tile.NO_IDS)
 
 
 def _softmax(problem: Problem, x: Array, gradient: bool) -> Solution | None:

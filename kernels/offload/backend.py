@@ -120,7 +120,7 @@ def run_block_pass(
 
 def _copy_vectors(device: OffloadDevice, problem: Problem) -> Problem:
     """The problem with its vectors, but not its features, on the device."""
-    others = "upstream", "positives", "weights", "row_shares", "own_mask"
+    others = "upstream", "positives", "label_weights", "weights", "row_shares", "own_mask"
     host_vectors = {
         name: getattr(problem, name) for name in (*others, *QUERY_VECTORS, *KEY_VECTORS)
     }

@@ -140,6 +140,18 @@ def test_every_loss_on_every_device(loss: str, rows: int) -> None:
             assert any("cuBLAS" in name for name in names) == (wrt is None and names[0][0] != "f")
 
 
+def test_columns_of_ids() -> None:
+    """True is one column; the command counts its switch. Further columns take shared memory."""
+    plain, one, four = (infonce.explain("clip", 65536, 512, ids=n) for n in (False, True, 4))
+    kernels = [e.schedule.passes[0].kernel for e in (plain, one, four)]
+    assert [kernel.defines["IDS"] for kernel in kernels] == [0, 1, 4]
+    stages = [kernel.defines["STAGES"] for kernel in kernels]
+    assert stages[0] >= stages[1] >= stages[2] >= 2
+    assert "ids: expected 0 to 4 columns, got 5" in output(*CLIP, *["--ids"] * 5, code=2)
+    named = ["explain", "clip", "65536", "512", "--json"]
+    assert json.loads(output(*named, "--ids")) == json.loads(json.dumps(one.as_dict()))
+
+
 def test_less_memory_takes_more_launches() -> None:
     much, little = (
         infonce.explain("clip", 16384, 512, dtype="bfloat16", workspace=workspace)
@@ -234,6 +246,7 @@ def test_loss_alone_takes_no_wrt() -> None:
         (("clip", 64, 6.5), {}, "features: expected a positive integer, got float 6.5"),
         (("clip", 64, 64), {"device": "h300"}, 'device: expected one of "b200"'),
         (("clip", 64, 64), {"dtype": "int8"}, "dtype: expected one of"),
+        (("clip", 64, 64), {"ids": -1}, "ids: expected 0 to 4 columns, got -1"),
         (("clip", 64, 64), {"keys": 128}, "keys: expected 64 for clip, got 128"),
         (("nt_xent", 65, 64), {}, "rows: expected an even number"),
         (("clip", 64, 64), {"positive_ids": True, "metrics": True}, "metrics: not with"),

@@ -8,6 +8,7 @@ import pytest
 from gpu_problems import DEVICES
 from infonce.kernels.gpu import config
 from infonce.kernels.gpu.device import compiler, signatures
+from infonce.kernels.options import MOST_COLUMNS
 
 try:
     from cupy.cuda import nvrtc
@@ -111,7 +112,7 @@ def compile_within_budget(
         budget = SPILLS_FP64
     if extras and moments:  # few logits of normalised rows, and no Hopper
         budget += SPILLS_EXTRAS_MOMENTS
-    if {"LIMITS", "BIAS", "POSITIVE_IDS"} & more.keys():
+    if {"LIMITS", "BIAS", "POSITIVE_IDS"} & more.keys() or more.get("IDS", 0) > 1:
         budget += SPILLS_OPTIONS
     if tile.taught:  # two products
         budget = SPILLS + (tile.levels - 1) * 200
@@ -214,6 +215,34 @@ def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: in
     assert sweep.stages(False, False) == (4 if sweep.wide else 6)
     more = {"NORM_FACTORS": int(normalize), "COLUMNS": limits - 1, "LIMITS": limits}
     compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **more)
+
+
+# Rows' ids are in registers of a sweep, two for each
+SPILLS_COLUMNS = 512
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sweeps_with_columns_of_ids(name: str, precision: str, width: int) -> None:
+    """The most columns of ids leave two stages of the pipeline."""
+    if name == "online" and precision in config.FLOAT16:
+        pytest.skip("one pass wants the exponents of float32")
+    device, gradient, option = DEVICES["sm_90a"], name != "lse", SWEEPS[name][0]
+    sweep = config.sweep_for(precision, width, device, True, integer_count=MOST_COLUMNS - 1)
+    assert sweep is not None
+    assert sweep.stages(gradient, not gradient) >= 2
+    more = {"IDS": MOST_COLUMNS, "NORM_FACTORS": 1} | ({option: 1} if option else {})
+    allowed = SPILLS_EXTRAS + SPILLS_COLUMNS
+    compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("name", ["lse", "gradient", "sigmoid"])
+def test_tiled_kernels_with_columns_of_ids(name: str, precision: str) -> None:
+    tile = config.tile_for(precision, 512, DEVICES["sm_80"], integer_count=MOST_COLUMNS - 1)
+    compile_within_budget(name, precision, "sm_80", tile, 1, IDS=MOST_COLUMNS)
 
 
 @needs_nvrtc
@@ -334,6 +363,13 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("precision", ["FP64", "FP32"])
+def test_label_weights(precision: str) -> None:
+    defines = {"PRECISION": precision, "LABEL_WEIGHTS": 1}
+    assert spilled(compiler.compile_for("vectors.cu", defines, "sm_90a", PTXAS)[1]) <= 32
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("factors", [0, 1])
 @pytest.mark.parametrize("words", [(0, 0), (1, 1), (1, 2), (2, 2)])
@@ -382,7 +418,9 @@ OPTIONS = {
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "names", [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS", "PAIR_WEIGHTS")], ids="-".join
+    "names",
+    [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS", "PAIR_WEIGHTS"), ("LABEL_WEIGHTS",)],
+    ids="-".join,
 )
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
 def test_structures_lie_as_python_packs_them(

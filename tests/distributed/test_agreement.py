@@ -200,6 +200,10 @@ def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
             refuse("given as int64", **{name: values})
     refuse("given as int64", ids=(ids, ids.astype(np.uint32)))
     refuse("given as int64", ids=ids.astype(np.int8))
+    with pytest.raises(
+        ValueError, match=r"^ids: expected the same on .*, got 'given as int64 of 2"
+    ):
+        refuse("given as int64", ids=np.stack([ids, ids], axis=1))
 
 
 def test_numbers_that_are_not_numbers() -> None:

@@ -60,7 +60,7 @@ def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
             single = not isinstance(options[name], tuple) and of_pairs
             options[name] = pair[0] if single else pair
     for name, own in (("weights", 0), ("key_bias", 1), ("own", 0), ("own_mask", 0),
-                      ("teacher_query", 0), ("teacher_key", 1)):  # fmt: skip
+                      ("teacher_query", 0), ("teacher_key", 1), ("label_weights", 0)):  # fmt: skip
         if name in options:
             options[name] = options[name][mine[own]]
     grad_out = problem.grad_out if np.ndim(problem.grad_out) == 0 else problem.grad_out[mine[0]]

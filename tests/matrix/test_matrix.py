@@ -112,11 +112,11 @@ VALUES: dict[str, Any] = {
     "positive_ids": np.arange(8) // 2, "own": np.ones((8, 2, 4)), "own_mask": np.ones((8, 2), bool),
     "in_batch": False, "dims": (2, 4), "dim_weights": (1.0, 0.5), "weights": np.ones(8),
     "margin": 0.1, "decoupled": True, "label_smoothing": 0.1, "hardness": 1.0,
-    "key_bias": np.ones(8), "false_negative_margin": 0.1, "guide": (np.ones((8, 3)),) * 2,
-    "guide_margin": 0.1, "normalize": True, "reduction": "none", "method": "naive",
-    "precision": "fp32", "workspace": 2**20, "offload": True, "progress": print, "wrt": ("scale",),
-    "grad_dtype": np.float32, "grad_out": 2.0, "out": {}, "metrics": True, "return_logits": True,
-    "scale": 2.0,
+    "key_bias": np.ones(8), "label_weights": np.ones((8, 2)), "false_negative_margin": 0.1,
+    "guide": (np.ones((8, 3)),) * 2, "guide_margin": 0.1, "normalize": True, "reduction": "none",
+    "method": "naive", "precision": "fp32", "workspace": 2**20, "offload": True, "progress": print,
+    "wrt": ("scale",), "grad_dtype": np.float32, "grad_out": 2.0, "out": {}, "metrics": True,
+    "return_logits": True, "scale": 2.0,
 }  # fmt: skip
 REFUSING = [
     name for name in EXECUTORS

@@ -10,6 +10,7 @@ from infonce import spec
 Q = np.random.default_rng(0).standard_normal((6, 4))
 K = np.random.default_rng(1).standard_normal((6, 4))
 OWN = np.random.default_rng(2).standard_normal((6, 2, 4))
+LABELS = np.arange(12).reshape(6, 2) % 6
 READ_ONLY = np.zeros((6, 4))
 READ_ONLY.flags.writeable = False
 
@@ -77,6 +78,14 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
     ("info_nce", (Q[:3], K), {"ids": np.zeros(3, int)}, ValueError, ["ids", "pair", "3 queries"]),
     ("info_nce", (Q[:3], K), {"ids": (np.zeros(3, int), np.zeros(3, int))}, ValueError,
      ["ids[1]", "(6,)", "(3,)"]),
+    ("clip", (Q, K), {"ids": np.zeros((5, 2), int)}, ValueError, ["ids", "(6, C)", "(5, 2)"]),
+    ("clip", (Q, K), {"ids": np.zeros((6, 5), int)}, ValueError, ["ids", "4 columns", "5"]),
+    ("clip", (Q, K), {"ids": np.zeros((6, 0), int)}, ValueError, ["ids", "(6, C)", "(6, 0)"]),
+    ("clip", (Q, K), {"ids": (np.zeros((6, 2), int), np.zeros((6, 3), int))}, ValueError,
+     ["ids: expected as many columns", "(6, 2)", "(6, 3)"]),
+    ("clip", (Q, K), {"ids": np.zeros((6, 2), int), "label_smoothing": 0.1}, ValueError,
+     ["ids: expected one column with label_smoothing", "2"]),
+    ("clip", (Q, K), {"groups": np.zeros((6, 2), int)}, ValueError, ["groups", "(6,)", "(6, 2)"]),
     ("nt_xent", (Q,), {"ids": (np.zeros(6, int), np.zeros(6, int))}, ValueError,
      ["ids", "one array", "pair"]),
     ("info_nce", (Q, K), {"ids": ([[1], [1, 2]], [0] * 6)}, TypeError, ["ids[0]", "integers"]),
@@ -126,6 +135,19 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
      ["own_mask", "bool", "float64"]),
     ("info_nce", (Q, K), {"own_mask": np.ones((6, 2), bool)}, ValueError,
      ["own_mask", "None without own"]),
+    ("info_nce", (Q, K), {"label_weights": np.ones((6, 2))}, ValueError,
+     ["label_weights: expected None without labels", "(6, 2)"]),
+    ("info_nce", (Q, K, LABELS), {"label_weights": np.ones((6, 3))}, ValueError,
+     ["label_weights", "(6, 2) like labels", "(6, 3)"]),
+    ("info_nce", (Q, K, LABELS[:, 0]), {"label_weights": np.ones(6)}, ValueError,
+     ["label_weights", "labels [M, P]", "(6,)"]),
+    ("info_nce", (Q, K, LABELS), {"label_weights": np.ones((6, 2), bool)}, TypeError,
+     ["label_weights", "numbers", "bool"]),
+    *(("info_nce", (Q, K, LABELS), {"label_weights": np.ones((6, 2)) * [[1.0, bad]]}, ValueError,
+       ["label_weights: expected finite numbers", "not negative", str(bad), "position (0, 1)"])
+      for bad in (-1.0, np.inf, np.nan)),
+    ("clip", (Q, K), {"label_weights": np.ones((6, 2))}, ValueError,
+     ["label_weights: expected None for clip"]),
     ("info_nce", (Q, K), {"in_batch": False}, ValueError, ["in_batch: expected True without own"]),
     ("clip", (Q, K), {"in_batch": False}, ValueError, ["in_batch", "True for clip", "False"]),
     ("info_nce", (Q, K), {"own": OWN, "label_smoothing": 0.1}, ValueError,

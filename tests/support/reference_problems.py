@@ -43,6 +43,7 @@ class Problem(NamedTuple):
     scale: complex = 1.0
     bias: complex = -1.5
     labels: np.ndarray | None = None
+    label_weights: np.ndarray | None = None
     ids: object = None
     groups: object = None
     positive_ids: object = None
@@ -64,6 +65,8 @@ class Problem(NamedTuple):
             options["bias"] = self.bias
         if self.name in ("info_nce", "sup_con"):
             options["labels"] = self.labels
+        if self.label_weights is not None:
+            options["label_weights"] = self.label_weights
         return options | dict(self.softmax)
 
     def reference(self):
@@ -83,7 +86,14 @@ class Problem(NamedTuple):
             return [{j for j in range(len(others)) if others[j] == i} for i in own]
         if self.labels is None:
             return [{i} for i in range(rows)]
+        if self.label_weights is not None:
+            return [{*weights} for weights in self.weights_of_positives()]
         return [{int(j) for j in np.atleast_1d(row) if j >= 0} for row in self.labels]
+
+    def weights_of_positives(self):
+        """The weights of each row's positives, by key."""
+        rows = zip(self.labels, self.label_weights, strict=True)
+        return [{int(j): w for j, w in zip(*row, strict=True) if j >= 0 and w > 0} for row in rows]
 
     def have_loss(self):
         """Whether each row has a loss: rows of SigLIP, and rows with a positive."""
@@ -123,6 +133,8 @@ class Problem(NamedTuple):
             )
         else:
             itself_too = len(self.features) == 2
+            if self.label_weights is not None:
+                options["weights"] = self.weights_of_positives()
             losses, lse = rows_by_definition(dot, positives, *paired, itself_too, **options)
         weights = self.weights
         if weights is None:
@@ -170,10 +182,13 @@ def call_of(problem, reduction="mean"):
             del softmax[next(name for name in reversed(names) if name in softmax)]
     if "guide" not in softmax:
         softmax.pop("guide_margin", None)
+    if np.ndim(problem.ids[0] if isinstance(problem.ids, tuple) else problem.ids) > 1:
+        softmax.pop("label_smoothing", None)
     options = {"scale": problem.scale, "normalize": problem.normalize}
     options |= {name: getattr(problem, name) for name in spec.INTEGER_OPTIONS}
-    if problem.labels is not None:
-        options["labels"] = problem.labels
+    for argument in ("labels", "label_weights"):
+        if getattr(problem, argument) is not None:
+            options[argument] = getattr(problem, argument)
     weights = problem.have_loss().astype(float)
     if problem.weights is not None:
         options["weights"] = np.abs(problem.weights)
@@ -205,6 +220,14 @@ def softmax_options(name, rows, columns, rng):
     if form == 2:
         options["label_smoothing"] = rng.uniform(0.0, 0.99)
     return options
+
+
+def drawn_label_weights(labels, rng):
+    """Weights for half of the sets of positives: some are 0, and NaN for negative labels."""
+    if labels is None or labels.ndim == 1 or rng.random() < 0.5:
+        return None
+    weights = rng.uniform(0.1, 2.0, labels.shape) * (rng.random(labels.shape) < 0.8)
+    return np.where(labels < 0, np.nan, weights)
 
 
 def drawn_names(name, rng, number, rows, columns):
@@ -243,7 +266,8 @@ def drawn_problem(name, rng, rows, columns, width):
         groups = drawn_names(name, rng, 3, rows, columns)
     softmax = softmax_options(name, rows, columns, rng) if name != "siglip" else {}
     problem = Problem(
-        name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
+        name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels,
+        label_weights=None if name != "info_nce" else drawn_label_weights(labels, rng), ids=ids,
         groups=groups, positive_ids=positive_ids, normalize=bool(rng.random() < 0.5),
         softmax=softmax, weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
     )  # fmt: skip

@@ -13,7 +13,7 @@
 #define NORM_FACTORS 0  // 1: rows are normalised by factors (rows.cuh)
 #endif
 #ifndef IDS
-#define IDS 0  // 1: pairs of equal ids are left out
+#define IDS 0  // columns of ids: pairs whose ids are equal in any of them are left out
 #endif
 #ifndef GROUPS
 #define GROUPS 0  // 1: pairs of different groups are left out
@@ -109,7 +109,8 @@ struct Option {
     COMPARES = false
   };
 
-  // The values that the option needs of N rows and of N columns, by the names that their vectors have in `Block`.
+  // The values that the option needs of N rows and of N columns, by the names that their vectors have in `Block`. An
+  // array has N values, or several for each row or column (EqualIds).
   // Arrays of columns are aligned to 16 bytes, because sweeps read four values of 4 bytes at once (SliceColumns).
   // Sweeps keep elements of 8 bytes, such as ids, in another order than those of 4 bytes (`Columns` in
   // sm90/sweep/logits.cuh).
@@ -144,14 +145,15 @@ struct Option {
   __device__ __forceinline__ static Real exponent(Real x, const Pair&) { return x; }
 };
 
-// Pairs of equal ids are left out: ids.
+// Pairs of ids that are equal in any column are left out: ids. A row or column of the matrix has IDS values, which follow
+// one another: the value of column c of element i is at [i * IDS + c].
 struct EqualIds : Option<EqualIds> {
 #if IDS
   enum : bool { MASKS = true };
   template <int N>
-  struct RowValues { i64 query_ids[N]; };
+  struct RowValues { i64 query_ids[N * IDS]; };
   template <int N>
-  struct ColumnValues { i64 key_ids[N]; };
+  struct ColumnValues { i64 key_ids[N * IDS]; };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
     copy(to.query_ids, from.query_ids);
@@ -162,7 +164,7 @@ struct EqualIds : Option<EqualIds> {
   }
   template <class Pair>
   __device__ __forceinline__ static bool excluded(Real, const Pair& p) {
-    return p.rows.query_ids[p.row] == p.columns.key_ids[p.column];
+    return any_equal<IDS>(p.rows.query_ids + p.row * IDS, p.columns.key_ids + p.column * IDS);
   }
 #endif
 };

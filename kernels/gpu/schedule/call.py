@@ -128,6 +128,7 @@ class Call:
     workspace_given: bool = True  # False: `workspace` is the default, which a call may exceed
     normalize: bool = False
     pairs: GivenOptions = NO_OPTIONS  # options of pairs
+    id_columns: int = 1  # columns of ids, if `pairs` has ids
     # names of the vectors of rows (`VectorPair.query`) that the call has: biases, if queries are
     # keys of a softmax, and limits of a block over ranks, which are known before the call
     row_vectors: tuple[str, ...] = ()
@@ -177,7 +178,8 @@ class Call:
         return Call(
             _find_loss(problem), query, key, dq, dk,
             problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
-            problem.normalize, pairs, row_vectors, problem.host_groups is not None,
+            problem.normalize, pairs, max(1, problem.id_columns), row_vectors,
+            problem.host_groups is not None,
             0 if problem.own is None else problem.own.shape[1], problem.set_size,
             _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
             _describe_matrix(teacher[0]), _describe_matrix(teacher[1]),
@@ -238,18 +240,20 @@ class Call:
         )  # fmt: skip
 
     @property
-    def ids(self) -> bool:
-        return IDS in self.pairs
+    def ids(self) -> int:
+        """The number of columns of ids; 0: the call has no ids."""
+        return self.id_columns if IDS in self.pairs else 0
 
     @property
     def pair_options(self) -> int:
         """The number of options of pairs that the call has, without ids."""
-        return len(self.pairs) - self.ids
+        return len(self.pairs) - (self.ids > 0)
 
     @property
     def integer_count(self) -> int:
-        """Integers (8 bytes) of a row or column for options of pairs, without ids."""
-        return sum(vector.unit == "integers" for vector in self.pairs.vectors)
+        """Integers (8 bytes) of a row or column for options of pairs, without its first id."""
+        more_ids = max(0, self.ids - 1)
+        return more_ids + sum(vector.unit == "integers" for vector in self.pairs.vectors)
 
     @property
     def real_count(self) -> int:

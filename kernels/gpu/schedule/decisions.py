@@ -249,7 +249,7 @@ def choose_sweeps(
         return sweep, None
     if call.portable:
         return None, None
-    ids_or_factors = call.normalize or call.ids
+    ids_or_factors = call.normalize or call.ids > 0
     sweep = config.sweep_for(
         operands.precision, operands.part_bytes, device, ids_or_factors, call.moments,
         call.real_count, call.integer_count,

@@ -45,10 +45,10 @@ class OneLaunch:
 
 def one_launch(
     shape: tuple[int, int, int], dtype: str, double: bool, symmetric: bool, two_sided: bool,
-    sigmoid: bool, normalize: bool, ids: bool, gradient_tiles: int, workspace: int,
+    sigmoid: bool, normalize: bool, ids: int, gradient_tiles: int, workspace: int,
     multiprocessors: int,
 ) -> OneLaunch:  # fmt: skip
-    """The launch for queries and keys of one dtype.
+    """The launch for queries and keys of one dtype. `ids`: columns of ids, or 0.
 
     `double`: sums and logits are float64. `gradient_tiles`: the tiles of TILE queries, and of TILE
     keys, whose gradients are wanted.
@@ -73,7 +73,7 @@ def one_launch(
     options = {
         "PRECISION": "FP64" if double else "FP32", "DTYPE": f"DTYPE_{dtype.upper()}",
         "SYMMETRIC": int(symmetric), "TWO_SIDED": int(two_sided), "SIGMOID": int(sigmoid),
-        "NORMALIZE": int(normalize), "IDS": int(ids),
+        "NORMALIZE": int(normalize), "IDS": ids,
     }  # fmt: skip
     kernel = ScheduledKernel("fused/fused.cu", "fused", THREADS, tuple(options.items()))
     aligned = {name: -(-size // 8) * 8 for name, size in memory}

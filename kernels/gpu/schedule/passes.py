@@ -113,7 +113,7 @@ def scheduled_kernel(
     `gradient`, `sums`: a sweep writes gradient blocks, or adds up columns (`Sweep.stages`).
     """
     options = {
-        "PRECISION": precision.upper(), "IDS": int(call.ids),
+        "PRECISION": precision.upper(), "IDS": call.ids,
         "NORM_FACTORS": int(call.normalize), **defines,
     }  # fmt: skip
     if call.set_size > 1:
