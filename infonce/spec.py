@@ -31,7 +31,9 @@ class LossOptions(TypedDict, total=False):
     groups: Any
     positive_ids: Any
     own: Any
+    own_indices: Any
     own_mask: Any
+    own_bias: Any
     in_batch: bool
     dims: Any
     dim_weights: Any
@@ -79,16 +81,29 @@ OPTIONS: dict[str, Option] = {
     "ids": pairs.IDS,
     "groups": pairs.GROUPS,
     "positive_ids": pairs.POSITIVE_IDS,
-    "own": Option(None, "array [M, K, features], optional",
+    "own": Option(None, "array [M, K, features], or [T, features] with own_indices, optional",
         """Negatives of one row each: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. A
         `guide` leaves out none of them. Copies of rows, up to 8 MiB (with `offload` up to 16), are
         outside of the workspace. Not with `label_smoothing`.""",
-        cli_help="Negatives of one row each, [rows, K, features], .npy (info_nce).",
+        cli_help="Negatives of one row each, [rows, K, features], .npy (info_nce); with "
+        "--own-indices a table [T, features].",
+    ),
+    "own_indices": Option(None, "integer array [M, K], optional",
+        """Rows of the table `own`, T in all: the own negatives of row i are
+        ``own[own_indices[i]]``. A negative index is no negative. ``grads.own`` is a gradient of the
+        table: of each of its rows, the sum over all uses, in a fixed order.""",
+        cli_help="Rows of the table --own that are negatives of each row, [rows, K], .npy.",
     ),
     "own_mask": Option(None, "bool array [M, K], optional",
         """Which of `own` count; others are not read, so they may hold anything.""",
         cli_help="Which of --own count, bool [rows, K], .npy.",
+    ),
+    "own_bias": Option(None, "float array [M, K], optional",
+        """Bias of each own negative, added to its logit: pass -log Q for negatives that were
+        sampled with probability Q. The bias gets no gradient, and is no part of the logits in the
+        gradient of the scale. Not with ``metrics=True``.""",
+        cli_help="Added to the logits of own negatives, [rows, K], .npy.",
     ),
     "in_batch": Option(True, "bool, default True",
         """False, with `own`: row i is compared only with its positives and its own negatives. On
@@ -230,10 +245,10 @@ DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.ite
 COMPILED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.compiled)
 # Options that are integers of samples: one array, or a pair (of queries [M], of keys [N])
 INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type == pairs.INTEGERS)
-# Options that are vectors [M] or [N] of floats without gradient
-VECTOR_OPTIONS = ("weights", "key_bias")
+# Options that are floats of rows [M], keys [N] or own negatives [M, K], without gradient
+VECTOR_OPTIONS = ("weights", "key_bias", "own_bias")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
-ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask")
+ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask", "own_indices")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
 # gradient is known. They compute gradients together with the loss. A gradient that underflows to 0
 # in float16 would stay 0, even if the upstream gradient has the factor of a GradScaler
@@ -255,12 +270,13 @@ SOFTMAX_OPTIONS = (
     *(option.name for option in PAIR_OPTIONS if option.name not in INTEGER_OPTIONS), "guide_margin",
 )  # fmt: skip
 SIGMOID_OPTIONS = ("positive_ids",)  # options of a pairwise sigmoid, which is SigLIP
-OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
+# Options of own negatives, which info_nce has
+OWN_OPTIONS = ("own", "own_indices", "own_mask", "own_bias", "in_batch")
 PREFIX_OPTIONS = ("dims", "dim_weights")
 # Options for which dot products decide which negatives are likely positives
 LIKELY_POSITIVES = tuple(option.name for option in PAIR_OPTIONS if option.compares)
 # Options that change the logits that compete: a rank has no meaning with them
-NOT_WITH_METRICS = tuple(o.name for o in PAIR_OPTIONS if o.compares or o.shifts)
+NOT_WITH_METRICS = (*(o.name for o in PAIR_OPTIONS if o.compares or o.shifts), "own_bias")
 # Label smoothing spreads targets over all keys of the denominator, each of which has to count once
 NOT_WITH_LABEL_SMOOTHING = ("decoupled", "hardness", *LIKELY_POSITIVES)
 # Combinations that raise an error: all options of one of these tuples in one call

@@ -43,7 +43,9 @@ TENSORS = {
     "key_bias": "Tensor | None",
     "guide": "Tensor | tuple[Tensor, Tensor] | None",
     "own": "Tensor | None",
+    "own_indices": "Tensor | None",
     "own_mask": "Tensor | None",
+    "own_bias": "Tensor | None",
 }
 # Further keywords for a loss over a process group of torch.distributed: the keywords of
 # infonce.distributed, with `group` instead of `comm`. `timeout` is in seconds. `gradient_scale` is

@@ -115,9 +115,11 @@ def _over_prefixes(
 
     Each prefix is a call of `_apply`, and autograd differentiates the sum.
     """
+    in_table = options.get("own_indices") is not None
     for name, z in zip(kind.arguments, features, strict=True):
-        shape = "[rows, K, features]" if name == "own" else "[rows, features]"
-        if not isinstance(z, Tensor) or z.ndim != 2 + (name == "own"):
+        of_rows = name == "own" and not in_table
+        shape = "[rows, K, features]" if of_rows else "[rows, features]"
+        if not isinstance(z, Tensor) or z.ndim != 2 + of_rows:
             raise TypeError(f"{name}: expected a tensor {shape}, got {validation.what(z)}")
     widths_and_weights, others = prefixes.read_prefixes(kind, features, options)
     total: Any = 0.0

@@ -18,7 +18,7 @@ from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
 from ..grid import Grid, slices
 from ..linear import LinearGradient
 from ..options import KEY_VECTORS, QUERY_VECTORS
-from ..problem import Array, Gradients, NotFinite, Problem, fast_replace
+from ..problem import NO_OWN, Array, Gradients, NotFinite, Problem, fast_replace
 from .chunks import (
     Arrivals,
     Departures,
@@ -268,9 +268,7 @@ class StreamedPass:
             workspace=self.context.layout.block_bytes,
             # `leave` adds linear terms, `between_passes.OwnNegatives` computes own negatives
             label_smoothing=0.0,
-            own=None,
-            own_mask=None,
-            own_rows=None,
+            **NO_OWN,
             progress=None,
         )
         to, dk = None, keys.gradient
