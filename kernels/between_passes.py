@@ -342,7 +342,7 @@ class OwnNegatives:
         """The factor from dot products to exponents in base 2."""
         return self.problem.exponent_scale * LOG2_E
 
-    def exponents(self, dots: Array, rows: slice) -> Array:
+    def biased_exponents(self, dots: Array, rows: slice) -> Array:
         """[m, K] exponents in base 2 of the own negatives of `rows`, from their dot products."""
         x2, bias = dots * self.exponent_scale2, self.problem.own_bias
         return x2 if bias is None else x2 + LOG2_E * bias[rows]
@@ -390,7 +390,7 @@ class OwnNegatives:
         for part in self._parts():
             rows = part.rows
             xp.sum(part.keys * 0, axis=(1, 2), dtype=np.float64, out=self.row_nans[rows])
-            x2 = self.exponents(part.dots, rows)
+            x2 = self.biased_exponents(part.dots, rows)
             top = x2.max(axis=1)
             e = xp.exp2(x2 - xp.maximum(top, LOWEST)[:, None])  # 0 if all are left out
             sums.max[rows], sums.sum[rows] = top, e.sum(axis=1)
@@ -414,7 +414,7 @@ class OwnNegatives:
         factors = xp.empty(indices.shape, self.dtype) if wants_table else None  # all g
         for part in self._parts():
             rows = part.rows
-            x2 = self.exponents(part.dots, rows)
+            x2 = self.biased_exponents(part.dots, rows)
             g = self._factors(x2, reference[rows], factor[rows])
             products[rows] = (g * xp.where(xp.isneginf(x2), 0.0, part.dots)).sum(axis=1)
             g = g.astype(self.dtype)

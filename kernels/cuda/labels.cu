@@ -3,7 +3,7 @@
 //
 // Rows are sorted by their labels. Rows of one label keep their order, and there are no atomics, so that the bits
 // are the same in every run. The host reads no result, so it does not know the number of classes.
-#include "common.cuh"
+#include "sorted.cuh"
 
 constexpr int SORT_THREADS = 1024, SORT_ROWS = 2 * SORT_THREADS;
 
@@ -44,18 +44,6 @@ sort_labels(const i64* labels, i64 n, i64 negative_apart, i64* ids, i64* sorted,
     sorted[first + at] = label[at], order[first + at] = first + row[at];
 }
 
-// The number of labels in sorted[begin .. end) that are less than `label` (`equal` is 0), or at most `label` (1). The
-// labels are in ascending order.
-__device__ __forceinline__ i64 labels_before(const i64* sorted, i64 begin, i64 end, i64 label, i64 equal) {
-  i64 low = begin, high = end;
-  while (low < high) {
-    const i64 middle = (low + high) / 2;
-    if (sorted[middle] < label || (equal && sorted[middle] == label)) low = middle + 1;
-    else high = middle;
-  }
-  return low - begin;
-}
-
 // Merges each pair of neighbouring sorted runs of `run` rows to one sorted run. A thread moves one row. Its position in
 // the merged run is its position in its own run, plus the number of rows of the other run that come before it. Of two
 // rows with one label, the row of the first run comes first.
@@ -65,7 +53,7 @@ extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64
   if (at >= n) return;
   const i64 own = at / run, other = own ^ 1;
   const i64 begin = min(other * run, n), end = min(begin + run, n);
-  const i64 to = own / 2 * 2 * run + at % run + labels_before(sorted, begin, end, sorted[at], own % 2);
+  const i64 to = own / 2 * 2 * run + at % run + count_before(sorted, begin, end, sorted[at], own % 2);
   merged[to] = sorted[at], merged_order[to] = order[at];
 }
 
@@ -83,8 +71,8 @@ extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64
   const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (at >= n) return;
   const i64 row = order[at], label = sorted[at];
-  const i64 begin = labels_before(sorted, 0, at, label, 0);
-  const i64 end = at + labels_before(sorted, at, n, label, 1), size = end - begin;  // the class: [begin, end)
+  const i64 begin = count_before(sorted, 0, at, label, 0);
+  const i64 end = at + count_before(sorted, at, n, label, 1), size = end - begin;  // the class: [begin, end)
   positives[row] = size == 2 && least > 2 ? order[begin + end - 1 - at] : -1;
   present[row] = size > 1;
   segment[row] = size < least ? -1 : (begin + least - 1) / least;

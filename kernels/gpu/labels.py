@@ -23,7 +23,7 @@ def _launcher(queue: Queue) -> Launcher:
     return Launcher(cupy.cuda.Device(), "fp32", queue)
 
 
-def _sorted(
+def sort_integers(
     labels: Array, queue: Queue, ids: Array | None = None, negative_apart: bool = False
 ) -> tuple[Array, Array]:
     """([n] int64 labels in ascending order, [n] int64 row of each; rows of a label ascend).
@@ -54,7 +54,7 @@ def _sorted(
 
 def order_by_segment(segment: Array) -> Array:
     """[n] the numbers of all rows, sorted by segment."""
-    return _sorted(segment, Queue())[1]
+    return sort_integers(segment, Queue())[1]
 
 
 def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Classes, Array, Array]:
@@ -85,7 +85,7 @@ def _classes(
     """The arrays of `classes`, by name. Classes of fewer rows than `least` have no sums."""
     n = len(labels)
     ids = cupy.empty(n, np.int64)
-    labels, order = _sorted(labels, queue, ids, negative_apart)
+    labels, order = sort_integers(labels, queue, ids, negative_apart)
     positives, segment, others = cupy.empty((3, n), np.int64)
     outputs = {
         "positives": positives,
