@@ -135,7 +135,9 @@ def info_nce_loss(
     ids: Any = None,
     groups: Any = None,
     own: Tensor | None = None,
+    own_indices: Tensor | None = None,
     own_mask: Tensor | None = None,
+    own_bias: Tensor | None = None,
     in_batch: bool = True,
     dims: Any = None,
     dim_weights: Any = None,
@@ -562,7 +564,9 @@ class InfoNCELoss(Module):
     ids: Any
     groups: Any
     own: Tensor | None
+    own_indices: Tensor | None
     own_mask: Tensor | None
+    own_bias: Tensor | None
     in_batch: bool
     dims: Any
     dim_weights: Any
@@ -600,7 +604,9 @@ class InfoNCELoss(Module):
         ids: Any = None,
         groups: Any = None,
         own: Tensor | None = None,
+        own_indices: Tensor | None = None,
         own_mask: Tensor | None = None,
+        own_bias: Tensor | None = None,
         in_batch: bool = True,
         dims: Any = None,
         dim_weights: Any = None,
@@ -639,7 +645,9 @@ class InfoNCELoss(Module):
         ids: Any = ...,
         groups: Any = ...,
         own: Tensor | None = ...,
+        own_indices: Tensor | None = ...,
         own_mask: Tensor | None = ...,
+        own_bias: Tensor | None = ...,
         in_batch: bool = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
