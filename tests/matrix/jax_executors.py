@@ -184,6 +184,6 @@ def with_devices(problem: Problem) -> Result:
     task = problem.seed, problem.number, problem.largest, 2
     found: Result = processes.run("devices 2", *task)
     name = problem.poison.rpartition(" ")[2]
-    if name in ("weights", "key_bias") and np.isnan(found["loss"]).all():
+    if name in ("weights", "key_bias", "own_bias") and np.isnan(found["loss"]).all():
         raise ValueError(f"{name}: over devices, the loss is NaN in place of an error")
     return found
