@@ -297,7 +297,8 @@ def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
         dots, positive = beside(dots), beside(positive)
     both = [(dots, positive)] + ([(dots.T, positive.T)] if problem.loss == "clip" else [])
     if limit == "false_negative_margin" and "own" in problem.options:
-        own = unit(find_own(problem.options)[0].astype(np.float64))
+        own, counts, _ = find_own(problem.options)
+        own = unit(np.where(counts[:, :, None], own.astype(np.float64), np.nan))
         more = np.nan_to_num(np.einsum("md,mkd->mk", sides[0], own))
         both = [(np.c_[dots, more], np.c_[positive, np.zeros(more.shape, bool)])]
     for x, at in both:
