@@ -323,9 +323,10 @@ class OwnNegatives:
     g_ik = scale dL/dx_ik = a_i 2^(x2_ik - r_i)
     dO_ik = g_ik q_i        dQ_i += sum_k g_ik o_ik
 
-    x2_ik is the logit in base 2, with its bias. If own negatives are rows of a table, the gradient
-    of a row of the table is the sum of dO_ik over all of its uses (i, k). r_i and a_i are those of `SoftmaxGradient`: the reference exponent
-    of the row, and upstream_i row_direction_weight scale 2^(r_i - log-sum-exp_i).
+    x2_ik is the logit in base 2, with its bias. r_i and a_i are those of `SoftmaxGradient`: the
+    reference exponent of the row, and upstream_i row_direction_weight scale
+    2^(r_i - log-sum-exp_i). If own negatives are rows of a table, the gradient of a row of the
+    table is the sum of dO_ik over all of its uses (i, k).
 
     `finalize` calls `join`; the solver calls `finish` after the gradient pass. Both visit a part of
     the rows at a time, by operations on arrays of NumPy. On a GPU, `infonce.kernels.gpu.own` has a

@@ -89,10 +89,11 @@ __device__ __forceinline__ bool is_own_row(const OwnNegatives& a, i64 row) {
   return true;
 #endif
 }
-// The base-2 exponent of own negative `at` of [m, k], from its base-2 `logit` without a bias.
+// The base-2 exponent of own negative `at` of [m, k], from its base-2 `logit` without a bias. The bias of an own negative
+// that does not count, whose logit is -inf, may be NaN.
 __device__ __forceinline__ double add_own_bias(const OwnNegatives& a, i64 at, double logit) {
 #if OWN_BIAS
-  return logit + LOG2_E * a.bias[at];
+  return is_nothing(logit) ? logit : logit + LOG2_E * a.bias[at];
 #else
   return logit;
 #endif
