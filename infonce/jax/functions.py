@@ -256,7 +256,7 @@ DOC = """
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
-    weights, key_bias, guide : arrays, optional
+    weights, key_bias, own_bias, guide : arrays, optional
         As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`. They get no
         gradient.
     axis_name : name, or tuple of names, optional
@@ -277,7 +277,7 @@ DOC = """
     TypeError, ValueError
         While tracing, naming the argument, what came and what was expected. TypeError also for
         forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
-        ValueError also for `weights`, `key_bias` and `guide` that are differentiated.
+        ValueError also for `weights`, `key_bias`, `own_bias` and `guide` that are differentiated.
     jax.errors.JaxRuntimeError
         For errors that are found only when the program runs: values of labels, scale and bias that
         are arguments of `jit` (on a CPU), and a workspace that is too small. The error ends with

@@ -33,8 +33,7 @@ LANE_FEATURES = 8  # features that a lane reads at a time (rows.cuh)
 
 
 def own_features(array: Array | None) -> Fields:
-    """struct OwnFeatures for own negatives or their gradients, also of a table; None: without data.
-    """
+    """struct OwnFeatures for own negatives, a table, or their gradients; None: without data."""
     if array is None:
         return dict.fromkeys(("data", "row_stride", "negative_stride", "column_stride", "dtype"), 0)
     strides = array.strides if array.ndim == 3 else (0, *array.strides)  # all rows have the table

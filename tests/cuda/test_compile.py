@@ -333,6 +333,11 @@ def test_own(precision: str, words: tuple[int, int], factors: int, arch: str) ->
         defines["OUT_WORDS"] = words[1]
     log = compiler.compile_for("own.cu", defines, arch, PTXAS)[1]
     assert spilled(log) <= (520 if factors else 130)
+    table = {**defines, "OWN_INDICES": 1, "OWN_BIAS": 1}
+    assert spilled(compiler.compile_for("own.cu", table, arch, PTXAS)[1]) <= (
+        620 if factors else 130
+    )
+    assert spilled(compiler.compile_for("own_table.cu", table, arch, PTXAS)[1]) <= 160
 
 
 @needs_nvrtc

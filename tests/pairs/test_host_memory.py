@@ -183,3 +183,36 @@ def test_own_negatives(
         "info_nce own", (query, key, own), labels, reduction="none", workspace=workspace, **keywords
     )[0].loss
     assert np.flatnonzero(np.isnan(losses)).tolist() == [3]
+
+
+@pytest.mark.parametrize("workspace", [4_000, 10_000_000])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_own_negatives_in_a_table(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, normalize: bool, workspace: int
+) -> None:
+    """Several parts of the rows and of the table. Rows of it that are not used hold NaN."""
+    monkeypatch.setattr(between_passes, "OWN_BYTES", 1500)
+    rng = np.random.default_rng(0)
+    query, key, table = (
+        (rng.standard_normal((rows, 8)) / 3).astype(dtype) for rows in (30, 34, 12)
+    )
+    indices = rng.integers(-1, 11, (30, 6))
+    indices[rng.random((30, 6)) < 0.5] = 3
+    table[11] = np.nan
+    bias, mask = rng.standard_normal((30, 6)), rng.random((30, 6)) < 0.8
+    for more in ({}, {"own_bias": bias, "own_mask": mask, "hardness": 1.0}):
+        keywords: dict[str, Any] = {"scale": 6.0, "normalize": normalize, "own_indices": indices}
+        keywords |= more
+        want = reference.info_nce(query, key, own=table, **keywords)
+        for wrt in (None, ("own",), ("query", "scale")):
+            out, device = on_host(
+                "info_nce own", (query, key, table), None, wrt=wrt, workspace=workspace, **keywords
+            )
+            assert device.whole == (workspace > 10_000)
+            assert_loss(out.loss, want.loss, np.dtype(dtype).name, 10.0)
+            for name, gradient in want.grads.items():
+                got = getattr(out.grads, name)
+                assert (got is None) == (wrt is not None and name not in wrt)
+                if got is not None:
+                    assert_grad(got, gradient, np.dtype(dtype).name, 10.0, terms=1.0)

@@ -154,9 +154,7 @@ def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: i
     return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
 
 
-def own_parts(
-    m: int, k: int, real: int, normalize: bool, table: tuple[int, int]
-) -> dict[str, int]:
+def own_parts(m: int, k: int, real: int, normalize: bool, table: tuple[int, int]) -> dict[str, int]:
     """Bytes of the products of own negatives, and of their norms and those of queries, which are
     kept between the passes; and of what the gradient of a table needs. `k`: own negatives of a row.
     `real`: bytes of one number. `table`: its rows and features; (0, 0): there is none."""
