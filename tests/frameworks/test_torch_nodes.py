@@ -79,8 +79,8 @@ def make(name: str) -> Call:
     return Call(function, inputs, {key: z.clone() for key, z in (untracked | weights).items()})
 
 
-NAMES = ["clip", "info_nce", "info_nce, table", "lit", "nt_xent", "siglip", "sup_con", "gte", "distill",
-         "distill, one side"]  # fmt: skip
+NAMES = ["clip", "info_nce", "info_nce, table", "lit", "nt_xent", "siglip", "sup_con", "gte",
+         "distill", "distill, one side"]  # fmt: skip
 each_loss = pytest.mark.parametrize("name", NAMES)
 each_reduction = pytest.mark.parametrize("reduction", ["none", "mean"])
 

@@ -317,6 +317,27 @@ def transforms() -> None:
     raises(TypeError, "cannot be differentiated again", lambda: jax.jit(hessian)(z[0]))
 
 
+def table() -> None:
+    """One table of own negatives on all devices: its gradient is the sum over the devices."""
+    rng, z = np.random.default_rng(0), features("info_nce")
+    own, rows = unit(rng, 5, D), len(z[0])
+    by_row = {"own_indices": rng.integers(-1, 5, (rows, 3)), "own_bias": rng.normal(size=(rows, 3))}
+    want = reference.info_nce(*z, scale=float(SCALE), own=own, **by_row)
+    by_row = jax.tree.map(jnp.asarray, by_row)
+    numbers = {"scale": SCALE.astype(np.float64), "own": own}
+    for check, inside in ((True, True), (True, False), (False, False)):
+        step = mapped(partial(whole_loss, "info_nce"), check, inside)
+        loss, (grads, others) = step(z, numbers, by_row)
+        close("loss of a table", loss, want.loss)
+        for name, gradient in [*zip(FEATURES["info_nce"], grads, strict=True), *others.items()]:
+            close(f"d {name} beside a table", gradient, want.grads[name], 1e-11)
+    over = ij.sharded(ij.info_nce_loss, MESH, "data")
+    value_and_grad = jax.jit(
+        jax.value_and_grad(lambda own: over(*z, own=own, scale=SCALE.astype(np.float64), **by_row))
+    )
+    close("a table of all devices", value_and_grad(own), (want.loss, want.grads["own"]))
+
+
 def single_precision() -> None:
     """Compare 32-bit and 16-bit features with ids of 64 bits at a scale of 100, without
     jax_enable_x64."""

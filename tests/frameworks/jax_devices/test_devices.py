@@ -56,7 +56,7 @@ def test_derivatives_and_transforms() -> None:
 
 
 def test_metrics_and_dtypes() -> None:
-    run("losses_over_devices.py", 4, "metrics", "single_precision")
+    run("losses_over_devices.py", 4, "metrics", "single_precision", "table")
 
 
 def test_errors_and_documentation() -> None:
