@@ -320,7 +320,7 @@ def fast_replace(instance: T, /, **values: Any) -> T:
 
 
 # The fields of own negatives, as blocks have them: own negatives are not in blocks
-NO_OWN: dict[str, None] = dict.fromkeys(("own", "own_indices", "own_mask", "own_bias", "own_rows"))
+NO_OWN: dict[str, Any] = dict.fromkeys(("own", "own_indices", "own_mask", "own_bias", "own_rows"))
 
 
 @dataclass

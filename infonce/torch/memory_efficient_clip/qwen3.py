@@ -83,7 +83,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
             validation.number(name, value, (math.inf,))
 
     def refused(self) -> Refused:
-        refused = super().refused()
+        refused = {**super().refused()}
         refused |= refuse(["own", "own_indices"], "pass hard_negative_features")
         refused |= refuse(["false_negative_margin"], "margin leaves out likely positives")
         if self.use_qq_negatives or self.use_dd_negatives:
