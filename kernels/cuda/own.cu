@@ -74,8 +74,8 @@ __device__ __noinline__ Real multiply_scaled(const Matrix& q, i64 q_row, int q_e
   return (Real)group.sum(product);
 }
 
-// Writes the products of this group's own negatives, and their units. Returns NaN (in some lanes) if a feature or the
-// bias of an own negative that counts is not finite, or if its index is beyond the table, else 0.
+// Writes the products of this group's own negatives, and their units. Returns NaN (in some lanes) if a feature of an own
+// negative that counts is not finite, or if its index is beyond the table, else 0.
 __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group& group, const char* mask, i64 mask_stride,
                               double limit) {
   const i64 i = group.row, step = group.lanes * LANE_FEATURES, first_column = group.lane * LANE_FEATURES;
@@ -133,7 +133,6 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
         if (group.lane == 0) a.products[at] = (Real)-INFINITY_;
         continue;
       }
-      if (OWN_BIAS) zero_sum += (float)(add_own_bias(a, at, 0) * 0);
       Real product = group.sum(products[b]);
       if (NORM_FACTORS) {
         const Unit unit = find_unit(group.sum(squares[b]), own, own_rows[b], a.d, group);
@@ -158,8 +157,8 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
 //     rows.moment[i] the sum of exponentials times products. The pass multiplies its products by pass_scale, rounded.
 //   - ranks [m] (null: not wanted) gain the number of own negatives above the positive. The logits of positives have
 //     the scale of logits, plus positive_hardness.
-//   - row_nans[i]: NaN if a feature or the bias of an own negative that counts is not finite, or if its index is beyond
-//     the table, else known_row_nans[i] (null: 0).
+//   - row_nans[i]: NaN if a feature of an own negative that counts is not finite, or if its index is beyond the table,
+//     else known_row_nans[i] (null: 0). A bias that is NaN or +inf makes the sum NaN.
 extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 ? 4 : 6)
 own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
          const double* limits, const __grid_constant__ Sums rows, Real* references,

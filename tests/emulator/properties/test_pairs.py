@@ -8,6 +8,7 @@ import engine
 import numpy as np
 import pytest
 from gpu_problems import find_dtype
+from infonce.kernels import between_passes
 from infonce.kernels.gpu.schedule import decisions
 from infonce.kernels.gpu.tiled.run import PassRun
 
@@ -62,16 +63,20 @@ def test_own_negatives(dtype: str, method: str, device: int) -> None:
 @pytest.mark.parametrize("device", [HOPPER, PORTABLE])
 @pytest.mark.parametrize("method", ["naive", "fused", "tiled", "offload"])
 @pytest.mark.parametrize("dtype", NEAR)
-def test_own_negatives_in_a_table(dtype: str, method: str, device: int) -> None:
-    """One row of the table has more uses than a piece, one has none, and holds NaN."""
+def test_own_negatives_in_a_table(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, method: str, device: int
+) -> None:
+    """One row of the table has the uses of a whole piece. One has none, and holds NaN. With
+    offload, rows arrive in several parts."""
+    monkeypatch.setattr(between_passes, "OWN_BYTES", 100_000)
     rng = np.random.default_rng(0)
     query, key, table = (
         rng.standard_normal((n, 24)).astype(find_dtype(dtype)) for n in (40, 70, 13)
     )
     table[12] = np.nan
-    labels, indices = rng.integers(0, 70, 40), rng.integers(-2, 12, (40, 9))
-    indices[:, :8] = np.where(rng.random((40, 8)) < 0.9, 5, indices[:, :8])
-    mask, bias = rng.random((40, 9)) < 0.8, rng.standard_normal((40, 9))
+    labels, indices = rng.integers(0, 70, 40), rng.integers(-2, 12, (40, 17))
+    indices[:, :16] = np.where(rng.random((40, 16)) < 0.9, 5, indices[:, :16])
+    mask, bias = rng.random((40, 17)) < 0.8, rng.standard_normal((40, 17))
     for more in (
         {}, {"in_batch": False, "scale": 1.0, "normalize": False},
         {"false_negative_margin": 0.1, "hardness": 1.0, "own_bias": bias},
