@@ -91,8 +91,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "own_indices": Option(None, "integer array [M, K], optional",
         """Rows of the table `own`, T in all: the own negatives of row i are
-        ``own[own_indices[i]]``. A negative index is no negative. ``grads.own`` is a gradient of the
-        table: of each of its rows, the sum over all uses, in a fixed order.""",
+        ``own[own_indices[i]]``. A negative index is no negative. An index of T or more is an error;
+        on a GPU, where indices are not read, it makes the loss of its row NaN. ``grads.own`` is the
+        gradient of the table: for each of its rows, the sum over all uses, in a fixed order.""",
         cli_help="Rows of the table --own that are negatives of each row, [rows, K], .npy.",
     ),
     "own_mask": Option(None, "bool array [M, K], optional",
