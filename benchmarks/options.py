@@ -56,6 +56,8 @@ OWN = (
     (4096, 256, "float32", (8,)),
     (1024, 128, "bfloat16", (100,)),
 )
+TABLE_ROWS = 100_000  # of the table that has own negatives by index
+POPULARITY = 1.1  # exponent of Zipf's law, by which a few rows of the table have most uses
 Run = Callable[[], Any]
 
 
@@ -114,6 +116,15 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
             (mined, _), *_ = bench.inputs(Case(spec.CLIP, m * k, d, own_dtype))
             mined = mined.reshape(m, k, d)
             results[name, f"{k} of own a row"] = call("info_nce", *pairs, own=mined)
+            (table, _), *_ = bench.inputs(Case(spec.CLIP, TABLE_ROWS, d, own_dtype))
+            rng = np.random.default_rng(0)
+            for law, drawn in (
+                ("", rng.integers(0, TABLE_ROWS, (m, k))),
+                (", popular", rng.zipf(POPULARITY, (m, k)) % TABLE_ROWS),
+            ):
+                results[name, f"{k} of own a row, of a table{law}"] = call(
+                    "info_nce", *pairs, own=table, own_indices=xp.asarray(drawn)
+                )
             if on_gpu:
                 results[name, f"{k} of own a row, PyTorch"] = eager_own(*pairs, mined)
     results["nt_xent", "plain"] = call("nt_xent", query)

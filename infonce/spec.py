@@ -34,7 +34,9 @@ class LossOptions(TypedDict, total=False):
     key_mask: Any
     token_mean: bool
     own: Any
+    own_indices: Any
     own_mask: Any
+    own_bias: Any
     in_batch: bool
     dims: Any
     dim_weights: Any
@@ -97,16 +99,30 @@ OPTIONS: dict[str, Option] = {
         cli_help="Divide MaxSim scores by the number of the query's tokens.",
         compiled=True,
     ),
-    "own": Option(None, "array [M, K, features], optional",
+    "own": Option(None, "array [M, K, features], or [T, features] with own_indices, optional",
         """Negatives of one row each: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. A
         `guide` leaves out none of them. Copies of rows, up to 8 MiB (with `offload` up to 16), are
         outside of the workspace. Not with `label_smoothing`.""",
-        cli_help="Negatives of one row each, [rows, K, features], .npy (info_nce).",
+        cli_help="Negatives of one row each, [rows, K, features], .npy (info_nce); with "
+        "--own-indices a table [T, features].",
+    ),
+    "own_indices": Option(None, "integer array [M, K], optional",
+        """Rows of the table `own`, T in all: the own negatives of row i are
+        ``own[own_indices[i]]``. A negative index is no negative. An index of T or more is an error;
+        on a GPU, where indices are not read, it makes the loss of its row NaN. ``grads.own`` is the
+        gradient of the table: for each of its rows, the sum over all uses, in a fixed order.""",
+        cli_help="Rows of the table --own that are negatives of each row, [rows, K], .npy.",
     ),
     "own_mask": Option(None, "bool array [M, K], optional",
         """Which of `own` count; others are not read, so they may hold anything.""",
         cli_help="Which of --own count, bool [rows, K], .npy.",
+    ),
+    "own_bias": Option(None, "float array [M, K], optional",
+        """Bias of each own negative, added to its logit: pass -log Q for negatives that were
+        sampled with probability Q. The bias gets no gradient, and is no part of the logits in the
+        gradient of the scale. Not with ``metrics=True``.""",
+        cli_help="Added to the logits of own negatives, [rows, K], .npy.",
     ),
     "in_batch": Option(True, "bool, default True",
         """False, with `own`: row i is compared only with its positives and its own negatives. On
@@ -254,10 +270,11 @@ DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.ite
 COMPILED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.compiled)
 # Options that are integers of samples: one array, or a pair (of queries [M], of keys [N])
 INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type == pairs.INTEGERS)
-# Options that are floats of rows, keys or labels, without gradient
-VECTOR_OPTIONS = ("weights", "key_bias", "label_weights")
+# Options that are floats of rows [M], keys [N], own negatives [M, K] or labels [M, P], without
+# gradient
+VECTOR_OPTIONS = ("weights", "key_bias", "own_bias", "label_weights")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
-ARRAY_OPTIONS = (*VECTOR_OPTIONS, "query_mask", "key_mask", "own_mask")
+ARRAY_OPTIONS = (*VECTOR_OPTIONS, "query_mask", "key_mask", "own_mask", "own_indices")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
 # gradient is known. They compute gradients together with the loss. A gradient that underflows to 0
 # in float16 would stay 0, even if the upstream gradient has the factor of a GradScaler
@@ -278,14 +295,15 @@ SOFTMAX_OPTIONS = (
     "margin", "decoupled", "label_smoothing", "hardness",
     *(option.name for option in PAIR_OPTIONS if option.name not in INTEGER_OPTIONS), "guide_margin",
 )  # fmt: skip
-OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
+# Options of own negatives, which info_nce has
+OWN_OPTIONS = ("own", "own_indices", "own_mask", "own_bias", "in_batch")
 LABEL_OPTIONS = ("label_weights",)  # options of labels [M, P], which info_nce has
 PREFIX_OPTIONS = ("dims", "dim_weights")
 TOKEN_OPTIONS = ("query_mask", "key_mask", "token_mean")  # of features that are sets of tokens
 # Options for which dot products decide which negatives are likely positives
 LIKELY_POSITIVES = tuple(option.name for option in PAIR_OPTIONS if option.compares)
 # Options that change the logits that compete: a rank has no meaning with them
-NOT_WITH_METRICS = tuple(o.name for o in PAIR_OPTIONS if o.compares or o.shifts)
+NOT_WITH_METRICS = (*(o.name for o in PAIR_OPTIONS if o.compares or o.shifts), "own_bias")
 # Label smoothing spreads targets over all keys of the denominator, each of which has to count once
 NOT_WITH_LABEL_SMOOTHING = ("decoupled", "hardness", *LIKELY_POSITIVES)
 # The positives of a softmax with `positive_ids` are in the sums of its passes, which do not tell

@@ -254,23 +254,74 @@ class OwnRows:
     def read(self, parts: Sequence[slice]) -> Iterator[tuple[Array, Array]]:
         """For each of `parts`, in their order: queries [m, D] and own keys [m, K, D]."""
         for rows in parts:
-            yield self.problem.query[rows], self.problem.own[rows]
+            yield self.problem.query[rows], read_own(self.problem, rows)
 
     def add_to_query(self, gradients: Gradients, rows: slice, dq: Array) -> None:
         """Add `dq` to the gradient of the queries `rows`, which the gradient pass has written."""
         gradients.query[rows] += dq  # type: ignore[index]
 
     def write_own(self, gradients: Gradients, rows: slice, gradient: Array) -> None:
-        """Write the gradient of the own keys of `rows`."""
+        """Write the gradient of the own keys of `rows`, which are in no table."""
         gradients.own[rows] = gradient  # type: ignore[index]
+
+    def write_table(self, gradients: Gradients, factors: Array) -> None:
+        """Write the gradient of the table, from `factors` [M, K], the g of `OwnNegatives`."""
+        write_table_gradient(self.problem, factors, gradients.own)
+
+
+def read_own(problem: Problem, rows: slice) -> Array:
+    """[m, K, D] the own keys of `rows`, from an array of NumPy: a part of it, or rows of a table.
+
+    An index that does not count has row 0 of the table in place of a key.
+    """
+    if problem.own_indices is None:
+        return problem.own[rows]
+    return problem.own[problem.own_indices[rows]]
+
+
+def _copied_at_a_time(problem: Problem, count: int) -> int:
+    """How many times `count` rows of features may be copied at a time, within OWN_BYTES."""
+    item = 8 if problem.compute_precision == "fp64" else 4
+    return max(1, OWN_BYTES // (OWN_COPIES * count * problem.shape[2] * item))
 
 
 def own_parts(problem: Problem) -> list[slice]:
     """Parts of the rows, each with its own keys, whose copies take up to OWN_BYTES."""
-    m, k, d = problem.own.shape
-    item = 8 if problem.compute_precision == "fp64" else 4
-    row_bytes = OWN_COPIES * (k + 1) * d * item  # a query and k keys
-    return slices(m, max(1, OWN_BYTES // row_bytes))
+    m, copied = len(problem.query), problem.own_count + 1  # k keys and a query
+    return slices(m, _copied_at_a_time(problem, copied))
+
+
+def write_table_gradient(problem: Problem, factors: Array, out: Array) -> None:
+    """Write the gradient of a table, dO_t = sum of g_ik q_i over all uses (i, k) of row t, to `out`
+    [T, D]. `factors` [M, K] are g. All arrays are of NumPy, in host memory.
+
+    Uses are sorted by the row of the table, and uses of one row keep their order, so that the sums
+    have the same bits each time. Copies of queries take up to OWN_BYTES.
+    """
+    dtype, indices = factors.dtype, problem.own_indices.reshape(-1)
+    order = np.argsort(indices, kind="stable")
+    if problem.own_mask is not None:
+        order = order[problem.own_mask.reshape(-1)[order]]
+    starts = np.searchsorted(indices[order], np.arange(len(out) + 1))  # of the uses of each row
+    most, first = _copied_at_a_time(problem, 1), 0
+    while first < len(out):
+        # Some rows of the table that have up to `most` uses, or one row
+        last = int(np.searchsorted(starts, starts[first] + most, side="right")) - 1
+        last = min(max(last, first + 1), first + most)
+        sums = np.zeros((last - first, problem.shape[2]), dtype)
+        for positions in slices(int(starts[last]), most, int(starts[first])):
+            uses = order[positions]
+            query = problem.query[uses // problem.own_count]
+            terms, _ = normalized_rows(np, query, problem.normalize, dtype)
+            terms = terms * factors.reshape(-1)[uses, None]
+            used, begins = np.unique(indices[uses], return_index=True)
+            sums[used - first] += np.add.reduceat(terms, begins, axis=0)
+        # Rows without a use may hold anything. Their gradients are 0
+        used = np.flatnonzero(starts[first + 1 : last + 1] > starts[first:last])
+        unit, norms = normalized_rows(np, problem.own[first + used], problem.normalize, dtype)
+        out[first:last] = 0
+        out[first + used] = normalization_backward(np, sums[used], unit, norms)
+        first = last
 
 
 class OwnNegatives:
@@ -279,8 +330,10 @@ class OwnNegatives:
     g_ik = scale dL/dx_ik = a_i 2^(x2_ik - r_i)
     dO_ik = g_ik q_i        dQ_i += sum_k g_ik o_ik
 
-    x2_ik is the logit in base 2. r_i and a_i are those of `SoftmaxGradient`: the reference exponent
-    of the row, and upstream_i row_direction_weight scale 2^(r_i - log-sum-exp_i).
+    x2_ik is the logit in base 2, with its bias. r_i and a_i are those of `SoftmaxGradient`: the
+    reference exponent of the row, and upstream_i row_direction_weight scale
+    2^(r_i - log-sum-exp_i). If own negatives are rows of a table, the gradient of a row of the
+    table is the sum of dO_ik over all of its uses (i, k).
 
     `finalize` calls `join`; the solver calls `finish` after the gradient pass. Both visit a part of
     the rows at a time, by operations on arrays of NumPy. On a GPU, `infonce.kernels.gpu.own` has a
@@ -297,10 +350,20 @@ class OwnNegatives:
         """The factor from dot products to exponents in base 2."""
         return self.problem.exponent_scale * LOG2_E
 
+    def biased_exponents(self, dots: Array, rows: slice) -> Array:
+        """[m, K] exponents in base 2 of the own negatives of `rows`, from their dot products."""
+        x2, bias = dots * self.exponent_scale2, self.problem.own_bias
+        return x2 if bias is None else x2 + LOG2_E * bias[rows]
+
+    def _factors(self, x2: Array, reference: Array, factor: Array) -> Array:
+        """[m, K] g, from exponents x2 and the r and a of their rows."""
+        # r_i is at least the largest exponent, but for rounding: `minimum` keeps 2^(x2 - r) <= 1
+        return factor[:, None] * self.xp.exp2(self.xp.minimum(x2 - reference[:, None], 0.0))
+
     def _parts(self) -> Iterator[_OwnPart]:
         """Parts of the rows, each with its own keys and their dot products."""
         xp, problem, parts = self.xp, self.problem, own_parts(self.problem)
-        d = problem.own.shape[2]
+        d = problem.shape[2]
         for rows, (query, keys) in zip(parts, self.rows.read(parts), strict=True):
             query, query_norms = normalized_rows(xp, query, problem.normalize, self.dtype)
             if keys.dtype.itemsize < 8:  # float64 keys stay: `normalized_rows` needs their range
@@ -335,12 +398,13 @@ class OwnNegatives:
         for part in self._parts():
             rows = part.rows
             xp.sum(part.keys * 0, axis=(1, 2), dtype=np.float64, out=self.row_nans[rows])
-            x2 = part.dots * self.exponent_scale2
+            x2 = self.biased_exponents(part.dots, rows)
             top = x2.max(axis=1)
             e = xp.exp2(x2 - xp.maximum(top, LOWEST)[:, None])  # 0 if all are left out
             sums.max[rows], sums.sum[rows] = top, e.sum(axis=1)
             if sums.moment is not None:
-                sums.moment[rows] = (e * xp.where(xp.isneginf(x2), 0.0, x2)).sum(axis=1)
+                logits = xp.where(xp.isneginf(x2), 0.0, part.dots * self.exponent_scale2)
+                sums.moment[rows] = (e * logits).sum(axis=1)
             if stats.row_rank is not None:
                 logits = part.dots * (self.problem.scale * LOG2_E)
                 above = logits > stats.positive_logits[rows, None]
@@ -352,24 +416,29 @@ class OwnNegatives:
 
         Returns [M] sum_k g_ik <q_i, o_ik>, the share of own negatives in dL / d log(scale).
         """
-        xp = self.xp
+        xp, indices = self.xp, self.problem.own_indices
         products = xp.empty(len(self.problem.query))
+        wants_table = indices is not None and gradients.own is not None
+        factors = xp.empty(indices.shape, self.dtype) if wants_table else None  # all g
         for part in self._parts():
             rows = part.rows
-            x2 = part.dots * self.exponent_scale2
-            # r_i is at least the largest logit, but for rounding: `minimum` keeps 2^(x2 - r) <= 1
-            g = factor[rows, None] * xp.exp2(xp.minimum(x2 - reference[rows, None], 0.0))
+            x2 = self.biased_exponents(part.dots, rows)
+            g = self._factors(x2, reference[rows], factor[rows])
             products[rows] = (g * xp.where(xp.isneginf(x2), 0.0, part.dots)).sum(axis=1)
             g = g.astype(self.dtype)
             if gradients.query is not None and gradients.want_query:
                 dq = xp.matmul(g[:, None, :], part.keys)[:, 0]
                 dq = normalization_backward(xp, dq, part.query, part.query_norms)
                 self.rows.add_to_query(gradients, rows, dq)
-            if gradients.own is not None:
+            if factors is not None:
+                factors[rows] = g
+            elif gradients.own is not None:
                 dk = (g[:, :, None] * part.query[:, None, :]).reshape(-1, part.query.shape[1])
                 unit = part.keys.reshape(dk.shape)
                 dk = normalization_backward(xp, dk, unit, part.key_norms)
                 self.rows.write_own(gradients, rows, dk.reshape(part.keys.shape))
+        if factors is not None:
+            self.rows.write_table(gradients, factors)
         return products
 
     def finish(self, finalized: Finalized, gradients: Gradients) -> None:

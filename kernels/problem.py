@@ -114,7 +114,12 @@ class Problem:
     guide_query_limits: Array = None  # [M] the same as `query_limits`, for the guide's dot products
     guide_key_limits: Array = None  # [N] the same as `key_limits`, for the guide's dot products
     own: Array = None  # [M, K, D]: K further negatives of each row (`between_passes.OwnNegatives`)
+    # [M, K] int64: `own` is a table [T, D], of which these rows are the negatives of each row. On
+    # the host, indices lie in [0, T). On a GPU, the row of an index from T on has the loss NaN, and
+    # a negative index stands for none
+    own_indices: Array = None
     own_mask: Array = None  # [M, K] bool: True for own negatives that count; None: all count
+    own_bias: Array = None  # [M, K] float64, added to the logits of own negatives, natural units
     # a `between_passes.OwnRows` that reads `own` from host memory; None: `own` is read in place
     own_rows: Any = None
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
@@ -135,6 +140,12 @@ class Problem:
         """(M, N, D)."""
         m, d = self.query.shape
         return m, len(self.key), d
+
+    @property
+    def own_count(self) -> int:
+        """K, the number of own negatives of a row."""
+        of_rows = self.own if self.own_indices is None else self.own_indices
+        return 0 if of_rows is None else int(of_rows.shape[1])
 
     @property
     def plain(self) -> bool:
@@ -323,6 +334,10 @@ def fast_replace(instance: T, /, **values: Any) -> T:
     return new
 
 
+# The fields of own negatives, as blocks have them: own negatives are not in blocks
+NO_OWN: dict[str, Any] = dict.fromkeys(("own", "own_indices", "own_mask", "own_bias", "own_rows"))
+
+
 @dataclass
 class Gradients:
     """Destinations of dQ and dK, and which of them a pass computes.
@@ -336,7 +351,7 @@ class Gradients:
     want_query: bool = True
     want_key: bool = True
     add_query: bool = False  # True: dQ is added to the contents of `query`; False: overwrites them
-    own: Array | None = None  # [M, K, D] destination of own negatives' gradient; None: not wanted
+    own: Array | None = None  # destination of the gradient of `Problem.own`; None: not wanted
 
 
 @dataclass

@@ -117,6 +117,12 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
         for dtype in ("float64", "float32", "bfloat16"):
             for d in (40, 1100):
                 yield loss, dtype, "auto", 300, d, {"method": "tiled", pairs: True, "groups": True}
+    # own negatives of rows, and of a table, one of whose rows has most uses
+    for dtype in ("float64", "float32", "bfloat16"):
+        for d in (40, 300):
+            own = {"method": "tiled", "own": 5, "normalize": d == 40}
+            yield "info_nce", dtype, "auto", 130, d, own
+            yield "info_nce", dtype, "auto", 130, d, own | {"table": 20}
     # a teacher of as many features, in kernels of every kind
     for dtype in ("float64", "float32", "bfloat16"):
         for d in (40, 1100):
@@ -186,6 +192,15 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
             options |= {"guide": guide[0] if sides == 1 else tuple(guide), "normalize": True}
         if options.pop("key_bias", False):
             options["key_bias"] = cupy.asarray(rng.standard_normal(rows))
+        if many := options.pop("own", 0):
+            table = options.pop("table", 0)
+            shape = (table, d) if table else (rows, many, d)
+            options["own"] = cupy.asarray((rng.standard_normal(shape) / d**0.5).astype(dtype))
+            if table:
+                indices = rng.integers(-1, table, (rows, many))
+                indices[rng.random(indices.shape) < 0.8] = 0
+                options["own_indices"] = cupy.asarray(indices)
+                options["own_bias"] = cupy.asarray(rng.standard_normal(indices.shape))
         out = getattr(infonce, f"{loss}_loss_and_grad")(
             *z, scale=5.0, precision=precision, **options
         )

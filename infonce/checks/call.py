@@ -234,7 +234,23 @@ def _add_vectors(
         if problem.guide_margin < math.inf:
             problem.guide_query, problem.guide_key = guides
     if loss.has_own:
-        problem.own, problem.own_mask = arrays[2], rows.own_mask(xp, get("own_mask"), arrays[2])
+        _add_own(problem, arrays[2], xp, options)
+
+
+def _add_own(problem: Problem, own: Array, xp: Any, options: Mapping[str, Any]) -> None:
+    """Check the options of own negatives, and add them to `problem`."""
+    get, m, problem.own = options.get, len(problem.query), own
+    shape, like = own.shape[:2], "own"
+    if (indices := get("own_indices")) is not None:
+        indices, like = rows.own_indices(xp, indices, m), "own_indices"
+        shape = indices.shape
+    problem.own_mask = rows.own_mask(xp, get("own_mask"), shape, like)
+    if indices is not None:
+        problem.own_indices, problem.own_mask = rows.rows_of_table(
+            xp, indices, len(own), problem.own_mask
+        )
+    if (bias := get("own_bias")) is not None:
+        problem.own_bias = validation.numbers(xp, "own_bias", bias, *shape)
 
 
 def _set_groups(
@@ -342,8 +358,8 @@ def _check_static(
     """The checks that read no element of an array, only shapes, dtypes, devices and options."""
     values = _options(loss, options, with_grad)
     # a rank may have no rows
-    least = 1 if batch is None else 0
-    validation.features(loss.arguments, arrays, descriptions, least, loss.takes_tokens)
+    least, has_table = 1 if batch is None else 0, values["own_indices"] is not None
+    validation.features(loss.arguments, arrays, descriptions, least, loss.takes_tokens, has_table)
     query, key, is_whole_batch = arrays[0], arrays[loss.key_argument], batch is None
     has_tokens = query.ndim == 3
     if has_tokens:

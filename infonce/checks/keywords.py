@@ -44,7 +44,9 @@ TENSORS = {
     "label_weights": "Tensor | None",
     "guide": "Tensor | tuple[Tensor, Tensor] | None",
     "own": "Tensor | None",
+    "own_indices": "Tensor | None",
     "own_mask": "Tensor | None",
+    "own_bias": "Tensor | None",
 }
 # Further keywords for a loss over a process group of torch.distributed: the keywords of
 # infonce.distributed, with `group` instead of `comm`. `timeout` is in seconds. `gradient_scale` is

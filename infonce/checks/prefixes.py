@@ -167,7 +167,9 @@ def check_and_read(
     kind: Loss, features: Sequence[Array], options: Mapping[str, Any]
 ) -> tuple[list[tuple[int, float]], dict[str, Any]]:
     """Check the features, then `read_prefixes`."""
-    validation.features(kind.arguments, features, arrays.describe_arrays(features), 0)
+    has_table = options.get("own_indices") is not None
+    descriptions = arrays.describe_arrays(features)
+    validation.features(kind.arguments, features, descriptions, 0, has_table=has_table)
     return read_prefixes(kind, features, options)
 
 

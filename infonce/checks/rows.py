@@ -18,7 +18,7 @@ from ..kernels.options import MOST_COLUMNS
 from ..kernels.problem import Array
 from ..spec import Loss
 from .norms import require_finite
-from .validation import as_array, features, integers, is_float, numbers, what
+from .validation import as_array, features, first_position, integers, is_float, numbers, what
 
 
 def positives(
@@ -58,15 +58,7 @@ def positives(
             if repeated is not None:
                 label_nans = xp.where(repeated.any(axis=1), np.nan, label_nans)
         return labels, label_nans, has_positive if any_number else None, weights
-    outside = labels >= n
-    if outside.any():
-        first = np.argwhere(outside)[0]
-        at = int(first[0]) if labels.ndim == 1 else tuple(map(int, first))
-        or_none = ", or negative ones for none" if any_number else ""
-        raise ValueError(
-            f"labels: expected values in [0, {n}){or_none}, got {labels[tuple(first)]} at "
-            f"position {at}"
-        )
+    require_below("labels", labels, n, labels >= n, any_number)
     labels = np.maximum(np.ascontiguousarray(labels, dtype=np.int64), -1)
     if weights is not None:
         if not _are_valid(weights).all():
@@ -103,6 +95,16 @@ def _label_weights(xp: Any, value: Any, labels: Array) -> Array:
             f"label_weights: expected shape {labels.shape} like labels, got {value.shape}"
         )
     return xp.where(labels < 0, 0.0, xp.asarray(value).astype(np.float64))
+
+
+def require_below(name: str, indices: Array, n: int, outside: Array, or_none: bool) -> None:
+    """ValueError, naming the first, if any of `indices` is `outside` of [0, n). `or_none`: negative
+    indices are allowed."""
+    if outside.any():
+        at, more = first_position(outside), ", or negative ones for none" if or_none else ""
+        raise ValueError(
+            f"{name}: expected values in [0, {n}){more}, got {indices[at]} at position {at}"
+        )
 
 
 def _are_valid(label_weights: Array) -> Array:
@@ -183,16 +185,44 @@ def _gpu_labels() -> Any:
     return labels
 
 
-def own_mask(xp: Any, mask: Any, own: Array) -> Array | None:
-    """Check the mask of own negatives: [m, K] bool, which of them count; None: all."""
+def own_mask(xp: Any, mask: Any, shape: tuple[int, ...], like: str) -> Array | None:
+    """Check the mask of own negatives: [m, K] bool, which of them count; None: all. `shape` is that
+    of the argument `like`."""
     if mask is None:
         return None
     mask = as_array("own_mask", mask, "bool")
     if mask.dtype != bool:
         raise TypeError(f"own_mask: expected dtype bool, got {mask.dtype}")
-    if mask.shape != own.shape[:2]:
-        raise ValueError(f"own_mask: expected shape {own.shape[:2]} like own, got {mask.shape}")
+    if mask.shape != shape:
+        raise ValueError(f"own_mask: expected shape {shape} like {like}, got {mask.shape}")
     return xp.asarray(mask)
+
+
+def own_indices(xp: Any, indices: Any, m: int) -> Array:
+    """Check the dtype and shape of indices of own negatives: [m, K] integers of any dtype."""
+    shape = as_array("own_indices", indices, "integers").shape
+    if len(shape) != 2 or shape[0] != m or not shape[1]:
+        raise ValueError(f"own_indices: expected shape ({m}, K), got {shape}")
+    return integers(xp, "own_indices", indices, m, "K")
+
+
+def rows_of_table(
+    xp: Any, indices: Array, rows: int, mask: Array | None
+) -> tuple[Array, Array | None]:
+    """`Problem.own_indices` and `own_mask`, from indices of a table with `rows` rows, and a mask.
+
+    On the host, an index that is out of range is an error, unless the mask leaves it out. The mask
+    of the result also leaves out negative indices, and indices that it leaves out are 0. On a GPU,
+    no index is read: kernels find these.
+    """
+    if xp is not np:
+        if is_uint64(indices):  # indices beyond int64 become `rows`, which is out of range too
+            indices = xp.minimum(indices, np.uint64(rows))
+        return xp.ascontiguousarray(indices, dtype=np.int64), mask
+    counts = indices >= 0 if mask is None else mask & (indices >= 0)
+    require_below("own_indices", indices, rows, counts & (indices >= rows), or_none=True)
+    indices = np.where(counts, indices, 0).astype(np.int64)
+    return indices, mask if mask is None and counts.all() else counts
 
 
 def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> Array | None:

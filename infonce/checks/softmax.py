@@ -16,6 +16,7 @@ from ..spec import (
     EXCLUSIVE,
     NOT_WITH_METRICS,
     OPTIONS,
+    OWN_OPTIONS,
     SOFTMAX_OPTIONS,
     Loss,
 )
@@ -54,7 +55,7 @@ def options(
             )
     # `prefixes` removes dims, and `keywords.with_own` own, before this check
     without = [("guide_margin", "guide", values["guide"] is None), ("dim_weights", "dims", True)]
-    without += [(name, "own", not loss.has_own) for name in ("own_mask", "in_batch")]
+    without += [(name, "own", not loss.has_own) for name in OWN_OPTIONS if name != "own"]
     for name, needed, lacks_it in without:
         if complete and lacks_it and is_given(name):
             default, came = DEFAULTS[name], what(values[name])
@@ -74,9 +75,11 @@ def require_metrics(problem: Problem) -> None:
         not_one_each = not_one_each or bool((positives < 0).any())
     if not_one_each:
         raise ValueError("metrics: expected one positive a row, got labels with none or several")
-    for option in problem.pair_options:
-        if option.name in NOT_WITH_METRICS:
-            raise ValueError(f"metrics: expected False with {option.name}, got True")
+    given = [option.name for option in problem.pair_options]
+    given += ["own_bias"] if problem.own_bias is not None else []
+    for name in given:
+        if name in NOT_WITH_METRICS:
+            raise ValueError(f"metrics: expected False with {name}, got True")
 
 
 def _checked(name: str, value: Any) -> Any:

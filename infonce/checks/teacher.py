@@ -25,7 +25,7 @@ from .call import Request
 REFUSED = (
     *INTEGER_OPTIONS,  # ids, groups, positive_ids
     *SOFTMAX_OPTIONS,
-    *OWN_OPTIONS,  # own, own_mask, in_batch
+    *OWN_OPTIONS,  # own, own_indices, own_mask, own_bias, in_batch
     *LABEL_OPTIONS,  # label_weights
     *PREFIX_OPTIONS,
     "metrics",  # no row has a positive, whose rank could be counted

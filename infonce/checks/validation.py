@@ -151,12 +151,13 @@ def wrt(loss: Loss, value: Any) -> frozenset[str]:
 
 def features(
     names: Sequence[str], arrays: Sequence[Array], descriptions: Sequence[tuple[Any, ...] | None],
-    least: int, may_have_tokens: bool = False,
+    least: int, may_have_tokens: bool = False, has_table: bool = False,
 ) -> None:  # fmt: skip
     """Require arrays of features with at least `least` rows, all on one device.
 
-    `descriptions` are the results of `arrays.describe_arrays`; `own` has the shape [M, K, D].
-    `may_have_tokens`: features may have the shape [rows, tokens, features].
+    `descriptions` are the results of `arrays.describe_arrays`. `may_have_tokens`: features may have
+    the shape [rows, tokens, features]. `own` has the shape [M, K, D]. If the call `has_table`, with
+    `own_indices`, it has the shape [T, D] and at least one row.
     """
     first = getattr(arrays[0], "shape", ())
     dimensions = 3 if may_have_tokens and len(first) == 3 else 2
@@ -173,9 +174,13 @@ def features(
         if name == "own":
             if dimensions == 3:
                 raise ValueError("own: expected None with features of three dimensions")
-            if len(shape) != 3 or shape[0] != len(arrays[0]) or shape[2] != arrays[0].shape[1]:
-                m, d = arrays[0].shape
-                raise ValueError(f"own: expected shape ({m}, K, {d}) like query, got {shape}")
+            m, d = arrays[0].shape
+            of_rows = (m, *shape[1:2], d)  # K is free
+            if has_table and (len(shape) != 2 or shape[1] != d or not shape[0]):
+                raise ValueError(f"own: expected shape (T, {d}) with own_indices, got {shape}")
+            if not has_table and tuple(shape) != of_rows:
+                hint = f"; (T, {d}) needs own_indices" if len(shape) == 2 else ""
+                raise ValueError(f"own: expected shape ({m}, K, {d}) like query, got {shape}{hint}")
         elif len(shape) != dimensions:
             expected = "2 dimensions [rows, features]"
             if dimensions == 3:
@@ -358,19 +363,25 @@ def integers(xp: Any, name: str, value: Any, n: int, columns: str = "") -> Array
     return xp.asarray(value)
 
 
-def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
-    """[n] finite numbers as float64, contiguous. Values on a GPU are not read."""
+def numbers(xp: Any, name: str, value: Any, *shape: int) -> Array:
+    """Finite numbers of this shape as float64, contiguous. Values on a GPU are not read."""
     expected = "numbers"
     value = as_array(name, value, expected)
     if not is_float(value.dtype) and value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected {expected}, got dtype {value.dtype}")
-    if value.shape != (n,):
-        raise ValueError(f"{name}: expected shape ({n},), got {value.shape}")
+    if value.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {value.shape}")
     value = xp.ascontiguousarray(xp.asarray(value), dtype=np.float64)
     if isinstance(value, np.ndarray) and not np.isfinite(value).all():
-        i = int(np.isfinite(value).argmin())
-        raise ValueError(f"{name}: expected finite numbers, got {value[i]!s} at position {i}")
+        at = first_position(~np.isfinite(value))
+        raise ValueError(f"{name}: expected finite numbers, got {value[at]!s} at position {at}")
     return value
+
+
+def first_position(mask: Array) -> Any:
+    """The index of the first True of a NumPy array: an integer, or a tuple of several."""
+    index = tuple(map(int, np.argwhere(mask)[0]))
+    return index if len(index) > 1 else index[0]
 
 
 def grad_out(xp: Any, value: Any, reduction: str, m: int) -> Any:

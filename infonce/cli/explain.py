@@ -45,6 +45,9 @@ class _Explain(click.Command):
 @click.option("--guide", is_flag=True, help="The call has a guide.")
 @click.option("--positive-ids", is_flag=True, help="The call has positive ids.")
 @click.option("--own", type=int, default=0, help="Own negatives of each row (info_nce).")
+@click.option(
+    "--own-table", type=int, default=0, help="Rows of the table that has own negatives by index."
+)
 @click.option("--dims", type=List(int), help="Widths of prefixes, as in 64,128,256.")
 @click.option("--metrics", is_flag=True, help="The call counts retrieval ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")

@@ -50,7 +50,7 @@ from .gradient_files import check_gradient_files, gradient_files
 PATH = File()
 LABELLED = ("info_nce", "sup_con")
 # options whose numbers join logits or losses, and can be too large for the dtype of the loss
-OVERFLOWING = ("bias", "margin", "key_bias", "dim_weights")
+OVERFLOWING = ("bias", "margin", "key_bias", "own_bias", "dim_weights")
 
 
 class _NotFinite(Exception):

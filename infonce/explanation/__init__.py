@@ -54,6 +54,7 @@ def explain(
     guide: bool = False,
     positive_ids: bool = False,
     own: int = 0,
+    own_table: int = 0,
     dims: Sequence[int] | None = None,
     metrics: bool = False,
 ) -> Explanation:
@@ -88,7 +89,9 @@ def explain(
     groups, guide, positive_ids : bool, default False
         Whether the call has groups, a guide (of as many features) or positive ids.
     own : int, default 0
-        Own negatives of each row, K.
+        Own negatives of each row, K. If the call has gradients, theirs is wanted, too.
+    own_table : int, default 0
+        Rows of the table that has the own negatives (`own_indices`), T; 0: there is no table.
     dims : increasing integers, optional
         Widths of the prefixes of the features. On a GPU, each prefix is a call.
 
@@ -120,8 +123,12 @@ def explain(
     }  # fmt: skip
     for name, value in flags.items():
         validation.flag(name, value)
-    if not validation.is_integer(own) or own < 0:
-        raise ValueError(f"own: expected an integer of at least 0, got {validation.what(own)}")
+    for name, value in (("own", own), ("own_table", own_table)):
+        if not validation.is_integer(value) or value < 0:
+            came = validation.what(value)
+            raise ValueError(f"{name}: expected an integer of at least 0, got {came}")
+    if own_table and not own:
+        raise ValueError(f"own_table: expected 0 without own, got {own_table}")
     if not validation.is_integer(ids):
         validation.flag("ids", ids)
     if not 0 <= ids <= MOST_COLUMNS:
@@ -149,14 +156,14 @@ def explain(
     call = replace(
         _make_call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
         workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
-        normalize=normalize, own=own, retrieval_ranks=metrics,
+        normalize=normalize, own=own, table_rows=own_table, retrieval_ranks=metrics,
         id_columns=int(ids) or 1,
     )  # fmt: skip
     if positive_ids and not kind.sigmoid:
         # the largest possible number of classes of two keys or more, whose features are summed.
         # Kernels compare the ids only if others could leave out positives
         call = replace(call, classes=True, max_class_sums=-(-columns // 2))
-        flags["positive_ids"] = ids or groups
+        flags["positive_ids"] = bool(ids) or groups
     pairs = GivenOptions(option for option in PAIR_OPTIONS if flags.get(option.name))
     call = replace(call, pairs=pairs)
     if guide:  # the guide's features are as wide as the features of the call
@@ -296,7 +303,10 @@ def _notes(chosen: Schedule) -> list[str]:
             f"the exponentials of {chosen.cached_columns} columns are cached between passes"
         )
     if call.own:
-        notes.append(f"{call.own} own negatives of each row are read twice, beside the passes")
+        of_table = f" of a table of {call.table_rows} rows" * bool(call.table_rows)
+        notes.append(
+            f"{call.own} own negatives of each row{of_table} are read twice, beside the passes"
+        )
     for scheduled in chosen.passes:
         dk = scheduled.dk_accumulator
         if dk is not None and dk.overlaid:

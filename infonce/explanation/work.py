@@ -45,7 +45,17 @@ PART_PRODUCTS = {1: 1, 2: 3}
 
 
 def schedule_work(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
-    """The work of all kernels and matrix products of a schedule, in their order."""
+    """The work of all kernels and matrix products of a schedule, in their order.
+
+    Kernels of own negatives come last, although those of the sums run before the gradients.
+    """
+    yield from _count_work_of_passes(schedule, gpu)
+    if schedule.call.own:
+        yield from _count_own_work(schedule.call, gpu)
+
+
+def _count_work_of_passes(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
+    """The work of all passes, or of what replaces them."""
     if schedule.method == "naive":
         yield from _count_naive_work(schedule.call, gpu)
     if schedule.one_launch is not None:
@@ -64,6 +74,33 @@ def schedule_work(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work]:
             tile = (scheduled.shape.query_tile_rows, scheduled.shape.block_n) if blocks else None
             block = scheduled.grid.largest if blocks else None
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
+
+
+def _count_own_work(call: Call, gpu: DeviceModel) -> Iterator[Work]:
+    """The work of the kernels of own negatives: their sums and, with gradients of features, theirs.
+
+    Vectors of length M K are left out. If own negatives are rows of a table, each row of it that
+    may be used is read once, and the gradient of the whole table is written.
+    """
+    (m, _, d), queries = call.shape, call.query.rows * call.query.row_bytes
+    uses, own = m * call.own, call.query.row_bytes * m * call.own  # own negatives of all rows
+    written = own
+    if call.table_rows:
+        own = call.query.row_bytes * min(uses, call.table_rows)
+        written = call.query.row_bytes * call.table_rows
+    steps = [("log-sum-exp", "own", 1, 2.0 * uses * d, queries + own)]
+    if call.gradient:
+        dq = call.query_gradient
+        dq_bytes = 0 if dq is None else 2 * dq.rows * dq.row_bytes  # read and written
+        in_place = 0 if call.table_rows else written
+        moved = queries + own + dq_bytes + in_place
+        steps.append(("gradient", "own", 1, (2.0 + 2.0 * (not call.table_rows)) * uses * d, moved))
+        if call.table_rows:
+            steps.append(("gradient", "own_table", 3, 2.0 * uses * d, queries + written))
+    precision = "fp64" if _naive_item(call) == 8 else "fp32"
+    for name, kernel, launches, flops, moved in steps:
+        seconds = _seconds(gpu, precision, flops, moved)
+        yield Work(name, kernel, None, None, 0, launches, flops, moved, seconds)
 
 
 def _count_guide_work(

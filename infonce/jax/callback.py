@@ -107,7 +107,7 @@ class TracedCall:
 def collect_options(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     """The options for `checks.call.check`: the options of the call, and the arrays in `inputs`."""
     options = {**dict(call.options), "scale": inputs["scale"], "wrt": frozenset(call.wrt)}
-    arrays = {name: inputs[name] for name in ("grad_out", *ARRAY_OPTIONS)}
+    arrays = {name: join_integers(inputs[name]) for name in ("grad_out", *ARRAY_OPTIONS)}
     for name in INTEGER_OPTIONS:
         value = inputs[name]
         is_pair = isinstance(value, tuple)

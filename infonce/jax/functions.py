@@ -29,6 +29,9 @@ from .callback import TEACHER_INPUTS, Axis, SplitIntegers, TracedCall, stand_in,
 # Keywords that `_apply` takes beyond the options of a compiled program (`spec.COMPILED_OPTIONS`)
 ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.INTEGER_OPTIONS, *spec.ARRAY_OPTIONS)
 
+# Arrays of integers that no program may cut to 32 bits, beside `spec.INTEGER_OPTIONS`
+EXACT = ("labels", "own_indices")
+
 
 def _apply(
     kind: Loss,
@@ -83,7 +86,10 @@ def _apply(
     require_known(kind, features, options)
     call_axis = None
     if axis_name is not None:
-        call_axis = axis.find_axis(axis_name, row_features(kind, features, guide, teacher))
+        rows_of_devices = row_features(kind, features, guide, teacher)
+        if arrays["own_indices"] is not None:  # a table may be the same on all devices
+            rows_of_devices.pop("own", None)
+        call_axis = axis.find_axis(axis_name, rows_of_devices)
         require_method(options)  # refuses "fused": callbacks keep no logits
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
@@ -97,6 +103,7 @@ def _apply(
     bias = kind.bias if bias is None else bias
     features = tuple(jnp.asarray(z) for z in features)
     dtype = jnp.float64 if any(z.dtype == jnp.float64 for z in features) else jnp.float32
+    as_input = {name: exact_integers if name in EXACT else jnp.asarray for name in arrays}
     inputs = {
         "features": features,
         "scale": _floating(scale, dtype),
@@ -104,7 +111,7 @@ def _apply(
         "labels": None if labels is None else exact_integers(labels),
         **{name: apply_to_each(exact_integers, z) for name, z in sample_integers.items()},
         "guide": jax.tree.map(jnp.asarray, tuple(guide) if isinstance(guide, list) else guide),
-        **{name: None if z is None else jnp.asarray(z) for name, z in arrays.items()},
+        **{name: None if z is None else as_input[name](z) for name, z in arrays.items()},
         "grad_out": None,
         **traced_teacher(teacher, dtype),
     }
@@ -158,10 +165,11 @@ def check_traced(
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     batch = None
     if call_axis is not None:
+        has_table = options["own_indices"] is not None
         validation.features(
-            kind.arguments, stand_ins, describe_arrays(stand_ins), 1, kind.takes_tokens
+            kind.arguments, stand_ins, describe_arrays(stand_ins), 1, kind.takes_tokens, has_table
         )
-        columns = len(stand_ins[-1]) * (1 + kind.joint)
+        columns = len(stand_ins[kind.key_argument]) * (1 + kind.joint)
         batch = Batch(len(stand_ins[0]) * call_axis.size, columns * call_axis.size)
     labels, bias = _known_values(labels), _known_values(bias)
     request = check(kind, stand_ins, labels, bias, options, True, batch)
@@ -250,7 +258,7 @@ DOC = """
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
-    weights, key_bias, label_weights, guide : arrays, optional
+    weights, key_bias, own_bias, label_weights, guide : arrays, optional
         As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`. They get no
         gradient.
     axis_name : name, or tuple of names, optional
@@ -271,7 +279,7 @@ DOC = """
     TypeError, ValueError
         While tracing, naming the argument, what came and what was expected. TypeError also for
         forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
-        ValueError also for `weights`, `key_bias`, `label_weights` and `guide` that are
+        ValueError also for `weights`, `key_bias`, `own_bias`, `label_weights` and `guide` that are
         differentiated.
     jax.errors.JaxRuntimeError
         For errors that are found only when the program runs: values of labels, scale and bias that

@@ -49,7 +49,8 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
     function makes a `jax.shard_map` itself. Its arguments and result are those of `loss` on one
     device: ``labels`` are rows of the whole batch, and the views of `nt_xent_loss` are rows i and
     i + B of 2B. Each device computes the logits of its rows with all keys, and gets the gradients
-    of its rows.
+    of its rows. A table `own` of `own_indices` is on all devices, and its gradient is the sum over
+    the devices.
 
     Parameters
     ----------
@@ -131,11 +132,16 @@ def _require_valid(
     functions.check_traced(kind, features, labels, bias, options, None, teacher)
     devices = math.prod(mesh.shape[name] for name in names)
     for name, z in zip(kind.arguments, features, strict=True):
-        if len(z) % devices:
+        if len(z) % devices and not _is_table(name, arguments):
             raise ValueError(
                 f"{name}: expected a number of rows that the {devices} devices of axis "
                 f"{', '.join(map(repr, names))} divide, got shape {tuple(z.shape)}"
             )
+
+
+def _is_table(name: str, arguments: dict[str, Any]) -> bool:
+    """Whether an argument is the table of `own_indices`, whose rows are not split."""
+    return name == "own" and arguments.get("own_indices") is not None
 
 
 def _run(
@@ -146,23 +152,28 @@ def _run(
     names: tuple[Any, ...],
 ) -> Any:
     """The loss of checked arguments, by the compiled function of `_compile`."""
-    rows = PartitionSpec(names)
+    rows, replicated = PartitionSpec(names), PartitionSpec()
+    tables = {name: arguments[name] for name in kind.arguments if _is_table(name, arguments)}
     row_arrays = {name: arguments.pop(name) for name in kind.arguments}
+    row_arrays = {name: z for name, z in row_arrays.items() if name not in tables}
     for name in spec.INTEGER_OPTIONS:
         if (integers := arguments.pop(name, None)) is not None:
             row_arrays[name] = functions.apply_to_each(functions.exact_integers, integers)
     for name in ROW_ARGUMENTS:
         if (value := arguments.pop(name, None)) is not None:
-            is_labels = name == "labels"
             row_arrays[name] = (
-                functions.exact_integers(value) if is_labels else jax.tree.map(jnp.asarray, value)
+                functions.exact_integers(value)
+                if name in functions.EXACT
+                else jax.tree.map(jnp.asarray, value)
             )
     numbers = {name: arguments.pop(name) for name in NUMBERS if arguments.get(name) is not None}
     if AxisType.Explicit in mesh.axis_types:  # for such axes, `jax.shard_map` splits no arrays
         reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
         row_arrays = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, rows)), row_arrays)
+        tables = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, replicated)), tables)
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    out = _compile(loss, kind, tuple(sorted(arguments.items())), mesh, names)(row_arrays, numbers)
+    compiled = _compile(loss, kind, tuple(sorted(arguments.items())), mesh, names)
+    out = compiled(row_arrays, {**numbers, **tables})
     if not arguments.get("metrics"):
         return out
     return out[0], Metrics(**dict.fromkeys(("column_loss", "column_rank")) | out[1])
@@ -173,12 +184,12 @@ def _compile(
     loss: Callable[..., Any], kind: Loss, options: tuple[tuple[str, Any], ...], mesh: Mesh,
     names: tuple[Any, ...],
 ) -> Callable[..., Any]:  # fmt: skip
-    """The compiled function (arrays with rows, numbers) -> loss, or (loss, metrics)."""
+    """The compiled function (arrays with rows, numbers and tables) -> loss, or (loss, metrics)."""
     rows, replicated, settings = PartitionSpec(names), PartitionSpec(), dict(options)
     metrics = settings.get("metrics", False)
 
-    def device_loss(row_arrays: dict[str, Any], numbers: dict[str, Any]) -> Any:
-        out = loss(**row_arrays, **numbers, **settings, axis_name=names)
+    def device_loss(row_arrays: dict[str, Any], same_on_all: dict[str, Any]) -> Any:
+        out = loss(**row_arrays, **same_on_all, **settings, axis_name=names)
         if not metrics:
             return out
         return out[0], {name: v for name, v in vars(out[1]).items() if v is not None}

@@ -295,8 +295,8 @@ def softmax_loss(
     hardness : float
         h >= 0: negatives count exp(h * dot_ij) times in r_i. These weights are constants, they are
         not differentiated.
-    key_bias : array_like [N], optional
-        Added to the logits of each key, 0 by default.
+    key_bias : array_like [N] or [M, N], optional
+        Added to the logits of each key, or of each pair, 0 by default.
     false_negative_margin : float
         Negatives with ``dot_ij > max over P(i) of dot_ij + false_negative_margin`` are excluded.
     guide_dot : ndarray [M, N], optional

@@ -24,7 +24,9 @@ def info_nce(
     weights: ArrayLike | None = None,
     guide: Guide | None = None,
     own: ArrayLike | None = None,
+    own_indices: ArrayLike | None = None,
     own_mask: ArrayLike | None = None,
+    own_bias: ArrayLike | None = None,
     in_batch: bool = True,
     **options: Unpack[BiasedSoftmax],
 ) -> Reference:
@@ -68,11 +70,15 @@ def info_nce(
         Features of another model, the guide: its products exclude likely positives by
         `guide_margin`, as `common.softmax_loss` defines it, but no own negatives. They get no
         gradient; `normalize` normalises them too.
-    own : array_like [M, K, D], optional
+    own : array_like [M, K, D], or [T, D] with `own_indices`, optional
         Own negatives, K for each row: exp(scale * <q_i, own_ik>) is one more term of the sum of
         row i. They have no `key_bias`.
+    own_indices : array_like of int [M, K], optional
+        Row i has the own negatives own[own_indices[i]]; a negative index stands for none.
     own_mask : array_like of bool [M, K], optional
-        Which of `own` count; all by default.
+        Which own negatives count; all by default.
+    own_bias : array_like [M, K], optional
+        Added to the logits of own negatives.
     in_batch : bool
         False: row i is compared only with its positives and its own negatives.
     **options
@@ -138,11 +144,15 @@ def info_nce(
     if own is not None:
         # K more columns: column N + k of row i is its own negative k. A row of ones replaces own
         # negatives that do not count, whose contents may be NaN
-        o = common.as_features(own)
+        table = o = common.as_features(own)
+        if own_indices is not None:
+            o = table[np.maximum(own_indices, 0)]
         count = o.shape[1]
         own_included = (
             np.ones((rows, count), np.bool_) if own_mask is None else np.asarray(own_mask)
         )
+        if own_indices is not None:
+            own_included = own_included & (np.asarray(own_indices) >= 0)
         o = np.where(own_included[:, :, None], o, 1.0)
         if normalize:
             unit, o_norm = common.normalize(o.reshape(-1, o.shape[2]))
@@ -154,8 +164,12 @@ def info_nce(
             target = np.hstack([target, np.zeros((rows, count))])
         if guide_dot is not None:  # the guide leaves out no own negative
             guide_dot = np.hstack([guide_dot, np.full((rows, count), np.finfo(float).min)])
-        if options.get("key_bias") is not None:
-            options["key_bias"] = np.append(np.asarray(options["key_bias"]), np.zeros(count))
+        column_bias = options.get("key_bias")
+        if column_bias is not None or own_bias is not None:
+            bias = np.zeros((rows, columns + count))
+            bias[:, :columns] = 0.0 if column_bias is None else column_bias
+            bias[:, columns:] = 0.0 if own_bias is None else own_bias
+            options["key_bias"] = bias
     losses, lse, slope = common.softmax_loss(
         dot, positive, excluded, scale=scale, target=target, guide_dot=guide_dot, **options
     )
@@ -168,6 +182,9 @@ def info_nce(
         if normalize:
             flat_do = common.normalize_backward(do.reshape(unit.shape), unit, o_norm)
             do = flat_do.reshape(do.shape)
+        if own_indices is not None:  # a row of the table gets the sum over all its uses
+            uses, do = do, np.zeros_like(table)
+            np.add.at(do, np.asarray(own_indices)[own_included], uses[own_included])
     if normalize:
         dq = common.normalize_backward(dq, q, q_norm)
         dk = common.normalize_backward(dk, k, k_norm)

@@ -152,7 +152,9 @@ def info_nce_loss(
     key_mask: Any = None,
     token_mean: bool = False,
     own: Tensor | None = None,
+    own_indices: Tensor | None = None,
     own_mask: Tensor | None = None,
+    own_bias: Tensor | None = None,
     in_batch: bool = True,
     dims: Any = None,
     dim_weights: Any = None,
@@ -617,7 +619,9 @@ class InfoNCELoss(Module):
     key_mask: Any
     token_mean: bool
     own: Tensor | None
+    own_indices: Tensor | None
     own_mask: Tensor | None
+    own_bias: Tensor | None
     in_batch: bool
     dims: Any
     dim_weights: Any
@@ -660,7 +664,9 @@ class InfoNCELoss(Module):
         key_mask: Any = None,
         token_mean: bool = False,
         own: Tensor | None = None,
+        own_indices: Tensor | None = None,
         own_mask: Tensor | None = None,
+        own_bias: Tensor | None = None,
         in_batch: bool = True,
         dims: Any = None,
         dim_weights: Any = None,
@@ -704,7 +710,9 @@ class InfoNCELoss(Module):
         key_mask: Any = ...,
         token_mean: bool = ...,
         own: Tensor | None = ...,
+        own_indices: Tensor | None = ...,
         own_mask: Tensor | None = ...,
+        own_bias: Tensor | None = ...,
         in_batch: bool = ...,
         dims: Any = ...,
         dim_weights: Any = ...,

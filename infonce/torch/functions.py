@@ -115,9 +115,11 @@ def _over_prefixes(
 
     Each prefix is a call of `_apply`, and autograd differentiates the sum.
     """
+    in_table = options.get("own_indices") is not None
     for name, z in zip(kind.arguments, features, strict=True):
-        shape = "[rows, K, features]" if name == "own" else "[rows, features]"
-        if not isinstance(z, Tensor) or z.ndim != 2 + (name == "own"):
+        of_rows = name == "own" and not in_table
+        shape = "[rows, K, features]" if of_rows else "[rows, features]"
+        if not isinstance(z, Tensor) or z.ndim != 2 + of_rows:
             raise TypeError(f"{name}: expected a tensor {shape}, got {validation.what(z)}")
     widths_and_weights, others = prefixes.read_prefixes(kind, features, options)
     total: Any = 0.0
@@ -189,7 +191,7 @@ DOC = """
         ``torch.distributed.group.WORLD`` is None until ``torch.distributed.init_process_group`` is
         called: for one process leave `group` out. Also `timeout`, `transport` and
         `exchange`, of `infonce.distributed`.
-    weights, key_bias, label_weights, guide : tensors, optional
+    weights, key_bias, own_bias, label_weights, guide : tensors, optional
         As in `infonce.{loss}`, as far as it has them; a pair of tensors for `guide`. They get no
         gradient.
     labels, bias, ids, groups, positive_ids, {options}
@@ -203,7 +205,7 @@ DOC = """
     ------
     TypeError, ValueError
         Before any work, naming the argument, what came and what was expected. ValueError also for
-        `weights`, `key_bias`, `label_weights` and `guide` that require a gradient.
+        `weights`, `key_bias`, `own_bias`, `label_weights` and `guide` that require a gradient.
     RuntimeError
         For second derivatives, forward mode and `torch.vmap`, which are not supported.
         `torch.func.grad` and `vjp` are.

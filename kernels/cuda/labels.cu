@@ -3,7 +3,7 @@
 //
 // Rows are sorted by their labels. Rows of one label keep their order, and there are no atomics, so that the bits
 // are the same in every run. The host reads no result, so it does not know the number of classes.
-#include "common.cuh"
+#include "sorted.cuh"
 
 constexpr int SORT_THREADS = 1024, SORT_ROWS = 2 * SORT_THREADS;
 
@@ -44,18 +44,6 @@ sort_labels(const i64* labels, i64 n, i64 negative_apart, i64* ids, i64* sorted,
     sorted[first + at] = label[at], order[first + at] = first + row[at];
 }
 
-// The number of labels in sorted[begin .. end) that are less than `label` (`equal` is 0), or at most `label` (1). The
-// labels are in ascending order.
-__device__ __forceinline__ i64 labels_before(const i64* sorted, i64 begin, i64 end, i64 label, i64 equal) {
-  i64 low = begin, high = end;
-  while (low < high) {
-    const i64 middle = (low + high) / 2;
-    if (sorted[middle] < label || (equal && sorted[middle] == label)) low = middle + 1;
-    else high = middle;
-  }
-  return low - begin;
-}
-
 // Merges each pair of neighbouring sorted runs of `run` rows to one sorted run. A thread moves one row. Its position in
 // the merged run is its position in its own run, plus the number of rows of the other run that come before it. Of two
 // rows with one label, the row of the first run comes first.
@@ -65,7 +53,7 @@ extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64
   if (at >= n) return;
   const i64 own = at / run, other = own ^ 1;
   const i64 begin = min(other * run, n), end = min(begin + run, n);
-  const i64 to = own / 2 * 2 * run + at % run + labels_before(sorted, begin, end, sorted[at], own % 2);
+  const i64 to = own / 2 * 2 * run + at % run + count_before(sorted, begin, end, sorted[at], own % 2);
   merged[to] = sorted[at], merged_order[to] = order[at];
 }
 
@@ -74,7 +62,7 @@ struct Range {
   i64 begin, end;
 };
 __device__ __forceinline__ Range find_range(const i64* keys, i64 n, i64 label) {
-  return {labels_before(keys, 0, n, label, 0), labels_before(keys, 0, n, label, 1)};
+  return {count_before(keys, 0, n, label, 0), count_before(keys, 0, n, label, 1)};
 }
 
 // The index of the class among the sums of classes, or -1 if the class has no sum, because it has fewer than `least`

@@ -1,38 +1,18 @@
-// Own negatives: row i has k keys of its own, o_i1 .. o_ik. own_sums adds them to the sums of the row, before the
-// losses are known, and own_gradients computes their gradients afterwards. With u = z / |z| if rows are normalised,
-// else u = z (rows.cuh), x_ij the product of the rows u of q_i and o_ij, c x_ij the base-2 logit, and r_i and a_i the
-// reference exponent and the factor of row i (SoftmaxGradient in kernels/epilogues.py):
+// Own negatives (own.cuh): own_sums adds them to the sums of the row, before the losses are known, and own_gradients
+// computes their gradients afterwards:
 //
-//     g_ij = a_i 2^(c x_ij - r_i)
 //     do_ij = g_ij u_qi       dq_i += sum_j g_ij u_oij       (gradients with respect to the rows u)
 //
 // The gradient with respect to z is (du - u <du, u>) / |z|. Here <do_ij, u_oij> = g_ij x_ij, and <dq_i, u_qi> is the sum
 // of these. own_sums keeps the products and norms, so own_gradients reads each own negative once, and writes its
-// gradient. Both kernels take the time of these bytes.
+// gradient. Both kernels take the time of these bytes. If own negatives are rows of a table, own_table.cu computes their
+// gradients.
 //
-// 16 or 32 lanes (count_lanes) read a row of features. `parts` groups of lanes of one thread block share the own
-// negatives of a row, BATCH of them at a time: all loads of a batch are under way at once.
-//
-// WORDS: words of 16 bytes in LANE_FEATURES features of own negatives, 1 or 2, if they may be read so: features are
-// contiguous, each row of them begins at a multiple of 16 bytes, and d is a multiple of LANE_FEATURES. Else 0.
-// OUT_WORDS: the same of their gradients, which are written so if WORDS is not 0.
-// NORM_FACTORS: rows are normalised.
-#include "rows.cuh"
+// `parts` groups of lanes of one thread block share the own negatives of a row, BATCH of them at a time: all loads of a
+// batch are under way at once.
+#include "own.cuh"
 #include "vectors/running_sums.cuh"
 
-#ifndef WORDS
-#define WORDS 0
-#endif
-#ifndef OUT_WORDS
-#define OUT_WORDS 1
-#endif
-#ifndef NORM_FACTORS
-#define NORM_FACTORS 0
-#endif
-
-constexpr int BATCH = WORDS ? 4 : 1;
-constexpr int OWN_THREADS = 128;  // of a thread block
-constexpr int MAX_GROUPS = OWN_THREADS / 16;  // groups of lanes in a thread block, at most
 // Squares of a norm between these are neither rounded to 0 nor infinite, and have all their digits
 constexpr Real LEAST_SQUARE = sizeof(Real) == 8 ? 0x1p-800 : 0x1p-80, MOST_SQUARE = 1 / LEAST_SQUARE;
 
@@ -40,177 +20,22 @@ constexpr Real LEAST_SQUARE = sizeof(Real) == 8 ? 0x1p-800 : 0x1p-80, MOST_SQUAR
 // sum is then within the bounds of online_references.cuh, and so are most sums over the batch
 constexpr double FAR = 32;
 
-// The own negatives of all rows, or their gradients, [rows, k, d], in the caller's memory.
-struct OwnFeatures {
-  char* data;                                      // null: not wanted
-  i64 row_stride, negative_stride, column_stride;  // in elements
-  i64 dtype;                                       // DTYPE_FLOAT64 ...
-
-  // The own negatives of row i, [k, d].
-  __device__ __forceinline__ Matrix of(i64 i) const {
-    const int size = dtype == DTYPE_FLOAT64 ? 8 : dtype == DTYPE_FLOAT32 ? 4 : 2;
-    return {data + i * row_stride * size, negative_stride, column_stride, dtype};
-  }
-};
-
-struct OwnNegatives {
-  Matrix query;
-  OwnFeatures own;
-  i64 m, k, d, parts;
-  Scale scale;      // of logits
-  double hardness;  // is added to the scale in exponents
-  Real* products;   // [m, k]: x_ij; -inf for own negatives that are left out
-  // u = factor 2^-exponent z; null unless rows are normalised
-  Real *query_factors, *factors;     // [m], [m, k]
-  int *query_exponents, *exponents;  // likewise
-
-  // c: base-2 exponents are c times products.
-  __device__ __forceinline__ double exponent_factor() const { return (scale.bare() + hardness) * LOG2_E; }
-};
-
-// The threads of a row: `lanes` of a group read its features, and `parts` groups share its own negatives. `chunks`
-// such sets of groups share the features of a row.
-struct Group {
-  int lanes, lane, index;  // index: of the group in the thread block
-  int part, chunk;
-  i64 row;
-
-  __device__ __forceinline__ Group(i64 d, i64 parts, int chunks = 1) {
-    lanes = count_lanes(d), lane = threadIdx.x % lanes, index = threadIdx.x / lanes;
-    part = index & ((int)parts - 1);  // parts is a power of two
-    const u32 set = blockIdx.x * (u32)(OWN_THREADS / lanes / (int)parts) + index / (int)parts;
-    chunk = set % chunks;
-    row = set / chunks;
-  }
-  // Joins x over the lanes, in each of them.
-  template <class T, class F>
-  __device__ __forceinline__ T join(T x, F join) const {
-    const u32 mask = lanes == 32 ? ALL_LANES : 0xffffu << (threadIdx.x & 16);
-    if (lanes == 32) x = join(x, __shfl_xor_sync(ALL_LANES, x, 16));
-#pragma unroll
-    for (int by = 8; by > 0; by /= 2) x = join(x, __shfl_xor_sync(mask, x, by));
-    return x;
-  }
-  template <class T>
-  __device__ __forceinline__ T sum(T x) const { return join(x, [](T a, T b) { return a + b; }); }
-  __device__ __forceinline__ double max(double x) const {
-    return join(x, [](double a, double b) { return fmax(a, b); });
-  }
-};
-
-// LANE_FEATURES features of one own negative on their way. With WORDS 0, `get` reads them.
-struct Arriving {
-#if WORDS
-  uint4 words[WORDS];
-
-  __device__ __forceinline__ void load(const Matrix& z, i64 row, i64 column) {
-    const char* from = z.data + (row * z.row_stride + column) * (2 * WORDS);
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) words[i] = ((const uint4*)from)[i];
-  }
-  __device__ __forceinline__ void get(Real (&x)[LANE_FEATURES], const Matrix& z, i64, i64, i64) const {
-#pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) {
-      const uint4& four = words[WORDS == 2 ? i / 4 : 0];
-      const int word = WORDS == 2 ? i % 4 : i / 2;
-      const u32 bits = word == 0 ? four.x : word == 1 ? four.y : word == 2 ? four.z : four.w;
-      const unsigned short half = (unsigned short)(bits >> i % 2 * 16);
-      x[i] = WORDS == 2 ? __uint_as_float(bits) : z.dtype == DTYPE_BFLOAT16 ? from_bf16(half) : from_fp16(half);
-    }
-  }
-#else
-  __device__ __forceinline__ void load(const Matrix&, i64, i64) {}
-  __device__ __forceinline__ void get(Real (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column, i64 n) const {
-    get_group(x, z, row, column, n);
-  }
-#endif
-};
-
 // The lanes of a group ask for a batch of own negatives in the L2 cache: for their features of a chunk, or for all
 // (`chunk` -1). A loop that reads them afterwards waits less.
-__device__ __forceinline__ void prefetch_batch(const Matrix& own, i64 first, i64 k, int chunk, i64 d,
+__device__ __forceinline__ void prefetch_batch(const OwnNegatives& a, const Matrix& own, i64 first, int chunk,
                                                const Group& group) {
 #if WORDS
   constexpr int LINE = 128, SIZE = 2 * WORDS;
+  const i64 d = a.d;
   const i64 begin = chunk < 0 ? 0 : chunk * (i64)(group.lanes * LANE_FEATURES);
   const i64 end = chunk < 0 || begin + group.lanes * LANE_FEATURES > d ? d : begin + group.lanes * LANE_FEATURES;
-  for (int b = 0; b < BATCH && first + b < k; ++b) {
-    const char* row = own.data + ((first + b) * own.row_stride + begin) * SIZE;
-    for (i64 at = group.lane * LINE; at < (end - begin) * SIZE; at += group.lanes * LINE) prefetch_line(row + at);
+  for (int b = 0; b < BATCH && first + b < a.k; ++b) {
+    const i64 at = own_row(a, group.row, first + b);
+    if (!is_own_row(a, at)) continue;
+    const char* row = own.data + (at * own.row_stride + begin) * SIZE;
+    for (i64 byte = group.lane * LINE; byte < (end - begin) * SIZE; byte += group.lanes * LINE) prefetch_line(row + byte);
   }
 #endif
-}
-
-// Eight numbers in memory, for calls of functions that are not inlined.
-struct Eight {
-  Real x[LANE_FEATURES];
-};
-
-// Eight features of 2^-exponent z, as get_group reads them.
-__device__ __noinline__ Eight get_any(const Matrix& z, i64 row, i64 column, i64 n, int exponent) {
-  double y[LANE_FEATURES];
-  Eight scaled;
-  get_group(y, z, row, column, n);
-#pragma unroll
-  for (int i = 0; i < LANE_FEATURES; ++i) scaled.x[i] = (Real)(exponent ? ldexp(y[i], -exponent) : y[i]);
-  return scaled;
-}
-// Writes 2^-exponent x, plus the contents if `add`.
-__device__ __noinline__ void set_any(const Eight& numbers, const Matrix& z, i64 row, i64 column, i64 n, int exponent,
-                                     bool add) {
-  double y[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-  if (add) get_group(y, z, row, column, n);
-#pragma unroll
-  for (int i = 0; i < LANE_FEATURES; ++i) y[i] += exponent ? ldexp((double)numbers.x[i], -exponent) : numbers.x[i];
-  set_group(y, z, row, column, n);
-}
-
-__device__ __forceinline__ void get_row(Real (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column, i64 n,
-                                        int exponent) {
-  if (!NORM_FACTORS || exponent == 0) {
-    get_group(x, z, row, column, n);
-    return;
-  }
-  const Eight any = get_any(z, row, column, n, exponent);
-#pragma unroll
-  for (int i = 0; i < LANE_FEATURES; ++i) x[i] = any.x[i];
-}
-__device__ __forceinline__ void set_row(const Real (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column, i64 n,
-                                        int exponent, bool add) {
-  if (NORM_FACTORS && exponent) {
-    Eight numbers;
-#pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) numbers.x[i] = x[i];
-    set_any(numbers, z, row, column, n, exponent, add);
-    return;
-  }
-  Real y[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
-  if (add) get_group(y, z, row, column, n);
-#pragma unroll
-  for (int i = 0; i < LANE_FEATURES; ++i) y[i] += x[i];
-  set_group(y, z, row, column, n);
-}
-
-// Writes eight features of the gradient of an own negative: in OUT_WORDS words of 16 bytes, if WORDS is not 0.
-__device__ __forceinline__ void set_own(const Real (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column, i64 n,
-                                        int exponent) {
-#if WORDS
-  if (!NORM_FACTORS || exponent == 0) {
-    uint4* to = (uint4*)(z.data + (row * z.row_stride + column) * (2 * OUT_WORDS));
-    u32 words[4 * OUT_WORDS];
-#pragma unroll
-    for (int i = 0; i < 4 * OUT_WORDS; ++i) {
-      const float low = (float)x[2 * i / OUT_WORDS], high = (float)x[(2 * i + 1) / OUT_WORDS];
-      words[i] = OUT_WORDS == 2 ? __float_as_uint(low)
-                 : z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
-    }
-#pragma unroll
-    for (int i = 0; i < OUT_WORDS; ++i)
-      to[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-    return;
-  }
-#endif
-  set_row(x, z, row, column, n, exponent, false);
 }
 
 // u = factor 2^-exponent z. The exponent is 0 unless the squares of z are out of the range of Real.
@@ -250,23 +75,27 @@ __device__ __noinline__ Real multiply_scaled(const Matrix& q, i64 q_row, int q_e
 }
 
 // Writes the products of this group's own negatives, and their units. Returns NaN (in some lanes) if a feature of an own
-// negative that counts is not finite, else 0.
+// negative that counts is not finite, or if its index is beyond the table, else 0.
 __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group& group, const char* mask, i64 mask_stride,
                               double limit) {
   const i64 i = group.row, step = group.lanes * LANE_FEATURES, first_column = group.lane * LANE_FEATURES;
   const Matrix own = a.own.of(i);
-  prefetch_batch(own, group.part * BATCH, a.k, -1, a.d, group);
+  prefetch_batch(a, own, group.part * BATCH, -1, group);
   const i64 begin = group.part * BATCH;
   Unit query = {1, 0};
   Real query_square = 0;
   float zero_sum = 0;  // of features times 0
   for (i64 first = begin; first < a.k; first += a.parts * BATCH) {
-    prefetch_batch(own, first + a.parts * BATCH, a.k, -1, a.d, group);
+    prefetch_batch(a, own, first + a.parts * BATCH, -1, group);
     bool counts[BATCH];
+    i64 own_rows[BATCH];
     Real products[BATCH], squares[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
       counts[b] = first + b < a.k && (!mask || mask[(first + b) * mask_stride]);
+      own_rows[b] = own_row(a, i, first + b);
+      if (counts[b] && own_rows[b] >= 0 && !is_own_row(a, own_rows[b])) zero_sum = (float)NAN_;  // an invalid index
+      counts[b] = counts[b] && is_own_row(a, own_rows[b]);
       products[b] = squares[b] = 0;
     }
 #pragma unroll 1
@@ -275,7 +104,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
       Real q[LANE_FEATURES], x[LANE_FEATURES];
 #pragma unroll
       for (int b = 0; b < BATCH; ++b)
-        if (counts[b]) arriving[b].load(own, first + b, column);
+        if (counts[b]) arriving[b].load(own, own_rows[b], column);
       get_group(q, a.query, i, column, a.d - column);
       if (NORM_FACTORS && first == begin)
 #pragma unroll
@@ -283,7 +112,7 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
 #pragma unroll
       for (int b = 0; b < BATCH; ++b) {
         if (!counts[b]) continue;
-        arriving[b].get(x, own, first + b, column, a.d - column);
+        arriving[b].get(x, own, own_rows[b], column, a.d - column);
 #pragma unroll
         for (int f = 0; f < LANE_FEATURES; ++f) {
           products[b] += q[f] * x[f];
@@ -306,9 +135,9 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
       }
       Real product = group.sum(products[b]);
       if (NORM_FACTORS) {
-        const Unit unit = find_unit(group.sum(squares[b]), own, first + b, a.d, group);
+        const Unit unit = find_unit(group.sum(squares[b]), own, own_rows[b], a.d, group);
         if (query.exponent || unit.exponent)
-          product = multiply_scaled(a.query, i, query.exponent, own, first + b, unit.exponent, a.d, group);
+          product = multiply_scaled(a.query, i, query.exponent, own, own_rows[b], unit.exponent, a.d, group);
         product = product * query.factor * unit.factor;
         if (unit.factor == 0) product = 0;  // a row of zeros has no direction
         zero_sum += (float)(unit.factor * 0);
@@ -328,7 +157,8 @@ __device__ __forceinline__ float multiply_own(const OwnNegatives& a, const Group
 //     rows.moment[i] the sum of exponentials times products. The pass multiplies its products by pass_scale, rounded.
 //   - ranks [m] (null: not wanted) gain the number of own negatives above the positive. The logits of positives have
 //     the scale of logits, plus positive_hardness.
-//   - row_nans[i]: NaN if a feature of an own negative that counts is not finite, else known_row_nans[i] (null: 0).
+//   - row_nans[i]: NaN if a feature of an own negative that counts is not finite, or if its index is beyond the table,
+//     else known_row_nans[i] (null: 0). A bias that is NaN or +inf makes the sum NaN.
 extern "C" __global__ void __launch_bounds__(OWN_THREADS, NORM_FACTORS || sizeof(Real) == 8 ? 4 : 6)
 own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_stride, i64 mask_stride,
          const double* limits, const __grid_constant__ Sums rows, Real* references,
@@ -350,18 +180,24 @@ own_sums(const __grid_constant__ OwnNegatives a, const char* mask, i64 mask_row_
 
   const Real* products = a.products + i * a.k;
   const double c = a.exponent_factor();
+#if OWN_BIAS
+  double top = -INFINITY_;
+  for (i64 j = group.lane; j < a.k; j += group.lanes) top = fmax(top, add_own_bias(a, i * a.k + j, c * products[j]));
+  top = group.max(top);
+#else
   Real largest = (Real)-INFINITY_;
   for (i64 j = group.lane; j < a.k; j += group.lanes) largest = max_(largest, products[j]);
   const double top = c * group.join(largest, max_);
+#endif
   const double positive = ranks ? positive_logits[i] : 0, rank_factor = (a.scale.bare() + positive_hardness) * LOG2_E;
   Real sum = 0, above = 0;
   double moment = 0;
   for (i64 j = group.lane; j < a.k; j += group.lanes) {
-    const double exponent = c * products[j];
+    const double logit = c * products[j], exponent = add_own_bias(a, i * a.k + j, logit);
     if (is_nothing(exponent)) continue;
     const Real e = exp2_((Real)(exponent - top));
     sum += e;
-    moment += e * exponent;
+    moment += e * logit;
     above += ranks && rank_factor * products[j] > positive;
   }
   sum = group.sum(sum);
@@ -398,13 +234,15 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
   const double c = a.exponent_factor();
   const bool reads = wants_query || NORM_FACTORS;
   for (i64 first = group.part * BATCH; first < a.k; first += a.parts * BATCH) {
-    if (reads) prefetch_batch(own, first + a.parts * BATCH, a.k, group.chunk, a.d, group);
+    if (reads) prefetch_batch(a, own, first + a.parts * BATCH, group.chunk, group);
     Arriving arriving[BATCH];
+    i64 own_rows[BATCH];
     Real products[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
       products[b] = first + b < a.k ? a.products[row + first + b] : (Real)-INFINITY_;
-      if (reads && first + b < a.k) arriving[b].load(own, first + b, column);
+      own_rows[b] = own_row(a, group.row, first + b);
+      if (reads && first + b < a.k && is_own_row(a, own_rows[b])) arriving[b].load(own, own_rows[b], column);
     }
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
@@ -413,14 +251,15 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
       int exponent = 0;
       if (!is_nothing(products[b])) {
         // The reference is at least the largest exponent, but for rounding
-        const Real g = (Real)(factor * exp2_((Real)fmin(c * products[b] - reference, 0.0)));
+        const double exponent2 = add_own_bias(a, row + first + b, c * products[b]);
+        const Real g = (Real)(factor * exp2_((Real)fmin(exponent2 - reference, 0.0)));
         Real x[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0}, unit_factor = 1;
         if (NORM_FACTORS) {
           unit_factor = a.factors[row + first + b];
           exponent = a.exponents[row + first + b];
         }
-        if (reads && NORM_FACTORS && exponent) get_row(x, own, first + b, column, n, exponent);
-        else if (reads) arriving[b].get(x, own, first + b, column, n);
+        if (reads && NORM_FACTORS && exponent) get_row(x, own, own_rows[b], column, n, exponent);
+        else if (reads) arriving[b].get(x, own, own_rows[b], column, n);
 #pragma unroll
         for (int f = 0; f < LANE_FEATURES; ++f) {
           const Real unit = unit_factor * x[f];
@@ -434,7 +273,7 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
 }
 
 // The gradients of own negatives, from the factor a_i and the reference exponent r_i of each row.
-//   - own_gradient (without data: not wanted) gets the gradients of own negatives.
+//   - own_gradient (without data: not wanted) gets the gradients of own negatives that are in no table.
 //   - query_gradient (likewise) gets dq, or with `add` its sum with the contents of query_gradient.
 //   - log_scale_grad[i] (null: not wanted) gets the sum of g_ij x_ij, or with add_log_scale_grad its sum with
 //     log_scale_grad[i].
@@ -448,7 +287,7 @@ own_gradients(const __grid_constant__ OwnNegatives a, const double* factors, con
   const i64 i = group.row, column = group.chunk * (i64)(group.lanes * LANE_FEATURES) + group.lane * LANE_FEATURES;
   const bool inside = i < a.m, has_features = inside && column < a.d, wants_query = query_gradient.data;
   if (has_features && (NORM_FACTORS || wants_query))
-    prefetch_batch(a.own.of(i), group.part * BATCH, a.k, group.chunk, a.d, group);
+    prefetch_batch(a, a.own.of(i), group.part * BATCH, group.chunk, group);
   double factor = 0, reference = 0, along = 0;  // along: <dq_i, u_qi>
   Unit query = {1, 0};
   if (inside) {
@@ -477,7 +316,8 @@ own_gradients(const __grid_constant__ OwnNegatives a, const double* factors, con
     const double c = a.exponent_factor();
     for (i64 j = group.lane; j < a.k; j += group.lanes) {
       const double product = a.products[i * a.k + j];
-      if (!is_nothing(product)) along += factor * exp2_((Real)fmin(c * product - reference, 0.0)) * product;
+      const double exponent = add_own_bias(a, i * a.k + j, c * product);
+      if (!is_nothing(product)) along += factor * exp2_((Real)fmin(exponent - reference, 0.0)) * product;
     }
     along = group.sum(along);
     if (log_scale_grad && group.chunk == 0 && group.lane == 0)

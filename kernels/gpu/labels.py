@@ -23,7 +23,7 @@ def _launcher(queue: Queue) -> Launcher:
     return Launcher(cupy.cuda.Device(), "fp32", queue)
 
 
-def _sorted(
+def sort_integers(
     labels: Array, queue: Queue, ids: Array | None = None, negative_apart: bool = False
 ) -> tuple[Array, Array]:
     """([n] int64 labels in ascending order, [n] int64 row of each; rows of a label ascend).
@@ -54,7 +54,7 @@ def _sorted(
 
 def order_by_segment(segment: Array) -> Array:
     """[n] the numbers of all rows, sorted by segment."""
-    return _sorted(segment, Queue())[1]
+    return sort_integers(segment, Queue())[1]
 
 
 def classes(
@@ -118,13 +118,13 @@ def _classes(
     """The arrays of `_make_classes`, by name."""
     m, launcher, least = len(labels), _launcher(queue), _least(decoupled, apart)
     ids = cupy.empty(m, np.int64) if negative_apart else None
-    sorted_labels, order = _sorted(labels, queue, ids, negative_apart)
+    sorted_labels, order = sort_integers(labels, queue, ids, negative_apart)
     keys = {"keys": sorted_labels, "key_order": order, "n": m}
     positives, segment, positive_count = cupy.empty((3, m), np.int64)
     outputs: dict[str, Array | None] = {"order": order, "ids": ids}
     if key_labels is not None:
         n = len(key_labels)
-        sorted_keys, key_order = _sorted(key_labels, queue)
+        sorted_keys, key_order = sort_integers(key_labels, queue)
         keys = {"keys": sorted_keys, "key_order": key_order, "n": n}
         key_segment = cupy.empty(n, np.int64)
         launcher.launch(

@@ -1,8 +1,8 @@
-"""Own negatives on a GPU, by the kernels of kernels/cuda/own.cu."""
+"""Own negatives on a GPU, by the kernels of kernels/cuda/own.cu; rows of a table: own_table.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import cupy
@@ -11,7 +11,7 @@ import numpy as np
 from ..between_passes import Finalized, OwnNegatives, own_parts
 from ..epilogues import Statistics
 from ..problem import Array, Gradients, Problem
-from .config import OWN_BATCH
+from .config import OWN_BATCH, PIECE_USES
 from .device.arguments import (
     NATURAL,
     Fields,
@@ -24,6 +24,7 @@ from .device.arguments import (
 )
 from .device.launcher import HALF_WARP_ROW, Launcher
 from .device.launches import Queue
+from .labels import sort_integers
 
 THREADS = 128  # of a thread block
 # Groups of lanes that occupy all multiprocessors: with fewer, several share a row's own negatives
@@ -32,19 +33,20 @@ LANE_FEATURES = 8  # features that a lane reads at a time (rows.cuh)
 
 
 def own_features(array: Array | None) -> Fields:
-    """struct OwnFeatures for own negatives or their gradients; None: without data."""
+    """struct OwnFeatures for own negatives, a table, or their gradients; None: without data."""
     if array is None:
         return dict.fromkeys(("data", "row_stride", "negative_stride", "column_stride", "dtype"), 0)
-    row, negative, column = (stride // array.dtype.itemsize for stride in array.strides)
+    strides = array.strides if array.ndim == 3 else (0, *array.strides)  # all rows have the table
+    row, negative, column = (stride // array.dtype.itemsize for stride in strides)
     return {"data": address(array), "row_stride": row, "negative_stride": negative,
             "column_stride": column, "dtype": dtype_code(array.dtype)}  # fmt: skip
 
 
-def count_words(own: Array) -> int:
-    """The -D option WORDS of own.cu, for own negatives of this layout."""
-    item, (row, negative, column) = own.dtype.itemsize, own.strides
-    aligned = (own.data.ptr | row | negative) % 16 == 0
-    if aligned and column == item < 8 and own.shape[2] % LANE_FEATURES == 0:
+def count_words(features: Array) -> int:
+    """The -D option WORDS of own.cuh, for features of this layout."""
+    item, (*others, column) = features.dtype.itemsize, features.strides
+    aligned = not any(number % 16 for number in (features.data.ptr, *others))
+    if aligned and column == item < 8 and features.shape[-1] % LANE_FEATURES == 0:
         return LANE_FEATURES * int(item) // 16
     return 0
 
@@ -66,14 +68,20 @@ class OwnNegativesByKernels(OwnNegatives):
         self.gradient_dtype = np.dtype(np.float64) if wide else self.dtype
         self.launcher = Launcher(cupy.cuda.Device(), precision, queue or Queue())
         self.positive_hardness = positive_hardness
-        m, k, d = problem.own.shape
+        m, k, d = len(problem.query), problem.own_count, problem.shape[2]
         self.parts = own_parts(problem) if problem.own_rows is not None else [slice(0, m)]
+        # whether kernels read own negatives by index. If they arrive from host memory, they arrive
+        # in the order of the rows
+        self.in_table = problem.own_indices is not None and problem.own_rows is None
         # groups of lanes that share a row's own negatives: see own.cu
         lanes = 16 if d <= HALF_WARP_ROW else 32
-        self.groups, groups = 1, THREADS // lanes
-        while self.groups < groups and self.groups * OWN_BATCH < k and m * self.groups < FEW_GROUPS:
+        self.groups, self.groups_per_block = 1, THREADS // lanes
+        while (
+            self.groups < self.groups_per_block
+            and self.groups * OWN_BATCH < k
+            and m * self.groups < FEW_GROUPS
+        ):
             self.groups *= 2
-        self.rows_per_block = groups // self.groups
         self.chunks = -(-d // (lanes * LANE_FEATURES))
         self.scale, self._scale = scalar(problem.scale)  # the second is kept alive
         self.products = cupy.empty((m, k), self.dtype)
@@ -86,8 +94,12 @@ class OwnNegativesByKernels(OwnNegatives):
             )
 
     def _read(self) -> Iterator[tuple[slice, Array, Array]]:
-        """Parts of the rows, each with its queries and own negatives as kernels read them."""
-        for rows, features in zip(self.parts, self.rows.read(self.parts), strict=True):
+        """Parts of the rows, each with its queries and own negatives (or the table) as kernels read
+        them."""
+        parts: Iterable[tuple[Array, Array]] = [(self.problem.query, self.problem.own)]
+        if self.problem.own_rows is not None:
+            parts = self.rows.read(self.parts)
+        for rows, features in zip(self.parts, parts, strict=True):
             query, keys = map(with_strides_in_whole_elements, features)
             yield rows, query, keys
 
@@ -97,9 +109,19 @@ class OwnNegativesByKernels(OwnNegatives):
     ) -> None:  # fmt: skip
         """Launch a kernel of own.cu for `rows`, whose features are `query` and `keys`. `out`: the
         gradient of `keys`, if the kernel writes it."""
-        m, k, d = keys.shape
-        own = {
-            "query": matrix(query), "own": own_features(keys), "m": m, "k": k, "d": d,
+        sets = len(query) * (self.chunks if kernel == "own_gradients" else 1)
+        blocks = -(-sets // (self.groups_per_block // self.groups))
+        arguments["a"] = self._fields(rows, query, keys)
+        self.launcher.launch(
+            "own.cu", kernel, blocks, THREADS, arguments, **self._defines(keys, out)
+        )
+
+    def _fields(self, rows: slice, query: Array, keys: Array) -> Fields:
+        """struct OwnNegatives for `rows`. `keys`: their own negatives, or the table."""
+        m, d = query.shape
+        fields = {
+            "query": matrix(query), "own": own_features(keys), "m": m,
+            "k": self.problem.own_count, "d": d,
             "parts": self.groups, "scale": self.scale,
             "hardness": self.problem.hardness, "products": address(self.products, rows.start),
             "query_factors": address(self.query_factors, rows.start),
@@ -107,15 +129,21 @@ class OwnNegativesByKernels(OwnNegatives):
             "query_exponents": address(self.query_exponents, rows.start),
             "exponents": address(self.exponents, rows.start),
         }  # fmt: skip
-        words = count_words(keys)
+        if self.in_table:
+            fields |= {"indices": self.problem.own_indices, "table_rows": len(keys)}
+        if self.problem.own_bias is not None:
+            fields["bias"] = address(self.problem.own_bias, rows.start)
+        return fields
+
+    def _defines(self, features: Array, out: Array) -> dict[str, int]:
+        """The -D options of kernels that read `features` in words, and write `out`, unless that is
+        None."""
+        words = count_words(features)
         out_words = words if out is None else count_words(out)
         defines = {"WORDS": words, "OUT_WORDS": out_words} if words and out_words else {"WORDS": 0}
-        sets = m * (self.chunks if kernel == "own_gradients" else 1)
-        blocks = -(-sets // self.rows_per_block)
-        self.launcher.launch(
-            "own.cu", kernel, blocks, THREADS, {"a": own, **arguments}, **defines,
-            NORM_FACTORS=int(self.problem.normalize),
-        )  # fmt: skip
+        options = {"OWN_INDICES": self.in_table, "OWN_BIAS": self.problem.own_bias is not None}
+        defines |= {name: 1 for name, is_given in options.items() if is_given}
+        return {**defines, "NORM_FACTORS": int(self.problem.normalize)}
 
     def join(
         self, vectors: Any, stats: Statistics, references: Array = None,
@@ -153,10 +181,12 @@ class OwnNegativesByKernels(OwnNegatives):
         if out is None:
             out = cupy.empty(len(self.problem.query))
         wants_query = gradients.query is not None and gradients.want_query
-        in_place = self.problem.own_rows is None
+        in_place, wants_table = self.problem.own_rows is None, gradients.own is not None
+        wants_table = wants_table and self.problem.own_indices is not None
         for rows, query, keys in self._read():
             start = rows.start
-            dq, dk = gradients.query if wants_query else None, gradients.own
+            dq = gradients.query if wants_query else None
+            dk = None if wants_table else gradients.own
             if not in_place:  # the parts of the gradients go to the host
                 dq, dk = (
                     None if to is None else cupy.empty(z.shape, self.gradient_dtype)
@@ -172,7 +202,46 @@ class OwnNegativesByKernels(OwnNegatives):
                 self.rows.add_to_query(gradients, rows, dq)
             if not in_place and dk is not None:
                 self.rows.write_own(gradients, rows, dk)
+        if wants_table and in_place:
+            self._write_table_gradient(reference, factor, gradients.own)
+        elif wants_table:
+            x2 = self.biased_exponents(self.products.astype(np.float64), slice(None))
+            g = self._factors(x2, reference, factor)
+            self.rows.write_table(gradients, g.astype(self.dtype))
         return out
+
+    def _write_table_gradient(self, reference: Array, factor: Array, gradient: Array) -> None:
+        """Write the gradient of the table [T, D], by the kernels of own_table.cu."""
+        problem, queue = self.problem, self.launcher.queue
+        query, table = map(with_strides_in_whole_elements, (problem.query, problem.own))
+        indices, (table_rows, d) = problem.own_indices.reshape(-1), table.shape
+        n, pieces = len(indices), len(indices) // PIECE_USES
+        sorted_indices, order = sort_integers(indices, queue)
+        uses = {
+            "sorted": sorted_indices, "order": order,
+            "starts": cupy.empty(table_rows + 1, np.int64),
+            "sums": cupy.empty((pieces, d), self.dtype), "along": cupy.empty(pieces),
+            "known_use": cupy.empty(pieces, np.int64),
+        }  # fmt: skip
+        row_arguments = {
+            "a": self._fields(slice(0, len(query)), query, table), "factors": factor,
+            "references": reference,
+        }  # fmt: skip
+
+        def launch(kernel: str, per_block: int, elements: int, **arguments: Any) -> None:
+            self.launcher.launch(
+                "own_table.cu", kernel, -(-elements // per_block), THREADS,
+                {"uses": uses, **arguments}, **self._defines(query, gradient),
+            )  # fmt: skip
+
+        groups = self.groups_per_block
+        launch("find_starts", THREADS, table_rows + 1, n=n, table_rows=table_rows)
+        if pieces:
+            launch("own_pieces", groups, pieces * self.chunks, n=n, **row_arguments)
+        launch(
+            "own_table", groups, table_rows * self.chunks, gradient=matrix(gradient),
+            table_rows=table_rows, **row_arguments,
+        )  # fmt: skip
 
     def finish(self, finalized: Finalized, gradients: Gradients) -> None:
         rows, wants_products = finalized.rows, self.problem.scale_grad_from_dots

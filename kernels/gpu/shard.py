@@ -84,9 +84,7 @@ def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients
 
 def _without_row_terms(problem: Problem) -> Problem:
     """The problem of a block, in the form that kernels read, without what joins whole rows."""
-    plain = problems.fast_replace(
-        problem, classes=None, own=None, own_mask=None, label_weights=None
-    )
+    plain = problems.fast_replace(problem, classes=None, label_weights=None, **problems.NO_OWN)
     return readable_by_kernels(plain)
 
 

@@ -39,7 +39,7 @@ from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import normalized_rows
 from ..options import KEY_VECTORS, QUERY_VECTORS
-from ..problem import Array, Gradients, NotFinite, Problem, as_sets
+from ..problem import NO_OWN, Array, Gradients, NotFinite, Problem, as_sets
 from ..solve import BlockQuestion, Solution, allows_online_softmax
 from .chunks import empty_like
 from .device import HostCopies, OffloadDevice
@@ -87,7 +87,7 @@ def run_block_pass(
     `ahead` are the gradients of a later pass of the same block: this pass has chunks of the same
     sizes, so that both leave out the same pairs. None: this pass has larger chunks if they fit.
     """
-    problem = replace(problem, classes=None, own=None, own_mask=None)  # blocks do not need them
+    problem = replace(problem, classes=None, **NO_OWN)  # blocks do not need them
     if to_clear is not None:
         to_clear.clear()
     if callable(epilogue):
@@ -120,7 +120,10 @@ def run_block_pass(
 
 def _copy_vectors(device: OffloadDevice, problem: Problem) -> Problem:
     """The problem with its vectors, but not its features, on the device."""
-    others = "upstream", "positives", "label_weights", "weights", "row_shares", "own_mask"
+    others = (
+        "upstream", "positives", "label_weights", "weights", "row_shares", "own_indices",
+        "own_mask", "own_bias",
+    )  # fmt: skip
     host_vectors = {
         name: getattr(problem, name) for name in (*others, *QUERY_VECTORS, *KEY_VECTORS)
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from ..between_passes import read_own, write_table_gradient
 from ..problem import Array, Gradients, Problem
 from .chunks import Arrivals
 from .device import Ticket
@@ -16,11 +17,23 @@ from .streamed_pass import StreamedCall
 MOST_LEAVING = 2  # largest number of gradients that are on their way to the host at once
 
 
+class _TableRows:
+    """The rows of a table that are own negatives, as an array [M, K, D] of which parts are read."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.dtype = problem, problem.own.dtype
+        self.shape = (*problem.own_indices.shape, problem.own.shape[1])
+
+    def __getitem__(self, rows: slice) -> Array:
+        return read_own(self.problem, rows)
+
+
 class StreamedOwnRows:
-    """See `infonce.kernels.between_passes.OwnRows`."""
+    """See `infonce.kernels.between_passes.OwnRows`. `problem` has its arrays on the host."""
 
     def __init__(self, problem: Problem, context: StreamedCall) -> None:
-        self.arrays, self.context = [problem.query, problem.own], context
+        own = problem.own if problem.own_indices is None else _TableRows(problem)
+        self.problem, self.arrays, self.context = problem, [problem.query, own], context
         self.leaving: deque[Ticket] = deque()
 
     def read(self, parts: Sequence[slice]) -> Iterator[tuple[Array, Array]]:
@@ -41,6 +54,10 @@ class StreamedOwnRows:
         if target.dtype.itemsize < gradient.dtype.itemsize:
             gradient = gradient.astype(target.dtype.newbyteorder("="))
         self.leave(target, gradient, False)
+
+    def write_table(self, gradients: Gradients, factors: Array) -> None:
+        """The host adds up the table's gradient: a use has one factor, and a query is there."""
+        write_table_gradient(self.problem, self.context.device.get(factors), gradients.own)
 
     def leave(self, target: Array, gradient: Array, add: bool) -> None:
         """Copy a gradient to the host, or add it; at most MOST_LEAVING copies are under way."""

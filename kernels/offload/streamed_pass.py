@@ -18,7 +18,7 @@ from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
 from ..grid import Grid, slices
 from ..linear import LinearGradient
 from ..options import KEY_VECTORS, QUERY_VECTORS
-from ..problem import Array, Gradients, NotFinite, Problem, fast_replace
+from ..problem import NO_OWN, Array, Gradients, NotFinite, Problem, fast_replace
 from .chunks import (
     Arrivals,
     Departures,
@@ -269,9 +269,7 @@ class StreamedPass:
             # `leave` adds linear terms, `between_passes` has the rest
             label_smoothing=0.0,
             label_weights=None,
-            own=None,
-            own_mask=None,
-            own_rows=None,
+            **NO_OWN,
             progress=None,
         )
         to, dk = None, keys.gradient

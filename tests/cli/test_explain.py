@@ -91,6 +91,8 @@ def test_prefixes_are_calls_and_own_negatives_a_note() -> None:
         <= 2**20
     )
     for loss, options, error in (
+        ("info_nce", {"own_table": 2}, "own_table: expected 0 without own"),
+        ("info_nce", {"own": 2, "own_table": -1}, "own_table: expected an integer of at least 0"),
         ("clip", {"dims": (64, 300)}, "dims: expected increasing integers"),
         ("sup_con", {"dims": (64,)}, "dims: sup_con does not take it"),
         ("clip", {"own": 2}, "own: clip does not take it"),
@@ -98,6 +100,32 @@ def test_prefixes_are_calls_and_own_negatives_a_note() -> None:
     ):
         with pytest.raises(ValueError, match=error):
             infonce.explain(loss, 8192, 256, **options)
+
+
+def test_own_negatives_take_the_time_of_their_bytes() -> None:
+    """Read once for the sums and once for the gradients, which are written. Of a table, a row is
+    read and written once, however often it is used."""
+    m, k, d, item = 16384, 16, 512, 2
+    asked: dict[str, Any] = {"dtype": "bfloat16", "device": "h100"}
+    plain = infonce.explain("info_nce", m, d, **asked)
+    for rows, read, written in ((0, m * k, m * k), (1000, 1000, 1000), (10**6, m * k, 10**6)):
+        explained = infonce.explain("info_nce", m, d, own=k, own_table=rows, **asked)
+        own = explained.work[len(plain.work) :]
+        queries_and_dq = (4 + bool(rows)) * m  # read in each kernel; dQ is read and written
+        moved = d * item * (2 * read + written + queries_and_dq)
+        assert sum(work.bytes for work in own) == moved
+        assert explained.seconds - plain.seconds == pytest.approx(moved / 3.35e12)
+        assert [work.kernel for work in own] == ["own", "own", "own_table"][: 2 + bool(rows)]
+    loss = infonce.explain("info_nce", m, d, own=k, wrt=(), **asked)
+    assert [work.kernel for work in loss.work][-1] == "own"
+    memory = infonce.explain("info_nce", m, d, own=k, own_table=1000, **asked).memory
+    assert memory["own negatives"] == {
+        "products": 4 * m * k, "sorted uses": 8 * (4 * m * k + 1001),
+        "pieces": m * k // 256 * (4 * d + 16),
+    }  # fmt: skip
+    assert "own_table" in output(
+        "explain", "info_nce", "512", "64", "--own", "4", "--own-table", "9"
+    )
 
 
 def test_recorded_seconds_stand_beside_the_bound() -> None:

@@ -241,6 +241,20 @@ def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
         "loss", image, text, *arguments[:2], "--own-mask", mask, "--scale", 3
     )
 
+    table = {"own": rng.normal(size=(4, u.shape[1])), "own_indices": rng.integers(-1, 4, (M, 3))}
+    table |= {"own_bias": rng.normal(size=(M, 3))}
+    words = ["--loss", "info_nce", "--grad-out", tmp_path / "table"]
+    for name, array in table.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        words += [f"--{name.replace('_', '-')}", tmp_path / f"{name}.npy"]
+    result = report(image, text, *words)
+    expected = reference.info_nce(u, v, scale=3.0, **table)
+    assert close(result["value"]["total"], expected.loss)
+    np.testing.assert_allclose(np.load(tmp_path / "table" / "own.npy"), expected.grads["own"],
+                               rtol=1e-9, atol=1e-12)  # fmt: skip
+    np.save(tmp_path / "own_indices.npy", table["own_indices"] + 4)
+    assert "--own-indices (" in fail("loss", image, text, *words, "--force", "--scale", 3)
+
     result = report(image, text, "--loss", "siglip", "--positive-ids", ids)
     both = (arrays["positive_ids"],) * 2
     expected = reference.siglip(u, v, scale=3.0, bias=-10.0, positive_ids=both)

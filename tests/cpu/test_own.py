@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from infonce.kernels import between_passes
 from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.tiled_pass import TiledPass
 from judge import assert_grad, assert_loss
@@ -95,6 +96,91 @@ def test_metrics_count_own_negatives(method: str) -> None:
     assert (x[:, 30:] > positive[:, None]).any()
     np.testing.assert_array_equal(got.row_rank, (x > positive[:, None]).sum(axis=1))
     near(got.hardest_negative, x.max(axis=1))
+
+
+# --- own negatives in a table, and their biases
+
+
+def table_problem(seed: int = 0, k: int = 5, rows: int = 9) -> Any:
+    """Queries, keys, a table and indices of it; the last row has no use. And a generator."""
+    query, key, _, rng = problem(seed)
+    table = rng.standard_normal((rows, query.shape[1]))
+    return query, key, table, rng.integers(-1, rows - 1, (len(query), k)), rng
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_table_is_its_rows(method: str, normalize: bool) -> None:
+    """The loss has the bits of the call with the rows in memory of their own, and a row of the
+    table has the sum of their gradients. A negative index is one that the mask leaves out. A row
+    without a use may hold NaN."""
+    query, key, table, indices, _ = table_problem()
+    table[-1] = np.nan
+    options: dict[str, Any] = {"scale": 3.0, "method": method, "normalize": normalize}
+    got = infonce.info_nce_loss_and_grad(query, key, own=table, own_indices=indices, **options)
+    want = infonce.info_nce_loss_and_grad(
+        query, key, own=table[np.maximum(indices, 0)], own_mask=indices >= 0, **options
+    )
+    assert got.loss == want.loss
+    for field in ("query", "key", "scale"):
+        np.testing.assert_array_equal(getattr(got.grads, field), getattr(want.grads, field))
+    sums = np.zeros_like(table)
+    np.add.at(sums, indices[indices >= 0], want.grads.own[indices >= 0])
+    near(got.grads.own, sums)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_rows_of_a_table_with_many_uses(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    """Uses of one row in several parts, with the same bits each time."""
+    query, key, table, indices, rng = table_problem(k=40)
+    query, key, table = (z.astype(dtype) for z in (query, key, table))
+    indices[rng.random(indices.shape) < 0.8] = 4
+    options: dict[str, Any] = {"own": table, "own_indices": indices, "scale": 3.0}
+    want = reference.info_nce(query, key, normalize=True, **options)
+    for room in (10_000, 700):
+        monkeypatch.setattr(between_passes, "OWN_BYTES", room)
+        got, again = (
+            infonce.info_nce_loss_and_grad(query, key, normalize=True, **options).grads.own
+            for _ in range(2)
+        )
+        assert got.tobytes() == again.tobytes()
+        name = np.dtype(dtype).name
+        assert_grad(got, want.grads["own"], name, 3.0, terms=3.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bias_counts_negatives_several_times(method: str) -> None:
+    """log w is the bias of a negative that counts w times."""
+    query, key, own, rng = problem()
+    times = rng.integers(1, 4, own.shape[:2])
+    options: dict[str, Any] = {"scale": 3.0, "method": method, "hardness": 0.5}
+    got = infonce.info_nce_loss_and_grad(query, key, own=own, own_bias=np.log(times), **options)
+    copies = np.arange(3) < times[:, :, None]
+    want = infonce.info_nce_loss_and_grad(
+        query, key, own=np.repeat(own, 3, axis=1), own_mask=copies.reshape(24, 9), **options
+    )
+    near(got.loss, want.loss)
+    for field in ("query", "key", "scale"):
+        near(getattr(got.grads, field), getattr(want.grads, field))
+    near(got.grads.own, want.grads.own.reshape(24, 3, 3, -1).sum(axis=2))
+
+
+def test_a_sampled_softmax_of_all_items_is_the_softmax() -> None:
+    """Each item as a sample once, with probability 1 / T: the bias is -log(T / T) = 0."""
+    query, items, _, rng = problem(n=30)
+    bought = rng.integers(0, 30, len(query))
+    sampled = np.tile(np.arange(30), (len(query), 1))
+    got = infonce.info_nce_loss_and_grad(
+        query, items[bought], own=items, in_batch=False, scale=3.0,
+        own_indices=np.where(sampled == bought[:, None], -1, sampled),
+        own_bias=-np.log(30 * np.full(sampled.shape, 1 / 30)),
+    )  # fmt: skip
+    want = infonce.info_nce_loss_and_grad(query, items, bought, scale=3.0)
+    near(got.loss, want.loss)
+    near(got.grads.query, want.grads.query)
+    items_grad = got.grads.own.copy()
+    np.add.at(items_grad, bought, got.grads.key)
+    near(items_grad, want.grads.key)
 
 
 def near(got: Any, want: Any) -> None:

@@ -386,6 +386,19 @@ def test_own(precision: str, words: tuple[int, int], factors: int, arch: str) ->
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("factors", [0, 1])
+@pytest.mark.parametrize("words", [0, 1, 2])
+@pytest.mark.parametrize("precision", ["FP32", "FP64"])
+def test_own_table(precision: str, words: int, factors: int, arch: str) -> None:
+    one_in(8, (precision == "FP64") + words + factors + list(DEVICES).index(arch))
+    defines = {"PRECISION": precision, "NORM_FACTORS": factors, "WORDS": words}
+    defines |= {"OWN_INDICES": 1, "OWN_BIAS": 1} | ({"OUT_WORDS": words} if words else {})
+    for file, most in (("own.cu", 620 if factors else 130), ("own_table.cu", 160)):
+        assert spilled(compiler.compile_for(file, defines, arch, PTXAS)[1]) <= most
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("linear", [0, 1])
 @pytest.mark.parametrize("factors", [0, 1])
 @pytest.mark.parametrize("precision", ["FP32", "FP64"])

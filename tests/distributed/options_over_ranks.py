@@ -284,6 +284,25 @@ def own_negatives(place: str = "host") -> None:
         for name in ("query", "key", "own"):
             near(getattr(got.grads, name), getattr(want.grads, name)[rows], f"d {name}")
 
+    # one table on all ranks; then the rows of it in another order on each rank, and further rows
+    table, args = rng.standard_normal((7, 3)), (x, y)
+    kept = {"own_indices": rng.integers(-1, 7, (20, 4)), "own_bias": rng.standard_normal((20, 4))}
+    want = infonce.info_nce_loss_and_grad(*args, scale=2.0, own=table, **kept)
+    order = np.random.default_rng(RANK).permutation(7)
+    moved = np.concatenate([table[order], np.ones((RANK, 3))])
+    for mine, places in ((table, np.arange(7)), (moved, np.argsort(order))):
+        local = {name: array[rows] for name, array in kept.items()}
+        local["own_indices"] = np.append(places, -1)[local["own_indices"]]
+        got = on_host(
+            distributed.info_nce_loss_and_grad(
+                *(placed(z[rows], place) for z in args), scale=2.0, own=placed(mine, place),
+                **{name: placed(array, place) for name, array in local.items()}, **offload,
+            )
+        )  # fmt: skip
+        near(got.loss, want.loss, "loss of a table")
+        near(got.grads.query, want.grads.query[rows], "d query beside a table")
+        near(sum(COMM.allgather(got.grads.own[places])), want.grads.own, "d table")
+
 
 def limits(place: str) -> None:
     """Rows that differ by rounding, so that digits beyond float32 decide which pairs take part. The

@@ -2,6 +2,7 @@
 by its name at construction, and settings are checked whenever they are set."""
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ VIEWS, ROW, GUIDE = torch.cat([A, B]), torch.arange(N), draw(64, 4)
 UNIT = [F.normalize(z, dim=-1) for z in (A, B)]
 BANK = F.normalize(draw(5, D), dim=1)
 EACH = {"temperature", "scale"}  # no drop-in takes the factor of its logits as an option
-QWEN3 = {*EACH, "metrics", "normalize", "own", "false_negative_margin"}
+QWEN3 = {*EACH, "metrics", "normalize", "own", "own_indices", "false_negative_margin"}
 NEGATIVES = {"ids", "groups", "positive_ids", "key_bias", "guide", "guide_margin", "in_batch"}
 
 
@@ -57,6 +58,8 @@ def values(rows: int, keys: int, one: bool) -> dict[str, dict[str, Any]]:
              for name, step in (("ids", 2), ("groups", 4), ("positive_ids", 2))}  # fmt: skip
     plain: dict[str, Any] = {
         **pairs, "own": draw(rows, 3, D), "own_mask": torch.tensor([[True, False]] * rows),
+        "own_indices": torch.zeros((rows, 2), dtype=torch.long),
+        "own_bias": torch.tensor([[0.0, math.log(2)]] * rows, dtype=torch.float64),
         "in_batch": False, "dims": (2, D), "weights": torch.linspace(0.5, 2, rows),
         "margin": 0.2, "decoupled": True, "label_smoothing": 0.1, "hardness": 1.0,
         "key_bias": torch.linspace(0, 2, keys), "false_negative_margin": -0.1, "normalize": True,
@@ -93,6 +96,8 @@ def qwen3(sets: str, own: Any, **options: Any) -> Any:
     rest = {name: options.pop(name) for name in ("reduction", "weights") if name in options}
     if options.pop("own_mask", None) is not None:
         own = own[:, :1]
+    if options.pop("own_bias", None) is not None:
+        own = torch.cat([own, own[:, 1:]], dim=1)  # the second one counts twice
     options = {name: value for name, value in options.items() if name not in NEUTRAL}
     return drop_ins.reduced(
         drop_ins.qwen3(*UNIT, F.normalize(own, dim=-1), 10.0, 0.1, sets, **options), **rest

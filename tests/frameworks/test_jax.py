@@ -69,17 +69,18 @@ def test_what_is_not_differentiated_costs_nothing(monkeypatch: Any) -> None:
 def test_vectors_get_no_gradient(name: str) -> None:
     query, key = features("info_nce")
     labels = jnp.arange(24).reshape(12, 2) % 12 if name == "label_weights" else None
-    ones = jnp.ones(12 if labels is None else (12, 2))
+    own = {"own": query[:, None]} if name == "own_bias" else {}
+    vector = jnp.ones({"label_weights": (12, 2), "own_bias": (12, 1)}.get(name, 12))
 
     def loss(vector: Any, wrap: Any = lambda v: v) -> Any:
-        return ij.info_nce_loss(query, key, labels, scale=2.0, **{name: wrap(vector)})
+        return ij.info_nce_loss(query, key, labels, scale=2.0, **own, **{name: wrap(vector)})
 
     for derivative in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
         with pytest.raises(ValueError, match=f"^{name}: expected an array that is not diff"):
-            derivative(ones)
+            derivative(vector)
     still = functools.partial(loss, wrap=jax.lax.stop_gradient)
     for derivative in (jax.grad(still), jax.jit(jax.grad(still)), jax.grad(jax.checkpoint(still))):
-        assert not derivative(ones).any()
+        assert not derivative(vector).any()
 
 
 HASHES = [np.arange(12) % 5 << 32, (np.arange(12) % 5).astype(np.uint64) << 61]

@@ -57,7 +57,9 @@ def make(name: str) -> Call:
                  {"row_guide": guides[0], "column_guide": guides[1], "ids": ids}),
         "info_nce": (it.info_nce_loss, {"query": one, "key": two, "own": draw(ROWS, 3, 4)},
                      {"labels": labels, "key_bias": draw(ROWS), "groups": ids % 2,
-                      "own_mask": draw(ROWS, 3) < 1.0}),
+                      "own_mask": draw(ROWS, 3) < 1.0, "own_bias": draw(ROWS, 3)}),
+        "info_nce, table": (it.info_nce_loss, {"query": one, "key": two, "own": draw(5, 4)},
+                            {"own_indices": torch.randint(-1, 5, (ROWS, 3), generator=generator)}),
         "lit": (it.lit_loss, {"text": one}, {"image": two}),
         "nt_xent": (it.nt_xent_loss, {"features": one}, {"guide": guides[0]}),
         "siglip": (siglip, {"image": one, "text": two, "bias": torch.tensor(-1.0)},
@@ -77,8 +79,8 @@ def make(name: str) -> Call:
     return Call(function, inputs, {key: z.clone() for key, z in (untracked | weights).items()})
 
 
-NAMES = ["clip", "info_nce", "lit", "nt_xent", "siglip", "sup_con", "gte", "distill",
-         "distill, one side"]  # fmt: skip
+NAMES = ["clip", "info_nce", "info_nce, table", "lit", "nt_xent", "siglip", "sup_con", "gte",
+         "distill", "distill, one side"]  # fmt: skip
 each_loss = pytest.mark.parametrize("name", NAMES)
 each_reduction = pytest.mark.parametrize("reduction", ["none", "mean"])
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import EMULATED, MISSING, find_dtype, gpu_only
+from gpu_problems import EMULATED, MISSING, fewer, find_dtype, gpu_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels import problem
@@ -252,3 +252,172 @@ def test_a_scale_on_the_device() -> None:
         got = infonce.info_nce_loss_and_grad(*arrays[:2], own=arrays[2], scale=cupy.array(3.0))
         assert abs(float(got.loss) - want.loss) < 1e-5 * want.loss
         assert abs(float(got.grads.scale) - want.grads["scale"]) < 1e-5 * want.loss
+
+
+# --- own negatives in a table, and their biases
+
+
+def draw_table(
+    m: int, k: int, d: int, rows: int, dtype: str, seed: int = 0
+) -> tuple[list[Any], np.ndarray, Any]:
+    """Queries, keys and a table on the host, indices [m, k] of all its rows but the last, and a
+    generator."""
+    z, rng = draw(m, m + 30, 1, d, dtype, seed)
+    table = (rng.standard_normal((rows, d)) / d**0.5).astype(z[0].dtype)
+    return [*z[:2], table], rng.integers(-1, rows - 1, (m, k)), rng
+
+
+def check_table(
+    z: list[Any], indices: np.ndarray, strides: str = "contiguous", **options: Any
+) -> Any:
+    """All results of a call beside the reference's. Returns the gradient of the table."""
+    want = reference.info_nce(*z[:2], own=z[2], own_indices=indices, **options)
+    query, key, table = (with_strides(part, strides) for part in z)
+    on_device = {
+        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
+    got = infonce.info_nce_loss_and_grad(
+        query, key, own=table, own_indices=cupy.asarray(indices),
+        grad_dtype=None if z[0].dtype == np.float64 else np.float32, **on_device,
+    )  # fmt: skip
+    near(got.loss, want.loss, z[0].dtype.name)
+    for field in FIELDS:
+        near(getattr(got.grads, field), want.grads[field], z[0].dtype.name)
+    return got.grads.own
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("k", "rows"), fewer([(1, 5), (3, 700), (17, 40), (70, 3)], 2))
+@pytest.mark.parametrize(("dtype", "d"), [
+    ("bfloat16", 64), ("bfloat16", 203), ("float16", 136), ("float32", 40), ("float32", 300),
+    ("float32", 600), ("float64", 24),
+])  # fmt: skip
+def test_tables(dtype: str, d: int, k: int, rows: int, normalize: bool) -> None:
+    """Rows of the table with no use, with a few, and with more than several pieces."""
+    z, indices, _ = draw_table(21, k, d, rows, dtype)
+    z[2][-1] = np.nan  # it has no use
+    gradient = check_table(z, indices, scale=4.0, normalize=normalize)
+    assert not gradient[-1].any()
+
+
+def test_tables_with_options_and_strides() -> None:
+    @settings(max_examples=6 if EMULATED else 60, deadline=None, derandomize=True)
+    @given(st.data())
+    def tries(data: Any) -> None:
+        m, k, rows = (data.draw(st.integers(1, most)) for most in (40, 18, 60))
+        d = data.draw(st.integers(4, 90))
+        dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"]))
+        z, indices, rng = draw_table(m, k, d, rows + 1, dtype, data.draw(st.integers(0, 2**31)))
+        options: dict[str, Any] = {"scale": 4.0, "normalize": data.draw(st.booleans())}
+        options |= softmax_options("info_nce", *(len(part) for part in z[:2]), rng)
+        for name in ("label_smoothing", "decoupled", "guide", "guide_margin"):
+            options.pop(name, None)
+        if data.draw(st.booleans()):
+            options["own_bias"] = rng.standard_normal((m, k))
+        if data.draw(st.booleans()):
+            options["own_mask"] = rng.random((m, k)) < 0.7
+            indices[~options["own_mask"]] = 10**9  # it is not read
+        if data.draw(st.booleans()):
+            options["in_batch"] = False
+        in_range = np.where(options.get("own_mask", True), indices, -1)
+        want = reference.info_nce(*z[:2], own=z[2], own_indices=in_range, **options)
+        strides = data.draw(st.sampled_from(["contiguous", "gaps", "columns first"]))
+        arrays = [with_strides(part, strides) for part in z]
+        options |= {"own_indices": indices.astype(data.draw(st.sampled_from(["i4", "i8"])))}
+        on_device = {
+            name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
+            for name, value in options.items()
+        }
+        got = infonce.info_nce_loss_and_grad(*arrays[:2], own=arrays[2], **on_device)
+        near(got.loss, want.loss, dtype, 0.1)
+        for field in FIELDS:
+            near(getattr(got.grads, field), want.grads[field], dtype, 0.1)
+
+    tries()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_normalised_tables_of_any_size(dtype: str, size: float) -> None:
+    z, indices, _ = draw_table(20, 20, 48, 9, dtype)
+    z[0], z[2] = (part * part.dtype.type(size) for part in (z[0], z[2]))
+    check_table(z, indices, scale=4.0, normalize=True)
+
+
+@pytest.mark.parametrize("shift", [-300.0, 0.0, 300.0])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_biases_of_own_negatives(dtype: str, shift: float) -> None:
+    """Also biases far from the logits, from which one pass takes its reference exponents."""
+    z, rng = draw(140, 260, 3, 64, dtype)
+    check(z, scale=1.0, own_bias=rng.standard_normal((140, 3)) + shift)
+
+
+def test_invalid_indices_and_biases_spoil_their_row() -> None:
+    """The host reads no index and no bias on the device."""
+    z, indices, rng = draw_table(30, 6, 40, 9, "float32")
+    mask, bias = rng.random((30, 6)) < 0.8, rng.standard_normal((30, 6))
+    mask[[3, 7, 11], 1], mask[[5, 12], 1] = True, False
+    indices[[3, 5], 1] = 9, 9
+    indices[[7, 11, 12], 1] = 0
+    bias[[7, 11, 12], 1] = np.nan, np.inf, np.nan
+    query, key, table = map(cupy.asarray, z)
+    options = {"own": table, "scale": 3.0, "reduction": "none"}
+    options |= {
+        name: cupy.asarray(value)
+        for name, value in (("own_indices", indices), ("own_mask", mask), ("own_bias", bias))
+    }
+    losses = infonce.info_nce_loss(query, key, **options)
+    assert np.flatnonzero(np.isnan(cupy.asnumpy(losses))).tolist() == [3, 7, 11]
+    huge = cupy.asarray(indices.astype(np.uint64))
+    huge[20, 0] = 2**64 - 1
+    options |= {"own_indices": huge, "own_mask": cupy.ones((30, 6), bool)}
+    assert np.isnan(cupy.asnumpy(infonce.info_nce_loss(query, key, **options))[20])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plans_and_graphs_of_tables_give_the_same_bits(monkeypatch: Any, dtype: str) -> None:
+    """Calls launch by launch, by a plan and by a graph, of other indices each. One row of the
+    table has most of the uses."""
+    gpu_plan.forget()
+    z, indices, rng = draw_table(140, 5, 64, 50, dtype)
+    query, key, table = map(cupy.asarray, z)
+    bias, on_device = cupy.asarray(rng.standard_normal((140, 5))), cupy.asarray(indices)
+    out = {
+        name: cupy.empty_like(part) for name, part in zip(FIELDS, (query, key, table), strict=False)
+    }
+
+    def results(shift: int) -> list[Any]:
+        popular = np.random.default_rng(shift).random(indices.shape) < 0.7
+        on_device[...] = cupy.asarray(np.where(popular, shift, (indices + shift) % 49))
+        got = infonce.info_nce_loss_and_grad(
+            query, key, own=table, own_indices=on_device, own_bias=bias, scale=3.0, out=out
+        )
+        return [cupy.asnumpy(part) for part in (got.loss, *got.grads)]
+
+    by_plan = [results(shift) for shift in range(4)]
+    assert len(gpu_plan._plans) == 1
+    monkeypatch.setattr(gpu_select, "has_plan", lambda *_: False)
+    for shift, got in enumerate(by_plan):
+        for a, b in zip(got, results(shift), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(EMULATED, reason="CuPy's hooks of memory")
+def test_a_table_is_not_gathered() -> None:
+    """No array that a call makes has as many numbers as all own negatives."""
+    z, indices, _ = draw_table(64, 64, 256, 100, "float32")
+    arrays = [*map(cupy.asarray, z), cupy.asarray(indices)]
+    largest = 0
+
+    class Hook(cupy.cuda.MemoryHook):  # type: ignore[misc]
+        name = "sizes"
+
+        def malloc_preprocess(self, **arguments: Any) -> None:
+            nonlocal largest
+            largest = max(largest, arguments["size"])
+
+    options = {"own": arrays[2], "own_indices": arrays[3], "scale": 3.0, "workspace": 2**20}
+    with Hook():
+        infonce.info_nce_loss_and_grad(*arrays[:2], **options)
+    assert largest < indices.size * 256 * 4

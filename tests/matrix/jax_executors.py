@@ -215,6 +215,8 @@ def inside_of_axis(mesh: Any, problem: Problem, **named: Any) -> Any:
     pairs = {*spec.INTEGER_OPTIONS, "guide"}
     arrays = {k: z for k, z in named.items() if k in pairs or isinstance(z, jax.Array)}
     by_row = {k: z for k, z in arrays.items() if isinstance(z, tuple) or z.ndim}
+    if "own_indices" in by_row:  # a table is on all devices
+        by_row.pop("own")
     same = {k: z for k, z in arrays.items() if k not in by_row}
     constants = {k: z for k, z in named.items() if k not in arrays}
     loss = functools.partial(getattr(ij, f"{problem.loss}_loss"), axis_name="data", **constants)
@@ -246,6 +248,6 @@ def with_devices(problem: Problem) -> Result:
     task = problem.seed, problem.number, problem.largest, 2, "rows"
     found: Result = processes.run("devices 2", *task)
     name = problem.poison.rpartition(" ")[2]
-    if name in ("weights", "key_bias") and np.isnan(found["loss"]).all():
+    if name in ("weights", "key_bias", "own_bias") and np.isnan(found["loss"]).all():
         raise ValueError(f"{name}: over devices, the loss is NaN in place of an error")
     return found

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from problems import Problem, beside, in_pair
+from problems import Problem, beside, find_own, in_pair, is_read
 
 Array = np.ndarray
 SYMMETRIC = ("nt_xent", "sup_con", "gte")
@@ -279,17 +279,24 @@ def judge_one(problem: Problem, compute: str) -> Judgement:
     key_bias = o.get("key_bias")
     in_batch = dot, positive, excluded, sizes
     if "own" in o:  # more columns, which are other keys for each row
-        many = o["own"].shape[1]
-        read = np.where(o["own_mask"][:, :, None], o["own"], 0) if "own_mask" in o else o["own"]
-        sides.append(Side.make(read.reshape(rows * many, width), normalize))
-        own = sides[-1].rows.reshape(rows, many, width)
-        own_lengths = sides[-1].sizes(normalize).reshape(rows, many)
+        read, counts, in_table = find_own(o)
+        many = counts.shape[1]
+        if in_table is None:
+            in_table = np.arange(rows * many).reshape(rows, many)
+            sides.append(Side.make(read.reshape(rows * many, width), normalize))
+        else:  # rows of the table have gradients
+            used = is_read(o)[:, None]
+            sides.append(Side.make(np.where(used, o["own"], 0), normalize))
+        own = sides[-1].rows[in_table]
+        own_lengths = sides[-1].sizes(normalize)[in_table]
         none, more = np.zeros((rows, many), bool), (q[:, None] * own).sum(dim=2)
         dot = torch.cat([dot, more], dim=1)
         positive = np.c_[positive, none]
-        excluded = np.c_[excluded, ~o.get("own_mask", ~none)]
+        excluded = np.c_[excluded, ~counts]
         sizes = np.c_[sizes, (lengths[0][:, None] * own_lengths).astype(np.float64)]
-        key_bias = None if key_bias is None else np.r_[key_bias, np.zeros(many)]
+        if key_bias is not None or "own_bias" in o:
+            of_keys = np.zeros((rows, columns)) + (0 if key_bias is None else key_bias)
+            key_bias = np.c_[of_keys, o.get("own_bias", np.zeros((rows, many)))]
         # a guide leaves out none of them
         guide = None if guide is None else np.c_[guide, np.full((rows, many), -np.inf)]
     common = sizes, unit, width
@@ -362,7 +369,9 @@ def judge_one(problem: Problem, compute: str) -> Judgement:
         query_terms, key_terms = logit_terms @ lengths[-1], logit_terms.T @ lengths[0]
         if "own" in o:
             query_terms = query_terms + (of_own * own_lengths).sum(axis=1)
-            return [query_terms, key_terms, (of_own * lengths[0][:, None]).ravel()]
+            own_terms = np.zeros(len(sides[-1].z), np.longdouble)
+            np.add.at(own_terms, in_table, of_own * lengths[0][:, None])
+            return [query_terms, key_terms, own_terms]
         if problem.loss in SYMMETRIC:
             return [query_terms + key_terms]
         return [query_terms, key_terms]

@@ -257,10 +257,19 @@ def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
     elif form == 1:
         drawn["label_smoothing"] = rng.uniform(0, 0.99)
     if "own" in drawn:
+        shape = drawn["own"].shape[:2]
+        if in_table := rng.random() < 0.5:
+            drawn["own"] = drawn["own"].reshape(-1, width)[: int(rng.integers(1, 9))]
+            drawn["own_indices"] = of_any_type(rng.integers(-1, len(drawn["own"]), shape), rng)
         if rng.random() < 0.6:
-            drawn["own_mask"] = rng.random(drawn["own"].shape[:2]) < 0.7
-            if rng.random() < 0.5:  # the others are not read
-                drawn["own"][~drawn["own_mask"]] = np.nan
+            drawn["own_mask"] = rng.random(shape) < 0.7
+        if rng.random() < 0.5:  # others are not read
+            drawn["own"][~is_read(drawn)] = np.nan
+            if in_table and "own_mask" in drawn:
+                largest = np.iinfo(drawn["own_indices"].dtype).max
+                drawn["own_indices"][~drawn["own_mask"]] = largest
+        if rng.random() < 0.3:
+            drawn["own_bias"] = 3 * rng.standard_normal(shape)
         if rng.random() < 0.4:
             drawn["in_batch"] = False
         if not problem.normalize:  # of the keys' norms
@@ -288,11 +297,35 @@ def draw_teacher(problem: Problem, one_sided: bool, rng: np.random.Generator) ->
         options["two_sided"] = False
 
 
+def is_read(options: dict[str, Any]) -> Array:
+    """Which own negatives [M, K], or rows of their table [T], any row is compared with."""
+    own, indices = options["own"], options.get("own_indices")
+    if indices is None:
+        every: Array = options.get("own_mask", np.ones(own.shape[:2], bool))
+        return every
+    counts = (indices >= 0) & options.get("own_mask", True)
+    return np.isin(np.arange(len(own)), indices[counts])
+
+
+def find_own(options: dict[str, Any]) -> tuple[Array, Array, Array | None]:
+    """Own negatives [M, K, D], of which those that are not read are 0; which of them count [M, K];
+    and their rows in a table (None: there is none), which are 0 for those that do not count."""
+    own = np.where(is_read(options)[..., None], options["own"], 0)
+    indices = options.get("own_indices")
+    counts = options.get("own_mask", np.ones(own.shape[:2] if indices is None else indices.shape,
+                                             bool))  # fmt: skip
+    if indices is None:
+        return own, counts, None
+    counts = counts & (indices >= 0)
+    indices = np.where(counts, indices, 0).astype(np.int64)
+    return own[indices], counts, indices
+
+
 def leave_out(problem: Problem, *names: str) -> None:
     for name in names:
         problem.options.pop(name, None)
     if "own" in names:
-        leave_out(problem, "own_mask", "in_batch")
+        leave_out(problem, "own_indices", "own_mask", "own_bias", "in_batch")
     if "guide" in names:
         leave_out(problem, "guide_margin")
 
@@ -319,7 +352,8 @@ def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
         dots, positive = beside(dots), beside(positive)
     both = [(dots, positive)] + ([(dots.T, positive.T)] if problem.loss == "clip" else [])
     if limit == "false_negative_margin" and "own" in problem.options:
-        own = unit(problem.options["own"].astype(np.float64))
+        own, counts, _ = find_own(problem.options)
+        own = unit(np.where(counts[:, :, None], own.astype(np.float64), np.nan))
         more = np.nan_to_num(np.einsum("md,mkd->mk", sides[0], own))
         both = [(np.c_[dots, more], np.c_[positive, np.zeros(more.shape, bool)])]
     for x, at in both:
@@ -341,7 +375,7 @@ def draw_poison(problem: Problem, rng: np.random.Generator, in_guide: bool) -> N
     which no pair but the positives counts, if `in_guide`."""
     (rows, _), options = problem.shape, problem.options
     places = ["feature 0", f"feature {len(problem.features) - 1}", "weights", "grad_out"]
-    places += [z for z in ("key_bias", "guide", "own", *TEACHER[:2]) if z in options]
+    places += [z for z in ("key_bias", "own_bias", "guide", "own", *TEACHER[:2]) if z in options]
     place = "guide" if in_guide else places[rng.integers(len(places))]
     if in_guide:
         leave_out(problem, "groups", "label_smoothing", "decoupled")

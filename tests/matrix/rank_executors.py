@@ -59,8 +59,10 @@ def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
             pair = tuple(z[own] for z, own in zip(in_pair(options[name]), mine, strict=True))
             single = not isinstance(options[name], tuple) and of_pairs
             options[name] = pair[0] if single else pair
-    for name, own in (("weights", 0), ("key_bias", 1), ("own", 0), ("own_mask", 0),
-                      ("teacher_query", 0), ("teacher_key", 1), ("label_weights", 0)):  # fmt: skip
+    of_rows = ("weights", "own_indices", "own_mask", "own_bias", "label_weights", "teacher_query")
+    of_rows += () if "own_indices" in options else ("own",)  # a table is on all ranks
+    of_keys = ("key_bias", "teacher_key")
+    for name, own in (*((name, 0) for name in of_rows), *((name, 1) for name in of_keys)):
         if name in options:
             options[name] = options[name][mine[own]]
     grad_out = problem.grad_out if np.ndim(problem.grad_out) == 0 else problem.grad_out[mine[0]]
@@ -90,6 +92,8 @@ def merge(problem: Problem, parts: list[tuple[Result, Mine]]) -> Result:
             found[name] = SimpleNamespace(**{
                 k: None if v[0] is None else whole(v, fields[k]) for k, v in of_field.items()
             })  # fmt: skip
+        elif first is not None and name == "own" and "own_indices" in problem.options:
+            found[name] = sum(values)
         elif first is not None and name in places:
             found[name] = whole(values, places[name])
         elif first is not None and np.ndim(first):

@@ -110,6 +110,7 @@ def test_every_drop_in_is_drawn() -> None:
 VALUES: dict[str, Any] = {
     "temperature": 0.5, "ids": np.arange(8), "groups": np.arange(8) // 2, "check_finite": True,
     "positive_ids": np.arange(8) // 2, "own": np.ones((8, 2, 4)), "own_mask": np.ones((8, 2), bool),
+    "own_indices": np.zeros((8, 2), int), "own_bias": np.ones((8, 2)),
     "in_batch": False, "dims": (2, 4), "dim_weights": (1.0, 0.5), "weights": np.ones(8),
     "margin": 0.1, "decoupled": True, "label_smoothing": 0.1, "hardness": 1.0,
     "key_bias": np.ones(8), "label_weights": np.ones((8, 2)), "false_negative_margin": 0.1,

@@ -83,7 +83,8 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
             validation.number(name, value, (math.inf,))
 
     def refused(self) -> Refused:
-        refused = {**super().refused(), **refuse(["own"], "pass hard_negative_features")}
+        refused = {**super().refused()}
+        refused |= refuse(["own", "own_indices"], "pass hard_negative_features")
         refused |= refuse(["false_negative_margin"], "margin leaves out likely positives")
         if self.use_qq_negatives or self.use_dd_negatives:
             names = ["ids", "groups", "positive_ids", "key_bias", "guide", "in_batch"]

@@ -34,6 +34,7 @@ from .sweep import (
 from .tile import BLOCK_M, Tile, tile_for
 from .workspace import (
     OWN_BATCH,
+    PIECE_USES,
     PLACE_ROWS,
     BlockSizes,
     Needs,
@@ -60,6 +61,7 @@ __all__ = [
     "OPERAND_BYTES",
     "OPERAND_PARTS",
     "OWN_BATCH",
+    "PIECE_USES",
     "PLACE_ROWS",
     "READ_IN_PLACE",
     "STRIP",

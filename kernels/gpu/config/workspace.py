@@ -33,7 +33,8 @@ ADDING_COST, LAUNCH_COST = 0.012, 2
 ALL_KEYS_ROWS = 1024
 Parts = dict[str, int]  # bytes of each part of a memory, by name, in the order of the parts
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
-OWN_BATCH = 4  # own negatives of a row that a group of lanes reads at once (BATCH of own.cu)
+OWN_BATCH = 4  # own negatives of a row that a group of lanes reads at once (BATCH of own.cuh)
+PIECE_USES = 256  # neighbouring uses of one row of a table that are added up apart (own_table.cu)
 PLACE_ROWS = 64  # rows of a place of linear.cu, which adds up the rows of a segment in each place
 
 
@@ -166,11 +167,16 @@ def term_bytes(
     return smoothing + (2 * sides * (pieces + classes * d * real) if classes else 0)
 
 
-def own_parts(m: int, k: int, real: int, normalize: bool) -> Parts:
+def own_parts(m: int, k: int, real: int, normalize: bool, table: tuple[int, int]) -> Parts:
     """Bytes of the products of own negatives, and of their norms and those of queries, which are
-    kept between the passes. `k`: own negatives of a row. `real`: bytes of one number."""
+    kept between the passes; and of what the gradient of a table needs. `k`: own negatives of a row.
+    `real`: bytes of one number. `table`: its rows and features; (0, 0): there is none."""
     norm_bytes = normalize * (m * k + m) * (real + 4) if k else 0
     sizes = {"products": m * k * real, "norms": norm_bytes}
+    rows, d = table
+    if rows:  # uses and their rows, sorted (`labels.sort_integers`); sums of pieces
+        sizes["sorted uses"] = 8 * (4 * m * k + rows + 1)
+        sizes["pieces"] = m * k // PIECE_USES * (d * real + 16)
     return {name: size for name, size in sizes.items() if size}
 
 

@@ -134,6 +134,7 @@ class Call:
     row_vectors: tuple[str, ...] = ()
     host_groups: bool = False  # the host knows groups: blocks without a common one are left out
     own: int = 0  # own negatives of each row
+    table_rows: int = 0  # rows of the table that has the own negatives; 0: there is none
     set_size: int = 1  # positives of each query
     guide_query: Matrix | None = None  # features of the guide; None: the call has no guide
     guide_key: Matrix | None = None
@@ -180,7 +181,8 @@ class Call:
             problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, pairs, max(1, problem.id_columns), row_vectors,
             problem.host_groups is not None,
-            0 if problem.own is None else problem.own.shape[1], problem.set_size,
+            problem.own_count, 0 if problem.own_indices is None else len(problem.own),
+            problem.set_size,
             _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
             _describe_matrix(teacher[0]), _describe_matrix(teacher[1]),
             bool(problem.margin or problem.decoupled or problem.hardness),
@@ -287,7 +289,8 @@ class Call:
     def own_memory(self) -> dict[str, int]:
         """Bytes of each array that own negatives keep between the passes."""
         real = 8 if self.compute_precision == "fp64" else 4
-        return config.own_parts(self.query.rows, self.own, real, self.normalize)
+        table = (self.table_rows, self.query.columns) if self.table_rows else (0, 0)
+        return config.own_parts(self.query.rows, self.own, real, self.normalize, table)
 
     @property
     def linear_terms(self) -> bool:

@@ -8,6 +8,7 @@ import engine
 import numpy as np
 import pytest
 from gpu_problems import find_dtype
+from infonce.kernels import between_passes
 from infonce.kernels.gpu.schedule import decisions
 from infonce.kernels.gpu.tiled.run import PassRun
 
@@ -53,6 +54,48 @@ def test_own_negatives(dtype: str, method: str, device: int) -> None:
             if dtype == "float64" and method != "fused" and not more:
                 metrics = infonce.info_nce_loss_and_grad(*arrays, metrics=True, **options).metrics
                 check_metrics(metrics, (query, key, own, mask), labels)
+        near(got.loss, want.loss, dtype)
+        near(again.grads.scale, want.grads["scale"], dtype)
+        for name in ("query", "key", "own", "scale"):
+            near(getattr(got.grads, name), want.grads[name], dtype)
+
+
+@pytest.mark.parametrize("device", [HOPPER, PORTABLE])
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled", "offload"])
+@pytest.mark.parametrize("dtype", NEAR)
+def test_own_negatives_in_a_table(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, method: str, device: int
+) -> None:
+    """One row of the table has the uses of a whole piece. One has none, and holds NaN. With
+    offload, rows arrive in several parts."""
+    monkeypatch.setattr(between_passes, "OWN_BYTES", 100_000)
+    rng = np.random.default_rng(0)
+    query, key, table = (
+        rng.standard_normal((n, 24)).astype(find_dtype(dtype)) for n in (40, 70, 13)
+    )
+    table[12] = np.nan
+    labels, indices = rng.integers(0, 70, 40), rng.integers(-2, 12, (40, 17))
+    indices[:, :16] = np.where(rng.random((40, 16)) < 0.9, 5, indices[:, :16])
+    mask, bias = rng.random((40, 17)) < 0.8, rng.standard_normal((40, 17))
+    for more in (
+        {}, {"in_batch": False, "scale": 1.0, "normalize": False},
+        {"false_negative_margin": 0.1, "hardness": 1.0, "own_bias": bias},
+        {"own_mask": mask, "own_bias": bias, "scale": 1.0, "normalize": False},
+    ):  # fmt: skip
+        options: dict[str, Any] = {"scale": 6.0, "normalize": True, "own_indices": indices, **more}
+        want = reference.info_nce(query, key, labels=labels, own=table, **options)
+        with cupy.cuda.Device(device):
+            place, how = cupy.asarray, {"method": method}
+            if method == "offload":
+                place, how = np.asarray, {"offload": True, "workspace": 2**15}
+            arrays = [place(z) for z in (query, key, labels)]
+            options |= {"own": place(table), **how}
+            for name in options.keys() & {"own_indices", "own_mask", "own_bias"}:
+                options[name] = place(options[name])
+            got = infonce.info_nce_loss_and_grad(
+                *arrays, grad_dtype=None if dtype == "float64" else np.float32, **options
+            )
+            again = infonce.info_nce_loss_and_grad(*arrays, wrt=["own", "scale"], **options)
         near(got.loss, want.loss, dtype)
         near(again.grads.scale, want.grads["scale"], dtype)
         for name in ("query", "key", "own", "scale"):

@@ -50,8 +50,8 @@ def test_derivatives_and_transforms() -> None:
     run("losses_over_devices.py", 4, "modes", "transforms")
 
 
-def test_dtypes() -> None:
-    run("losses_over_devices.py", 4, "single_precision")
+def test_dtypes_and_tables() -> None:
+    run("losses_over_devices.py", 4, "single_precision", "table")
 
 
 def test_errors_and_documentation() -> None:
