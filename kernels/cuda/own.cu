@@ -236,13 +236,12 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
   for (i64 first = group.part * BATCH; first < a.k; first += a.parts * BATCH) {
     if (reads) prefetch_batch(a, own, first + a.parts * BATCH, group.chunk, group);
     Arriving arriving[BATCH];
-    i64 own_rows[BATCH];
     Real products[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
       products[b] = first + b < a.k ? a.products[row + first + b] : (Real)-INFINITY_;
-      own_rows[b] = own_row(a, group.row, first + b);
-      if (reads && first + b < a.k && is_own_row(a, own_rows[b])) arriving[b].load(own, own_rows[b], column);
+      const i64 at = own_row(a, group.row, first + b);
+      if (reads && first + b < a.k && is_own_row(a, at)) arriving[b].load(own, at, column);
     }
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
@@ -258,8 +257,9 @@ __device__ __forceinline__ void differentiate_own(const OwnNegatives& a, const G
           unit_factor = a.factors[row + first + b];
           exponent = a.exponents[row + first + b];
         }
-        if (reads && NORM_FACTORS && exponent) get_row(x, own, own_rows[b], column, n, exponent);
-        else if (reads) arriving[b].get(x, own, own_rows[b], column, n);
+        const i64 at = own_row(a, group.row, first + b);
+        if (reads && NORM_FACTORS && exponent) get_row(x, own, at, column, n, exponent);
+        else if (reads) arriving[b].get(x, own, at, column, n);
 #pragma unroll
         for (int f = 0; f < LANE_FEATURES; ++f) {
           const Real unit = unit_factor * x[f];
