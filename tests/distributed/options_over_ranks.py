@@ -234,6 +234,7 @@ def cases() -> None:
     near(got, want, "loss of ids in two dtypes")
 
     own_negatives()
+    tokens()
     # prefixes of the features
     for name in ("clip", "siglip"):
         prefixes: dict[str, Any] = {"scale": 2.0, "dims": (1, 3), "dim_weights": (0.5, 2.0)}
@@ -283,6 +284,40 @@ def own_negatives(place: str = "host") -> None:
         near(got.grads.scale, want.grads.scale, "d scale of own negatives")
         for name in ("query", "key", "own"):
             near(getattr(got.grads, name), getattr(want.grads, name)[rows], f"d {name}")
+
+
+def tokens(place: str = "host") -> None:
+    """MaxSim scores: tokens and their masks travel as keys do."""
+    rng = np.random.default_rng(4)
+    query, key = rng.standard_normal((20, 4, 6)), rng.standard_normal((20, 5, 6))
+    masks = {"query_mask": rng.random((20, 4)) < 0.7, "key_mask": rng.random((20, 5)) < 0.7}
+    masks["key_mask"][:, 2] = True
+    rows, names = shards(20, 3)[RANK], rng.integers(0, 6, 20)
+    options: tuple[dict[str, Any], ...] = (
+        {}, {"normalize": True, "ids": names}, {"label_smoothing": 0.1},
+        {"token_mean": True, "false_negative_margin": 0.2},
+    )  # fmt: skip
+    for loss, exchange in itertools.product(
+        ("clip", "info_nce", "lit", "siglip"), ("gather", "ring")
+    ):
+        for more in options:
+            refused = spec.LOSSES[loss].refused
+            more = {name: value for name, value in more.items() if name not in refused}
+            shared = {name: z[rows] if name == "ids" else z for name, z in more.items()}
+            labels = [np.arange(20)] * (loss == "info_nce")
+            want = getattr(infonce, f"{loss}_loss_and_grad")(
+                query, key, *labels, scale=0.7, **masks, **more
+            )
+            mine = [placed(z[rows], place) for z in (query, key, *labels)]
+            kept = {name: placed(mask[rows], place) for name, mask in masks.items()}
+            got = on_host(getattr(distributed, f"{loss}_loss_and_grad")(
+                *mine, scale=0.7, exchange=exchange, **kept, **shared
+            ))  # fmt: skip
+            near(got.loss, want.loss, f"{loss} over tokens by {exchange}")
+            for name, gradient in want.grads._asdict().items():
+                if gradient is not None:
+                    wanted = gradient[rows] if np.ndim(gradient) else gradient
+                    near(getattr(got.grads, name), wanted, f"d {name} over tokens by {exchange}")
 
 
 def limits(place: str) -> None:

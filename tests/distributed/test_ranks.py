@@ -226,7 +226,9 @@ def gpus() -> int:
 
 # What so many ranks do on GPUs. They start once: a start, and the first call of each kernel, take
 # seconds. In the hierarchical exchange, two ranks are nodes of one GPU each
-ON_GPUS = [f"options_over_ranks:{check}:gpu" for check in ("equal:9", "limits", "own_negatives")]
+ON_GPUS = [
+    f"options_over_ranks:{check}:gpu" for check in ("equal:9", "limits", "own_negatives", "tokens")
+]
 OFFLOADED = [
     "ranks:offload:gpu:auto",
     *[
