@@ -418,7 +418,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         options["dim_weights"] = tuple(float(rng.uniform(0.1, 2)) for _ in widths)
 
     if number % 5 == 1 and not spoilt_guide:  # a plain call, which may take the shortest way
-        kept = {"normalize", "reduction", "labels", "bias", *TEACHER}
+        kept = {"normalize", "reduction", "labels", "bias", "positive_ids", *TEACHER}
         leave_out(problem, *({*options} - kept))
 
     # what changes no number of a result
