@@ -35,8 +35,9 @@ def info_nce_loss(
     key : array [N, D]
     labels : integer array [M] or [M, P], optional
         y_i, in [0, N). Default: y_i = i, which needs N >= M. [M, P]: up to P positives of a row,
-        each key once; then x_{i, y_i} is the mean of their logits. A negative label is no positive.
-        A row without a positive is left out of the mean: its loss and its gradient are 0.
+        each key once; then x_{i, y_i} is the mean of their logits, by `label_weights` if given. A
+        negative label is no positive. A row without a positive is left out of the mean: its loss
+        and its gradient are 0.
 
     References
     ----------
@@ -62,7 +63,8 @@ def info_nce_loss_and_grad(
     key : array [N, D]
     labels : integer array [M] or [M, P], optional
         The positive key of each query, in [0, N), or several; a negative label is no positive.
-        Default: key i for query i. Y_ij = 1 / (number of positives of row i) at its positives.
+        Default: key i for query i. Y_ij = 1 / (number of positives of row i) at its positives, or
+        their `label_weights` over the sum of these.
 
     References
     ----------

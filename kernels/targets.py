@@ -5,16 +5,17 @@
 is one positive with probability 1, `direction_losses` has all formulas: n is the log-sum-exp of the
 negatives, p the logit of the positive, the loss is softplus(n - p), and the gradient at the
 positive is -sigmoid(n - p). This file adds the terms of other targets. The target of a row with P
-labels >= 0 has probability (1 - e) / P at each of these positives, plus e / K at each key. All
-positives of a row count as one positive, whose logit m is their log-sum-exp:
+labels >= 0 has probability (1 - e) t at each of these positives, plus e / K at each key. Here t is
+1 / P or, with weights w of labels (`Problem.label_weights`), w / sum(w). All positives of a row
+count as one positive, whose logit m is their log-sum-exp:
 
     loss = softplus(n - m) + (m - mean_P) + e (mean_P - mean_K)
-    -dloss/dx at a positive = f sigmoid(n - m) + ((1 - e) / P - f) + e / K
+    -dloss/dx at a positive = f sigmoid(n - m) + ((1 - e) t - f) + e / K
 
 Here e is the label smoothing, K the number of keys that take part in it, mean_P the mean of the
-logits of the P positives, mean_K the mean of the logits of the K keys, and f the positive's
-fraction of the positives' sum of exponentials. Nothing cancels: for a single positive and e = 0,
-all brackets are 0. The gradient of mean_K is a linear term, which `linear` computes. The
+logits of the P positives, weighted by t, mean_K the mean of the logits of the K keys, and f the
+positive's fraction of the positives' sum of exponentials. Nothing cancels: for a single positive
+and e = 0, all brackets are 0. The gradient of mean_K is a linear term, which `linear` computes. The
 derivatives by log(scale) are
 
     dx / dlog(scale) = x
@@ -53,7 +54,7 @@ class Targets:
     excess: Array | None = None  # [M] loss minus softplus(n - m); None: 0
     excess_scale_grad: Array | None = None  # [M] derivative of `excess` by log(scale)
     fraction: Any = 1.0  # [M, P] f; 1.0: one positive
-    offset: Any = None  # [M, P] or a number: (1 - e) / P - f; None: 0
+    offset: Any = None  # [M, P] or a number: (1 - e) t - f; None: 0
 
     def pull(self, negative_probability: Array) -> Array:
         """[M] or [M, P] -dloss/dx at the positives, without the e / K of label smoothing.
@@ -94,7 +95,7 @@ def find_targets(
         logits = logits - problem.scale * problem.margin * LOG2_E
     e = problem.label_smoothing
 
-    if logits.ndim == 1:  # one positive: m = p, P = 1, f = 1, so the offset (1 - e) / P - f is -e
+    if logits.ndim == 1:  # one positive: m = p, t = 1, f = 1, so the offset (1 - e) t - f is -e
         biased, softmax_mean = (logits, None) if bias is None else (logits + bias, logits)
         if key_means is None:
             return Targets(biased, softmax_mean)
@@ -107,16 +108,21 @@ def find_targets(
     if bias is None:
         bias = xp.zeros_like(logits)
     logits = logits + bias
-    present = problem.positives >= 0
-    count = xp.maximum(present.sum(axis=1), 1)
+    present, weights = problem.positives >= 0, problem.label_weights
+    total_weight = xp.maximum((present if weights is None else weights).sum(axis=1), 1)
+
+    def mean(values: Array) -> Array:
+        """[M] the mean of values [M, P] of the positives, 0 for none, by their weights."""
+        return (values if weights is None else weights * values).sum(axis=1) / total_weight
+
     top = logits.max(axis=1)
     below = xp.where(present, logits - xp.where(xp.isneginf(top), 0.0, top)[:, None], -xp.inf)
     exponentials = xp.exp2(below)
     total = exponentials.sum(axis=1)
     fraction = exponentials / xp.where(total == 0, 1.0, total)[:, None]
     unbiased = xp.where(present, below - bias, 0.0)
-    mean_bias = xp.where(present, bias, 0.0).sum(axis=1) / count
-    mean_below, weighted_below = unbiased.sum(axis=1) / count, (fraction * unbiased).sum(axis=1)
+    mean_bias = mean(xp.where(present, bias, 0.0))
+    mean_below, weighted_below = mean(unbiased), (fraction * unbiased).sum(axis=1)
     # m - mean of the logits; m is top + log2(total), and the mean is top + mean_below + mean_bias
     excess = LN_2 * (xp.log2(total) - (mean_below + mean_bias))
     excess_scale_grad = LN_2 * (weighted_below - mean_below)
@@ -124,7 +130,8 @@ def find_targets(
         smoothing_term = e * (LN_2 * (top + mean_below) - key_means.logit)
         excess_scale_grad = excess_scale_grad + smoothing_term
         excess = excess + smoothing_term + e * (LN_2 * mean_bias - key_means.bias)
-    offset = (1.0 - e) / count[:, None] - fraction
+    share = (1.0 - e) / total_weight[:, None]
+    offset = (share if weights is None else weights * share) - fraction
     return Targets(
         top + xp.log2(total), top + weighted_below, excess, excess_scale_grad, fraction, offset
     )  # fmt: skip

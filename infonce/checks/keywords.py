@@ -41,6 +41,7 @@ TENSORS = {
     "scale": "float | Tensor | None",
     "weights": "Tensor | None",
     "key_bias": "Tensor | None",
+    "label_weights": "Tensor | None",
     "guide": "Tensor | tuple[Tensor, Tensor] | None",
     "own": "Tensor | None",
     "own_mask": "Tensor | None",

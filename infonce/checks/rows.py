@@ -14,42 +14,50 @@ import numpy as np
 
 from ..arrays import describe_arrays, native
 from ..kernels.linear import Classes, partners
+from ..kernels.options import MOST_COLUMNS
 from ..kernels.problem import Array
 from ..spec import Loss
 from .norms import require_finite
-from .validation import as_array, features, integers, numbers, what
+from .validation import as_array, features, integers, is_float, numbers, what
 
 
 def positives(
-    xp: Any, labels: Array, m: int, n: int, any_number: bool
-) -> tuple[Array, Array | None, Array | None]:
-    """Check labels, which are indices of keys. Returns three values:
+    xp: Any, labels: Array, m: int, n: int, any_number: bool, weights: Any = None
+) -> tuple[Array, Array | None, Array | None, Array | None]:
+    """Check labels, which are indices of keys, and their weights. Returns four values:
 
     - positives: [m] int64, the key of each row, or -1 for none. With `any_number` also [m, P]: the
       keys of each row in ascending order, after -1 for each missing key.
     - label_nans: with cupy, `Problem.known_row_nans`; with numpy None.
     - has_positive: [m], whether a row has a positive. None with cupy, if not `any_number`.
+    - `Problem.label_weights`, from `weights` [m, P]; None for rows of one label, whose target is 1.
 
     `any_number`: a row may have any number of positives: none (a negative label), or several
-    ([m, P]). Otherwise each row must have one.
+    ([m, P]). Otherwise each row must have one. A label of weight 0 is no positive.
 
     If features are in host memory (`xp` is numpy), a label of n or more is an error. A negative
     label becomes -1: without `any_number`, the caller refuses it (`distributed.run`). If features
     are on a GPU (`xp` is cupy), no label is read, because to read it would wait for the GPU: the
     row of a label of n or more, or of a negative one without `any_number`, gets the loss NaN.
+    Invalid weights of labels that are not negative are an error, or make the loss NaN, likewise.
     """
-    labels = integers(xp, "labels", labels, m, any_number)
+    labels = integers(xp, "labels", labels, m, "P" if any_number else "")
+    if weights is not None:
+        weights = _label_weights(xp, weights, labels)
     if xp is not np:
         if is_uint64(labels):  # labels beyond int64 become n, which is out of range too
             labels = xp.minimum(labels, np.uint64(n))
         labels = xp.ascontiguousarray(labels, dtype=np.int64)
         labels, label_nans, has_positive = _label_kernel(xp)(labels, n, any_number)
+        if weights is not None:
+            label_nans += xp.where(_are_valid(weights), 0.0, np.nan)
+            labels, has_positive = xp.where(weights == 0, -1, labels), (weights != 0) * 1.0
         if labels.ndim > 1:  # reduce what the kernel returns for each label to each row
-            labels, repeated = _sorted_sets(labels)
+            labels, repeated, weights = _sorted_sets(xp, labels, weights)
             label_nans, has_positive = label_nans.sum(axis=1), has_positive.max(axis=1)
             if repeated is not None:
                 label_nans = xp.where(repeated.any(axis=1), np.nan, label_nans)
-        return labels, label_nans, has_positive if any_number else None
+        return labels, label_nans, has_positive if any_number else None, weights
     outside = labels >= n
     if outside.any():
         first = np.argwhere(outside)[0]
@@ -59,8 +67,16 @@ def positives(
             f"labels: expected values in [0, {n}){or_none}, got {labels[tuple(first)]} at "
             f"position {at}"
         )
-    labels = np.ascontiguousarray(labels, dtype=np.int64)
-    labels, repeated = _sorted_sets(np.maximum(labels, -1))
+    labels = np.maximum(np.ascontiguousarray(labels, dtype=np.int64), -1)
+    if weights is not None:
+        if not _are_valid(weights).all():
+            row, column = map(int, np.argwhere(~_are_valid(weights))[0])
+            raise ValueError(
+                f"label_weights: expected finite numbers that are not negative, got "
+                f"{weights[row, column]!s} at position {row, column}"
+            )
+        labels = np.where(weights == 0, -1, labels)
+    labels, repeated, weights = _sorted_sets(np, labels, weights)
     if repeated is not None and repeated.any():
         row, column = map(int, np.argwhere(repeated)[0])
         one_hot = ((labels == 0) | (labels == 1)).all()
@@ -71,24 +87,53 @@ def positives(
             f"labels: expected each key once in a row, got key {labels[row, column]} more than "
             f"once in row {row}: {hint}"
         )
-    return labels, None, (labels >= 0) if labels.ndim == 1 else (labels >= 0).any(axis=1)
+    has_positive = (labels >= 0) if labels.ndim == 1 else (labels >= 0).any(axis=1)
+    return labels, None, has_positive, weights
 
 
-def _sorted_sets(labels: Array) -> tuple[Array, Array | None]:
-    """Sort each row's set of positives, [m] or [m, P]. Returns two values:
+def _label_weights(xp: Any, value: Any, labels: Array) -> Array:
+    """The weights of labels as float64, 0 for negative labels. Their values are not checked."""
+    value = as_array("label_weights", value, "numbers")
+    if not is_float(value.dtype) and value.dtype.kind not in "iu":
+        raise TypeError(f"label_weights: expected numbers, got dtype {value.dtype}")
+    if labels.ndim != 2:
+        raise ValueError(f"label_weights: expected labels [M, P], got labels of {labels.shape}")
+    if value.shape != labels.shape:
+        raise ValueError(
+            f"label_weights: expected shape {labels.shape} like labels, got {value.shape}"
+        )
+    return xp.where(labels < 0, 0.0, xp.asarray(value).astype(np.float64))
+
+
+def _are_valid(label_weights: Array) -> Array:
+    """Whether each weight is finite and not negative."""
+    return (label_weights >= 0) & (label_weights < np.inf)
+
+
+def _sorted_sets(
+    xp: Any, labels: Array, weights: Array | None
+) -> tuple[Array, Array | None, Array | None]:
+    """Sort each row's set of positives, [m] or [m, P], with their weights. Returns three values:
 
     - the sets in ascending order; sets of one key as [m].
     - [m, P - 1], whether a key is the same as the next one; None for sets of one key.
+    - the weights over the largest weight of their row, so that equal weights become 1.
     """
     if labels.size == len(labels):
-        return labels.reshape(-1), None
-    labels.sort(axis=1)
-    return labels, (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] >= 0)
+        return labels.reshape(-1), None, None
+    if weights is None:
+        labels.sort(axis=1)
+    else:
+        order = labels.argsort(axis=1)
+        labels, weights = (xp.take_along_axis(z, order, axis=1) for z in (labels, weights))
+        largest = weights.max(axis=1, keepdims=True)
+        weights = weights / xp.where(largest == 0, 1.0, largest)
+    return labels, (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] >= 0), weights
 
 
 def classes(
     xp: Any, labels: Any, n: int, decoupled: bool, first: int, whole_batch: bool
-) -> tuple[Classes, Array, Array]:
+) -> tuple[Classes, Array, Array | None]:
     """Check labels that are classes, one for each of n rows. Returns three values:
 
     - the classes; a row with a negative label is a class by itself.
@@ -103,10 +148,31 @@ def classes(
     row_numbers = xp.arange(first, first + n)
     # -1 - row: a negative number that no other row has
     ids = labels if unsigned else xp.where(labels < 0, -1 - row_numbers, labels)
-    classes = Classes(ids, ids)
+    return _with_partners(xp, Classes(ids, ids), row_numbers, decoupled, whole_batch)
+
+
+def pair_classes(
+    xp: Any, loss: Loss, positive_ids: Any, m: int, n: int, decoupled: bool, whole_batch: bool
+) -> tuple[Classes, Array, Array | None]:
+    """Check the positive ids of a softmax, which are classes of queries and of keys. Returns the
+    three values of `classes`."""
+    if loss.column_direction_weight and is_pair(positive_ids):
+        raise ValueError(f"positive_ids: expected one array for {loss.name}, got a pair")
+    ids = sample_integers(xp, loss, "positive_ids", positive_ids, m, n)
+    if whole_batch and xp is not np:
+        pair: tuple[Classes, Array, Array | None] = _gpu_labels().pair_classes(*ids, decoupled)
+        return pair
+    return _with_partners(xp, Classes(*ids), None, decoupled, whole_batch)
+
+
+def _with_partners(
+    xp: Any, classes: Classes, own_index: Array | None, decoupled: bool, whole_batch: bool
+) -> tuple[Classes, Array, Array | None]:
+    """The three values of `classes`. `own_index`: see `linear.partners`."""
     if not whole_batch:
         return classes, None, None
-    return classes, *partners(xp, classes.members(xp, row_numbers), row_numbers, decoupled)
+    members = classes.members(xp, xp.arange(len(classes.columns)))
+    return classes, *partners(xp, classes, members, own_index, decoupled)
 
 
 @cache
@@ -194,7 +260,7 @@ def _label_kernel(cupy: Any) -> Any:
 def is_pair(value: Any) -> bool:
     """Whether the value is a pair (integers of queries, integers of keys), and not one list."""
     two_items = isinstance(value, (tuple, list)) and len(value) == 2
-    return two_items and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in value)
+    return two_items and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) > 0 for i in value)
 
 
 def sample_integers(
@@ -202,9 +268,10 @@ def sample_integers(
 ) -> tuple[Array, Array]:
     """Check integers of samples (`spec.INTEGER_OPTIONS`): an array, or a pair (queries, keys).
 
-    Returns [m] int64 numbers of queries and [n] int64 numbers of keys. Two numbers are equal if and
-    only if the caller's integers are equal. For a joint loss, whose rows are all queries and then
-    all keys, both results are the integers of the samples twice.
+    Returns [m] int64 numbers of queries and [n] int64 numbers of keys; [m, C] and [n, C] for ids of
+    several columns. Two numbers are equal if and only if the caller's integers are equal. For a
+    joint loss, whose rows are all queries and then all keys, both results are the integers of the
+    samples twice.
     """
     if not is_pair(value):
         if m != n:
@@ -212,12 +279,20 @@ def sample_integers(
                 f"{name}: expected a pair ({name} of {m} queries, {name} of {n} keys), got "
                 f"{what(value)}"
             )
-        shared = comparable(xp, integers(xp, name, value, m))
-        shared = xp.tile(shared, 2) if loss.joint else shared
+        shared = comparable(xp, _integers_of_side(xp, name, name, value, m))
+        shared = xp.concatenate([shared, shared]) if loss.joint else shared
         return shared, shared
     if loss.symmetric:
         raise ValueError(f"{name}: expected one array for {loss.name}, got a pair")
-    pair = integers(xp, f"{name}[0]", value[0], m), integers(xp, f"{name}[1]", value[1], n)
+    pair = [
+        _integers_of_side(xp, name, f"{name}[{place}]", value[place], rows)
+        for place, rows in enumerate((m, n))
+    ]
+    if pair[0].shape[1:] != pair[1].shape[1:]:
+        raise ValueError(
+            f"{name}: expected as many columns of queries as of keys, got shapes "
+            f"{pair[0].shape} and {pair[1].shape}"
+        )
     rows, columns = (comparable(xp, side) for side in pair)
     # If one array is int64 and the other uint64, a negative integer of the first may have the bits
     # of an integer of 2^63 or more of the second. Neither equals any integer of the other array. So
@@ -225,6 +300,17 @@ def sample_integers(
     if is_uint64(pair[0]) != is_uint64(pair[1]):
         rows, columns = xp.where(rows < 0, -1, rows), xp.where(columns < 0, -2, columns)
     return rows, columns
+
+
+def _integers_of_side(xp: Any, option: str, name: str, value: Any, n: int) -> Array:
+    """Check the integers of queries or of keys, `name` in errors: [n]; or, for the option `ids`, of
+    several columns, [n, C]. One column becomes [n]."""
+    if option != "ids":
+        return integers(xp, name, value, n)
+    values = integers(xp, name, value, n, "C")
+    if values.ndim > 1 and values.shape[1] > MOST_COLUMNS:
+        raise ValueError(f"{name}: expected at most {MOST_COLUMNS} columns, got {values.shape[1]}")
+    return values.reshape(-1) if values.shape[1:] == (1,) else values
 
 
 def on_host(name: str, value: Any) -> bool:
@@ -280,15 +366,16 @@ def comparable(xp: Any, values: Array) -> Array:
 
 
 def compared_as(value: Any) -> str:
-    """The integer type (`comparable`) of labels or integers of samples, as text.
+    """The integer type (`comparable`) of labels or integers of samples, and how many columns they
+    have, as text.
 
     The type must be the same on all ranks, because an int64 and a uint64 integer may have the same
     bits: `distributed.agreement` compares the texts, and raises an error if they differ.
     """
     if value is None:
         return "not given"
-    dtypes = {
-        "uint64" if is_uint64(as_array("ids", side, "integers")) else "int64": None
-        for side in (value if is_pair(value) else [value])
-    }
-    return f"given as {', '.join(dtypes)}"
+    sides = [as_array("ids", z, "integers") for z in (value if is_pair(value) else [value])]
+    dtypes = {"uint64" if is_uint64(side) else "int64": None for side in sides}
+    columns = sides[0].shape[1] if sides[0].ndim > 1 else 1
+    of_columns = f" of {columns} columns" if columns > 1 else ""
+    return f"given as {', '.join(dtypes)}{of_columns}"

@@ -9,7 +9,15 @@ from ..arrays import describe_arrays, native
 from ..kernels.distill.problem import make_taught_problem
 from ..kernels.problem import Array
 from ..result import QueryKeyGrads
-from ..spec import INTEGER_OPTIONS, LOSSES, OWN_OPTIONS, PREFIX_OPTIONS, SOFTMAX_OPTIONS, Loss
+from ..spec import (
+    INTEGER_OPTIONS,
+    LABEL_OPTIONS,
+    LOSSES,
+    OWN_OPTIONS,
+    PREFIX_OPTIONS,
+    SOFTMAX_OPTIONS,
+    Loss,
+)
 from . import norms, validation
 from .call import Request
 
@@ -18,6 +26,7 @@ REFUSED = (
     *INTEGER_OPTIONS,  # ids, groups, positive_ids
     *SOFTMAX_OPTIONS,
     *OWN_OPTIONS,  # own, own_mask, in_batch
+    *LABEL_OPTIONS,  # label_weights
     *PREFIX_OPTIONS,
     "metrics",  # no row has a positive, whose rank could be counted
     "return_logits",

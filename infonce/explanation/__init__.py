@@ -25,7 +25,7 @@ from ..kernels.gpu.schedule import (
     distillation_schedules,
     schedule,
 )
-from ..kernels.options import PAIR_OPTIONS, GivenOptions
+from ..kernels.options import MOST_COLUMNS, PAIR_OPTIONS, GivenOptions
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPUS, DeviceModel
 from .result import Explanation
@@ -49,7 +49,7 @@ def explain(
     workspace: int | str | None = None,
     wrt: Sequence[str] | None = None,
     normalize: bool = False,
-    ids: bool = False,
+    ids: bool | int = False,
     groups: bool = False,
     guide: bool = False,
     positive_ids: bool = False,
@@ -83,8 +83,10 @@ def explain(
         "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
     precision, method, workspace, wrt, normalize, metrics
         As in the functions of the losses. With an empty `wrt`, the call has no gradients.
-    ids, groups, guide, positive_ids : bool, default False
-        Whether the call has ids, groups, a guide (of as many features) or positive ids.
+    ids : bool or int, default False
+        Whether the call has ids, or the number of their columns.
+    groups, guide, positive_ids : bool, default False
+        Whether the call has groups, a guide (of as many features) or positive ids.
     own : int, default 0
         Own negatives of each row, K.
     dims : increasing integers, optional
@@ -113,22 +115,29 @@ def explain(
         if not validation.is_integer(value) or value < 1:
             raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
     flags = {
-        "normalize": normalize, "ids": ids, "groups": groups, "guide": guide,
+        "normalize": normalize, "groups": groups, "guide": guide,
         "positive_ids": positive_ids, "metrics": metrics,
     }  # fmt: skip
     for name, value in flags.items():
         validation.flag(name, value)
     if not validation.is_integer(own) or own < 0:
         raise ValueError(f"own: expected an integer of at least 0, got {validation.what(own)}")
-    options = flags | {"own": own}
+    if not validation.is_integer(ids):
+        validation.flag("ids", ids)
+    if not 0 <= ids <= MOST_COLUMNS:
+        raise ValueError(f"ids: expected 0 to {MOST_COLUMNS} columns, got {ids}")
+    options = flags | {"ids": ids, "own": own}
     for name, value in options.items():
         if value and name in kind.refused:
             raise ValueError(f"{name}: {loss} does not take it")
+    for name, *others in spec.EXCLUSIVE:
+        if options.get(name) and all(map(options.get, others)):
+            raise ValueError(f"{name}: not with {' and '.join(others)}")
     widths = [features] if dims is None else prefixes.read_widths(dims, features)
     if dims is not None and "dims" in kind.refused:
         raise ValueError(f"dims: {loss} does not take it")
     columns = sizes["keys"]
-    square = (kind.square and not positive_ids) or kind.symmetric
+    square = kind.is_square(positive_ids) or kind.symmetric
     if columns != rows and square:
         raise ValueError(f"keys: expected {rows} for {loss}, got {columns}")
     if kind.symmetric and not (kind.classes or kind.joint) and rows % 2:
@@ -141,8 +150,15 @@ def explain(
         _make_call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
         workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
         normalize=normalize, own=own, retrieval_ranks=metrics,
-        pairs=GivenOptions(option for option in PAIR_OPTIONS if flags.get(option.name)),
+        id_columns=int(ids) or 1,
     )  # fmt: skip
+    if positive_ids and not kind.sigmoid:
+        # the largest possible number of classes of two keys or more, whose features are summed.
+        # Kernels compare the ids only if others could leave out positives
+        call = replace(call, classes=True, max_class_sums=-(-columns // 2))
+        flags["positive_ids"] = ids or groups
+    pairs = GivenOptions(option for option in PAIR_OPTIONS if flags.get(option.name))
+    call = replace(call, pairs=pairs)
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
     calls = [_narrow(call, width) for width in widths]
@@ -236,15 +252,14 @@ def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
     if last.method == "naive":
         return {"loss and gradient": naive_memory(last.call)}
     if last.one_launch is not None:
-        return {"loss and gradient": {p.name: p.bytes for p in last.one_launch.memory}}
+        return {"loss and gradient": dict(last.one_launch.memory)}
     memory: dict[str, dict[str, int]] = {}
     for scheduled in (one for each in schedules for one in each.passes):
-        parts = {part.name: part.bytes for part in scheduled.parts}
         parts_so_far = memory.get(scheduled.purpose.value, {})
-        if sum(parts.values()) >= sum(parts_so_far.values()):
-            memory[scheduled.purpose.value] = parts
+        if sum(scheduled.parts.values()) >= sum(parts_so_far.values()):
+            memory[scheduled.purpose.value] = dict(scheduled.parts)
     if last.cached:
-        memory["cached from pass to pass"] = {part.name: part.bytes for part in last.cached}
+        memory["cached from pass to pass"] = dict(last.cached)
     if last.call.own:
         memory["own negatives"] = last.call.own_memory
     return memory
@@ -254,7 +269,7 @@ def _workspace_bytes(chosen: Schedule) -> int:
     if chosen.method == "naive":
         return sum(naive_memory(chosen.call).values())
     if chosen.one_launch is not None:
-        return sum(part.bytes for part in chosen.one_launch.memory if part.name == "logits")
+        return int(chosen.one_launch.memory["logits"])
     size: int = chosen.workspace
     return size
 

@@ -158,7 +158,9 @@ def check_traced(
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     batch = None
     if call_axis is not None:
-        validation.features(kind.arguments, stand_ins, describe_arrays(stand_ins), 1)
+        validation.features(
+            kind.arguments, stand_ins, describe_arrays(stand_ins), 1, kind.takes_tokens
+        )
         columns = len(stand_ins[-1]) * (1 + kind.joint)
         batch = Batch(len(stand_ins[0]) * call_axis.size, columns * call_axis.size)
     labels, bias = _known_values(labels), _known_values(bias)
@@ -248,7 +250,7 @@ DOC = """
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
-    weights, key_bias, guide : arrays, optional
+    weights, key_bias, label_weights, guide : arrays, optional
         As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`. They get no
         gradient.
     axis_name : name, or tuple of names, optional
@@ -269,7 +271,8 @@ DOC = """
     TypeError, ValueError
         While tracing, naming the argument, what came and what was expected. TypeError also for
         forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
-        ValueError also for `weights`, `key_bias` and `guide` that are differentiated.
+        ValueError also for `weights`, `key_bias`, `label_weights` and `guide` that are
+        differentiated.
     jax.errors.JaxRuntimeError
         For errors that are found only when the program runs: values of labels, scale and bias that
         are arguments of `jit` (on a CPU), and a workspace that is too small. The error ends with

@@ -20,7 +20,7 @@ import numpy as np
 from infonce.distributed.agreement import UNBOUNDED_WORKSPACE
 from infonce.distributed.exchanges.base import Keys, Round, no_keys
 from infonce.distributed.exchanges.gather import add_pairwise
-from infonce.distributed.exchanges.partition import Partition
+from infonce.distributed.exchanges.partition import Partition, shard_positives
 from infonce.distributed.passes import PassesOverRanks
 from infonce.distributed.run import (
     BlockRunner,
@@ -29,7 +29,6 @@ from infonce.distributed.run import (
     find_classes,
     find_unpaired_rows,
     require_pairs,
-    shard_positives,
 )
 from infonce.distributed.schedule import choose_sum_dtype
 
@@ -170,11 +169,18 @@ class Rounds:
         """
         to_gather = [array for array in own if id(array) not in self.gathered]
         if to_gather:
-            payload = self.xp.stack([array.view(BITS) for array in to_gather])
-            arrived = self._travel(False, payload)
-            for i, array in enumerate(to_gather):
-                all_devices = self.xp.ascontiguousarray(arrived[:, i]).view(array.dtype)
-                self.gathered[id(array)] = array, all_devices.reshape(-1)
+            # one vector of each array, or one for each column of ids
+            columns = [array.size // len(array) for array in to_gather]
+            payload = self.xp.concatenate([
+                array.view(BITS).reshape(-1, count).T
+                for array, count in zip(to_gather, columns, strict=True)
+            ])  # fmt: skip
+            vectors = self._travel(False, payload).transpose(1, 0, 2)
+            for array, count in zip(to_gather, columns, strict=True):
+                arrived, vectors = vectors[:count], vectors[count:]
+                all_devices = self.xp.ascontiguousarray(arrived.reshape(count, -1).T)
+                all_devices = all_devices.view(array.dtype).reshape(-1, *array.shape[1:])
+                self.gathered[id(array)] = array, all_devices
         return [self.gathered[id(array)][1] for array in own]
 
     def _restore(self, results: Sequence[Array]) -> bool:
@@ -224,7 +230,12 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     """
     axis = call.axis
     assert axis is not None
-    positive = {"scale", "teacher_scale", "weights"}  # their stand-ins are 1, others' are 0
+    positive = {
+        "scale",
+        "teacher_scale",
+        "weights",
+        "label_weights",
+    }  # their stand-ins are 1, others' are 0
     inputs = {name: _stand_ins(value, int(name in positive)) for name, value in inputs.items()}
     with np.errstate(**SILENT):
         request = _check_call(call, inputs, 0)
@@ -358,7 +369,8 @@ def _solve(
 ) -> Solution:  # fmt: skip
     """The part of the device with index `rank` of the loss and its gradients, by passes."""
     assert call.axis is not None
-    problem, gradients, labelled = request.problem, request.gradients, inputs["labels"] is not None
+    problem, gradients = request.problem, request.gradients
+    labelled = inputs["labels"] is not None or problem.classes is not None
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(runner.vectors.xp, problem, first)
@@ -370,10 +382,10 @@ def _solve(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
         rounds, runner.run_block_pass, labelled, runner.vectors, sum_dtype,
     )  # fmt: skip
-    if problem.has_positive_ids:
-        weigh_positives(runner.vectors.xp, problem, *count_positives_over_ranks(passes, problem))
-    elif call.kind.classes:
+    if problem.classes is not None:
         find_classes(passes, problem, first)
+    elif problem.has_positive_ids:
+        weigh_positives(runner.vectors.xp, problem, *count_positives_over_ranks(passes, problem))
     elif problem.symmetric and labelled:
         unpaired = find_unpaired_rows(passes, problem, first)
         if not isinstance(rounds, _Rehearsal):  # stand-ins of labels are no pairs
@@ -383,7 +395,7 @@ def _solve(
         problem.upstream = problem.upstream * problem.weights
     # Kernels read the weights from `upstream`. Operations on arrays read `weights`: they compute
     # classes, and losses that sums and positives' logits do not determine
-    if request.on_gpu and not call.kind.classes and problem.loss_follows_from_sums:
+    if request.on_gpu and problem.loss_follows_from_sums:
         problem = problem.without_weights()
     solution = solver_by_passes(problem)(problem, passes, gradients)
     if request.reduction != "none":

@@ -138,21 +138,45 @@ def normalize_backward(g: Array, u: Array, norm: Array) -> Array:
     return (g - u * along) / norm
 
 
+def paired(rows: int, columns: int, positive_ids: Ids | None) -> Mask:
+    """Mask [M, N] of the positives: pairs of equal positive ids, or without them the pairs i = j.
+
+    Parameters
+    ----------
+    rows, columns : int
+        M and N.
+    positive_ids : array_like [N], or tuple (of queries [M], of keys [N]), or None
+        Like `ids` of `duplicates`.
+    """
+    if positive_ids is None:
+        return np.eye(rows, columns, dtype=np.bool_)
+    return duplicates(positive_ids, np.zeros((rows, columns), np.bool_))
+
+
 def duplicates(ids: Ids | None, positive: Mask) -> Mask:
     """Mask [M, N] of the pairs of equal ids that are not positives: they are left out.
 
     Parameters
     ----------
-    ids : array_like [N], or tuple (query ids [M], key ids [N]), or None
-        One array if queries and keys share it. Values of any type that ``==`` compares; they are
-        not converted, so 64-bit integers stay exact. None: no pair is left out.
+    ids : array_like [N] or [N, C], or tuple (query ids [M], key ids [N]), or None
+        One array if queries and keys share it. With C columns, pairs are left out whose ids are
+        equal in any of them. Values of any type that ``==`` compares; they are not converted, so
+        64-bit integers stay exact. None: no pair is left out.
     positive : ndarray of bool [M, N]
     """
     if ids is None:
         return np.zeros_like(positive)
     query_ids, key_ids = ids if isinstance(ids, tuple) else (ids, ids)
-    equal: Mask = np.asarray(query_ids)[:, None] == np.asarray(key_ids)[None, :]
-    return equal & ~positive
+    return equal_ids(query_ids, key_ids) & ~positive
+
+
+def equal_ids(query_ids: ArrayLike, key_ids: ArrayLike) -> Mask:
+    """Mask [M, N] of the pairs whose ids, [M] and [N], or [M, C] and [N, C], are equal in any
+    column."""
+    sides = np.asarray(query_ids), np.asarray(key_ids)
+    rows, columns = (side if side.ndim > 1 else side[:, None] for side in sides)
+    equal: Mask = np.any(rows[:, None] == columns[None, :], axis=2)
+    return equal
 
 
 def other_groups(groups: Ids | None, positive: Mask) -> Mask:
@@ -230,6 +254,7 @@ def softmax_loss(
     excluded: Mask,
     *,
     scale: float,
+    target: Array | None = None,
     margin: float = 0.0,
     decoupled: bool = False,
     label_smoothing: float = 0.0,
@@ -245,7 +270,7 @@ def softmax_loss(
 
         x_ij = scale * (dot_ij - margin * [j in P(i)]) + key_bias_j
         r_i = log sum_j exp(x_ij)                     log-sum-exp of the row
-        loss_i = r_i - sum_j t_ij x_ij                t_ij = [j in P(i)] / |P(i)|
+        loss_i = r_i - sum_j t_ij x_ij                t_ij = [j in P(i)] / |P(i)| or `target`
         dloss_i / dx_ij = p_ij - t_ij                 p_ij = exp(x_ij - r_i)
 
     Parameters
@@ -258,14 +283,15 @@ def softmax_loss(
         Pairs that do not take part; never positives.
     scale : float
         1 / temperature.
+    target : ndarray [M, N], optional
+        t_ij: numbers that add up to 1 over P(i), and 0 at other keys.
     margin : float
         Subtracted from the products of positives.
     decoupled : bool
         The sum of r_i leaves out the positives: loss_i = n_i - mean of x_ij over P(i), with n_i
         the log-sum-exp of the negatives. Without negatives that is -inf.
     label_smoothing : float
-        e in [0, 1): t_ij = (1 - e) [j in P(i)] / |P(i)| + e / K_i, of the K_i keys that are not
-        excluded.
+        e in [0, 1): t_ij becomes (1 - e) t_ij + e / K_i, of the K_i keys that are not excluded.
     hardness : float
         h >= 0: negatives count exp(h * dot_ij) times in r_i. These weights are constants, they are
         not differentiated.
@@ -295,15 +321,15 @@ def softmax_loss(
     log-sum-exp of the negatives, m_i that of the positives, and a_ij = exp(x_ij - m_i) the share of
     a positive. Then, exactly::
 
-        loss_i = log(exp(m_i) + exp(n_i)) - mean of x_ij over P(i)
-               = softplus(n_i - m_i) + (m_i - mean of x_ij over P(i))
-        dloss_i / dx_ij = a_ij (1 - sigmoid(n_i - m_i)) - 1 / |P(i)|                   j in P(i)
-                        = (a_ij - 1 / |P(i)|) - a_ij sigmoid(n_i - m_i)
+        loss_i = log(exp(m_i) + exp(n_i)) - sum_j t_ij x_ij
+               = softplus(n_i - m_i) + (m_i - sum_j t_ij x_ij)
+        dloss_i / dx_ij = a_ij (1 - sigmoid(n_i - m_i)) - t_ij                   j in P(i)
+                        = (a_ij - t_ij) - a_ij sigmoid(n_i - m_i)
 
     Here nothing cancels. With a single positive y, m_i = x_iy and a_iy = 1, both brackets are 0,
     and the rounding of the logits causes a relative error of the result, however small the result
-    is. With several positives, the second term of the loss is at least log |P(i)|. A row without
-    negatives has n_i = -inf.
+    is. With several positives, the second term of the loss is at least the entropy of their t_ij. A
+    row without negatives has n_i = -inf.
 
     With `decoupled`, the probabilities of the negatives add up to 1, so n_i - m_i replaces its
     softplus, and 1 replaces its sigmoid.
@@ -337,21 +363,22 @@ def softmax_loss(
     positive_peak, positive_total = sum_exp(positives, axis=1)
     # n_i - m_i
     gap = (negative_peak - positive_peak) + (np.log(negative_total) - np.log(positive_total))
-    count = np.maximum(1, np.count_nonzero(positive, axis=1))
-    below_peak = np.sum(np.where(positive, positive_peak[:, None] - logits, 0.0), axis=1) / count
+    if target is None:
+        target = positive / np.maximum(1, np.count_nonzero(positive, axis=1))[:, None]
+    below_peak = np.sum(np.where(positive, target * (positive_peak[:, None] - logits), 0.0), axis=1)
     losses = (gap if decoupled else softplus(gap)) + (np.log(positive_total) + below_peak)
 
     # slopes
     share = np.exp(positives - positive_peak[:, None]) / positive_total[:, None]  # a_ij
     negative_probability = np.ones_like(gap) if decoupled else sigmoid(gap)
-    at_positives = (share - 1 / count[:, None]) - share * negative_probability[:, None]
+    at_positives = (share - target) - share * negative_probability[:, None]
     divisor = np.where(total == 0, 1.0, total)  # a total of 0: no key takes part
     slope = np.where(
         positive, at_positives, np.exp(softmax_logits - peak[:, None]) / divisor[:, None]
     )
     if label_smoothing:  # targets move from the positives to all K_i keys
         keys = np.maximum(1, np.count_nonzero(~excluded, axis=1))
-        moved = positive / count[:, None] - ~excluded / keys[:, None]
+        moved = target - ~excluded / keys[:, None]
         losses = losses + label_smoothing * np.sum(moved * np.where(excluded, 0.0, logits), axis=1)
         slope = slope + label_smoothing * moved
     losses = np.where(has_positive, losses, 0.0)

@@ -39,7 +39,7 @@ def gte(
         Row i of one belongs to row i of the other.
     scale : float
         1 / temperature.
-    ids : array_like [B], optional
+    ids : array_like [B] or [B, C], optional
         Pairs i and j of equal id are excluded as each other's negatives, in all four comparisons.
     groups : array_like [B], optional
         Pairs i and j of different groups are excluded as each other's negatives.
@@ -98,7 +98,7 @@ def gte(
     # there, because its ids are equal: the pair counts once
     is_positive = row == row[:, None] + pairs
     positive = side_by_side(is_positive)
-    left_out = (pair_ids[:, None] == pair_ids) | (pair_groups[:, None] != pair_groups)
+    left_out = common.equal_ids(pair_ids, pair_ids) | (pair_groups[:, None] != pair_groups)
     excluded = side_by_side(left_out & ~is_positive)
     w = common.row_weights(weights, positive)
 

@@ -16,8 +16,10 @@ def info_nce(
     *,
     scale: float,
     labels: ArrayLike | None = None,
+    label_weights: ArrayLike | None = None,
     ids: Ids | None = None,
     groups: Ids | None = None,
+    positive_ids: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     guide: Guide | None = None,
@@ -35,7 +37,7 @@ def info_nce(
         loss = sum_i weights_i * loss_i
 
     where the sum over j leaves out the excluded pairs. With several positives, x_iy is the mean of
-    their logits.
+    their logits, weighted by `label_weights`.
 
     Parameters
     ----------
@@ -47,11 +49,16 @@ def info_nce(
     labels : array_like of int [M] or [M, P], optional
         Indices of each query's positive keys: a set, so an index that is given twice counts once. A
         negative index stands for none. Default: i for query i, which needs N >= M.
-    ids : array_like [N], or tuple (query ids [M], key ids [N]), optional
+    label_weights : array_like [M, P], optional
+        Weight of each of `labels` [M, P], in which a key comes once in a row: at least 0. A label
+        of weight 0 is none. Weights of negative labels are not read.
+    ids : array_like [N] or [N, C], or tuple (query ids [M], key ids [N]), optional
         Query i and key j of equal id are excluded, unless j is a positive of i. One array
         serves both sides when M = N.
     groups : array_like [N], or tuple (query groups [M], key groups [N]), optional
         Query i and key j of different groups are excluded, unless j is a positive of i.
+    positive_ids : array_like [N], or tuple (of queries [M], of keys [N]), optional
+        Queries and keys of equal numbers are positives, in place of `labels`.
     normalize : bool
         Divide the rows of `query` and `key` by their L2 norms first.
     weights : array_like [M], optional
@@ -83,9 +90,10 @@ def info_nce(
     The gradient with respect to the logits is the gradient of a softmax cross-entropy::
 
         dX_ij = dloss / dx_ij = weights_i * (p_ij - [j = y])    p_ij = exp(x_ij - lse_i)
-                              = weights_i * (p_ij - 1 / |P|)    at a set P of positives
+                              = weights_i * (p_ij - t_ij)       at a set of positives
 
-    and 0 at excluded pairs. Each x_ij is bilinear in q_i and k_j and linear in the scale, so the
+    with ``t_ij = 1 / |P|``, or the weight of the label over the sum of the weights of P, and 0 at
+    excluded pairs. Each x_ij is bilinear in q_i and k_j and linear in the scale, so the
     chain rule gives::
 
         dq_i = sum_j dX_ij * scale * k_j        dQ = scale * dX K       [M, D]
@@ -109,8 +117,17 @@ def info_nce(
         q, q_norm = common.normalize(q)
         k, k_norm = common.normalize(k)
     rows, columns = len(q), len(k)
-    y = np.arange(rows) if labels is None else np.asarray(labels)
-    positive = (np.arange(columns) == y.reshape(rows, -1, 1)).any(axis=1)
+    positive, target = common.paired(rows, columns, positive_ids), None
+    if labels is not None:
+        at_labels = np.arange(columns) == np.asarray(labels).reshape(rows, -1, 1)  # [M, P, N]
+        positive = at_labels.any(axis=1)
+    if label_weights is not None:
+        counts = np.any(at_labels, axis=2)  # no weight of a negative label, which may be NaN
+        weight_of_label = np.where(counts, np.asarray(label_weights, np.float64), 0.0)
+        target = np.einsum("mp,mpn->mn", weight_of_label, at_labels)
+        positive = target > 0
+        sums = target.sum(axis=1, keepdims=True)
+        target = target / np.where(sums == 0, 1.0, sums)
     w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 
@@ -133,12 +150,14 @@ def info_nce(
         dot = np.hstack([dot, np.einsum("id,ikd->ik", q, o)])
         positive = np.hstack([positive, np.zeros((rows, count), np.bool_)])
         excluded = np.hstack([excluded, ~own_included])
+        if target is not None:
+            target = np.hstack([target, np.zeros((rows, count))])
         if guide_dot is not None:  # the guide leaves out no own negative
             guide_dot = np.hstack([guide_dot, np.full((rows, count), np.finfo(float).min)])
         if options.get("key_bias") is not None:
             options["key_bias"] = np.append(np.asarray(options["key_bias"]), np.zeros(count))
     losses, lse, slope = common.softmax_loss(
-        dot, positive, excluded, scale=scale, guide_dot=guide_dot, **options
+        dot, positive, excluded, scale=scale, target=target, guide_dot=guide_dot, **options
     )
 
     dx = w[:, None] * slope

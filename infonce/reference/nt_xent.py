@@ -37,7 +37,7 @@ def nt_xent(
     features : array_like [2B, D]
     scale : float
         1 / temperature.
-    ids : array_like [2B], optional
+    ids : array_like [2B] or [2B, C], optional
         Rows of equal id are excluded as each other's negatives; the positive stays.
     groups : array_like [2B], optional
         Rows of different groups are excluded as each other's negatives; the positive stays.

@@ -43,7 +43,7 @@ def siglip(
         1 / temperature; the paper starts it at 10.
     bias : float
         Added to every logit; the paper starts it at -10, since most pairs do not match.
-    ids : array_like [N], or tuple (image ids [N], text ids [N]), optional
+    ids : array_like [N] or [N, C], or tuple (image ids [N], text ids [N]), optional
         Image i and text j of equal id, i != j, are excluded: they contribute 0.
     groups : array_like [N], or tuple (image groups [N], text groups [N]), optional
         Image i and text j of different groups, i != j, are excluded.

@@ -189,7 +189,7 @@ DOC = """
         ``torch.distributed.group.WORLD`` is None until ``torch.distributed.init_process_group`` is
         called: for one process leave `group` out. Also `timeout`, `transport` and
         `exchange`, of `infonce.distributed`.
-    weights, key_bias, guide : tensors, optional
+    weights, key_bias, label_weights, guide : tensors, optional
         As in `infonce.{loss}`, as far as it has them; a pair of tensors for `guide`. They get no
         gradient.
     labels, bias, ids, groups, positive_ids, {options}
@@ -203,7 +203,7 @@ DOC = """
     ------
     TypeError, ValueError
         Before any work, naming the argument, what came and what was expected. ValueError also for
-        `weights`, `key_bias` and `guide` that require a gradient.
+        `weights`, `key_bias`, `label_weights` and `guide` that require a gradient.
     RuntimeError
         For second derivatives, forward mode and `torch.vmap`, which are not supported.
         `torch.func.grad` and `vjp` are.

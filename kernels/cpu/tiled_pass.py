@@ -95,7 +95,9 @@ class TiledPass:
         self.same_logits, self.compares_dots = options.same_logits, options.compare_features
         self.excluded = []  # equal or different numbers of queries and keys: ids, groups
         for option in options.by_numbers:
-            self.excluded.append((option.equal, *option.vectors[0].find(problem)))
+            for query, key in option.columns(problem):
+                numbers = np.ascontiguousarray(query), np.ascontiguousarray(key)
+                self.excluded.append((option.equal, *numbers))
         if self.same_logits:
             return
         # in units of dot products, to which loops add them

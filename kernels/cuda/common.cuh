@@ -60,6 +60,15 @@ constexpr int TILE_COLUMNS = 128;  // keys of one tile of a sweep, on Hopper
 // are 32 words of 32 bits. vectors/sums.cuh reads them
 #define MAX_WRITTEN_TILES (32 * 32)
 
+// Whether two lists of N numbers have the same number at one of the places.
+template <int N>
+__device__ __forceinline__ bool any_equal(const i64* a, const i64* b) {
+  bool any = false;
+#pragma unroll
+  for (int k = 0; k < N; ++k) any |= a[k] == b[k];
+  return any;
+}
+
 __device__ __forceinline__ Real2 real2(Real x, Real y) {
   Real2 r;
   r.x = x;

@@ -88,7 +88,7 @@ class _Launch:
 @lru_cache(maxsize=1024)
 def _launch(
     m: int, n: int, d: int, dtype: Any, double: bool, symmetric: bool, two_sided: bool,
-    sigmoid: bool, normalize: bool, ids: bool, gradient_tiles: int, workspace: int,
+    sigmoid: bool, normalize: bool, ids: int, gradient_tiles: int, workspace: int,
     device: int, multiprocessors: int,
 ) -> _Launch:  # fmt: skip
     """The launch of a kind of call, compiled once; for arguments see `one_launch`."""
@@ -126,7 +126,7 @@ def solve_in_one_launch(problem: Problem, gradients: Gradients | None) -> Soluti
     device = query.device.id
     launch = _launch(
         m, n, d, query.dtype, double, symmetric, two_sided, sigmoid, problem.normalize,
-        problem.query_ids is not None, gradient_tiles, problem.workspace, device,
+        problem.id_columns, gradient_tiles, problem.workspace, device,
         device_properties(device).multiprocessors,
     )  # fmt: skip
 

@@ -73,7 +73,8 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
 
     def launch(kernel: str, blocks: int, **arguments: Any) -> None:
         file, precision = "naive/naive.cu", "FP64" if real.itemsize == 8 else "FP32"
-        function = compiler.function(device, file, kernel, PRECISION=precision)
+        columns = {"IDS": problem.id_columns} if problem.id_columns > 1 else {}
+        function = compiler.function(device, file, kernel, PRECISION=precision, **columns)
         function((blocks,), (THREADS,), tuple(signature(file, kernel).arguments(arguments)))
 
     def tiles(rows: int, columns: int) -> int:

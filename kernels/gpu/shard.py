@@ -19,6 +19,8 @@ from ..arrays.backend import ArrayBlocks
 from ..between_passes import Finalized
 from ..direction_losses import DirectionLosses
 from ..epilogues import Epilogue, Sigmoid, Statistics, Sums
+from ..maxsim.gpu import make_blocks
+from ..maxsim.tokens import Tokens
 from ..options import KEY_VECTORS, QUERY_VECTORS
 from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion
@@ -82,17 +84,22 @@ def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients
 
 def _without_row_terms(problem: Problem) -> Problem:
     """The problem of a block, in the form that kernels read, without what joins whole rows."""
-    plain = problems.fast_replace(problem, classes=None, own=None, own_mask=None)
+    plain = problems.fast_replace(
+        problem, classes=None, own=None, own_mask=None, label_weights=None
+    )
     return readable_by_kernels(plain)
 
 
 def _on_arrays(problem: Problem) -> bool:
-    """Whether the problem has a guide or a teacher: kernels compute no such blocks over ranks."""
-    return problem.auxiliary_query is not None
+    """Whether operations on arrays compute the blocks over ranks: those of a guide, of a teacher,
+    and those of scores of tokens (`maxsim.gpu`)."""
+    return problem.auxiliary_query is not None or isinstance(problem.query, Tokens)
 
 
 def _array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
     """The backend that computes blocks by operations on CuPy's arrays."""
+    if isinstance(problem.query, Tokens):
+        return make_blocks(problem, gradients)
     return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.GPURows.from_features)
 
 

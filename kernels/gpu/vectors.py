@@ -323,7 +323,11 @@ class TiledVectors(ElementwiseVectors):
             "metrics_positive_logits": positive_logits,
             "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
-        self.launcher.launch_vectors("finalize", m, f=finalize_arguments)
+        defines = None
+        if problem.label_weights is not None:
+            finalize_arguments["label_weights"] = problem.label_weights
+            defines = {"LABEL_WEIGHTS": 1}
+        self.launcher.launch_vectors("finalize", m, defines=defines, f=finalize_arguments)
         terms: Sequence[LinearTerm] = ()
         if problem.linear_terms:
             terms = linear.finalize_linear_terms(

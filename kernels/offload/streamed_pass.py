@@ -266,8 +266,9 @@ class StreamedPass:
             lacks_positives=lacks_positives,
             column_direction_weight=problem.block_column_weight,
             workspace=self.context.layout.block_bytes,
-            # `leave` adds linear terms, `between_passes.OwnNegatives` computes own negatives
+            # `leave` adds linear terms, `between_passes` has the rest
             label_smoothing=0.0,
+            label_weights=None,
             own=None,
             own_mask=None,
             own_rows=None,

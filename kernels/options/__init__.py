@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .base import INTEGERS, LARGEST, Array, GivenOptions, Masks, Option, PairBlock, PairOption
 from .groups import GROUPS
 from .guide import GUIDE, GUIDE_MARGIN
-from .ids import IDS
+from .ids import IDS, MOST_COLUMNS
 from .key_bias import KEY_BIAS
 from .limits import FALSE_NEGATIVE_MARGIN, find_limits
 from .positive_ids import POSITIVE_IDS, PositivePairs, count_positives, weigh_positives
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FALSE_NEGATIVE_MARGIN", "GROUPS", "GUIDE", "GUIDE_MARGIN", "IDS", "INTEGERS", "KEY_BIAS",
-    "LARGEST", "POSITIVE_IDS", "GivenOptions", "Masks", "Option", "PairBlock", "PairOption",
-    "PositivePairs", "count_positives", "find_limits", "weigh_positives",
+    "LARGEST", "MOST_COLUMNS", "POSITIVE_IDS", "GivenOptions", "Masks", "Option", "PairBlock",
+    "PairOption", "PositivePairs", "count_positives", "find_limits", "weigh_positives",
 ]  # fmt: skip
 
 # In the order of `Problem.pair_options`. Kernels get vectors and -D options in this order

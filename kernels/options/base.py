@@ -6,6 +6,7 @@ Arrays are of NumPy or CuPy. [m, n] is a block of the logit matrix, with its row
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +40,8 @@ class Option:
 
 @dataclass(frozen=True)
 class VectorPair:
-    """Two vectors of an option: a number of each query [M], and a number of each key [N]."""
+    """Two vectors of an option: a number of each query [M], and a number of each key [N]; ids may
+    have several numbers of each, [M, C] and [N, C]."""
 
     query: str  # field of `Problem`
     key: str
@@ -91,9 +93,19 @@ class PairOption(Option):
         """The pairs that rows and columns leave out: the same pairs, unless the option `splits`."""
         if self.equal is None:
             return None, None
-        query, key = self.vectors[0].find(block.problem)
-        mask = (query[block.rows, None] == key[block.columns]) == self.equal
+        mask = None
+        for query, key in self.columns(block.problem):
+            of_column = (query[block.rows, None] == key[block.columns]) == self.equal
+            mask = of_column if mask is None else mask | of_column
         return mask, mask
+
+    def columns(self, problem: Problem) -> Iterator[tuple[Array, Array]]:
+        """Pairs of vectors [M], [N] that `masks` compares: one, or one for each column of ids."""
+        query, key = self.vectors[0].find(problem)
+        if query.ndim == 1:
+            yield query, key
+        else:
+            yield from zip(query.T, key.T, strict=True)
 
     def find_vectors(self, problem: Problem, backend: Any, vectors: Any) -> dict[str, Array]:
         """Fields of `Problem` that are found before the first pass, by a `solve.Backend`, such as

@@ -140,6 +140,18 @@ def test_every_loss_on_every_device(loss: str, rows: int) -> None:
             assert any("cuBLAS" in name for name in names) == (wrt is None and names[0][0] != "f")
 
 
+def test_columns_of_ids() -> None:
+    """True is one column; the command counts its switch. Further columns take shared memory."""
+    plain, one, four = (infonce.explain("clip", 65536, 512, ids=n) for n in (False, True, 4))
+    kernels = [e.schedule.passes[0].kernel for e in (plain, one, four)]
+    assert [kernel.defines["IDS"] for kernel in kernels] == [0, 1, 4]
+    stages = [kernel.defines["STAGES"] for kernel in kernels]
+    assert stages[0] >= stages[1] >= stages[2] >= 2
+    assert "ids: expected 0 to 4 columns, got 5" in output(*CLIP, *["--ids"] * 5, code=2)
+    named = ["explain", "clip", "65536", "512", "--json"]
+    assert json.loads(output(*named, "--ids")) == json.loads(json.dumps(one.as_dict()))
+
+
 def test_less_memory_takes_more_launches() -> None:
     much, little = (
         infonce.explain("clip", 16384, 512, dtype="bfloat16", workspace=workspace)
@@ -234,8 +246,10 @@ def test_loss_alone_takes_no_wrt() -> None:
         (("clip", 64, 6.5), {}, "features: expected a positive integer, got float 6.5"),
         (("clip", 64, 64), {"device": "h300"}, 'device: expected one of "b200"'),
         (("clip", 64, 64), {"dtype": "int8"}, "dtype: expected one of"),
+        (("clip", 64, 64), {"ids": -1}, "ids: expected 0 to 4 columns, got -1"),
         (("clip", 64, 64), {"keys": 128}, "keys: expected 64 for clip, got 128"),
         (("nt_xent", 65, 64), {}, "rows: expected an even number"),
+        (("clip", 64, 64), {"positive_ids": True, "metrics": True}, "metrics: not with"),
         (("siglip", 64, 64), {"metrics": True}, "metrics: siglip does not take it"),
         (("clip", 64, 64), {"wrt": ["query"]}, "wrt: expected names among image, text, scale"),
         (("clip", 64, 64), {"dtype": "bfloat16", "device": "t4", "method": "tiled"},
@@ -266,13 +280,31 @@ def test_errors_of_the_command_are_one_line() -> None:
         (("64", "64", "--dims", "-4,8"), "--dims: expected increasing integers in [1, 64]"),
         (("64", "64", "--dims", "4,x"), "expected integers separated by commas, got '4,x'"),
         (("64", "64", "--workspace", "0"), "--workspace': expected a positive number of bytes"),
-        (("64", "64", "--positive-ids"), "--positive-ids: clip does not take it"),
+        (("64", "64", "--own", "2"), "--own: clip does not take it"),
+        (("64", "64", "--positive-ids", "--guide"), "--guide: not with positive_ids"),
+        (("64", "64", "--keys", "9", "--positive-ids"), "--keys: expected 64 for clip, got 9"),
     ],
 )  # fmt: skip
 def test_errors_of_the_command_name_its_arguments(arguments: Any, message: str) -> None:
     done = CliRunner().invoke(main, ["explain", "clip", *arguments])
     assert done.exit_code == 2
     assert message in done.stderr
+
+
+def test_positive_ids_add_no_work_to_the_passes() -> None:
+    """Beside a given workspace, sums over classes have a part of it; ids need their kernels."""
+    plain, classes, with_ids = (
+        infonce.explain("clip", 65536, 512, dtype="bfloat16", **options)
+        for options in ({}, {"positive_ids": True}, {"positive_ids": True, "ids": True})
+    )
+    assert classes.work == plain.work
+    assert classes.workspace == plain.workspace
+    assert not classes.schedule.call.pair_defines(1)
+    assert with_ids.schedule.call.pair_defines(1) == {"POSITIVE_IDS": 1}
+    little: Any = {"dtype": "bfloat16", "workspace": 2**26}
+    half = infonce.explain("clip", 65536, 512, positive_ids=True, **little)
+    assert half.workspace <= 2**25
+    assert infonce.explain("clip", 65536, 512, **little).workspace > 2**25
 
 
 def test_it_needs_no_cupy() -> None:

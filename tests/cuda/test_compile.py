@@ -8,6 +8,7 @@ import pytest
 from gpu_problems import DEVICES
 from infonce.kernels.gpu import config
 from infonce.kernels.gpu.device import compiler, signatures
+from infonce.kernels.options import MOST_COLUMNS
 
 try:
     from cupy.cuda import nvrtc
@@ -111,7 +112,7 @@ def compile_within_budget(
         budget = SPILLS_FP64
     if extras and moments:  # few logits of normalised rows, and no Hopper
         budget += SPILLS_EXTRAS_MOMENTS
-    if {"LIMITS", "BIAS", "POSITIVE_IDS"} & more.keys():
+    if {"LIMITS", "BIAS", "POSITIVE_IDS"} & more.keys() or more.get("IDS", 0) > 1:
         budget += SPILLS_OPTIONS
     if tile.taught:  # two products
         budget = SPILLS + (tile.levels - 1) * 200
@@ -216,6 +217,34 @@ def test_sweep_of_a_guide(precision: str, width: int, limits: int, normalize: in
     compile_sweep("guide", precision, sweep, SPILLS, (False, False), IDS=0, **more)
 
 
+# Rows' ids are in registers of a sweep, two for each
+SPILLS_COLUMNS = 512
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sweeps_with_columns_of_ids(name: str, precision: str, width: int) -> None:
+    """The most columns of ids leave two stages of the pipeline."""
+    if name == "online" and precision in config.FLOAT16:
+        pytest.skip("one pass wants the exponents of float32")
+    device, gradient, option = DEVICES["sm_90a"], name != "lse", SWEEPS[name][0]
+    sweep = config.sweep_for(precision, width, device, True, integer_count=MOST_COLUMNS - 1)
+    assert sweep is not None
+    assert sweep.stages(gradient, not gradient) >= 2
+    more = {"IDS": MOST_COLUMNS, "NORM_FACTORS": 1} | ({option: 1} if option else {})
+    allowed = SPILLS_EXTRAS + SPILLS_COLUMNS
+    compile_sweep(name, precision, sweep, allowed, (gradient, not gradient), **more)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("name", ["lse", "gradient", "sigmoid"])
+def test_tiled_kernels_with_columns_of_ids(name: str, precision: str) -> None:
+    tile = config.tile_for(precision, 512, DEVICES["sm_80"], integer_count=MOST_COLUMNS - 1)
+    compile_within_budget(name, precision, "sm_80", tile, 1, IDS=MOST_COLUMNS)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -283,6 +312,19 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
 
 
 @needs_nvrtc
+def test_positives_that_ids_and_groups_do_not_leave_out() -> None:
+    """A softmax with positive ids, ids and groups: names of 8 bytes each, and no weights."""
+    names = {"IDS": 1, "NORM_FACTORS": 1, "POSITIVE_IDS": 1, "GROUPS": 1}
+    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], True, False, 0, 2)
+    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 0, 2)
+    assert sweep is not None
+    for name in ("lse", "gradient"):
+        has = name == "gradient", name == "lse"
+        compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, has, COLUMNS=1, **names)
+        compile_within_budget(name, "bf16", "sm_80", tile, 1, 1, POSITIVE_IDS=1, GROUPS=1)
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -318,6 +360,13 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
     require_use(precision.lower(), arch)
     one_in(2, list(DEVICES).index(arch) + (precision == "FP64"))
     assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, PTXAS)[1]) <= 32
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("precision", ["FP64", "FP32"])
+def test_label_weights(precision: str) -> None:
+    defines = {"PRECISION": precision, "LABEL_WEIGHTS": 1}
+    assert spilled(compiler.compile_for("vectors.cu", defines, "sm_90a", PTXAS)[1]) <= 32
 
 
 @needs_nvrtc
@@ -368,7 +417,11 @@ OPTIONS = {
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("names", [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS",)], ids="-".join)
+@pytest.mark.parametrize(
+    "names",
+    [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS", "PAIR_WEIGHTS"), ("LABEL_WEIGHTS",)],
+    ids="-".join,
+)
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
 def test_structures_lie_as_python_packs_them(
     file: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

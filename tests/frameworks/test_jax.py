@@ -68,16 +68,18 @@ def test_what_is_not_differentiated_costs_nothing(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("name", spec.VECTOR_OPTIONS)
 def test_vectors_get_no_gradient(name: str) -> None:
     query, key = features("info_nce")
+    labels = jnp.arange(24).reshape(12, 2) % 12 if name == "label_weights" else None
+    ones = jnp.ones(12 if labels is None else (12, 2))
 
     def loss(vector: Any, wrap: Any = lambda v: v) -> Any:
-        return ij.info_nce_loss(query, key, scale=2.0, **{name: wrap(vector)})
+        return ij.info_nce_loss(query, key, labels, scale=2.0, **{name: wrap(vector)})
 
     for derivative in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
         with pytest.raises(ValueError, match=f"^{name}: expected an array that is not diff"):
-            derivative(jnp.ones(12))
+            derivative(ones)
     still = functools.partial(loss, wrap=jax.lax.stop_gradient)
     for derivative in (jax.grad(still), jax.jit(jax.grad(still)), jax.grad(jax.checkpoint(still))):
-        assert not derivative(jnp.ones(12)).any()
+        assert not derivative(ones).any()
 
 
 HASHES = [np.arange(12) % 5 << 32, (np.arange(12) % 5).astype(np.uint64) << 61]

@@ -158,14 +158,15 @@ def test_transforms_that_say_no() -> None:
     assert torch.func.grad(loss)(leaf).shape == leaf.shape
 
 
-@pytest.mark.parametrize("name", ["weights", "key_bias"])
+@pytest.mark.parametrize("name", spec.VECTOR_OPTIONS)
 def test_vectors_get_no_gradient(name: str) -> None:
     """Refused where autograd watches them, in a compiled graph too."""
     query, key = features("info_nce")
-    vector = torch.ones(12, requires_grad=True)
+    labels = torch.arange(24).reshape(12, 2) % 12 if name == "label_weights" else None
+    vector = torch.ones(12 if labels is None else (12, 2), requires_grad=True)
 
     def loss(query: Any, vector: Any) -> Any:
-        return it.info_nce_loss(query, key, scale=2.0, **{name: vector})
+        return it.info_nce_loss(query, key, labels, scale=2.0, **{name: vector})
 
     match = f"^{name}: expected a tensor that requires no gradient.*detach"
     for run in (loss, torch.compile(loss, backend="eager"), torch.func.grad(loss, 1)):

@@ -261,7 +261,7 @@ def test_a_parameter_may_come_later() -> None:
         ({"scale": 1.0}, "temperature", 1.0, "temperature, scale: expected one of them, got both"),
         ({}, "margin", "1", "margin: expected a number or an array of one number, got '1'"),
         ({}, "reduction", "avg", 'reduction: expected one of "mean", "sum", "none", got .avg'),
-        ({}, "positive_ids", [1], "positive_ids: expected None for clip, which has none, got list"),
+        ({}, "own", [1], "own: expected None for clip, which has none, got list"),
         ({}, "wrt", (), r"infonce.torch.CLIPLoss\(\): unexpected keyword argument 'wrt'"),
         ({}, "log_scale", 1.0, r"infonce.torch.CLIPLoss\(\): unexpected keyword argument 'log_sc"),
         ({}, "learnable", True, "learnable: expected False as at construction, got bool True"),

@@ -52,11 +52,12 @@ def find_excluded(problem: Problem, positive: Array) -> Array:
     excluded = np.zeros((rows, columns), bool)
     ids, groups = problem.options.get("ids"), problem.options.get("groups")
     if problem.loss == "gte":
-        ids = np.tile(np.arange(rows // 2) if ids is None else ids, 2)
+        ids = np.concatenate([np.arange(rows // 2) if ids is None else ids] * 2)
         groups = None if groups is None else np.tile(groups, 2)
     if ids is not None:
         row_ids, column_ids = in_pair(ids)
-        excluded |= row_ids[:, None] == column_ids
+        for r, c in zip(np.atleast_2d(row_ids.T), np.atleast_2d(column_ids.T), strict=True):
+            excluded |= r[:, None] == c
     if groups is not None:
         row_groups, column_groups = in_pair(groups)
         excluded |= row_groups[:, None] != column_groups
@@ -127,7 +128,8 @@ def softmax(
     weighted = x + hardness * dot.detach()
     n, m = masked_lse(weighted, kept & ~at), masked_lse(x, at)
     count = at.sum(dim=1).clamp(min=1)
-    mean = (x * at.double()).sum(dim=1) / count
+    target = torch.from_numpy(problem.find_targets(positive))
+    mean = (x * target).sum(dim=1)
     safe = torch.where(torch.from_numpy(has), m, 0.0)
     gap = n - safe
     losses = gap if decoupled else torch.logaddexp(torch.zeros(()), gap)
@@ -145,9 +147,9 @@ def softmax(
         p = torch.where(kept & ~at, torch.exp(weighted - finite[:, None]), 0.0)
         slopes = torch.where(at, share * pull[:, None], p).numpy()
         number = count.numpy()[:, None]
-        slopes += positive * (number > 1) * (share.numpy() + 1 / number)
+        slopes += positive * (number > 1) * (share.numpy() + target.numpy())
         if e:
-            slopes += 2 * e / keys.numpy()[:, None] + positive * e / number
+            slopes += 2 * e / keys.numpy()[:, None] + e * target.numpy()
         slopes *= has[:, None]
         logits = np.where(positive | ~excluded, np.abs(weighted.numpy()), 0.0)
     s = float(scale.detach()) + hardness

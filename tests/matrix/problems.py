@@ -93,9 +93,22 @@ class Problem:
         elif labels is None:
             positive[index, index] = True
         else:
+            counts = (labels >= 0) & (self.options.get("label_weights", 1.0) != 0)
             for i, keys in enumerate(labels.reshape(rows, -1)):
-                positive[i, keys[keys >= 0].astype(np.int64)] = True
+                positive[i, keys[counts.reshape(rows, -1)[i]].astype(np.int64)] = True
         return positive
+
+    def find_targets(self, positive: Array) -> Array:
+        """The target of each row, without label smoothing: numbers that add up to 1 over `positive`
+        pairs, [M, N] or with the own negatives of rows as further columns."""
+        size, targets = positive.shape[1], positive.astype(float)
+        if "label_weights" in self.options:
+            for i, (keys, weights) in enumerate(
+                zip(self.options["labels"], self.options["label_weights"], strict=True)
+            ):
+                one_hot = (keys[:, None] == np.arange(size)) & (keys >= 0)[:, None]
+                targets[i] = np.where(one_hot, weights[:, None], 0.0).sum(axis=0)
+        return targets / np.maximum(targets.sum(axis=1), 1e-300)[:, None]
 
     def __repr__(self) -> str:
         def short(value: Any) -> Any:
@@ -185,6 +198,14 @@ def draw_labels(loss: str, rows: int, columns: int, rng: np.random.Generator) ->
     return of_any_type(labels, rng)
 
 
+def draw_label_weights(labels: Array, rng: np.random.Generator) -> Array:
+    """Some are 0; those of negative labels are not read, so they may be NaN."""
+    weights = 10 ** rng.uniform(-3, 3) * rng.uniform(0.01, 1, labels.shape)
+    weights *= rng.random(labels.shape) < 0.8
+    weights[labels < 0] = rng.choice([np.nan, -1.0, 2.0])
+    return weights.astype(rng.choice([np.float64, np.float32]))
+
+
 def of_any_type(values: Array, rng: np.random.Generator) -> Array:
     """The same integers, of a type that holds them."""
     fitting = [t for t in LABELS if (values.astype(t) == values).all() and
@@ -203,6 +224,16 @@ def draw_names(loss: spec.Loss, shape: tuple[int, int], number: int, rng: Any) -
     if loss.symmetric or (shape[0] == shape[1] and rng.random() < 0.5):
         return sides[0]
     return tuple(sides)
+
+
+def draw_columns(ids: Any, rng: np.random.Generator) -> Any:
+    """The ids, with one to three columns of other ids beside them."""
+    if isinstance(ids, tuple):
+        count = int(rng.integers(1, 4))
+        return tuple(
+            np.c_[side, rng.integers(0, 40, (len(side), count)).astype(side.dtype)] for side in ids
+        )
+    return np.c_[ids, rng.integers(0, 40, (len(ids), rng.integers(1, 4))).astype(ids.dtype)]
 
 
 def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
@@ -270,7 +301,10 @@ def leave_out_exclusive(problem: Problem) -> None:
     """Of options that raise an error together, the last one goes."""
     for names in spec.EXCLUSIVE:
         if problem.options.keys() >= {*names}:
-            leave_out(problem, names[-1] if names[0] != "own" else "own")
+            # without positive ids, shapes and labels would not fit
+            leave_out(problem, names[0] if {"own", "positive_ids"} & {*names} else names[-1])
+    if "label_smoothing" in problem.options and np.ndim(in_pair(problem.options.get("ids"))[0]) > 1:
+        leave_out(problem, "label_smoothing")
 
 
 def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
@@ -341,13 +375,13 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     name = list(DTYPES)[rng.integers(4)]
     rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, largest))
     rows *= 2 if loss.name == "nt_xent" else 1
-    several = loss.name == "siglip" and rng.random() < 0.3  # positives by their ids
+    several = "positive_ids" not in loss.refused and rng.random() < 0.3  # positives by their ids
     one_sided = loss.taught and rng.random() < 0.5
-    oblong = loss.name == "info_nce" or several or one_sided
+    oblong = loss.name == "info_nce" or one_sided or (several and loss.name != "clip")
     columns = int(rng.integers(1, largest + 10)) if oblong else rows
     d = int(rng.choice([1, 2, 3, 5, 8, 17, 33, 64, 70]))
-    labels = draw_labels(loss.name, rows, columns, rng)
-    if loss.name == "info_nce" and labels is None:
+    labels = None if several else draw_labels(loss.name, rows, columns, rng)
+    if loss.name == "info_nce" and labels is None and not several:
         rows = min(rows, columns)
     kind = KINDS[rng.integers(len(KINDS))]
     units = list(draw_features(kind, rows, columns, d, rng))
@@ -379,12 +413,19 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         if names not in loss.refused and rng.random() < share:
             most = int(rng.integers(2, 2 + max(rows, columns))) if names == "ids" else 2
             options[names] = draw_names(loss, (rows, columns), most, rng)
+            if names == "ids" and rng.random() < 0.3:
+                options["ids"] = draw_columns(options["ids"], rng)
     if several:
-        options["positive_ids"] = draw_names(loss, (rows, columns), int(rng.integers(1, 9)), rng)
+        most = int(rng.integers(1, max(9, rows)))
+        options["positive_ids"] = draw_names(loss, (rows, columns), most, rng)
+        if loss.name == "clip":
+            options["positive_ids"] = in_pair(options["positive_ids"])[0]
     if rng.random() < 0.3:
         weights = rng.uniform(0, 2, rows) * (rng.random(rows) < 0.8)
         weights[rng.integers(rows)] = 1.0
         options["weights"] = weights
+    if np.ndim(labels) == 2 and rng.random() < 0.5:
+        options["label_weights"] = draw_label_weights(options["labels"], rng)
     draw_softmax(problem, rng)
     if loss.taught:
         draw_teacher(problem, one_sided, rng)
@@ -401,6 +442,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     if without_positives:
         alone = loss.name == "sup_con" and rng.random() < 0.5
         options["labels"] = np.arange(rows) if alone else np.full(rows, -1)
+        options.pop("label_weights", None)
     if zero:
         leave_out(problem, "false_negative_margin")
     for limit in ("false_negative_margin", *["guide_margin"] * (not spoilt_guide)):
@@ -430,8 +472,10 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     possible += ["bias"] * loss.sigmoid
     if rng.random() < 0.3:
         settings["wrt"] = [z for z in possible if rng.random() < 0.5]
-    with_metrics = not {"key_bias", "false_negative_margin", "guide", "own", "dims"} & {*options}
+    without_ranks = {"key_bias", "false_negative_margin", "guide", "own", "dims", "positive_ids"}
+    with_metrics = not without_ranks & {*options}
     with_metrics &= "metrics" not in loss.refused and (problem.find_positives().sum(1) == 1).all()
+    with_metrics &= np.size(options.get("labels")) <= rows  # not sets, even of one positive
     if with_metrics and rng.random() < 0.3:
         settings["metrics"] = True
     if rng.random() < 0.3:

@@ -36,7 +36,8 @@ def cut(rows: int, size: int, seed: int) -> list[slice]:
 def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
     """The problem of a rank: its rows, and their indices."""
     (rows, columns), seed, options = problem.shape, problem.number, dict(problem.options)
-    of_pairs = rows == columns and problem.loss != "info_nce" and "positive_ids" not in options
+    of_pairs = rows == columns and problem.loss != "info_nce"
+    of_pairs &= problem.loss == "clip" or "positive_ids" not in options
     parts = [cut(n, size, seed + place * (not of_pairs)) for place, n in enumerate((rows, columns))]
     order = np.arange(rows)
     if problem.loss == "nt_xent":
@@ -59,7 +60,7 @@ def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
             single = not isinstance(options[name], tuple) and of_pairs
             options[name] = pair[0] if single else pair
     for name, own in (("weights", 0), ("key_bias", 1), ("own", 0), ("own_mask", 0),
-                      ("teacher_query", 0), ("teacher_key", 1)):  # fmt: skip
+                      ("teacher_query", 0), ("teacher_key", 1), ("label_weights", 0)):  # fmt: skip
         if name in options:
             options[name] = options[name][mine[own]]
     grad_out = problem.grad_out if np.ndim(problem.grad_out) == 0 else problem.grad_out[mine[0]]

@@ -96,7 +96,7 @@ def test_every_drop_in_is_drawn() -> None:
     """A module of infonce.torch that is no part of its own losses is a drop-in, and an attribute
     before it is imported."""
     folder = Path(it.__file__).parent
-    own = {"__init__", "caching", "core", "functions", "modules", "__pycache__"}
+    own = {"__init__", "caching", "core", "functions", "key_queue", "modules", "__pycache__"}
     modules = {path.stem for path in folder.iterdir()} - own
     drawn = {name.split(".")[0].split(":")[0].split(",")[0] for name in drop_ins.DRAWS}
     assert drawn == modules
@@ -112,11 +112,11 @@ VALUES: dict[str, Any] = {
     "positive_ids": np.arange(8) // 2, "own": np.ones((8, 2, 4)), "own_mask": np.ones((8, 2), bool),
     "in_batch": False, "dims": (2, 4), "dim_weights": (1.0, 0.5), "weights": np.ones(8),
     "margin": 0.1, "decoupled": True, "label_smoothing": 0.1, "hardness": 1.0,
-    "key_bias": np.ones(8), "false_negative_margin": 0.1, "guide": (np.ones((8, 3)),) * 2,
-    "guide_margin": 0.1, "normalize": True, "reduction": "none", "method": "naive",
-    "precision": "fp32", "workspace": 2**20, "offload": True, "progress": print, "wrt": ("scale",),
-    "grad_dtype": np.float32, "grad_out": 2.0, "out": {}, "metrics": True, "return_logits": True,
-    "scale": 2.0,
+    "key_bias": np.ones(8), "label_weights": np.ones((8, 2)), "false_negative_margin": 0.1,
+    "guide": (np.ones((8, 3)),) * 2, "guide_margin": 0.1, "normalize": True, "reduction": "none",
+    "method": "naive", "precision": "fp32", "workspace": 2**20, "offload": True, "progress": print,
+    "wrt": ("scale",), "grad_dtype": np.float32, "grad_out": 2.0, "out": {}, "metrics": True,
+    "return_logits": True, "scale": 2.0,
 }  # fmt: skip
 REFUSING = [
     name for name in EXECUTORS
@@ -206,7 +206,12 @@ def test_every_entrance_is_an_executor() -> None:
     losses = {f"{loss}_loss{end}" for loss in ALL_LOSSES for end in ("", "_and_grad")}
     computed = {
         "infonce": {*losses, "grad_cache"},
-        "infonce.torch": {*losses, "grad_cache", *(kind.__name__ for kind in MODULES.values())},
+        "infonce.torch": {
+            *losses,
+            "grad_cache",
+            "KeyQueue",
+            *(kind.__name__ for kind in MODULES.values()),
+        },
         "infonce.jax": {*losses, "sharded"},
         "infonce.distributed": losses,
     }
@@ -215,8 +220,9 @@ def test_every_entrance_is_an_executor() -> None:
         assert {*module.__all__} - names == OTHERS[name], name
     assert {*main.commands} - {"loss"} == OTHERS["infonce.cli"]
     words = " ".join(EXECUTORS)
-    for way in ("NumPy, grad_cache", "NumPy, offload", "infonce loss", "MPI", "torch, gloo",
-                "torch, grad_cache", "JAX, sharded"):  # fmt: skip
+    ways = ("NumPy, grad_cache", "NumPy, offload", "infonce loss", "MPI", "torch, gloo",
+            "torch, grad_cache", "torch, KeyQueue", "JAX, sharded")  # fmt: skip
+    for way in ways:
         assert way in words
     drawn = {problem.loss for problem in (draw(0, number) for number in range(20))}
     assert drawn == {*ALL_LOSSES}

@@ -263,6 +263,36 @@ def with_grad_cache(problem: Problem) -> Result:
     return found | {"loss": found["loss"] / problem.grad_out}
 
 
+def of_queue(problem: Problem) -> bool:
+    return fits(problem) and problem.loss == "info_nce"
+
+
+@add("torch, KeyQueue", of_torch, fits=of_queue, draws=300)
+def with_queue(problem: Problem) -> Result:
+    """The last keys, with their ids, come from a queue. It got them in parts, the last part first,
+    and before them others, which it has forgotten."""
+    call = Call(problem)
+    leaves, options = call.fresh(), dict(call.options)
+    key, ids = leaves["key"], options.pop("ids", None)
+    query_ids, key_ids = ids if isinstance(ids, tuple) else (ids, ids)
+    first = problem.number % (len(key) + 1)  # rows of the batch
+    queue = it.KeyQueue(len(key) - first, key.shape[1]).to(key.dtype)
+    rows = torch.cat([key.detach(), key.new_full((3, key.shape[1]), math.nan)])
+    row_ids = None if ids is None else torch.cat([key_ids.long(), torch.zeros(3).long()])
+    for part in reversed(torch.arange(first, len(rows)).tensor_split(1 + problem.number % 4)):
+        queue(rows[part], None if row_ids is None else row_ids[part])
+    keys, all_ids = queue(key[:first], None if row_ids is None else row_ids[:first])
+    if ids is not None:
+        options["ids"] = query_ids.long(), all_ids
+    leaves["key"] = keys
+    loss = call.apply(functools.partial(it.info_nce_loss, **options), leaves)
+    wanted = [leaves[name] for name in call.wanted]
+    if not wanted or not loss.requires_grad:
+        return call.result(loss, {})
+    grads = torch.autograd.grad(call.total(loss), wanted)
+    return call.result(loss, dict(zip(call.wanted, grads, strict=True)))
+
+
 def compiled(run: Any) -> Any:
     torch.compiler.reset()  # it gives up where one function is compiled many times
     return torch.compile(run, fullgraph=True, backend="aot_eager")

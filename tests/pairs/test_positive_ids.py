@@ -78,7 +78,7 @@ def test_kernels_compile_within_their_registers() -> None:
     from infonce.kernels.gpu import config
     from infonce.kernels.gpu.device import compiler
 
-    options = {"POSITIVE_IDS": 1, "GROUPS": 1}
+    options = {"POSITIVE_IDS": 1, "PAIR_WEIGHTS": 1, "GROUPS": 1}
     sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False, False, 1, 2)
     tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 1, 2)
     assert sweep is not None

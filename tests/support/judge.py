@@ -8,7 +8,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from hypothesis import strategies as st
 
 from infonce import reference
 
@@ -130,12 +129,6 @@ def scale_size(ref: reference.Reference, args: tuple[np.ndarray, ...]) -> float:
     return float(np.sum(np.abs(first * np.asarray(args[0], np.float64)))) + 1e-300
 
 
-# Strategies of hypothesis: temperatures from 0.005 to 1, numbers of rows, numbers of features
-temperatures = st.floats(np.log(0.005), 0.0).map(lambda t: float(np.exp(t)))
-sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 255, 257, 300]))
-widths = st.one_of(st.integers(1, 9), st.sampled_from([16, 31, 33, 64, 70]))
-
-
 def viewed(z: np.ndarray, how: str) -> np.ndarray:
     """An array of the same values with other strides, for each name of VIEWS."""
     if how == "transposed":
@@ -158,7 +151,7 @@ VIEWS = ["contiguous", "transposed", "every other", "reversed", "offset"]
 
 # --- losses by definition: loops over pairs, in real or complex numbers, without subtracting a
 # maximum before exponentials. `positives`: for each row, the set of its positive keys. `ids` and
-# `groups` are pairs (of rows, of columns), each an array or None.
+# `groups` are pairs (of rows, of columns), each an array or None; ids may have several columns.
 
 
 def kept_keys(i, positives, columns, ids, groups, itself_too=True):
@@ -170,7 +163,7 @@ def kept_keys(i, positives, columns, ids, groups, itself_too=True):
     for j in range(columns):
         if j == i and not itself_too:
             continue
-        if j not in positives and ids[0] is not None and ids[0][i] == ids[1][j]:
+        if j not in positives and ids[0] is not None and np.any(ids[0][i] == ids[1][j]):
             continue
         if j not in positives and groups[0] is not None and groups[0][i] != groups[1][j]:
             continue
@@ -184,6 +177,7 @@ def row_by_definition(
     kept,
     *,
     scale,
+    weight_of=None,
     margin=0.0,
     decoupled=False,
     label_smoothing=0.0,
@@ -196,7 +190,8 @@ def row_by_definition(
     """(loss, log-sum-exp) of one row: the log-sum-exp less the mean of the logits over the targets.
 
     `dot[j]` is the dot product with key j, `positives` the set of positive keys, `kept` the keys
-    that count. Numbers of which gradients are not taken (limits, hardness) are real parts.
+    that count, `weight_of[j]` the weight of positive j in the target (None: equal). Numbers of
+    which gradients are not taken (limits, hardness) are real parts.
     """
     if positives and false_negative_margin is not None:
         limit = max(dot[p].real for p in positives) + false_negative_margin
@@ -204,6 +199,7 @@ def row_by_definition(
     if positives and guide_dot is not None:
         limit = max(guide_dot[p] for p in positives) + guide_margin
         kept = [j for j in kept if j in positives or guide_dot[j] <= limit]
+    weight_of = weight_of or dict.fromkeys(positives, 1.0)
     x, total, target = {}, 0.0, {}
     for j in kept:
         x[j] = scale * (dot[j] - margin * (j in positives))
@@ -211,7 +207,8 @@ def row_by_definition(
             x[j] = x[j] + key_bias[j]
         if j in positives:
             total = total + (0 if decoupled else np.exp(x[j]))
-            target[j] = (1 - label_smoothing) / len(positives) + label_smoothing / len(kept)
+            share = weight_of[j] / sum(weight_of.values())
+            target[j] = (1 - label_smoothing) * share + label_smoothing / len(kept)
         else:
             total = total + np.exp(hardness * dot[j].real) * np.exp(x[j])
             target[j] = label_smoothing / len(kept)
@@ -220,13 +217,16 @@ def row_by_definition(
     return (lse - sum(target[j] * x[j] for j in kept) if positives else 0.0), lse
 
 
-def rows_by_definition(dot, positives, ids, groups, itself_too=True, guide_dot=None, **options):
-    """(losses, log-sum-exps) of all rows, by `row_by_definition`."""
+def rows_by_definition(
+    dot, positives, ids, groups, itself_too=True, guide_dot=None, weights=None, **options
+):
+    """(losses, log-sum-exps) of all rows, by `row_by_definition`. `weights`: `weight_of` each."""
     rows = [
         row_by_definition(
             dot[i], positive_keys,
             kept_keys(i, positive_keys, len(dot[i]), ids, groups, itself_too),
-            guide_dot=None if guide_dot is None else guide_dot[i], **options,
+            guide_dot=None if guide_dot is None else guide_dot[i],
+            weight_of=None if weights is None else weights[i], **options,
         )
         for i, positive_keys in enumerate(positives)
     ]  # fmt: skip
@@ -273,7 +273,9 @@ def gte_by_definition(q, k, ids, groups, guide=None, **options):
     groups = [0] * len(q) if groups is None else groups
     rows = []
     for i in range(len(q)):
-        others = [j for j in range(len(q)) if ids[j] != ids[i] and groups[j] == groups[i]]
+        others = [
+            j for j in range(len(q)) if not np.any(ids[j] == ids[i]) and groups[j] == groups[i]
+        ]
         dots, guide_dot = (
             None if z is None else [(a * b).sum() for a, b in four_comparisons(*z, i, others)]
             for z in ((q, k), guide)

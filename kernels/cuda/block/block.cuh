@@ -28,8 +28,8 @@ struct PlainBlock {
   i64 row_tiles, column_tiles;  // tiles from the first to the last row, and from the first to the last column
   const i64* positives;  // [rows of the block, set_size] keys of each row's positives, in the whole matrix
   i64 set_size;          // 1 without SETS
-  const i64* query_ids;  // [rows] (IDS), or null
-  const i64* key_ids;    // [columns] (IDS), or null
+  const i64* query_ids;  // [rows, IDS], or null
+  const i64* key_ids;    // [columns, IDS], or null
   i64 symmetric;         // queries are keys: i = j is excluded
   i64 triangle;          // only tiles on and above the diagonal are computed
   Scale scale;

@@ -17,7 +17,7 @@ constexpr int SHARE = FUSED_TILE * CHUNK / FUSED_THREADS;  // elements of each o
 //     TWO_SIDED   columns have a softmax of their own (CLIP)
 //     SIGMOID     the loss is a pairwise sigmoid (SigLIP)
 //     NORMALIZE   rows are normalised
-//     IDS         pairs of equal ids are excluded
+//     IDS         columns of ids: pairs whose ids are equal in any of them are excluded
 //     DTYPE       type of the features (common.cuh)
 #if DTYPE == DTYPE_FLOAT64
 typedef double Element;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
 
 // Whether query i and key j are an excluded pair, or (SYMMETRIC) the same row. fused/losses.cuh skips such pairs.
 __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
-  return (SYMMETRIC && i == j) || (IDS && f.query_ids[i] == f.key_ids[j]);
+  return (SYMMETRIC && i == j) || any_equal<IDS>(f.query_ids + i * IDS, f.key_ids + j * IDS);
 }
 
 // The positive of row i; -1 for a row without a positive, whose upstream gradient is 0.

@@ -24,17 +24,20 @@
 // cores. The third step, sm90/sweep/sweep.cuh, is for Hopper.
 #include "common.cuh"
 
+#ifndef IDS
+#define IDS 1  // columns of ids, if there are ids
+#endif
 constexpr int NAIVE_THREADS = 256;
 constexpr int NAIVE_TILE = 32;  // rows and columns of a product's tile
 
 // The positives, and the pairs that are excluded.
 struct Pairs {
   const i64* positives;               // [M] the key that is the positive of row i; -1 for none, and upstream[i] is 0
-  const i64 *query_ids, *key_ids;     // [M], [N] or null: equal ids are excluded
+  const i64 *query_ids, *key_ids;     // [M, IDS], [N, IDS] or null: ids that are equal in any column are excluded
   i64 symmetric;                      // the queries are the keys: i = j is excluded
   __device__ bool excluded(i64 i, i64 j) const {
     if (j == positives[i]) return false;
-    return (symmetric && i == j) || (query_ids && query_ids[i] == key_ids[j]);
+    return (symmetric && i == j) || (query_ids && any_equal<IDS>(query_ids + i * IDS, key_ids + j * IDS));
   }
 };
 

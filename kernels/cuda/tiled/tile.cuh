@@ -48,8 +48,14 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
     fetch(s.row_factor, b.q.factor + t.row, rows);
     fetch(s.column_factor, b.k.factor + t.column, columns);
   }
-  Options::copy_rows(s.rows, b, [&](auto& to, auto from) { fetch(to, from + t.row, rows); });
-  Options::copy_columns(s.columns, b, [&](auto& to, auto from) { fetch(to, from + t.column, columns); });
+  Options::copy_rows(s.rows, b, [&](auto& to, auto from) {
+    constexpr int each = sizeof(to) / sizeof(to[0]) / BLOCK_M;  // values of a row
+    fetch(to, from + t.row * each, rows * each);
+  });
+  Options::copy_columns(s.columns, b, [&](auto& to, auto from) {
+    constexpr int each = sizeof(to) / sizeof(to[0]) / BLOCK_N;
+    fetch(to, from + t.column * each, columns * each);
+  });
 #if GUIDE
   const i64 word = mark_word(b.q.rows, t.row, t.column);
   s.first_marked = (int)(t.column % MARKED_COLUMNS);

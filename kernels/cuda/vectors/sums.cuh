@@ -4,6 +4,10 @@
 #pragma once
 #include "vectors/running_sums.cuh"
 
+#ifndef LABEL_WEIGHTS
+#define LABEL_WEIGHTS 0  // 1: positives of a row have weights (`finalize` only)
+#endif
+
 // --- partial sums ------------------------------------------------------------------------------------------
 
 constexpr int MERGE_THREADS = 128;
@@ -239,6 +243,18 @@ struct FinalizeArguments {
   double *losses, *row_loss, *row_reference, *column_loss, *column_reference, *row_factor,
       *column_factor, *positive_gradient, *log_scale_grad, *metrics_positive_logits;
   void *row_lse, *column_lse;        // log-sum-exps, natural units: float if lse_is_float, else double
+#if LABEL_WEIGHTS
+  const double* label_weights;  // [m, set_size] weights of positives in the target of their row
+#endif
+
+  // The weight of positive s of row i. Without label_weights the integer 1, so that sums of weights count positives
+  __device__ __forceinline__ auto label_weight(i64 i, i64 s) const {
+#if LABEL_WEIGHTS
+    return label_weights[i * set_size + s];
+#else
+    return (i64)1;
+#endif
+  }
 };
 
 // Writes to[i]: the base-2 log-sum-exp lse2 in natural units, in the type of the result.
@@ -268,10 +284,10 @@ __device__ __forceinline__ void put_row(const FinalizeArguments& f, i64 i, const
   f.row_factor[i] = a;
 }
 
-// `finalize` for row i if rows have several positives. All positives of a row (`count` of them) act as one positive,
-// whose logit is their log-sum-exp L. With N the log-sum-exp of the negatives, and f_s the share of positive s in the
-// softmax over the positives: loss = softplus(N - L) + (L - mean of their logits), and -dL/dx at positive s is
-// a (f_s sigmoid(N - L) + 1 / count - f_s). Columns have no softmax. (More: kernels/targets.py)
+// `finalize` for row i if rows have several positives. All positives of a row act as one positive, whose logit is their
+// log-sum-exp L. With N the log-sum-exp of the negatives, f_s the share of positive s in the softmax over the positives,
+// w_s its weight and `weights` their sum: loss = softplus(N - L) + (L - weighted mean of their logits), and -dL/dx at
+// positive s is a (f_s sigmoid(N - L) + w_s / weights - f_s). Columns have no softmax. (More: kernels/targets.py)
 __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   const i64 set_size = f.set_size, *keys = f.positives + i * set_size;  // positives of this row, -1 for none
   const double* exponents = f.positive_logits + i * set_size;
@@ -279,27 +295,29 @@ __device__ void finalize_set(const FinalizeArguments& f, i64 i) {
   // The base-2 logit of positive s, with margin and bias
   const auto biased = [&](i64 s) { return f.options.logit(exponents[s]) + f.options.bias(keys[s]); };
   // `below` = logit - top, at most 0. `scaled_part` = `below` without the bias: only this part depends on the scale.
-  // total = sum of 2^below, sum = sum of `below`, unbiased = sum of scaled_part, weighted = sum of 2^below scaled_part
+  // total = sum of 2^below, sum = sum of w `below`, unbiased = sum of w scaled_part, weighted = sum of 2^below scaled_part
   double top = -INFINITY_, total = 0, sum = 0, unbiased = 0, weighted = 0;
-  i64 count = 0;
+  decltype(f.label_weight(0, 0)) weights = 0;
   for (i64 s = 0; s < set_size; ++s)
-    if (keys[s] >= 0) top = fmax(top, biased(s)), ++count;
+    if (keys[s] >= 0) top = fmax(top, biased(s)), weights += f.label_weight(i, s);
   for (i64 s = 0; s < set_size; ++s) {
     if (keys[s] < 0) continue;
     const double below = biased(s) - top, power = exp2(below), scaled_part = below - f.options.bias(keys[s]);
-    total += power, sum += below, unbiased += scaled_part, weighted += power * scaled_part;
+    total += power, weighted += power * scaled_part;
+    sum += f.label_weight(i, s) * below, unbiased += f.label_weight(i, s) * scaled_part;
   }
   DirectionLosses row = without_positive(f.rows.get(i));
-  if (count) {
+  if (weights) {
     const double positive_mean = weighted / total;  // mean of scaled_part under the softmax over the positives
     row = f.options.direction(f.rows.get(i), top + log2(total), top + positive_mean);
-    row.loss += LN_2 * (log2(total) - sum / count);
-    row.log_scale_grad += LN_2 * (positive_mean - unbiased / count);
+    row.loss += LN_2 * (log2(total) - sum / weights);
+    row.log_scale_grad += LN_2 * (positive_mean - unbiased / weights);
   }
   const double a = f.upstream[i] * (f.row_direction_weight * f.options.scale.bare());
   for (i64 s = 0; s < set_size; ++s) {
     const double fraction = exp2(biased(s) - top) / total;  // probability in the softmax over the positives
-    gradient[s] = keys[s] < 0 ? 0 : -a * (fraction * row.negative_probability + (1.0 / count - fraction));
+    gradient[s] = keys[s] < 0 ? 0 : -a * (fraction * row.negative_probability +
+                                          (f.label_weight(i, s) * (1.0 / weights) - fraction));
   }
   put_row(f, i, row, a, f.row_direction_weight * row.loss, f.row_direction_weight * row.log_scale_grad,
           a * row.negative_probability);  // fractions add up to 1

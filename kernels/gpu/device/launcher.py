@@ -90,10 +90,12 @@ class Launcher:
         self.launch(file, kernel, blocks, 256, arguments, **(defines or {}))
 
     def launch_vectors(
-        self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any
-    ) -> None:
+        self, kernel: str, elements: int, /, threads: int = 1,
+        defines: Mapping[str, int] | None = None, **arguments: Any,
+    ) -> None:  # fmt: skip
         """Launch a kernel of vectors.cu on `elements` elements, with `threads` threads for each."""
-        self.launch("vectors.cu", kernel, -(-elements * threads // 128), 128, arguments)
+        blocks = -(-elements * threads // 128)
+        self.launch("vectors.cu", kernel, blocks, 128, arguments, **(defines or {}))
 
 
 class Kernel:

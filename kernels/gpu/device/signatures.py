@@ -23,10 +23,11 @@ from .compiler import SOURCES, flatten
 # Types of fields, as letters of Python's struct module. Each has 8 bytes, so there is no padding
 POINTER, INTEGER, NUMBER = "Q", "q", "d"
 LETTERS = {"i64": INTEGER, "double": NUMBER}
-# OPTIONAL: -D options that add fields to struct Block, or (LINEAR) parameters to kernels
+# OPTIONAL: -D options that add fields to struct Block or, LABEL_WEIGHTS, to FinalizeArguments; or,
+# LINEAR, parameters to kernels
 _BLOCK = re.search(r"^struct Block .*?^};", flatten("block/options.cuh"), re.S | re.M)
 assert _BLOCK is not None
-OPTIONAL = (*re.findall(r"^#if (\w+)$", _BLOCK[0], re.M), "LINEAR")
+OPTIONAL = (*re.findall(r"^#if (\w+)$", _BLOCK[0], re.M), "LABEL_WEIGHTS", "LINEAR")
 TENSOR_MAP = "TensorMap"  # the type of a tensor map, whose bytes the driver writes
 # Python expressions that convert a value {0} to the type of its field. CuPy passes the results,
 # Python's int and float, as 8-byte numbers

@@ -8,7 +8,14 @@ from typing import Any
 
 from ...distill.problem import TaughtProblem
 from ...epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
-from ...options import FALSE_NEGATIVE_MARGIN, IDS, NO_OPTIONS, GivenOptions, PairOption
+from ...options import (
+    FALSE_NEGATIVE_MARGIN,
+    IDS,
+    NO_OPTIONS,
+    POSITIVE_IDS,
+    GivenOptions,
+    PairOption,
+)
 from ...problem import WORKSPACE, Array, Gradients, Problem
 from .. import config
 
@@ -121,6 +128,7 @@ class Call:
     workspace_given: bool = True  # False: `workspace` is the default, which a call may exceed
     normalize: bool = False
     pairs: GivenOptions = NO_OPTIONS  # options of pairs
+    id_columns: int = 1  # columns of ids, if `pairs` has ids
     # names of the vectors of rows (`VectorPair.query`) that the call has: biases, if queries are
     # keys of a softmax, and limits of a block over ranks, which are known before the call
     row_vectors: tuple[str, ...] = ()
@@ -170,7 +178,8 @@ class Call:
         return Call(
             _find_loss(problem), query, key, dq, dk,
             problem.compute_precision, problem.method, problem.workspace, problem.workspace_given,
-            problem.normalize, pairs, row_vectors, problem.host_groups is not None,
+            problem.normalize, pairs, max(1, problem.id_columns), row_vectors,
+            problem.host_groups is not None,
             0 if problem.own is None else problem.own.shape[1], problem.set_size,
             _describe_matrix(problem.guide_query), _describe_matrix(problem.guide_key),
             _describe_matrix(teacher[0]), _describe_matrix(teacher[1]),
@@ -231,23 +240,26 @@ class Call:
         )  # fmt: skip
 
     @property
-    def ids(self) -> bool:
-        return IDS in self.pairs
+    def ids(self) -> int:
+        """The number of columns of ids; 0: the call has no ids."""
+        return self.id_columns if IDS in self.pairs else 0
 
     @property
     def pair_options(self) -> int:
         """The number of options of pairs that the call has, without ids."""
-        return len(self.pairs) - self.ids
+        return len(self.pairs) - (self.ids > 0)
 
     @property
     def integer_count(self) -> int:
-        """Integers (8 bytes) of a row or column for options of pairs, without ids."""
-        return sum(vector.unit == "integers" for vector in self.pairs.vectors)
+        """Integers (8 bytes) of a row or column for options of pairs, without its first id."""
+        more_ids = max(0, self.ids - 1)
+        return more_ids + sum(vector.unit == "integers" for vector in self.pairs.vectors)
 
     @property
     def real_count(self) -> int:
-        """Real numbers of a row or column for options of pairs."""
-        return sum(vector.unit not in ("", "integers") for vector in self.pairs.vectors)
+        """Real numbers of a row or column for options of pairs. A softmax has no factors."""
+        others = ("", "integers") if self.loss is LossForm.PAIRS else ("", "integers", "factors")
+        return sum(vector.unit not in others for vector in self.pairs.vectors)
 
     @property
     def limits_given(self) -> bool:
@@ -266,7 +278,10 @@ class Call:
             for_columns = columns if option.splits else option.vectors[0].query in self.row_vectors
             return 2 if for_columns and (option.splits or option.shifts) else 1
 
-        return {option.define: level(option) for option in self.pairs if option.define}
+        defines = {option.define: level(option) for option in self.pairs if option.define}
+        if POSITIVE_IDS in self.pairs and self.loss is LossForm.PAIRS:
+            defines["PAIR_WEIGHTS"] = 1
+        return defines
 
     @property
     def own_memory(self) -> dict[str, int]:

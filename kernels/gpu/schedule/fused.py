@@ -7,8 +7,10 @@ kernels/cuda/fused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
-from .passes import Part, ScheduledKernel
+from ..config import Parts
+from .passes import ScheduledKernel
 
 THREADS = 256  # of a thread block
 TILE = 64  # rows and columns of a tile
@@ -28,28 +30,25 @@ class OneLaunch:
     # Ranges of features. Each has a matrix of partial logits, so that the products of few logit
     # tiles occupy the device
     parts: int
-    memory: tuple[Part, ...]  # parts of its temporary memory, one after another
+    memory: Parts  # of its temporary memory, one after another
 
     @property
     def bytes(self) -> int:
-        return sum(part.bytes for part in self.memory)
+        return sum(self.memory.values())
 
     @property
     def offsets(self) -> dict[str, int]:
         """The byte at which each part of the memory begins."""
-        starts, start = {}, 0
-        for part in self.memory:
-            starts[part.name] = start
-            start += part.bytes
-        return starts
+        starts = accumulate(self.memory.values(), initial=0)
+        return dict(zip(self.memory, starts, strict=False))
 
 
 def one_launch(
     shape: tuple[int, int, int], dtype: str, double: bool, symmetric: bool, two_sided: bool,
-    sigmoid: bool, normalize: bool, ids: bool, gradient_tiles: int, workspace: int,
+    sigmoid: bool, normalize: bool, ids: int, gradient_tiles: int, workspace: int,
     multiprocessors: int,
 ) -> OneLaunch:  # fmt: skip
-    """The launch for queries and keys of one dtype.
+    """The launch for queries and keys of one dtype. `ids`: columns of ids, or 0.
 
     `double`: sums and logits are float64. `gradient_tiles`: the tiles of TILE queries, and of TILE
     keys, whose gradients are wanted.
@@ -74,8 +73,8 @@ def one_launch(
     options = {
         "PRECISION": "FP64" if double else "FP32", "DTYPE": f"DTYPE_{dtype.upper()}",
         "SYMMETRIC": int(symmetric), "TWO_SIDED": int(two_sided), "SIGMOID": int(sigmoid),
-        "NORMALIZE": int(normalize), "IDS": int(ids),
+        "NORMALIZE": int(normalize), "IDS": ids,
     }  # fmt: skip
     kernel = ScheduledKernel("fused/fused.cu", "fused", THREADS, tuple(options.items()))
-    memory_parts = tuple(Part(name, -(-size // 8) * 8) for name, size in memory)
-    return OneLaunch(kernel, min(multiprocessors, work), parts, memory_parts)
+    aligned = {name: -(-size // 8) * 8 for name, size in memory}
+    return OneLaunch(kernel, min(multiprocessors, work), parts, aligned)

@@ -76,14 +76,15 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
     Operations on arrays are needed for:
 
     - positive ids, whose weights must be converted to the precision of sums;
-    - label smoothing with ids, because the ids must be numbered;
+    - label smoothing with ids, because the ids must be numbered, or with weights of labels;
     - classes whose features are not summed (`Classes.in_sums`);
     - groups, limits or biases of pairs, together with linear terms or a joint loss.
     """
     has_class_sums = problem.classes is None or problem.classes.in_sums is not None
-    smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
+    has_ids_or_weights = problem.query_ids is not None or problem.label_weights is not None
+    smoothed = problem.label_smoothing != 0 and has_ids_or_weights
     separable = not (problem.linear_terms or problem.joint) or problem.plain_logits
-    return has_class_sums and separable and not (smoothed_ids or problem.has_positive_ids)
+    return has_class_sums and separable and not (smoothed or problem.has_positive_ids)
 
 
 def has_plan(problem: Problem, by_kernels: bool) -> bool:

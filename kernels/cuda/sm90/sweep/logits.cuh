@@ -31,7 +31,11 @@ struct Rows : Options::RowValues<2> {
 #if NORM_FACTORS
       factor[h] = inside ? b.q.factor[row] : 0;
 #endif
-      Options::copy_rows(*this, b, [&](auto& to, auto from) { to[h] = inside ? from[row] : 0; });
+      Options::copy_rows(*this, b, [&](auto& to, auto from) {
+        constexpr int each = sizeof(to) / sizeof(to[0]) / 2;  // values of a row
+#pragma unroll
+        for (int k = 0; k < each; ++k) to[h * each + k] = inside ? from[row * each + k] : 0;
+      });
     }
   }
   // Loads the marks of a guide for a tile, if there is a guide.
@@ -84,7 +88,10 @@ struct Columns : Options::ColumnValues<TILE_COLUMNS> {
     factor[lane.thread] = inside ? b.k.factor[column] : 0;
 #endif
     Options::copy_columns(*this, b, [&](auto& to, auto from) {
-      to[sizeof(to[0]) == 8 ? lane.thread : find_slice_position(lane.thread)] = inside ? from[column] : 0;
+      constexpr int each = sizeof(to) / sizeof(to[0]) / TILE_COLUMNS;  // values of a column
+      const int position = sizeof(to[0]) == 8 ? lane.thread : find_slice_position(lane.thread);
+#pragma unroll
+      for (int k = 0; k < each; ++k) to[position * each + k] = inside ? from[column * each + k] : 0;
     });
   }
 };
