@@ -443,6 +443,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     elif rng.random() < 0.5:
         problem.grad_out = float(10 ** rng.uniform(-3, 3) * rng.choice([-1, 1]))
     if without_positives:
+        leave_out(problem, "positive_ids")
         alone = loss.name == "sup_con" and rng.random() < 0.5
         options["labels"] = np.arange(rows) if alone else np.full(rows, -1)
         options.pop("label_weights", None)
