@@ -173,24 +173,6 @@ def cases() -> None:
     rng = np.random.default_rng(1)
     x, y = rng.standard_normal((2, 20, 3))
     rows = shards(20, 3)[RANK]
-    none = np.full(20, -1)
-    for out in (
-        distributed.info_nce_loss_and_grad(x[rows], y[rows], none[rows], scale=2.0),
-        distributed.info_nce_loss_and_grad(
-            x[rows], y[rows], none[rows], scale=2.0, weights=np.ones(20)[rows]
-        ),
-        distributed.sup_con_loss_and_grad(x[rows], np.arange(20)[rows], scale=2.0),
-    ):  # no row has a positive: the mean of nothing is 0
-        assert out.loss == 0
-        assert not any(gradient.any() for gradient in out.grads)
-
-    # calls of as many rows, whose queries and keys are other rows
-    for name in ("clip", "gte", "clip", "siglip", "gte"):
-        want = getattr(infonce, f"{name}_loss_and_grad")(x, y, scale=2.0)
-        got = getattr(distributed, f"{name}_loss_and_grad")(x[rows], y[rows], scale=2.0)
-        near(got.loss, want.loss, name)
-        near(got.grads.scale, want.grads.scale, f"d scale of {name}")
-
     # a rank's weights are zeros; gradients that a framework averages
     weights = np.where(np.isin(np.arange(20), np.arange(20)[shards(20, 3)[0]]), 0.0, 0.5)
     if not weights.any():
@@ -203,16 +185,6 @@ def cases() -> None:
     near(got.loss, want.loss, "loss")
     near(got.grads.scale, want.grads.scale, "d scale")
     near(got.grads.text, SIZE * want.grads.text[rows], "d text")
-
-    # ranks are those of the logits, which options of the softmax do not change
-    for name in ("info_nce", "clip", "lit"):
-        loss = getattr(distributed, f"{name}_loss_and_grad")
-        plain, hard = (
-            loss(x[rows], y[rows], scale=2.0, metrics=True, **softmax).metrics
-            for softmax in ({}, {"hardness": 9.0, "margin": 0.3})
-        )
-        assert np.array_equal(hard.row_rank, plain.row_rank)
-        near(hard.hardest_negative, plain.hardest_negative, "hardest negative")
 
     # hashes of 64 bits as classes and ids, those of rows and of columns in two dtypes
     hashes = (np.arange(20) % 7).astype(np.uint64) * np.uint64(2**61 + 1)
