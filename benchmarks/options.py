@@ -39,6 +39,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SCALE = 50.0
 CLASSES = 1000
 GROUPS = 8
+CLASSES = 1000  # of `positive_ids`
 PREFIXES = 5  # of twice as many features
 LONG = 0.25  # seconds
 PLAIN = {"sup_con": "nt_xent", "gte": "nt_xent"}  # losses whose plain loss is another one
@@ -68,6 +69,7 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     vectors = {
         "weights": {"weights": xp.linspace(0.5, 1.5, rows)},
         "key_bias": {"key_bias": xp.linspace(-2.0, 2.0, rows)},
+        f"positive_ids ({CLASSES} classes)": {"positive_ids": xp.arange(rows) % CLASSES},
         f"groups ({GROUPS}, sorted)": {"groups": np.arange(rows) * GROUPS // rows},
     }
 

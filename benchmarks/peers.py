@@ -103,7 +103,7 @@ class Device(gpu.Device):
 
     def _timed_ahead(self, run: Run) -> float:
         busy()((1,), (1,), (AHEAD,))
-        (seconds,) = self._elapsed(run, 1)
+        (seconds,) = self.elapsed(run, 1)
         return seconds
 
     def describe(self) -> dict[str, Any]:

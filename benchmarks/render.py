@@ -6,13 +6,17 @@ A page has marks, `<!-- KIND:NAME begin -->` ... `<!-- KIND:NAME end -->`. What 
 filled from benchmarks/results/NAME.json, an object with `device`, `versions`, `commit`, `date`,
 optionally `settings` and `environment`, and `results`: one object a row, whose keys are the
 columns. The end of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_error` relative.
+`<!-- results:NAME KEY; KEY begin -->` chooses columns, and
+`<!-- times:NAME TITLE; TITLE begin -->` tables.
 
 | kind | table |
 |---|---|
 | `results` | all rows; of benchmarks/gpu.py's records, a column for each contender |
-| `company` | of benchmarks/small.py: medians alone, after the caller's product, and in turns |
+| `times` | of benchmarks/gpu.py's records, only times, of chosen tables |
+| `company` | of benchmarks/small.py: medians of calls alone, and the largest ratios |
+| `clients` | of benchmarks/frameworks/clients.py: a line for each step |
 | `peers` | a few cases of benchmarks/gpu.py's record, beside the best of the other projects |
-| `goals` | the cases with a goal, and whether it was reached |
+| `goals` | the cases that missed their goal |
 | `ladder` | the cases that several steps of the ladder in docs/kernels.md ran |
 
 Records of benchmarks/gpu.py have plots too, drawn where matplotlib is installed: NAME.png (useful
@@ -35,7 +39,9 @@ HERE = Path(__file__).resolve().parent
 PAGES = [HERE.parent / "README.md", HERE / "NOTES.md"]
 PAGES += [HERE.parent / "docs" / f"{name}.md" for name in ("kernels", "migrating", "results")]
 MARKED = re.compile(
-    r"(?P<begin><!-- (?P<kind>" + "|".join(KINDS) + r"):(?P<name>[\w.-]+) begin -->\n).*?"
+    r"(?P<begin><!-- (?P<kind>"
+    + "|".join(KINDS)
+    + r"):(?P<name>[\w.-]+)(?P<columns> [^<>]+)? begin -->\n).*?"
     r"(?P<end><!-- (?P=kind):(?P=name) end -->)",
     re.DOTALL,
 )
@@ -46,7 +52,8 @@ def render(page: str, results: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         record = json.loads((results / f"{match['name']}.json").read_text())
-        return f"{match['begin']}{KINDS[match['kind']](record)}{match['end']}"
+        columns = [key.strip() for key in (match["columns"] or "").split(";") if key]
+        return f"{match['begin']}{KINDS[match['kind']](record, *columns)}{match['end']}"
 
     return MARKED.sub(fill, page)
 

@@ -12,6 +12,7 @@ def _ms(seconds: float) -> str:
 
 
 Row = Mapping[str, Any]
+TOOLS = {"python", "infonce", "numpy", "numba", "triton", "mpi4py", "cupy-cuda13x"}
 UNITS: dict[str, tuple[str, Callable[[float], str]]] = {  # end of a key -> heading's end, format
     "_s": (" (ms)", _ms),
     "_bytes": (" (MiB)", lambda x: f"{x / 2**20:.1f}"),
@@ -28,13 +29,16 @@ def column(key: str) -> tuple[str, Callable[[Any], str]]:
     return key.replace("_", " "), lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
-def table(record: Mapping[str, Any]) -> str:
-    """Markdown: where and when it was measured, then one line for each result."""
+def table(record: Mapping[str, Any], *chosen: str) -> str:
+    """Markdown: where and when it was measured, then one line for each result. If columns are
+    `chosen`, results that were skipped are left out."""
     rows = record["results"]
     if "section" in rows[0]:
         return side_by_side(record)
     lines = provenance(record)
-    keys = dict.fromkeys(
+    if chosen and "skipped" not in chosen:
+        rows = [row for row in rows if "skipped" not in row]
+    keys = chosen or dict.fromkeys(
         key for row in rows for key, value in row.items() if not isinstance(value, (list, dict))
     )
     columns = {key: column(key) for key in keys}
@@ -46,13 +50,11 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def provenance(record: Mapping[str, Any]) -> list[str]:
-    """The lines that say where, when and how the record was measured."""
-    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
-    gpu = record.get("gpu")
-    driver = f", driver {gpu['driver']}, CUDA {gpu['cuda']}" if gpu else ""
-    lines = [
-        f"{record['device']}{driver}; {versions}; commit {record['commit']}; {record['date']}."
-    ]
+    """The lines that say where, when and how the record was measured. Of versions, which the record
+    has, those of contenders."""
+    versions = (f"{n} {v}" for n, v in record["versions"].items() if v and n not in TOOLS)
+    about = (record["device"], ", ".join(versions), f"commit {record['commit']}")
+    lines = ["; ".join(filter(None, (*about, record["date"][:10]))) + "."]
     for part in ("settings", "environment"):
         pairs = (f"{name} {value}" for name, value in record.get(part, {}).items())
         if text := ", ".join(pairs):
@@ -60,40 +62,56 @@ def provenance(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-# --- the CPU, alone and in company ----------------------------------------------------------------
+# --- contenders in one line -----------------------------------------------------------------------
 
 
 def company(record: Mapping[str, Any]) -> str:
-    """Records of benchmarks/small.py: medians of each contender in each state, in ms, and ratios,
-    each the largest of all states."""
-    rows = record["results"]
-    contenders = [name for name, value in rows[0].items() if isinstance(value, dict)]
-    measured = [name for name in ("infonce", "infonce.torch", "module") if name in contenders]
-    headings = ["loss", "rows", "dim", *contenders]
-    headings += [f"{name} / torch" for name in measured if "torch" in contenders]
+    """Records of benchmarks/small.py, a line for all widths of a batch: medians of calls alone, in
+    ms, a number for each width, and ratios, each the largest of all widths and states."""
+    batches: dict[tuple[str, int], list[Row]] = {}
+    for row in record["results"]:
+        batches.setdefault((row["loss"], row["rows"]), []).append(row)
+    first = record["results"][0]
+    contenders = [name for name, value in first.items() if isinstance(value, dict)]
+    contenders = [name for name in contenders if name != "infonce.torch"]  # `module` takes longer
+    measured = [name for name in ("infonce", "module") if name in contenders]
+    headings = ["loss", "rows", "dim", *contenders, *(f"{name} / torch" for name in measured)]
     headings += ["infonce: median / least", "infonce: p90 / median"]
-    lines = provenance(record)
-    lines += ["", _line(headings), "|---" * len(headings) + "|"]
-    for row in rows:
-        cells = [row["loss"], row["rows"], row["dim"]]
+    lines = [*provenance(record), "", _line(headings), "|---" * len(headings) + "|"]
+    for (loss, count), rows in batches.items():
+        cells = [loss, count, ", ".join(str(row["dim"]) for row in rows)]
         cells += [
-            " / ".join(_ms(of["median_s"]) for of in row[name].values()) for name in contenders
+            ", ".join(_ms(next(iter(row[name].values()))["median_s"]) for row in rows)
+            for name in contenders
         ]
-        if "torch" in contenders:
-            cells += [_largest(row[name], row["torch"], "median_s") for name in measured]
-        own = row["infonce"]
+        cells += [_largest(rows, name, "median_s", "torch", "median_s") for name in measured]
         cells += [
-            _largest(own, own, "median_s", "least_s"),
-            _largest(own, own, "p90_s", "median_s"),
+            _largest(rows, "infonce", "median_s", "infonce", "least_s"),
+            _largest(rows, "infonce", "p90_s", "infonce", "median_s"),
         ]
         lines.append(_line(map(str, cells)))
     return "\n".join(lines) + "\n"
 
 
-def _largest(states: Row, others: Row, key: str, of_others: str = "") -> str:
+def _largest(rows: Iterable[Row], name: str, key: str, other: str, of_other: str) -> str:
     """The largest ratio of a number to another contender's in the same state."""
-    ratios = [of[key] / others[state][of_others or key] for state, of in states.items()]
+    ratios = [
+        of[key] / row[other][state][of_other] for row in rows for state, of in row[name].items()
+    ]
     return f"{max(ratios):.2f}"
+
+
+def clients(record: Mapping[str, Any]) -> str:
+    """Records of benchmarks/frameworks/clients.py: a line for each step."""
+    steps: dict[str, list[Row]] = {}
+    for row in record["results"]:
+        steps.setdefault(row["step"], []).append(row)
+    headings = ["step", "project", "its loss", "infonce in its place", "infonce"]
+    lines = [*provenance(record), "", _line(headings), "|---" * len(headings) + "|"]
+    for step, rows in steps.items():
+        cells = ["out of memory" if "skipped" in row else _brief(row) for row in rows]
+        lines.append(_line([step, rows[0]["loss by"], *cells]))
+    return "\n".join(lines) + "\n"
 
 
 # --- one GPU, contenders side by side -------------------------------------------------------------
@@ -135,6 +153,25 @@ def side_by_side(record: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def times(record: Mapping[str, Any], *titles: str) -> str:
+    """As `side_by_side` for tables with these titles, with times in ms, without calls for one of
+    two gradients. Memory is this library's."""
+    lines, tables = provenance(record), _cases(record)
+    for title in titles:
+        rows = {name: rows for name, rows in tables[title].items() if not rows[LIBRARY].get("wrt")}
+        methods = dict.fromkeys(
+            method for row in rows.values() for method in row if "median_s" in row[method]
+        )
+        headings = [title, "of the bare products", "TFLOP/s", "infonce (MiB)"]
+        headings += [f"{NAMES.get(method, method)} (ms)" for method in methods]
+        lines += ["", _line(headings), "|---" * len(headings) + "|"]
+        for name, row in rows.items():
+            cells = [_ms(row[method]["median_s"]) if method in row else "" for method in methods]
+            memory = f"{row[LIBRARY]['peak_bytes'] / 2**20:.0f}"
+            lines.append(_line([name, *_standing(row), memory, *cells]))
+    return "\n".join(lines) + "\n"
+
+
 def _cases(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Row]]]:
     """Title of a table -> case -> method -> its result."""
     tables: dict[str, dict[str, dict[str, Row]]] = {}
@@ -171,14 +208,14 @@ def _brief(row: Row) -> str:
 
 
 def goals(record: Mapping[str, Any]) -> str:
-    """Cases with a goal, in milliseconds."""
-    lines = [_line(["case", "goal (ms)", "measured (ms)", ""]), "|---|---|---|---|"]
-    for row in record["results"]:
-        if "median_s" in row and "goal_s" in row:
-            goal, time = row["goal_s"], row[row["timed"]]
-            case = case_name(row) + ("" if row["method"] == LIBRARY else f", {row['method']}")
-            verdict = "reached" if time <= goal else "missed"
-            lines.append(_line([case, _ms(goal), _ms(time), verdict]))
+    """How many cases reach their goal, and those that do not, in milliseconds."""
+    rows = [row for row in record["results"] if "median_s" in row and "goal_s" in row]
+    missed = [row for row in rows if row[row["timed"]] > row["goal_s"]]
+    lines = [f"{len(rows) - len(missed)} of {len(rows)} goals are reached; missed:", ""]
+    lines += [_line(["case", "goal (ms)", "measured (ms)"]), "|---|---|---|"]
+    for row in missed:
+        case = case_name(row) + ("" if row["method"] == LIBRARY else f", {row['method']}")
+        lines.append(_line([case, _ms(row["goal_s"]), _ms(row[row["timed"]])]))
     return "\n".join(lines) + "\n"
 
 
@@ -239,4 +276,7 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-KINDS = {"results": table, "company": company, "peers": peers, "goals": goals, "ladder": ladder}
+KINDS: dict[str, Callable[..., str]] = {
+    "results": table, "company": company, "clients": clients, "times": times, "peers": peers,
+    "goals": goals, "ladder": ladder,
+}  # fmt: skip

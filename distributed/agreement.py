@@ -7,8 +7,9 @@ Each rank sends one message about its call to all ranks. A message has two parts
 - The scalars (scale, bias, `grad_out`) may change from call to call.
 
 If every rank sends the same report as for its last call, the schedule of the last call is used
-again. An error on one rank is raised on all ranks. call.py calls `agree_on_schedule`; schedule.py
-decides the schedule.
+again. A rank of such a call sends the rows of a small batch with its message (whole_batch.py): its
+work begins while the calls are compared. An error on one rank is raised on all ranks. call.py calls
+`agree_on_schedule`; schedule.py decides the schedule.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .communicators.base import Communicator, RankError
 from .exchanges.partition import Partition
 from .schedule import RankReport, RankSchedule, decide, find_exchange_room, require_options
 from .transports import choice as transports
+from .whole_batch import row_arrays
 
 # errors that all ranks raise with their own type; any other type becomes a `RankError`
 BUILTIN_ERRORS = {
@@ -41,11 +43,12 @@ BUILTIN_ERRORS = {
     for error in (TypeError, ValueError, MemoryError, ImportError, OverflowError)
 }
 Options = Mapping[str, Any]
-RankMessage = tuple[bytes, bytes]  # pickled report, pickled scalars
+# pickled report, pickled scalars, `whole_batch.row_arrays` or None
+RankMessage = tuple[bytes, bytes, dict[str, Array] | None]
 # All options in `COMPILED_OPTIONS` must be the same on all ranks. The checks of a call replace the
-# values of these four options ("auto" becomes a method, for example), so `_list_shared_values`
+# values of these five options ("auto" becomes a method, for example), so `_list_shared_values`
 # lists these options one by one. All others are fields of `Problem`
-RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch"
+RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch", "token_mean"
 SHARED_OPTIONS = [name for name in spec.COMPILED_OPTIONS if name not in RESOLVED_OPTIONS]
 # keywords of distributed/losses.py that must be the same on all ranks, and `dims`
 SHARED_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
@@ -178,8 +181,9 @@ class RankCall:
 
 def agree_on_schedule(
     call: RankCall, features: list[Array], early_error: Exception | None, ranks: Communicator
-) -> tuple[Request, RankSchedule]:
-    """This rank's checked call, and the schedule of all ranks.
+) -> tuple[Request, RankSchedule, list[dict[str, Array]] | None]:
+    """This rank's checked call, the schedule of all ranks, and the rows of all ranks if their
+    messages had them (`whole_batch.row_arrays`).
 
     `early_error` is the error of this rank's arguments that was found before, or None.
     `AgreedError` on all ranks if a rank's call is refused, if calls differ, or if no schedule fits.
@@ -200,7 +204,7 @@ def agree_on_schedule(
     """
     shapes = [tuple(getattr(array, "shape", ())) for array in features]
     # 1 stands for an array that is no matrix: the checks refuse it
-    argument_rows = [shape[0] if len(shape) == 2 else 1 for shape in shapes]
+    argument_rows = [shape[0] if len(shape) > 1 else 1 for shape in shapes]
 
     def check_call(queries: Partition, keys: Partition) -> tuple[Request, RankMessage]:
         request = call.check(features, queries, keys, ranks.rank)
@@ -215,6 +219,9 @@ def agree_on_schedule(
     ):
         try:
             request, own_message = check_call(last_schedule.queries, last_schedule.keys)
+            if last_schedule.repeats(ranks.rank, own_message[0]) and last_schedule.whole_batch:
+                first_query = last_schedule.queries.starts[ranks.rank]
+                own_message = *own_message[:2], row_arrays(request.problem, first_query)
         except Exception as refusal:
             own_error = refusal
     if own_message is None:
@@ -224,12 +231,13 @@ def agree_on_schedule(
     messages = ranks.allgather(own_message)
 
     # step 2
-    packed_reports = [report for report, _ in messages]
+    packed_reports = [report for report, _, _ in messages]
     if last_schedule is not None and packed_reports == last_schedule.packed_reports:
         # The reports of a schedule are those of checked calls. So the check of this rank's call
         # has succeeded, and `request` is bound.
-        require_equal_values([(scalars,) for _, scalars in messages])
-        return request, last_schedule
+        require_equal_values([(scalars,) for _, scalars, _ in messages])
+        rank_arrays = [arrays for _, _, arrays in messages if arrays is not None]
+        return request, last_schedule, rank_arrays or None
 
     # step 3
     reports = unpack_reports(messages)
@@ -257,29 +265,29 @@ def agree_on_schedule(
     require_equal_values(
         [
             (report.shared_values, scalars)
-            for report, (_, scalars) in zip(reports, messages, strict=True)
+            for report, (_, scalars, _) in zip(reports, messages, strict=True)
         ]
     )
     try:
-        packed_reports = [report for report, _ in messages]
+        packed_reports = [report for report, _, _ in messages]
         ranks.last_schedule = decide(
             packed_reports, reports, request, queries, keys, ranks, call.rank_options
         )
     except ValueError as error:
         raise AgreedError(error) from None
-    return request, ranks.last_schedule
+    return request, ranks.last_schedule, None
 
 
 def make_unchecked_message(
     function: str, argument_rows: list[int] | None, error: Exception | None
 ) -> RankMessage:
     """The message of a rank whose call is not checked yet, or is refused with `error`."""
-    return pickle.dumps(RankReport(function, argument_rows, as_failure(error))), b""
+    return pickle.dumps(RankReport(function, argument_rows, as_failure(error))), b"", None
 
 
 def unpack_reports(messages: Sequence[RankMessage]) -> list[RankReport]:
     """The reports of all ranks."""
-    return [pickle.loads(report) for report, _ in messages]
+    return [pickle.loads(report) for report, _, _ in messages]
 
 
 def make_checked_message(
@@ -326,7 +334,7 @@ def make_checked_message(
         if len(_packed_reports) >= MAX_CACHED_REPORTS:
             _packed_reports.clear()
         _packed_reports[cache_key] = packed_report
-    return packed_report, pickle.dumps(_list_scalars(call, problem))
+    return packed_report, pickle.dumps(_list_scalars(call, problem)), None
 
 
 def _describe_presence(value: Any) -> str:
@@ -353,12 +361,15 @@ def _list_shared_values(
             f"{name}: dtype": z.dtype.name for name, z in zip(kind.arguments, features, strict=True)
         },
         f"{first}: width": problem.shape[2],
+        f"{first}: tokens": getattr(problem.query, "length", None),
+        f"{kind.arguments[kind.key_argument]}: tokens": getattr(problem.key, "length", None),
         f"{first}: memory": "a GPU" if request.on_gpu else "the host",
         "scale": None,
         "bias": None,
         **array_types,
         **{name: _describe_presence(call.options.get(name)) for name in ARRAY_OPTIONS},
         "in_batch": call.options.get("in_batch", True),
+        "token_mean": call.options.get("token_mean", False),
         "method": "naive" if problem.method == "naive" else "tiled",
         **{name: getattr(problem, name) for name in SHARED_OPTIONS},
         "metrics": problem.retrieval_ranks,

@@ -69,7 +69,7 @@ def evaluate(
                 refusal = refusal or error
             with arrays.compute_context(features[0] if features else None):
                 call = RankCall(kind, labels, bias, options, rank_options, with_grad, teacher)
-                request, schedule = agree_on_schedule(call, features, refusal, ranks)
+                request, schedule, rank_rows = agree_on_schedule(call, features, refusal, ranks)
                 transport = transports.make(schedule.transport, ranks)
                 try:
                     # raise on all ranks before arrays are sent, so that no rank waits for arrays
@@ -79,7 +79,7 @@ def evaluate(
                         )
                     ddp = rank_options["gradient_scale"] == "ddp"
                     solution = run.solve(
-                        request, schedule, labels is not None, ddp, ranks, transport
+                        request, schedule, labels is not None, ddp, ranks, transport, rank_rows
                     )
                 except MemoryError as error:
                     dispatch.raise_with_advice(error, request.problem)

@@ -99,9 +99,10 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         named = {name: options.pop(name) for name in names if name in options}
         if named or len(args) < least:
             require(f"infonce.distributed.{function.__name__}()", names[:least], args, named)
+        if named and args:  # an argument may come twice
             arguments = positional_signature.bind(*args, **named).arguments
         else:  # the same result without `bind`, which is too slow for small batches
-            arguments = dict(zip(names, args, strict=False))
+            arguments = dict(zip(names, args, strict=False)) | named
         arguments = defaults | arguments
         caller_arrays = [arguments[name] for name in kind.arguments]
         rank_options = {name: options.pop(name, default) for name, default in RANK_OPTIONS.items()}

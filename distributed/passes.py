@@ -15,6 +15,7 @@ Memory, beyond shards and gradients: the workspace; buffers of the exchange
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,7 @@ from infonce.kernels.problem import Array, Gradients, NotFinite, Problem, fast_r
 from infonce.kernels.solve import BlockQuestion, Vectors
 from infonce.kernels.targets import mirror_positive_logits
 
-from .exchanges.arrays import gradient_arrays, key_array_names, key_arrays, with_arrays
+from .exchanges.arrays import gradient_arrays, key_arrays, key_fields, row_shape, with_arrays
 from .exchanges.base import Combine, Exchange, Keep, Keys, Round, RowType, Visit
 from .exchanges.partition import Partition
 from .schedule import enough_room
@@ -282,7 +283,7 @@ class PassesOverRanks:
         self, problem: Problem, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
     ) -> None:
         """The gradient pass. dK goes to the owners of the keys."""
-        xp, vectors, d = self.xp, self.vectors, problem.shape[2]
+        xp, vectors = self.xp, self.vectors
         own = key_arrays(problem)
         key_array_count = len(own)
         if isinstance(epilogue, SoftmaxGradient):
@@ -323,7 +324,9 @@ class PassesOverRanks:
             elif dq is not None:  # queries are the keys, so dK of other ranks is a part of dQ
                 self._add([dq[own_rows]], sums, *others)
 
-        types: list[RowType] = [((d,), self.sum_dtype)] if gradients.want_key or visits_half else []
+        types: list[RowType] = []
+        if gradients.want_key or visits_half:
+            types = [(row_shape(problem.key), self.sum_dtype)]
         self.round([], own, visit, types, self._add, keep, visits_half)
         if gradients.query is not None and dq is not gradients.query:
             vectors.assign(gradients.query, dq)
@@ -342,12 +345,12 @@ class PassesOverRanks:
         is_local_block = keys.are_whole_shards and keys.are_own
         symmetric = problem.symmetric and is_local_block
         lacks_positives = self.positives_are_own and not keys.are_own
-        key_fields = dict(zip(key_array_names(problem), arrays, strict=False))
+        fields = key_fields(problem, arrays)
         if symmetric:
-            key_fields["key"] = problem.query
+            fields["key"] = problem.query
         block = fast_replace(
             problem,
-            **key_fields,
+            **fields,
             positives=self._block_positives(problem, keys, lacks_positives),
             key_shard=not is_local_block,
             lacks_positives=lacks_positives,
@@ -360,8 +363,9 @@ class PassesOverRanks:
         if callable(epilogue):
             # A question has no tiles, so `run.require_room` does not know of it. It may be about
             # more keys than a pass visits at once, or wider features: a backend gets room for those
-            m, n, d = block.shape
-            block.workspace = max(block.workspace, enough_room(m, n, d + block.auxiliary_width))
+            (m, n, _), features = block.shape, math.prod(row_shape(block.key))
+            room = enough_room(m, n, features + block.auxiliary_width)
+            block.workspace = max(block.workspace, room)
         triangle = self._is_triangle(problem, keys, epilogue)
         not_finite = self.not_finite if isinstance(epilogue, (Statistics, Sigmoid)) else None
         self.run_block_pass(block, triangle, epilogue, gradients, not_finite, to_clear)

@@ -15,6 +15,7 @@ import numpy as np
 from infonce.kernels.direction_losses import weigh_losses
 from infonce.kernels.distill.solve import solver_by_passes
 from infonce.kernels.linear import partners
+from infonce.kernels.maxsim.tokens import Tokens
 from infonce.kernels.options import count_positives, weigh_positives
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
 from infonce.kernels.solve import Backend, Solution, Vectors, run_block_pass
@@ -24,21 +25,23 @@ from infonce.checks.rows import row_weights
 
 from .agreement import run_on_all_ranks
 from .communicators.base import Communicator, Shifts
-from .exchanges.arrays import key_array_names, key_arrays
+from .exchanges.arrays import empty_rows, key_arrays, make_contiguous, row_shape
 from .exchanges.base import Keys, Round
+from .exchanges.partition import shard_positives
 from .passes import PassesOverRanks, RunBlockPass
 from .schedule import RankSchedule, make_exchange
 from .transports.base import Divisors, Transport, sum_over_ranks, totals
+from .whole_batch import solve_whole_batch
 
 
 def solve(
     request: Request, schedule: RankSchedule, labelled: bool, ddp: bool, ranks: Communicator,
-    transport: Transport,
+    transport: Transport, rank_rows: list[dict[str, Array]] | None = None,
 ) -> Solution:  # fmt: skip
     """Loss of the batch, and gradients for this rank's rows.
 
     `labelled`: the caller has given labels. `ddp`: gradients of features are multiplied by the
-    number of ranks, because DDP averages over ranks.
+    number of ranks, because DDP averages over ranks. `rank_rows`: see `solve_whole_batch`.
     """
     if request.on_gpu:
         arguments, planned = _import_gpu_modules()
@@ -48,6 +51,10 @@ def solve(
     # upstream gradients of rows, and the sum of the weights over ranks (1 for each loss by default)
     loss_count = schedule.queries.total // (2 if schedule.joint else 1)  # losses over all ranks
     total_weight, gradient_factor = float(loss_count), float(ranks.size if ddp else 1)
+    if schedule.whole_batch:
+        whole = solve_whole_batch(request, schedule, gradient_factor, ranks, rank_rows)
+        if whole is not None:
+            return whole
     if schedule.weighted and problem.classes is None:  # with classes: after `find_classes`
         total_weight = apply_weights(request, problem, loss_count, ranks, transport)
     if ddp:
@@ -69,11 +76,11 @@ def solve(
         if unweighted.plain:
             problem = unweighted
 
-    # positives, and classes over all ranks
+    # positives, and classes over all ranks. The only other row of a class may be on any rank
+    labelled = labelled or problem.classes is not None
     runner, first_query = choose_block_runner(request), schedule.queries.starts[ranks.rank]
     vectors, xp = runner.vectors, runner.vectors.xp
-    for name in key_array_names(problem):  # exchanges send the bytes of contiguous arrays
-        setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
+    make_contiguous(xp, problem)
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(xp, problem, first_query)
     exchange = make_exchange(schedule, xp, ranks.rank, key_arrays(problem), transport)
@@ -81,11 +88,11 @@ def solve(
         problem, gradients, schedule.keys.starts[ranks.rank], schedule.keys, exchange,
         runner.run_block_pass, labelled, vectors, schedule.sum_dtype,
     )  # fmt: skip
-    if problem.has_positive_ids:
-        weigh_positives(xp, problem, *count_positives_over_ranks(passes, problem))
-    elif problem.classes is not None:
+    if problem.classes is not None:
         find_classes(passes, problem, first_query)
         total_weight = apply_weights(request, problem, loss_count, ranks, transport)
+    elif problem.has_positive_ids:
+        weigh_positives(xp, problem, *count_positives_over_ranks(passes, problem))
     elif problem.symmetric and labelled:
         unpaired = find_unpaired_rows(passes, problem, first_query)
         run_on_all_ranks(ranks, lambda: require_pairs(problem, *unpaired))
@@ -163,26 +170,19 @@ def _import_gpu_modules() -> tuple[Any, Any]:
 # -- positives
 
 
-def shard_positives(xp: Any, problem: Problem, first_query: int) -> Array:
-    """[M] the positives of a shard without labels, as indices of the keys of all ranks.
-
-    Row i of all ranks belongs to key i of all ranks. Of a rank's 2B views, a row belongs to the
-    view B rows further on (mod 2B), on the same rank.
-    `first_query` is the index of the shard's first row in the batch.
-    """
-    m, row = len(problem.query), xp.arange(len(problem.query))
-    return first_query + ((row + m // 2) % max(m, 1) if problem.symmetric else row)
-
-
 def find_classes(passes: PassesOverRanks, problem: Problem, first_query: int) -> None:
-    """Set the positives of rows, which are rows of any rank, and the weight 0 of rows without one.
+    """Set the positives of rows, which are keys of any rank, and the weight 0 of rows without one.
 
-    In a class of two rows, each row is the positive of the other row. Rows of other classes get -1,
-    because their positives are a linear term. If the loss is `decoupled`, all rows get -1.
+    A row whose class has one key gets this key; if queries are the keys, one key other than the
+    row. Other rows get -1, because their positives are a linear term. If the loss is `decoupled`,
+    all rows get -1.
     """
-    own_indices = passes.xp.arange(len(problem.query)) + first_query
-    members = passes.members(problem.classes)
-    problem.positives, has_positive = partners(passes.xp, members, own_indices, problem.decoupled)
+    own_indices = None
+    if problem.symmetric:
+        own_indices = passes.xp.arange(len(problem.query)) + first_query
+    problem.positives, has_positive = partners(
+        passes.xp, problem.classes, passes.members(problem.classes), own_indices, problem.decoupled
+    )
     problem.weights = row_weights(passes.xp, problem.weights, has_positive)
 
 
@@ -279,6 +279,10 @@ def choose_block_runner(request: Request) -> BlockRunner:
         return BlockRunner(
             run_pass, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)
         )
+    if isinstance(request.problem.query, Tokens):
+        from infonce.kernels.maxsim import cpu
+
+        return BlockRunner(_run_block_pass_on(cpu.make_blocks), Vectors(np), cpu.make_blocks)
     from infonce.kernels.cpu.backend import CPU
 
     # If logits are compared with limits, both passes have tiles of the same sizes, and so leave out
@@ -309,19 +313,18 @@ def require_room(request: Request, schedule: RankSchedule, rank: int) -> tuple[N
     Returns (None, None): no result and no message for `agreement.run_on_all_ranks`.
     """
     problem, gradients, runner = request.problem, request.gradients, choose_block_runner(request)
-    m, _, d = problem.shape
-    empty = runner.vectors.xp.empty
+    m, xp = len(problem.query), runner.vectors.xp
     for key_count, is_local in _find_blocks(request, schedule, rank):
         if not m or not key_count:
             continue
         symmetric = problem.symmetric and is_local
-        key = problem.key if is_local else empty((key_count, d), problem.key.dtype)
+        key = problem.key if is_local else empty_rows(xp, problem.key, key_count)
         block = fast_replace(problem, key=key, symmetric=symmetric, key_shard=not is_local)
         runner.require_room(block, None)
         if gradients is not None:
             runner.require_room(block, fast_replace(
-                gradients, query=empty((m, d), schedule.sum_dtype), add_query=True,
-                key=empty((key_count, d), schedule.sum_dtype),
+                gradients, query=xp.empty((m, *row_shape(problem.query)), schedule.sum_dtype),
+                add_query=True, key=xp.empty((key_count, *row_shape(key)), schedule.sum_dtype),
                 # dK of another rank's keys is a part of that rank's dQ if queries are keys
                 want_key=gradients.want_key or (problem.symmetric and not is_local),
             ))  # fmt: skip

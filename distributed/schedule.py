@@ -5,6 +5,7 @@ agreement.py gathers the reports and calls `decide`. run.py runs the schedule.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from infonce.checks.call import Request
 
 from . import cost
 from .communicators.base import Communicator
-from .exchanges.arrays import auxiliary_bytes, numbers_per_key
+from .exchanges.arrays import auxiliary_bytes, numbers_per_key, row_shape
 from .exchanges.base import Exchange
 from .exchanges.gather import Gather
 from .exchanges.hierarchical import Hierarchical
@@ -30,6 +31,10 @@ from .transports import choice as transports
 from .transports.base import Exchanger
 
 EXCHANGES = ("auto", "ring", "gather", "hierarchical")
+# The most multiply-adds of the logits of a whole batch that each rank computes. One thread computes
+# such a product (`SINGLE` in kernels/cpu/resources.py), so the bits are the same on all ranks of a
+# machine
+WHOLE_MULTIPLY_ADDS = 2**22
 COLUMN_SUM_BYTES = 24  # bytes of a column's max, sum and moment in float64
 
 
@@ -61,6 +66,7 @@ class RankSchedule:
     queries: Partition  # of all queries into shards of ranks
     keys: Partition  # of all keys into shards of ranks
     exchange: str  # "ring", "gather" or "hierarchical"
+    whole_batch: bool  # whether each rank computes the whole loss: whole_batch.py
     local_size: int | None  # number of ranks of each node, or None: see `find_local_size`
     piece_count: int  # number of pieces in which a shard goes round a ring
     symmetric: bool  # queries are keys
@@ -74,6 +80,10 @@ class RankSchedule:
         """Whether a call of `rank` has as many rows as in this schedule: `argument_rows` in its
         arrays, and the same `Loss.joint`."""
         return self.joint == joint and bool(self.argument_rows[rank] == argument_rows)
+
+    def repeats(self, rank: int, packed_report: bytes) -> bool:
+        """Whether `rank` sent the same report for this schedule."""
+        return self.packed_reports[rank] == packed_report
 
 
 def decide(
@@ -99,10 +109,16 @@ def decide(
         rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, nodes,
         min(report.exchange_room for report in reports),
     )  # fmt: skip
+    weighted = any(report.has_weights for report in reports)
+    lacks_room = may_lack_room(problem, queries, keys)
+    # a caller who names an exchange gets it
+    others = request.on_gpu or request.offload or weighted or lacks_room
+    may_be_whole = rank_options["exchange"] == "auto" and not others
     sum_dtype = choose_sum_dtype(problem)
     # bytes of one key in all buffers of a ring: two buffers have its features, three have sums of
     # its gradient
-    ring_key_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
+    features = math.prod(row_shape(problem.key))
+    ring_key_bytes = features * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
     ring_key_bytes += 2 * auxiliary_bytes(problem)
     return RankSchedule(
         joint=problem.joint,
@@ -110,14 +126,15 @@ def decide(
         queries=queries,
         keys=keys,
         exchange=exchange,
+        whole_batch=may_be_whole and fits_whole_batch(problem, queries.total, keys.total),
         local_size=find_local_size(nodes),
         # so many pieces that the buffers of one piece take at most half of the workspace
         piece_count=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_key_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
         sum_dtype=sum_dtype,
-        weighted=any(report.has_weights for report in reports),
-        may_lack_room=may_lack_room(problem, queries, keys),
+        weighted=weighted,
+        may_lack_room=lacks_room,
         packed_reports=list(packed_reports),
     )
 
@@ -212,7 +229,7 @@ def choose_exchange(
     """
     if exchange == "ring":
         return exchange
-    d, item = problem.shape[2], problem.key.dtype.itemsize
+    d, item = math.prod(row_shape(problem.key)), problem.key.dtype.itemsize
     dk_travels = gradients is not None and (gradients.want_key or problem.symmetric)
     dk_bytes = d * choose_sum_dtype(problem).itemsize if dk_travels else 0
     # bytes of one key in buffers of keys, and in buffers of sums. The sums are the column's in the
@@ -242,6 +259,18 @@ def choose_exchange(
     # if nodes differ in size, each counts as if it had as many ranks as the largest
     machine = cost.Machine(node_gpus=size or max(map(len, nodes)))
     return cost.fastest(keys.largest, d, len(keys.rows), machine, tuple(fitting))
+
+
+def fits_whole_batch(problem: Problem, query_count: int, key_count: int) -> bool:
+    """Whether each rank computes the whole loss of a batch of so many rows (whole_batch.py).
+
+    The batch is small, no option but `ids` changes logits or targets, and the call has no labels
+    and no metrics.
+    """
+    width = max(problem.shape[2], 8)  # so that one thread computes the loops, too (`THREADED`)
+    is_small = query_count * key_count * width <= WHOLE_MULTIPLY_ADDS
+    others = problem.retrieval_ranks or problem.positives is not None
+    return bool(is_small and problem.plain and not others)
 
 
 def make_exchange(
@@ -287,8 +316,8 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
     # linear terms, and copies of a joint loss, take up to half of the workspace
     shares_workspace = problem.linear_terms or problem.joint
     block_bytes = problem.workspace // (2 if shares_workspace else 1)
-    enough = enough_room(queries.largest, keys.total, problem.shape[2] + problem.auxiliary_width)
-    return bool(block_bytes < enough)
+    features = math.prod(row_shape(problem.key)) + problem.auxiliary_width
+    return bool(block_bytes < enough_room(queries.largest, keys.total, features))
 
 
 @cache

@@ -34,6 +34,7 @@ from .losses import (
     sup_con_loss_and_grad,
 )
 from .result import LossAndGrad, Metrics
+from .scores import maxsim_scores
 from .training.capture import Captured, capture
 from .training.grad_cache import grad_cache
 
@@ -60,6 +61,7 @@ __all__ = [
     "info_nce_loss_and_grad",
     "lit_loss",
     "lit_loss_and_grad",
+    "maxsim_scores",
     "nt_xent_loss",
     "nt_xent_loss_and_grad",
     "schedules",

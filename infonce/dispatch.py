@@ -18,6 +18,7 @@ from .checks import prefixes
 from .checks.call import Request, check
 from .checks.teacher import add_teacher
 from .kernels.direction_losses import weigh_losses
+from .kernels.maxsim.tokens import Tokens
 from .kernels.problem import LN_2, Array, Gradients, Problem
 from .kernels.solve import Solution
 from .result import LossAndGrad, Metrics, QueryKeyGrads
@@ -195,7 +196,8 @@ def solve(
 ) -> Solution:
     """The solution of a checked problem. `gradients` are the destinations of feature gradients."""
     try:
-        solution: Solution = _backend(offload, on_gpu).solve(problem, gradients)
+        of_tokens = problem.query.__class__ is Tokens
+        solution: Solution = backend(offload, on_gpu, of_tokens).solve(problem, gradients)
     except MemoryError as error:
         raise_with_advice(error, problem)
     return solution
@@ -215,13 +217,22 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
 
 
 @cache
-def _backend(offload: bool, on_gpu: bool) -> Any:
+def backend(offload: bool, on_gpu: bool, of_tokens: bool) -> Any:
     """The module whose function `solve` solves a problem.
 
-    `offload`: a GPU computes with features in host memory. `on_gpu`: features are on a GPU. The
-    imports are inside the function, so that `import infonce` does not wait for Numba. The result is
-    cached, because an import statement takes time that small batches notice.
+    `offload`: a GPU computes with features in host memory. `on_gpu`: features are on a GPU.
+    `of_tokens`: features are sets of tokens. The imports are inside the function, so that `import
+    infonce` does not wait for Numba. The result is cached, because an import statement takes time
+    that small batches notice.
     """
+    if of_tokens and on_gpu:
+        from .kernels.maxsim import gpu
+
+        return gpu
+    if of_tokens:
+        from .kernels.maxsim import cpu
+
+        return cpu
     if offload:
         from .kernels.offload import copies
 

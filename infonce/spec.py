@@ -30,6 +30,9 @@ class LossOptions(TypedDict, total=False):
     ids: Any
     groups: Any
     positive_ids: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     own: Any
     own_mask: Any
     in_batch: bool
@@ -80,6 +83,20 @@ OPTIONS: dict[str, Option] = {
     "ids": pairs.IDS,
     "groups": pairs.GROUPS,
     "positive_ids": pairs.POSITIVE_IDS,
+    "query_mask": Option(None, "bool array [M, L], optional",
+        """Which tokens of queries count, if features have three dimensions (`maxsim_scores`);
+        others are not read. A query without tokens has scores of 0.""",
+        cli_help="Which tokens of queries count, bool [rows, tokens], .npy.",
+    ),
+    "key_mask": Option(None, "bool array [N, L], optional",
+        """Which tokens of keys count; others are not read. A key needs one token at least.""",
+        cli_help="Which tokens of keys count, bool [rows, tokens], .npy.",
+    ),
+    "token_mean": Option(False, "bool, default False",
+        """Divide MaxSim scores by the number of the query's tokens.""",
+        cli_help="Divide MaxSim scores by the number of the query's tokens.",
+        compiled=True,
+    ),
     "own": Option(None, "array [M, K, features], optional",
         """Negatives of one row each: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. A
@@ -240,7 +257,7 @@ INTEGER_OPTIONS = tuple(option.name for option in PAIR_OPTIONS if option.type ==
 # Options that are floats of rows, keys or labels, without gradient
 VECTOR_OPTIONS = ("weights", "key_bias", "label_weights")
 # Options that are arrays without gradient, except integers of samples and the features of a guide
-ARRAY_OPTIONS = (*VECTOR_OPTIONS, "own_mask")
+ARRAY_OPTIONS = (*VECTOR_OPTIONS, "query_mask", "key_mask", "own_mask")
 # Dtype of a feature gradient -> wider dtype, in which PyTorch and JAX keep it until the upstream
 # gradient is known. They compute gradients together with the loss. A gradient that underflows to 0
 # in float16 would stay 0, even if the upstream gradient has the factor of a GradScaler
@@ -261,20 +278,27 @@ SOFTMAX_OPTIONS = (
     "margin", "decoupled", "label_smoothing", "hardness",
     *(option.name for option in PAIR_OPTIONS if option.name not in INTEGER_OPTIONS), "guide_margin",
 )  # fmt: skip
-SIGMOID_OPTIONS = ("positive_ids",)  # options of a pairwise sigmoid, which is SigLIP
 OWN_OPTIONS = ("own", "own_mask", "in_batch")  # options of own negatives, which info_nce has
 LABEL_OPTIONS = ("label_weights",)  # options of labels [M, P], which info_nce has
 PREFIX_OPTIONS = ("dims", "dim_weights")
+TOKEN_OPTIONS = ("query_mask", "key_mask", "token_mean")  # of features that are sets of tokens
 # Options for which dot products decide which negatives are likely positives
 LIKELY_POSITIVES = tuple(option.name for option in PAIR_OPTIONS if option.compares)
 # Options that change the logits that compete: a rank has no meaning with them
 NOT_WITH_METRICS = tuple(o.name for o in PAIR_OPTIONS if o.compares or o.shifts)
 # Label smoothing spreads targets over all keys of the denominator, each of which has to count once
 NOT_WITH_LABEL_SMOOTHING = ("decoupled", "hardness", *LIKELY_POSITIVES)
+# The positives of a softmax with `positive_ids` are in the sums of its passes, which do not tell
+# them from negatives
+NOT_WITH_POSITIVE_IDS = ("margin", "hardness", *LIKELY_POSITIVES, "metrics")
 # Combinations that raise an error: all options of one of these tuples in one call
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     *(("label_smoothing", other) for other in NOT_WITH_LABEL_SMOOTHING),
-    ("groups", "label_smoothing", "ids"),  # need a sum of features for each (group, id)
+    *((other, "positive_ids") for other in NOT_WITH_POSITIVE_IDS),
+    # need a sum of features for each (group, id)
+    ("groups", "label_smoothing", "ids"),
+    *((name, "label_smoothing", "positive_ids") for name in ("ids", "groups")),
+    ("ids", "decoupled", "positive_ids"),  # each leaves out pairs of equal numbers
     ("own", "label_smoothing"),  # sums of the keys' features lack own negatives
 )
 
@@ -292,7 +316,8 @@ class Loss:
     column_direction_weight: float = 0.0
     # queries are the keys (gte: all rows of both), and no row is compared with itself
     symmetric: bool = False
-    square: bool = False  # as many keys as queries are required, except with `positive_ids`
+    # as many keys as queries are required, except with `positive_ids` of a loss without columns
+    square: bool = False
     locked: tuple[str, ...] = ()  # arguments that never get a gradient
     sigmoid: bool = False  # a sigmoid of each pair, and no softmax
     # defaults of the loss; all other options have the defaults of `OPTIONS`, for all losses
@@ -308,29 +333,37 @@ class Loss:
         """The index of the keys in `arguments`: 1, or 0 for a loss of one array."""
         return min(1, len(self.arguments) - 1)
 
+    def is_square(self, positive_ids: bool) -> bool:
+        """Whether a call, with or without `positive_ids`, requires as many keys as queries."""
+        return self.square and not (positive_ids and self.column_direction_weight == 0.0)
+
+    @cached_property
+    def takes_tokens(self) -> bool:
+        """Whether a row of features may be a set of tokens: then logits are MaxSim scores."""
+        return not (self.symmetric or self.taught)
+
     @cached_property
     def has_own(self) -> bool:
         """Whether the call has own negatives: `checks.keywords.with_own` adds them."""
         return len(self.arguments) > 2
 
 
-INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads, refused=SIGMOID_OPTIONS)
+INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads)
 INFO_NCE_OWN = replace(INFO_NCE, arguments=("query", "key", "own"), grads=result.QueryKeyOwnGrads)
 NT_XENT = Loss(
     "nt_xent",
     ("features",),
     result.FeaturesGrads,
     symmetric=True,
-    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS),
+    refused=("positive_ids", *OWN_OPTIONS, *LABEL_OPTIONS, *TOKEN_OPTIONS),
 )
 CLIP = Loss(
     "clip", ("image", "text"), result.ImageTextGrads, row_direction_weight=0.5,
-    column_direction_weight=0.5, square=True,
-    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS),
+    column_direction_weight=0.5, square=True, refused=(*OWN_OPTIONS, *LABEL_OPTIONS),
 )  # fmt: skip
 LIT = Loss(
     "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",),
-    refused=(*SIGMOID_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS),
+    refused=(*OWN_OPTIONS, *LABEL_OPTIONS),
 )  # fmt: skip
 SIGLIP = Loss(
     "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
@@ -343,14 +376,14 @@ SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
         *INTEGER_OPTIONS, *OWN_OPTIONS, *LABEL_OPTIONS, *PREFIX_OPTIONS, "margin", "hardness",
-        *LIKELY_POSITIVES, "guide_margin", "metrics",
+        *LIKELY_POSITIVES, "guide_margin", "metrics", *TOKEN_OPTIONS,
     ),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
     refused=(
-        *SIGMOID_OPTIONS, "key_bias", *OWN_OPTIONS, *LABEL_OPTIONS, *PREFIX_OPTIONS, "metrics",
-        "return_logits",
+        "positive_ids", "key_bias", *OWN_OPTIONS, *LABEL_OPTIONS, *PREFIX_OPTIONS, "metrics",
+        "return_logits", *TOKEN_OPTIONS,
     ),
 )  # fmt: skip
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

@@ -78,11 +78,16 @@ def finalize(
     if problem.two_sided and stats.columns is not None:
         column_losses = finalize_with_targets(vectors, problem, stats.columns, column_targets)
     row_upstream = problem.upstream * (problem.row_direction_weight * scale)
+    column_upstream = None
+    if column_losses is not None:
+        column_upstream = problem.upstream * (problem.column_direction_weight * scale)
     linear = []
-    if problem.classes is not None:  # changes `row_losses`
-        linear.append(
-            add_class_means(xp, problem, backend, smoothing, row_sums, row_losses, row_upstream)
-        )
+    if problem.classes is not None:  # changes losses of rows and columns
+        columns = None
+        if column_losses is not None and stats.columns is not None:
+            columns = stats.columns, column_losses, column_upstream
+        rows = row_sums, row_losses, row_upstream
+        linear.append(add_class_means(xp, problem, backend, smoothing, rows, columns))
     losses = problem.row_direction_weight * row_losses.loss
     log_scale_grad = row_losses.log_scale_grad
     if log_scale_grad is not None:
@@ -90,12 +95,11 @@ def finalize(
     # dL/dx of a negative is row_factor 2^(x - reference), x base 2. The kernels on a GPU have the
     # log-sum-exp as reference, whose probability is 1
     row_factor = row_upstream * row_losses.reference_probability
-    column_upstream = column_factor = None
+    column_factor = None
     if column_losses is not None:
         losses = losses + problem.column_direction_weight * column_losses.loss
         if log_scale_grad is not None:
             log_scale_grad += problem.column_direction_weight * column_losses.log_scale_grad
-        column_upstream = problem.upstream * (problem.column_direction_weight * scale)
         column_factor = column_upstream * column_losses.reference_probability
     if smoothing is not None:
         linear += smoothing.terms(
@@ -120,6 +124,9 @@ def finalize(
     pull = _times(row_upstream, row_targets.pull(row_losses.negative_probability))
     if column_losses is not None:
         pull = pull + column_upstream * column_targets.pull(column_losses.negative_probability)
+    # A rule tells the queries of a key, so a row without a positive inserts 0
+    if problem.classes is not None and problem.two_sided:
+        pull = xp.where(problem.positives < 0, 0.0, pull)
     inserted_pull = pull
     if smoothing is not None:
         pull, inserted_pull = _add_smoothing(

@@ -45,6 +45,25 @@ class Grid:
         return sum(len(self.visits(a)) for a in range(len(self.rows)))
 
 
+def gradient_visits(
+    grid: Grid, ranges: Sequence[slice], symmetric: bool, want_query: bool, want_key: bool,
+    has_losses: bool = False,
+) -> list[tuple[Grid, bool, bool]]:  # fmt: skip
+    """The gradient passes, each as (its grid, whether it computes dQ, whether it computes dK).
+
+    One pass computes both if all of dK accumulates at once (one range), and if queries are the keys
+    (`symmetric`): dQ then has all terms. Otherwise logits are computed twice, in a pass for dQ and
+    in a pass for each range of keys. If the first pass `has_losses` to complete, it runs in any
+    case, because a range has only some of the pairs.
+    """
+    if symmetric or not want_key or len(ranges) == 1:
+        return [(grid, want_query, want_key)]
+    first = [(grid, want_query, False)] * (want_query or has_losses)
+    width = grid.largest[1]
+    parts = (Grid(grid.rows, slices(keys.stop, width, keys.start)) for keys in ranges)
+    return [*first, *((part, False, True) for part in parts)]
+
+
 def slices(end: int, step: int, start: int = 0) -> list[slice]:
     """Slices that cover range(start, end): all of length `step`, except for a shorter last one."""
     return [slice(i, min(i + step, end)) for i in range(start, end, step)]

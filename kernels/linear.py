@@ -32,7 +32,9 @@ class Segments:
     rows: Array
     columns: Array  # [N]: the segment of each key, like `rows`
     count: int | None = None  # number of segments; None: `numbered` finds it
-    order: Array = None  # [N] if queries are the keys: rows sorted by segment; None: not known
+    # [M] and [N]: rows, and keys, sorted by segment; None: not known
+    row_order: Array = None
+    column_order: Array = None
     _numbered: Segments | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,29 +78,36 @@ class Segments:
 
 @dataclass
 class Classes(Segments):
-    """Segments that are classes of SupCon. On a GPU `count` is None: the host does not know it."""
+    """Segments whose rows and keys are positives: the classes of SupCon, or of `positive_ids`. On a
+    GPU `count` is None: the host does not know it."""
 
-    # Both fields are set on a GPU, for its kernels. `in_sums` has an `order`, and only the classes
-    # of more than two rows (`decoupled`: of two or more), whose loss has a mean over the class
+    # Both are set on a GPU, for its kernels. `in_sums` has orders, and only the classes whose rows
+    # have several positives (`decoupled`: one or more), and so a mean in their loss
     in_sums: Segments | None = None
-    others: Array = None  # [N] number of other rows in a class of `in_sums`; 0 in other classes
+    positive_count: Array = None  # [M] positives of a row in a class of `in_sums`; 0 in others
 
 
 def partners(
-    xp: Any, members: tuple[Array, Array], index: Array, decoupled: bool
-) -> tuple[Array, Array]:
-    """The positives of rows in classes of two, and whether rows have a positive.
+    xp: Any, classes: Classes, members: tuple[Array, Array], own_index: Array | None,
+    decoupled: bool,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """The positives of rows that have one positive, and whether rows have any.
 
-    `index` [N] are the indices of rows, and `members` is `Segments.members` of `index`. Returns:
+    `members` is `classes.members` of the indices of all keys. `own_index` [M]: queries are the
+    keys, and row i is no positive of itself; None: queries are no keys. Returns:
 
-    - [N] the other row of a class of two; -1 for other classes;
-    - [N] bool: whether the row's class has another row.
+    - [M] the only positive of a row; -1 for a row with several or none;
+    - [M] bool: whether the row has a positive. None: each row has one, because row i and key i have
+      one class.
 
     `decoupled`: sums leave out all positives, so the first value is -1 for all rows.
     """
     number, index_sums = members
-    is_pair = (number == 2) & (not decoupled)
-    return xp.where(is_pair, index_sums - index, -1), number > 1
+    if own_index is not None:
+        number, index_sums = number - 1, index_sums - own_index
+    is_single = (number == 1) & (not decoupled)
+    all_have_one = own_index is None and classes.rows is classes.columns
+    return xp.where(is_single, index_sums, -1), None if all_have_one else number > 0
 
 
 @dataclass
@@ -138,7 +147,7 @@ class SegmentedRows(Protocol):
         """[count, D]: the sum of factor_i u_i (None: u_i) over the rows of each segment.
 
         `segment` [n] is the segment of each row, `factor` [n]. A GPU reads rows in the given
-        `order` (`Segments.order`); the sums of segments without rows are then arbitrary.
+        `order` (`Segments.row_order`); the sums of segments without rows are then arbitrary.
         """
         ...
 
@@ -175,11 +184,11 @@ class LinearGradient:
         assert segments.count is not None
         own_segment, other_segment = segments.rows, segments.columns
         own_factor, other_factor = term.row_factor, term.column_factor
-        other_side, other_sums = key, term.key_sums
+        other_side, other_sums, order = key, term.key_sums, segments.column_order
         if is_key_side:
             own_segment, other_segment = other_segment, own_segment
             own_factor, other_factor = other_factor, own_factor
-            other_side, other_sums = query, term.query_sums
+            other_side, other_sums, order = query, term.query_sums, segments.row_order
         elif symmetric:  # row i is also key i, and has the factor of row i there
             other_factor = own_factor
         # If queries are the keys, `sums` and `weighted` both contain row i. A row makes no pair
@@ -190,10 +199,10 @@ class LinearGradient:
         self.sums = self.weighted = None
         if own_factor is not None:
             if other_sums is None:
-                other_sums = other_side.sums(*grouping, order=segments.order)
+                other_sums = other_side.sums(*grouping, order=order)
             self.sums = other_sums
         if other_factor is not None:
-            self.weighted = other_side.sums(*grouping, other_factor, segments.order)
+            self.weighted = other_side.sums(*grouping, other_factor, order)
 
     def part(self, rows: slice) -> LinearGradient:
         """The gradient with respect to some rows of this side."""
@@ -365,36 +374,54 @@ def find_label_smoothing(
     return LabelSmoothing(rows, columns, parts, added_positives)
 
 
-# --- classes: the positives of a row are all other rows of its class ------------------------------
+# --- classes: the positives of a row are all keys of its class, except the row itself -------------
+
+
+# complete sums of rows or of columns, their losses, and the upstream gradients of these losses
+Direction = tuple[Sums, DirectionLosses, Array]
 
 
 def add_class_means(
-    xp: Any, problem: Problem, backend: Any, smoothing: LabelSmoothing | None, sums: Sums,
-    rows: DirectionLosses, row_upstream: Array,
+    xp: Any, problem: Problem, backend: Summing, smoothing: LabelSmoothing | None, rows: Direction,
+    columns: Direction | None,
 ) -> LinearTerm:  # fmt: skip
-    """Replace the losses of rows in classes of more than two rows (`decoupled`: of two or more).
+    """Replace the losses of rows, and of columns, with several positives (`decoupled`: with any).
 
-    The loss of such a row is the log-sum-exp minus the mean of its positives' logits. Unless the
-    loss is `decoupled`, the positives are also in the sums of negatives. Such a loss is at least
-    the logarithm of their number, so the subtraction loses little precision. In a class of two,
-    the other row is the row's positive, as in other losses (`partners`).
+    Such a loss is the log-sum-exp minus the mean of the positives' logits. Unless the loss is
+    `decoupled`, the positives are also in the sums of negatives. Such a loss is at least the
+    logarithm of their number, so the subtraction loses little precision. A single positive is in
+    `Problem.positives`, as in other losses (`partners`).
 
-    Changes `rows.loss` and `rows.log_scale_grad` of these rows. Returns the linear term of the
-    gradient: the pull at the positives, without the label smoothing's. `sums` are of rows.
+    Returns the linear term of the gradient: the pull at the positives, without the label
+    smoothing's. `columns` None: columns have no softmax.
     """
-    e = problem.label_smoothing
-    others, _ = backend.segment_sums(problem, problem.classes, False)
-    count = xp.maximum(others.number, 1.0)  # number of positives
-    class_mean, class_bias = problem.scale * others.products / count, others.biases / count
-    logit_term, bias_term = -class_mean, -class_bias  # loss = lse + logit_term + bias_term
+    row_sums, column_sums = backend.segment_sums(problem, problem.classes, columns is not None)
+    row_means = column_means = column_factor = None
     if smoothing is not None:
-        logit_term = logit_term + e * (class_mean - smoothing.rows.logit)
-        bias_term = bias_term + e * (class_bias - smoothing.rows.bias)
-    takes_class_mean = (problem.positives < 0) & (others.number > 0)
-    rows.loss = xp.where(takes_class_mean, rows.lse + logit_term + bias_term, rows.loss)
+        row_means, column_means = smoothing.rows, smoothing.columns
+    row_factor = _use_class_means(xp, problem, row_sums, row_means, *rows)
+    if columns is not None and column_sums is not None:
+        column_factor = _use_class_means(xp, problem, column_sums, column_means, *columns)
+    return LinearTerm(problem.classes, row_factor, column_factor)
+
+
+def _use_class_means(
+    xp: Any, problem: Problem, positives: SegmentSums, key_means: KeyMeans | None, sums: Sums,
+    losses: DirectionLosses, upstream: Array,
+) -> Array:  # fmt: skip
+    """`add_class_means` of one direction, whose `positives` are summed. Changes `losses.loss` and
+    `losses.log_scale_grad`, and returns the factor of each row in the linear term."""
+    e, count = problem.label_smoothing, xp.maximum(positives.number, 1.0)
+    class_mean, class_bias = problem.scale * positives.products / count, positives.biases / count
+    logit_term, bias_term = -class_mean, -class_bias  # loss = lse + logit_term + bias_term
+    if key_means is not None:
+        logit_term = logit_term + e * (class_mean - key_means.logit)
+        bias_term = bias_term + e * (class_bias - key_means.bias)
+    takes_class_mean = (problem.positives < 0) & (positives.number > 0)
+    losses.loss = xp.where(takes_class_mean, losses.lse + logit_term + bias_term, losses.loss)
     if sums.moment is not None:
         softmax_mean = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
         scale_grad = softmax_mean + logit_term
-        rows.log_scale_grad = xp.where(takes_class_mean, scale_grad, rows.log_scale_grad)
-    row_factor = xp.where(takes_class_mean, (1.0 - e) * row_upstream / count, 0.0)
-    return LinearTerm(problem.classes, row_factor)
+        losses.log_scale_grad = xp.where(takes_class_mean, scale_grad, losses.log_scale_grad)
+    factor: Array = xp.where(takes_class_mean, (1.0 - e) * upstream / count, 0.0)
+    return factor

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from .maxsim.tokens import Tokens
 from .options import GIVEN, GivenOptions
 
 T = TypeVar("T")
@@ -86,11 +87,12 @@ class Problem:
     # the groups of queries and of keys as NumPy arrays, from which a GPU's call finds the blocks
     # without a common group. None if features are on the CPU, groups on a GPU, or labels are given
     host_groups: tuple[Array, Array] | None = None
-    # SigLIP, [M] and [N] int64: pairs of equal ids are positives, and all `positives` are -1
+    # [M] and [N] int64: pairs of equal ids are positives, which ids and groups do not leave out. In
+    # SigLIP all `positives` are -1. A softmax without ids and groups has None, and only `classes`
     query_positive_ids: Array = None
     key_positive_ids: Array = None
-    # the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j], float64;
-    # the formula is in options/positive_ids.py
+    # SigLIP: the weight of a positive pair (i, j) is query_pair_weights[i] + key_pair_weights[j],
+    # float64; the formula is in options/positive_ids.py
     query_pair_weights: Array = None  # [M]
     key_pair_weights: Array = None  # [N]
     # numbers that are options of the softmax; `infonce.spec.OPTIONS` explains each
@@ -118,8 +120,8 @@ class Problem:
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
     # bytes of the workspace that the joined copies of features and gradients of a joint loss take
     joint_copy_bytes: int = 0
-    # `linear.Classes`: all other rows of a row's class are its positives. `positives` then has only
-    # the positives of rows with one other row in their class
+    # `linear.Classes`: the positives of a row are all keys of its class, except, if queries are the
+    # keys, the row itself. `positives` then has only the positives of rows with one positive
     classes: Any = None
     # [M, P] float64 weights of `positives` [M, P] in the target of their row, at most 1, and 0 for
     # -1. The largest weight of a row with positives is 1. None: all are 1
@@ -143,8 +145,10 @@ class Problem:
     @property
     def plain_logits(self) -> bool:
         """Whether the call has no own negatives, no teacher (`TaughtProblem`), and no option of
-        pairs that `changes_logits`. Only the option `ids` may then leave out pairs."""
-        return self.own is None and not self.pair_options.change_logits
+        pairs that `changes_logits`, and logits are products of rows. Only the option `ids` may then
+        leave out pairs."""
+        rows = self.own is None and not isinstance(self.query, Tokens)
+        return rows and not self.pair_options.change_logits
 
     @property
     def pair_options(self) -> GivenOptions:
@@ -201,7 +205,7 @@ class Problem:
 
     @property
     def has_positive_ids(self) -> bool:
-        """Whether a sigmoid's positives are the pairs of equal positive ids."""
+        """Whether passes compare positive ids, to find the positives."""
         return self.query_positive_ids is not None
 
     @property

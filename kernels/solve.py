@@ -46,7 +46,7 @@ from typing import Any, Protocol
 from .between_passes import Finalized, OwnNegatives, finalize
 from .direction_losses import DirectionLosses, finalize_direction
 from .epilogues import Epilogue, OnlineSoftmax, Sigmoid, SoftmaxGradient, Statistics, Sums
-from .grid import Grid, slices
+from .grid import Grid, gradient_visits
 from .options import find_limits, with_found_vectors
 from .problem import Array, Gradients, NotFinite, Problem, materialize_vectors
 from .targets import mirror_positive_logits
@@ -332,6 +332,12 @@ class Vectors:
         positive = xp.full(m, xp.nan)
         return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), log_scale_grad, positive)
 
+    def unread_sigmoid(self, problem: Problem, sigmoid: Sigmoid) -> Sigmoid:
+        """`sigmoid` for passes after the first, which has completed the losses: they add to vectors
+        that nobody reads."""
+        _, unread = self.sigmoid(problem)
+        return replace(unread, row_factor=sigmoid.row_factor)
+
     def losses_with_nans(self, problem: Problem, sigmoid: Sigmoid, backend: Backend) -> Array:
         """The losses of a sigmoid, NaN where they depend on a feature that is not finite. Changes
         `sigmoid.log_scale_grad` likewise."""
@@ -366,25 +372,17 @@ def run_gradient_pass(
     problem: Problem, backend: Backend, triangle: bool, epilogue: SoftmaxGradient | Sigmoid,
     gradients: Gradients,
 ) -> None:  # fmt: skip
-    """Compute dQ and dK in one pass if all of dK can be accumulated at once. Otherwise logits are
-    computed twice: in one pass for dQ, and in one pass for each range of keys. If queries are the
-    keys, one pass visits the whole square instead, and its dQ has all terms."""
-    ranges = backend.key_ranges(problem)
+    """Compute dQ and dK in one pass, or in several (`gradient_visits`)."""
+    ranges, wanted = backend.key_ranges(problem), (gradients.want_query, gradients.want_key)
     grid = backend.grid(problem, triangle and len(ranges) == 1)
-    if problem.symmetric or not gradients.want_key or len(ranges) == 1:
-        backend.run_pass(problem, grid, epilogue, gradients)
-        return
-    if gradients.want_query:
-        backend.run_pass(problem, grid, epilogue, replace(gradients, want_key=False))
-        if isinstance(epilogue, Sigmoid):  # losses are complete: later passes add to unused memory
-            _, unused = backend.vectors.sigmoid(problem)
-            epilogue = replace(unused, row_factor=epilogue.row_factor)
-    for keys in ranges:
-        columns = slices(keys.stop, grid.largest[1], keys.start)
-        only_key = replace(gradients, want_query=False)
-        if gradients.want_query:  # the pass for dQ has written the dots
-            only_key.dots = None
-        backend.run_pass(problem, Grid(grid.rows, columns), epilogue, only_key)
+    visits = gradient_visits(grid, ranges, problem.symmetric, *wanted)
+    for i, (part, want_query, want_key) in enumerate(visits):
+        if i == 1 and gradients.want_query:  # the pass for dQ has written dots and losses
+            gradients = replace(gradients, dots=None)
+            if isinstance(epilogue, Sigmoid):
+                epilogue = backend.vectors.unread_sigmoid(problem, epilogue)
+        some = replace(gradients, want_query=want_query, want_key=want_key)
+        backend.run_pass(problem, part, epilogue, some)
 
 
 def _solve_sigmoid(
@@ -396,10 +394,18 @@ def _solve_sigmoid(
         backend.run_pass(problem, backend.grid(problem, False), epilogue, None)
     else:
         run_gradient_pass(problem, backend, False, epilogue, gradients)
-    losses = vectors.losses_with_nans(problem, epilogue, backend)
-    bias_grad = epilogue.bias_grad if problem.scalar_grads else None
+    return sigmoid_solution(problem, epilogue, backend, gradients)
+
+
+def sigmoid_solution(
+    problem: Problem, sigmoid: Sigmoid, backend: Any, gradients: Gradients | None
+) -> Solution:
+    """The solution of a pairwise sigmoid, from the vectors that its pass has completed. `backend`:
+    a `Backend`, or the `GPU` of a whole call."""
+    losses = backend.vectors.losses_with_nans(problem, sigmoid, backend)
+    bias_grad = sigmoid.bias_grad if problem.scalar_grads else None
     dots = None if gradients is None else gradients.dots
-    loss, scale_grad, bias_grad = vectors.totals(
-        problem, losses, epilogue.log_scale_grad, dots, bias_grad
+    loss, scale_grad, bias_grad = backend.vectors.totals(
+        problem, losses, sigmoid.log_scale_grad, dots, bias_grad
     )
     return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)

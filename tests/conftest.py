@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 try:
     import emulation
     from infonce.kernels import problem as problems  # only an installed infonce has its kernels
+    from infonce.kernels.cpu import schedule
 
     from infonce.checks import call
 except ImportError as error:
@@ -96,6 +97,17 @@ def no_few_logits(monkeypatch):
     call._cache.clear()
     yield
     call._cache.clear()
+
+
+@pytest.fixture
+def tile_sides(monkeypatch):
+    """Sets the rows and columns of tiles on the CPU: `tile_sides(16, 24)`."""
+
+    def choose(rows, columns):
+        monkeypatch.setattr(schedule, "TILE", (rows, columns))
+        monkeypatch.setattr(schedule, "TRIANGLE_SIDE", min(rows, columns))
+
+    return choose
 
 
 @pytest.fixture

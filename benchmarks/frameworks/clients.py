@@ -183,7 +183,7 @@ def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any],
 # --- measurement ----------------------------------------------------------------------------------
 
 
-def measured(embeddings: Sequence[Any], loss: Loss) -> dict[str, float]:
+def measured(bench: Device, embeddings: Sequence[Any], loss: Loss) -> dict[str, float]:
     def step() -> Any:
         for z in embeddings:
             z.grad = None
@@ -191,21 +191,14 @@ def measured(embeddings: Sequence[Any], loss: Loss) -> dict[str, float]:
         value.backward()
         return value.detach()
 
-    times = []
-    for _ in range(REPEATS + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        value = step()
-        stop.record()
-        stop.synchronize()
-        times.append(1e-3 * start.elapsed_time(stop))
+    times = [bench.elapsed(step, 1)[0] for _ in range(REPEATS + 3)]
     for z in embeddings:
         z.grad = None
     cupy.get_default_memory_pool().free_all_blocks()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step()
+    value = step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before - sum(z.nbytes for z in embeddings)
     peak += cupy.get_default_memory_pool().total_bytes()
@@ -216,7 +209,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=RESULTS / "clients.json")
     arguments = parser.parse_args()
-    described = Device("float32").describe()
+    bench = Device("float32")
+    described = bench.describe()
     report = {
         "date": machine.now(),
         "commit": machine.commit(),
@@ -230,7 +224,7 @@ def main() -> None:
         for contender, loss in losses:
             row = {"step": name, "loss by": contender}
             try:
-                row |= measured(embeddings, loss)
+                row |= measured(bench, embeddings, loss)
             except Exception as error:  # other projects' code fails in many ways
                 row["skipped"] = ". ".join(f"{type(error).__name__}: {error}".split(". ")[:2])[:200]
             print(row, flush=True)

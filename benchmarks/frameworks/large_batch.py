@@ -23,7 +23,7 @@ import infonce.torch
 from infonce.cli import common, machine
 from infonce.cli.common import to_json
 
-HERE = Path(__file__).resolve().parent
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 LATENT, CHUNK, TEMPERATURE, NOISE = 64, 8192, 0.07, 1.0
 
 
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "large_batch.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "large_batch.json")
     arguments = parser.parse_args()
     common.check_destination(arguments.output)
     row = train(arguments.rows, arguments.dim, arguments.steps, arguments.device)

@@ -27,7 +27,7 @@ from infonce.cli.bench.gpu import Device
 from infonce.cli.common import to_json
 
 TEMPERATURE = 0.07
-HERE = Path(__file__).resolve().parent
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def wall(runs: dict[str, Callable[[], Any]], rounds: int = 9) -> dict[str, dict[str, float]]:
@@ -58,17 +58,8 @@ def wall(runs: dict[str, Callable[[], Any]], rounds: int = 9) -> dict[str, dict[
     }
 
 
-def device(run: Callable[[], Any], repeat: int = 10) -> dict[str, float]:
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeat):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(1e-3 * start.elapsed_time(stop))
+def device(bench: Device, run: Callable[[], Any], repeat: int = 10) -> dict[str, float]:
+    times = [bench.elapsed(run, 1)[0] for _ in range(3 + repeat)][3:]
     return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
 
 
@@ -128,7 +119,7 @@ def small() -> list[dict[str, Any]]:
     ]
 
 
-def large(rows: int, dim: int) -> list[dict[str, Any]]:
+def large(bench: Device, rows: int, dim: int) -> list[dict[str, Any]]:
     sides = [F.normalize(torch.randn(rows, dim, device="cuda"), dim=1).bfloat16() for _ in range(2)]
     arrays = [cupy.from_dlpack(z) for z in sides]
     out = [cupy.empty_like(z) for z in arrays]
@@ -148,7 +139,7 @@ def large(rows: int, dim: int) -> list[dict[str, Any]]:
     results = []
     for method, run in runs.items():
         row = {"loss": "clip", "rows": rows, "dim": dim, "dtype": "bfloat16", "method": method}
-        results.append({**row, **device(run)})
+        results.append({**row, **device(bench, run)})
     for leaf in leaves:
         leaf.grad = None
     out.clear()
@@ -164,16 +155,17 @@ def large(rows: int, dim: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "torch.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "torch.json")
     arguments = parser.parse_args()
-    described = Device("float32").describe()
+    bench = Device("float32")
+    described = bench.describe()
     report = {
         "date": machine.now(),
         "commit": machine.commit(),
         "device": described["device"],
         "versions": described["versions"],
         "settings": {"temperature": TEMPERATURE},
-        "results": [*small(), *large(65536, 512)],
+        "results": [*small(), *large(bench, 65536, 512)],
     }
     for row in report["results"]:
         print({k: f"{v:.3e}" if isinstance(v, float) else v for k, v in row.items()})

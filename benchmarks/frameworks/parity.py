@@ -25,7 +25,7 @@ import infonce.torch
 from infonce.cli import machine
 from infonce.cli.common import to_json
 
-HERE = Path(__file__).resolve().parent
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 HELD_OUT, BATCH, TEMPERATURE = 360, 256, 0.2
 Loss = Callable[[Any], Tensor]
 
@@ -124,7 +124,7 @@ def compare(steps: int, dtype: torch.dtype) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "parity.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "parity.json")
     arguments = parser.parse_args()
     rows = [row for t in (torch.float64, torch.float32) for row in compare(arguments.steps, t)]
     for row in rows:

@@ -11,9 +11,9 @@ No rank waits for ever:
   that ends between calls tells them too.
 - If a rank is killed, the ranks that see its process notice it within 0.05 s of waiting
   (processes.py: `Peers.gone`, which mpi.py: `MPIRanks.listen` asks), and tell the other ranks.
-- If a rank hangs, the other ranks raise a `RankError` after the timeout. Over MPI, the error names
-  the rank that hangs: after half of the timeout, waiting ranks announce that they wait
-  (`announce_wait`), and the rank that hangs announces nothing.
+- If a rank hangs, the other ranks raise a `RankError` after the timeout, which names the rank that
+  hangs: after half of the timeout, waiting ranks announce that they wait (`announce_wait`), and the
+  rank that hangs announces nothing.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Communicator:
     moving: float = 0.0
 
     def allgather(self, value: Any) -> list[Any]:
-        """A small picklable value of every rank, in the order of the ranks."""
+        """A picklable value of every rank, in the order of the ranks. The largest are the rows of a
+        small batch (whole_batch.py)."""
         raise NotImplementedError
 
     def shift(
@@ -135,12 +136,18 @@ class Communicator:
         The method does nothing in a communicator whose ranks cannot tell this.
         """
 
-    def name_silent_ranks(self) -> str:
-        """Words for a `RankError`: the ranks that have not announced that they wait.
+    def find_waiting_ranks(self) -> set[int] | None:
+        """The ranks that have announced that they wait in the step of this rank. None: the ranks of
+        this communicator cannot tell."""
+        return None
 
-        "another rank", if the ranks of this communicator announce no waits.
-        """
-        return "another rank"
+    def name_silent_ranks(self) -> str:
+        """Words for a `RankError`: the ranks that have not announced that they wait."""
+        waiting = self.find_waiting_ranks()
+        if waiting is None:
+            return "another rank"
+        silent = [f"rank {r}" for r in range(self.size) if r not in {self.rank, *waiting}]
+        return ", ".join(silent) or "ranks that wait too"
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this rank leaves a call with `error`."""
@@ -150,10 +157,14 @@ class Communicator:
         for transport in self.__dict__.pop("gpu_transports", {}).values():
             transport.free()
 
-    def until(self, done: Callable[[], bool], busy_wait: float = BUSY_WAIT) -> None:
+    def until(
+        self, done: Callable[[], bool], busy_wait: float = BUSY_WAIT,
+        block: Callable[[float], object] | None = None,
+    ) -> None:  # fmt: skip
         """Wait until `done()` is true. RankError if another rank fails, or after the timeout.
 
-        The thread does not sleep in the first `busy_wait` seconds.
+        In the first `busy_wait` seconds the thread does not sleep. Then it calls `block`, which
+        waits until `done()` may be true, or for so many seconds. Without `block`, it sleeps.
         """
         began = now = time.monotonic()
         next_listen, has_announced = began + LISTEN_INTERVAL, False
@@ -173,6 +184,8 @@ class Communicator:
                 )
             if now - began < busy_wait:
                 _yield_core()
+            elif block is not None:
+                block(LISTEN_INTERVAL)
             else:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
 
@@ -194,7 +207,7 @@ class Communicator:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        self.until(lambda: not thread.is_alive())
+        self.until(lambda: not thread.is_alive(), 0.0, thread.join)
         if errors:
             raise self.blame(errors[0], library) from errors[0]
         return results[0]
@@ -219,7 +232,7 @@ def gather_values(value: Any, gather_bytes: Callable[[Array], Array]) -> list[An
     bytes. If the value of some rank needs more than `SHORT_VALUE` bytes, `gather_bytes` is called a
     second time, with room for the longest value.
     """
-    pickled = pickle.dumps(value)
+    pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     room, longest = 0, SHORT_VALUE
     while longest > room:
         room = longest

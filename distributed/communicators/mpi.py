@@ -280,14 +280,10 @@ class MPIRanks(Communicator):
     def announce_wait(self) -> None:
         self._send_to_all(WAITING)
 
-    def name_silent_ranks(self) -> str:
-        silent_ranks = [
-            f"rank {r}" for r in range(self.size)
-            if r != self.rank and self._waiting.get(r) != self.allgather_count
-        ]  # fmt: skip
-        if self._control is None and len(silent_ranks) > 1:
-            return "another rank"  # no rank can announce its wait before the duplicates are made
-        return ", ".join(silent_ranks) if silent_ranks else "ranks that wait too"
+    def find_waiting_ranks(self) -> set[int] | None:
+        if self._control is None and self.size > 2:
+            return None  # no rank can announce its wait before the duplicates are made
+        return {r for r, count in self._waiting.items() if count == self.allgather_count}
 
     def fail(self, error: BaseException) -> None:
         if self.broken or self.size == 1:

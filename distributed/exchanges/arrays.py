@@ -1,7 +1,7 @@
 """The arrays of keys that travel between ranks in a pass, with one row for each key.
 
 passes.py sends `key_arrays` in both passes and `gradient_arrays` after them in the gradient pass. A
-rank that receives the arrays makes its block with `key_array_names` and `with_arrays`.
+rank that receives the arrays makes its block with `key_fields` and `with_arrays`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from infonce.kernels.distill.problem import TaughtGradient
 from infonce.kernels.epilogues import SoftmaxGradient
 from infonce.kernels.linear import LinearTerm
+from infonce.kernels.maxsim.tokens import Tokens
 from infonce.kernels.options import KEY_VECTORS
 from infonce.kernels.problem import Array, Problem, fast_replace
 
@@ -20,14 +21,48 @@ from infonce.kernels.problem import Array, Problem, fast_replace
 PER_KEY = "key", *KEY_VECTORS, "guide_key", "teacher_key"
 
 
-def key_array_names(problem: Problem) -> list[str]:
-    """The fields of `PER_KEY` that are not None."""
-    return [name for name in PER_KEY if getattr(problem, name, None) is not None]
+def _key_names(problem: Problem) -> list[str]:
+    """The fields of `PER_KEY` that are not None, except the features."""
+    return [name for name in PER_KEY[1:] if getattr(problem, name, None) is not None]
 
 
 def key_arrays(problem: Problem) -> list[Array]:
-    """This rank's arrays of keys that travel in every pass."""
-    return [getattr(problem, name) for name in key_array_names(problem)]
+    """This rank's arrays of keys that travel in every pass: features, then other fields."""
+    key = problem.key
+    features = [key]
+    if isinstance(key, Tokens):
+        features = [key.values] if key.mask is None else [key.values, key.mask]
+    return features + [getattr(problem, name) for name in _key_names(problem)]
+
+
+def key_fields(problem: Problem, arrays: list[Array]) -> dict[str, Any]:
+    """The fields of `PER_KEY` of the block of keys whose `key_arrays` come first in `arrays`."""
+    rest, key = iter(arrays), next(iter(arrays))
+    next(rest)
+    if isinstance(problem.key, Tokens):
+        key = Tokens(key, None if problem.key.mask is None else next(rest))
+    return {"key": key, **dict(zip(_key_names(problem), rest, strict=False))}
+
+
+def make_contiguous(xp: Any, problem: Problem) -> None:
+    """Replace arrays of keys by contiguous ones, because exchanges send their bytes."""
+    arrays = [xp.ascontiguousarray(array) for array in key_arrays(problem)]
+    for name, value in key_fields(problem, arrays).items():
+        setattr(problem, name, value)
+
+
+def row_shape(features: Any) -> tuple[int, ...]:
+    """The shape of a row of features, and of its gradient: (D,), or (L, D) of tokens."""
+    return features.row_shape if isinstance(features, Tokens) else features.shape[1:]
+
+
+def empty_rows(xp: Any, features: Any, n: int) -> Any:
+    """`n` rows like those of `features`, whose memory is not set."""
+    values = xp.empty((n, *row_shape(features)), features.dtype)
+    if not isinstance(features, Tokens):
+        return values
+    mask = features.mask
+    return Tokens(values, None if mask is None else xp.empty((n, values.shape[1]), bool))
 
 
 def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:
@@ -87,6 +122,8 @@ def numbers_per_key(problem: Problem) -> int:
     count = 3 + len(problem.pair_options.vectors) + max(0, ids - 1) + 2 * linear_terms
     if problem.auxiliary_key is not None:  # a teacher has two factors; the division rounds down
         count += 1 + (not problem.guided) + auxiliary_bytes(problem) // 8
+    if isinstance(problem.key, Tokens) and problem.key.mask is not None:
+        count += 1 + problem.key.length // 8
     return count
 
 

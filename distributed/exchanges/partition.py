@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
+
+from infonce.kernels.problem import Array, Problem
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,14 @@ class Partition:
             slice(start + rows * j // pieces, start + rows * (j + 1) // pieces)
             for start, rows in zip(self.starts, self.rows, strict=False)
         ]
+
+
+def shard_positives(xp: Any, problem: Problem, first_query: int) -> Array:
+    """[M] the positives of a shard without labels, as indices of the keys of all ranks.
+
+    Row i of all ranks belongs to key i of all ranks. Of a rank's 2B views, a row belongs to the
+    view B rows further on (mod 2B), on the same rank.
+    `first_query` is the index of the shard's first row in the batch.
+    """
+    m, row = len(problem.query), xp.arange(len(problem.query))
+    return first_query + ((row + m // 2) % max(m, 1) if problem.symmetric else row)

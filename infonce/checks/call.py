@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import spec
 from ..arrays import describe_arrays, namespace, native
+from ..kernels.maxsim.tokens import Tokens
 from ..kernels.options import count_positives, weigh_positives
 from ..kernels.problem import (
     WORKSPACE,
@@ -27,7 +28,7 @@ from ..kernels.problem import (
     uses_moments,
 )
 from ..spec import BOOLEAN_OPTIONS, CHOICES, DEFAULTS, GRAD_ONLY, Loss
-from . import norms, outputs, rows, softmax, validation
+from . import norms, outputs, rows, softmax, tokens, validation
 from .keywords import unexpected
 from .validation import Batch
 
@@ -81,6 +82,7 @@ class _StaticChecks:
     dtype: np.dtype[Any]  # of the loss
     return_logits: bool
     offload: bool
+    has_tokens: bool  # features are sets of tokens, [rows, tokens, D]
     has_vectors: bool  # a call has labels, own negatives or an option in `PER_CALL`
     template: Problem  # the problem of such calls, without features, scale, bias and vectors
     # whether the template has arrays for the default `positives` and `upstream`: only for small
@@ -121,7 +123,8 @@ def check(
                 _cache.clear()
             _cache[cache_key] = static
         # At the first call of a kind. Arrays on a GPU are not read: the host would wait for it
-        if static.xp is np and "normalize" not in options:
+        has_masks = "query_mask" in options or "key_mask" in options  # padding may hold anything
+        if static.xp is np and "normalize" not in options and not has_masks:
             norms.warn_if_far_from_one(loss, arrays)
 
     scale = static.scale
@@ -137,6 +140,8 @@ def check(
     if static.products_may_overflow and isinstance(scale, float):  # an array on a GPU is not read
         norms.require_finite_logits(loss, arrays, scale)
     query, key = arrays[0], arrays[loss.key_argument]
+    if static.has_tokens:
+        query, key = tokens.make(static.xp, arrays, options)
     if loss.joint:  # one softmax over all rows: queries and keys are the same 2B rows
         query = key = static.xp.concatenate([query, key])
     problem = fast_replace(static.template, query=query, key=key, scale=scale, bias=bias)
@@ -175,24 +180,28 @@ def _add_vectors(
             raise ValueError(
                 f"ids: expected one column with label_smoothing, got {problem.id_columns}"
             )
-    has_positive = None
+    positive_ids, has_positive = get("positive_ids"), None
+    decoupled, is_whole_batch = bool(get("decoupled")), batch is None  # False over ranks
+    if labels is None and get("label_weights") is not None:
+        came = validation.what(get("label_weights"))
+        raise ValueError(f"label_weights: expected None without labels, got {came}")
     if loss.classes:
-        decoupled = bool(get("decoupled"))
-        is_whole_batch = batch is None  # False over ranks
         problem.classes, problem.positives, has_positive = rows.classes(
             xp, labels, m, decoupled, static.batch.first, is_whole_batch
         )
-        if decoupled:  # sums leave out the positives: classes serve as ids, which exclude pairs
-            problem.query_ids = problem.key_ids = problem.classes.rows
+    elif positive_ids is not None and not loss.sigmoid:
+        problem.classes, problem.positives, has_positive = rows.pair_classes(
+            xp, loss, positive_ids, m, n, decoupled, is_whole_batch
+        )
     elif labels is not None:  # a row of nt_xent (symmetric) has one positive: its other view
         problem.positives, problem.known_row_nans, has_positive, problem.label_weights = (
             rows.positives(
                 xp, labels, m, static.batch.columns, not loss.symmetric, get("label_weights")
             )
         )
-    elif get("label_weights") is not None:
-        came = validation.what(get("label_weights"))
-        raise ValueError(f"label_weights: expected None without labels, got {came}")
+    if decoupled and problem.classes is not None:
+        # sums leave out the positives: classes serve as ids, which exclude pairs
+        problem.query_ids, problem.key_ids = problem.classes.rows, problem.classes.columns
     if (weights := get("weights")) is not None:
         weights = rows.weights(xp, weights, m, batch is None)
     problem.weights = rows.row_weights(xp, weights, has_positive)
@@ -202,22 +211,26 @@ def _add_vectors(
         if reduction != "none":
             problem.common_share = 1.0
     problem.upstream = validation.upstream(xp, get("grad_out", 1.0), reduction, m, shares)
-    positive_ids = get("positive_ids")
     if get("groups") is not None or get("in_batch") is False:
         default_positives = batch is None and labels is None and positive_ids is None
         _set_groups(problem, loss, static, arrays, options, default_positives)
-    if positive_ids is not None:
+    if positive_ids is not None and loss.sigmoid:
         problem.query_positive_ids, problem.key_positive_ids = rows.sample_integers(
             xp, loss, "positive_ids", positive_ids, m, n
         )
         problem.positives = xp.full(m, -1, np.int64)  # none: kernels find them by their ids
         if batch is None:  # over ranks, they are counted later, from all keys
             weigh_positives(xp, problem, *count_positives(xp, problem))
+    elif positive_ids is not None and not decoupled and problem.pair_options.by_numbers:
+        # so that ids and groups leave out no positives
+        problem.query_positive_ids = problem.classes.rows
+        problem.key_positive_ids = problem.classes.columns
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, n)
         problem.query_bias = problem.key_bias if loss.symmetric else None
     if (guide := get("guide")) is not None:
-        guides = rows.guide(xp, loss, guide, arrays[:2], static.check_finite)
+        of_rows = [z[:, 0] for z in arrays[:2]] if static.has_tokens else arrays[:2]
+        guides = rows.guide(xp, loss, guide, of_rows, static.check_finite)
         if problem.guide_margin < math.inf:
             problem.guide_query, problem.guide_key = guides
     if loss.has_own:
@@ -329,13 +342,21 @@ def _check_static(
     """The checks that read no element of an array, only shapes, dtypes, devices and options."""
     values = _options(loss, options, with_grad)
     # a rank may have no rows
-    validation.features(loss.arguments, arrays, descriptions, 1 if batch is None else 0)
+    least = 1 if batch is None else 0
+    validation.features(loss.arguments, arrays, descriptions, least, loss.takes_tokens)
     query, key, is_whole_batch = arrays[0], arrays[loss.key_argument], batch is None
+    has_tokens = query.ndim == 3
+    if has_tokens:
+        tokens.require_options(values)
+        query, key = Tokens(query), Tokens(key)
+    else:
+        tokens.refuse_without_tokens(values)
     on_host = descriptions[0][2] is None
     on_cpu = on_host and not values["offload"]
     batch = batch or Batch(len(query), len(key))
-    square = loss.square and values["positive_ids"] is None
-    validation.shapes(loss, query, key, labelled, batch, square)
+    has_positive_ids = values["positive_ids"] is not None
+    square = loss.is_square(has_positive_ids)
+    validation.shapes(loss, query, key, labelled or has_positive_ids, batch, square)
     if loss.sigmoid:
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
@@ -348,6 +369,9 @@ def _check_static(
         got = f'got method="{values["method"]}"'
         raise ValueError(f'return_logits: expected method="naive", the one that keeps them, {got}')
     softmax_options = softmax.options(loss, values)
+    if labelled and has_positive_ids:
+        got = validation.what(values["positive_ids"])
+        raise ValueError(f"positive_ids: expected None with labels, got {got}")
     wrt = validation.wrt(loss, values["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[loss.key_argument] in wrt
@@ -366,7 +390,9 @@ def _check_static(
         compute_precision=compute_precision, method=values["method"],
         workspace=workspace or WORKSPACE, workspace_given=workspace is not None,
         retrieval_ranks=bool(values["metrics"]), scalar_grads=scalar_grads,
-        moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
+        # a score has no row whose product with its gradient is the scale's
+        moments=scalar_grads
+        and (has_tokens or uses_moments(logits, want_query or want_key, on_cpu)),
         **dict(softmax_options),
     )  # fmt: skip
     has_vectors = labelled or loss.classes or loss.has_own or not PER_CALL.isdisjoint(options)
@@ -375,7 +401,7 @@ def _check_static(
     if template_has_defaults:
         template = materialize_vectors(template, np)
     return _StaticChecks(
-        xp=namespace(query),
+        xp=namespace(arrays[0]),
         batch=batch,
         scale=scale if all(values[name].__class__ in PLAIN for name in NUMBERS) else None,
         bias=bias if loss.sigmoid and plain_bias else None,
@@ -395,6 +421,7 @@ def _check_static(
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
         return_logits=bool(values["return_logits"]),
         offload=bool(values["offload"]),
+        has_tokens=has_tokens,
         has_vectors=has_vectors,
         template=fast_replace(template, query=None, key=None),
         template_has_defaults=template_has_defaults,

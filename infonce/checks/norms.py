@@ -85,7 +85,7 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
         return
     for name, z in list(zip(loss.arguments, arrays, strict=True))[:2]:
         sample = z[:: max(1, len(z) // SAMPLE_ROWS)]  # fewer than 2 * SAMPLE_ROWS rows
-        norms = log2_norms(sample)  # base-2 logarithms
+        norms = log2_norms(sample.reshape(-1, z.shape[-1]))  # base-2 logarithms
         norms = norms[np.isfinite(norms)]
         if len(norms) and max(norms.max(), -norms.min()) > math.log2(LARGEST_USUAL_NORM):
             _warned = True

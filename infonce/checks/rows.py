@@ -133,7 +133,7 @@ def _sorted_sets(
 
 def classes(
     xp: Any, labels: Any, n: int, decoupled: bool, first: int, whole_batch: bool
-) -> tuple[Classes, Array, Array]:
+) -> tuple[Classes, Array, Array | None]:
     """Check labels that are classes, one for each of n rows. Returns three values:
 
     - the classes; a row with a negative label is a class by itself.
@@ -148,10 +148,31 @@ def classes(
     row_numbers = xp.arange(first, first + n)
     # -1 - row: a negative number that no other row has
     ids = labels if unsigned else xp.where(labels < 0, -1 - row_numbers, labels)
-    classes = Classes(ids, ids)
+    return _with_partners(xp, Classes(ids, ids), row_numbers, decoupled, whole_batch)
+
+
+def pair_classes(
+    xp: Any, loss: Loss, positive_ids: Any, m: int, n: int, decoupled: bool, whole_batch: bool
+) -> tuple[Classes, Array, Array | None]:
+    """Check the positive ids of a softmax, which are classes of queries and of keys. Returns the
+    three values of `classes`."""
+    if loss.column_direction_weight and is_pair(positive_ids):
+        raise ValueError(f"positive_ids: expected one array for {loss.name}, got a pair")
+    ids = sample_integers(xp, loss, "positive_ids", positive_ids, m, n)
+    if whole_batch and xp is not np:
+        pair: tuple[Classes, Array, Array | None] = _gpu_labels().pair_classes(*ids, decoupled)
+        return pair
+    return _with_partners(xp, Classes(*ids), None, decoupled, whole_batch)
+
+
+def _with_partners(
+    xp: Any, classes: Classes, own_index: Array | None, decoupled: bool, whole_batch: bool
+) -> tuple[Classes, Array, Array | None]:
+    """The three values of `classes`. `own_index`: see `linear.partners`."""
     if not whole_batch:
         return classes, None, None
-    return classes, *partners(xp, classes.members(xp, row_numbers), row_numbers, decoupled)
+    members = classes.members(xp, xp.arange(len(classes.columns)))
+    return classes, *partners(xp, classes, members, own_index, decoupled)
 
 
 @cache

@@ -151,12 +151,15 @@ def wrt(loss: Loss, value: Any) -> frozenset[str]:
 
 def features(
     names: Sequence[str], arrays: Sequence[Array], descriptions: Sequence[tuple[Any, ...] | None],
-    least: int,
+    least: int, may_have_tokens: bool = False,
 ) -> None:  # fmt: skip
     """Require arrays of features with at least `least` rows, all on one device.
 
     `descriptions` are the results of `arrays.describe_arrays`; `own` has the shape [M, K, D].
+    `may_have_tokens`: features may have the shape [rows, tokens, features].
     """
+    first = getattr(arrays[0], "shape", ())
+    dimensions = 3 if may_have_tokens and len(first) == 3 else 2
     for name, z, description in zip(names, arrays, descriptions, strict=True):
         if description is None:
             refuse_views_apart(name, z)
@@ -168,11 +171,15 @@ def features(
         if not is_float(dtype):
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {dtype}")
         if name == "own":
+            if dimensions == 3:
+                raise ValueError("own: expected None with features of three dimensions")
             if len(shape) != 3 or shape[0] != len(arrays[0]) or shape[2] != arrays[0].shape[1]:
                 m, d = arrays[0].shape
                 raise ValueError(f"own: expected shape ({m}, K, {d}) like query, got {shape}")
-        elif len(shape) != 2:
+        elif len(shape) != dimensions:
             expected = "2 dimensions [rows, features]"
+            if dimensions == 3:
+                expected = f"3 dimensions [rows, tokens, features] like {names[0]}"
             if name == "features" and len(shape) == 3:
                 expected = JOINED_VIEWS
             raise ValueError(f"{name}: expected {expected}, got shape {shape}")

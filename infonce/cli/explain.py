@@ -43,7 +43,7 @@ class _Explain(click.Command):
 @click.option("--ids", count=True, help="The call has ids; once for each of their columns.")
 @click.option("--groups", is_flag=True, help="The call has groups.")
 @click.option("--guide", is_flag=True, help="The call has a guide.")
-@click.option("--positive-ids", is_flag=True, help="The call has positive ids (siglip).")
+@click.option("--positive-ids", is_flag=True, help="The call has positive ids.")
 @click.option("--own", type=int, default=0, help="Own negatives of each row (info_nce).")
 @click.option("--dims", type=List(int), help="Widths of prefixes, as in 64,128,256.")
 @click.option("--metrics", is_flag=True, help="The call counts retrieval ranks.")

@@ -429,12 +429,12 @@ def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
 
 def _reports_metrics(kind: Loss, options: Mapping[str, Any]) -> bool:
     """Whether to report metrics by default: if each row has one positive, the loss has metrics, and
-    neither own negatives nor an option of `NOT_WITH_METRICS` is given."""
+    neither own negatives, nor positive ids, nor an option of `NOT_WITH_METRICS` is given."""
     labels = options.get("labels")
     single = labels is None or (
         labels.ndim == 1 and labels.dtype.kind in "iu" and labels.min(initial=0) >= 0
     )
-    given = {"own", *NOT_WITH_METRICS} & options.keys()
+    given = {"own", "positive_ids", *NOT_WITH_METRICS} & options.keys()
     changed = any(DEFAULTS[name] is None or options[name] != DEFAULTS[name] for name in given)
     return single and not changed and "metrics" not in kind.refused
 

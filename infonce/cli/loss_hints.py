@@ -22,7 +22,7 @@ def find_constant(
 ) -> list[str]:  # fmt: skip
     """Why the loss has one value for all features of these shapes; and arrays of equal rows."""
     hints = []
-    if not _has_positives(kind, options.get("labels")):
+    if not _has_positives(kind, options.get("labels"), options.get("positive_ids")):
         hints.append("no row has a positive: the loss is 0 for any features")
     elif not _has_negatives(kind, features, options, result):
         hints.append("no row has a negative: the loss is 0 for any features")
@@ -34,8 +34,10 @@ def find_constant(
     return hints
 
 
-def _has_positives(kind: Loss, labels: Any) -> bool:
-    """Whether any row has a positive, by its labels."""
+def _has_positives(kind: Loss, labels: Any, positive_ids: Any) -> bool:
+    """Whether any row has a positive, by its labels or positive ids."""
+    if isinstance(positive_ids, tuple) and not kind.sigmoid:
+        return bool(np.isin(*positive_ids).any())
     if labels is None:
         return True
     known = labels[labels >= 0]

@@ -130,11 +130,14 @@ def explain(
     for name, value in options.items():
         if value and name in kind.refused:
             raise ValueError(f"{name}: {loss} does not take it")
+    for name, *others in spec.EXCLUSIVE:
+        if options.get(name) and all(map(options.get, others)):
+            raise ValueError(f"{name}: not with {' and '.join(others)}")
     widths = [features] if dims is None else prefixes.read_widths(dims, features)
     if dims is not None and "dims" in kind.refused:
         raise ValueError(f"dims: {loss} does not take it")
     columns = sizes["keys"]
-    square = (kind.square and not positive_ids) or kind.symmetric
+    square = kind.is_square(positive_ids) or kind.symmetric
     if columns != rows and square:
         raise ValueError(f"keys: expected {rows} for {loss}, got {columns}")
     if kind.symmetric and not (kind.classes or kind.joint) and rows % 2:
@@ -147,9 +150,15 @@ def explain(
         _make_call(kind, (rows, columns, features), dtype, precision, wrt_names), method=method,
         workspace=caller_workspace or WORKSPACE, workspace_given=caller_workspace is not None,
         normalize=normalize, own=own, retrieval_ranks=metrics,
-        pairs=GivenOptions(option for option in PAIR_OPTIONS if options.get(option.name)),
         id_columns=int(ids) or 1,
     )  # fmt: skip
+    if positive_ids and not kind.sigmoid:
+        # the largest possible number of classes of two keys or more, whose features are summed.
+        # Kernels compare the ids only if others could leave out positives
+        call = replace(call, classes=True, max_class_sums=-(-columns // 2))
+        flags["positive_ids"] = ids or groups
+    pairs = GivenOptions(option for option in PAIR_OPTIONS if flags.get(option.name))
+    call = replace(call, pairs=pairs)
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
     calls = [_narrow(call, width) for width in widths]
@@ -243,15 +252,14 @@ def _memory(schedules: Sequence[Schedule]) -> dict[str, dict[str, int]]:
     if last.method == "naive":
         return {"loss and gradient": naive_memory(last.call)}
     if last.one_launch is not None:
-        return {"loss and gradient": {p.name: p.bytes for p in last.one_launch.memory}}
+        return {"loss and gradient": dict(last.one_launch.memory)}
     memory: dict[str, dict[str, int]] = {}
     for scheduled in (one for each in schedules for one in each.passes):
-        parts = {part.name: part.bytes for part in scheduled.parts}
         parts_so_far = memory.get(scheduled.purpose.value, {})
-        if sum(parts.values()) >= sum(parts_so_far.values()):
-            memory[scheduled.purpose.value] = parts
+        if sum(scheduled.parts.values()) >= sum(parts_so_far.values()):
+            memory[scheduled.purpose.value] = dict(scheduled.parts)
     if last.cached:
-        memory["cached from pass to pass"] = {part.name: part.bytes for part in last.cached}
+        memory["cached from pass to pass"] = dict(last.cached)
     if last.call.own:
         memory["own negatives"] = last.call.own_memory
     return memory
@@ -261,7 +269,7 @@ def _workspace_bytes(chosen: Schedule) -> int:
     if chosen.method == "naive":
         return sum(naive_memory(chosen.call).values())
     if chosen.one_launch is not None:
-        return sum(part.bytes for part in chosen.one_launch.memory if part.name == "logits")
+        return int(chosen.one_launch.memory["logits"])
     size: int = chosen.workspace
     return size
 

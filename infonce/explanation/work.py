@@ -125,7 +125,7 @@ def _kernel_and_products(
                 cublas_products.add(m, n, border, is_key_side=True)
     writes_blocks = scheduled.gradients and not scheduled.in_registers
     written_bytes = computed_logits * item_bytes if writes_blocks else 0
-    written_bytes += schedule.cached[0].bytes if scheduled.caching_kernel else 0
+    written_bytes += schedule.cached["exponentials"] if scheduled.caching_kernel else 0
     part_bytes = operands.part_bytes + (0 if teacher is None else teacher.part_bytes)
     features = part_bytes / operands.item
     # a kernel that keeps dL/dx in registers computes a second matrix product, which gives dQ

@@ -146,11 +146,13 @@ def _auxiliary_keys(call: TracedCall, inputs: dict[str, Any]) -> Any:
 def _may_weigh_rows(call: TracedCall, inputs: dict[str, Any]) -> bool:
     """Whether rows may have different shares in the mean: with weights, or rows without positive.
 
-    Classes, and labels of queries, may leave a row without a positive, and so without a share. The
-    labels of nt_xent pair all rows. Values are not known while JAX traces, so only the presence of
-    arguments decides.
+    Classes, labels of queries, and positive ids of a softmax may leave a row without a positive,
+    and so without a share. The labels of nt_xent pair all rows. Values are not known while JAX
+    traces, so only the presence of arguments decides.
     """
-    labelled = inputs["labels"] is not None and (call.kind.classes or not call.kind.symmetric)
+    kind = call.kind
+    labelled = inputs["labels"] is not None and (kind.classes or not kind.symmetric)
+    labelled = labelled or (inputs["positive_ids"] is not None and not kind.sigmoid)
     return call.reduction == "mean" and (labelled or inputs["weights"] is not None)
 
 

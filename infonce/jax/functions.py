@@ -158,7 +158,9 @@ def check_traced(
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     batch = None
     if call_axis is not None:
-        validation.features(kind.arguments, stand_ins, describe_arrays(stand_ins), 1)
+        validation.features(
+            kind.arguments, stand_ins, describe_arrays(stand_ins), 1, kind.takes_tokens
+        )
         columns = len(stand_ins[-1]) * (1 + kind.joint)
         batch = Batch(len(stand_ins[0]) * call_axis.size, columns * call_axis.size)
     labels, bias = _known_values(labels), _known_values(bias)

@@ -20,7 +20,7 @@ import numpy as np
 from infonce.distributed.agreement import UNBOUNDED_WORKSPACE
 from infonce.distributed.exchanges.base import Keys, Round, no_keys
 from infonce.distributed.exchanges.gather import add_pairwise
-from infonce.distributed.exchanges.partition import Partition
+from infonce.distributed.exchanges.partition import Partition, shard_positives
 from infonce.distributed.passes import PassesOverRanks
 from infonce.distributed.run import (
     BlockRunner,
@@ -29,7 +29,6 @@ from infonce.distributed.run import (
     find_classes,
     find_unpaired_rows,
     require_pairs,
-    shard_positives,
 )
 from infonce.distributed.schedule import choose_sum_dtype
 
@@ -370,7 +369,8 @@ def _solve(
 ) -> Solution:  # fmt: skip
     """The part of the device with index `rank` of the loss and its gradients, by passes."""
     assert call.axis is not None
-    problem, gradients, labelled = request.problem, request.gradients, inputs["labels"] is not None
+    problem, gradients = request.problem, request.gradients
+    labelled = inputs["labels"] is not None or problem.classes is not None
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(runner.vectors.xp, problem, first)
@@ -382,10 +382,10 @@ def _solve(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
         rounds, runner.run_block_pass, labelled, runner.vectors, sum_dtype,
     )  # fmt: skip
-    if problem.has_positive_ids:
-        weigh_positives(runner.vectors.xp, problem, *count_positives_over_ranks(passes, problem))
-    elif call.kind.classes:
+    if problem.classes is not None:
         find_classes(passes, problem, first)
+    elif problem.has_positive_ids:
+        weigh_positives(runner.vectors.xp, problem, *count_positives_over_ranks(passes, problem))
     elif problem.symmetric and labelled:
         unpaired = find_unpaired_rows(passes, problem, first)
         if not isinstance(rounds, _Rehearsal):  # stand-ins of labels are no pairs
@@ -395,7 +395,7 @@ def _solve(
         problem.upstream = problem.upstream * problem.weights
     # Kernels read the weights from `upstream`. Operations on arrays read `weights`: they compute
     # classes, and losses that sums and positives' logits do not determine
-    if request.on_gpu and not call.kind.classes and problem.loss_follows_from_sums:
+    if request.on_gpu and problem.loss_follows_from_sums:
         problem = problem.without_weights()
     solution = solver_by_passes(problem)(problem, passes, gradients)
     if request.reduction != "none":

@@ -17,6 +17,7 @@ def clip(
     scale: float,
     ids: Ids | None = None,
     groups: Ids | None = None,
+    positive_ids: ArrayLike | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     guide: Guide | None = None,
@@ -44,6 +45,9 @@ def clip(
         Image i and text j of equal id, i != j, are excluded from row i and from column j.
     groups : array_like [N], or tuple (image groups [N], text groups [N]), optional
         Image i and text j of different groups, i != j, are excluded from row i and column j.
+    positive_ids : array_like [N], optional
+        Images and texts of equal numbers are positives, and not only pairs i = j. Then x_ii is
+        replaced by the mean of x_ij over the positives of row i, and of column i.
     normalize : bool
         Divide the rows of both by their L2 norms first. CLIP does.
     weights : array_like [N], optional
@@ -89,7 +93,7 @@ def clip(
     if normalize:
         u, u_norm = common.normalize(u)
         v, v_norm = common.normalize(v)
-    positive = np.eye(len(u), dtype=np.bool_)
+    positive = common.paired(len(u), len(v), positive_ids)
     w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 

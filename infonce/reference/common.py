@@ -138,6 +138,21 @@ def normalize_backward(g: Array, u: Array, norm: Array) -> Array:
     return (g - u * along) / norm
 
 
+def paired(rows: int, columns: int, positive_ids: Ids | None) -> Mask:
+    """Mask [M, N] of the positives: pairs of equal positive ids, or without them the pairs i = j.
+
+    Parameters
+    ----------
+    rows, columns : int
+        M and N.
+    positive_ids : array_like [N], or tuple (of queries [M], of keys [N]), or None
+        Like `ids` of `duplicates`.
+    """
+    if positive_ids is None:
+        return np.eye(rows, columns, dtype=np.bool_)
+    return duplicates(positive_ids, np.zeros((rows, columns), np.bool_))
+
+
 def duplicates(ids: Ids | None, positive: Mask) -> Mask:
     """Mask [M, N] of the pairs of equal ids that are not positives: they are left out.
 

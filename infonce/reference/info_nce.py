@@ -19,6 +19,7 @@ def info_nce(
     label_weights: ArrayLike | None = None,
     ids: Ids | None = None,
     groups: Ids | None = None,
+    positive_ids: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     guide: Guide | None = None,
@@ -56,6 +57,8 @@ def info_nce(
         serves both sides when M = N.
     groups : array_like [N], or tuple (query groups [M], key groups [N]), optional
         Query i and key j of different groups are excluded, unless j is a positive of i.
+    positive_ids : array_like [N], or tuple (of queries [M], of keys [N]), optional
+        Queries and keys of equal numbers are positives, in place of `labels`.
     normalize : bool
         Divide the rows of `query` and `key` by their L2 norms first.
     weights : array_like [M], optional
@@ -114,9 +117,10 @@ def info_nce(
         q, q_norm = common.normalize(q)
         k, k_norm = common.normalize(k)
     rows, columns = len(q), len(k)
-    y = np.arange(rows) if labels is None else np.asarray(labels)
-    at_labels = np.arange(columns) == y.reshape(rows, -1, 1)  # [M, P, N]
-    positive, target = at_labels.any(axis=1), None
+    positive, target = common.paired(rows, columns, positive_ids), None
+    if labels is not None:
+        at_labels = np.arange(columns) == np.asarray(labels).reshape(rows, -1, 1)  # [M, P, N]
+        positive = at_labels.any(axis=1)
     if label_weights is not None:
         counts = np.any(at_labels, axis=2)  # no weight of a negative label, which may be NaN
         weight_of_label = np.where(counts, np.asarray(label_weights, np.float64), 0.0)

@@ -17,6 +17,7 @@ def lit(
     scale: float,
     ids: Ids | None = None,
     groups: Ids | None = None,
+    positive_ids: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     guide: Guide | None = None,
@@ -36,13 +37,17 @@ def lit(
     Parameters
     ----------
     text, image : array_like [N, D]
-        Row i of one belongs to row i of the other.
+        Row i of one belongs to row i of the other. With `positive_ids`, images may have another
+        number of rows.
     scale : float
         1 / temperature.
     ids : array_like [N] or [N, C], or tuple (text ids [N], image ids [N]), optional
         Text i and image j of equal id, i != j, are excluded.
     groups : array_like [N], or tuple (text groups [N], image groups [N]), optional
         Text i and image j of different groups, i != j, are excluded.
+    positive_ids : array_like [N], or tuple (of texts [M], of images [N]), optional
+        Texts and images of equal numbers are positives, and M and N may differ. Then x_ii is
+        replaced by the mean of x_ij over the positives of row i.
     normalize : bool
         Divide the rows of both by their L2 norms first.
     weights : array_like [N], optional
@@ -82,7 +87,7 @@ def lit(
     if normalize:
         t, t_norm = common.normalize(t)
         v, _ = common.normalize(v)
-    positive = np.eye(len(t), dtype=np.bool_)
+    positive = common.paired(len(t), len(v), positive_ids)
     w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 

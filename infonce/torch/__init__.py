@@ -28,6 +28,7 @@ with extra("torch"):
         siglip_loss,
         sup_con_loss,
     )
+    from .key_queue import KeyQueue
     from .modules import (
         CLIPLoss,
         GTELoss,
@@ -42,6 +43,7 @@ __all__ = [
     "CLIPLoss",
     "GTELoss",
     "InfoNCELoss",
+    "KeyQueue",
     "LiTLoss",
     "NTXentLoss",
     "SigLIPLoss",

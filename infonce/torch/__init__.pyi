@@ -1,4 +1,4 @@
-# Written by tests/signatures.py from the table of options in infonce/spec.py
+# Written by tools/signatures.py from the table of options in infonce/spec.py
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,11 +10,13 @@ from torch.nn import Module, Parameter
 from ..spec import Method, Precision, Reduction
 from .caching import grad_cache as grad_cache
 from .functions import distill_loss as distill_loss
+from .key_queue import KeyQueue as KeyQueue
 
 __all__ = [
     "CLIPLoss",
     "GTELoss",
     "InfoNCELoss",
+    "KeyQueue",
     "LiTLoss",
     "NTXentLoss",
     "SigLIPLoss",
@@ -38,6 +40,10 @@ def clip_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
+    query_mask: Any = None,
+    key_mask: Any = None,
+    token_mean: bool = False,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -72,6 +78,10 @@ def lit_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
+    query_mask: Any = None,
+    key_mask: Any = None,
+    token_mean: bool = False,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -108,6 +118,9 @@ def siglip_loss(
     ids: Any = None,
     groups: Any = None,
     positive_ids: Any = None,
+    query_mask: Any = None,
+    key_mask: Any = None,
+    token_mean: bool = False,
     dims: Any = None,
     dim_weights: Any = None,
     weights: Tensor | None = None,
@@ -134,6 +147,10 @@ def info_nce_loss(
     scale: float | Tensor | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
+    query_mask: Any = None,
+    key_mask: Any = None,
+    token_mean: bool = False,
     own: Tensor | None = None,
     own_mask: Tensor | None = None,
     in_batch: bool = True,
@@ -262,6 +279,10 @@ class CLIPLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -297,6 +318,10 @@ class CLIPLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
+        query_mask: Any = None,
+        key_mask: Any = None,
+        token_mean: bool = False,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -332,6 +357,10 @@ class CLIPLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
+        query_mask: Any = ...,
+        key_mask: Any = ...,
+        token_mean: bool = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -369,6 +398,10 @@ class LiTLoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -404,6 +437,10 @@ class LiTLoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
+        query_mask: Any = None,
+        key_mask: Any = None,
+        token_mean: bool = False,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -439,6 +476,10 @@ class LiTLoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
+        query_mask: Any = ...,
+        key_mask: Any = ...,
+        token_mean: bool = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -478,6 +519,9 @@ class SigLIPLoss(Module):
     ids: Any
     groups: Any
     positive_ids: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     dims: Any
     dim_weights: Any
     weights: Tensor | None
@@ -506,6 +550,9 @@ class SigLIPLoss(Module):
         ids: Any = None,
         groups: Any = None,
         positive_ids: Any = None,
+        query_mask: Any = None,
+        key_mask: Any = None,
+        token_mean: bool = False,
         dims: Any = None,
         dim_weights: Any = None,
         weights: Tensor | None = None,
@@ -534,6 +581,9 @@ class SigLIPLoss(Module):
         ids: Any = ...,
         groups: Any = ...,
         positive_ids: Any = ...,
+        query_mask: Any = ...,
+        key_mask: Any = ...,
+        token_mean: bool = ...,
         dims: Any = ...,
         dim_weights: Any = ...,
         weights: Tensor | None = ...,
@@ -562,6 +612,10 @@ class InfoNCELoss(Module):
     scale: float | Tensor | None
     ids: Any
     groups: Any
+    positive_ids: Any
+    query_mask: Any
+    key_mask: Any
+    token_mean: bool
     own: Tensor | None
     own_mask: Tensor | None
     in_batch: bool
@@ -601,6 +655,10 @@ class InfoNCELoss(Module):
         scale: float | Tensor | None = None,
         ids: Any = None,
         groups: Any = None,
+        positive_ids: Any = None,
+        query_mask: Any = None,
+        key_mask: Any = None,
+        token_mean: bool = False,
         own: Tensor | None = None,
         own_mask: Tensor | None = None,
         in_batch: bool = True,
@@ -641,6 +699,10 @@ class InfoNCELoss(Module):
         scale: float | Tensor | None = ...,
         ids: Any = ...,
         groups: Any = ...,
+        positive_ids: Any = ...,
+        query_mask: Any = ...,
+        key_mask: Any = ...,
+        token_mean: bool = ...,
         own: Tensor | None = ...,
         own_mask: Tensor | None = ...,
         in_batch: bool = ...,

@@ -126,7 +126,7 @@ class NTXentLoss(_TwoViews):
         if out0.requires_grad:
             keys = nn.functional.normalize(out1.detach(), dim=1)
             group = world_group(self.gather_distributed)
-            self.memory_bank.push(keys if group is None else torch.cat(gather_rows(keys, group)))
+            self.memory_bank.push(keys if group is None else gather_rows(keys, group))
         # Only rows of the bank are negatives. Queries and keys have the id 0, so the key of another
         # query is no negative; rows of the bank have the id 1.
         key_ids = torch.zeros(len(out0) + len(bank), dtype=torch.long, device=out0.device)

@@ -35,8 +35,7 @@ class ArrayPass:
         self.backend, self.problem, self.grid = backend, problem, grid
         self.epilogue, self.gradients = epilogue, gradients
         self.xp, self.dtype = backend.xp, backend.dtype
-        xp, dtype = self.xp, self.dtype
-        self.scale = xp.asarray(problem.scale, dtype)
+        self.scale = self.xp.asarray(problem.scale, self.dtype)
         # exponents of negatives are logits times `exponent_ratio`; the logits of positives that the
         # pass writes are multiplied by `positive_ratio`
         self.exponent_ratio = self.positive_ratio = None
@@ -44,28 +43,43 @@ class ArrayPass:
             self.exponent_ratio = problem.exponent_scale / problem.scale
             if backend.vectors.exponent_scaled:
                 self.positive_ratio = self.exponent_ratio
-        self.key_sums: Array = None  # dK of the grid's columns
+        self.key_sums: Array = None  # dK of the grid's columns; None: not needed
         if isinstance(epilogue, SoftmaxGradient):
             self.factors = self._factors(epilogue)
             if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
                 self.teacher_factors = self._factors(epilogue.teacher)
         self.linear: tuple[list[Any], list[Any]] = [], []  # of queries, of keys
         if gradients is not None and isinstance(epilogue, SoftmaxGradient) and epilogue.linear:
-            query, key = backend.linear_rows(problem)
-            for is_key_side in (False, True)[: 1 + (not problem.symmetric)]:
-                self.linear[is_key_side].extend(
-                    LinearGradient(xp, query, key, term, is_key_side, problem.symmetric)
-                    for term in epilogue.linear
-                )
+            self._begin_linear(epilogue)
         self.want_key = gradients is not None and gradients.want_key and not problem.symmetric
-        if gradients is not None and self.want_key:
+        # with one row block, dK of a column block is complete at once
+        if gradients is not None and self.want_key and len(grid.rows) > 1:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
-            self.first_key, out = keys.start, gradients.key
-            if out is not None and backend.summed_in_place(out):
-                self.key_sums = out[keys]
-                self.key_sums[...] = 0
-            else:
-                self.key_sums = xp.zeros((keys.stop - keys.start, problem.shape[2]), dtype)
+            self._begin_key_sums(keys, gradients.key)
+
+    def _begin_linear(self, epilogue: SoftmaxGradient) -> None:
+        """Prepare the linear terms, which `_store` subtracts from complete gradients."""
+        query, key = self.backend.linear_rows(self.problem)
+        symmetric = self.problem.symmetric
+        for is_key_side in (False, True)[: 1 + (not symmetric)]:
+            self.linear[is_key_side].extend(
+                LinearGradient(self.xp, query, key, term, is_key_side, symmetric)
+                for term in epilogue.linear
+            )
+
+    def _begin_key_sums(self, keys: slice, out: Array | None) -> None:
+        """Empty sums of dK for the keys of the grid; in their destination `out` if it allows."""
+        self.first_key = keys.start
+        if out is not None and self.backend.summed_in_place(out):
+            self.key_sums = out[keys]
+            self.key_sums[...] = 0
+        else:
+            shape = keys.stop - keys.start, self.problem.shape[2]
+            self.key_sums = self.xp.zeros(shape, self.dtype)
+
+    def _sums_of_keys(self, columns: slice) -> Array:
+        """The part of `key_sums` for the keys `columns`."""
+        return self.key_sums[columns.start - self.first_key : columns.stop - self.first_key]
 
     def _factors(self, epilogue: SoftmaxGradient) -> Factors:
         """Reference exponents and factors, in natural units and the compute dtype."""
@@ -86,35 +100,50 @@ class ArrayPass:
         sums = None
         for step, b in enumerate(self.grid.visits(a)):
             columns = self.grid.columns[b]
-            key = query
+            key, key_norms = query, norms
             if not (problem.symmetric and rows == columns):
-                key, _ = self.backend.unit_rows(problem, problem.key[columns])
+                key, key_norms = self.backend.unit_rows(problem, problem.key[columns])
             g = self._block(rows, columns, query, key)
-            if gradients is not None and g is not None:
-                if gradients.want_query:
-                    product = self.query_product(g, key)
-                    if sums is None:
-                        sums = product
-                    else:
-                        sums += product
-                if self.want_key:
-                    own_keys = slice(columns.start - self.first_key, columns.stop - self.first_key)
-                    self.key_sums[own_keys] += self.key_product(g, query)
+            if g is not None:
+                sums = self._add_gradients(g, query, key, key_norms, columns, sums)
             if problem.progress is not None:
                 blocks_done = a * len(self.grid.columns) + step + 1
                 problem.progress(self.epilogue.phase, blocks_done, len(self.grid))
         if gradients is not None and gradients.want_query and sums is not None:
             self._store(sums, query, norms, rows, False, gradients.query)
 
+    def _add_gradients(
+        self, g: Array, query: Array, key: Array, key_norms: Norms, columns: slice,
+        sums: Array | None,
+    ) -> Array | None:  # fmt: skip
+        """Add the terms of a block with g = scale dL/dx [m, n] to `sums`, which are dQ of its rows
+        (None: the first terms), and to dK. Returns the sums."""
+        gradients = self.gradients
+        if gradients is None:
+            return None
+        if gradients.want_query:
+            product = self.query_product(g, key)
+            if sums is None:
+                sums = product
+            else:
+                sums += product
+        if self.want_key:
+            product = self.key_product(g, query)
+            if self.key_sums is None:
+                self._store(product, key, key_norms, columns, True, gradients.key)
+            else:
+                sums_of_keys = self._sums_of_keys(columns)
+                sums_of_keys += product
+        return sums
+
     def finish(self) -> None:
         """Complete dK and store it, after all row blocks have added to it."""
         gradients, problem = self.gradients, self.problem
-        if gradients is None or not self.want_key:
+        if gradients is None or self.key_sums is None:
             return
         for columns in self.grid.columns:
             key, norms = self.backend.unit_rows(problem, problem.key[columns])
-            own_keys = slice(columns.start - self.first_key, columns.stop - self.first_key)
-            self._store(self.key_sums[own_keys], key, norms, columns, True, gradients.key)
+            self._store(self._sums_of_keys(columns), key, norms, columns, True, gradients.key)
 
     def _store(
         self, g: Array, z: Array, norms: Norms, rows: slice, is_key_side: bool, out: Array

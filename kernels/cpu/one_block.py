@@ -25,16 +25,18 @@ from .sums import sum_tile
 # the product with a copy of the rows
 MANY_ROWS = 256
 Product = Callable[..., Array]  # with the arguments of np.matmul
+ALL = slice(None)  # rows
 
 
 def solve_in_one_block(
-    problem: Problem, gradients: Gradients | None, product: Product | None = None
-) -> Solution | None:
+    problem: Problem, gradients: Gradients | None, product: Product | None = None,
+    shards: tuple[slice, slice] = (ALL, ALL),
+) -> Solution | None:  # fmt: skip
     """Loss and gradients of a problem that `fits_one_block`.
 
     Returns None if features or logits are not finite, or if a row lacks a positive: the caller then
     runs passes. `product` computes the products instead of NumPy's BLAS: `infonce.torch` gives
-    PyTorch's.
+    PyTorch's. `shards` are the queries and the keys whose gradients are computed.
     """
     product = product or BLAS.matmul
     positives = problem.positives
@@ -58,9 +60,9 @@ def solve_in_one_block(
     solution = losses(problem, x, gradients is not None)
     if solution is not None and gradients is not None:
         if gradients.query is not None and gradients.want_query:
-            _store(gradients.query, x, key[0], query, product)
+            _store(gradients.query, x[shards[0]], key[0], query, shards[0], product)
         if gradients.key is not None and gradients.want_key and not problem.symmetric:
-            _store(gradients.key, x.T, query[0], key, product)
+            _store(gradients.key, x.T[shards[1]], query[0], key, shards[1], product)
     BUFFER_POOL.give(memory)
     return solution
 
@@ -138,14 +140,17 @@ def _with_totals(
     return solution
 
 
-def _store(to: Array, left: Array, right: Array, own: ReadableRows, product: Product) -> None:
-    """Store a gradient: the product of left and right, through the normalisation."""
+def _store(
+    to: Array, left: Array, right: Array, own: ReadableRows, rows: slice, product: Product
+) -> None:  # fmt: skip
+    """Store the gradient of `rows` of `own`: the product of left and right, through the
+    normalisation."""
     direct = to.dtype == left.dtype and to.flags.c_contiguous and to.dtype.isnative
     out = product(left, right, out=to if direct else None)
     z, side = own
     if side is not None:
         dots = np.empty(len(out))
-        row_dots(out, z, dots)
-        out = side.to_features(out, z, dots, slice(0, len(out)), to.dtype)
+        row_dots(out, z[rows], dots)
+        out = side.to_features(out, z[rows], dots, rows, to.dtype)
     if out is not to:
         np.copyto(to, out, casting="same_kind")

@@ -1,4 +1,4 @@
-// Classes of rows, from labels (`sup_con`), and row shares, from weights. kernels/gpu/labels.py launches sort_labels,
+// Classes of rows and keys, from labels (sup_con) or positive ids, and row shares, from weights. kernels/gpu/labels.py launches sort_labels,
 // then merge_labels until one sorted run is left, then find_classes.
 //
 // Rows are sorted by their labels. Rows of one label keep their order, and there are no atomics, so that the bits
@@ -69,26 +69,53 @@ extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64
   merged[to] = sorted[at], merged_order[to] = order[at];
 }
 
-// Writes four numbers for each row. Only classes of at least `least` rows have sums (3, or 2 with `decoupled`). In a
-// class of two rows without a sum, each row gets its only positive instead.
-//   - positives: the other row of the class, if the class has two rows and no sum; else -1
-//   - present: 1 if the class has other rows, so that the row has a positive; else 0
-//   - segment: the index of the class among the sums of classes, or -1 if the class has no sum. The rows of a class
-//     with a sum are at least `least` neighbours in the sorted order, so a multiple of `least` is among their
-//     positions. The first such multiple, divided by `least`, is the index, from 0 to (n - 1) / least rounded down. So
-//     no two classes have one index, and nothing is counted. Some indices may have no class.
-//   - others: the number of other rows of the class, or 0 if the class has no sum
-extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64 n, i64 least,
-                                        i64* positives, double* present, i64* segment, i64* others) {
+// The positions of a label among the `n` labels of `keys`, which are in ascending order.
+struct Range {
+  i64 begin, end;
+};
+__device__ __forceinline__ Range find_range(const i64* keys, i64 n, i64 label) {
+  return {labels_before(keys, 0, n, label, 0), labels_before(keys, 0, n, label, 1)};
+}
+
+// The index of the class among the sums of classes, or -1 if the class has no sum, because it has fewer than `least`
+// keys. Keys of a class with a sum are at least `least` neighbours in the sorted order, so a multiple of `least` is
+// among their positions. The first such multiple, divided by `least`, is the index, from 0 to (n - 1) / least rounded
+// down. So no two classes have one index, and nothing is counted. Some indices may have no class.
+__device__ __forceinline__ i64 find_segment(Range keys, i64 least) {
+  return keys.end - keys.begin < least ? -1 : (keys.begin + least - 1) / least;
+}
+
+// Writes four numbers for each of m rows. The rows and their labels are sorted, and so are the keys: `keys` are the n
+// labels of the keys in `key_order`. If `apart` is 1, rows are the keys, and a row is no positive of itself. Only
+// classes of at least `least` keys have sums: their rows have several positives (`decoupled`: one or more).
+//   - positives: the only positive of a row that has one, unless `decoupled`; else -1
+//   - present: 1 if the row has a positive; else 0 (null: not wanted)
+//   - segment: see `find_segment`
+//   - positive_count: the number of the row's positives, or 0 if the class has no sum
+extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64 m, const i64* keys,
+                                        const i64* key_order, i64 n, i64 apart, i64 least, i64 decoupled,
+                                        i64* positives, double* present, i64* segment, i64* positive_count) {
+  const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (at >= m) return;
+  const i64 row = order[at];
+  const Range range = find_range(keys, n, sorted[at]);
+  const i64 count = range.end - range.begin - apart;
+  // with `apart`, position `at` is in the range; of two positions, the other one has the positive
+  const i64 single = apart ? range.begin + range.end - 1 - at : range.begin;
+  positives[row] = count == 1 && !decoupled ? key_order[single] : -1;
+  if (present) present[row] = count > 0;
+  segment[row] = find_segment(range, least);
+  positive_count[row] = segment[row] < 0 ? 0 : count;
+}
+
+// Writes the `segment` of each of n keys that are no rows: -1 if no row has the label of the key, because no sum of rows
+// exists then. `sorted` are the labels of m rows.
+extern "C" __global__ void find_key_segments(const i64* keys, const i64* key_order, i64 n, const i64* sorted, i64 m,
+                                             i64 least, i64* segment) {
   const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (at >= n) return;
-  const i64 row = order[at], label = sorted[at];
-  const i64 begin = labels_before(sorted, 0, at, label, 0);
-  const i64 end = at + labels_before(sorted, at, n, label, 1), size = end - begin;  // the class: [begin, end)
-  positives[row] = size == 2 && least > 2 ? order[begin + end - 1 - at] : -1;
-  present[row] = size > 1;
-  segment[row] = size < least ? -1 : (begin + least - 1) / least;
-  others[row] = size < least ? 0 : size - 1;
+  const Range rows = find_range(sorted, m, keys[at]);
+  segment[key_order[at]] = rows.begin == rows.end ? -1 : find_segment(find_range(keys, n, keys[at]), least);
 }
 
 constexpr int SHARE_THREADS = 1024;

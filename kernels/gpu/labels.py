@@ -57,47 +57,90 @@ def order_by_segment(segment: Array) -> Array:
     return _sorted(segment, Queue())[1]
 
 
-def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Classes, Array, Array]:
-    """The classes of N rows with these labels, for sup_con. Returns:
+def classes(
+    labels: Array, decoupled: bool, unsigned: bool = False
+) -> tuple[Classes, Array, Array | None]:
+    """The classes of N rows with these labels, for sup_con: the results of `_make_classes`.
 
-    - the classes;
-    - [N] int64 the only other row of a class of two rows, or -1;
-    - [N] float64 1.0 for a row that has a positive, otherwise 0.0.
-
-    The number of classes stays on the device. Only classes of 3 rows or more (2 if `decoupled`)
-    have sums, so there are at most N / 3 (N / 2) segments, rounded up. `find_classes` of labels.cu
-    numbers them without counting; some numbers have no class. In a class of two, the only other row
-    is the positive, and needs no sum; but if `decoupled`, the softmax leaves out all positives. A
-    row with a negative label is a class by itself. `unsigned`: labels are the bits of unsigned
+    A row with a negative label is a class by itself. `unsigned`: labels are the bits of unsigned
     integers, and none is negative.
     """
-    least_rows = 2 if decoupled else 3
-    outputs = plan.run_by_plan(_classes, labels, least_rows, not unsigned, graphs=True)
-    segment = outputs["segment"]  # of each row, or -1
-    in_sums = Segments(segment, segment, -(-len(labels) // least_rows), outputs["order"])
-    row_classes = Classes(outputs["ids"], outputs["ids"], in_sums=in_sums, others=outputs["others"])
-    return row_classes, outputs["positives"], outputs["present"]
+    return _make_classes(labels, None, decoupled, True, not unsigned)
+
+
+def pair_classes(
+    query_ids: Array, key_ids: Array, decoupled: bool
+) -> tuple[Classes, Array, Array | None]:
+    """The classes of queries and keys with these positive ids: the results of `_make_classes`."""
+    keys = None if key_ids is query_ids else key_ids
+    return _make_classes(query_ids, keys, decoupled, False, False)
+
+
+def _make_classes(
+    labels: Array, key_labels: Array | None, decoupled: bool, apart: bool, negative_apart: bool
+) -> tuple[Classes, Array, Array | None]:
+    """The classes of M rows and N keys (`key_labels` None: the labels of rows). Returns:
+
+    - the classes;
+    - [M] int64 the only positive of a row that has one, or -1;
+    - [M] float64 1.0 for a row that has a positive, otherwise 0.0; None: each row has one.
+
+    The number of classes stays on the device. Only classes whose rows have two positives or more
+    (one if `decoupled`) have sums, so there are at most N / 2 (N) segments. `apart`: a row is no
+    positive of itself, so that such classes have a key more, and there are at most N / 3 (N / 2)
+    segments, rounded up. `find_classes` of labels.cu numbers them without counting; some numbers
+    have no class. A single positive needs no sum; but if `decoupled`, the softmax leaves out all
+    positives. `negative_apart`: a row with a negative label is a class by itself.
+    """
+    parts = labels, key_labels, decoupled, apart, negative_apart
+    outputs = plan.run_by_plan(_classes, *parts, graphs=True)
+    ids: Array = outputs.get("ids", labels)
+    key_ids, segment, order = ids, outputs["segment"], outputs["order"]
+    if key_labels is not None:
+        key_ids = key_labels
+    in_sums = Segments(
+        segment, outputs.get("key_segment", segment), -(-len(key_ids) // _least(decoupled, apart)),
+        order, outputs.get("key_order", order),
+    )  # fmt: skip
+    row_classes = Classes(ids, key_ids, in_sums=in_sums, positive_count=outputs["positive_count"])
+    return row_classes, outputs["positives"], outputs.get("present")
+
+
+def _least(decoupled: bool, apart: bool) -> int:
+    """The least number of keys of a class with a sum. See `_make_classes`."""
+    return (1 if decoupled else 2) + apart
 
 
 def _classes(
-    labels: Array, least: int, negative_apart: bool, queue: Queue
-) -> dict[str, Array | None]:
-    """The arrays of `classes`, by name. Classes of fewer rows than `least` have no sums."""
-    n = len(labels)
-    ids = cupy.empty(n, np.int64)
-    labels, order = _sorted(labels, queue, ids, negative_apart)
-    positives, segment, others = cupy.empty((3, n), np.int64)
-    outputs = {
-        "positives": positives,
-        "present": cupy.empty(n),
-        "segment": segment,
-        "others": others,
-    }
-    _launcher(queue).launch(
-        "labels.cu", "find_classes", -(-n // THREADS), THREADS,
-        {"sorted": labels, "order": order, "n": n, "least": least, **outputs},
+    labels: Array, key_labels: Array | None, decoupled: bool, apart: bool, negative_apart: bool,
+    queue: Queue,
+) -> dict[str, Array | None]:  # fmt: skip
+    """The arrays of `_make_classes`, by name."""
+    m, launcher, least = len(labels), _launcher(queue), _least(decoupled, apart)
+    ids = cupy.empty(m, np.int64) if negative_apart else None
+    sorted_labels, order = _sorted(labels, queue, ids, negative_apart)
+    keys = {"keys": sorted_labels, "key_order": order, "n": m}
+    positives, segment, positive_count = cupy.empty((3, m), np.int64)
+    outputs: dict[str, Array | None] = {"order": order, "ids": ids}
+    if key_labels is not None:
+        n = len(key_labels)
+        sorted_keys, key_order = _sorted(key_labels, queue)
+        keys = {"keys": sorted_keys, "key_order": key_order, "n": n}
+        key_segment = cupy.empty(n, np.int64)
+        launcher.launch(
+            "labels.cu", "find_key_segments", -(-n // THREADS), THREADS,
+            {**keys, "sorted": sorted_labels, "m": m, "least": least, "segment": key_segment},
+        )  # fmt: skip
+        outputs |= {"key_segment": key_segment, "key_order": key_order}
+    present = cupy.empty(m) if apart or key_labels is not None else None
+    results = {"positives": positives, "present": present, "segment": segment,
+               "positive_count": positive_count}  # fmt: skip
+    launcher.launch(
+        "labels.cu", "find_classes", -(-m // THREADS), THREADS,
+        {"sorted": sorted_labels, "order": order, "m": m, **keys, "apart": apart,
+         "least": least, "decoupled": decoupled, **results},
     )  # fmt: skip
-    return {**outputs, "order": order, "ids": ids}
+    return outputs | results
 
 
 def row_shares(weights: Array) -> Array:

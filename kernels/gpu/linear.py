@@ -1,4 +1,4 @@
-"""Linear terms (label smoothing, sup_con) on a GPU, by kernels/cuda/linear.cu.
+"""Linear terms (label smoothing, classes) on a GPU, by kernels/cuda/linear.cu.
 
 kernels/linear.py has the mathematics; `finalize_linear_terms` runs between the passes.
 """
@@ -153,8 +153,8 @@ def finalize_linear_terms(
     # 1: a row is left out of the sum over all keys, because it is no negative of itself
     own_count = float(problem.symmetric)
     vectors: Fields = dict.fromkeys(
-        ("row_products", "column_products", "class_products", "others",
-         "row_linear", "column_linear", "class_linear")
+        ("row_products", "column_products", "class_products", "column_class_products",
+         "positive_count", "row_linear", "column_linear", "class_linear", "column_class_linear")
     )  # fmt: skip
     terms = []
     if problem.label_smoothing:
@@ -169,10 +169,17 @@ def finalize_linear_terms(
         terms.append(LinearTerm(Segments(None, None, 1), *factors, query_sums, key_sums))
     if problem.classes is not None:
         classes = problem.classes.in_sums
-        sums = query.sums(classes.rows, classes.count, order=classes.order)
-        vectors["class_products"] = query.products(classes.rows, sums, own_count)
-        vectors["class_linear"], vectors["others"] = cupy.empty(m), problem.classes.others
-        terms.append(LinearTerm(classes, vectors["class_linear"], None, sums, sums))
+        key_sums = key.sums(classes.columns, classes.count, order=classes.column_order)
+        query_sums = key_sums if problem.symmetric else None
+        vectors["class_products"] = query.products(classes.rows, key_sums, own_count)
+        vectors["class_linear"] = cupy.empty(m)
+        vectors["positive_count"] = problem.classes.positive_count
+        if problem.two_sided:
+            query_sums = query.sums(classes.rows, classes.count, order=classes.row_order)
+            vectors["column_class_products"] = key.products(classes.columns, query_sums, 0.0)
+            vectors["column_class_linear"] = cupy.empty(n)
+        factors = vectors["class_linear"], vectors["column_class_linear"]
+        terms.append(LinearTerm(classes, *factors, query_sums, key_sums))
     launcher.launch_vectors(
         "finalize_linear", m,
         g={"f": finalize_arguments, "label_smoothing": problem.label_smoothing,

@@ -19,6 +19,8 @@ from ..arrays.backend import ArrayBlocks
 from ..between_passes import Finalized
 from ..direction_losses import DirectionLosses
 from ..epilogues import Epilogue, Sigmoid, Statistics, Sums
+from ..maxsim.gpu import make_blocks
+from ..maxsim.tokens import Tokens
 from ..options import KEY_VECTORS, QUERY_VECTORS
 from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion
@@ -89,12 +91,15 @@ def _without_row_terms(problem: Problem) -> Problem:
 
 
 def _on_arrays(problem: Problem) -> bool:
-    """Whether the problem has a guide or a teacher: kernels compute no such blocks over ranks."""
-    return problem.auxiliary_query is not None
+    """Whether operations on arrays compute the blocks over ranks: those of a guide, of a teacher,
+    and those of scores of tokens (`maxsim.gpu`)."""
+    return problem.auxiliary_query is not None or isinstance(problem.query, Tokens)
 
 
 def _array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
     """The backend that computes blocks by operations on CuPy's arrays."""
+    if isinstance(problem.query, Tokens):
+        return make_blocks(problem, gradients)
     return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.GPURows.from_features)
 
 

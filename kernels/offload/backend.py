@@ -37,6 +37,7 @@ from ..distill.solve import solver_by_passes
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
+from ..norms import normalized_rows
 from ..options import KEY_VECTORS, QUERY_VECTORS
 from ..problem import Array, Gradients, NotFinite, Problem, as_sets
 from ..solve import BlockQuestion, Solution, allows_online_softmax
@@ -129,8 +130,9 @@ def _copy_vectors(device: OffloadDevice, problem: Problem) -> Problem:
         if isinstance(vector, np.ndarray)
     }
     if (classes := problem.classes) is not None:
-        rows = device.put(classes.rows)  # columns have the same classes
-        device_vectors["classes"] = replace(classes, rows=rows, columns=rows)
+        rows = device.put(classes.rows)
+        columns = rows if classes.columns is classes.rows else device.put(classes.columns)
+        device_vectors["classes"] = replace(classes, rows=rows, columns=columns)
     return replace(problem, **device_vectors)
 
 
@@ -222,15 +224,8 @@ class Offload:
 
         def on_device(features: Array) -> Array:
             host_dtype = np.float32 if features.dtype.itemsize <= 4 else np.float64
-            wide = features.astype(host_dtype)
-            if problem.normalize:  # a power of two is taken out, or squares over- and underflow
-                largest = np.abs(wide).max(axis=1, keepdims=True, initial=0.0)
-                wide = np.ldexp(wide, -np.frexp(largest)[1])
-            rows = device.put(wide).astype(np.float64)
-            if not problem.normalize:
-                return rows
-            squares = (rows * rows).sum(axis=1)[:, None]
-            return rows / (squares + (squares == 0)) ** 0.5
+            z = device.put(features.astype(host_dtype))
+            return normalized_rows(device.xp, z, problem.normalize, np.dtype(np.float64))[0]
 
         for rows in slices(m, max(1, problem.workspace // (DOT_BYTES * d))):
             query = on_device(problem.query[rows])

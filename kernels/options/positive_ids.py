@@ -1,7 +1,10 @@
-"""`positive_ids`: pairs of equal positive ids are the positives of a pairwise sigmoid.
+"""`positive_ids`: pairs of equal positive ids are positives.
 
-If row i has k_i positives and column j has k'_j, the term of a positive pair (i, j) in the loss has
-the weight
+In a softmax, the loss of a row is its log-sum-exp minus the mean logit of its positives. The mean
+is a sum over a class (`linear.Classes`), and no pass knows the positives, unless ids or groups
+would leave them out. The rest of this file is about a pairwise sigmoid.
+
+If row i has k_i positives and column j has k'_j, the term of a positive pair (i, j) has the weight
 
     v_ij = (1 / k_i + 1 / k'_j) / 2.
 
@@ -26,11 +29,15 @@ if TYPE_CHECKING:
 POSITIVE_IDS = PairOption(
     None,
     INTEGERS,
-    """What the samples show, such as the image of several captions: pairs of equal numbers are
-        positives, and M and N may differ. Without `positive_ids`, row i and column i are positives.
-        If row i has k_i positives and column j has k'_j, the term of their pair counts
-        ``(1 / k_i + 1 / k'_j) / 2`` times. Any integer dtype.""",
-    cli_help="Pairs of equal numbers are positives (siglip), .npy; one file or two, as --ids.",
+    """What the samples show, such as the class of an image, or the image of several captions:
+        pairs of equal numbers are positives, in place of row i and column i. In a softmax, the loss
+        of a row is its log-sum-exp minus the mean logit of its positives. A row without a positive
+        does not count in the mean. In siglip, if row i has k_i positives and column j has k'_j, the
+        term of their pair counts ``(1 / k_i + 1 / k'_j) / 2`` times. Any integer dtype. M and N may
+        differ, but not in clip, which takes one array [N]. Not with `labels`, `margin`, `hardness`,
+        `false_negative_margin`, `guide` or ``metrics=True``; `ids` not with `decoupled`; `ids` and
+        `groups` not with `label_smoothing`.""",
+    cli_help="Pairs of equal numbers are positives, .npy; one file or two, as --ids.",
     name="positive_ids",
     vectors=(
         VectorPair("query_positive_ids", "key_positive_ids", "integers"),
@@ -46,7 +53,7 @@ class PositivePairs:
     """The positive pairs of a block as arrays, and the weights of all pairs of the block."""
 
     positive: Array  # [m, n] bool
-    weight: Array  # [m, n]: v_ij at positives, 1 at negatives
+    weight: Array  # [m, n]: v_ij at positives, 1 at negatives; None: a softmax has no weights
 
     @staticmethod
     def find(
@@ -59,6 +66,8 @@ class PositivePairs:
         if not problem.has_positive_ids:
             return None
         positive = problem.query_positive_ids[rows, None] == problem.key_positive_ids[columns]
+        if problem.query_pair_weights is None:
+            return PositivePairs(positive, None)
         weight = problem.query_pair_weights[rows, None] + problem.key_pair_weights[columns]
         return PositivePairs(positive, xp.where(positive, weight, 1.0).astype(dtype))
 

@@ -98,7 +98,7 @@ def test_ways_to_call_the_library(peers, monkeypatch):
 def test_calls_are_timed_while_the_host_is_ahead(peers, monkeypatch):
     place, order = object.__new__(peers.Device), []
     monkeypatch.setattr(peers, "busy", lambda: lambda *args: order.append("busy"))
-    monkeypatch.setattr(peers.Device, "_elapsed", lambda self, run, calls: [run()] * calls)
+    monkeypatch.setattr(peers.Device, "elapsed", lambda self, run, calls: [run()] * calls)
     monkeypatch.setattr(peers.Device, "_wall", lambda self, run: 5.0)
     monkeypatch.setattr(bench_gpu, "TURN", 0.5)
 

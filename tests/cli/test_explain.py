@@ -249,6 +249,7 @@ def test_loss_alone_takes_no_wrt() -> None:
         (("clip", 64, 64), {"ids": -1}, "ids: expected 0 to 4 columns, got -1"),
         (("clip", 64, 64), {"keys": 128}, "keys: expected 64 for clip, got 128"),
         (("nt_xent", 65, 64), {}, "rows: expected an even number"),
+        (("clip", 64, 64), {"positive_ids": True, "metrics": True}, "metrics: not with"),
         (("siglip", 64, 64), {"metrics": True}, "metrics: siglip does not take it"),
         (("clip", 64, 64), {"wrt": ["query"]}, "wrt: expected names among image, text, scale"),
         (("clip", 64, 64), {"dtype": "bfloat16", "device": "t4", "method": "tiled"},
@@ -279,13 +280,31 @@ def test_errors_of_the_command_are_one_line() -> None:
         (("64", "64", "--dims", "-4,8"), "--dims: expected increasing integers in [1, 64]"),
         (("64", "64", "--dims", "4,x"), "expected integers separated by commas, got '4,x'"),
         (("64", "64", "--workspace", "0"), "--workspace': expected a positive number of bytes"),
-        (("64", "64", "--positive-ids"), "--positive-ids: clip does not take it"),
+        (("64", "64", "--own", "2"), "--own: clip does not take it"),
+        (("64", "64", "--positive-ids", "--guide"), "--guide: not with positive_ids"),
+        (("64", "64", "--keys", "9", "--positive-ids"), "--keys: expected 64 for clip, got 9"),
     ],
 )  # fmt: skip
 def test_errors_of_the_command_name_its_arguments(arguments: Any, message: str) -> None:
     done = CliRunner().invoke(main, ["explain", "clip", *arguments])
     assert done.exit_code == 2
     assert message in done.stderr
+
+
+def test_positive_ids_add_no_work_to_the_passes() -> None:
+    """Beside a given workspace, sums over classes have a part of it; ids need their kernels."""
+    plain, classes, with_ids = (
+        infonce.explain("clip", 65536, 512, dtype="bfloat16", **options)
+        for options in ({}, {"positive_ids": True}, {"positive_ids": True, "ids": True})
+    )
+    assert classes.work == plain.work
+    assert classes.workspace == plain.workspace
+    assert not classes.schedule.call.pair_defines(1)
+    assert with_ids.schedule.call.pair_defines(1) == {"POSITIVE_IDS": 1}
+    little: Any = {"dtype": "bfloat16", "workspace": 2**26}
+    half = infonce.explain("clip", 65536, 512, positive_ids=True, **little)
+    assert half.workspace <= 2**25
+    assert infonce.explain("clip", 65536, 512, **little).workspace > 2**25
 
 
 def test_it_needs_no_cupy() -> None:

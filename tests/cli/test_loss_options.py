@@ -246,6 +246,16 @@ def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
     expected = reference.siglip(u, v, scale=3.0, bias=-10.0, positive_ids=both)
     assert close(result["value"]["total"], expected.loss)
 
+    result = report(image, text, "--loss", "clip", "--positive-ids", ids)
+    expected = reference.clip(u, v, scale=3.0, positive_ids=arrays["positive_ids"])
+    assert close(result["value"]["total"], expected.loss)
+    np.save(tmp_path / "others.npy", arrays["positive_ids"] + M)
+    pair_of_ids = ("--positive-ids", ids, "--positive-ids", tmp_path / "others.npy")
+    printed = run("loss", image, text, "--loss", "lit", "--scale", 3, *pair_of_ids).stderr
+    assert "no row has a positive" in printed
+    error = fail("loss", image, text, "--scale", 3, *pair_of_ids)
+    assert "--positive-ids: expected one array for clip, got a pair" in error
+
     prefixes = ("--dims", f"2,{u.shape[1]}", "--dim-weights", "0.5,1")
     parts = (reference.clip(u[:, :d], v[:, :d], scale=3.0).loss for d in (2, u.shape[1]))
     assert close(report(image, text, *prefixes)["value"]["total"], np.dot([0.5, 1.0], [*parts]))

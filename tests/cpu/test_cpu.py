@@ -24,10 +24,9 @@ import infonce
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles(monkeypatch: pytest.MonkeyPatch, tile_sides: Any) -> None:
     """Several row blocks, and products in several threads, at test sizes."""
-    monkeypatch.setattr(schedule, "TILE", (32, 48))
-    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 32)
+    tile_sides(32, 48)
     monkeypatch.setattr(resources, "ALWAYS_SINGLE", 0)
     monkeypatch.setattr(resources, "SINGLE", 2**12)
 

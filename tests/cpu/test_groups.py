@@ -84,34 +84,6 @@ def test_blocks_of_every_shape(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
-@pytest.mark.parametrize("name", NAMES)
-def test_one_group_is_none(name: str, method: str) -> None:
-    features = one_problem(name, rows=30).features
-    rows = len(features[0])
-    options = {"scale": 2.0, "method": method}
-    plain, one = (call(name, features, **options, **more) for more in ({}, {"groups": [7] * rows}))
-    for got, want in zip((one.loss, *one.grads), (plain.loss, *plain.grads), strict=True):
-        if want is not None:
-            np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-13)
-            assert method != "naive" or np.array_equal(got, want)
-
-
-@pytest.mark.parametrize("name", ["clip", "info_nce", "siglip", "lit"])
-def test_sorted_groups_are_batches_of_their_own(name: str) -> None:
-    """The sum over the rows of four groups is that of four calls."""
-    features, groups = one_problem(name, rows=64).features, np.arange(64) // 16
-    batch = call(name, features, scale=2.0, reduction="sum", groups=groups, method="tiled")
-    parts = [
-        call(name, [z[groups == g] for z in features], scale=2.0, reduction="sum") for g in range(4)
-    ]
-    np.testing.assert_allclose(batch.loss, sum(part.loss for part in parts), rtol=1e-13)
-    for field in FEATURES[name]:
-        if getattr(batch.grads, field) is not None:
-            want = np.concatenate([getattr(part.grads, field) for part in parts])
-            np.testing.assert_allclose(getattr(batch.grads, field), want, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("name", ["clip", "info_nce", "siglip", "nt_xent", "gte"])
 def test_blocks_without_a_common_group_are_not_computed(
     monkeypatch: pytest.MonkeyPatch, name: str

@@ -35,33 +35,6 @@ def test_float64_rows_keep_their_range_in_float32(method: str, size: float) -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_of_one_query_they_are_more_keys(method: str) -> None:
-    query, key, own, _ = problem(m=1)
-    options: dict[str, Any] = {"scale": 3.0, "method": method}
-    got = infonce.info_nce_loss_and_grad(query, key, own=own, **options)
-    want = infonce.info_nce_loss_and_grad(query, np.concatenate([key, own[0]]), **options)
-    near(got.loss, want.loss)
-    near(got.grads.query, want.grads.query)
-    near(got.grads.scale, want.grads.scale)
-    near(np.concatenate([got.grads.key, got.grads.own[0]]), want.grads.key)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_masked_ones_are_none(method: str) -> None:
-    query, key, own, _ = problem()
-    nothing = np.zeros(own.shape[:2], bool)
-    own[:] = np.inf
-    plain = infonce.info_nce_loss_and_grad(query, key, scale=3.0, method=method)
-    got = infonce.info_nce_loss_and_grad(
-        query, key, own=own, own_mask=nothing, scale=3.0, method=method
-    )
-    for field in ("query", "key", "scale"):
-        near(getattr(got.grads, field), getattr(plain.grads, field))
-    near(got.loss, plain.loss)
-    assert not got.grads.own.any()
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_own_keys_that_are_not_finite_spoil_their_row(method: str) -> None:
     query, key, own, _ = problem()
     for row, dot in ((7, -np.inf), (9, np.inf)):

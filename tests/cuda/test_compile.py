@@ -312,6 +312,19 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
 
 
 @needs_nvrtc
+def test_positives_that_ids_and_groups_do_not_leave_out() -> None:
+    """A softmax with positive ids, ids and groups: names of 8 bytes each, and no weights."""
+    names = {"IDS": 1, "NORM_FACTORS": 1, "POSITIVE_IDS": 1, "GROUPS": 1}
+    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], True, False, 0, 2)
+    tile = config.tile_for("bf16", 64, DEVICES["sm_80"], 0, 2)
+    assert sweep is not None
+    for name in ("lse", "gradient"):
+        has = name == "gradient", name == "lse"
+        compile_sweep(name, "bf16", sweep, SPILLS_EXTRAS, has, COLUMNS=1, **names)
+        compile_within_budget(name, "bf16", "sm_80", tile, 1, 1, POSITIVE_IDS=1, GROUPS=1)
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -405,7 +418,9 @@ OPTIONS = {
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "names", [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS",), ("LABEL_WEIGHTS",)], ids="-".join
+    "names",
+    [(), ("LIMITS",), ("BIAS",), ("POSITIVE_IDS", "PAIR_WEIGHTS"), ("LABEL_WEIGHTS",)],
+    ids="-".join,
 )
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
 def test_structures_lie_as_python_packs_them(

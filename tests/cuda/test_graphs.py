@@ -365,3 +365,42 @@ def test_calls_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "getDevice", lambda: 0)
     for _ in range(2):
         assert plan.run_by_plan(build) == {"asked": 1}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("batch", [(), (7, 8, 9, 3)])
+def test_arguments_of_cublas(
+    cuda: Streams, batch: tuple[int, ...], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS gets its arguments in the order of its headers, from CuPy's wrapper or under
+    capture."""
+    names = ["transa", "transb", "m", "n", "k", "alpha", "A", "Atype", "lda", "B", "Btype", "ldb",
+             "beta", "C", "Ctype", "ldc", "compute", "algo"]  # fmt: skip
+    values = dict(zip(names, range(100, 118), strict=True))
+    wanted = list(values.values())
+    if batch:
+        wanted = [*wanted[:9], 7, *wanted[9:12], 8, *wanted[12:16], 9, 3, *wanted[16:]]
+    called: dict[str, list[Any]] = {}
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: called.update({name: list(arguments)}) or 0
+
+    class Stream:
+        ptr = 0
+
+        def is_capturing(self) -> bool:
+            return captured
+
+    monkeypatch.setitem(vars(cupy.cuda), "cublas", Library())  # which need not be there
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", Stream)
+    monkeypatch.setattr(cublas, "_library", Library)
+    monkeypatch.setattr(cublas, "workspace_bytes", lambda _: 4 * 2**20)
+    with cupy.cuda.using_allocator(cuda.malloc):
+        cublas.gemm_ex(55, *values.values(), *batch)
+    name = "gemmStridedBatchedEx" if batch else "gemmEx"
+    name = f"cublasG{name[1:]}" if captured else name
+    numbers = [getattr(argument, "value", argument) for argument in called[name]]
+    assert numbers == [55, *wanted]
+    if captured:
+        assert called["cublasSetWorkspace_v2"][2].value == 4 * 2**20

@@ -29,7 +29,7 @@ def make_problem(
     rows, width = sizes or (int(rng.integers(1, 18)), int(rng.integers(1, 5)))
     rows *= 1 + (name == "nt_xent" and sizes is None)
     columns = rows
-    if name in ("info_nce", "siglip") and sizes is None and rng.random() < 0.7:
+    if name in ("info_nce", "lit", "siglip") and sizes is None and rng.random() < 0.7:
         columns += int(rng.integers(0, 9))
     return drawn_problem(name, rng, rows, columns, width)
 

@@ -64,7 +64,7 @@ def changed(**values: Any) -> Say:
         packed_report = value[0]
         if others or "function" in values:
             packed_report = pickle.dumps(agreement.RankReport(**report))
-        return packed_report, pickle.dumps(scalars) if value[1] else b""
+        return packed_report, pickle.dumps(scalars) if value[1] else b"", value[2]
 
     return say
 
@@ -74,7 +74,7 @@ def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(agreement, "_packed_reports", {})
     ranks = Mirror()
     first = {"scale": 3.0, "bias": -1.0, "grad_out": 1.0}
-    report, scalars = ranks.message(**{name: np.array(value) for name, value in first.items()})
+    report, scalars, _ = ranks.message(**{name: np.array(value) for name, value in first.items()})
     last_schedule, other = ranks.last_schedule, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
     with monkeypatch.context() as patch:
         for function in ("unpack_reports", "_list_shared_values"):

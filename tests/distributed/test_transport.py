@@ -3,6 +3,8 @@
 import dataclasses
 import gc
 import itertools
+import mmap
+import os
 import queue
 import subprocess
 import sys
@@ -16,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import agreement, call, passes, run
+from infonce.distributed import agreement, call, passes, run, schedule
 from infonce.distributed.communicators import base, mpi, processes
 from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.losses import RANK_OPTIONS
 from infonce.distributed.transports import choice
+from infonce.kernels.cpu import resources
 from infonce.kernels.solve import Vectors
 
 import infonce
@@ -312,11 +315,10 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             bias = -1.0 if loss == "siglip" else None
             kind = spec.LOSSES[loss]
             ranks = Alone()
-            asked = agreement.RankCall(kind, None, bias, {"scale": 3.0}, RANK_OPTIONS, True)
-            request, schedule = agreement.agree_on_schedule(asked, [x, y], None, ranks)
-            run.solve(
-                request, schedule, False, False, ranks, choice.make(schedule.transport, ranks)
-            )
+            in_passes = {**RANK_OPTIONS, "exchange": "gather"}
+            asked = agreement.RankCall(kind, None, bias, {"scale": 3.0}, in_passes, True)
+            request, agreed, _ = agreement.agree_on_schedule(asked, [x, y], None, ranks)
+            run.solve(request, agreed, False, False, ranks, choice.make(agreed.transport, ranks))
         alive = [
             reference() for reference in rings
         ]  # before a collection, which the end of this may begin
@@ -396,3 +398,95 @@ def test_gradients_that_get_lost_are_named_at_the_caller_s_line(
     with pytest.warns(UserWarning, match="no gradient will reach image, text") as caught:
         distributed.clip_loss(z, z, scale=2.0, comm=Alone())
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
+def test_values_on_a_board() -> None:
+    """Ranks that sleep are woken, values may have any length, and too long ones are refused."""
+    from infonce.distributed.communicators import board
+
+    size, rounds = 3, 60
+    memory = mmap.mmap(-1, size * (board.LINE_BYTES + board.SLOTS * board.SLOT_BYTES))
+    pipes = [os.pipe() for _ in range(size)]
+    lengths = np.random.default_rng(0).integers(0, 3000, (rounds, size))
+    lengths[rounds // 2, 1] = board.SLOT_BYTES + 1
+
+    def work(rank: int) -> list[list[bytes] | None]:
+        def until(done: Any, busy_wait: float, block: Any) -> None:
+            while not done():
+                assert busy_wait == 0.0
+                block(100.0)
+
+        ranks: Any = types.SimpleNamespace(rank=rank, size=size, until=until)
+        ends = [out if r == rank else into for r, (out, into) in enumerate(pipes)]
+        own = board.Board(ranks, memory, ends)
+        own.crowded_until = float("inf")
+        gathered = []
+        for number, length in enumerate(lengths[:, rank].tolist()):
+            if number % size == rank:
+                time.sleep(5e-3)  # the others sleep meanwhile
+            values = own.allgather(bytes([rank + number]) * length)
+            gathered.append(None if values is None else list(map(bytes, values)))
+        return gathered
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(size) as threads:
+        for gathered in threads.map(work, range(size)):
+            for number, values in enumerate(gathered):
+                want = [bytes([r + number]) * n for r, n in enumerate(lengths[number].tolist())]
+                assert values == (None if number == rounds // 2 else want)
+    assert time.monotonic() - began < 60
+    for file in itertools.chain(*pipes):
+        os.close(file)
+
+
+@pytest.mark.parametrize("loss", ["clip", "nt_xent", "siglip", "info_nce", "lit"])
+def test_a_small_batch_on_each_rank(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss has the bits of one process, on all ranks; the rows of a call that is repeated come
+    with the ranks' comparison. Values that are not finite go by passes, on all ranks."""
+    assert schedule.WHOLE_MULTIPLY_ADDS <= resources.SINGLE
+    assert schedule.WHOLE_MULTIPLY_ADDS // 8 < resources.THREADED
+    x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
+    order = np.r_[0:2, 6:8, 2:6, 8:12]  # both views of rows are on one rank
+    kind = spec.LOSSES[loss]
+    rows = [slice(0, 4), slice(4, 12)] if loss == "nt_xent" else [slice(0, 5), slice(5, 12)]
+    queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
+    shifts: list[int] = []
+    monkeypatch.setattr(
+        Pair,
+        "shift",
+        lambda self, *arrays, shift=Pair.shift: shifts.append(0) or shift(self, *arrays),
+    )
+
+    def call(*sides: Any) -> list[Any]:
+        def work(rank: int) -> Any:
+            parts = [(side[order] if loss == "nt_xent" else side)[rows[rank]] for side in sides]
+            bias = [-1.0] if loss == "siglip" else []
+            function = getattr(distributed, f"{loss}_loss_and_grad")
+            pair = Pair(rank, queues)
+            return [function(*parts, *bias, scale=3.0, comm=pair) for _ in range(2)]
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(work, range(2)))
+
+    sides = [x, y][: len(kind.arguments)]
+    arguments = [*sides, *([-1.0] if loss == "siglip" else [])]
+    want = getattr(infonce, f"{loss}_loss_and_grad")(*arguments, scale=3.0)
+    results = call(*sides)
+    assert not shifts
+    for result in itertools.chain(*results):
+        np.testing.assert_allclose(result.loss, want.loss, rtol=1e-15)
+        assert result.loss == results[0][0].loss
+        assert result.grads.scale == results[0][0].grads.scale
+        np.testing.assert_allclose(result.grads.scale, want.grads.scale, rtol=1e-12)
+    for name in kind.arguments:
+        gradient = getattr(want.grads, name)
+        if gradient is not None:
+            for repeat in range(2):
+                got = np.concatenate([getattr(r[repeat].grads, name) for r in results])
+                whole = gradient[order] if loss == "nt_xent" else gradient
+                np.testing.assert_allclose(got, whole, rtol=1e-11, atol=1e-14)
+    sides[0][0, 0] = np.nan
+    for result in itertools.chain(*call(*sides)):
+        assert np.isnan(result.loss)
+    assert shifts

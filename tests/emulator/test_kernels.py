@@ -1,11 +1,8 @@
-"""Single kernels on the emulator: results have the same bits in every schedule, and faults that are
-put in a source on purpose are reported."""
+"""Single kernels on the emulator: faults that are put in a source on purpose are reported."""
 
-import os
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import direct
 import engine
@@ -17,13 +14,11 @@ pytestmark = [
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]
 SCHEDULES = 20
-FEW_SCHEDULES = SCHEDULES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
 # Relative error of a sum of up to 400 exponentials 2^x in float32, |x| < 16, each with a rounded x;
 # and of a probability in bfloat16
 SUM_BOUND = 400 * 2.0**-24 + 16 * 2.0**-23
 GRADIENT_BOUND = 2.0**-8
-SHAPES = {"tiled": (300, 300, 72), "narrow": (300, 300, 128), "rows": (200, 600, 512),
-          "wide": (300, 400, 1152)}  # fmt: skip
+SHAPES = {"tiled": (300, 300, 72), "rows": (200, 600, 512), "wide": (300, 400, 1152)}
 
 
 @cache
@@ -31,8 +26,8 @@ def features(shape: str) -> direct.Features:
     return direct.Features(*SHAPES[shape])
 
 
-def sums(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) -> list[Any]:
-    """[row sums, column sums] of a kernel, which are checked against float64."""
+def sums(kernel: str, shape: str, seed: int, edit: direct.Edit) -> None:
+    """Checks sums of rows and columns by a kernel against float64."""
     z = features(shape)
     run = direct.tiled_sums if kernel == "lse" else direct.sweep_sums
     got = run(z, seed, edit)
@@ -40,11 +35,10 @@ def sums(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) ->
         want = z.negative_sums(axis)
         error = np.abs(values / want - 1).max()
         assert error <= SUM_BOUND, f"{kernel}: sums of {name} differ by {error}"
-    return list(got)
 
 
-def gradient(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) -> list[Any]:
-    """[probabilities] of a kernel, which are checked against float64."""
+def gradient(kernel: str, shape: str, seed: int, edit: direct.Edit) -> None:
+    """Checks probabilities by a kernel against float64."""
     z = features(shape)
     got = direct.sweep_gradient(z, seed, edit)
     want = np.exp(z.logits)
@@ -52,25 +46,13 @@ def gradient(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None
     want[np.arange(z.m), z.positives.view(np.int64)] = 0
     error = (np.abs(got.astype(np.float64) - want) / (want + (want == 0))).max()
     assert error <= GRADIENT_BOUND, f"{kernel}: probabilities differ by {error}"
-    return [got]
 
 
 # name -> (function, kernel, shape of SHAPES)
-CALLS: dict[str, tuple[Callable[..., list[Any]], str, str]] = {
-    "tiled sums": (sums, "lse", "tiled"), "narrow sums": (sums, "sweep_lse", "narrow"),
-    "sums": (sums, "sweep_lse", "rows"), "wide sums": (sums, "sweep_lse", "wide"),
-    "gradient": (gradient, "sweep_gradient", "rows"),
-    "wide gradient": (gradient, "sweep_gradient", "wide"),
+CALLS: dict[str, tuple[Callable[..., None], str, str]] = {
+    "tiled sums": (sums, "lse", "tiled"), "sums": (sums, "sweep_lse", "rows"),
+    "wide sums": (sums, "sweep_lse", "wide"), "gradient": (gradient, "sweep_gradient", "rows"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_every_schedule_has_the_same_bits(call: str) -> None:
-    run, kernel, shape = CALLS[call]
-    first = run(kernel, shape, 0)
-    for seed in range(1, FEW_SCHEDULES):
-        for one, other in zip(first, run(kernel, shape, seed), strict=True):
-            assert one.tobytes() == other.tobytes(), f"{kernel}: schedule {seed} has other bits"
 
 
 @pytest.mark.parametrize("seed", range(3))

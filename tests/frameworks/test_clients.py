@@ -273,9 +273,41 @@ def test_pytorch_metric_learning_with_few_pairs(name: str, labels: Any, ref_labe
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["NTXentLoss", "SupConLoss"])
+def test_pytorch_metric_learning_memory_step(name: str, masked: bool) -> None:
+    """`CrossBatchMemory` of 20 rows, which the second batch fills. `masked`: half of the rows are
+    stored, and the others are compared."""
+    theirs = pytest.importorskip("pytorch_metric_learning.losses")
+    from infonce.torch import pytorch_metric_learning as ours
+
+    def run(module: Any) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        encoder = torch.nn.Linear(6, 4, dtype=torch.float64)
+        memory = module.CrossBatchMemory(getattr(module, name)(temperature=0.2), 4, 20)
+        optimiser, values = torch.optim.SGD(encoder.parameters(), lr=0.1), []
+        for _ in range(STEPS):
+            labels = torch.randint(4, (14,), generator=generator)
+            rows = torch.randn(14, 6, dtype=torch.float64, generator=generator)
+            rows += labels[:, None]
+            mask = {"enqueue_mask": torch.arange(14) % 2 == 0} if masked else {}
+            value = memory(encoder(rows), labels, **mask)
+            optimiser.zero_grad()
+            value.backward()
+            optimiser.step()
+            values.append(value.detach())
+        kept = [memory.embedding_memory, memory.label_memory]
+        return [*values, *(p.detach() for p in encoder.parameters()), *kept]
+
+    assert_same_training(run, theirs, ours)
+
+
 def test_what_pytorch_metric_learning_has_alone() -> None:
     distances = pytest.importorskip("pytorch_metric_learning.distances")
-    from infonce.torch.pytorch_metric_learning import NTXentLoss, SupConLoss
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    miners = pytest.importorskip("pytorch_metric_learning.miners")
+    from infonce.torch.pytorch_metric_learning import CrossBatchMemory, NTXentLoss, SupConLoss
 
     z, labels = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
     for kind in (NTXentLoss, SupConLoss):
@@ -283,7 +315,28 @@ def test_what_pytorch_metric_learning_has_alone() -> None:
             kind(distance=distances.LpDistance())
         with pytest.raises(ValueError, match=r"distance\.power: expected 1, got 2"):
             kind(distance=distances.DotProductSimilarity(power=2))
-        with pytest.raises(ValueError, match="indices_tuple: expected None, got pairs: all pairs"):
+        with pytest.raises(ValueError, match="indices_tuple: expected None, got tuple: all pairs"):
             kind()(z, labels, indices_tuple=(labels, labels, labels))
         with pytest.raises(ValueError, match="labels: expected a tensor, got None"):
             kind()(z)
+        memory = CrossBatchMemory(kind(), 3, 6)
+        calls: dict[str, Any] = {
+            "indices_tuple: expected None, got tuple: all": (z, labels, (labels, labels, labels)),
+            "labels: expected a tensor, got None": (z, None),
+            r"embeddings: expected shape \(M, 3\), got \(4, 2\)": (z[:, :2], labels),
+            r"embeddings: expected at most 6 rows, memory_size, got 8": (z.repeat(2, 1), labels),
+        }
+        for message, arguments in calls.items():
+            with pytest.raises(ValueError, match=message):
+                memory(*arguments)
+        memory.miner = miners.PairMarginMiner()
+        with pytest.raises(ValueError, match="miner: expected None, got PairMarginMiner: all"):
+            memory(z, labels)
+        assert memory.queue_idx == 0  # nothing has been stored
+        with pytest.raises(ValueError, match="miner: expected None, got PairMarginMiner: all"):
+            CrossBatchMemory(kind(), 3, miner=miners.PairMarginMiner())
+        theirs = losses.CrossBatchMemory(kind(), 3)  # which lists all pairs
+        with pytest.raises(ValueError, match=r"indices_tuple: .* the CrossBatchMemory of infonce"):
+            theirs(z, labels)
+    with pytest.raises(TypeError, match=r"loss: expected .* got pytorch_metric.*\.NTXentLoss"):
+        CrossBatchMemory(losses.NTXentLoss(), 3)

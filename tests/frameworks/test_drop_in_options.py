@@ -46,7 +46,7 @@ UNIT = [F.normalize(z, dim=-1) for z in (A, B)]
 BANK = F.normalize(draw(5, D), dim=1)
 EACH = {"temperature", "scale"}  # no drop-in takes the factor of its logits as an option
 QWEN3 = {*EACH, "metrics", "normalize", "own", "false_negative_margin"}
-NEGATIVES = {"ids", "groups", "key_bias", "guide", "guide_margin", "in_batch"}
+NEGATIVES = {"ids", "groups", "positive_ids", "key_bias", "guide", "guide_margin", "in_batch"}
 
 
 def values(rows: int, keys: int, one: bool) -> dict[str, dict[str, Any]]:

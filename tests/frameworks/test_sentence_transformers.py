@@ -3,6 +3,7 @@ losses and parameters, to rounding. Skipped where it is not installed."""
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +279,35 @@ def test_what_gist_has_alone() -> None:
         GISTEmbedLoss(model, model, margin_strategy="relative", margin=0.1)
     with pytest.raises(ValueError, match="embeddings: expected anchors and positives, got 1 col"):
         GISTEmbedLoss(model, model)(tokens(model, 1), None)
+
+
+@pytest.mark.parametrize(
+    "base", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"]
+)
+def test_the_class_with_own_negatives(base: str) -> None:
+    """The class of docs/migrating.md, also with gradient caching."""
+    pytest.importorskip("sentence_transformers")
+    from torch_problems import sentence_model
+
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    (example,) = re.findall(r"^```python\n([^`]*class OwnNegativesLoss.*?)^```", page, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(example.replace("MultipleNegativesRankingLoss", base), names)
+    model = sentence_model(width=16, dropout=0.0).double()
+    loss = names["OwnNegativesLoss"](model, **({"mini_batch_size": 3} if "Cached" in base else {}))
+    columns = [*sentences(3).values(), [f"other {i}" for i in range(24)]]
+    features = [model.preprocess(column[:8]) for column in columns]
+    loss(features, None).backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    anchors, positives, *negatives = (
+        torch.nn.functional.normalize(model(dict(each))["sentence_embedding"]) for each in features
+    )
+    own = [(anchors * negative).sum(dim=1, keepdim=True) for negative in negatives]
+    logits = 20.0 * torch.cat([anchors @ positives.T, *own], dim=1)
+    want = torch.nn.functional.cross_entropy(logits, torch.arange(8))
+    want.backward()
+    torch.testing.assert_close(loss(features, None).detach(), want.detach())
+    wanted = [p.grad for p in model.parameters() if p.grad is not None]
+    assert max(g.abs().max() for g in wanted) > 1e-3
+    torch.testing.assert_close(gradients, wanted)

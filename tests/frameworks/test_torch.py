@@ -1,4 +1,5 @@
-"""infonce.torch against the published formulas, written out in PyTorch."""
+"""infonce.torch: dtypes of numbers, transforms, compiled graphs, a training. (tests/matrix has its
+numbers)"""
 
 import math
 from typing import Any
@@ -11,8 +12,6 @@ import torch.nn.functional as F  # noqa: E402
 from torch_problems import (  # noqa: E402
     DEVICES,
     FORMS,
-    LOSSES,
-    arguments,
     call,
     features,
     formula,
@@ -21,61 +20,8 @@ from torch_problems import (  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
-from infonce import spec  # noqa: E402
 
 pytestmark = pytest.mark.extras
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("form", FORMS)
-def test_loss_and_gradients(form: str, loss: str, device: str) -> None:
-    z = features(loss, device=device)
-    scale = torch.tensor(7.0, dtype=torch.float64, device=device, requires_grad=True)
-    bias = torch.tensor(-3.0, dtype=torch.float64, device=device, requires_grad=True)
-    options = {"bias": bias} if loss == "siglip" else {}
-    inputs = [*z, scale, *options.values()]
-    want = formula(loss, z, scale, bias)
-    wanted = torch.autograd.grad(3 * want, inputs)
-    got = with_options(form, loss, scale=scale, **options)(*arguments(loss, z))
-    assert got.dtype == torch.float64
-    grads = torch.autograd.grad(3 * got, inputs, allow_unused=True)
-    torch.testing.assert_close(got, want)
-    for i, (g, w) in enumerate(zip(grads, wanted, strict=True)):
-        if loss == "lit" and i == 1:
-            assert g is None  # the locked tower
-        else:
-            torch.testing.assert_close(g, w)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(dtype: Any, device: str) -> None:
-    z = [t.detach().to(dtype).requires_grad_() for t in features("clip", 40, 16, device)]
-    loss = it.clip_loss(*z, scale=5.0)
-    assert loss.dtype == torch.float32
-    assert loss.device == z[0].device
-    loss.backward()
-    wide = [t.detach().double().requires_grad_() for t in z]
-    want = formula("clip", wide, 5.0)
-    want.backward()
-    assert abs(loss.item() - want.item()) < 1e-5
-    for a, b in zip(z, wide, strict=True):
-        assert a.grad.dtype == dtype
-        error = (a.grad.double() - b.grad).norm() / b.grad.norm()
-        assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_backward_twice_with_retain_graph(device: str) -> None:
-    z = features("clip", device=device)
-    loss = it.clip_loss(*z, scale=4.0)
-    first = torch.autograd.grad(2 * loss, z, retain_graph=True)
-    kept = [g.clone() for g in first]
-    second = torch.autograd.grad(5 * loss, z)
-    for a, b, c in zip(first, second, kept, strict=True):
-        assert torch.equal(a, c)
-        torch.testing.assert_close(b, 2.5 * a)
 
 
 def test_what_needs_no_gradient_costs_none(monkeypatch: Any) -> None:
@@ -107,36 +53,6 @@ def test_scale_has_a_dtype_of_its_own() -> None:
         torch.testing.assert_close(g, w)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("form", FORMS)
-def test_func_grad(form: str, loss: str, reduction: str, device: str) -> None:
-    """torch.func.grad and vjp, of features, scale and bias, as backward() has them."""
-    z = [side.detach() for side in features(loss, device=device)]
-    scale, bias = (torch.tensor(x, dtype=torch.float64, device=device) for x in (3.0, -2.0))
-    upstream = (
-        torch.arange(12.0, dtype=torch.float64, device=device) if reduction == "none" else 2.0
-    )
-    inputs = [*z, scale] + [bias] * (loss == "siglip")
-    run = with_options(form, loss, reduction=reduction)
-
-    def step(*args: Any) -> Any:
-        rest = {"scale": args[len(z)].exp()}
-        rest |= {"bias": args[-1]} if loss == "siglip" else {}
-        return (upstream * run(*arguments(loss, args[: len(z)]), **rest)).sum()
-
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    wanted = torch.autograd.grad(step(*leaves), leaves, allow_unused=True)
-    got = torch.func.grad(step, tuple(range(len(inputs))))(*inputs)
-    value, vjp = torch.func.vjp(step, *inputs)
-    torch.testing.assert_close(value, step(*inputs))
-    for g, v, w in zip(got, vjp(torch.ones_like(value)), wanted, strict=True):
-        w = torch.zeros_like(g) if w is None else w  # the locked tower
-        torch.testing.assert_close(g, w)
-        torch.testing.assert_close(v, w)
-
-
 def test_func_grad_of_labels_and_metrics() -> None:
     """Labels that are computed inside of the transform, and auxiliary output."""
     query, key = (z.detach() for z in features("info_nce"))
@@ -150,57 +66,6 @@ def test_func_grad_of_labels_and_metrics() -> None:
     assert not rank.any()
     leaf = query.clone().requires_grad_()
     torch.testing.assert_close(got, torch.autograd.grad(step(leaf)[0], leaf)[0])
-
-
-def test_metrics() -> None:
-    z = features("clip", 30)
-    loss, metrics = it.clip_loss(*z, scale=3.0, metrics=True)
-    x = z[0] @ z[1].T
-    rows, columns = metrics.top(1)
-    assert rows == pytest.approx((x.argmax(1) == torch.arange(30)).double().mean().item())
-    assert columns == pytest.approx((x.argmax(0) == torch.arange(30)).double().mean().item())
-    loss.backward()
-    assert z[0].grad is not None
-    hard, same = it.clip_loss(*z, scale=3.0, hardness=2.0, margin=0.1, metrics=True)
-    assert hard > loss
-    assert torch.equal(same.row_rank, metrics.row_rank)
-    torch.testing.assert_close(same.hardest_negative, metrics.hardest_negative)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("form", FORMS)
-def test_compile_in_one_graph(form: str, loss: str, device: str) -> None:
-    torch.compiler.reset()  # it gives up where one function is compiled many times
-    z = features(loss, device=device)
-    scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
-
-    def step(s: Any, *z: Any) -> Any:
-        sides = [1.0 * t for t in z]
-        own = {"own": sides.pop()} if loss == "info_nce" else {}
-        return 2 * run(*arguments(loss, sides), scale=s.exp(), **own)
-
-    rows, rng = len(z[0]), torch.Generator().manual_seed(0)
-    integers = torch.arange(rows, device=device) % 5
-    options: dict[str, Any] = {}
-    if loss == "siglip":
-        options = {"positive_ids": (integers, integers.flip(0))}
-    elif loss == "info_nce":
-        own = torch.randn(rows, 3, 5, dtype=torch.float64, generator=rng).to(device)
-        z.append(own.requires_grad_())
-        options = {"own_mask": own.detach()[:, :, 0] < 1.0, "groups": integers % 2}
-    elif loss != "sup_con":
-        guide = [torch.randn(rows, 3, generator=rng).to(device) for _ in z]
-        options = {"guide": tuple(guide) if len(z) > 1 else guide[0], "ids": integers}
-
-    run = with_options(form, loss, **options)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    inputs = [scale, *(z[:1] if loss == "lit" else z)]
-    got, want = compiled(scale, *z), step(scale, *z)
-    torch.testing.assert_close(got, want)
-    for g, w in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs),
-                    strict=True):  # fmt: skip
-        torch.testing.assert_close(g, w)
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")  # the compiler does
@@ -231,20 +96,6 @@ def test_compiled_calls_that_are_no_operator(form: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_weights_of_a_device(loss: str, device: str) -> None:
-    """Tensors on the features' device, and arrays of the host."""
-    z = features(loss, device=device)
-    weights = np.linspace(0.0, 2.0, 12)
-    own = {name: 0.1 for name in ("margin", "hardness") if name not in spec.LOSSES[loss].refused}
-    options = {"scale": 3.0, "reduction": "none", **own}
-    rows = call(loss, z, **options)
-    for row_weights in (torch.tensor(weights, device=device), weights):
-        torch.testing.assert_close(call(loss, z, weights=row_weights, **options).cpu(),
-                                   torch.tensor(weights) * rows.cpu())  # fmt: skip
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_operator_check(device: str) -> None:
     from infonce.torch.core.compiled import UNTRACKED_NAMES, operator
 
@@ -259,32 +110,6 @@ def test_operator_check(device: str) -> None:
         ("clip", z[0], z[1], None, scale, None, *constants, [True, False, True, True],
          True, 0.1, False, 0.0, 0.5, math.inf, 0.0, False, "mean", "auto", "auto", 2**28),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", FORMS)
-def test_autocast(form: str, device: str) -> None:
-    z = features("clip", 20, 8, device)
-    z = [t.detach().float().requires_grad_() for t in z]
-    layer = torch.nn.Linear(8, 8).to(device)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        image, text = layer(z[0]), layer(z[1])
-        assert image.dtype == torch.bfloat16
-        loss = with_options(form, "clip", scale=2.0, normalize=True)(image, text)
-    assert loss.dtype == torch.float32
-    loss.backward()
-    assert layer.weight.grad.dtype == torch.float32
-    assert torch.isfinite(layer.weight.grad).all()
-
-
-def test_closed_forms() -> None:
-    """2n collinear rows: log(2n - 1). Orthogonal pairs: known by hand."""
-    rows = torch.ones(10, 4, dtype=torch.float64) / 2
-    got = it.nt_xent_loss(rows, temperature=0.5)
-    assert got.item() == pytest.approx(torch.log(torch.tensor(9.0)).item())
-    eye = torch.eye(6, dtype=torch.float64)
-    want = torch.log1p(5 * torch.exp(torch.tensor(-2.0, dtype=torch.float64)))
-    torch.testing.assert_close(it.clip_loss(eye, eye.clone(), scale=2.0), want)
 
 
 def test_import_alone_needs_no_torch() -> None:

@@ -229,22 +229,6 @@ def test_matryoshka(kind: str, device: str) -> None:
         fused([2], group=object())
 
 
-def test_inf_cl() -> None:
-    from infonce.torch.inf_cl import cal_flash_loss, cal_inf_loss, cal_ring_loss
-
-    image, text = features("clip", 16)
-    labels = torch.arange(15, -1, -1)
-    scale = torch.tensor(6.0, dtype=torch.float64, requires_grad=True)
-    want = formula("info_nce", [image, text], scale)
-    for function in (cal_inf_loss, cal_ring_loss):
-        assert_same(function(image, text, scale=scale, head_dim=4), want, image, text, scale)
-        assert_same(function(image, text.flip(0), labels, scale), want, image, text, scale)
-    per_row = F.cross_entropy(image @ text.T, labels, reduction="none")
-    flash = cal_flash_loss(image, text, labels)
-    torch.testing.assert_close(flash, per_row)
-    assert_same(flash.sum(), per_row.sum(), image, text)
-
-
 def test_infonce_cuda() -> None:
     from infonce.torch.infonce_cuda import InfoNCELoss
 

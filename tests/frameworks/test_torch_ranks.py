@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 import torch_ranks  # noqa: E402
-import torch_wrappers  # noqa: E402
-from torch_problems import LOSSES  # noqa: E402
+import torch_trouble  # noqa: E402
+from trouble import Trouble  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 from infonce.torch.lightly import negative_mises_fisher_weights  # noqa: E402
@@ -42,7 +43,7 @@ def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> Non
         for rank in range(size)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -60,7 +61,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Processes take seconds to start: they do several cases."""
     folder = tmp_path_factory.mktemp("two")
     start(
-        ["clip", "siglip", "cached", "wrappers", "failures"], 2, folder
+        ["clip", "siglip", "queue", "cached", "failures"], 2, folder
     )  # after the last one there is one rank left
     return folder
 
@@ -78,7 +79,7 @@ def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if (devices := torch.cuda.device_count()) < 2:
         pytest.skip(f"needs 2 GPUs, found {devices}")
     folder = tmp_path_factory.mktemp("gpus")
-    start(["clip", "siglip", "functions", "drop_ins"], 2, folder, "cuda")
+    start(["clip", "siglip", "queue", "functions", "drop_ins"], 2, folder, "cuda")
     return folder
 
 
@@ -184,19 +185,43 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
         torch.testing.assert_close(sum(rank[name][0] for rank in ranks), loss)
         for i, gradient in enumerate(torch.autograd.grad(loss, sides)):
             torch.testing.assert_close(torch.cat([rank[name][1 + i] for rank in ranks]), gradient)
-    unit = torch.nn.functional.normalize(sides[1][: 2 * size].detach(), dim=1).float()
+    unit = torch.nn.functional.normalize(sides[1].detach(), dim=1).float()
     for number, rank in enumerate(ranks):  # rows of all enter each bank
-        unequal, *mismatches, too_large = rank["messages"]
-        assert unequal == (
-            f"rows: expected the same number on all processes that gather them, got {sizes}"
-        )
+        *mismatches, too_large = rank["messages"]
         assert mismatches == [
             f"rank, world_size: expected {number} and {size}, those of the process group, got "
             f"{came} and {others}"
             for came, others in ((number, size + 1), (number, size + 1), (0, 1))
         ]
         assert f"labels: expected values in [0, {sum(sizes)})" in too_large
-        torch.testing.assert_close(rank["bank"][: 2 * size], unit)
+        torch.testing.assert_close(rank["bank"][: len(unit)], unit)
+
+
+@pytest.mark.parametrize("fixture", ["two_ranks", pytest.param("two_gpus", marks=pytest.mark.gpu)])
+def test_queue_of_the_keys_of_all_ranks(fixture: str, request: pytest.FixtureRequest) -> None:
+    """Each rank's batch is before the keys that all ranks passed earlier; ranks differ in rows."""
+    ranks, sizes = saved(request.getfixturevalue(fixture), "queue"), torch_ranks.SIZES[:2]
+    assert len(ranks) == 2
+    model = torch_ranks.Queued(torch_ranks.QUEUE_SIZE, None)
+    kept = torch.empty(0, 4, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+    for step, batch in enumerate(torch_ranks.batches(2)):
+        model.zero_grad()
+        new = []
+        for rank, sides in enumerate(zip(*(z.split(sizes) for z in batch), strict=True)):
+            query, key = (model.encoder(z) for z in sides)
+            new.append((key, torch.arange(sizes[rank]) + 10 * rank + step))
+            keys, ids = (torch.cat(z) for z in zip(new[rank], kept, strict=True))
+            for got, want in zip(ranks[rank]["steps"][step], (keys.detach(), ids), strict=False):
+                torch.testing.assert_close(got, want)
+            (torch_ranks.queued_loss(query, keys, ids) / 2).backward()
+        for rank in ranks:
+            torch.testing.assert_close(rank["steps"][step][2], model.encoder.weight.grad)
+        kept = [
+            torch.cat(z).detach()[: torch_ranks.QUEUE_SIZE] for z in zip(*new, kept, strict=True)
+        ]
+    for rank in ranks:
+        torch.testing.assert_close(rank["kept"], list(kept))
+        assert rank["filled"] == [torch_ranks.QUEUE_SIZE] * 2
 
 
 @pytest.mark.parametrize(("kind", "way"), torch_ranks.CACHED)
@@ -219,16 +244,6 @@ def test_gradient_caching_needs_as_many_chunks_on_all_ranks(two_ranks: Path) -> 
             "chunk: expected one number of chunks on all processes with fully_shard, got "
             f"{chunks} here, and from 2 to 3 on all"
         )
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("wrapper", torch_wrappers.RANKS)
-def test_a_module_under_a_wrapper_of_ranks(wrapper: str, loss: str, two_ranks: Path) -> None:
-    """Two processes with the same rows: the mean of their gradients is that of the function."""
-    ranks = saved(two_ranks, "wrappers")
-    assert len(ranks) == 2
-    for rank in ranks:
-        torch_wrappers.assert_same(rank[f"{wrapper} {loss}"], loss)
 
 
 def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:
@@ -277,3 +292,47 @@ def test_first_call_is_bounded(tmp_path: Path) -> None:
     waited, _ = saved(tmp_path, "late")
     assert "rank 0 waited 2 s" in waited["said"]
     assert 2 <= waited["after"] < 3
+
+
+def make_troubles(folder: Path, seeds: range, device: str = "cpu") -> None:
+    """All troubles with these seeds, and calls that differ, leave the words of the ranks."""
+    program = [sys.executable, torch_trouble.__file__, str(folder)]
+    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    numbers = [str(seeds.start), str(seeds.stop)]
+    subprocess.run([*program, *numbers, device], env=environment, check=True, timeout=900)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 24), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_ranks_in_trouble(seeds: range, tmp_path: Path) -> None:
+    """The other ranks name a rank that is killed, exits, hangs or raises at any line of a call.
+    A call that differs raises the same error on all ranks, which stay in step."""
+    make_troubles(tmp_path, seeds)
+    for seed in seeds:
+        Trouble(seed).assert_named((tmp_path / f"{seed}.txt").read_text(), torch_trouble.TIMEOUT)
+    assert_differences_named((tmp_path / "differ.txt").read_text(), 3)
+
+
+@pytest.mark.gpu
+def test_ranks_in_trouble_on_two_gpus(tmp_path: Path) -> None:
+    if (devices := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs 2 GPUs, found {devices}")
+    seeds = range(100, 112)
+    make_troubles(tmp_path, seeds, "cuda")
+    for seed in seeds:
+        trouble = Trouble(seed, 2)
+        trouble.assert_named((tmp_path / f"{seed}.txt").read_text(), torch_trouble.TIMEOUT)
+    assert_differences_named((tmp_path / "differ.txt").read_text(), 2)
+
+
+def assert_differences_named(output: str, ranks: int) -> None:
+    """Each rank has said the same of each call that differs."""
+    for words in torch_trouble.DIFFERENCES:
+        for exchange in torch_trouble.DIFFERENT_EXCHANGES:
+            said = re.findall(rf"^rank \d {exchange}: ({words}.*)$", output, re.MULTILINE)
+            assert len(said) == ranks, output
+            assert len({*said}) == 1, output
+            assert "on rank 0" in said[0], output
+            assert "on rank 1" in said[0], output
+    assert output.count("is in step") == ranks, output

@@ -120,7 +120,7 @@ def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_least_workspace(loss: str) -> None:
-    n = smaller(700, 50)
+    n = smaller(700, 24)
     args = arguments(loss, *pairs("partly aligned", n, n, 40, np.float32, 0))
     arrays = [cupy.asarray(z) for z in args]
     with pytest.raises(ValueError, match="workspace: expected at least") as refused:

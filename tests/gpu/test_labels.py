@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING, fewer, find_dtype, smaller
-from infonce.kernels.linear import Segments, partners
+from gpu_problems import MISSING, find_dtype, smaller
+from infonce.kernels.linear import Classes, Segments, partners
 
 import infonce
 
@@ -44,20 +44,55 @@ def test_classes(kind: str, n: int, decoupled: bool) -> None:
     labels, own, least = make_labels(kind, n), np.arange(n), 2 if decoupled else 3
     got, positives, present = gpu_labels.classes(cupy.asarray(labels), decoupled)
     ids = np.where(labels < 0, -1 - own, labels)
-    members = Segments(ids, ids).members(np, own)
-    want, has_positive = partners(np, members, own, decoupled)
+    classes = Classes(ids, ids)
+    members = classes.members(np, own)
+    want, has_positive = partners(np, classes, members, own, decoupled)
     if kind != "any integers":  # there, a label is what a row without a class has as its id
         np.testing.assert_array_equal(positives.get(), want)
+        assert present is not None
         np.testing.assert_array_equal(present.get(), has_positive)
     np.testing.assert_array_equal(got.rows.get(), ids)
-    place, others, order = got.in_sums.rows.get(), got.others.get(), got.in_sums.order.get()
+    place, order = got.in_sums.rows.get(), got.in_sums.row_order.get()
     in_sums = members[0] >= least
     np.testing.assert_array_equal(place >= 0, in_sums)
-    np.testing.assert_array_equal(others, np.where(in_sums, members[0] - 1, 0))
+    np.testing.assert_array_equal(got.positive_count.get(), np.where(in_sums, members[0] - 1, 0))
     assert place.max() < got.in_sums.count <= -(-n // least)
     assert len(set(zip(place[in_sums], ids[in_sums], strict=True))) == len(set(place[in_sums]))
     assert len(set(place[in_sums])) == len(set(ids[in_sums]))
     np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (65, 30), (2049, 5000), (20000, 2048)])
+@pytest.mark.parametrize("kind", LABELS)
+def test_classes_of_pairs(kind: str, m: int, n: int, shared: bool, decoupled: bool) -> None:
+    """Classes of queries and of other keys, or of pairs whose ids both sides share."""
+    rows, keys = make_labels(kind, m), make_labels(kind, n)
+    if shared:
+        keys = rows
+    device_rows = cupy.asarray(rows)
+    device_keys = device_rows if shared else cupy.asarray(keys)
+    got, positives, present = gpu_labels.pair_classes(device_rows, device_keys, decoupled)
+    classes = Classes(rows, keys)
+    members = classes.members(np, np.arange(len(keys)))
+    want, has_positive = partners(np, classes, members, None, decoupled)
+    np.testing.assert_array_equal(positives.get(), want)
+    assert (present is None) == (has_positive is None) == shared
+    if present is not None:
+        np.testing.assert_array_equal(present.get(), has_positive)
+    in_sums = members[0] >= (1 if decoupled else 2)
+    np.testing.assert_array_equal(got.positive_count.get(), np.where(in_sums, members[0], 0))
+    place, key_place = got.in_sums.rows.get(), got.in_sums.columns.get()
+    np.testing.assert_array_equal(place >= 0, in_sums)
+    np.testing.assert_array_equal(key_place >= 0, np.isin(keys, rows[in_sums]))
+    assert max(place.max(), key_place.max()) < got.in_sums.count
+    # a segment for each class, of rows and of keys
+    both = np.concatenate([place, key_place]), np.concatenate([rows, keys])
+    pairs = {(s, label) for s, label in zip(*both, strict=True) if s >= 0}
+    assert len(pairs) == len({s for s, _ in pairs}) == len({label for _, label in pairs})
+    for order, labels in ((got.in_sums.row_order, rows), (got.in_sums.column_order, keys)):
+        np.testing.assert_array_equal(order.get(), np.argsort(labels, kind="stable"))
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -126,7 +161,7 @@ def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool)
     for weight in (None, factor):
         device_weight = None if weight is None else cupy.asarray(weight)
         sums = [
-            rows.sums(segments.rows, segments.count, device_weight, segments.order)
+            rows.sums(segments.rows, segments.count, device_weight, segments.row_order)
             for _ in range(2)
         ]
         want, size = np.zeros((2, segments.count, width))
@@ -169,6 +204,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "sup_con": ("sup_con", {}),
     "sup_con decoupled": ("sup_con", {"decoupled": True}),
     "sup_con smoothed": ("sup_con", SMOOTHED | {"normalize": True}),
+    "clip by ids": ("clip", {"positive_ids": True}),
+    "clip by ids, decoupled": ("clip", {"positive_ids": True, "decoupled": True}),
+    "clip by ids, smoothed": ("clip", {"positive_ids": True} | SMOOTHED),
+    "lit by ids": ("lit", {"positive_ids": True, "normalize": True}),
     "gte": ("gte", {}),
     "gte smoothed": ("gte", SMOOTHED | {"weights": True}),
     "clip smoothed": ("clip", SMOOTHED),
@@ -186,6 +225,9 @@ def call(name: str, z: Any, y: Any, labels: Any, **more: Any) -> infonce.LossAnd
     args = {"sup_con": (z, labels), "info_nce": (z, y, labels % len(y))}.get(loss, (z, y))
     for name in {"weights", "key_bias"}.intersection(options):
         options = options | {name: abs(z[:, 0])}
+    if "positive_ids" in options:
+        pair = labels, labels[::-1].copy()  # in lit, rows and keys have different ids
+        options = options | {"positive_ids": labels if loss == "clip" else pair}
     result: infonce.LossAndGrad = getattr(infonce, f"{loss}_loss_and_grad")(
         *args, scale=20.0, **options, **more
     )
@@ -219,27 +261,6 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded once: how many classes there are, and how large, is another thing each time."""
-    from infonce.kernels.gpu import plan, select
-
-    plan.forget()
-    rng = np.random.default_rng(0)
-    for seed, classes in fewer(enumerate((50, 1, 600, 200)), 2):
-        labels = cupy.asarray(rng.integers(0, classes, ROWS))
-        z, y = draw_features(seed), draw_features(seed + 9)
-        planned = call(name, z, y, labels)
-        with monkeypatch.context() as patch:
-            patch.setattr(select, "has_plan", lambda *_: False)
-            stepwise = call(name, z, y, labels)
-        assert float(planned.loss) == float(stepwise.loss)
-        for one, other in zip(planned.grads, stepwise.grads, strict=True):
-            assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
-    plans = sum(isinstance(entry, plan.Plan) for entry in plan._plans.values())
-    assert plans == 1 + (CALLS[name][0] == "sup_con")  # classes have one
-
-
-@pytest.mark.parametrize("name", CALLS)
 def test_capture(name: str) -> None:
     """A CUDA graph of a call with labels computes for other features and labels."""
     arrays = draw_features(0), draw_features(1), cupy.arange(ROWS) % 50
@@ -259,7 +280,15 @@ def test_the_gradient_of_the_scale_of_many_logits(request: pytest.FixtureRequest
     n = smaller(4400, 300)  # more than 2^24 logits
     if n < 4096:
         request.getfixturevalue("no_few_logits")
-    for name in ("sup_con", "sup_con smoothed", "gte", "gte smoothed", "clip smoothed"):
+    for name in (
+        "sup_con",
+        "sup_con smoothed",
+        "clip by ids",
+        "clip by ids, smoothed",
+        "gte",
+        "gte smoothed",
+        "clip smoothed",
+    ):
         z, y, labels = draw_features(0, n), draw_features(1, n), cupy.arange(n) % 50
         got = call(name, z, y, labels)
         want = call(name, z.astype(np.float64), y.astype(np.float64), labels, wrt="scale")

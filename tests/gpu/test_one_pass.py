@@ -27,8 +27,7 @@ pytestmark = gpu_only
 if not MISSING:
     import cupy
     from infonce.kernels.gpu import recorded
-    from infonce.kernels.gpu.device import launcher
-    from infonce.kernels.gpu.tiled import backend, one_pass
+    from infonce.kernels.gpu.tiled import one_pass
 
 ONE_SIDED = ["info_nce", "lit"]
 ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
@@ -37,11 +36,8 @@ Limit = Callable[[int, bool], None]
 
 
 @pytest.fixture
-def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def blocks_swept(hopper: None, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """A list that gets, for each block of one pass, the query tiles that were swept twice."""
-    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
-    if device.capability != "90":
-        pytest.skip("for Hopper")
     swept: list[list[int]] = []
     compute_block = one_pass.OnlineRun.compute_block
 
@@ -256,13 +252,15 @@ def test_one_pass_where_heights_are_no_good(
 @pytest.mark.parametrize("d", [40, 520])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_one_pass_with_some_query_tiles_swept_twice(
-    d: int, workers: int, blocks_swept: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    d: int,
+    workers: int,
+    blocks_swept: list[list[int]],
+    device_with: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread block has many query tiles, and skips those whose first sweep was good."""
     monkeypatch.setattr(config.Sweep, "blocks", lambda self, *_: workers * self.cluster)
-    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
-    many = replace(device, multiprocessors=132)  # otherwise a thread block has fewer query tiles
-    monkeypatch.setattr(backend, "device_properties", lambda index: many)
+    device_with(multiprocessors=132)  # otherwise a thread block has fewer query tiles
     n = 1500
     text, image = pairs("partly aligned", n, n, d, np.float64, 0)
     for tile in (1, 4, 5, 11):

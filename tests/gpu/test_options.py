@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import ELEMENT_ROUNDOFF, MISSING, fewer, find_dtype, smaller
+from gpu_problems import ELEMENT_ROUNDOFF, MISSING, find_dtype, smaller
 from host_device import room
 from judge import GRAD_BOUND, assert_grad, assert_loss, largest_logit
 from reference_problems import Problem, each_once
@@ -179,17 +179,6 @@ def test_normalised_ids_and_little_workspace(name: str, options: dict[str, Any])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.parametrize("method", ["naive", "fused"])
-@pytest.mark.parametrize("name", NAMES)
-def test_all_logits_in_memory(name: str, method: str, options: dict[str, Any]) -> None:
-    for dtype in ("float64", "bfloat16"):
-        problem = make_problem(name, 70, 12, dtype, **options)
-        compare(problem, on_gpu(problem, method=method), dtype)
-    problem = with_ids(make_problem(name, 70, 12, "float64", **options))
-    compare(problem, on_gpu(problem, method=method), "float64")
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_offload(
@@ -209,54 +198,6 @@ def test_offload(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.parametrize("method", ["auto", "naive", "fused", "tiled"])
-@pytest.mark.parametrize("name", ["info_nce sets", "info_nce some"])
-def test_rows_without_a_positive(name: str, method: str, options: dict[str, Any]) -> None:
-    """Rows without a positive have no loss and no gradient. Single losses show it."""
-    problem = make_problem(name, 70, 12, "float64", **options)
-    assert problem.labels is not None
-    none = (problem.labels.reshape(70, -1) < 0).all(axis=1)
-    assert none.any()
-    got = on_gpu(problem, method=method, reduction="none")
-    assert (got.loss.get()[none] == 0).all()
-    # nor has a row of which no negative is within its limit
-    want = infonce.info_nce_loss(*problem.features, **given_options(problem), reduction="none")
-    assert ((got.loss.get() == 0) == (want == 0)).all()
-    assert (got.grads.query.get()[none] == 0).all()
-    assert np.isfinite(got.lse.get()).all()
-    mean = on_gpu(problem, method=method)
-    cupy.testing.assert_allclose(got.loss.sum() / (~none).sum(), mean.loss, rtol=1e-12)
-    outside = problem.labels.copy()
-    outside.reshape(70, -1)[3, 0] = 70  # there is no such key
-    got = on_gpu(problem._replace(labels=outside), method=method, reduction="none")
-    assert (np.isnan(got.loss.get()) == (np.arange(70) == 3)).all()
-
-
-@pytest.mark.parametrize("options", OPTIONS[:5], ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.parametrize(
-    "name", ["info_nce", "info_nce sets", "info_nce some", "lit", "clip", "nt_xent"]
-)
-def test_a_plan_for_other_arrays(name: str, options: dict[str, Any]) -> None:
-    """Recorded once, replayed for other features and another scale."""
-    for scale in fewer((20.0, 11.0, 20.0), 2):
-        problem = make_problem(name, *MANY, "bfloat16", **options)._replace(scale=scale)
-        planned, stepwise = on_gpu(problem), on_gpu(problem, progress=lambda *_: None)
-        assert float(planned.loss) == float(stepwise.loss)
-        for one, other in zip(planned.grads, stepwise.grads, strict=True):
-            if one is not None:
-                assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_scale_on_the_device(name: str) -> None:
-    options = {"hardness": 2.0, "margin": 0.1} if name != "sup_con" else {"label_smoothing": 0.1}
-    problem = make_problem(name, 70, 12, "float64", **options)
-    want, got = on_gpu(problem), on_gpu(problem, scale=cupy.array(20.0))
-    cupy.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
-    cupy.testing.assert_allclose(got.grads[0], want.grads[0], rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 @pytest.mark.parametrize("name", NAMES)
 def test_same_bits_from_run_to_run(name: str, options: dict[str, Any]) -> None:
     problem = make_problem(name, *MANY, "bfloat16", **options)
@@ -265,27 +206,6 @@ def test_same_bits_from_run_to_run(name: str, options: dict[str, Any]) -> None:
     for one, other in zip(first.grads, second.grads, strict=True):
         if one is not None:
             assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
-
-
-@pytest.mark.parametrize("method", ["auto", "naive", "fused", "tiled"])
-@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip", "lit", "siglip"])
-def test_weights_by_every_method(name: str, method: str) -> None:
-    problem = make_problem(name, 70, 12, "float64")
-    weights = np.linspace(0.0, 2.0, len(problem.features[0]))
-    got = on_gpu(problem, weights=cupy.asarray(weights), method=method)
-    compare(problem._replace(weights=weights / weights.sum()), got, "float64")
-
-
-@pytest.mark.parametrize("method", ["naive", "tiled"])
-def test_metrics_do_not_see_options(method: str) -> None:
-    plain = on_gpu(make_problem("clip", 70, 12, "float64"), metrics=True, method=method).metrics
-    with_options = make_problem("clip", 70, 12, "float64", margin=0.1, hardness=2.0)
-    got = on_gpu(with_options, metrics=True, method=method).metrics
-    assert plain is not None
-    assert got is not None
-    cupy.testing.assert_array_equal(got.row_rank, plain.row_rank)
-    cupy.testing.assert_allclose(got.positive, plain.positive, rtol=1e-12)
-    cupy.testing.assert_allclose(got.hardest_negative, plain.hardest_negative, rtol=1e-12)
 
 
 def near_each_other(
@@ -356,14 +276,6 @@ def test_both_passes_leave_out_the_same_pairs(
             assert float(row_norms.max()) < rounding
 
 
-def test_the_limit_is_that_of_each_row_and_column() -> None:
-    """A pair of views is left out of one row alone; of keys with very different limits."""
-    z = cupy.array([[1.0, 0.0], [3.0, 1.0], [1.0, 0.0], [1.0, 2.0]])
-    losses = infonce.nt_xent_loss(z, scale=1.0, false_negative_margin=0.5, reduction="none").get()
-    np.testing.assert_allclose(losses[0], np.log1p(np.exp(1.0 - 1.0)))
-    np.testing.assert_allclose(losses[1], np.log1p(2 * np.exp(3.0 - 5.0)))
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent"])
 def test_limits_far_apart(name: str, dtype: str) -> None:
@@ -380,18 +292,6 @@ def test_limits_far_apart(name: str, dtype: str) -> None:
     features = (z.reshape(-1, 64),) if name == "nt_xent" else (z[0], z[1])
     problem = Problem(name, features, scale=100.0, softmax={"false_negative_margin": margin})
     compare(problem, on_gpu(problem), dtype, 100.0)
-
-
-@pytest.mark.parametrize("options", OPTIONS[7:10], ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["info_nce", "info_nce sets", "nt_xent", "clip"])
-def test_limits_and_biases_with_offload(name: str, dtype: str, options: dict[str, Any]) -> None:
-    """Blocks of host features, each with a part of the biases and limits."""
-    problem = make_problem(name, *MANY, dtype, **options)
-    keywords = given_options(problem)
-    function = getattr(infonce, f"{problem.name}_loss_and_grad")
-    got = function(*problem.features, **keywords, offload=True, workspace=2**20)
-    compare(problem, got, dtype)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

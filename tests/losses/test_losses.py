@@ -1,10 +1,10 @@
-"""Every loss, method and dtype against the float64 references."""
+"""What the matrix does not compare: accuracy of a large batch, metrics, logits, destinations, and
+features at the ends of float16's range."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from infonce.kernels.cpu import schedule
 from judge import (
     DTYPES,
     LOSSES,
@@ -25,10 +25,6 @@ METHODS = ["naive", "fused", "tiled"]
 
 def call(loss: str, *args: Any, **options: Any) -> infonce.LossAndGrad:
     return getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
-
-
-def value(loss: str, *args: Any, **options: Any) -> Any:
-    return getattr(infonce, f"{loss}_loss")(*args, **options)
 
 
 def compare(out: infonce.LossAndGrad, ref: Any, args: Any, scale: float) -> None:
@@ -72,9 +68,8 @@ def test_accuracy_of_a_batch(loss: str, turn: int) -> None:
 
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit"])
 @pytest.mark.parametrize("method", METHODS)
-def test_lse_metrics_and_logits(loss: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "TILE", (16, 24))
-    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 16)
+def test_lse_metrics_and_logits(loss: str, method: str, tile_sides: Any) -> None:
+    tile_sides(16, 24)
     args = arguments(loss, *pairs("partly aligned", 45, 45, 4, np.float64, 6))
     x = 5.0 * args[0] @ args[-1].T
     if loss == "nt_xent":
@@ -142,7 +137,6 @@ def test_what_is_not_finite_makes_the_loss_nan(loss: str, method: str, bad: floa
         args = arguments(loss, *pairs("random", 20, 20, 3, np.float32, 7))
         args[0][:, 1] = -np.abs(args[0][:, 1])  # all logits with an infinite key are -inf or nan
         args[side][11, 1] = bad
-        assert np.isnan(value(loss, *args, scale=3.0, method=method))
         assert np.isnan(call(loss, *args, scale=3.0, method=method).loss)
 
 
@@ -160,35 +154,6 @@ def test_float16_extremes(loss: str, method: str) -> None:
         if size < 1:
             compare_to = out.grads[0]
             assert_grad(compare_to, next(iter(ref.grads.values())), "float32", logit)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_zero_rows_stay_zero_under_normalize(loss: str) -> None:
-    args = arguments(loss, *pairs("random", 12, 12, 3, np.float64, 9))
-    for z in args:
-        z[4] = 0.0
-    for method in METHODS:
-        out = call(loss, *args, scale=5.0, normalize=True, method=method)
-        assert np.isfinite(out.loss)
-        for g in out.grads:
-            if g is not None and g.ndim == 2:
-                assert np.isfinite(g).all()
-                assert not g[4].any()
-
-
-@pytest.mark.parametrize("loss", ["nt_xent", "clip"])
-@pytest.mark.parametrize("method", METHODS)
-def test_joint_permutation_and_swapped_sides(loss: str, method: str) -> None:
-    query, key = pairs("partly aligned", 50, 50, 6, np.float64, 10)
-    order = np.random.default_rng(0).permutation(50)
-    first = call(loss, *arguments(loss, query, key), scale=8.0, method=method)
-    again = call(loss, *arguments(loss, query[order], key[order]), scale=8.0, method=method)
-    swapped = call(loss, *arguments(loss, key, query), scale=8.0, method=method)
-    np.testing.assert_allclose(again.loss, first.loss, rtol=1e-13)
-    np.testing.assert_allclose(swapped.loss, first.loss, rtol=1e-13)
-    np.testing.assert_allclose(again.grads[0][:50], first.grads[0][:50][order], rtol=1e-9)
-    mirrored = first.grads[1] if loss == "clip" else first.grads[0][50:]
-    np.testing.assert_allclose(swapped.grads[0][:50], mirrored, rtol=1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -227,23 +192,6 @@ def test_out_and_guard_regions(loss: str, method: str, dtype: Any, grad_dtype: A
         inside = np.zeros(wall.shape, bool)
         inside[1:-1, 3:-4] = True
         assert (wall[~inside] == 99).all()
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_keys_gathered_in_ranges(loss: str) -> None:
-    """16-bit gradients need float32 accumulators; where those do not fit, keys come in ranges."""
-    args = arguments(loss, *pairs("partly aligned", 200, 200, 32, np.float16, 13))
-    ref = judged(loss, args, scale=6.0)
-    for workspace in (2**15, 2**16, 2**20):
-        out = call(loss, *args, scale=6.0, method="tiled", workspace=workspace)
-        compare(out, ref, args, 6.0)
-        if loss in ("info_nce", "clip", "siglip"):
-            second = out.grads._fields[1]
-            only = call(loss, *args, scale=6.0, method="tiled", workspace=workspace,
-                        wrt=[second, "scale"])  # fmt: skip
-            assert only.grads[0] is None
-            np.testing.assert_array_equal(only.grads[1], out.grads[1])
-            np.testing.assert_allclose(only.grads.scale, out.grads.scale, rtol=1e-4)
 
 
 def test_one_exponential_is_not_enough_for_columns_far_below_their_rows() -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.loops.tile_ops import softmax_gradient
 from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.problem import SCALES
@@ -135,11 +134,10 @@ def test_the_reference_is_right_at_scales_that_others_refuse() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_logits_of_any_size(loss: str, method: str, dtype: Any, monkeypatch: Any) -> None:
+def test_logits_of_any_size(loss: str, method: str, dtype: Any, tile_sides: Any) -> None:
     """The features are long instead: the same exponents, and no scale to refuse. Of products that
     are exact the results have all their digits; of others, the largest are the same."""
-    monkeypatch.setattr(schedule, "TILE", (4, 4))
-    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 4)
+    tile_sides(4, 4)
     name = np.dtype(dtype).name
     for power in (-20, 0, 10, 13, 20, 27, 40, 55, 62, 200, 500)[: 9 if dtype is np.float32 else 11]:
         for scale in (1.0, 3.0):
@@ -177,9 +175,8 @@ def test_a_probability_is_no_subnormal_number(dtype: Any) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_no_warning_leaves(loss: str, dtype: Any, method: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(schedule, "TILE", (8, 8))
-    monkeypatch.setattr(schedule, "TRIANGLE_SIDE", 8)
+def test_no_warning_leaves(loss: str, dtype: Any, method: str, tile_sides: Any) -> None:
+    tile_sides(8, 8)
     largest = float(ml_dtypes.finfo(dtype).max)
     for size in (largest, largest**0.5, largest**-0.5, np.inf, np.nan):
         args = arguments(loss, *pairs("random", 40, 40, 3, dtype, 0))
@@ -397,8 +394,9 @@ numbers = st.builds(lambda size, sign: size * sign, magnitudes, st.sampled_from(
 def test_anything_is_a_value_or_an_error_of_ours(
     loss: str, method: str, dtype: Any, rows: int, d: int, size: float, scale: float,
     temperature: bool, bias: float, grad_out: float, normalize: bool, grad_dtype: Any,
-    reduction: str, workspace: int, zeros: bool, threads: str,
+    reduction: str, workspace: int, zeros: bool, threads: str, tile_sides: Any,
 ) -> None:  # fmt: skip
+    tile_sides(16, 8)
     args = arguments(loss, *pairs("partly aligned", rows, rows, d, np.float64, rows))
     with np.errstate(over="ignore", under="ignore"):
         args = tuple((z * size).astype(dtype) for z in args)
@@ -412,8 +410,6 @@ def test_anything_is_a_value_or_an_error_of_ours(
     more = (bias,) if loss == "siglip" else ()
     refused = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "TILE", (16, 8))
-        patch.setattr(schedule, "TRIANGLE_SIDE", 8)
         patch.setenv("INFONCE_NUM_THREADS", threads)
         try:
             out = call(loss, *args, *more, **options)

@@ -20,6 +20,7 @@ sys.path[:0] = [str(HERE.parent / "support"), str(HERE)]
 
 from evaluation import Tally  # noqa: E402
 from executors import EXECUTORS  # noqa: E402
+from gpu_executors import missing  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -39,6 +40,19 @@ def versions() -> dict[str, str]:
     return found
 
 
+def find_first(chosen: list[str], seed: int) -> int:
+    """Prints the first wrong result of the problems that the test computes."""
+    tally = Tally()
+    for number in range(max(EXECUTORS[name].draws for name in chosen)):
+        for name in chosen:
+            if number < EXECUTORS[name].draws:
+                tally.run(name, seed, [number])
+            if tally.wrong:
+                print(f"first wrong: {name} at {number + 1}: {tally.wrong[0]['wrong']}", flush=True)
+                return 1
+    return 0
+
+
 def main() -> int:
     as_written = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
@@ -46,11 +60,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one problem")
     parser.add_argument("--executors", default="NumPy.*", help="expression; NumPy.* by default")
+    parser.add_argument(
+        "--first", action="store_true", help="as many as the test, to the first wrong"
+    )
     parser.add_argument("--record", type=Path, help="write counts and worst shares here, JSON")
     arguments = parser.parse_args()
     console, tally, provenance = Console(), Tally(), versions()
     numbers = range(arguments.draws) if arguments.only is None else [arguments.only]
-    chosen = [name for name in EXECUTORS if re.fullmatch(arguments.executors, name)]
+    chosen = [
+        name for name, each in EXECUTORS.items()
+        if re.fullmatch(arguments.executors, name) and not missing(each.marks)
+    ]  # fmt: skip
+    if arguments.first:
+        return find_first(chosen, arguments.seed)
     for number in track(numbers, "problems", console=console):
         for name in chosen:
             tally.run(name, arguments.seed, [number])

@@ -12,6 +12,7 @@ from oracle import Judgement, judge
 from problems import Problem, draw
 
 ROUNDING = {"float64": 0.0, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+METRICS = ("row_rank", "column_rank", "positive", "hardest_negative")  # those that are compared
 Result = dict[str, Any]  # loss, gradients by the names of arguments; also "lse", "metrics"
 
 
@@ -134,7 +135,14 @@ def metrics_share(got: Any, problem: Problem, want: Judgement, rounding: float) 
         low, high = ((rivals & (x > p + by * room)).sum(axis=1) for by in (1, -1))
         if not ((low <= rank) & (rank <= high)).all():
             return np.inf
-    return share(got.positive, positive, 2 * its_off + 1e-43)
+    rivals = np.ones_like(logits, bool)
+    rivals[rows, at] = False
+    hardest = np.where(rivals, logits, -np.inf).max(axis=1)
+    bound = 2 * np.where(rivals, off, 0.0).max(axis=1) + 1e-43
+    return max(
+        share(got.positive, positive, 2 * its_off + 1e-43),
+        share(got.hardest_negative, hardest, bound),
+    )
 
 
 def finite(got: Result, features_spoilt: bool) -> dict[str, Any]:

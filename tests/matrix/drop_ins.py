@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # peers
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))  # peers
 SIXTEEN = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *SIXTEEN)
 LARGEST_NORM, LEAST_NORM = 2.0, 0.5  # of rows
@@ -377,6 +377,32 @@ class Draw(random.Random):
         # theirs adds the least number of the dtype, so that a loss ends at 708 in float64
         return self.metric_learning("NTXentLoss", True)
 
+    def metric_memory(self) -> Case:
+        from pytorch_metric_learning import losses
+
+        from infonce.torch import pytorch_metric_learning as ours
+
+        self.rows = max(2, min(self.rows, 12))
+        name = self.choice(("SupConLoss", "NTXentLoss"))
+        size, calls = self.randint(self.rows, 30), self.randint(1, 4)
+        labels = [self.integers(self.rows, -1, self.choice((0, 1, 3, 9))) for _ in range(calls)]
+        mask = self.integers(self.rows, 0, 2).bool() if self.random() < 0.4 else None
+        earlier = [self.features() for _ in labels[1:]]
+
+        def run(module: Any) -> Callable[..., Tensor]:
+            def call(z: Tensor) -> Tensor:
+                loss = getattr(module, name)(self.temperature)
+                memory = module.CrossBatchMemory(loss, self.width, size)
+                batches = zip([*earlier, z], labels, strict=True)
+                *_, last = (memory(rows.to(z.dtype), y, enqueue_mask=mask) for rows, y in batches)
+                return last + 0 * z.sum()  # with no pair at all, a number without a gradient
+
+            return call
+
+        settings = {"name": name, "size": size, "labels": labels, "mask": mask}
+        return Case(run(ours), [run(losses)], [self.features()], 1 / self.temperature,
+                    self.rows if name == "NTXentLoss" else 1, settings=settings)  # fmt: skip
+
     # SupContrast, Inf-CL, siglip-kernel, the CUDA report ------------------------------------------
 
     def sup_contrast(self) -> Case:
@@ -552,7 +578,7 @@ class Draw(random.Random):
             settings["ids"] = ids
         prefixes = "d" not in sets and self.random() < 0.3
         inputs = [self.features(), self.features()]
-        if hard:
+        if hard or self.random() < 0.3:  # also none of each query
             inputs.append(self.features(self.rows * hard).unflatten(0, (self.rows, hard)))
 
         def run(q: Tensor, d: Tensor, own: Tensor | None = None) -> Tensor:
@@ -609,6 +635,7 @@ DRAWS = {
     "lightly.DCLLoss, DCLWLoss": Draw.dcl,
     "pytorch_metric_learning.SupConLoss": Draw.metric_sup_con,
     "pytorch_metric_learning.NTXentLoss": Draw.metric_nt_xent,
+    "pytorch_metric_learning.CrossBatchMemory": Draw.metric_memory,
     "sup_contrast.SupConLoss": Draw.sup_contrast,
     "inf_cl": Draw.inf_cl,
     "siglip_kernel: SigLIP": Draw.siglip_kernel,

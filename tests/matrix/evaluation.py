@@ -65,7 +65,7 @@ class Tally:
 def disagreements(name: str, problem: Problem) -> list[str]:
     """What is wrong with the result of a problem with a number that is not finite: losses are
     finite, or other numbers are finite than by "NumPy, auto"."""
-    of_features = "feature" in problem.poison
+    of_features = "feature" in problem.poison or "teacher" in problem.poison
     problem.settings.pop("workspace", None)
     found = []
     for each in ("NumPy, auto", name):
@@ -79,7 +79,7 @@ def disagreements(name: str, problem: Problem) -> list[str]:
     # spoils losses of clip through the columns
     skips = bool({"groups", "in_batch"} & {*problem.options})
     spreads = "naive" in name and (of_features or "grad_out" in problem.poison)
-    spreads |= problem.loss == "clip" and of_features
+    spreads |= problem.loss in ("clip", "distill") and of_features
     if skips or spreads or EXECUTORS[name].not_finite == "loss":
         right, got = ({k: z for k, z in each.items() if k == "error"} for each in (right, got))
     for key in sorted(right.keys() | got.keys()):

@@ -7,6 +7,7 @@ keywords is refused: test_matrix.py holds the error to name one of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import re
 from collections.abc import Callable, Iterable
@@ -16,15 +17,19 @@ from unittest import mock
 
 import numpy as np
 from comparison import Result
-from host_device import Rows
+from host_device import Host, Rows
 from infonce.kernels import between_passes, solve
+from infonce.kernels import problem as kernels_problem
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.distill.solve import solver_by_passes
-from problems import Problem
+from infonce.kernels.offload import backend as offload_backend
+from infonce.kernels.offload import copies
+from problems import TEACHER, Problem
 
 import infonce
 from infonce import spec
+from infonce.checks import validation
 
 Keywords = Callable[[spec.Loss], Iterable[str]]
 
@@ -67,7 +72,12 @@ def executor(name: str, keywords: Keywords, **fields: Any) -> Callable[..., Any]
 
 
 def of_numpy(kind: spec.Loss) -> list[str]:
-    return [name for name in spec.LossOptions.__annotations__ if name not in kind.refused]
+    names = [name for name in spec.LossOptions.__annotations__ if name not in kind.refused]
+    return [*names, *of_teacher(kind)]
+
+
+def of_teacher(kind: spec.Loss) -> tuple[str, ...]:
+    return TEACHER if kind.taught else ()
 
 
 def arguments(problem: Problem) -> tuple[list[Any], dict[str, Any]]:
@@ -92,13 +102,16 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
     """Loss and gradients, and the loss alone."""
     args, options = arguments(problem)
     settings = problem.settings | settings
-    alone = {k: v for k, v in settings.items() if k in ("method", "precision", "workspace")}
+    alone_too = ("method", "precision", "workspace", "offload")
+    alone = {k: v for k, v in settings.items() if k in alone_too}
     if settings.get("method") in ("naive", "fused"):
         for each in (alone, settings):
             each.pop("workspace", None)
     with contextlib.ExitStack() as stack:
         if problem.number % 4:  # parts of rows with their own negatives
             stack.enter_context(mock.patch.object(between_passes, "OWN_BYTES", 2000))
+        if problem.number % 5 == 0:  # the scale's gradient is that of products, or of features
+            stack.enter_context(mock.patch.object(kernels_problem, "FEW_LOGITS", 0))
         for name, value in problem.sides.items():
             stack.enter_context(mock.patch.object(schedule, name, value))
         function = getattr(infonce, f"{problem.loss}_loss_and_grad")
@@ -116,19 +129,25 @@ for _method in spec.CHOICES["method"]:
     )
 
 
-@executor("NumPy, least workspace", of_numpy, draws=300)
-def with_least_workspace(problem: Problem) -> Result:
+def with_least_workspace(problem: Problem, **settings: Any) -> Result:
     """The error for too small a workspace names the least one, which suffices."""
     try:
-        return with_numpy(problem, method="tiled", workspace=1)
+        return with_numpy(problem, workspace=1, **settings)
     except ValueError as error:
         least = re.findall(r"^workspace: expected at least (\d+)", str(error))
         if not least:
             raise
-    return with_numpy(problem, method="tiled", workspace=int(least[0]))
+    # with offload, of the chunks; blocks of a teacher on the device need more
+    room = 2**15 if problem.kind.taught and "offload" in settings else int(least[0])
+    return with_numpy(problem, workspace=room, **settings)
 
 
-@executor("NumPy, operations on arrays", of_numpy, not_finite="loss",
+executor("NumPy, least workspace", of_numpy, draws=300)(
+    functools.partial(with_least_workspace, method="tiled")
+)
+
+
+@executor("NumPy, operations on arrays", of_numpy, draws=120,
           fits=lambda problem: "precision" not in problem.settings)  # fmt: skip
 def with_arrays(problem: Problem) -> Result:
     """Passes over small blocks by operations on arrays."""
@@ -140,6 +159,48 @@ def with_arrays(problem: Problem) -> Result:
 
     with mock.patch.object(backend, "solve", solve_by_arrays):
         return with_numpy(problem, method="tiled")
+
+
+@executor("NumPy, offload", of_numpy, draws=120, fits=lambda problem: (
+    problem.dtype == problem.compute == "float64" and not problem.poison))  # fmt: skip
+def with_offload(problem: Problem) -> Result:
+    """By chunks, on a stand-in for a GPU, which computes in float64: in the least workspace, or on
+    the device as a whole."""
+    solve_on_host = functools.partial(offload_backend.solve, device=Host())
+    with (
+        mock.patch.object(copies, "solve", solve_on_host),
+        mock.patch.object(validation, "gpu_missing", return_value=None),
+    ):
+        if problem.number % 3 == 0:
+            return with_numpy(problem, method="auto", offload=True)
+        return with_least_workspace(problem, method="auto", offload=True)
+
+
+@executor("NumPy, grad_cache", of_numpy, draws=60,
+          fits=lambda problem: "wrt" not in problem.settings)  # fmt: skip
+def with_grad_cache(problem: Problem) -> Result:
+    """Encoders by chunks, whose output is their input, in a list or by the names of arguments."""
+    args, options = arguments(problem)
+    rest = dict(zip(("labels" if "labels" in problem.options else "bias",),
+                    args[len(problem.features) :], strict=False))  # fmt: skip
+    names = [name for name in problem.kind.arguments if name != "own"]
+    received: list[list[Any]] = [[] for _ in names]
+    inputs: Any = args[: len(names)]
+    backward: Any = [lambda _, gradient, to=to: to.append(gradient) for to in received]
+    if problem.number % 2:
+        inputs = dict(zip(names, inputs, strict=True))
+    if problem.number % 3:  # entries of several arrays
+        mappings = [{"z": z} for z in args[: len(names)]]
+        inputs = dict(zip(names, mappings, strict=True)) if problem.number % 2 else mappings
+    encode = (lambda entry: entry["z"]) if problem.number % 3 else (lambda z: z)
+    chunk = max(1, problem.number % 7 * problem.shape[0] // 7)
+    function = getattr(infonce, f"{problem.loss}_loss_and_grad")
+    settings = {**problem.settings, "grad_out": problem.grad_out}
+    out = infonce.grad_cache(
+        function, inputs, encode, backward, chunk, **options, **rest, **settings
+    )  # fmt: skip
+    whole = {name: np.concatenate(each) for name, each in zip(names, received, strict=True) if each}
+    return by_name(out) | dict.fromkeys(names) | whole
 
 
 # --- other entrances, which fill the table --------------------------------------------------------

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from comparison import Result
+from comparison import METRICS, Result
 from executors import arguments, by_name, executor, of_numpy
 from gpu_problems import EMULATED, MISSING, host
 from problems import Problem
@@ -16,6 +16,15 @@ import infonce
 
 if not MISSING:
     import cupy
+
+
+def missing(marks: tuple[str, ...]) -> str:
+    """Why an executor with these marks does not run here. "card": no emulated GPU suffices."""
+    if "card" in marks:
+        import torch
+
+        return "" if torch.cuda.is_available() else "this torch sees no GPU"
+    return MISSING if "gpu" in marks else ""
 
 
 def on_device(value: Any) -> Any:
@@ -46,8 +55,7 @@ def with_gpu(problem: Problem, method: str) -> Result:
     copied: Result = {name: host(z) for name, z in found.items() if name != "lse"}
     copied["lse"] = [host(z) for z in found["lse"]]
     if metrics is not None:
-        fields = ("row_rank", "column_rank", "positive")
-        metrics = SimpleNamespace(**{field: host(getattr(metrics, field)) for field in fields})
+        metrics = SimpleNamespace(**{field: host(getattr(metrics, field)) for field in METRICS})
     return copied | {"metrics": metrics}
 
 

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from comparison import Result
-from executors import executor
+from comparison import METRICS, Result
+from executors import executor, of_teacher
 from problems import Problem, draw
 
 import infonce.jax as ij
@@ -24,7 +25,7 @@ ROUNDINGS = 3
 
 
 def of_jax(kind: spec.Loss) -> set[str]:
-    return {*keywords.jax_function(kind)} - {*keywords.AXIS}
+    return {*keywords.jax_function(kind), *of_teacher(kind)} - {*keywords.AXIS}
 
 
 def fits(problem: Problem) -> bool:
@@ -64,23 +65,28 @@ class Call:
         self.arrays = {k: v for k, v in options.items() if isinstance(v, (jax.Array, tuple)) and
                        k not in spec.PREFIX_OPTIONS}  # fmt: skip
         self.options = {k: v for k, v in options.items() if k not in self.arrays}
-        self.options |= {
-            k: v for k, v in problem.settings.items() if k in ("method", "precision", "workspace")
-        }
+        given = ("method", "precision", "workspace", "metrics")
+        self.options |= {k: v for k, v in problem.settings.items() if k in given}
         self.upstream = jnp.asarray(problem.grad_out)
 
     def objective(self, function: Any = None) -> Callable[..., Any]:
-        """(wanted, others, arrays) -> (upstream times the loss, the loss)."""
+        """(wanted, others, arrays) -> (upstream times the loss, (the loss, metrics))."""
         loss_of = function or getattr(ij, f"{self.problem.loss}_loss")
 
         def objective(wanted: Any, others: Any, arrays: Any) -> Any:
-            loss = loss_of(**wanted, **others, **arrays, **self.options)
-            return (self.upstream.astype(loss.dtype) * loss).sum(), loss
+            out = loss_of(**wanted, **others, **arrays, **self.options)
+            loss, metrics = out if isinstance(out, tuple) else (out, None)
+            if metrics is not None:  # as arrays, which a compiled program may return
+                metrics = {name: getattr(metrics, name) for name in METRICS}
+            return (self.upstream.astype(loss.dtype) * loss).sum(), (loss, metrics)
 
         return objective
 
-    def result(self, loss: Any, grads: dict[str, Any]) -> Result:
-        found: Result = {"loss": np.asarray(loss)}
+    def result(self, out: Any, grads: dict[str, Any]) -> Result:
+        loss, metrics = out
+        found: Result = {"loss": np.asarray(loss), "metrics": None}
+        if metrics is not None:
+            found["metrics"] = SimpleNamespace(**jax.device_get(metrics))
         for name, gradient in grads.items():
             if name in self.problem.kind.locked:
                 assert not gradient.any()
@@ -97,8 +103,8 @@ def differentiate(problem: Problem, change: Callable[..., Any], function: Any = 
         call = Call(problem)
         objective = jax.value_and_grad(call.objective(function), has_aux=True)
         with errors_of_callbacks():
-            (_, loss), grads = change(objective)(call.wanted, call.others, call.arrays)
-        return call.result(loss, grads)
+            (_, out), grads = change(objective)(call.wanted, call.others, call.arrays)
+        return call.result(out, grads)
 
 
 @contextlib.contextmanager
@@ -130,8 +136,8 @@ def with_checkpoint(problem: Problem) -> Result:
         call = Call(problem)
         objective = jax.value_and_grad(jax.checkpoint(call.objective()), has_aux=True)
         with errors_of_callbacks():
-            (_, loss), grads = jax.jit(objective)(call.wanted, call.others, call.arrays)
-        return call.result(loss, grads)
+            (_, out), grads = jax.jit(objective)(call.wanted, call.others, call.arrays)
+        return call.result(out, grads)
 
 
 @add("JAX, vmap", of_jax, draws=14)
@@ -165,23 +171,79 @@ def with_scan(problem: Problem) -> Result:
 # --- devices --------------------------------------------------------------------------------------
 
 
-def over_devices(seed: int, number: int, largest: int, devices: int) -> Result:
-    """In a process of as many devices: the rows are split over them."""
+def over_devices(seed: int, number: int, largest: int, devices: int, way: str) -> Result:
+    """In a process of as many devices: the rows are split over them, or each has a problem."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), "data")
     problem = draw(seed, number, largest)
+    if way == "alone":
+        return differentiate(problem, functools.partial(each_alone, mesh))
+    if way == "axis":
+        return differentiate(problem, jax.jit, functools.partial(inside_of_axis, mesh, problem))
     function = ij.sharded(getattr(ij, f"{problem.loss}_loss"), mesh, "data")
     return differentiate(problem, jax.jit if number % 2 else lambda f: f, function)
 
 
-def divides(problem: Problem) -> bool:
-    return not any(n % 2 for n in problem.shape) and fits(problem)
+def each_alone(mesh: Any, f: Any) -> Any:
+    """The last device has the problem, the others problems of other features."""
+    rows = jax.P("data")
+
+    def of_one(*trees: Any) -> Any:
+        return jax.tree.map(lambda z: z[None], f(*jax.tree.map(lambda z: z[0], trees)))
+
+    def run(*trees: Any) -> Any:
+        each = jax.tree.map(lambda z: jnp.stack([z[::-1] if z.ndim == 2 else z, z]), trees)
+        outs = jax.jit(jax.shard_map(of_one, mesh=mesh, in_specs=rows, out_specs=rows))(*each)
+        return jax.tree.map(lambda z: z[1], outs)
+
+    return run
 
 
-@add("JAX, sharded", of_jax, draws=21, largest=20, fits=divides)
+@add("JAX, devices alone", of_jax, draws=16, largest=20)
+def with_devices_alone(problem: Problem) -> Result:
+    import processes
+
+    task = problem.seed, problem.number, problem.largest, 2, "alone"
+    found: Result = processes.run("devices 2", *task)
+    return found
+
+
+def inside_of_axis(mesh: Any, problem: Problem, **named: Any) -> Any:
+    """The loss of the rows of all devices, inside of `jax.shard_map`."""
+    if problem.loss == "nt_xent":  # views are on any device
+        rows = problem.shape[0]
+        named["labels"] = (jnp.arange(rows) + rows // 2) % rows
+    pairs = {*spec.INTEGER_OPTIONS, "guide"}
+    arrays = {k: z for k, z in named.items() if k in pairs or isinstance(z, jax.Array)}
+    by_row = {k: z for k, z in arrays.items() if isinstance(z, tuple) or z.ndim}
+    same = {k: z for k, z in arrays.items() if k not in by_row}
+    constants = {k: z for k, z in named.items() if k not in arrays}
+    loss = functools.partial(getattr(ij, f"{problem.loss}_loss"), axis_name="data", **constants)
+    split, whole = jax.P("data"), jax.P()
+    return jax.shard_map(
+        lambda by_row, same: loss(**by_row, **same), mesh=mesh, in_specs=(split, whole),
+        out_specs=split if problem.reduction == "none" else whole,
+    )(by_row, same)  # fmt: skip
+
+
+def divides(problem: Problem, devices: int = 2) -> bool:
+    return not any(n % devices for n in problem.shape) and fits(problem)
+
+
+@add("JAX, axis", of_jax, draws=80, largest=40, fits=lambda problem: (
+    divides(problem, 4) and not problem.poison and "metrics" not in problem.settings))  # fmt: skip
+def with_axis(problem: Problem) -> Result:
+    import processes
+
+    task = problem.seed, problem.number, problem.largest, 4, "axis"
+    found: Result = processes.run("devices 4", *task)
+    return found
+
+
+@add("JAX, sharded", of_jax, draws=64, largest=20, fits=divides)
 def with_devices(problem: Problem) -> Result:
     import processes
 
-    task = problem.seed, problem.number, problem.largest, 2
+    task = problem.seed, problem.number, problem.largest, 2, "rows"
     found: Result = processes.run("devices 2", *task)
     name = problem.poison.rpartition(" ")[2]
     if name in ("weights", "key_bias") and np.isnan(found["loss"]).all():

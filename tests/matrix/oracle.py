@@ -185,6 +185,30 @@ def sigmoid(
     return Direction(terms.sum(dim=1), losses, slopes, off, bounds)
 
 
+def distilled(
+    dot: torch.Tensor, scale: torch.Tensor, taught: torch.Tensor, sizes: Array, taught_off: Array,
+    unit: float, width: int,
+) -> Direction:  # fmt: skip
+    """Cross-entropy of each row with the softmax of the teacher's logits, whose error is
+    `taught_off` [R, K].
+
+    dloss / dtaught_j is t_j (mean of x - x_j), with t the teacher's softmax of the row."""
+    x, target = scale * dot, torch.softmax(taught, dim=1)
+    mean = (target * x).sum(dim=1)
+    lse = masked_lse(x, torch.ones_like(x, dtype=torch.bool))
+    losses = lse - mean
+    with torch.no_grad():
+        slopes = (torch.exp(x - lse[:, None]) + target).numpy()
+        spread = (target * (x - mean[:, None]).abs()).sum(dim=1).numpy()
+        logits = x.abs().numpy()
+        summed = losses.abs().numpy() + (target * x.abs()).sum(dim=1).numpy()
+    off = (8 + np.sqrt(width)) * float(scale.detach()) * sizes + 4 * logits
+    off, taught_off = unit * off.max(axis=1), taught_off.max(axis=1)
+    bounds = 2 * slopes.sum(axis=1) * (off + 8 * unit) + 2 * spread * (2 * taught_off + 8 * unit)
+    bounds += (24 + 4 * np.sqrt(dot.shape[1])) * unit * summed
+    return Direction(losses, lse, slopes, np.maximum(off, taught_off), bounds)
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """PyTorch uses one thread within this context, because the matrices are small."""
@@ -219,12 +243,24 @@ class Side:
         return (self.lengths != 0).astype(np.longdouble) if normalize else self.lengths
 
 
+def find_taught(problem: Problem, unit: float) -> tuple[torch.Tensor, Array]:
+    """The teacher's logits, and their errors: [M, N]."""
+    o = problem.options
+    sides = [Side.make(o[name], problem.normalize) for name in ("teacher_query", "teacher_key")]
+    scale = o.get("teacher_scale", problem.scale)
+    logits = scale * (sides[0].rows @ sides[1].rows.T).detach()
+    lengths = [side.sizes(problem.normalize).astype(np.float64) for side in sides]
+    width = o["teacher_query"].shape[1]
+    off = (8 + np.sqrt(width)) * scale * lengths[0][:, None] * lengths[1]
+    return logits, unit * (off + 4 * logits.abs().numpy())
+
+
 @one_thread()
 def judge_one(problem: Problem, compute: str) -> Judgement:
     """`compute`: "float64" or "float32", of products and exponentials."""
     unit = (2.0**-53 if compute == "float64" else 2.0**-24) + 2.0**-53  # this module's own, too
     # Smaller probabilities may be 0: where one exponential serves two directions, sooner
-    shared = problem.loss in (*SYMMETRIC, "clip")
+    shared = problem.loss in (*SYMMETRIC, "clip", "distill")
     floor = 2.0**-850 if compute == "float64" else 2.0 ** (-58 if shared else -95)
     o, normalize, width = problem.options, problem.normalize, problem.features[0].shape[1]
     features = problem.features
@@ -260,6 +296,15 @@ def judge_one(problem: Problem, compute: str) -> Judgement:
     directions: list[tuple[Direction, float, bool]] = []
     if problem.loss == "siglip":
         directions = [(sigmoid(problem, dot, scale, bias, positive, excluded, *common), 1.0, False)]
+    elif problem.loss == "distill":
+        taught, off = find_taught(problem, unit)
+        both = problem.options.get("two_sided", True)
+        share = 0.5 if both else 1.0
+        row_direction = distilled(dot, scale, taught, sizes, off, unit, width)
+        directions = [(row_direction, share, False)]
+        if both:
+            column_direction = distilled(dot.T, scale, taught.T, sizes.T, off.T, unit, width)
+            directions.append((column_direction, share, True))
     elif problem.loss == "gte":
         half = rows // 2
         row_direction = softmax(
@@ -283,7 +328,8 @@ def judge_one(problem: Problem, compute: str) -> Judgement:
     assert isinstance(losses, torch.Tensor)
 
     one = beside(positive) if problem.loss == "gte" else positive
-    w = one.any(axis=1).astype(np.float64) if problem.loss != "siglip" else np.ones(rows)
+    every = problem.loss in ("siglip", "distill")
+    w = np.ones(rows) if every else one.any(axis=1).astype(np.float64)
     w = w * o.get("weights", 1.0)
     if problem.reduction == "mean":
         w = w / (w.sum() or 1.0)

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from infonce import spec
+from infonce.checks.teacher import ALL_LOSSES, DISTILL_ROWS
 
 Array = np.ndarray
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
@@ -20,6 +21,7 @@ DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
 POWERS = {"float64": 300, "float32": 30, "float16": 2, "bfloat16": 30}  # of 10, of norms
 KINDS = ["random", "aligned", "partly aligned", "opposed", "identical", "nearly identical"]
 LABELS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+TEACHER = ("teacher_query", "teacher_key", "teacher_scale", "two_sided")  # of distillation
 GAP = 1e-4  # between a limit and a product of unit rows: rounding does not decide
 
 
@@ -45,8 +47,10 @@ class Problem:
     @property
     def kind(self) -> spec.Loss:
         """The loss; with own negatives, it has one more argument."""
-        has_own = "own" in self.options and self.loss == "info_nce"
-        return spec.INFO_NCE_OWN if has_own else spec.LOSSES[self.loss]
+        if "own" in self.options and self.loss == "info_nce":
+            return spec.INFO_NCE_OWN
+        two_sided = self.options.get("two_sided", True)
+        return ALL_LOSSES[self.loss] if two_sided else DISTILL_ROWS
 
     @property
     def normalize(self) -> bool:
@@ -79,6 +83,8 @@ class Problem:
             positive[index, (index + rows // 2) % rows] = True
         elif self.loss == "gte":
             positive[index[: rows // 2], index[: rows // 2] + rows // 2] = True
+        elif self.loss == "distill":
+            pass
         elif self.loss == "sup_con":
             positive = (labels[:, None] == labels) & (labels >= 0) & ~np.eye(rows, dtype=bool)
         elif "positive_ids" in self.options:
@@ -267,6 +273,21 @@ def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
     options |= {name: v for name, v in drawn.items() if name not in problem.kind.refused}
 
 
+def draw_teacher(problem: Problem, one_sided: bool, rng: np.random.Generator) -> None:
+    """Features of a teacher, of any width and dtype, and whether it teaches rows only."""
+    width, options, both = int(rng.choice([1, 3, 8, 33])), problem.options, [*DTYPES]
+    units = list(draw_features(KINDS[rng.integers(len(KINDS))], *problem.shape, width, rng))
+    name = both[rng.integers(4)]
+    least = min(name, problem.dtype, key=lambda each: POWERS[each])
+    units = with_norms(units, least, problem.normalize, True, rng)
+    for side, z in zip(TEACHER, units, strict=False):
+        options[side] = viewed(z.astype(DTYPES[name]), rng)
+    if rng.random() < 0.6:
+        options["teacher_scale"] = float(10 ** rng.uniform(-1.7, 2.52))
+    if one_sided:
+        options["two_sided"] = False
+
+
 def leave_out(problem: Problem, *names: str) -> None:
     for name in names:
         problem.options.pop(name, None)
@@ -280,7 +301,8 @@ def leave_out_exclusive(problem: Problem) -> None:
     """Of options that raise an error together, the last one goes."""
     for names in spec.EXCLUSIVE:
         if problem.options.keys() >= {*names}:
-            leave_out(problem, names[-1] if names[0] != "own" else "own")
+            # without positive ids, shapes and labels would not fit
+            leave_out(problem, names[0] if {"own", "positive_ids"} & {*names} else names[-1])
     if "label_smoothing" in problem.options and np.ndim(in_pair(problem.options.get("ids"))[0]) > 1:
         leave_out(problem, "label_smoothing")
 
@@ -314,12 +336,16 @@ def beside(x: Any) -> Any:
     return np.concatenate([x[:half], x[half:]], axis=1)
 
 
-def draw_poison(problem: Problem, rng: np.random.Generator) -> None:
-    """A NaN or an infinity in one array of a call: features, or arrays of options."""
+def draw_poison(problem: Problem, rng: np.random.Generator, in_guide: bool) -> None:
+    """A NaN or an infinity in one array of a call: features, or arrays of options. In a guide, of
+    which no pair but the positives counts, if `in_guide`."""
     (rows, _), options = problem.shape, problem.options
     places = ["feature 0", f"feature {len(problem.features) - 1}", "weights", "grad_out"]
-    places += [name for name in ("key_bias", "guide", "own") if name in options]
-    place = places[rng.integers(len(places))]
+    places += [z for z in ("key_bias", "guide", "own", *TEACHER[:2]) if z in options]
+    place = "guide" if in_guide else places[rng.integers(len(places))]
+    if in_guide:
+        leave_out(problem, "groups", "label_smoothing", "decoupled")
+        options["ids"] = tuple(np.zeros(n, np.int64) for n in problem.shape)
     bad = [np.nan, np.inf, -np.inf][rng.integers(3)]
     if place.startswith("feature"):
         sides = [z.copy() for z in problem.features]
@@ -335,7 +361,7 @@ def draw_poison(problem: Problem, rng: np.random.Generator) -> None:
     if place == "own":
         leave_out(problem, "own_mask")
     if place == "guide":  # infinite limits, or limits of products, would hide it
-        leave_out(problem, "false_negative_margin")
+        leave_out(problem, "false_negative_margin", "own")
     if spoilt.size:
         spoilt[tuple(rng.integers(n) for n in spoilt.shape)] = bad
         problem.poison = f"{bad} in {place}"
@@ -345,15 +371,17 @@ def draw_poison(problem: Problem, rng: np.random.Generator) -> None:
 def draw(seed: int, number: int, largest: int = 140) -> Problem:
     """Problem `number` of a seed, with at most `largest` rows of a view."""
     rng = np.random.default_rng([seed, number])
-    loss = list(spec.LOSSES.values())[number % len(spec.LOSSES)]
+    loss = list(ALL_LOSSES.values())[number % len(ALL_LOSSES)]
     name = list(DTYPES)[rng.integers(4)]
     rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, largest))
     rows *= 2 if loss.name == "nt_xent" else 1
-    several = loss.name == "siglip" and rng.random() < 0.3  # positives by their ids
-    columns = int(rng.integers(1, largest + 10)) if loss.name == "info_nce" or several else rows
+    several = "positive_ids" not in loss.refused and rng.random() < 0.3  # positives by their ids
+    one_sided = loss.taught and rng.random() < 0.5
+    oblong = loss.name == "info_nce" or one_sided or (several and loss.name != "clip")
+    columns = int(rng.integers(1, largest + 10)) if oblong else rows
     d = int(rng.choice([1, 2, 3, 5, 8, 17, 33, 64, 70]))
-    labels = draw_labels(loss.name, rows, columns, rng)
-    if loss.name == "info_nce" and labels is None:
+    labels = None if several else draw_labels(loss.name, rows, columns, rng)
+    if loss.name == "info_nce" and labels is None and not several:
         rows = min(rows, columns)
     kind = KINDS[rng.integers(len(KINDS))]
     units = list(draw_features(kind, rows, columns, d, rng))
@@ -374,6 +402,9 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     options, settings = problem.options, problem.settings
     options["normalize"] = normalize
     options["reduction"] = ["mean", "sum", "none"][rng.integers(3)]
+    without_positives = number % 24 in (5, 11)  # of sup_con and info_nce: the mean over no row is 0
+    if without_positives:
+        options["reduction"] = "mean"
     if loss.sigmoid:
         options["bias"] = float(rng.uniform(-12, 3))
     if labels is not None:
@@ -385,7 +416,10 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
             if names == "ids" and rng.random() < 0.3:
                 options["ids"] = draw_columns(options["ids"], rng)
     if several:
-        options["positive_ids"] = draw_names(loss, (rows, columns), int(rng.integers(1, 9)), rng)
+        most = int(rng.integers(1, max(9, rows)))
+        options["positive_ids"] = draw_names(loss, (rows, columns), most, rng)
+        if loss.name == "clip":
+            options["positive_ids"] = in_pair(options["positive_ids"])[0]
     if rng.random() < 0.3:
         weights = rng.uniform(0, 2, rows) * (rng.random(rows) < 0.8)
         weights[rng.integers(rows)] = 1.0
@@ -393,18 +427,25 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     if np.ndim(labels) == 2 and rng.random() < 0.5:
         options["label_weights"] = draw_label_weights(options["labels"], rng)
     draw_softmax(problem, rng)
+    if loss.taught:
+        draw_teacher(problem, one_sided, rng)
+    spoilt_guide = number % 40 in (16, 27)  # of clip and info_nce
+    if spoilt_guide:
+        guide = [rng.standard_normal((n, 3)).astype(np.float32) for n in (rows, columns)]
+        options |= {"guide": tuple(guide), "guide_margin": 0.1}
+        leave_out(problem, "label_smoothing")
     leave_out_exclusive(problem)
     if options["reduction"] == "none":
         problem.grad_out = rng.standard_normal(rows)
     elif rng.random() < 0.5:
         problem.grad_out = float(10 ** rng.uniform(-3, 3) * rng.choice([-1, 1]))
-    if loss.name in ("info_nce", "sup_con") and rng.random() < 0.05:  # no row has a positive
+    if without_positives:
         alone = loss.name == "sup_con" and rng.random() < 0.5
         options["labels"] = np.arange(rows) if alone else np.full(rows, -1)
         options.pop("label_weights", None)
     if zero:
         leave_out(problem, "false_negative_margin")
-    for limit in ("false_negative_margin", "guide_margin"):
+    for limit in ("false_negative_margin", *["guide_margin"] * (not spoilt_guide)):
         if limit in options:
             of_limit = units if limit[0] == "f" else list(in_pair(options["guide"]))
             if is_ambiguous(problem, limit, of_limit):
@@ -427,7 +468,8 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     possible += ["bias"] * loss.sigmoid
     if rng.random() < 0.3:
         settings["wrt"] = [z for z in possible if rng.random() < 0.5]
-    with_metrics = not {"key_bias", "false_negative_margin", "guide", "own", "dims"} & {*options}
+    without_ranks = {"key_bias", "false_negative_margin", "guide", "own", "dims", "positive_ids"}
+    with_metrics = not without_ranks & {*options}
     with_metrics &= "metrics" not in loss.refused and (problem.find_positives().sum(1) == 1).all()
     with_metrics &= np.size(options.get("labels")) <= rows  # not sets, even of one positive
     if with_metrics and rng.random() < 0.3:
@@ -438,6 +480,9 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     problem.sides = {"TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))} | (
         {"TILE": tiles} if tiles else {}
     )
-    if rng.random() < 0.1:
-        draw_poison(problem, rng)
+    if rng.random() < 0.1 or spoilt_guide:
+        draw_poison(problem, rng, spoilt_guide)
+    if rng.random() < 0.3 and (abs(np.asarray(problem.grad_out)) < 1e3).all():
+        of_type = [np.float64, np.float32, np.float16][rng.integers(3)]
+        problem.grad_out = np.asarray(problem.grad_out, of_type)
     return problem

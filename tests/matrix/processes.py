@@ -32,9 +32,8 @@ class Processes:
         address = str(Path(self.folder) / "socket")
         listener = Listener(address)
         program = [sys.executable, str(Path(__file__)), name, address]
-        paths = os.pathsep.join(
-            map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed"))
-        )
+        folders = [*map(str, (HERE.parent / "support", HERE, HERE.parent / "distributed"))]
+        paths = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {
             "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "INFONCE_NUM_THREADS": "1",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}", "JAX_PLATFORMS": "cpu",
@@ -55,14 +54,19 @@ class Processes:
     def run(self, *task: Any) -> Any:
         """What the processes return for a task, or their error."""
         self.connection.send(task)
-        assert self.connection.poll(LIMIT), f"no answer in {LIMIT} s to {task}"
+        if not self.connection.poll(LIMIT):
+            for process in self.started:
+                process.kill()
+            self.started.clear()
+            raise TimeoutError(f"no answer in {LIMIT} s to {task}")
         answer = self.connection.recv()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def stop(self) -> None:
-        self.connection.send(None)
+        if self.started:
+            self.connection.send(None)
         for process in self.started:
             process.wait(LIMIT)
         shutil.rmtree(self.folder, ignore_errors=True)

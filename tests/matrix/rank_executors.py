@@ -36,7 +36,8 @@ def cut(rows: int, size: int, seed: int) -> list[slice]:
 def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
     """The problem of a rank: its rows, and their indices."""
     (rows, columns), seed, options = problem.shape, problem.number, dict(problem.options)
-    of_pairs = rows == columns and problem.loss != "info_nce" and "positive_ids" not in options
+    of_pairs = rows == columns and problem.loss != "info_nce"
+    of_pairs &= problem.loss == "clip" or "positive_ids" not in options
     parts = [cut(n, size, seed + place * (not of_pairs)) for place, n in enumerate((rows, columns))]
     order = np.arange(rows)
     if problem.loss == "nt_xent":
@@ -59,7 +60,7 @@ def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
             single = not isinstance(options[name], tuple) and of_pairs
             options[name] = pair[0] if single else pair
     for name, own in (("weights", 0), ("key_bias", 1), ("own", 0), ("own_mask", 0),
-                      ("label_weights", 0)):  # fmt: skip
+                      ("teacher_query", 0), ("teacher_key", 1), ("label_weights", 0)):  # fmt: skip
         if name in options:
             options[name] = options[name][mine[own]]
     grad_out = problem.grad_out if np.ndim(problem.grad_out) == 0 else problem.grad_out[mine[0]]
@@ -84,7 +85,7 @@ def merge(problem: Problem, parts: list[tuple[Result, Mine]]) -> Result:
             sides = zip(*values, strict=True)
             found[name] = [whole(side, place) for place, side in enumerate(sides)]
         elif name == "metrics" and first is not None:
-            fields = {"row_rank": 0, "positive": 0, "column_rank": 1}
+            fields = {"row_rank": 0, "positive": 0, "hardest_negative": 0, "column_rank": 1}
             of_field = {k: [getattr(v, k) for v in values] for k in fields}
             found[name] = SimpleNamespace(**{
                 k: None if v[0] is None else whole(v, fields[k]) for k, v in of_field.items()
@@ -158,8 +159,11 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
 def over_gloo(seed: int, number: int, largest: int, exchange: str, way: str) -> Any:
     """The result of the processes of a group."""
     import torch.distributed as dist
-    from torch_executors import Call, function_of, module_of
+    import torch_wrappers
+    from torch_executors import Call, function_of, learned, module_of
 
+    if way in torch_wrappers.RANKS:  # each process has the whole problem
+        return learned(draw(seed, number, largest), torch_wrappers.RANKS[way])
     group = dist.group.WORLD if way == "world" else subgroup()
     problem = draw(seed, number, largest)
     answers: list[Any] = [None] * dist.get_world_size()
@@ -169,7 +173,7 @@ def over_gloo(seed: int, number: int, largest: int, exchange: str, way: str) -> 
         local, mine = shard(problem, members.index(dist.get_rank()), len(members))
         call = Call(local)
         call.options.pop("workspace", None)
-        make = module_of if number % 2 else function_of
+        make = module_of if number % 2 and not problem.kind.taught else function_of
         options = {"group": group, "exchange": exchange, "gradient_scale": "global"}
         try:
             answer = call.differentiate(make(call, **options), passes=1 + number % 2), mine
@@ -223,6 +227,7 @@ if importlib.util.find_spec("mpi4py"):
     for _ranks, _exchange, _way in (
         ("1", "auto", "world"), ("2", "auto", "world"), ("3", "ring", "world"),
         ("3", "gather", "world"), ("3", "hierarchical", "world"), ("3", "ring", "subgroup"),
+        ("4", "hierarchical", "world"),  # of two nodes
         ("2", "ring", "offload"),
     ):  # fmt: skip
         executor(

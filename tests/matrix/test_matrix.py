@@ -1,6 +1,7 @@
 """Every entrance of the library computes the same problems, within the bounds of oracle.py."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,24 +14,31 @@ import pytest
 
 pytest.importorskip("torch")
 import drop_ins
+import gpu_executors
 import gpu_problems
 from comparison import Result
 from evaluation import Tally
 from executors import EXECUTORS
+from faults import FAULTS
 from problems import Problem, draw
 
 import infonce.torch as it
 from infonce import spec
+from infonce.checks.teacher import ALL_LOSSES
 
 pytestmark = pytest.mark.extras
 
 
 def marked(name: str) -> Any:
     """A GPU's executor, with its marker; the emulated one is asked for."""
-    if "gpu" not in EXECUTORS[name].marks:
+    marks = EXECUTORS[name].marks
+    if not marks:
         return name
-    marks = [pytest.mark.emulated] if gpu_problems.EMULATED else gpu_problems.gpu_only
-    return pytest.param(name, marks=marks)
+    if "gpu" in marks and gpu_problems.EMULATED:
+        return pytest.param(name, marks=pytest.mark.emulated)
+    reason = gpu_executors.missing(marks)
+    only = pytest.mark.skipif(bool(reason), reason=reason)
+    return pytest.param(name, marks=[pytest.mark.gpu, only])
 
 
 @pytest.mark.parametrize("name", list(map(marked, EXECUTORS)))
@@ -79,18 +87,21 @@ def test_drop_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the equations of their projects, which may have stand-ins here."""
     monkeypatch.setattr(drop_ins, "peer", lambda module, name: None)
     try:
-        assert not drop_ins.faults(name, 5, 1)
+        assert not drop_ins.faults(name, 30, 1)
     except ImportError as error:
         pytest.skip(str(error))
 
 
 def test_every_drop_in_is_drawn() -> None:
-    """A module of infonce.torch that is no part of its own losses is a drop-in."""
+    """A module of infonce.torch that is no part of its own losses is a drop-in, and an attribute
+    before it is imported."""
     folder = Path(it.__file__).parent
-    own = {"__init__", "caching", "core", "functions", "modules", "__pycache__"}
+    own = {"__init__", "caching", "core", "functions", "key_queue", "modules", "__pycache__"}
     modules = {path.stem for path in folder.iterdir()} - own
     drawn = {name.split(".")[0].split(":")[0].split(",")[0] for name in drop_ins.DRAWS}
     assert drawn == modules
+    for name in modules - {"sentence_transformers", "pytorch_metric_learning"}:
+        assert it.__getattr__(name).__name__ == f"infonce.torch.{name}"
 
 
 # --- what executors refuse ------------------------------------------------------------------------
@@ -173,18 +184,15 @@ def test_every_option_is_drawn() -> None:
     assert {*VALUES} == {*spec.OPTIONS}
 
 
-# Public names that compute no loss of spec.LOSSES. (distill: tests/pairs, of four arrays)
+# Public names that compute no loss
 OTHERS = {
     "infonce": {
         "Captured", "Comparison", "Explanation", "LossAndGrad", "Metrics", "__version__", "capture",
-        "compare", "explain",
-        "grad_cache", "schedules", "distill_loss", "distill_loss_and_grad",
+        "compare", "explain", "schedules",
     },
-    "infonce.torch": {"distill_loss"},
-    "infonce.jax": {"distill_loss"},
-    "infonce.distributed": {
-        "Communicator", "RankError", "distill_loss", "distill_loss_and_grad",
-    },
+    "infonce.torch": set(),
+    "infonce.jax": set(),
+    "infonce.distributed": {"Communicator", "RankError"},
     "infonce.cli": {"demo", "bench", "info", "explain"},
 }  # fmt: skip
 
@@ -195,10 +203,15 @@ def test_every_entrance_is_an_executor() -> None:
 
     from infonce.cli import main
 
-    losses = {f"{loss}_loss{end}" for loss in spec.LOSSES for end in ("", "_and_grad")}
+    losses = {f"{loss}_loss{end}" for loss in ALL_LOSSES for end in ("", "_and_grad")}
     computed = {
-        "infonce": losses,
-        "infonce.torch": {*losses, "grad_cache", *(kind.__name__ for kind in MODULES.values())},
+        "infonce": {*losses, "grad_cache"},
+        "infonce.torch": {
+            *losses,
+            "grad_cache",
+            "KeyQueue",
+            *(kind.__name__ for kind in MODULES.values()),
+        },
         "infonce.jax": {*losses, "sharded"},
         "infonce.distributed": losses,
     }
@@ -207,7 +220,18 @@ def test_every_entrance_is_an_executor() -> None:
         assert {*module.__all__} - names == OTHERS[name], name
     assert {*main.commands} - {"loss"} == OTHERS["infonce.cli"]
     words = " ".join(EXECUTORS)
-    for way in ("NumPy", "infonce loss", "MPI", "torch, gloo", "torch, grad_cache", "JAX, sharded"):
+    ways = ("NumPy, grad_cache", "NumPy, offload", "infonce loss", "MPI", "torch, gloo",
+            "torch, grad_cache", "torch, KeyQueue", "JAX, sharded")  # fmt: skip
+    for way in ways:
         assert way in words
     drawn = {problem.loss for problem in (draw(0, number) for number in range(20))}
-    assert drawn == {*spec.LOSSES}
+    assert drawn == {*ALL_LOSSES}
+
+
+def test_faults_are_faults_of_this_code() -> None:
+    """Their text occurs once. (`python tests/matrix/mutants.py` puts each of them into a copy)"""
+    for fault in FAULTS:
+        text = (Path(__file__).parents[2] / fault.file).read_text(encoding="utf-8")
+        assert text.count(fault.old) == 1, fault.name
+        assert fault.executors or fault.tests
+        assert not fault.executors or any(re.fullmatch(fault.executors, z) for z in EXECUTORS)

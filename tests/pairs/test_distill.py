@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.cpu import schedule
 from infonce.kernels.cpu.resources import BUFFER_POOL
-from judge import VIEWS, assert_grad, assert_loss, largest_logit, viewed
 from reference_problems import quick
 
 import infonce
@@ -27,15 +25,6 @@ def features(m: int, n: int, seed: int = 0, d: int = 4, e: int = 3) -> tuple[np.
 @pytest.fixture
 def method(method: dict[str, Any], small_tiles: None) -> dict[str, Any]:
     return method
-
-
-def near(got: infonce.LossAndGrad, want: reference.Reference, tolerance: float = 1e-12) -> None:
-    pairs = [(got.loss, want.loss)]
-    pairs += [(getattr(got.grads, name), gradient) for name, gradient in want.grads.items()]
-    lse = want.lse if isinstance(want.lse, tuple) else (want.lse,)
-    pairs += zip(got.lse if isinstance(got.lse, tuple) else (got.lse,), lse, strict=True)
-    for have, expected in pairs:
-        np.testing.assert_allclose(have, expected, rtol=tolerance, atol=tolerance)
 
 
 # --- the specification ----------------------------------------------------------------------------
@@ -79,59 +68,6 @@ def test_gradients_are_the_complex_step_of_the_definition(two_sided: bool) -> No
 # --- every method ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (30, 30), (58, 58), (30, 17), (17, 58)])
-def test_float64_is_the_specification(
-    m: int, n: int, normalize: bool, method: dict[str, Any]
-) -> None:
-    args = features(m, n)
-    for two_sided in (True, False)[m != n :]:
-        options = {"two_sided": two_sided, "normalize": normalize, **NUMBERS}
-        want = reference.distill(*args, **options)
-        near(infonce.distill_loss_and_grad(*args, **options, **method), want)
-        loss = infonce.distill_loss(*args, **options, **method)
-        np.testing.assert_allclose(loss, want.loss, rtol=1e-12, atol=1e-12)
-        got = infonce.distill_loss_and_grad(*args, wrt="scale", **options, **method)
-        np.testing.assert_allclose(got.grads.scale, want.grads["scale"], rtol=1e-11, atol=1e-12)
-        got = infonce.distill_loss_and_grad(*args, wrt="key", **options, **method)
-        np.testing.assert_allclose(got.grads.key, want.grads["key"], rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("workspace", [None, 40_000])
-@pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
-def test_weights_and_little_workspace(
-    monkeypatch: pytest.MonkeyPatch, grad_dtype: Any, workspace: int | None
-) -> None:
-    """Logits of both are kept from pass to pass, or computed again; keys by ranges."""
-    monkeypatch.setattr(schedule, "TILE", (16, 24))
-    args, weights = features(58, 58, d=6), np.linspace(0, 2, 58)
-    got = infonce.distill_loss_and_grad(
-        *args, weights=weights, grad_dtype=grad_dtype, workspace=workspace, method="tiled",
-        **NUMBERS,
-    )  # fmt: skip
-    want = reference.distill(*args, weights=weights / weights.sum(), **NUMBERS)
-    near(got, want, 1e-11 if grad_dtype == np.float64 else 1e-6)
-    each = infonce.distill_loss(*args, reduction="none", **NUMBERS)
-    np.testing.assert_allclose(each, want.losses, rtol=1e-12)
-    total = infonce.distill_loss(*args, reduction="sum", **NUMBERS)
-    np.testing.assert_allclose(total, want.losses.sum(), rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("scale", [5.0, 100.0])
-def test_small_dtypes_are_within_their_bounds(
-    scale: float, dtype: str, method: dict[str, Any]
-) -> None:
-    args = features(60, 60, d=16, e=8)
-    args = tuple((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(dtype) for z in args)
-    want = reference.distill(*args, scale=scale, teacher_scale=scale / 2)
-    got = infonce.distill_loss_and_grad(*args, scale=scale, teacher_scale=scale / 2, **method)
-    logit = largest_logit(scale, *args[:2])
-    assert_loss(got.loss, want.loss, dtype, logit)
-    for name in ("query", "key"):
-        assert_grad(getattr(got.grads, name), want.grads[name], dtype, logit)
-
-
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_a_teacher_equal_to_the_student_gives_no_gradient(
@@ -146,76 +82,13 @@ def test_a_teacher_equal_to_the_student_gives_no_gradient(
     assert probabilities.sum() == pytest.approx(58, rel=1e-4)
 
 
-def entropies(logits: np.ndarray) -> np.ndarray:
-    """The entropy of the softmax of each row."""
-    p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    return -(p * np.log(p)).sum(axis=1)
-
-
-def near_teacher(m: int, n: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Features of a student, and those of a teacher that differ little."""
-    query, key = features(m, n, seed)[:2]
-    noise = features(m, n, seed + 100)[:2]
-    return query, key, query + 0.01 * noise[0], key + 0.01 * noise[1]
-
-
-def test_the_cross_entropy_is_at_least_the_entropy_of_the_teacher(method: dict[str, Any]) -> None:
-    for seed in range(20):
-        args = (features if seed % 2 else near_teacher)(9, 9, seed)
-        teacher = 3.0 * args[2] @ args[3].T
-        entropy = (entropies(teacher).mean() + entropies(teacher.T).mean()) / 2
-        loss = infonce.distill_loss(*args, scale=3.0, teacher_scale=3.0, **method)
-        assert entropy - 1e-12 <= loss <= entropy + (np.inf if seed % 2 else 0.1)
-
-
-def test_rows_are_no_less_than_the_entropies_of_their_teachers(method: dict[str, Any]) -> None:
-    args = near_teacher(20, 30, 0)
-    options: dict[str, Any] = {"reduction": "none", "two_sided": False, **method}
-    losses = infonce.distill_loss(*args, scale=3.0, teacher_scale=3.0, **options)
-    entropy = entropies(3.0 * args[2] @ args[3].T)
-    assert (entropy - 1e-12 <= losses).all()
-    assert (losses <= entropy + 0.1).all()
-
-
-def test_a_teacher_that_is_certain_of_the_pairs_makes_clip_and_info_nce(
-    method: dict[str, Any],
-) -> None:
-    query, key, *_ = features(30, 30)
-    certain = np.eye(30), np.eye(30)
-    for two_sided, loss in (
-        (True, infonce.clip_loss_and_grad),
-        (False, infonce.info_nce_loss_and_grad),
-    ):
-        got = infonce.distill_loss_and_grad(
-            query, key, *certain, scale=2.0, teacher_scale=2000.0, two_sided=two_sided, **method
-        )
-        want = loss(query, key, scale=2.0)
-        for have, expected in zip((got.loss, *got.grads), (want.loss, *want.grads), strict=True):
-            np.testing.assert_allclose(have, expected, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("how", VIEWS)
-def test_strides_and_dtypes_of_teachers(how: str, method: dict[str, Any]) -> None:
-    args = tuple(np.round(z, 1) for z in features(20, 20))
-    want = reference.distill(*args[:2], *(z.astype(np.float32) for z in args[2:]), **NUMBERS)
-    teachers = (viewed(z.astype(np.float32), how) for z in args[2:])
-    near(infonce.distill_loss_and_grad(*args[:2], *teachers, **NUMBERS, **method), want)
-
-
 @pytest.mark.parametrize("at", range(4))
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_value_that_is_not_finite_makes_the_loss_nan(
-    at: int, bad: float, method: dict[str, Any]
-) -> None:
+def test_a_value_that_is_not_finite_is_named(at: int, method: dict[str, Any]) -> None:
     args = features(6, 6)
-    args[at][2, 1] = bad
-    assert np.isnan(infonce.distill_loss(*args, **NUMBERS, **method))
-    losses = infonce.distill_loss(*args, reduction="none", two_sided=False, **NUMBERS, **method)
-    np.testing.assert_array_equal(np.isnan(losses), (np.arange(6) == 2) | (at % 2 == 1))
+    args[at][2, 1] = np.nan
     name = ("query", "key", "teacher_query", "teacher_key")[at]
     with pytest.raises(ValueError, match=f"{name}: expected finite values, got .* in row 2"):
-        infonce.distill_loss(*args, check_finite=True, **NUMBERS)
+        infonce.distill_loss(*args, check_finite=True, **NUMBERS, **method)
 
 
 def test_temperatures_are_inverse_scales() -> None:

@@ -192,7 +192,7 @@ PAGES = [README, ROOT / "benchmarks" / "NOTES.md", *sorted(DOCS.glob("*.md"))]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_paths_are_there(page: Path) -> None:
-    folders = "infonce|kernels|distributed|benchmarks|tests|notebooks|docs"
+    folders = "infonce|kernels|distributed|benchmarks|tests|tools|notebooks|docs"
     named = re.findall(rf"(?<!}})`((?:{folders})/[\w./-]*)`", page.read_text())
     assert not [path for path in named if not (ROOT / path).exists()]
 
@@ -224,14 +224,14 @@ def test_map_of_the_code() -> None:
         missing = set(re.findall(r"[\w.]+", names)) - defined(ROOT / path)
         assert not missing, f"not in {path}"
     paths = re.findall(
-        r"`((?:infonce|kernels|distributed|benchmarks|tests)/[\w./]*)`", "\n".join(lines)
+        r"`((?:infonce|kernels|distributed|benchmarks|tests|tools)/[\w./]*)`", "\n".join(lines)
     )
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 def test_names_of_the_code_are_there() -> None:
     """The code has all constants that pages name, and all names in CONTRIBUTING.md."""
-    folders = ("infonce", "kernels", "distributed", "tests", "benchmarks")
+    folders = ("infonce", "kernels", "distributed", "tests", "tools", "benchmarks")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     sources = [path.read_text() for path in files if path.suffix in (".py", ".cu", ".cuh")]
     words = set(re.findall(r"\w+", " ".join(sources)))
@@ -347,6 +347,21 @@ def test_first_model_learns() -> None:
     assert names["first"] > 0.4  # of 300 names
 
 
+@pytest.mark.extras
+def test_training_with_a_queue() -> None:
+    """The last step compares with the keys of all steps."""
+    torch = pytest.importorskip("torch")
+    (example,) = (text for text in examples("frameworks.md") if "KeyQueue" in text)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(compile(example, "frameworks.md", "exec"), names)
+    assert names["keys"].shape == (30 * 16, 32)
+    query, keys = (torch.nn.functional.normalize(names[z]) for z in ("query", "keys"))
+    want = torch.nn.functional.cross_entropy(query @ keys.T / 0.2, torch.arange(16))
+    torch.testing.assert_close(names["loss"], want)
+    assert want > 0.1
+
+
 DIFFS = re.findall(r"^```diff\n(.*?)^```", (DOCS / "migrating.md").read_text(), re.M | re.S)
 PROJECT = re.compile(r"^-from (\w+).* import", re.M)  # what a diff leaves
 
@@ -381,7 +396,7 @@ def test_training_steps_of_other_projects(diff: str) -> None:
 def test_diffs_are_of_the_projects_that_install() -> None:
     projects = {name for diff in DIFFS for name in PROJECT.findall(diff)}
     assert projects == {"lightly", "open_clip", "pytorch_metric_learning", "sentence_transformers"}
-    assert len(DIFFS) == len(projects) + 1  # and one's own loss
+    assert len(DIFFS) == len(projects) + 3  # and one's own loss, without and with mined negatives
 
 
 @pytest.mark.parametrize("page", ["distributed.md", "frameworks.md", "migrating.md"])
@@ -396,13 +411,18 @@ def test_examples_are_python(page: str) -> None:
 
 def test_render(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results:a begin -->\nold\n<!-- results:a end -->\nafter\n")
+    chosen = "<!-- results:a method; median_s begin -->\n"
+    readme.write_text(
+        "before\n<!-- results:a begin -->\nold\n<!-- results:a end -->\nafter\n"
+        f"{chosen}<!-- results:a end -->\n"
+    )
     record = {
-        "device": "a machine", "versions": {"numpy": "2", "torch": None}, "commit": "abc",
-        "date": "today", "settings": {"dim": 8},
+        "device": "a machine", "versions": {"numpy": "2", "torch": "3", "jax": None},
+        "commit": "abc", "date": "2026-11-24T12:47:08", "settings": {"dim": 8},
         "results": [
             {"method": "x", "median_s": 0.0125, "peak_bytes": 3 * 2**20, "seconds": [1]},
             {"method": "y", "gemm_share": 0.5, "loss_error": 2e-7, "gflops": 123.456},
+            {"method": "z", "skipped": "no memory"},
         ],
     }  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps(record))
@@ -416,12 +436,15 @@ def test_render(tmp_path: Path) -> None:
     assert render() == 0
     assert readme.read_text() == (
         "before\n<!-- results:a begin -->\n"
-        "a machine; numpy 2; commit abc; today.\nSettings: dim 8.\n\n"
-        "| method | median (ms) | peak (MiB) | gemm share | loss error | gflops |\n"
-        "|---|---|---|---|---|---|\n"
-        "| x | 12.5 | 3.0 | - | - | - |\n"
-        "| y | - | - | 50% | 2e-07 | 123.5 |\n"
+        "a machine; torch 3; commit abc; 2026-11-24.\nSettings: dim 8.\n\n"
+        "| method | median (ms) | peak (MiB) | gemm share | loss error | gflops | skipped |\n"
+        "|---|---|---|---|---|---|---|\n"
+        "| x | 12.5 | 3.0 | - | - | - | - |\n"
+        "| y | - | - | 50% | 2e-07 | 123.5 | - |\n"
+        "| z | - | - | - | - | - | no memory |\n"
         "<!-- results:a end -->\nafter\n"
+        f"{chosen}a machine; torch 3; commit abc; 2026-11-24.\nSettings: dim 8.\n\n"
+        "| method | median (ms) |\n|---|---|\n| x | 12.5 |\n| y | - |\n<!-- results:a end -->\n"
     )
     assert render("--check") == 0
 
@@ -431,7 +454,7 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     kinds = ("results", "peers", "goals", "ladder")
     marks = (f"<!-- {kind}:gpu begin -->\n<!-- {kind}:gpu end -->\n" for kind in kinds)
-    readme.write_text("".join(marks))
+    readme.write_text("".join(marks) + "<!-- times:gpu Labels begin -->\n<!-- times:gpu end -->\n")
 
     def row(size: int, method: str, table: str = "Half", **measured: object) -> dict[str, object]:
         section = "widths" if table == "Wide" else table.lower()
@@ -440,7 +463,7 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
         return {**kind, **about, "method": method, **measured}
 
     record = {
-        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"numpy": "2"},
+        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"torch": "2"},
         "commit": "abc", "date": "today", "settings": {}, "environment": {},
         "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
         "results": [
@@ -483,22 +506,27 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     subprocess.run(command, check=True)
     lines = readme.read_text().splitlines()
     methods = "infonce | bare products | torch | captured | panels"
-    assert "a GPU, driver 1.2, CUDA 3.4; numpy 2; commit abc; today." in lines
+    assert "a GPU; torch 2; commit abc; today." in lines
     assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
     assert (
         "| clip bfloat16 8 x 512 | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 | 4, 0 MiB | - |  |  |"
     ) in lines
     assert f"| Half | of the bare products | TFLOP/s | {methods} |" in lines
     assert "| clip bfloat16 16 x 512 | - | 500 | 8, 4 MiB |  |  |  |  |" in lines
-    assert "| clip bfloat16 8 x 512 | 2.5 | 3 | missed |" in lines
-    assert "| clip bfloat16 16 x 512 | 9 | 8 | reached |" in lines
+    assert "1 of 3 goals are reached; missed:" in lines
+    assert "| clip bfloat16 8 x 512 | 2.5 | 3 |" in lines
     assert (
         "| clip bfloat16 8192 x 512 | 1 ms, 1 MiB | - | torch: 2 ms, 9 MiB | panels: 3 ms, 4 MiB |"
     ) in lines
     query_only = "info_nce bfloat16 256 of 4096 x 128, gradient of query only"
     assert f"| {query_only} | - | 900 | 1 (2), 0 MiB |" in lines
     assert "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 2, 0 MiB |" in lines
-    assert "| clip bfloat16 8192 x 768, 1 GiB | 5 | 6 | missed |" in lines
+    assert "| clip bfloat16 8192 x 768, 1 GiB | 5 | 6 |" in lines
+    assert lines[-4:-1] == [
+        "| Labels | of the bare products | TFLOP/s | infonce (MiB) | infonce (ms) |",
+        "|---|---|---|---|---|",
+        "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 0 | 2 |",
+    ]
     steps = lines[lines.index("| case | step | of the bare products | TFLOP/s | time, memory |") :]
     assert steps[2:6] == [
         "| clip bfloat16 4096 x 512 | 2. tiles | 2.00 | 400 | 2 ms, 2 MiB |",
@@ -509,3 +537,47 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     for plot in ("gpu.png", "gpu-peers.png", "gpu-shapes.png"):
         assert (tmp_path / plot).read_bytes().startswith(PNG)
     subprocess.run([*command, "--check"], check=True)
+
+
+def test_render_in_one_line(tmp_path: Path) -> None:
+    """Contenders of a small batch, and of a training step, stand beside each other."""
+    page = tmp_path / "page.md"
+    kinds = ("company", "clients")
+    page.write_text("".join(f"<!-- {k}:{k} begin -->\n<!-- {k}:{k} end -->\n" for k in kinds))
+    head = {"device": "a CPU", "versions": {}, "commit": "abc", "date": "today"}
+
+    def states(*medians: float) -> dict[str, dict[str, float]]:
+        names = ("alone", "after", "in_turns")
+        times = zip(names, medians, strict=True)
+        return {name: {"median_s": t, "least_s": t / 2, "p90_s": 3 * t} for name, t in times}
+
+    small = {"loss": "clip", "rows": 8}
+    company = [
+        {**small, "dim": 64, "infonce": states(0.001, 0.002, 0.003), "torch": states(0.004, 1, 1)},
+        {**small, "dim": 96, "infonce": states(0.005, 0.002, 0.003), "torch": states(0.010, 1, 1)},
+    ]
+    project, ours = {"step": "SimCLR", "loss by": "lightly"}, {"step": "SimCLR", "loss by": "x"}
+    clients = [
+        {**project, "skipped": "no memory"}, {**ours, "median_s": 0.002, "peak_bytes": 2**20},
+        {**ours, "median_s": 0.001, "peak_bytes": 2**21},
+    ]  # fmt: skip
+    (tmp_path / "company.json").write_text(json.dumps({**head, "results": company}))
+    (tmp_path / "clients.json").write_text(json.dumps({**head, "results": clients}))
+    subprocess.run([sys.executable, RENDER, page, "--results", tmp_path], check=True)
+    lines = page.read_text().splitlines()
+    assert "| clip | 8 | 64, 96 | 1, 5 | 4, 10 | 0.50 | 2.00 | 3.00 |" in lines
+    assert "| SimCLR | lightly | out of memory | 2 ms, 1 MiB | 1 ms, 2 MiB |" in lines
+
+
+def test_records_are_written_where_pages_read_them() -> None:
+    """The default output of each benchmark is in benchmarks/results/."""
+    scripts = [path for path in RENDER.parent.rglob("*.py") if path != RENDER]
+    folders = {
+        path: eval(expression, {"Path": Path, "__file__": str(path)})
+        for path in scripts
+        for expression in re.findall(r"^RESULTS = (.*)$", path.read_text(), re.M)
+    }
+    assert len(folders) > 8
+    assert set(folders.values()) == {RENDER.parent / "results"}
+    others = [path for path in scripts if '/ "results"' in path.read_text()]
+    assert set(others) == set(folders)

@@ -15,7 +15,7 @@ from infonce.checks import keywords
 from infonce.spec import LOSSES
 
 ROOT = Path(__file__).parents[2]
-SIGNATURES = runpy.run_path(str(ROOT / "tests" / "signatures.py"))
+SIGNATURES = runpy.run_path(str(ROOT / "tools" / "signatures.py"))
 CONFIG = """\
 [mypy]
 strict = True
@@ -58,7 +58,7 @@ WRONG = {  # statement -> what mypy says
 
 @pytest.mark.parametrize("package", ["torch", "jax"])
 def test_stubs_are_those_of_the_table(package: str) -> None:
-    """`python tests/signatures.py` writes them anew."""
+    """`python tools/signatures.py` writes them anew."""
     written = (ROOT / "infonce" / package / "__init__.pyi").read_text()
     assert SIGNATURES["stub"](package) == written
 

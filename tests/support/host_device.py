@@ -30,7 +30,8 @@ class Memory:
     It counts the bytes of arrays that `empty` makes: arrays that are not vectors.
     """
 
-    zeros, array = staticmethod(np.zeros), staticmethod(np.array)
+    zeros, array, where = (staticmethod(f) for f in (np.zeros, np.array, np.where))
+    abs, isfinite, frexp, ldexp, linalg = np.abs, np.isfinite, np.frexp, np.ldexp, np.linalg
 
     def __init__(self) -> None:
         self.used = self.peak = 0  # bytes: now, and at most

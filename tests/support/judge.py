@@ -8,7 +8,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from hypothesis import strategies as st
 
 from infonce import reference
 
@@ -128,12 +127,6 @@ def scale_size(ref: reference.Reference, args: tuple[np.ndarray, ...]) -> float:
     """The sum of the absolute terms of the gradient of the scale: its error is relative to it."""
     first = next(v for v in ref.grads.values() if isinstance(v, np.ndarray))
     return float(np.sum(np.abs(first * np.asarray(args[0], np.float64)))) + 1e-300
-
-
-# Strategies of hypothesis: temperatures from 0.005 to 1, numbers of rows, numbers of features
-temperatures = st.floats(np.log(0.005), 0.0).map(lambda t: float(np.exp(t)))
-sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 255, 257, 300]))
-widths = st.one_of(st.integers(1, 9), st.sampled_from([16, 31, 33, 64, 70]))
 
 
 def viewed(z: np.ndarray, how: str) -> np.ndarray:

@@ -6,7 +6,6 @@ import gc
 import importlib
 import itertools
 import os
-import random
 import re
 import signal
 import sys
@@ -23,6 +22,7 @@ import numpy as np
 from infonce.distributed import cost
 from infonce.distributed.communicators.mpi import connect
 from ranks import COMM, RANK, SIZE, accuracy, say, shards
+from trouble import Trouble
 
 import infonce
 from infonce import distributed
@@ -399,68 +399,17 @@ def trouble(
         say("rank", RANK, "call", calls)
 
 
-def at_any_point(what: str, culprit: str, seed: str, exchange: str, timeout: str) -> None:
-    """Rank `culprit` is killed, exits, hangs or raises at a line of a call, which `seed` chooses
-    among all lines of the library that the call runs. The other ranks print their error."""
-    say("process", os.getpid())
-    choose = random.Random(int(seed))
-    loss = choose.choice(["clip", "info_nce", "nt_xent", "siglip"])
-    function, share = getattr(distributed, f"{loss}_loss_and_grad"), choose.random()
+def at_any_point(seed: str, timeout: str) -> None:
+    """The trouble of this seed: see trouble.py."""
+    trouble = Trouble(int(seed))
+    function = getattr(distributed, f"{trouble.loss}_loss_and_grad")
     x = np.random.default_rng(RANK).standard_normal((120, 16))
-    features = [x] if loss == "nt_xent" else [x, x]
-    options: dict[str, Any] = {"scale": 1.0, "exchange": exchange}
-    for _ in range(2):  # the first calls compile kernels, and agree on the schedule
-        function(*features, **options, timeout=120.0)
+    features = [x] if trouble.loss == "nt_xent" else [x, x]
 
-    package = str(Path(distributed.__file__).parents[1])
-    lines, fatal = 0, -1
+    def call(timeout: float) -> None:
+        function(*features, scale=1.0, exchange=trouble.exchange, timeout=timeout)
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(package):
-            return None
-        lines += event == "line"
-        if event == "line" and lines == fatal:
-            sys.settrace(None)
-            name = Path(frame.f_code.co_filename).name
-            say(f"rank {RANK} {what} at line {lines}, {name}:{frame.f_lineno}")
-            do[what]()
-        return trace
-
-    def fails() -> None:
-        raise OSError("no more of this")
-
-    do = {
-        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL), "exits": lambda: os._exit(3),
-        "hangs": lambda: time.sleep(100), "raises": fails,
-    }  # fmt: skip
-
-    def call() -> None:
-        function(*features, **options, timeout=float(timeout))
-
-    def traced() -> None:
-        sys.settrace(trace)
-        try:
-            call()
-        finally:
-            sys.settrace(None)
-
-    step = call
-    if int(culprit) == RANK:
-        step = traced
-        traced()  # counts the lines of a call
-        fatal, lines = 1 + int(share * lines), 0
-    else:
-        call()
-    began = time.monotonic()
-    try:
-        for _ in range(3):  # a rank whose part was done already learns of it in a later call
-            began = time.monotonic()
-            step()
-    except BaseException as error:
-        passed = time.monotonic() - began
-        say(f"rank {RANK} after {passed:.2f} s: {type(error).__name__}: {error}")
-        raise
+    trouble.happen(RANK, call, float(timeout), say)
 
 
 def rooms() -> None:

@@ -21,10 +21,10 @@ SOFTMAX = tuple(name for name in LOSSES if name != "siglip")
 FEATURES = {"info_nce": ("query", "key"), "clip": ("image", "text"), "lit": ("text", "image")}
 FEATURES |= {"siglip": ("image", "text"), "gte": ("query", "key")}
 FEATURES |= {"nt_xent": ("features",), "sup_con": ("features",)}
-PAIRS = ("info_nce", "clip", "lit")  # queries are compared with keys, and key i is i's positive
+SETS = ("info_nce", "clip", "lit", "siglip")  # losses with `positive_ids`
 EPS = np.finfo(np.float64).eps
 
-EITHER, NO, YES = st.booleans(), st.just(False), st.just(True)
+SEEDS = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
@@ -59,8 +59,10 @@ class Problem(NamedTuple):
         options = {"scale": self.scale, "normalize": self.normalize, "weights": self.weights}
         if self.name != "sup_con":
             options |= {"ids": self.ids, "groups": self.groups}
+        if self.name in SETS:
+            options["positive_ids"] = self.positive_ids
         if self.name == "siglip":
-            options |= {"bias": self.bias, "positive_ids": self.positive_ids}
+            options["bias"] = self.bias
         if self.name in ("info_nce", "sup_con"):
             options["labels"] = self.labels
         if self.label_weights is not None:
@@ -79,7 +81,8 @@ class Problem(NamedTuple):
             y = self.labels
             return [{j for j in range(rows) if j != i and 0 <= y[i] == y[j]} for i in range(rows)]
         if self.positive_ids is not None:
-            own, others = self.positive_ids
+            ids = self.positive_ids
+            own, others = ids if isinstance(ids, tuple) else (ids, ids)
             return [{j for j in range(len(others)) if others[j] == i} for i in own]
         if self.labels is None:
             return [{i} for i in range(rows)]
@@ -235,10 +238,18 @@ def drawn_names(name, rng, number, rows, columns):
     return sides[0] if name in ("nt_xent", "gte") else tuple(sides)
 
 
+def drawn_positive_ids(name, rng, number, rows, columns):
+    """Draw positive ids: a pair; in clip, one array that both sides share."""
+    ids = drawn_names(name, rng, number, rows, columns)
+    return ids[0] if name == "clip" else ids
+
+
 def drawn_problem(name, rng, rows, columns, width):
     """Draw a problem of `rows` queries and `columns` keys, each option by itself, by `rng`."""
-    labels = None
-    if name == "info_nce" and (columns < rows or rng.random() < 0.8):
+    labels = positive_ids = None
+    if name in SETS and (rng.random() < 0.3 or (name != "info_nce" and rows != columns)):
+        positive_ids = drawn_positive_ids(name, rng, 4, rows, columns)
+    elif name == "info_nce" and (columns < rows or rng.random() < 0.8):
         shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
         labels = rng.integers(-1, columns, shape)
         if len(shape) > 1:
@@ -254,9 +265,6 @@ def drawn_problem(name, rng, rows, columns, width):
     if rng.random() < 0.3 and name != "sup_con":
         groups = drawn_names(name, rng, 3, rows, columns)
     softmax = softmax_options(name, rows, columns, rng) if name != "siglip" else {}
-    positive_ids = None
-    if name == "siglip" and (rows != columns or rng.random() < 0.5):
-        positive_ids = drawn_names(name, rng, 4, rows, columns)
     problem = Problem(
         name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels,
         label_weights=None if name != "info_nce" else drawn_label_weights(labels, rng), ids=ids,
@@ -269,77 +277,15 @@ def drawn_problem(name, rng, rows, columns, width):
     return problem
 
 
-@st.composite
-def problems(
-    draw, names=LOSSES, ids=("none", "one", "pair", "columns"), normalize=EITHER, several=EITHER,
-    options=NO, groups=NO, positive_ids=NO,
-):  # fmt: skip
-    """Small problems of all losses; their logits are so small that exponentials do not overflow.
-
-    Arguments are strategies, or tuples to choose from. `several`: whether queries of info_nce have
-    sets of positives, also empty ones. `options`: whether losses have options of the softmax.
-    `groups`: whether samples have groups. `positive_ids`: whether siglip has positive ids.
-    """
-    name = draw(st.sampled_from(names))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    if name == "nt_xent":
-        rows *= 2
-    columns = rows + (draw(st.integers(0, 3)) if name == "info_nce" else 0)
-    in_sets = name == "siglip" and draw(positive_ids)
-    if in_sets:
-        columns = draw(st.integers(1, 7))
-    labels = None
-    if name == "info_nce" and draw(st.booleans()):
-        columns = draw(st.integers(1, 7))  # fewer keys than queries, and shared positives
-        labels = rng.integers(0, columns, rows)
-        if draw(several) and rng.random() < 0.7:
-            labels = each_once(rng.integers(-1, columns, (rows, draw(st.integers(1, 3)))))
-    if name == "sup_con":
-        labels = rng.integers(-1, 3, rows)
-    features = (rng.normal(size=(rows, width)),)
-    if len(FEATURES[name]) == 2:
-        features += (rng.normal(size=(columns, width)),)
-    kind = draw(st.sampled_from(ids))
-    if kind == "pair" and name in ("nt_xent", "gte"):
-        kind = "one"
-    if kind == "one" and rows != columns:
-        kind = "pair"
-    single = name in ("nt_xent", "gte")
-    if name == "sup_con":
-        kind = "none"
-    ids_by_kind = {
-        "none": None,
-        "one": rng.integers(0, 3, rows),
-        "pair": (rng.integers(0, 3, rows), rng.integers(0, 3, columns)),
-        "columns": tuple(rng.integers(0, 6, (n, 2)) for n in (rows, columns)[: 2 - single]),
-    }
-    if single:
-        ids_by_kind["columns"] = ids_by_kind["columns"][0]
-    in_groups, groups = draw(groups), None
-    if in_groups and name != "sup_con":
-        groups = drawn_names(name, rng, 2, rows, columns)
-    softmax = {}
-    if name != "siglip" and draw(options):
-        softmax = softmax_options(name, rows, columns, rng)
-    problem = Problem(
-        name,
-        features,
-        scale=draw(st.floats(0.1, 10.0)),
-        bias=draw(st.floats(-10.0, 2.0)),
-        labels=labels,
-        label_weights=None if name != "info_nce" else drawn_label_weights(labels, rng),
-        ids=ids_by_kind[kind],
-        groups=groups,
-        positive_ids=drawn_names(name, rng, 3, rows, columns) if in_sets else None,
-        normalize=draw(normalize),
-        weights=rng.normal(size=rows) if draw(st.booleans()) else None,
-        softmax=softmax,
-    )
-    with np.errstate(invalid="ignore"):
-        if softmax.get("decoupled") and not np.isfinite(problem.definition()[1]):
-            del softmax["decoupled"]  # a row without negatives has loss -inf
-    return problem
+def small_problem(name, seed):
+    """Draw a problem of up to five rows, or pairs of views, by `seed`. Its logits are so small that
+    exponentials do not overflow."""
+    rng = np.random.default_rng(seed)
+    rows, width = (int(n) for n in rng.integers(1, 6, 2))
+    rows *= 2 if name == "nt_xent" else 1
+    columns = int(rng.integers(1, 8)) if name in SETS and name != "clip" else rows
+    problem = drawn_problem(name, rng, rows, columns, width)
+    return problem._replace(bias=rng.uniform(-10, 2))
 
 
 def assert_close(actual, expected, rtol=1e-11, atol=1e-11):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_wrappers
 from infonce.distributed import RankError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -287,14 +286,12 @@ def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
         "siglip_plus": siglip_plus(rows, start, sum(SIZES[:size]), device),
     }
     bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True).to(device)
-    equal = [side[2 * rank : 2 * rank + 2].clone().requires_grad_() for side in batch]
-    bank(*equal)
+    bank(*rows)
     distill = open_clip.DistillClipLoss(rank=rank, world_size=size)
     teacher = [2 * side.detach().flip(1) for side in rows]
     both = distill(*rows, 2.0, *teacher, 1.5)
     messages = []
     calls: list[Any] = [
-        lambda: bank(*rows),
         *(partial(make(rank=rank, world_size=size + 1), *rows, 2.0)
           for make in (siglip_kernel.DistributedSigLIPLoss, open_clip.ClipLoss)),
         partial(open_clip.ClipLoss(group=dist.group.WORLD), *rows, 2.0),
@@ -333,6 +330,52 @@ def failures(rank: int, size: int, device: str) -> dict[str, Any]:
 def rows_of(rank: int) -> Any:
     """The rows that `rank` passes in `groups` and `caught`."""
     return torch.randn(3 + rank, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+class Queued(nn.Module):
+    """An encoder of queries and keys, and a queue of the keys of all processes."""
+
+    def __init__(self, size: int, group: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(WIDTH, 4, dtype=torch.float64)
+        self.queue = it.KeyQueue(size, 4, group).double()
+
+    def forward(self, query: Any, key: Any, ids: Any) -> Any:
+        return self.encoder(query), *self.queue(self.encoder(key), ids)
+
+
+def queued_loss(query: Any, keys: Any, ids: Any) -> Any:
+    ids = ids[: len(query)], ids
+    return it.info_nce_loss(query, keys, ids=ids, scale=2.0, normalize=True)
+
+
+QUEUE_SIZE = 20  # the first batch leaves room, and the second one fills it
+
+
+def queue(rank: int, size: int, device: str) -> dict[str, Any]:
+    """`KeyQueue` over ranks: [step][keys, ids, gradient of the encoder] under DDP, whose buffers
+    are those of rank 0; buffers at the end; errors of a compiled graph's keys and buffers."""
+    module = Queued(QUEUE_SIZE, dist.group.WORLD).to(device)
+    parallel, steps = DistributedDataParallel(module), []
+    for step, batch in enumerate(batches(size)):
+        mine = [z.split(SIZES[:size])[rank].to(device) for z in batch]
+        ids = torch.arange(SIZES[rank], device=device) + 10 * rank + step
+        query, keys, ids = parallel(*mine, ids)
+        module.zero_grad()
+        queued_loss(query, keys, ids).backward()
+        gradient = module.encoder.weight.grad
+        steps.append([z.detach().cpu() for z in (keys, ids, gradient)])
+    kept = [module.queue.keys.cpu(), module.queue.ids.cpu()]
+    eager, graph = (it.KeyQueue(QUEUE_SIZE, 4, dist.group.WORLD).to(device) for _ in range(2))
+    run = torch.compile(graph, fullgraph=True, backend="aot_eager")
+    for step in range(4):  # equal numbers of rows
+        key = torch.randn(3, 4, generator=torch.Generator().manual_seed(9 * step + rank))
+        ids = torch.full((3,), rank, device=device)
+        for got, want in zip(run(key.to(device), ids), eager(key.to(device), ids), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(graph.keys, eager.keys, rtol=0, atol=0)
+    return {"steps": steps, "kept": kept, "filled": [module.queue.filled, graph.filled]}
 
 
 def groups(rank: int, size: int, device: str) -> dict[str, Any]:
@@ -418,8 +461,8 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
             out = train(case, rank, size, size, device)
         else:
             cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures,
-                        "cached": cached, "wrappers": torch_wrappers.on_ranks, "groups": groups,
-                        "caught": caught}  # fmt: skip
+                        "cached": cached, "groups": groups, "caught": caught,
+                        "queue": queue}  # fmt: skip
             out = {**cases_of, "late": late}[case](rank, size, device)
         torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "late", "caught"):

@@ -1,8 +1,7 @@
 """The wrappers of PyTorch around a module of a loss that learns its numbers: for each of them the
-loss and all gradients, which a test compares with those of the function at the same numbers.
+loss and all gradients, by executors of tests/matrix.
 
-`LOCAL` wrappers run in the process of the test (test_torch_modules.py), `RANKS` in each process of
-a process group (test_torch_ranks.py).
+`LOCAL` wrappers run in one process, `RANKS` in each process of a process group.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
-from torch_problems import MODULES, arguments, call, features
+from torch_problems import MODULES
 
 SCALE, BIAS, DTYPE = 20.0, -3.0, torch.float64  # neither of them a default
 # name of a wrapper -> function of the module: (a call of the wrapped module, and after a backward
@@ -239,54 +238,3 @@ RANKS: dict[str, Wrapper] = {
     "DTensor [1]": in_parts((1,)),
     "0-d DTensor": in_parts(()),
 }
-
-
-def outcome(wrapped: Wrapped, loss: str) -> dict[str, Any]:
-    """The loss, and the gradients of features and numbers by name."""
-    run, gradients = wrapped
-    z = features(loss)
-    run(*arguments(loss, z))  # a call that comes again takes a shorter way
-    value = run(*arguments(loss, z))
-    (2 * value).backward()
-    grads = {f"features {i}": side.grad for i, side in enumerate(z)}
-    if loss == "lit":  # the locked tower; fully_shard makes zeros of no gradient
-        locked = grads.pop("features 1")
-        assert locked is None or not locked.any()
-    return {"loss": value.detach(), **grads, **gradients()}
-
-
-def wanted(loss: str, scale: float = SCALE) -> dict[str, Any]:
-    """The outcome of the function."""
-    log_scale = torch.tensor([scale], dtype=DTYPE).log().requires_grad_()
-    leaves = {"log_scale": log_scale}
-    if loss == "siglip":
-        leaves["bias"] = torch.tensor([BIAS], dtype=DTYPE, requires_grad=True)
-
-    def run(*inputs: Any) -> Any:
-        bias = {"bias": leaves["bias"]} if loss == "siglip" else {}
-        z = inputs[:1] if loss == "sup_con" else inputs
-        return call(loss, z, scale=log_scale.exp(), normalize=True, **bias)
-
-    return outcome((run, gradients_of(leaves)), loss)
-
-
-def assert_same(got: Any, loss: str) -> None:
-    """An outcome is that of the function."""
-    assert isinstance(got, dict), got
-    want = wanted(loss)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12)
-        assert value.abs().max() > 1e-6
-
-
-def on_ranks(rank: int, size: int, device: str) -> dict[str, Any]:
-    """The outcomes of all wrappers and losses in one process of a group, or the errors."""
-    out: dict[str, Any] = {}
-    for name, wrapper in RANKS.items():
-        for loss in MODULES:
-            try:
-                out[f"{name} {loss}"] = outcome(wrapper(make(loss)), loss)
-            except Exception as error:
-                out[f"{name} {loss}"] = repr(error)
-    return out

@@ -102,16 +102,17 @@ class Device:
     def turn(self, run: Run) -> dict[str, list[float]]:
         """Calls are queued one after another as in a training loop; the first, which refills caches
         after the other contenders, is not counted if there are more."""
-        seconds = self._elapsed(run, 1)
+        seconds = self.elapsed(run, 1)
         calls = int(min(MOST_CALLS, TURN / seconds[0]))
         if calls > 1:
-            seconds = self._elapsed(run, calls)
+            seconds = self.elapsed(run, calls)
         times = {"seconds": seconds}
         if seconds[-1] < SMALL:
             times["wall"] = [self._wall(run) for _ in range(MOST_CALLS)]
         return times
 
-    def _elapsed(self, run: Callable[[], Any], calls: int) -> list[float]:
+    def elapsed(self, run: Callable[[], Any], calls: int) -> list[float]:
+        """Seconds on the device of each of the calls, which are queued one after another."""
         events = [self.cupy.cuda.Event() for _ in range(calls + 1)]
         events[0].record()
         for event in events[1:]:
@@ -128,7 +129,7 @@ class Device:
         return time.perf_counter() - start
 
     def time_gemm(self) -> None:
-        seconds = self._elapsed(
+        seconds = self.elapsed(
             lambda: product(self.precision, self.product, self.square, self.square), 5
         )
         self.rates += [2 * GEMM**3 / s / 1e9 for s in seconds[1:]]  # the first refills caches

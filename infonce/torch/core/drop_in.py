@@ -176,16 +176,20 @@ def mean_over_ranks(losses: Tensor, group: Any) -> Tensor:
 
 
 @torch.no_grad()
-def gather_rows(rows: Tensor, group: Any) -> list[Tensor]:
-    """The rows of each process, without a gradient. ValueError if their numbers differ."""
-    sizes = connect_group(group).allgather(len(rows))
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"rows: expected the same number on all processes that gather them, got {sizes}"
-        )
-    out = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in sizes]
-    dist.all_gather(out, rows.contiguous(), group)
-    return out
+def gather_rows(rows: Tensor, group: Any) -> Tensor:
+    """The rows of all processes, in the order of their ranks, without a gradient.
+
+    Their numbers may differ. A compiled graph cannot ask for them: there they have to be equal.
+    """
+    if torch.compiler.is_compiling():
+        sizes = [len(rows)] * dist.get_world_size(group)
+    else:
+        sizes = connect_group(group).allgather(len(rows))
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group)
+    return torch.cat([z[:size] for z, size in zip(gathered, sizes, strict=True)])
 
 
 def connect_group(group: Any) -> Any:

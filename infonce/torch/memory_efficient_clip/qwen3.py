@@ -86,7 +86,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         refused = {**super().refused(), **refuse(["own"], "pass hard_negative_features")}
         refused |= refuse(["false_negative_margin"], "margin leaves out likely positives")
         if self.use_qq_negatives or self.use_dd_negatives:
-            names = ["ids", "groups", "key_bias", "guide", "in_batch"]
+            names = ["ids", "groups", "positive_ids", "key_bias", "guide", "in_batch"]
             refused |= refuse(names, "it has no values for queries and documents as negatives")
         if self.use_dd_negatives:
             refused |= refuse(["dims", "dim_weights"], "rows are queries beside documents")

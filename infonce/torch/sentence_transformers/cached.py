@@ -42,10 +42,14 @@ directions, partition_mode, show_progress_bar, hardness_mode, hardness_strength
         super().__init__(*args, **settings)
         normalized(self.similarity_fct)
 
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Any) -> Any:
+        """As of `MultipleNegativesRankingLoss`: a subclass may compute another loss here."""
+        return ranking_loss(self, embeddings)
+
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
     ) -> Any:
-        loss = ranking_loss(self, [torch.cat(column) for column in reps])
+        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
         if with_backward:
             loss.backward()
             loss = loss.detach()

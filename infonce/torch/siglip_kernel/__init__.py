@@ -22,7 +22,6 @@ from ..core.drop_in import (
     SCALE,
     DropIn,
     Refused,
-    connect_group,
     gather_rows,
     group_of,
     locate_shard,
@@ -397,17 +396,7 @@ class DistributedSigLIPPlusLoss(SigLIPPlusLoss):
 def _count_positive_pairs(rows: Tensor, columns: Tensor, group: Any) -> Tensor:
     """The number of pairs of a row id and an equal column id, over all processes of `group`."""
     if group is not None:
-        rows, columns = (_gather_ids(ids, group) for ids in (rows, columns))
+        rows, columns = (gather_rows(ids, group) for ids in (rows, columns))
     ordered = columns.sort().values
     counts = torch.searchsorted(ordered, rows, right=True) - torch.searchsorted(ordered, rows)
     return counts.sum()
-
-
-def _gather_ids(ids: Tensor, group: Any) -> Tensor:
-    """The ids of all processes, which may have different numbers of them: they are padded, because
-    `gather_rows` takes equal numbers."""
-    sizes = connect_group(group).allgather(len(ids))
-    padded = ids.new_zeros(max(sizes))
-    padded[: len(ids)] = ids
-    sides = zip(gather_rows(padded, group), sizes, strict=True)
-    return torch.cat([process_ids[:size] for process_ids, size in sides])

@@ -19,7 +19,10 @@
 #define GROUPS 0  // 1: pairs of different groups are left out
 #endif
 #ifndef POSITIVE_IDS
-#define POSITIVE_IDS 0  // 1: pairs of equal positive ids are the positives of a sigmoid, and have weights
+#define POSITIVE_IDS 0  // 1: pairs of equal positive ids are positives, which ids and groups do not leave out
+#endif
+#ifndef PAIR_WEIGHTS
+#define PAIR_WEIGHTS 0  // 1: these positives are those of a sigmoid, and have weights
 #endif
 #ifndef LIMITS
 #define LIMITS 0  // 1: negatives above the limit of their row are left out; 2: each column has a limit, too
@@ -38,7 +41,9 @@ struct Block : PlainBlock {
   const i64 *query_groups, *key_groups;  // [rows], [columns]
 #endif
 #if POSITIVE_IDS
-  const i64 *query_positive_ids, *key_positive_ids;      // [rows], [columns]
+  const i64 *query_positive_ids, *key_positive_ids;  // [rows], [columns]
+#endif
+#if PAIR_WEIGHTS
   const Real *query_pair_weights, *key_pair_weights;  // [rows], [columns]: a positive pair's weight is their sum
   const char* positive_tiles;  // a bit for each tile of the matrix (block/positive_tiles.cu), or null
   i64 positive_tiles_bytes;    // bytes of a query tile in `positive_tiles`
@@ -187,29 +192,38 @@ struct OtherGroups : Option<OtherGroups> {
 #endif
 };
 
-// Pairs of equal positive ids are positives of a sigmoid: positive_ids. tiled/sigmoid.cu asks
-// `is_positive`; sm90/sweep_sigmoid.cu compares the ids itself. Both multiply the losses of positives by their weights.
+// Pairs of equal positive ids are positives: positive_ids. For a sigmoid, tiled/sigmoid.cu asks `is_positive`, and
+// sm90/sweep_sigmoid.cu compares the ids itself. Both multiply the losses of positives by their weights. The kernels of a
+// softmax get positive ids only beside ids or groups: its positives are in the sums as negatives are.
 struct PositiveIds : Option<PositiveIds> {
 #if POSITIVE_IDS
   template <int N>
   struct RowValues {
     i64 query_positive_ids[N];
+#if PAIR_WEIGHTS
     Real query_pair_weights[N];
+#endif
   };
   template <int N>
   struct ColumnValues {
     alignas(16) i64 key_positive_ids[N];
+#if PAIR_WEIGHTS
     alignas(16) Real key_pair_weights[N];
+#endif
   };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
     copy(to.query_positive_ids, from.query_positive_ids);
+#if PAIR_WEIGHTS
     copy(to.query_pair_weights, from.query_pair_weights);
+#endif
   }
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
     copy(to.key_positive_ids, from.key_positive_ids);
+#if PAIR_WEIGHTS
     copy(to.key_pair_weights, from.key_pair_weights);
+#endif
   }
   template <class Pair>
   __device__ __forceinline__ static bool is_positive(const Pair& p) {

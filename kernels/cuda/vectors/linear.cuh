@@ -22,9 +22,12 @@ struct LinearFinalizeArguments {
   i64 row_keys, column_queries;                  // number of keys of a row, and of queries of a column
   const double *row_products, *column_products;  // query i times the sum of its keys; key i times the sum of its
                                                  // queries; null without label smoothing
-  const i64* others;                             // other rows in the class of row i; 0 if the class has no sum
-  const double* class_products;                  // row i times the sum of these other rows; null without classes
-  double *row_linear, *column_linear, *class_linear;  // out: factors of linear terms (struct LinearGradient); or null
+  // Positives of row i, and of column i, in a class with a sum; 0 if the class has no sum. Row i times the sum of its
+  // positives, and column i times the sum of its positives. Null without classes, or if columns have no softmax
+  const i64* positive_count;
+  const double *class_products, *column_class_products;
+  // out: factors of linear terms (struct LinearGradient); or null
+  double *row_linear, *column_linear, *class_linear, *column_class_linear;
 };
 
 // Adds the terms of label smoothing and of class means to the results of `finalize`. A thread computes row i, and
@@ -34,7 +37,8 @@ struct LinearFinalizeArguments {
 // changes by e (mean logit of the positives - mean logit of all n keys), and dL/dx by row_factor e / count at each of
 // the `count` positives, and by -row_factor e / n at each key. The latter is a linear term. The change of the loss is a
 // multiple of the scale, so it is also the change of the derivative by log(scale).
-// Class means (SupCon): positives are in the sum of the row, and the loss is the log-sum-exp minus their mean logit.
+// Class means (SupCon, positive ids): positives are in the sum of the row, or of the column, and the loss is the
+// log-sum-exp minus their mean logit.
 extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinalizeArguments g) {
   const FinalizeArguments& f = g.f;
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x, set_size = f.set_size;
@@ -46,18 +50,28 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
   for (i64 s = 0; s < set_size; ++s)
     if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive_logits[i * set_size + s]), ++count;
   if (count) mean /= count;
-  // Changes of the losses of row and column, of the gradient by log(scale), and of the sum of -dL/dx at the positives
-  double loss = 0, column_term = 0, log_scale_grad = 0, at_positives = 0;
-  const i64 others = g.class_products ? g.others[i] : 0;
-  if (others) {
-    const Sum sum = f.rows.get(i);
-    mean = scale * g.class_products[i] / others;
-    loss = LN_2 * (sum.max + log2(sum.sum)) - mean;
-    log_scale_grad = (sum.sum == 0 ? 0 : LN_2 * sum.moment / sum.sum) - mean;
+  double column_mean = mean;  // the same for the column, whose positive is that of the row
+  // Changes of the losses of row and column and of their derivatives by log(scale), and of the sum of -dL/dx at the
+  // positives
+  double loss = 0, column_loss = 0, log_scale_grad = 0, column_scale_grad = 0, at_positives = 0;
+  const i64 in_class = g.class_products ? g.positive_count[i] : 0;
+  if (in_class) {
+    const auto use_class_mean = [](Sum sum, double class_mean, double& change, double& scale_grad) {
+      change = LN_2 * (sum.max + log2(sum.sum)) - class_mean;
+      scale_grad = (sum.sum == 0 ? 0 : LN_2 * sum.moment / sum.sum) - class_mean;
+    };
+    mean = scale * g.class_products[i] / in_class;
+    use_class_mean(f.rows.get(i), mean, loss, log_scale_grad);
+    if (f.two_sided) {
+      column_mean = scale * g.column_class_products[i] / in_class;
+      use_class_mean(f.columns.get(i), column_mean, column_loss, column_scale_grad);
+    }
   }
-  if (g.class_linear) g.class_linear[i] = others ? (1 - smoothing) * row_factor / others : 0;
+  if (g.class_linear) g.class_linear[i] = in_class ? (1 - smoothing) * row_factor / in_class : 0;
+  if (g.column_class_linear)
+    g.column_class_linear[i] = in_class ? (1 - smoothing) * f.column_factor[i] / in_class : 0;
   if (g.row_products) {
-    const bool any = count || others;
+    const bool any = count || in_class;
     const double margins = scale * f.options.margin * count;
     i64 n = g.row_keys;
     double total = scale * g.row_products[i] - margins;  // sum of the logits of all n keys
@@ -75,18 +89,20 @@ extern "C" __global__ void finalize_linear(const __grid_constant__ LinearFinaliz
     else if (f.symmetric && count) gradient_change += smoothing * f.row_factor[keys[0]];
     if (f.two_sided) {
       const double column_factor = f.column_factor[i];
-      column_term = any ? smoothing * (mean - (scale * g.column_products[i] - margins) / g.column_queries) : 0;
+      const double column_term =
+          any ? smoothing * (column_mean - (scale * g.column_products[i] - margins) / g.column_queries) : 0;
+      column_loss += column_term, column_scale_grad += column_term;
       gradient_change += smoothing * column_factor;
       at_positives += smoothing * column_factor * (1.0 / g.column_queries - 1);
       g.column_linear[i] = smoothing * column_factor / g.column_queries;
-      f.column_loss[i] += column_term;
     }
     for (i64 s = 0; s < set_size; ++s)
       if (keys[s] >= 0) f.positive_gradient[i * set_size + s] += gradient_change;
   }
   f.row_loss[i] += loss;
-  f.losses[i] += f.row_direction_weight * loss + f.column_direction_weight * column_term;
+  if (f.two_sided) f.column_loss[i] += column_loss;
+  f.losses[i] += f.row_direction_weight * loss + f.column_direction_weight * column_loss;
   if (f.log_scale_grad)
     f.log_scale_grad[i] += log_scale_gradient(
-        f, i, f.row_direction_weight * log_scale_grad + f.column_direction_weight * column_term, at_positives);
+        f, i, f.row_direction_weight * log_scale_grad + f.column_direction_weight * column_scale_grad, at_positives);
 }

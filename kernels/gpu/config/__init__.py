@@ -31,12 +31,13 @@ from .sweep import (
     sweep_for,
     teacher_sweep,
 )
-from .tile import BLOCK_M, GuideNeeds, Tile, tile_for
+from .tile import BLOCK_M, Tile, tile_for
 from .workspace import (
     OWN_BATCH,
     PLACE_ROWS,
     BlockSizes,
     Needs,
+    Parts,
     align,
     block_sizes_for_all_keys,
     choose_block_sizes,
@@ -65,8 +66,8 @@ __all__ = [
     "SWEEP_PRECISIONS",
     "BlockSizes",
     "DeviceProperties",
-    "GuideNeeds",
     "Needs",
+    "Parts",
     "Residency",
     "Sweep",
     "Tile",

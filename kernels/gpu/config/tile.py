@@ -139,22 +139,3 @@ def tile_for(
         f"device of compute capability {device.capability}: expected at least {needed} bytes of "
         f"shared memory a block, got {device.shared_memory}"
     )
-
-
-@dataclass(frozen=True)
-class GuideNeeds:
-    """The arrays that marks of a guide need in the workspace."""
-
-    marks_per_pair: int  # 1: a mark for rows; 2: marks for rows and for columns
-    query_row_bytes: int  # of a staged copy of the guide's features; 0: they are read in place
-    key_row_bytes: int
-
-    def parts(self, rows: int, columns: int) -> dict[str, int]:
-        """Bytes of each part, for blocks of up to rows x columns."""
-        mark_bytes = rows * -(-columns // MARKED_COLUMNS) * MARK_BYTES
-        return {
-            "guide_query_rows": rows * self.query_row_bytes,
-            "guide_key_rows": columns * self.key_row_bytes,
-            "row_marks": mark_bytes,
-            "column_marks": (self.marks_per_pair == 2) * mark_bytes,
-        }

@@ -20,7 +20,7 @@ from .precision import (
     product_width,
 )
 from .sweep import STRIP, Sweep
-from .tile import BLOCK_M, GuideNeeds, Tile
+from .tile import BLOCK_M, MARK_BYTES, MARKED_COLUMNS, Tile
 
 # The least number of columns whose exponentials are cached, unless all are. Cached blocks have all
 # rows, and products with fewer columns take longer than the cache saves
@@ -31,6 +31,7 @@ ADDING_COST, LAUNCH_COST = 0.012, 2
 # The least rows of blocks that have all keys. With 900 rows, adding to dK takes as long as
 # computing the logits again
 ALL_KEYS_ROWS = 1024
+Parts = dict[str, int]  # bytes of each part of a memory, by name, in the order of the parts
 ALIGNMENT = 256  # bytes; each part of the workspace begins at a multiple of it
 OWN_BATCH = 4  # own negatives of a row that a group of lanes reads at once (BATCH of own.cu)
 PLACE_ROWS = 64  # rows of a place of linear.cu, which adds up the rows of a segment in each place
@@ -61,7 +62,9 @@ class Needs:
     staged_copy_bytes: int = 0
     weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
-    guide: GuideNeeds | None = None
+    marks_per_pair: int = 0  # of a guide: 1 for rows, 2 for rows and columns; 0: no guide
+    # bytes of a staged row of the guide's queries, and of its keys; 0: rows are read in place
+    guide_rows: tuple[int, int] = (0, 0)
     # bytes of a staged row of the teacher's queries, and of its keys; 0: rows are read in place
     teacher_rows: tuple[int, int] | None = None  # None: there is no teacher
 
@@ -82,8 +85,8 @@ class Needs:
 
     def parts(
         self, rows: int, columns: int, d: int, block_n: int, dq_rows: int = 0, dk_rows: int = 0
-    ) -> dict[str, int]:
-        """Bytes of each part of the workspace, for blocks of up to rows x columns.
+    ) -> Parts:
+        """The parts of the workspace, for blocks of up to rows x columns.
 
         `dq_rows` and `dk_rows` are the rows of accumulators of dQ and of dK in the workspace.
         """
@@ -95,11 +98,16 @@ class Needs:
         column_partials = tile.max_column_partials(rows, columns) if self.sums_columns else 0
         by_block = not self.staged_copy_bytes
         teacher_query_row, teacher_key_row = self.teacher_rows or (0, 0)
+        guide_query_row, guide_key_row = self.guide_rows
+        mark_bytes = rows * -(-columns // MARKED_COLUMNS) * MARK_BYTES
         sizes = {
             "query_rows": self.staged_query * by_block * rows * operand_row,
             "key_rows": self.staged_key * by_block * columns * operand_row,
             # staged rows come first: a later pass may find them in the same place
-            **(self.guide.parts(rows, columns) if self.guide is not None else {}),
+            "guide_query_rows": rows * guide_query_row,
+            "guide_key_rows": columns * guide_key_row,
+            "row_marks": (self.marks_per_pair > 0) * mark_bytes,
+            "column_marks": (self.marks_per_pair == 2) * mark_bytes,
             "teacher_query_rows": rows * teacher_query_row,
             "teacher_key_rows": columns * teacher_key_row,
             "gradient_block": block_bytes,
@@ -135,25 +143,30 @@ class Needs:
         """The number of dK's n rows that can overlay their destination, a multiple of BLOCK_M."""
         return n * self.overlay_row_bytes // self.accumulator_row_bytes(d) // BLOCK_M * BLOCK_M
 
-    def cached_parts(self, rows: int, columns: int, d: int) -> dict[str, int]:
-        """Bytes for cached exponentials of rows x columns logits, and for their references."""
+    def cached_parts(self, rows: int, columns: int, d: int) -> Parts:
+        """Memory of cached exponentials of rows x columns logits, and of their references."""
+        if not columns:
+            return {}
         references = -(-rows // STRIP) * -(-columns // BLOCK_M) * 4
         block_bytes = self.gradient_block_bytes(rows, columns, d)
         return {"exponentials": block_bytes, "references": references}
 
 
-def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
+def term_bytes(
+    shape: tuple[int, int, int], smoothed: int, classes: int, sides: int, real: int
+) -> int:
     """Bytes that linear terms need: sums of segments, and two pieces for each PLACE_ROWS rows.
 
-    `smoothed`: sides with label smoothing. `classes`: their number. `real`: bytes of one number.
+    `smoothed`: sides with label smoothing. `classes`: their number. `sides`: sides with a softmax.
+    `real`: bytes of one number.
     """
     m, n, d = shape
     pieces = 2 * d * 8 * -(-max(m, n) // PLACE_ROWS)
     smoothing = 2 * smoothed * pieces  # sums of rows, and sums weighted by factors
-    return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
+    return smoothing + (2 * sides * (pieces + classes * d * real) if classes else 0)
 
 
-def own_parts(m: int, k: int, real: int, normalize: bool) -> dict[str, int]:
+def own_parts(m: int, k: int, real: int, normalize: bool) -> Parts:
     """Bytes of the products of own negatives, and of their norms and those of queries, which are
     kept between the passes. `k`: own negatives of a row. `real`: bytes of one number."""
     norm_bytes = normalize * (m * k + m) * (real + 4) if k else 0

@@ -10,6 +10,7 @@ import cupy
 import numpy as np
 
 from ...epilogues import Sums
+from ...maxsim.tokens import Tokens
 from ...problem import LN_2, SCALES, Array, Problem
 
 DTYPE_CODES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
@@ -54,6 +55,8 @@ def readable_by_kernels(problem: Problem) -> Problem:
         for name, value in (("scale", problem.scale), ("bias", problem.bias))
         if isinstance(value, cupy.ndarray) and value.dtype != np.float64
     }
+    if isinstance(problem.query, Tokens):  # whose kernels read copies of other strides
+        return replace(problem, **changed) if changed else problem
     query = with_strides_in_whole_elements(problem.query)
     key = query if problem.symmetric else with_strides_in_whole_elements(problem.key)
     if query is not problem.query or key is not problem.key:

@@ -14,7 +14,6 @@ from .passes import (
     CACHED_BLOCK_COLUMNS,
     AccumulatorRows,
     GuideSchedule,
-    Part,
     ScheduledKernel,
     ScheduledPass,
 )
@@ -30,7 +29,6 @@ __all__ = [
     "OneLaunch",
     "OperandRows",
     "Operands",
-    "Part",
     "Purpose",
     "Reading",
     "Schedule",

@@ -8,7 +8,14 @@ from typing import Any
 
 from ...distill.problem import TaughtProblem
 from ...epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
-from ...options import FALSE_NEGATIVE_MARGIN, IDS, NO_OPTIONS, GivenOptions, PairOption
+from ...options import (
+    FALSE_NEGATIVE_MARGIN,
+    IDS,
+    NO_OPTIONS,
+    POSITIVE_IDS,
+    GivenOptions,
+    PairOption,
+)
 from ...problem import WORKSPACE, Array, Gradients, Problem
 from .. import config
 
@@ -250,8 +257,9 @@ class Call:
 
     @property
     def real_count(self) -> int:
-        """Real numbers of a row or column for options of pairs."""
-        return sum(vector.unit not in ("", "integers") for vector in self.pairs.vectors)
+        """Real numbers of a row or column for options of pairs. A softmax has no factors."""
+        others = ("", "integers") if self.loss is LossForm.PAIRS else ("", "integers", "factors")
+        return sum(vector.unit not in others for vector in self.pairs.vectors)
 
     @property
     def limits_given(self) -> bool:
@@ -270,7 +278,10 @@ class Call:
             for_columns = columns if option.splits else option.vectors[0].query in self.row_vectors
             return 2 if for_columns and (option.splits or option.shifts) else 1
 
-        return {option.define: level(option) for option in self.pairs if option.define}
+        defines = {option.define: level(option) for option in self.pairs if option.define}
+        if POSITIVE_IDS in self.pairs and self.loss is LossForm.PAIRS:
+            defines["PAIR_WEIGHTS"] = 1
+        return defines
 
     @property
     def own_memory(self) -> dict[str, int]:

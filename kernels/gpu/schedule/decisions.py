@@ -7,20 +7,19 @@ strides and options, and reads no array.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
 from .. import config
-from ..config import DeviceProperties, Needs, Sweep, Tile
+from ..config import DeviceProperties, Needs, Parts, Sweep, Tile
 from .call import ITEM, Call, LossForm, Matrix
 from .fused import TILE, OneLaunch, one_launch
 from .method import choose_method
 from .operands import OperandRows, Operands, Reading
 from .passes import (
     GuideSchedule,
-    Part,
     PassScheduler,
     ScheduledPass,
     WorkspaceDivision,
@@ -57,7 +56,7 @@ class Schedule:
     passes: tuple[ScheduledPass, ...] = ()
     one_pass: bool = False  # one pass computes log-sum-exps and gradients
     cached_columns: int = 0  # the first columns, whose exponentials are cached between the passes
-    cached: tuple[Part, ...] = ()  # parts of the workspace for cached exponentials
+    cached: Parts = field(default_factory=dict)  # for cached exponentials and their references
     workspace: int = 0  # bytes of the cached parts and of the largest pass's parts
 
 
@@ -84,10 +83,11 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     sweep, register_sweep = choose_sweeps(call, operands, teacher, device)
     division = divide_workspace(call, operands, tile, sweep, register_sweep, guide, teacher, device)
     passes = PassScheduler(call, operands, tile, sweep, register_sweep, division).all()
+    cached_columns = division.gradient.cached_columns
+    cached = division.needs.cached_parts(call.query.rows, cached_columns, call.query.columns)
     return Schedule(
         call, "tiled", device, None, operands, tile, sweep, guide, teacher, passes,
-        division.one_pass, division.gradient.cached_columns, cached_memory(call, division),
-        division.workspace,
+        division.one_pass, cached_columns, cached, division.workspace,
     )  # fmt: skip
 
 
@@ -191,19 +191,16 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
 
 def reserved_bytes(call: Call, operand_precision: str) -> int:
     """Bytes of the workspace for linear terms, joint losses and own negatives, which passes cannot
-    take."""
+    take.
+
+    Sums over the classes of queries and keys are beside the default workspace. The most that there
+    can be would take half of it from 65536 rows of 512 features on, so that products get small.
+    """
     smoothed_sides = (1 + call.two_sided) * call.smoothing
-    own_bytes = sum(call.own_memory.values())
-    return (
-        call.joint_copy_bytes
-        + own_bytes
-        + config.term_bytes(
-            call.shape,
-            smoothed_sides,
-            call.max_class_sums,
-            config.ACCUMULATOR_BYTES[operand_precision],
-        )
-    )
+    class_sums = call.max_class_sums if call.symmetric or call.workspace_given else 0
+    item = config.ACCUMULATOR_BYTES[operand_precision]
+    term_bytes = config.term_bytes(call.shape, smoothed_sides, class_sums, 1 + call.two_sided, item)
+    return call.joint_copy_bytes + sum(call.own_memory.values()) + term_bytes
 
 
 def choose_rows(call: Call, z: Matrix, operand_precision: str) -> OperandRows:
@@ -337,7 +334,8 @@ def divide_workspace(
         dq_copies=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient and not (dq_in_place if symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),
-        guide=None if guide is None else guide.needs,
+        marks_per_pair=0 if guide is None else guide.marks_per_pair,
+        guide_rows=(0, 0) if guide is None else guide.operands.rows_by_block,
         teacher_rows=None if teacher is None else teacher.rows_by_block,
     )  # fmt: skip
 
@@ -417,10 +415,3 @@ def overlay_bytes(out: Matrix | None, operands: Operands) -> int:
         return 0
     accumulator_row_bytes = operands.gradient_features * ITEM[operands.accumulator_dtype]
     return out.row_bytes if out.row_bytes <= accumulator_row_bytes else 0
-
-
-def cached_memory(call: Call, division: WorkspaceDivision) -> tuple[Part, ...]:
-    """The parts of the workspace for cached exponentials and their reference exponents."""
-    (m, _, d), columns = call.shape, division.gradient.cached_columns
-    sizes = division.needs.cached_parts(m, columns, d) if columns else {}
-    return tuple(Part(name, size) for name, size in sizes.items())

@@ -7,8 +7,10 @@ kernels/cuda/fused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
-from .passes import Part, ScheduledKernel
+from ..config import Parts
+from .passes import ScheduledKernel
 
 THREADS = 256  # of a thread block
 TILE = 64  # rows and columns of a tile
@@ -28,20 +30,17 @@ class OneLaunch:
     # Ranges of features. Each has a matrix of partial logits, so that the products of few logit
     # tiles occupy the device
     parts: int
-    memory: tuple[Part, ...]  # parts of its temporary memory, one after another
+    memory: Parts  # of its temporary memory, one after another
 
     @property
     def bytes(self) -> int:
-        return sum(part.bytes for part in self.memory)
+        return sum(self.memory.values())
 
     @property
     def offsets(self) -> dict[str, int]:
         """The byte at which each part of the memory begins."""
-        starts, start = {}, 0
-        for part in self.memory:
-            starts[part.name] = start
-            start += part.bytes
-        return starts
+        starts = accumulate(self.memory.values(), initial=0)
+        return dict(zip(self.memory, starts, strict=False))
 
 
 def one_launch(
@@ -77,5 +76,5 @@ def one_launch(
         "NORMALIZE": int(normalize), "IDS": ids,
     }  # fmt: skip
     kernel = ScheduledKernel("fused/fused.cu", "fused", THREADS, tuple(options.items()))
-    memory_parts = tuple(Part(name, -(-size // 8) * 8) for name, size in memory)
-    return OneLaunch(kernel, min(multiprocessors, work), parts, memory_parts)
+    aligned = {name: -(-size // 8) * 8 for name, size in memory}
+    return OneLaunch(kernel, min(multiprocessors, work), parts, aligned)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ...grid import Grid, slices
+from ...grid import Grid, gradient_visits, slices
 from .. import config
-from ..config import BlockSizes, GuideNeeds, Needs, Sweep, Tile
+from ..config import BlockSizes, Needs, Parts, Sweep, Tile
 from .call import Call, LossForm, Purpose
 from .matrix_products import count_first_block_sums
 from .operands import Operands
@@ -44,19 +44,6 @@ class GuideSchedule:
     kernel: ScheduledKernel
     marks_per_pair: int  # 1: a mark for rows; 2: marks for rows and for columns
 
-    @property
-    def needs(self) -> GuideNeeds:
-        """The memory that marks need in the workspace."""
-        return GuideNeeds(self.marks_per_pair, *self.operands.rows_by_block)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A named part of the workspace."""
-
-    name: str
-    bytes: int
-
 
 @dataclass(frozen=True)
 class AccumulatorRows:
@@ -80,7 +67,7 @@ class ScheduledPass:
     grid: Grid
     shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
-    parts: tuple[Part, ...]  # of the workspace
+    parts: Parts  # of the workspace
     # variants of `kernel`; None: there is no such variant
     # for blocks on the diagonal, if queries are keys
     diagonal_kernel: ScheduledKernel | None = None
@@ -217,17 +204,14 @@ class PassScheduler:
         """The -D option that adds first moments to sums."""
         return {"MOMENTS": 1} if self.call.moments else {}
 
-    def parts(
-        self, grid: Grid, dq_rows: int = 0, dk_rows: int = 0, **needs: Any
-    ) -> tuple[Part, ...]:
+    def parts(self, grid: Grid, dq_rows: int = 0, dk_rows: int = 0, **needs: Any) -> Parts:
         """The parts of the workspace that a pass uses.
 
         `dq_rows`, `dk_rows`: rows of accumulators. `needs` replaces fields of `division.needs`.
         """
-        sizes = replace(self.division.needs, **needs).parts(
+        return replace(self.division.needs, **needs).parts(
             *grid.largest, self.call.shape[2], self.tile.block_n, dq_rows, dk_rows
         )
-        return tuple(Part(name, size) for name, size in sizes.items())
 
     def grid(self, block_sizes: BlockSizes, same_rows: bool, triangle: bool) -> Grid:
         """The grid of blocks of these sizes. `same_rows`: row blocks are column blocks."""
@@ -269,31 +253,21 @@ class PassScheduler:
         )
 
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[ScheduledPass, ...]:
-        """The gradient passes: one pass, if the accumulator of dK has room for all keys.
+        """The gradient passes (`gradient_visits`): several, if dK has no room for all keys.
 
-        Otherwise the first pass computes dQ, and one pass for each range of keys computes dK. The
-        first pass of a sigmoid also completes the losses, for which it needs the logits of all
-        positives. The pass of a range has only some of them. So a sigmoid has a first pass also if
-        dQ is not wanted.
-        If queries are the keys, one pass always suffices. It visits a triangle if all rows have
-        room in the accumulator and gradient blocks are written to memory. Otherwise it visits the
-        whole square of blocks, and a block adds to the gradients of its rows only.
+        If queries are the keys, the pass visits a triangle if all rows have room in the accumulator
+        and gradient blocks are written to memory. Otherwise it visits the whole square of blocks,
+        and a block adds to the gradients of its rows only.
         """
         call, block_sizes = self.call, self.division.gradient
         n = call.shape[1]
         ranges = slices(n, block_sizes.dk_rows or n)
-        want_query, want_key = self.computed_gradients
         triangle = triangle and len(ranges) == 1 and self.register_sweep is None
         grid = self.grid(block_sizes, call.symmetric, triangle)
-        if call.symmetric or not want_key or len(ranges) == 1:
-            return (self.gradient(purpose, grid, want_query, want_key),)
-        width = grid.columns[0].stop - grid.columns[0].start
-        range_passes = (
-            replace(grid, columns=slices(keys.stop, width, keys.start)) for keys in ranges
+        visits = gradient_visits(
+            grid, ranges, call.symmetric, *self.computed_gradients, purpose is Purpose.SIGMOID
         )
-        needs_first = want_query or purpose is Purpose.SIGMOID
-        first = [self.gradient(purpose, grid, want_query, False)] * needs_first
-        return (*first, *(self.gradient(purpose, part, False, True) for part in range_passes))
+        return tuple(self.gradient(purpose, *visit) for visit in visits)
 
     def gradient(
         self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool

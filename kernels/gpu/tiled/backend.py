@@ -10,7 +10,6 @@ float64 features). All work is queued on the caller's current stream. Nothing wa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -20,7 +19,7 @@ from ...epilogues import Epilogue, OnlineSoftmax, Sigmoid
 from ...linear import Segments, SegmentSums, segment_sums
 from ...options import with_found_vectors
 from ...problem import Array, Gradients, Problem
-from ...solve import Solution, make_solution
+from ...solve import Solution, make_solution, sigmoid_solution
 from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import GPURows
@@ -59,10 +58,10 @@ class GPU:
         """Loss, log-sum-exps and gradients of a whole call."""
         vectors, passes = self.vectors, self.schedule.passes
         gradients = vectors.with_dots(problem, gradients)
-        # the gradient of the scale follows from `dots`, or from moments of the sums
-        dots = None if gradients is None else gradients.dots
         if problem.bias is not None:
-            return self._solve_sigmoid(problem, gradients, dots)
+            problem, sigmoid = vectors.sigmoid(problem)
+            self.run(passes, problem, sigmoid, gradients)
+            return sigmoid_solution(problem, sigmoid, self, gradients)
 
         # The passes before the log-sum-exps are known: sums, retrieval ranks
         problem, stats = vectors.statistics(problem)
@@ -85,23 +84,12 @@ class GPU:
         self.run(passes[len(first_passes) :], problem, epilogue, gradients)
         if finalized.own is not None and gradients is not None:
             finalized.own.finish(finalized, gradients)
+        # the gradient of the scale follows from `dots`, or from moments of the sums
+        dots = None if gradients is None else gradients.dots
         loss, scale_grad, _ = vectors.totals(
             problem, finalized.losses, finalized.log_scale_grad, dots, bias_grad=None
         )
         return make_solution(finalized, stats, loss, scale_grad)
-
-    def _solve_sigmoid(
-        self, problem: Problem, gradients: Gradients | None, dots: Array | None
-    ) -> Solution:
-        """Loss and gradients of SigLIP, which has no log-sum-exp pass."""
-        problem, epilogue = self.vectors.sigmoid(problem)
-        self.run(self.schedule.passes, problem, epilogue, gradients)
-        losses = self.vectors.losses_with_nans(problem, epilogue, self)
-        bias_grad = epilogue.bias_grad if problem.scalar_grads else None
-        loss, scale_grad, bias_grad = self.vectors.totals(
-            problem, losses, epilogue.log_scale_grad, dots, bias_grad
-        )
-        return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)
 
     def run_block_pass(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
         """Run the pass of a block over ranks; or, for a `BlockQuestion`, answer the question."""
@@ -120,10 +108,7 @@ class GPU:
         for before, scheduled in zip((None, *passes), passes, strict=False):
             follows_first = before is not None and before.dk_accumulator is None
             if follows_first and isinstance(epilogue, Sigmoid):
-                # The first pass has visited all pairs and completed the losses. The passes of
-                # ranges of dK add to vectors that nobody reads
-                _, uncounted = self.vectors.sigmoid(problem)
-                epilogue = replace(uncounted, row_factor=epilogue.row_factor)
+                epilogue = self.vectors.unread_sigmoid(problem, epilogue)
             RUNS[scheduled.purpose](self.buffers, problem, scheduled, epilogue, gradients).run()
 
     # -- other methods of `solve.Backend` and `linear.Summing`

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..device.arguments import NATURAL, Fields, address
 from ..device.launcher import Launcher
 from ..device.launches import Queue
 from ..linear import GPURows
-from ..schedule import Part, Schedule, ScheduledPass
+from ..schedule import Schedule, ScheduledPass
 from ..vectors import TiledVectors
 from .guide import Guide
 from .operands import CachedExponentials, OperandSide, find_feature_divisors, to_products
@@ -37,7 +36,7 @@ class Workspace:
         self.staged: dict[str, slice] = {}  # the staged rows in a part, by the part's name
         self.largest_block: tuple[int, int] | None = None  # of the last pass: rows, columns
 
-    def divide(self, parts: Sequence[Part]) -> dict[str, Array]:
+    def divide(self, parts: config.Parts) -> dict[str, Array]:
         """The parts of cached exponentials, then `parts`: an array of bytes for each, by its name.
 
         `PassScheduler.parts` of kernels/gpu/schedule/passes.py has chosen names and sizes.
@@ -45,9 +44,9 @@ class Workspace:
         if self.memory is None:
             self.memory = self.queue.scratch(self.schedule.workspace)
         arrays, start = {}, 0
-        for part in (*self.schedule.cached, *parts):
-            arrays[part.name] = cupy.ndarray(part.bytes, np.uint8, self.memory.data + start)
-            start += config.align(part.bytes)
+        for name, size in (self.schedule.cached | parts).items():
+            arrays[name] = cupy.ndarray(size, np.uint8, self.memory.data + start)
+            start += config.align(size)
         assert start <= self.schedule.workspace
         return arrays
 
@@ -71,7 +70,7 @@ class PairVectors:
     def __init__(self, buffers: Buffers, problem: Problem) -> None:
         self.row_bias, self.column_bias = problem.query_bias, problem.key_bias  # natural logits
         self.positive_tiles: Array | None = None
-        if problem.has_positive_ids and buffers.schedule.sweep is not None:
+        if problem.query_pair_weights is not None and buffers.schedule.sweep is not None:
             self.positive_tiles = find_positive_tiles(buffers.launcher, problem)
         # vectors of rows and of columns of the whole matrix, by the names of their fields
         self.rows: Fields = {}
@@ -85,7 +84,7 @@ class PairVectors:
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields that these options add to struct Block, for a block of the logit matrix."""
         fields: Fields = {name: address(vector, rows.start) for name, vector in self.rows.items()}
-        if "query_positive_ids" in fields:
+        if "query_pair_weights" in fields:
             tiles = self.positive_tiles
             if rows.start % config.BLOCK_M or columns.start % config.BLOCK_M:
                 tiles = None  # the block's tiles are no tiles of the matrix: compare ids in all
@@ -139,7 +138,7 @@ class Buffers:
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
         if schedule.cached:
-            self.cached = CachedExponentials(schedule, self.workspace.divide(()), queue)
+            self.cached = CachedExponentials(schedule, self.workspace.divide({}), queue)
         # struct Scale, by which kernels multiply products to get exponents: the scale of the logits
         # plus `hardness` (`Problem.exponent_scale`); {} before `prepare`
         self.exponent_scale: Fields = {}

@@ -31,7 +31,7 @@ extern Index grid, block_size;
 // Stops the launch with a message that names kernel, block, thread and line.
 [[noreturn]] void fail(Place at, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
-// Notes that a launch has come to a place, one of 1024: synchronisation/mutants.py numbers them.
+// Notes that a launch has come to a place, one of 1024: tools/mutants.py numbers them.
 void reach(unsigned place);
 
 // --- warps: warps.cpp -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]
 # Of missing synchronisations, mutants.py noticed each in its first 4 schedules, or in none of 32
-SCHEDULES = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
+SCHEDULES = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5
 DTYPES = {"fp64": "float64", "bf16": "bfloat16", "fp16": "float16"}  # float32 for others
 DEVICES = {"Hopper": 0, "portable": 2}  # of the stand-in
 SETS = (np.arange(140)[:, None] * 3 + [0, 7, 31]) % 150  # of one to three keys
@@ -107,12 +107,13 @@ def test_bits(call: tuple[str, str, str, str, int, int, int, dict[str, Any]]) ->
     first: list[Any] = []
     for seed in range(SCHEDULES):
         with engine.schedule(seed):
-            results = arrays(judged.on_device(DEVICES[device], **how))
+            out = judged.on_device(DEVICES[device], **how)
+            results = arrays(out)
         first = first or results
         for one, other in zip(first, results, strict=True):
             assert one.tobytes() == other.tobytes(), f"schedule {seed} has other bits"
     if "metrics" not in options:
-        judged.check(judged.on_device(DEVICES[device], **how))
+        judged.check(out)
 
 
 def arrays(out: Any) -> list[Any]:

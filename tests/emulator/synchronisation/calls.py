@@ -82,6 +82,7 @@ CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "offload sigmoid": ("siglip", "bfloat16", 200, 64, {"offload": True, "workspace": 2**19}),
     "decoupled": ("nt_xent", "bfloat16", 300, 40, TILED | {"decoupled": True, "margin": 0.1}),
     "classes": ("sup_con", "float32", 1500, 20, {"classes": 90}),
+    "classes of pairs": ("lit", "float32", 300, 40, TILED | {"positive_ids": True}),
     "smoothing": ("clip", "float32", 300, 40, TILED | {"label_smoothing": 0.1}),
 }  # fmt: skip
 SWAP, ONE_TILE = "swap of two ranks", "a rank's block of one tile of keys"

@@ -41,11 +41,6 @@ def run(program: str, devices: int, *cases: str) -> None:
     assert output.count(" s\n") >= len(cases), output
 
 
-@pytest.mark.parametrize(("devices", "seeds"), [(2, 3), (4, 3), (8, 2)])
-def test_losses_and_options(devices: int, seeds: int) -> None:
-    run("losses_over_devices.py", devices, f"options:{seeds}")
-
-
 @pytest.mark.parametrize("devices", [2, 8])
 def test_compiled_programs_and_loops(devices: int) -> None:
     run("programs_over_devices.py", devices, "compiled", "loop")
@@ -55,8 +50,8 @@ def test_derivatives_and_transforms() -> None:
     run("losses_over_devices.py", 4, "modes", "transforms")
 
 
-def test_metrics_and_dtypes() -> None:
-    run("losses_over_devices.py", 4, "metrics", "single_precision")
+def test_dtypes() -> None:
+    run("losses_over_devices.py", 4, "single_precision")
 
 
 def test_errors_and_documentation() -> None:
@@ -76,9 +71,3 @@ def test_callbacks_of_gpus_on_the_emulator() -> None:
     losses = "clip", "nt_xent", "siglip", "sup_con", "clip guide", "distill"
     (output,) = outputs([start("emulated_devices.py", 1, "3", *losses)])
     assert output.count("is equal") == len(losses), output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 3])
-def test_other_numbers_of_devices(devices: int) -> None:
-    run("losses_over_devices.py", devices, "options:8")

@@ -1,8 +1,8 @@
 """Machine code of the CUDA kernels, before and after a change. Needs NVRTC, but no GPU.
 
-    python tests/cubins.py record before.json     in the checkout before the change
-    python tests/cubins.py record after.json      in the checkout after the change
-    python tests/cubins.py compare before.json after.json
+    python tools/cubins.py record before.json     in the checkout before the change
+    python tools/cubins.py record after.json      in the checkout after the change
+    python tools/cubins.py compare before.json after.json
 
 `record` runs tests/cuda/test_compile.py on the kernels of the checkout, which must be installed. It
 writes a digest of each cubin that the tests compile, by file, architecture and -D options. Names of

@@ -1,7 +1,7 @@
 """Other projects' own tests of their losses, run with the losses of this library in their place.
 
-    python tests/peers.py --fetch FOLDER [PEER ...]       clone the projects into FOLDER
-    python tests/peers.py FOLDER [PEER ...] [--record]    run their tests
+    python tools/peers.py --fetch FOLDER [PEER ...]       clone the projects into FOLDER
+    python tools/peers.py FOLDER [PEER ...] [--record]    run their tests
 
 Not part of the other tests: it needs a network once, the projects' requirements, and pytest-mock,
 absl-py. Each test file runs in a process of its own, in which the names of the peer's modules are
@@ -237,7 +237,7 @@ def run(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
         **os.environ,
         HERE: name,
         REPORT: str(scratch / "report.json"),
-        "PYTHONPATH": os.pathsep.join(map(str, (at / peer.source, at, ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (at / peer.source, at, ROOT / "tools"))),
         "HF_HUB_OFFLINE": "1",
         "TEST_DEVICE": "cpu",
         **peer.environment,

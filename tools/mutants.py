@@ -1,6 +1,6 @@
 """Which synchronisations of the CUDA kernels can be taken away without any test noticing.
 
-    python tests/emulator/synchronisation/mutants.py [FILE ...] [--seeds 32] [--record]
+    python tools/mutants.py [FILE ...] [--seeds 32] [--record]
 
 Each barrier, wait, release and fence in kernels/cuda (or in FILE) is taken away, one at a time.
 Calls that come to it run in one schedule after the other, until results have other bits or a launch
@@ -27,9 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calls import CALLS, ONE_TILE, SWAP, run, use_emulator
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "emulator" / "synchronisation"))
 
-ROOT = Path(__file__).parents[3]
+from calls import CALLS, ONE_TILE, SWAP, run, use_emulator  # noqa: E402
+
 SOURCES = ROOT / "kernels" / "cuda"
 RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
 WATCHED_SEEDS = 4  # schedules of each call in which accesses are watched

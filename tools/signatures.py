@@ -1,5 +1,5 @@
 """Writes the signatures of infonce.torch and infonce.jax for editors and mypy, `__init__.pyi`, with
-every keyword of the table of options: `python tests/signatures.py`. tests/project compares them."""
+every keyword of the table of options: `python tools/signatures.py`. tests/project compares them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BIAS = {"Tensor": "float | Tensor | None", "ArrayLike": "ArrayLike | None"}
 CAMEL = {"clip": "CLIP", "gte": "GTE", "info_nce": "InfoNCE", "lit": "LiT", "nt_xent": "NTXent",
          "siglip": "SigLIP", "sup_con": "SupCon"}  # fmt: skip
 TORCH = """\
-# Written by tests/signatures.py from the table of options in infonce/spec.py
+# Written by tools/signatures.py from the table of options in infonce/spec.py
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from torch.nn import Module, Parameter
 from ..spec import Method, Precision, Reduction
 """
 JAX = """\
-# Written by tests/signatures.py from the table of options in infonce/spec.py
+# Written by tools/signatures.py from the table of options in infonce/spec.py
 import math
 from typing import Any
 

@@ -1,8 +1,8 @@
 """What calls ask of a GPU, before and after a change: launches, products and copies.
 
-    python tests/schedule/launches.py record before.json     in the checkout before the change
-    python tests/schedule/launches.py record after.json      in the checkout after the change
-    python tests/schedule/launches.py compare before.json after.json
+    python tools/launches.py record before.json     in the checkout before the change
+    python tools/launches.py record after.json      in the checkout after the change
+    python tools/launches.py compare before.json after.json
 
 `record` draws 2600 calls and blocks of calls over ranks, and lets the library run them where
 nothing is compiled and nothing runs: it needs CuPy, and no GPU. Of each it writes a digest of all

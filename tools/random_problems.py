@@ -123,10 +123,13 @@ class Drawing:
             options["weights"] = options["row_shares"] = self.vector(m)
         elif option == "joint" and loss == "views":
             options |= {"joint": True, "joint_copy_bytes": 2**20 * self.rng.randint(0, 9)}
-        elif option == "classes" and loss == "views":
-            order, place, others = (self.vector(m, dtype=np.int64) for _ in range(3))
-            in_sums = Segments(place, place, -(-m // 3), order)
-            options["classes"] = Classes(place, place, in_sums=in_sums, others=others)
+        elif option == "classes" and loss != "pairs" and positives <= 1:
+            order, place, number = (self.vector(m, dtype=np.int64) for _ in range(3))
+            key_order, key_place = order, place
+            if loss != "views":
+                key_order, key_place = (self.vector(n, dtype=np.int64) for _ in range(2))
+            in_sums = Segments(place, key_place, -(-n // 3), order, key_order)
+            options["classes"] = Classes(place, key_place, in_sums=in_sums, positive_count=number)
             options["weights"] = options["row_shares"] = self.vector(m)
         return options
 

@@ -1,0 +1,116 @@
+"""The division of a call on tokens into blocks, within its workspace: pure functions of sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..arrays.backend import BLOCK_ARRAYS
+from ..grid import has_few_blocks, make_workspace_error
+
+LEAST_COLUMNS = 16  # keys of a block with all queries
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of rows and of their tokens, and bytes."""
+
+    queries: int
+    keys: int
+    features: int
+    query_row: int  # bytes of the tokens of a query in a block: operands and gradients
+    key_row: int  # bytes of the tokens of a key in a piece, likewise
+    key_sums: int  # bytes of sums of gradients of the tokens of a key
+    score: int  # bytes of a score
+    winners: int  # bytes of the winners of a pair of rows
+    maxima: int  # bytes of the maxima of a pair, before they are added up
+    fixed: int  # bytes of products of tokens
+    most_rows: int  # the largest number of queries of the only row block
+    most_side: int  # the largest side of a block
+
+    @property
+    def pairs(self) -> int:
+        return self.queries * self.keys
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a call is divided. A block of scores has one or several pieces, some of its keys each,
+    whose winners exist at one time."""
+
+    rows: int  # queries of a block
+    columns: int  # keys of a block
+    piece: int  # keys of a piece
+    key_rows: int  # keys whose gradients a pass accumulates; 0: each block completes them
+    keeps_scores: bool  # from the log-sum-exp pass to the gradient pass
+    keeps_winners: bool
+
+
+def divide(
+    sizes: Sizes, workspace: int, has_second_pass: bool, wants_key: bool, all_keys: bool
+) -> Division:
+    """The division of a call; ValueError if the workspace has no room for it.
+
+    `has_second_pass`: a gradient pass follows, for which scores and winners may be kept. With
+    `all_keys`, gradients of keys are not accumulated in ranges: each pass sees the same blocks.
+    """
+    division = _divide(sizes, workspace, has_second_pass, wants_key, all_keys)
+    if division is not None:
+        return division
+    low, high = workspace, 2 * workspace  # the least workspace, to a thousandth
+    while _divide(sizes, high, has_second_pass, wants_key, all_keys) is None:
+        low, high = high, 2 * high
+    while high - low > high // 1000:
+        middle = (low + high) // 2
+        fits = _divide(sizes, middle, has_second_pass, wants_key, all_keys) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    raise make_workspace_error((sizes.queries, sizes.keys, sizes.features), high, workspace)
+
+
+def _divide(
+    sizes: Sizes, workspace: int, has_second_pass: bool, wants_key: bool, all_keys: bool
+) -> Division | None:
+    """`divide`; None if the workspace has no room."""
+    m, n = sizes.queries, sizes.keys
+    room = workspace - sizes.fixed
+    keeps_winners = has_second_pass and sizes.pairs * sizes.winners <= workspace // 2
+    keeps_scores = has_second_pass and sizes.pairs * sizes.score <= workspace // 8
+    room -= sizes.pairs * (keeps_winners * sizes.winners + keeps_scores * sizes.score)
+
+    # One row block with all queries is best: then a block completes the gradients of its keys
+    if m <= sizes.most_rows and m * sizes.query_row <= room // 2:
+        columns = _halve(n, lambda c: m * c * sizes.score * BLOCK_ARRAYS <= room // 4)
+        if columns >= min(n, LEAST_COLUMNS):
+            rest = room - m * sizes.query_row - m * columns * sizes.score * BLOCK_ARRAYS
+            piece = _fit_piece(sizes, m, columns, rest)
+            if piece:
+                return Division(m, columns, piece, 0, keeps_scores, keeps_winners)
+    # otherwise gradients of keys accumulate in half of the workspace
+    key_rows = 0
+    if wants_key:
+        key_rows = n if all_keys else min(n, max(1, room // 2 // sizes.key_sums))
+        room -= key_rows * sizes.key_sums
+    rows = _halve(min(m, sizes.most_side), lambda r: r * sizes.query_row <= room // 3)
+    columns = _halve(
+        min(n, sizes.most_side), lambda c: rows * c * sizes.score * BLOCK_ARRAYS <= room // 3
+    )
+    if not (rows and columns and has_few_blocks(m, n, rows, columns)):
+        return None
+    rest = room - rows * sizes.query_row - rows * columns * sizes.score * BLOCK_ARRAYS
+    piece = _fit_piece(sizes, rows, columns, rest)
+    if not piece:
+        return None
+    return Division(rows, columns, piece, key_rows, keeps_scores, keeps_winners)
+
+
+def _fit_piece(sizes: Sizes, rows: int, columns: int, room: int) -> int:
+    """The keys of a piece; 0 if one does not fit."""
+    of_pair = sizes.winners + sizes.maxima + sizes.score
+    return _halve(columns, lambda keys: keys * (sizes.key_row + rows * of_pair) <= room)
+
+
+def _halve(size: int, fits: object) -> int:
+    """The largest of size, size / 2, size / 4, ... that fits; 0 if 1 does not."""
+    assert callable(fits)
+    while size and not fits(size):
+        size //= 2
+    return size

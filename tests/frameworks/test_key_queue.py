@@ -1,0 +1,274 @@
+"""`infonce.torch.KeyQueue` beside a list of the keys that it was called with. Over ranks:
+test_torch_ranks.py."""
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infonce
+
+torch = pytest.importorskip("torch")
+import infonce.torch as it  # noqa: E402
+
+pytestmark = pytest.mark.extras
+WIDTH = 4
+
+
+def batch(number: int, rows: int, dtype: Any = None) -> tuple[Any, Any]:
+    """Unit keys and ids, which no other batch has."""
+    generator = torch.Generator().manual_seed(number)
+    keys = torch.nn.functional.normalize(torch.randn(rows, WIDTH, generator=generator))
+    return keys.to(dtype or torch.float32), 100 * number + torch.arange(rows)
+
+
+def filled(size: int = 10, calls: int = 3, **options: Any) -> Any:
+    """A queue after calls with three rows each."""
+    queue = it.KeyQueue(size, WIDTH).to(**options)
+    for number in range(calls):
+        queue(*batch(number, 3))
+    return queue
+
+
+@pytest.mark.parametrize("sizes", [[3, 3, 3, 3, 3, 3], [2, 9, 1, 30, 4, 10, 0, 3], [10, 10, 11]])
+@pytest.mark.parametrize("size", [0, 1, 10])
+def test_batch_and_then_the_queue(size: int, sizes: list[int]) -> None:
+    """Also of batches that are larger than the queue."""
+    queue = it.KeyQueue(size, WIDTH)
+    stored = batch(0, 0)
+    for number, rows in enumerate(sizes):
+        new = batch(number, rows)
+        stored = tuple(torch.cat(z) for z in zip(new, stored, strict=True))
+        for got, want in zip(queue(*new), stored, strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(got, want)
+        stored = tuple(z[:size] for z in stored)
+        assert queue.filled == len(stored[0])
+
+
+def test_loss_is_right_from_the_first_step() -> None:
+    """As of all keys in one array. Only the batch's keys get a gradient."""
+    queue = it.KeyQueue(8, WIDTH)
+    stored = batch(0, 0)
+    for number in range(4):
+        query, (key, ids) = batch(50 + number, 3)[0], batch(number, 3)
+        ids = ids % 7  # some samples come again
+        query.requires_grad_()
+        key.requires_grad_()
+        keys, all_ids = queue(key, ids)
+        loss = it.info_nce_loss(query, keys, scale=5.0, ids=(all_ids[:3], all_ids))
+        loss.backward()
+        stored = [torch.cat(z)[:11] for z in zip((key.detach(), ids), stored, strict=True)]
+        assert len(keys) == len(stored[0])
+        want = infonce.info_nce_loss_and_grad(
+            query.detach().numpy(), stored[0].numpy(), scale=5.0, ids=(ids, stored[1])
+        )
+        torch.testing.assert_close(loss.detach(), torch.tensor(want.loss))
+        torch.testing.assert_close(query.grad, torch.from_numpy(want.grads.query))
+        torch.testing.assert_close(key.grad, torch.from_numpy(want.grads.key[:3]))
+        stored = [z[:8] for z in stored]
+    assert not queue.keys.requires_grad
+
+
+def test_size_0_is_no_queue() -> None:
+    queue, query, losses = it.KeyQueue(0, WIDTH), batch(9, 3)[0], []
+    for number in range(2):
+        key, ids = batch(number, 3)
+        keys, all_ids = queue(key, ids)
+        losses += [it.info_nce_loss(query, z, scale=5.0) for z in (keys, key)]
+        assert torch.equal(all_ids, ids)
+        assert losses[-1] == losses[-2]
+
+
+def test_what_a_call_stores() -> None:
+    """Also a call without gradients, but none in evaluation mode."""
+    queue = filled(calls=1)
+    with torch.no_grad():
+        queue(*batch(1, 3))
+    with torch.inference_mode():
+        queue(*batch(2, 3))
+    assert queue.filled == 9
+    kept = queue.keys.clone()
+    queue.eval()
+    assert len(queue(*batch(3, 3))[0]) == 12
+    assert torch.equal(queue.keys, kept)
+    queue.train()
+    queue(*batch(3, 3))
+    assert torch.equal(queue.keys[:3], batch(3, 3)[0])
+
+
+def test_calls_without_ids() -> None:
+    queue = it.KeyQueue(10, WIDTH)
+    for number in range(2):
+        keys, ids = queue(batch(number, 3)[0])
+        assert ids is None
+    assert torch.equal(keys, torch.cat([batch(1, 3)[0], batch(0, 3)[0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: Any) -> None:
+    """The queue has its own dtype, and what it returns has that of the batch."""
+    queue = filled().to(dtype)
+    assert (queue.keys.dtype, queue.ids.dtype) == (dtype, torch.int64)
+    assert torch.equal(queue.keys[:3], batch(2, 3)[0].to(dtype))
+    for of_batch in (torch.float32, dtype):
+        key, ids = batch(7, 3, of_batch)
+        keys, _ = queue(key, ids)
+        assert keys.dtype == of_batch
+        assert torch.equal(keys[:3], key)
+    assert queue.keys.dtype == dtype
+
+
+def test_autocast() -> None:
+    """A linear layer's keys have 16 bits, and the queue has 32."""
+    queue, linear = it.KeyQueue(10, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        for number in range(3):
+            key = linear(batch(number, 3)[0])
+            keys, _ = queue(key)
+            loss = it.info_nce_loss(key, keys, scale=5.0, normalize=True)
+    assert (keys.dtype, queue.keys.dtype, loss.dtype) == (
+        torch.bfloat16, torch.float32, torch.float32,
+    )  # fmt: skip
+    loss.backward()
+    assert linear.weight.grad.abs().max() > 0
+
+
+def reloaded(queue: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(queue.state_dict(), file)
+    file.seek(0)
+    other = it.KeyQueue(queue.size, WIDTH)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
+
+
+def on_meta(queue: Any) -> Any:
+    with torch.device("meta"):
+        other = it.KeyQueue(queue.size, WIDTH)
+    other = other.to_empty(device="cpu")
+    assert other.filled == 0
+    other.load_state_dict(queue.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("size", [4, 20])
+@pytest.mark.parametrize("again", [reloaded, copy.deepcopy, on_meta])
+def test_a_queue_goes_on(again: Any, size: int) -> None:
+    queue = filled(size)
+    other = again(queue)
+    for number in (5, 6):
+        for got, want in zip(other(*batch(number, 3)), queue(*batch(number, 3)), strict=True):
+            assert torch.equal(got, want)
+    assert other.filled == queue.filled
+    with pytest.raises(ValueError, match="ids: expected"):
+        again(queue)(batch(0, 3)[0])
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_compiled(with_ids: bool) -> None:
+    """One graph while the queue grows, whatever its length, and one for a full queue."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def step(queue: Any, query: Any, key: Any, ids: Any) -> Any:
+        keys, all_ids = queue(key, ids)
+        pair = None if ids is None else (ids, all_ids)
+        return it.info_nce_loss(query, keys, scale=5.0, ids=pair)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    queues = it.KeyQueue(40, WIDTH), it.KeyQueue(40, WIDTH)
+    for number in range(20):
+        key, ids = batch(number, 3)
+        rows = [batch(90 + number, 3)[0].requires_grad_(), key.requires_grad_()]
+        losses = [
+            run(queue, *rows, ids if with_ids else None)
+            for run, queue in zip((compiled, step), queues, strict=True)
+        ]
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, rows) for loss in losses))
+        torch.testing.assert_close(*(queue.keys for queue in queues), rtol=0, atol=0)
+        torch.testing.assert_close(*(queue.ids for queue in queues), rtol=0, atol=0)
+        assert queues[0].filled == queues[1].filled == min(40, 3 * number + 3)
+    assert len(graphs) == 3  # the first call has the empty queue, whose length is a constant
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch sees no GPU")
+def test_nothing_waits_for_the_gpu() -> None:
+    queues = it.KeyQueue(7, WIDTH), it.KeyQueue(7, WIDTH).cuda()
+    for number in range(4):
+        new = batch(number, 3)
+        on_gpu = [z.cuda() for z in new]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = queues[1](*on_gpu)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for value, want in zip(got, queues[0](*new), strict=True):
+            assert torch.equal(value.cpu(), want)
+    with pytest.raises(ValueError, match=r"key: expected a tensor on cuda:0, .* got cpu"):
+        queues[1](*new)
+
+
+def test_gradient_caching() -> None:
+    """The queue stores each key once."""
+    encoders = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    queue = filled()
+
+    def loss(query: Any, key: Any) -> Any:
+        return it.info_nce_loss(query, queue(key, batch(7, 6)[1])[0], scale=5.0, normalize=True)
+
+    it.grad_cache(encoders, [batch(7, 6)[0], batch(8, 6)[0]], loss, chunk=2)
+    assert torch.equal(queue.ids, torch.cat([batch(7, 6)[1], batch(2, 3)[1], batch(1, 1)[1]]))
+    assert all(encoder.weight.grad.abs().max() > 0 for encoder in encoders)
+
+
+def test_errors_name_the_argument() -> None:
+    for name, arguments in {
+        r"size: expected an integer of at least 0, got int -1": (-1, 4),
+        r"size: expected an integer of at least 0, got float 2\.0": (2.0, 4),
+        r"features: expected an integer of at least 1, got int 0": (2, 0),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            it.KeyQueue(*arguments)
+    (key, ids), queue = batch(9, 3), filled()
+    before = queue.keys.clone()
+    wrong: dict[str, tuple[Any, ...]] = {
+        r"key: expected a tensor of floats, got ndarray of shape \(3, 4\)": (key.numpy(), ids),
+        r"key: expected a tensor of floats, got Tensor of shape \(3,\) and dtype .*64": (ids, ids),
+        r"key: expected shape \(B, 4\), got \(3, 2\)": (key[:, :2], ids),
+        r"key: expected shape \(B, 4\), got \(4,\)": (key[0], ids),
+        r"key: expected a tensor on cpu, as the queue is, got meta": (key.to("meta"), ids),
+        r"ids: expected ids as in the calls before, got None": (key,),
+        r"ids: expected a tensor of integers, not of uint64, got ndarray": (key, np.arange(3)),
+        r"ids: .* not of uint64, got Tensor .*float32": (key, key[:, 0]),
+        r"ids: .* not of uint64, got Tensor .* torch\.uint64": (key, ids.to(torch.uint64)),
+        r"ids: .* shape \(3,\) on cpu, as key has, got \(2,\) on cpu": (key, ids[:2]),
+        r"ids: .* shape \(3,\) on cpu, as key has, got \(3, 1\) on cpu": (key, ids[:, None]),
+        r"ids: .* shape \(3,\) on cpu, as key has, got \(3,\) on meta": (key, ids.to("meta")),
+    }
+    for message, given in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            queue(*given)
+    assert torch.equal(queue.keys, before)
+    queue = it.KeyQueue(10, WIDTH)
+    queue(key)
+    with pytest.raises(ValueError, match=r"ids: expected None as in the calls before, got Tensor"):
+        queue(key, ids)
+    with pytest.raises(RuntimeError, match="size mismatch for keys"):
+        it.KeyQueue(9, WIDTH).load_state_dict(queue.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"KeyQueue: expected a call outside of nn\.DataParallel"
+    ):
+        queue._replicate_for_data_parallel()(key)
+    with pytest.raises((TypeError, RuntimeError), match="group: expected"):
+        it.KeyQueue(9, WIDTH, "world")(key)

@@ -1,0 +1,227 @@
+"""MaxSim on a GPU against the float64 reference: scores, winners, gradients of tokens, memory."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import BFLOAT16, EMULATED, MISSING, find_dtype, gpu_only
+from infonce.kernels.gpu import config
+from infonce.kernels.problem import Problem
+
+import infonce
+from infonce import reference
+from infonce.reference import maxsim, maxsim_gradients
+
+pytestmark = gpu_only
+if not MISSING:
+    import cupy
+    from infonce.kernels.maxsim import gpu
+    from infonce.kernels.maxsim.tokens import Tokens
+
+# Of the largest element: products are exact in float32 for features of 16 bits, sums are rounded.
+# A sum of L maxima of 1 has an error of about L 2^-24; logits are at most 40 here, so probabilities
+# have relative errors of 40 times that
+BOUND = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 2e-5, "float16": 2e-5}
+# queries, their tokens, keys, their tokens, features
+SHAPES = [
+    (5, 3, 5, 7, 8), (5, 17, 9, 70, 96), (3, 40, 6, 190, 64), (13, 33, 13, 310, 128),
+    (4, 16, 4, 152, 128), (4, 32, 4, 153, 128), (3, 7, 5, 20, 264), (3, 5, 3, 9, 13),
+]  # fmt: skip
+
+
+def draw(
+    shape: tuple[int, ...], dtype: str, masked: bool, seed: int = 0
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Tokens on the host with no near ties, so that each winner is certain; and masks."""
+    m, query_tokens, n, key_tokens, d = shape
+    rng = np.random.default_rng(seed)
+    query = rng.standard_normal((m, query_tokens, d)) / d**0.5
+    key = rng.standard_normal((n, key_tokens, d)) / d**0.5
+    query, key = (z.astype(find_dtype(dtype)) for z in (query, key))
+    masks = {}
+    if masked:
+        masks = {"query_mask": rng.random((m, query_tokens)) < 0.6,
+                 "key_mask": rng.random((n, key_tokens)) < 0.6}  # fmt: skip
+        masks["query_mask"][0] = False
+        masks["key_mask"][np.arange(n), rng.integers(0, key_tokens, n)] = True
+    return query, key, masks
+
+
+def on_device(masks: dict[str, Any]) -> dict[str, Any]:
+    return {name: cupy.asarray(mask) for name, mask in masks.items()}
+
+
+def near(got: Any, want: Any, bound: float) -> None:
+    error = np.abs(np.asarray(cupy.asnumpy(got), np.float64) - want).max()
+    assert error <= bound * np.abs(want).max(), f"{error / np.abs(want).max()}"
+
+
+def check(
+    query: Any, key: Any, masks: dict[str, Any], bound: float, scale: float = 2.0, **options: Any
+) -> Any:
+    """info_nce over scores, whose gradients are judged at the winners of the float64 scores."""
+    of_tokens = {name: options[name] for name in ("token_mean", "normalize") if name in options}
+    grad_dtype = None if query.dtype == np.float64 else np.float32
+    got = infonce.info_nce_loss_and_grad(
+        cupy.asarray(query), cupy.asarray(key), scale=scale, grad_dtype=grad_dtype,
+        **on_device(masks), **options,
+    )  # fmt: skip
+    scored = maxsim(query, key, **masks, **of_tokens)
+    want = reference.info_nce(scored.scores, np.eye(len(key)), scale=scale)
+    g = want.grads["query"]
+    dq, dk = maxsim_gradients(g, scored, query, key, of_tokens.get("normalize", False))
+    near(got.loss, np.asarray(want.loss), bound)
+    near(got.grads.query, dq, bound)
+    near(got.grads.key, dk, bound)
+    return got
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_reference(shape: tuple[int, ...], dtype: str, masked: bool) -> None:
+    check(*draw(shape, dtype, masked), BOUND[dtype], token_mean=masked)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_portable(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of other cards than Hopper: products in memory, tiles of them."""
+    monkeypatch.setattr(config.precision, "PORTABLE", True)
+    monkeypatch.setattr(gpu, "TILE_BYTES", 2**14)
+    monkeypatch.setattr(gpu, "MOST_TILE_ROWS", 32)
+    check(*draw((5, 17, 9, 70, 96), dtype, True), BOUND[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_normalize(dtype: str) -> None:
+    query, key, masks = draw((5, 7, 9, 20, 24), dtype, True)
+    query *= np.float32(3.0)
+    check(query, key, masks, BOUND[dtype], normalize=True)
+
+
+def test_negative_products() -> None:
+    """Integers do not have the order of negative floats, so warps with negative maxima differ."""
+    query, key, masks = draw((6, 20, 7, 170, 128), "bfloat16", True)
+    negative = np.abs(query.astype(np.float32)).astype(BFLOAT16)
+    key = (-np.abs(key.astype(np.float32))).astype(BFLOAT16)
+    check(negative, key, masks, BOUND["bfloat16"])
+    negative[3] = -negative[3]
+    check(negative, key, masks, BOUND["bfloat16"])
+
+
+def test_equal_products() -> None:
+    """Of equal products the first wins. (On Hopper, products of 16-bit features that differ by less
+    than 2^-19 count as equal, and any of these may win.)"""
+    query, key, masks = draw((4, 18, 5, 330, 128), "float32", True)
+    key[:, 1::2] = key[:, ::2]
+    key[:, 200:] = key[:, :130]
+    check(query, key, masks, BOUND["float32"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_that_wins_all(dtype: str) -> None:
+    """The list of a key token that most query tokens choose is divided among warps."""
+    query, key, masks = draw((24, 16, 24, 50, 128), dtype, False)
+    key[:, 7] = 0
+    key[:, 7, 0] = 9
+    query[::2, :, 0] = 5
+    check(query, key, masks, BOUND[dtype], scale=0.01)
+
+
+@pytest.mark.parametrize("workspace", ["1MiB", "3MiB", "1GiB"])
+def test_workspace(workspace: str) -> None:
+    """Blocks and pieces, winners kept or computed again, ranges of keys, give the same numbers."""
+    shape = (30, 16, 40, 40, 64) if EMULATED else (300, 16, 400, 40, 64)
+    query, key, masks = draw(shape, "bfloat16", True)
+    check(query, key, masks, BOUND["bfloat16"], workspace=workspace)
+
+
+def test_same_bits() -> None:
+    query, key, masks = draw((20, 33, 24, 200, 128), "bfloat16", True)
+    arguments = cupy.asarray(query), cupy.asarray(key)
+    results = [
+        infonce.info_nce_loss_and_grad(*arguments, scale=2.0, **on_device(masks)) for _ in range(2)
+    ]
+    for first, second in zip(results[0].grads, results[1].grads, strict=True):
+        np.testing.assert_array_equal(
+            *(cupy.asnumpy(z).astype(np.float64) for z in (first, second))
+        )
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip", "lit"])
+def test_options(loss: str) -> None:
+    """All above the scores is what it is for rows: the CPU computes the same in float64."""
+    query, key, masks = draw((9, 6, 9, 12, 16), "float32", True)
+    options: dict[str, Any] = {"scale": 1.5, "weights": np.arange(9.0), "ids": np.arange(9) % 4}
+    if loss != "siglip":
+        options |= {"label_smoothing": 0.1, "key_bias": np.linspace(-1, 1, 9)}
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    want = function(query.astype(np.float64), key.astype(np.float64), **masks, **options)
+    arrays = {n: cupy.asarray(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
+    got = function(cupy.asarray(query), cupy.asarray(key), **on_device(masks), **arrays)
+    near(got.loss, np.asarray(want.loss), 2e-5)
+    for z, wanted in zip(got.grads, want.grads, strict=True):
+        if wanted is not None:
+            near(z, np.asarray(wanted), 2e-5)
+
+
+def test_scores() -> None:
+    query, key, masks = draw((13, 33, 29, 310, 128), "bfloat16", True)
+    got = infonce.maxsim_scores(cupy.asarray(query), cupy.asarray(key), **on_device(masks))
+    near(got, maxsim(query, key, **masks).scores, 2e-6)
+
+
+def test_keys_without_tokens() -> None:
+    """A mask on the device is not read by the host: the loss is NaN, and no kernel waits."""
+    query, key, masks = draw((4, 5, 4, 40, 128), "bfloat16", True)
+    masks["key_mask"][2] = False
+    got = infonce.clip_loss(cupy.asarray(query), cupy.asarray(key), scale=1.0, **on_device(masks))
+    assert np.isnan(float(got))
+
+
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_not_finite(where: str) -> None:
+    query, key, masks = draw((4, 5, 4, 40, 128), "bfloat16", False)
+    {"query": query, "key": key}[where][2, 3, 1] = np.nan
+    losses = infonce.info_nce_loss(
+        cupy.asarray(query), cupy.asarray(key), scale=1.0, reduction="none"
+    )
+    expected = np.arange(4) == 2 if where == "query" else np.ones(4, bool)
+    np.testing.assert_array_equal(np.isnan(cupy.asnumpy(losses)), expected)
+
+
+def test_memory_stays_within_the_workspace() -> None:
+    """Of calls whose winners would not fit, and whose gradients of keys would not either."""
+    m, n, workspace = 1500, 1700, 96 * 2**20
+    rng = cupy.random.default_rng(0)
+    query = rng.standard_normal((m, 16, 128), np.float32).astype(BFLOAT16)
+    key = rng.standard_normal((n, 64, 128), np.float32).astype(BFLOAT16)
+    pool = cupy.get_default_memory_pool()
+    infonce.info_nce_loss_and_grad(query[:64], key[:64], scale=0.1)
+    pool.free_all_blocks()
+    before = pool.used_bytes()
+    peak = 0
+
+    def progress(phase: str, done: int, total: int) -> None:
+        nonlocal peak
+        peak = max(peak, pool.total_bytes() - before)
+
+    infonce.info_nce_loss_and_grad(query, key, scale=0.1, workspace=workspace, progress=progress)
+    outputs = query.nbytes + key.nbytes
+    assert peak <= workspace + outputs + 2**22
+
+
+def test_winners() -> None:
+    """Winners are maxima up to a relative difference of 2^-19."""
+    query, key, _ = draw((8, 20, 9, 330, 128), "bfloat16", False)
+    problem = Problem(
+        Tokens(cupy.asarray(query)), Tokens(cupy.asarray(key)), 1.0, 1.0, compute_precision="bf16"
+    )
+    blocks = gpu.make_blocks(problem, None)
+    sides = [blocks.stage(problem, side) for side in (problem.query, problem.key)]
+    _, winners = blocks.score(*sides, True)
+    products = np.einsum("iad,jbd->jiab", query.astype(np.float64), key.astype(np.float64))
+    chosen = cupy.asnumpy(winners).astype(np.int64).reshape(9, 8, 20, 1)
+    at_winners = np.take_along_axis(products, chosen, axis=3)[..., 0]
+    largest = products.max(axis=3)
+    assert np.all(largest - at_winners <= 2.0**-18 * np.abs(largest))
