@@ -98,7 +98,9 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
             options[side] = tuple(z[own] for z, own in zip(options[side], mine, strict=True))
         elif options[side] is not None:
             options[side] = options[side][mine[0]]
-    for option, own in (("weights", mine[0]), ("key_bias", mine[1])):
+    for option, own in (
+        ("weights", mine[0]), ("label_weights", mine[0]), ("key_bias", mine[1])
+    ):  # fmt: skip
         if option in options:
             options[option] = options[option][own]
     if "guide" in options:

@@ -437,7 +437,11 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         options |= {"guide": tuple(guide), "guide_margin": 0.1}
         leave_out(problem, "label_smoothing")
     leave_out_exclusive(problem)
+<<<<<<< HEAD
     spoilt_guide = spoilt_guide and "guide" in options
+=======
+    spoilt_guide = spoilt_guide and "guide" in options  # which others may exclude
+>>>>>>> weights
     if options["reduction"] == "none":
         problem.grad_out = rng.standard_normal(rows)
     elif rng.random() < 0.5:
