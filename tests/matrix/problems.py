@@ -375,7 +375,11 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     name = list(DTYPES)[rng.integers(4)]
     rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, largest))
     rows *= 2 if loss.name == "nt_xent" else 1
-    several = "positive_ids" not in loss.refused and rng.random() < 0.3  # positives by their ids
+    spoilt_guide = number % 40 in (16, 27)  # of clip and info_nce
+    without_positives = number % 24 in (5, 11)  # of sup_con and info_nce: the mean over no row is 0
+    # positives by their ids, which no guide and no labels go with
+    several = "positive_ids" not in loss.refused and rng.random() < 0.3
+    several = several and not (spoilt_guide or without_positives)
     one_sided = loss.taught and rng.random() < 0.5
     oblong = loss.name == "info_nce" or one_sided or (several and loss.name != "clip")
     columns = int(rng.integers(1, largest + 10)) if oblong else rows
@@ -402,7 +406,6 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     options, settings = problem.options, problem.settings
     options["normalize"] = normalize
     options["reduction"] = ["mean", "sum", "none"][rng.integers(3)]
-    without_positives = number % 24 in (5, 11)  # of sup_con and info_nce: the mean over no row is 0
     if without_positives:
         options["reduction"] = "mean"
     if loss.sigmoid:
@@ -429,7 +432,6 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     draw_softmax(problem, rng)
     if loss.taught:
         draw_teacher(problem, one_sided, rng)
-    spoilt_guide = number % 40 in (16, 27)  # of clip and info_nce
     if spoilt_guide:
         guide = [rng.standard_normal((n, 3)).astype(np.float32) for n in (rows, columns)]
         options |= {"guide": tuple(guide), "guide_margin": 0.1}
