@@ -375,7 +375,13 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     name = list(DTYPES)[rng.integers(4)]
     rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, largest))
     rows *= 2 if loss.name == "nt_xent" else 1
-    several = "positive_ids" not in loss.refused and rng.random() < 0.3  # positives by their ids
+    turn = number // len(ALL_LOSSES)
+    spoilt_guide = loss.name in ("clip", "info_nce") and turn % 5 == 2
+    # the mean over no row is 0
+    without_positives = loss.name in ("sup_con", "info_nce") and turn % 3 == 0
+    # positives by their ids, which no guide and no labels go with
+    several = "positive_ids" not in loss.refused and rng.random() < 0.3
+    several = several and not (spoilt_guide or without_positives)
     one_sided = loss.taught and rng.random() < 0.5
     oblong = loss.name == "info_nce" or one_sided or (several and loss.name != "clip")
     columns = int(rng.integers(1, largest + 10)) if oblong else rows
@@ -402,8 +408,6 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     options, settings = problem.options, problem.settings
     options["normalize"] = normalize
     options["reduction"] = ["mean", "sum", "none"][rng.integers(3)]
-    # the mean over no row is 0
-    without_positives = loss.name in ("sup_con", "info_nce") and number // len(ALL_LOSSES) % 3 == 0
     if without_positives:
         options["reduction"] = "mean"
     if loss.sigmoid:
@@ -430,18 +434,12 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     draw_softmax(problem, rng)
     if loss.taught:
         draw_teacher(problem, one_sided, rng)
-    turn = number // len(ALL_LOSSES)
-    spoilt_guide = loss.name in ("clip", "info_nce") and turn % 5 == 2
     if spoilt_guide:
         guide = [rng.standard_normal((n, 3)).astype(np.float32) for n in (rows, columns)]
         options |= {"guide": tuple(guide), "guide_margin": 0.1}
         leave_out(problem, "label_smoothing")
     leave_out_exclusive(problem)
-<<<<<<< HEAD
-    spoilt_guide = spoilt_guide and "guide" in options
-=======
     spoilt_guide = spoilt_guide and "guide" in options  # which others may exclude
->>>>>>> weights
     if options["reduction"] == "none":
         problem.grad_out = rng.standard_normal(rows)
     elif rng.random() < 0.5:
