@@ -21,10 +21,11 @@ METHODS = ("auto", "tiled")
 def require_options(values: Mapping[str, Any]) -> None:
     """ValueError for an option that sets of tokens do not have."""
     for name in REFUSED:
-        if values.get(name, DEFAULTS[name]) not in (None, False):
+        value = values.get(name)
+        if value is not None and value is not False:
             raise ValueError(
                 f"{name}: expected {DEFAULTS[name]!r} with features of three dimensions, whose "
-                f"scores are no dot products of rows, got {what(values[name])}"
+                f"scores are no dot products of rows, got {what(value)}"
             )
     if values["method"] not in METHODS:
         raise ValueError(
@@ -36,7 +37,7 @@ def require_options(values: Mapping[str, Any]) -> None:
 def refuse_without_tokens(values: Mapping[str, Any]) -> None:
     """ValueError for an option of tokens beside features of two dimensions."""
     for name in TOKEN_OPTIONS:
-        if values[name] not in (None, False):
+        if values[name] is not None and values[name] is not False:
             raise ValueError(
                 f"{name}: expected {DEFAULTS[name]!r} with features of two dimensions, which have "
                 f"no tokens, got {what(values[name])}"

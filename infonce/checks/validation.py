@@ -159,8 +159,9 @@ def features(
     the shape [rows, tokens, features]. `own` has the shape [M, K, D]. If the call `has_table`, with
     `own_indices`, it has the shape [T, D] and at least one row.
     """
-    first = getattr(arrays[0], "shape", ())
-    dimensions = 3 if may_have_tokens and len(first) == 3 else 2
+    first = descriptions[0]
+    has_tokens = may_have_tokens and first is not None and len(first[0]) == 3
+    dimensions = 3 if has_tokens else 2
     for name, z, description in zip(names, arrays, descriptions, strict=True):
         if description is None:
             refuse_views_apart(name, z)

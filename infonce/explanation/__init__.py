@@ -159,12 +159,13 @@ def explain(
         normalize=normalize, own=own, table_rows=own_table, retrieval_ranks=metrics,
         id_columns=int(ids) or 1,
     )  # fmt: skip
+    given = dict(options)
     if positive_ids and not kind.sigmoid:
         # the largest possible number of classes of two keys or more, whose features are summed.
         # Kernels compare the ids only if others could leave out positives
         call = replace(call, classes=True, max_class_sums=-(-columns // 2))
-        flags["positive_ids"] = bool(ids) or groups
-    pairs = GivenOptions(option for option in PAIR_OPTIONS if flags.get(option.name))
+        given["positive_ids"] = bool(ids or groups)
+    pairs = GivenOptions(option for option in PAIR_OPTIONS if given.get(option.name))
     call = replace(call, pairs=pairs)
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)

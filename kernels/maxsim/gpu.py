@@ -228,7 +228,7 @@ class GPUTokenBlocks(TokenBlocks):
                 "parts": address(parts), "winners": address(winners), "queries": m,
                 "query_tokens": query_tokens, "keys": n, "key_tokens": key_tokens,
                 "segments": segments,
-            }, shared, TILE=tile, STAGES=stages, SLICES=slices, WINNERS=int(wants_winners),
+            }, shared, KEY_TILE=tile, STAGES=stages, SLICES=slices, WINNERS=int(wants_winners),
         )  # fmt: skip
         return parts.sum(axis=1), winners
 

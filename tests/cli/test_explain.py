@@ -326,6 +326,7 @@ def test_positive_ids_add_no_work_to_the_passes() -> None:
         for options in ({}, {"positive_ids": True}, {"positive_ids": True, "ids": True})
     )
     assert classes.work == plain.work
+    assert classes.recorded is None  # the measurement is of a call without
     assert classes.workspace == plain.workspace
     assert not classes.schedule.call.pair_defines(1)
     assert with_ids.schedule.call.pair_defines(1) == {"POSITIVE_IDS": 1}

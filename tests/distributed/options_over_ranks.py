@@ -98,7 +98,9 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
             options[side] = tuple(z[own] for z, own in zip(options[side], mine, strict=True))
         elif options[side] is not None:
             options[side] = options[side][mine[0]]
-    for option, own in (("weights", mine[0]), ("key_bias", mine[1])):
+    for option, own in (
+        ("weights", mine[0]), ("label_weights", mine[0]), ("key_bias", mine[1])
+    ):  # fmt: skip
         if option in options:
             options[option] = options[option][own]
     if "guide" in options:
@@ -173,24 +175,6 @@ def cases() -> None:
     rng = np.random.default_rng(1)
     x, y = rng.standard_normal((2, 20, 3))
     rows = shards(20, 3)[RANK]
-    none = np.full(20, -1)
-    for out in (
-        distributed.info_nce_loss_and_grad(x[rows], y[rows], none[rows], scale=2.0),
-        distributed.info_nce_loss_and_grad(
-            x[rows], y[rows], none[rows], scale=2.0, weights=np.ones(20)[rows]
-        ),
-        distributed.sup_con_loss_and_grad(x[rows], np.arange(20)[rows], scale=2.0),
-    ):  # no row has a positive: the mean of nothing is 0
-        assert out.loss == 0
-        assert not any(gradient.any() for gradient in out.grads)
-
-    # calls of as many rows, whose queries and keys are other rows
-    for name in ("clip", "gte", "clip", "siglip", "gte"):
-        want = getattr(infonce, f"{name}_loss_and_grad")(x, y, scale=2.0)
-        got = getattr(distributed, f"{name}_loss_and_grad")(x[rows], y[rows], scale=2.0)
-        near(got.loss, want.loss, name)
-        near(got.grads.scale, want.grads.scale, f"d scale of {name}")
-
     # a rank's weights are zeros; gradients that a framework averages
     weights = np.where(np.isin(np.arange(20), np.arange(20)[shards(20, 3)[0]]), 0.0, 0.5)
     if not weights.any():
@@ -203,16 +187,6 @@ def cases() -> None:
     near(got.loss, want.loss, "loss")
     near(got.grads.scale, want.grads.scale, "d scale")
     near(got.grads.text, SIZE * want.grads.text[rows], "d text")
-
-    # ranks are those of the logits, which options of the softmax do not change
-    for name in ("info_nce", "clip", "lit"):
-        loss = getattr(distributed, f"{name}_loss_and_grad")
-        plain, hard = (
-            loss(x[rows], y[rows], scale=2.0, metrics=True, **softmax).metrics
-            for softmax in ({}, {"hardness": 9.0, "margin": 0.3})
-        )
-        assert np.array_equal(hard.row_rank, plain.row_rank)
-        near(hard.hardest_negative, plain.hardest_negative, "hardest negative")
 
     # hashes of 64 bits as classes and ids, those of rows and of columns in two dtypes
     hashes = (np.arange(20) % 7).astype(np.uint64) * np.uint64(2**61 + 1)
@@ -234,6 +208,7 @@ def cases() -> None:
     near(got, want, "loss of ids in two dtypes")
 
     own_negatives()
+    tokens()
     # prefixes of the features
     for name in ("clip", "siglip"):
         prefixes: dict[str, Any] = {"scale": 2.0, "dims": (1, 3), "dim_weights": (0.5, 2.0)}
@@ -302,6 +277,40 @@ def own_negatives(place: str = "host") -> None:
         near(got.loss, want.loss, "loss of a table")
         near(got.grads.query, want.grads.query[rows], "d query beside a table")
         near(sum(COMM.allgather(got.grads.own[places])), want.grads.own, "d table")
+
+
+def tokens(place: str = "host") -> None:
+    """MaxSim scores: tokens and their masks travel as keys do."""
+    rng = np.random.default_rng(4)
+    query, key = rng.standard_normal((20, 4, 6)), rng.standard_normal((20, 5, 6))
+    masks = {"query_mask": rng.random((20, 4)) < 0.7, "key_mask": rng.random((20, 5)) < 0.7}
+    masks["key_mask"][:, 2] = True
+    rows, names = shards(20, 3)[RANK], rng.integers(0, 6, 20)
+    options: tuple[dict[str, Any], ...] = (
+        {}, {"normalize": True, "ids": names}, {"label_smoothing": 0.1},
+        {"token_mean": True, "false_negative_margin": 0.2},
+    )  # fmt: skip
+    for loss, exchange in itertools.product(
+        ("clip", "info_nce", "lit", "siglip"), ("gather", "ring")
+    ):
+        for more in options:
+            refused = spec.LOSSES[loss].refused
+            more = {name: value for name, value in more.items() if name not in refused}
+            shared = {name: z[rows] if name == "ids" else z for name, z in more.items()}
+            labels = [np.arange(20)] * (loss == "info_nce")
+            want = getattr(infonce, f"{loss}_loss_and_grad")(
+                query, key, *labels, scale=0.7, **masks, **more
+            )
+            mine = [placed(z[rows], place) for z in (query, key, *labels)]
+            kept = {name: placed(mask[rows], place) for name, mask in masks.items()}
+            got = on_host(getattr(distributed, f"{loss}_loss_and_grad")(
+                *mine, scale=0.7, exchange=exchange, **kept, **shared
+            ))  # fmt: skip
+            near(got.loss, want.loss, f"{loss} over tokens by {exchange}")
+            for name, gradient in want.grads._asdict().items():
+                if gradient is not None:
+                    wanted = gradient[rows] if np.ndim(gradient) else gradient
+                    near(getattr(got.grads, name), wanted, f"d {name} over tokens by {exchange}")
 
 
 def limits(place: str) -> None:

@@ -248,8 +248,9 @@ def test_products(cupy: Any, dtype: str, number: int, turned: tuple[int, int]) -
 
 
 def test_the_tables_name_tests() -> None:
-    """Names of `emulation.LEFT_OUT` and `EVERY` are tests of tests/gpu, and are in one of both."""
-    files = (emulation.ROOT / "tests" / "gpu").glob("test_*.py")
+    """Names of `emulation.LEFT_OUT` and `EVERY` are tests on a GPU, and are in one of both."""
+    tests = emulation.ROOT / "tests"
+    files = [*(tests / "gpu").glob("test_*.py"), *(tests / "pairs").glob("test_*_gpu.py")]
     text = "".join(file.read_text() for file in files)
     known = set(re.findall(r"^def (test_\w+)", text, re.M))
     left_out = {name for names in emulation.LEFT_OUT.values() for name in names}

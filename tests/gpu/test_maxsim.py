@@ -181,7 +181,7 @@ def test_keys_without_tokens() -> None:
 
 @pytest.mark.parametrize("where", ["query", "key"])
 def test_not_finite(where: str) -> None:
-    query, key, masks = draw((4, 5, 4, 40, 128), "bfloat16", False)
+    query, key, _ = draw((4, 5, 4, 40, 128), "bfloat16", False)
     {"query": query, "key": key}[where][2, 3, 1] = np.nan
     losses = infonce.info_nce_loss(
         cupy.asarray(query), cupy.asarray(key), scale=1.0, reduction="none"

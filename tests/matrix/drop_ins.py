@@ -578,7 +578,7 @@ class Draw(random.Random):
             settings["ids"] = ids
         prefixes = "d" not in sets and self.random() < 0.3
         inputs = [self.features(), self.features()]
-        if hard or self.random() < 0.3:  # also none of each query
+        if hard or self.random() < 0.5:  # also none of each query
             inputs.append(self.features(self.rows * hard).unflatten(0, (self.rows, hard)))
 
         def run(q: Tensor, d: Tensor, own: Tensor | None = None) -> Tensor:

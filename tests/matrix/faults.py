@@ -212,13 +212,6 @@ FAULTS = [
     if torch.compiler""",
         "torch.*",
     ),
-    Mutant(
-        "a scale that is a DTensor is a constant of repeated calls",
-        "infonce/torch/core/autograd.py",
-        "issuperset(map(type, (*features, *numbers)))",
-        "issuperset(map(type, features))",
-        "torch, gloo.*",
-    ),
     # --- drop-ins ---------------------------------------------------------------------------------
     Mutant(
         "drop-ins know the keywords of clip_loss",
@@ -311,9 +304,8 @@ FAULTS = [
     Mutant(
         "questions about blocks have the room of a tile",
         "distributed/passes.py",
-        "            block.workspace = max(block.workspace, enough_room("
-        "m, n, d + block.auxiliary_width))\n",
-        "            pass\n",
+        "            block.workspace = max(block.workspace, room)\n",
+        "",
         "MPI.*",
         ["tests/distributed"],
     ),
@@ -340,6 +332,6 @@ FAULTS = [
         '        return TIMEOUT, ValueError(\n            f"timeout',
         '        raise ValueError(\n            f"timeout',
         "",
-        ["tests/distributed"],
+        ["tests/distributed/test_ranks.py -m slow -k equal_to_one_process"],
     ),
 ]

@@ -409,7 +409,13 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     name = list(DTYPES)[rng.integers(4)]
     rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, largest))
     rows *= 2 if loss.name == "nt_xent" else 1
-    several = "positive_ids" not in loss.refused and rng.random() < 0.3  # positives by their ids
+    turn = number // len(ALL_LOSSES)
+    spoilt_guide = loss.name in ("clip", "info_nce") and turn % 5 == 2
+    # the mean over no row is 0
+    without_positives = loss.name in ("sup_con", "info_nce") and turn % 3 == 0
+    # positives by their ids, which no guide and no labels go with
+    several = "positive_ids" not in loss.refused and rng.random() < 0.3
+    several = several and not (spoilt_guide or without_positives)
     one_sided = loss.taught and rng.random() < 0.5
     oblong = loss.name == "info_nce" or one_sided or (several and loss.name != "clip")
     columns = int(rng.integers(1, largest + 10)) if oblong else rows
@@ -436,7 +442,6 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     options, settings = problem.options, problem.settings
     options["normalize"] = normalize
     options["reduction"] = ["mean", "sum", "none"][rng.integers(3)]
-    without_positives = number % 24 in (5, 11)  # of sup_con and info_nce: the mean over no row is 0
     if without_positives:
         options["reduction"] = "mean"
     if loss.sigmoid:
@@ -463,17 +468,18 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     draw_softmax(problem, rng)
     if loss.taught:
         draw_teacher(problem, one_sided, rng)
-    spoilt_guide = number % 40 in (16, 27)  # of clip and info_nce
     if spoilt_guide:
         guide = [rng.standard_normal((n, 3)).astype(np.float32) for n in (rows, columns)]
         options |= {"guide": tuple(guide), "guide_margin": 0.1}
         leave_out(problem, "label_smoothing")
     leave_out_exclusive(problem)
+    spoilt_guide = spoilt_guide and "guide" in options  # which others may exclude
     if options["reduction"] == "none":
         problem.grad_out = rng.standard_normal(rows)
     elif rng.random() < 0.5:
         problem.grad_out = float(10 ** rng.uniform(-3, 3) * rng.choice([-1, 1]))
     if without_positives:
+        leave_out(problem, "positive_ids")
         alone = loss.name == "sup_con" and rng.random() < 0.5
         options["labels"] = np.arange(rows) if alone else np.full(rows, -1)
         options.pop("label_weights", None)
@@ -492,6 +498,10 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         widths = sorted({*map(int, rng.integers(1, d + 1, rng.integers(3))), d})
         options["dims"] = tuple(widths)
         options["dim_weights"] = tuple(float(rng.uniform(0.1, 2)) for _ in widths)
+
+    if number % 5 == 1 and not spoilt_guide:  # a plain call, which may take the shortest way
+        kept = {"normalize", "reduction", "labels", "bias", "positive_ids", *TEACHER}
+        leave_out(problem, *({*options} - kept))
 
     # what changes no number of a result
     if rng.random() < 0.15 and (normalize or name != "float64"):

@@ -117,7 +117,8 @@ VALUES: dict[str, Any] = {
     "guide": (np.ones((8, 3)),) * 2, "guide_margin": 0.1, "normalize": True, "reduction": "none",
     "method": "naive", "precision": "fp32", "workspace": 2**20, "offload": True, "progress": print,
     "wrt": ("scale",), "grad_dtype": np.float32, "grad_out": 2.0, "out": {}, "metrics": True,
-    "return_logits": True, "scale": 2.0,
+    "return_logits": True, "scale": 2.0, "query_mask": np.ones((8, 2), bool),
+    "key_mask": np.ones((8, 2), bool), "token_mean": True,
 }  # fmt: skip
 REFUSING = [
     name for name in EXECUTORS
@@ -172,7 +173,8 @@ ELSEWHERE = {
     "temperature": "executors of PyTorch and JAX, a third of problems", "method": "executors",
     "scale": "each problem", "grad_out": "each problem", "offload": "an executor",
     "check_finite": "tests/losses/test_checks.py", "progress": "tests/cpu", "out": "tests/losses",
-    "return_logits": "tests/losses/test_losses.py",
+    "return_logits": "tests/losses/test_losses.py", "query_mask": "tests/maxsim",
+    "key_mask": "tests/maxsim", "token_mean": "tests/maxsim",
 }  # fmt: skip
 
 
@@ -189,7 +191,7 @@ def test_every_option_is_drawn() -> None:
 OTHERS = {
     "infonce": {
         "Captured", "Comparison", "Explanation", "LossAndGrad", "Metrics", "__version__", "capture",
-        "compare", "explain", "schedules",
+        "compare", "explain", "maxsim_scores", "schedules",
     },
     "infonce.torch": set(),
     "infonce.jax": set(),

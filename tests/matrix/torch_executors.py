@@ -15,7 +15,7 @@ import torch
 import torch_wrappers
 from comparison import METRICS, Result
 from executors import executor, of_teacher
-from problems import Problem
+from problems import Problem, in_pair
 from torch import Tensor
 from torch_problems import MODULES
 
@@ -264,7 +264,8 @@ def with_grad_cache(problem: Problem) -> Result:
 
 
 def of_queue(problem: Problem) -> bool:
-    return fits(problem) and problem.loss == "info_nce"
+    has_columns = np.ndim(in_pair(problem.options.get("ids"))[0]) > 1  # ids of a queue are [B]
+    return fits(problem) and problem.loss == "info_nce" and not has_columns
 
 
 @add("torch, KeyQueue", of_torch, fits=of_queue, draws=300)
@@ -346,6 +347,7 @@ def learned(problem: Problem, wrapper: Callable[..., Any]) -> Result:
     sides = [leaves[name] for name in call.arguments]
     inputs, own = (*sides, *call.labels), {"own": leaves["own"]} if "own" in leaves else {}
     run, gradients = wrapper(module, inputs, own, make)
+    run(*inputs, **own)  # a call that comes again takes a shorter way
     loss = call.without_metrics(run(*inputs, **own))
     call.total(loss).backward()
     grads = {name: leaves[name].grad for name in leaves if name not in SCALARS}

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import infonce
-from infonce import reference
+from infonce import reference, spec
 from infonce.reference import MaxSim, maxsim, maxsim_gradients
 
 LOSSES = ("clip", "info_nce", "lit", "siglip")
@@ -123,12 +123,10 @@ def test_one_token_is_a_dot_product(loss: str, options: dict[str, Any]) -> None:
     given_options = {
         name: arrays[value] if type(value) is int else value for name, value in options.items()
     }
+    if not {*options}.isdisjoint(spec.LOSSES[loss].refused):
+        return  # an option of the softmax, for siglip
     function = getattr(infonce, f"{loss}_loss_and_grad")
-    try:
-        want = function(query, key, scale=0.9, **given_options)
-    except ValueError as error:
-        assert "which has none" in str(error)  # an option of the softmax for siglip
-        return
+    want = function(query, key, scale=0.9, **given_options)
     got = function(query[:, None], key[:, None], scale=0.9, **given_options)
     near(got.loss, np.asarray(want.loss), 1e-13)
     for name, value in want.grads._asdict().items():
@@ -198,7 +196,7 @@ def test_errors(options: dict[str, Any], message: str) -> None:
 
 def test_errors_of_shapes() -> None:
     query, key, _ = draw(5, 5, 3, 4, 6, 5, masked=False)
-    with pytest.raises(ValueError, match="text: expected 3 dimensions .* like image"):
+    with pytest.raises(ValueError, match=r"text: expected 3 dimensions .* like image"):
         infonce.clip_loss(query, key[:, 0], scale=1.0)
     with pytest.raises(ValueError, match="key: expected width 6 like query"):
         infonce.maxsim_scores(query, key[:, :, :5])

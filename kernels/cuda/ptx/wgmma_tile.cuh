@@ -1,7 +1,6 @@
-// Hopper's matrix products of 64 rows and TILE columns, a multiple of 8 (-DTILE). wgmma.cuh has those of 128 and 256.
+// Hopper's matrix products of 64 rows and KEY_TILE columns: 64, 104, 128, 152 or 176. wgmma.cuh has those of 128 and 256.
 #pragma once
-#include "ptx/wgmma.cuh"
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(KEY_TILE)
 
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
@@ -39,30 +38,30 @@
 #define OPERANDS_16 OPERANDS_13, X4(13), X4(14), X4(15)
 #define OPERANDS_19 OPERANDS_16, X4(16), X4(17), X4(18)
 #define OPERANDS_22 OPERANDS_19, X4(19), X4(20), X4(21)
-#if TILE == 64
+#if KEY_TILE == 64
 #define REGISTERS REGISTERS_8
 #define OPERANDS OPERANDS_8
-#elif TILE == 104
+#elif KEY_TILE == 104
 #define REGISTERS REGISTERS_13
 #define OPERANDS OPERANDS_13
-#elif TILE == 128
+#elif KEY_TILE == 128
 #define REGISTERS REGISTERS_16
 #define OPERANDS OPERANDS_16
-#elif TILE == 152
+#elif KEY_TILE == 152
 #define REGISTERS REGISTERS_19
 #define OPERANDS OPERANDS_19
-#elif TILE == 176
+#elif KEY_TILE == 176
 #define REGISTERS REGISTERS_22
 #define OPERANDS OPERANDS_22
 #endif
 
-// x += a b' (`add` 1) or x = a b' (`add` 0), for 64 rows of a and TILE rows of b: as wgmma_bf16 of wgmma.cuh.
+// x += a b' (`add` 1) or x = a b' (`add` 0), for 64 rows of a and KEY_TILE rows of b: as wgmma_bf16 of wgmma.cuh.
 #define WGMMA_TILE(name, type)                                                                   \
-  __device__ __forceinline__ void name(float (&x)[TILE / 2], u32 a, u32 b, int add) {            \
+  __device__ __forceinline__ void name(float (&x)[KEY_TILE / 2], u32 a, u32 b, int add) {            \
     asm volatile(                                                                                \
         "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %2, 0;\n"                         \
         "mov.b64 a, {%0, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%1, " DESCRIPTOR_HIGH "};\n"         \
-        "wgmma.mma_async.sync.aligned.m64n" TEXT(TILE) "k16.f32." type "." type " {" REGISTERS   \
+        "wgmma.mma_async.sync.aligned.m64n" TEXT(KEY_TILE) "k16.f32." type "." type " {" REGISTERS   \
         "}, a, b, add, 1, 1, 0, 0;\n}"                                                           \
         : "+r"(a), "+r"(b), "+r"(add), OPERANDS);                                                \
   }

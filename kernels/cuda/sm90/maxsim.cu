@@ -1,7 +1,7 @@
 // MaxSim on Hopper: products of tokens in tensor cores, and their maxima in registers. Products are never in memory.
 // maxsim/tokens.cu has the equations, and the portable kernels.
 //
-//   thread block   ROWS query tokens stay in shared memory; tiles of TILE key tokens pass by. A key begins with a new
+//   thread block   ROWS query tokens stay in shared memory; tiles of KEY_TILE key tokens pass by. A key begins with a new
 //                  tile, and its last tile may read on into the next key: these columns are masked.
 //   warp           16 query tokens, a unit. A unit never spans two queries.
 //   thread         rows g and g + 8 of its warp's 16, two columns of each eight.
@@ -12,13 +12,12 @@
 // the product, and so moves along with the maximum. Winners are maxima up to a relative difference of 2^-19, and the
 // maximum is known to 2^-20. Maxima are taken of bits as integers, of three numbers in one instruction.
 //
-// Options: TILE, STAGES tiles in shared memory, SLICES of 64 features, WINNERS: whether winners are written.
-#include "common.cuh"
-#include "ptx/wgmma_tile.cuh"
-
-#ifndef TILE
-#define TILE 152
+// Options: KEY_TILE, STAGES tiles in shared memory, SLICES of 64 features, WINNERS: whether winners are written.
+#ifndef KEY_TILE
+#define KEY_TILE 152
 #endif
+#include "common.cuh"
+
 #ifndef STAGES
 #define STAGES 4
 #endif
@@ -36,7 +35,7 @@ constexpr int UNIT = 16;          // query tokens of a warp
 constexpr int UNITS = 4 * GROUPS; // of a thread block
 constexpr int ROW = 128;          // bytes of a row of a slice
 constexpr int QUERY_BLOCK = 64 * ROW;  // bytes of a slice of a warpgroup's query tokens
-constexpr int KEY_SLICE = TILE * ROW, STAGE = SLICES * KEY_SLICE;
+constexpr int KEY_SLICE = KEY_TILE * ROW, STAGE = SLICES * KEY_SLICE;
 constexpr u32 INDEX_BITS = 31;
 constexpr int NOTHING = 0x80000000;  // bits of the maximum of no products: less than those of any product but -0
 
@@ -70,7 +69,7 @@ __device__ __forceinline__ float max3(float x, float y, float z) {
 // 8 j + 2 t + e % 2. There are four maxima, one of each e. `valid`: columns of the key, from column 2 t on.
 // INTEGER: of the bits as integers; if all of them are negative, the maximum is another negative number.
 template <bool INTEGER, bool MASKED, int FIRST, int END>
-__device__ __forceinline__ void maxima(const float (&x)[TILE / 2], int valid, float (&top)[4], u32 index_mask) {
+__device__ __forceinline__ void maxima(const float (&x)[KEY_TILE / 2], int valid, float (&top)[4], u32 index_mask) {
   const auto value = [&](int j, int e) {
     const float y = x[4 * j + e];
     if (!WINNERS) return y;
@@ -93,16 +92,16 @@ __device__ __forceinline__ void maxima(const float (&x)[TILE / 2], int valid, fl
 
 // The columns from 8 FIRST on, a quarter of the tile at a time. `left`: columns of the key.
 template <bool INTEGER, int FIRST = 0>
-__device__ __forceinline__ void maxima_of_quarters(const float (&x)[TILE / 2], int left, int t, float (&top)[4],
+__device__ __forceinline__ void maxima_of_quarters(const float (&x)[KEY_TILE / 2], int left, int t, float (&top)[4],
                                                    u32 index_mask) {
-  constexpr int EIGHTS = TILE / 8, QUARTER = (EIGHTS + 3) / 4, END = FIRST + QUARTER < EIGHTS ? FIRST + QUARTER : EIGHTS;
+  constexpr int EIGHTS = KEY_TILE / 8, QUARTER = (EIGHTS + 3) / 4, END = FIRST + QUARTER < EIGHTS ? FIRST + QUARTER : EIGHTS;
   if (left >= 8 * END) maxima<INTEGER, false, FIRST, END>(x, 0, top, index_mask);
   else if (left > 8 * FIRST) maxima<INTEGER, true, FIRST, END>(x, left - 2 * t, top, index_mask);
   if constexpr (END < EIGHTS) maxima_of_quarters<INTEGER, END>(x, left, t, top, index_mask);
 }
 
 // Joins a tile to the running maxima of a key, `best`, and the first columns of their tiles, `at`.
-__device__ __forceinline__ void join_tile(const float (&x)[TILE / 2], int length, int first, int t, float (&best)[4],
+__device__ __forceinline__ void join_tile(const float (&x)[KEY_TILE / 2], int length, int first, int t, float (&best)[4],
                                           int (&at)[4], u32 index_mask) {
   float top[4] = {(float)LOW, (float)LOW, (float)LOW, (float)LOW}, positive[4];
   // Integers have the order of floats, unless both are negative. A thread without a positive number for one of its
@@ -143,7 +142,7 @@ __device__ __forceinline__ void combine(float& top, int& column, float other, in
 }
 
 // x = the products of a warpgroup's 64 query tokens and the tile of a stage.
-__device__ __forceinline__ void multiply(float (&x)[TILE / 2], u32 rows, u32 columns) {
+__device__ __forceinline__ void multiply(float (&x)[KEY_TILE / 2], u32 rows, u32 columns) {
   warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 4 * SLICES; ++k) {
@@ -195,7 +194,7 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
       }
       for (int j = begin; j < end; ++j) {
         const int length = length_of(j);
-        for (int first = 0; first < length; first += TILE, pipe.next()) {
+        for (int first = 0; first < length; first += KEY_TILE, pipe.next()) {
           barrier_wait(s.empty[pipe.stage], pipe.phase ^ 1);
           barrier_expect(s.full[pipe.stage], STAGE);
           for (int k = 0; k < SLICES; ++k)
@@ -212,7 +211,7 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
   const u32 index_mask = __ballot_sync(ALL_LANES, lane >= 5);
   Pipe pipe;  // of the product that is issued next
   u32 count = 0;
-  float x[TILE / 2];
+  float x[KEY_TILE / 2];
   for (int item = blockIdx.x; item < items; item += gridDim.x, ++count) {
     const int row_tile = item % row_tiles, segment = item / row_tiles;
     const int begin = (int)(keys * segment / segments), end = (int)(keys * (segment + 1) / segments);
@@ -232,14 +231,14 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
     fence_accumulators(x);
     for (int j = begin, first = 0;;) {
       const int stage = pipe.stage;
-      const bool ends = first + TILE >= length;
+      const bool ends = first + KEY_TILE >= length;
       pipe.next();
       if (lane == 0) barrier_arrive(s.empty[stage]);
       join_tile(x, length, first, t, best, at, index_mask);
       if (!ends || j + 1 < end) barrier_wait(s.full[pipe.stage], pipe.phase);
       // after the last tile: nobody reads it
       multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])));
-      first += TILE;
+      first += KEY_TILE;
       if (!ends) {
         warpgroup_wait<0>();
         fence_accumulators(x);

@@ -89,19 +89,6 @@ def test_example_of_the_docstring(towers: Any) -> None:
     assert criterion.log_scale != before
 
 
-def test_options_of_a_function_get_their_gradients(towers: Any) -> None:
-    results = []
-    batch = pairs()
-    for run in (it.grad_cache, in_one_graph):
-        encoders = copy.deepcopy(towers)
-        scale = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
-        torch.manual_seed(1)
-        loss = run(encoders, batch, it.clip_loss, 4, scale=scale.exp(), normalize=True)
-        results.append([loss, scale.grad, *gradients(*encoders)])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
-
-
 def test_one_encoder_for_two_inputs_and_gradients_that_are_there(towers: Any) -> None:
     """Gradients of both inputs add to existing gradients, as backward() adds them."""
     results = []
