@@ -254,7 +254,7 @@ class GPUTokenBlocks(TokenBlocks):
         out = cupy.empty((segments, tokens, d), self.dtype)
         g = self._weighted(g, query)  # a name keeps it alive until the launch
         arguments = self._gradient_arguments(g, query, key, winners, out)
-        self._launch_gradient(
+        self.launch_gradient(
             "query_gradient", blocks * segments,
             {**arguments, "key": address(key.values), "segments": segments},
         )  # fmt: skip
@@ -274,7 +274,7 @@ class GPUTokenBlocks(TokenBlocks):
         blocks = len(key) * -(-tokens // defines["TOKENS"]) * -(-d // features)
         g = cupy.ascontiguousarray(self._weighted(g, query).T)
         arguments = self._gradient_arguments(g, query, key, winners, out)
-        self._launch_gradient(
+        self.launch_gradient(
             "key_gradient", blocks, {**arguments, "query": address(query.values)},
             32 * defines["WARPS"], shared, **defines,
         )  # fmt: skip
@@ -296,7 +296,7 @@ class GPUTokenBlocks(TokenBlocks):
             "counts": address(query.counts), "out": address(out),
         }  # fmt: skip
 
-    def _launch_gradient(
+    def launch_gradient(
         self, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS, shared: int = 0,
         **defines: int,
     ) -> None:  # fmt: skip

@@ -62,8 +62,8 @@ def recording(
     query = array(m, d)
     if options.get("classes"):
         labels, (order, place, others) = True, (array(m, dtype=np.int64) for _ in range(3))
-        in_sums = Segments(place, place, -(-m // 3), order)
-        options["classes"] = Classes(place, place, in_sums=in_sums, others=others)
+        in_sums = Segments(place, place, -(-m // 3), order, order)
+        options["classes"] = Classes(place, place, in_sums=in_sums, positive_count=others)
     if options.pop("biased", False):
         options["key_bias"] = array(n, dtype=np.float64)
         options["query_bias"] = options["key_bias"] if options.get("symmetric") else None

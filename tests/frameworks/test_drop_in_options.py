@@ -66,6 +66,9 @@ def values(rows: int, keys: int, one: bool) -> dict[str, dict[str, Any]]:
         "reduction": "sum", "method": "tiled", "precision": "fp64", "workspace": "1MiB",
         "offload": False, "check_finite": True, "progress": lambda phase, done, total: None,
         "metrics": True, "temperature": 0.3, "scale": 3.0, "labels": number,
+        "query_mask": torch.ones((rows, 2), dtype=torch.bool),
+        "key_mask": torch.ones((keys, 2), dtype=torch.bool), "token_mean": True,
+        "label_weights": torch.ones((rows, 2)),
     }  # fmt: skip
     return {
         **{name: {name: value} for name, value in plain.items()}, **{"guide": guide},
@@ -93,6 +96,8 @@ class Row:
 
 def qwen3(sets: str, own: Any, **options: Any) -> Any:
     """The equation, whose options are for rows of the softmax, or for the mean over them."""
+    tokens = {name: options.pop(name) for name in options.keys() & spec.TOKEN_OPTIONS}
+    it.info_nce_loss(A, B, temperature=0.1, **tokens)  # refuses options of tokens
     rest = {name: options.pop(name) for name in ("reduction", "weights") if name in options}
     if options.pop("own_mask", None) is not None:
         own = own[:, :1]

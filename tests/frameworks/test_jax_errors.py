@@ -59,6 +59,8 @@ def test_bad_calls_are_those_of_arrays(
             and options["workspace"] in (8, 400)
         ):
             traced, error = jax.grad(traced), jax.errors.JaxRuntimeError
+        if jitted and words[0].startswith("label_weights: expected finite"):
+            error = jax.errors.JaxRuntimeError  # which of them count is known with the labels
         with pytest.raises(error) as caught:
             jax.block_until_ready((jax.jit(traced) if jitted else traced)(
                 *[arguments[i] for i in leaves]))  # fmt: skip

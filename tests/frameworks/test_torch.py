@@ -108,7 +108,7 @@ def test_operator_check(device: str) -> None:
     torch.library.opcheck(
         operator,
         ("clip", z[0], z[1], None, scale, None, *constants, [True, False, True, True],
-         True, 0.1, False, 0.0, 0.5, math.inf, 0.0, False, "mean", "auto", "auto", 2**28),
+         False, True, 0.1, False, 0.0, 0.5, math.inf, 0.0, False, "mean", "auto", "auto", 2**28),
     )  # fmt: skip
 
 
