@@ -96,8 +96,8 @@ class Row:
 
 def qwen3(sets: str, own: Any, **options: Any) -> Any:
     """The equation, whose options are for rows of the softmax, or for the mean over them."""
-    tokens = {name: options.pop(name) for name in options.keys() & spec.TOKEN_OPTIONS}
-    it.info_nce_loss(A, B, temperature=0.1, **tokens)  # refuses options of tokens
+    refused = options.keys() & {*spec.TOKEN_OPTIONS, "label_weights"}
+    it.info_nce_loss(A, B, temperature=0.1, **{name: options[name] for name in refused})
     rest = {name: options.pop(name) for name in ("reduction", "weights") if name in options}
     if options.pop("own_mask", None) is not None:
         own = own[:, :1]
