@@ -163,10 +163,13 @@ def test_vectors_get_no_gradient(name: str) -> None:
     """Refused where autograd watches them, in a compiled graph too."""
     query, key = features("info_nce")
     labels = torch.arange(24).reshape(12, 2) % 12 if name == "label_weights" else None
-    vector = torch.ones(12 if labels is None else (12, 2), requires_grad=True)
+    own = torch.stack([key, key], 1).detach() if name == "own_bias" else None
+    vector = torch.ones(
+        (12, 2) if name in ("label_weights", "own_bias") else 12, requires_grad=True
+    )
 
     def loss(query: Any, vector: Any) -> Any:
-        return it.info_nce_loss(query, key, labels, scale=2.0, **{name: vector})
+        return it.info_nce_loss(query, key, labels, scale=2.0, own=own, **{name: vector})
 
     match = f"^{name}: expected a tensor that requires no gradient.*detach"
     for run in (loss, torch.compile(loss, backend="eager"), torch.func.grad(loss, 1)):
