@@ -6,6 +6,7 @@ that count come first, and kernels read how many there are (kernels/cuda/maxsim/
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cupy
@@ -99,10 +100,10 @@ class GPUTokenBlocks(TokenBlocks):
         self.launcher = Launcher(cupy.cuda.Device(), self.precision, Queue())
         self.properties = device_properties(cupy.cuda.Device().id)
         is_16_bit = self.precision in ("bf16", "fp16")
-        whole = problem.shape[2] % 8 == 0 and problem.key.length <= MOST_WINNER
-        self.has_sweeps = self.properties.has_sweeps and is_16_bit and whole
-        sweeps = self.has_sweeps and problem.shape[2] <= MOST_SWEEP_FEATURES
-        self.tile_bytes = 0 if sweeps else TILE_BYTES
+        d = problem.shape[2]
+        fits = d % 8 == 0 and d <= MOST_SWEEP_FEATURES and problem.key.length <= MOST_WINNER
+        self.has_sweeps = self.properties.has_sweeps and is_16_bit and fits
+        self.tile_bytes = 0 if self.has_sweeps else TILE_BYTES
         super().__init__(problem, gradients, vectors)
 
     def launch(
@@ -114,7 +115,7 @@ class GPUTokenBlocks(TokenBlocks):
         self.launcher.launch(file, kernel, blocks, threads, arguments, shared, **defines)
 
     def maxima_bytes(self, problem: Problem) -> int:
-        if self.has_sweeps and problem.shape[2] <= MOST_SWEEP_FEATURES:
+        if self.has_sweeps:
             return int(-(-problem.query.length // UNIT) * 4)
         return super().maxima_bytes(problem)
 
@@ -169,7 +170,7 @@ class GPUTokenBlocks(TokenBlocks):
         m, n = len(query), len(key)
         t, key_tokens = len(query.values), key.tokens.length
         weights = query.weights
-        if self.has_sweeps and query.values.shape[1] <= MOST_SWEEP_FEATURES:
+        if self.has_sweeps:
             scores, winners = self._score_by_sweep(query, key, wants_winners)
             return scores if weights is None else scores * weights[:, None], winners
         best = cupy.empty((n, t), self.dtype)
@@ -335,6 +336,7 @@ class GPUTokenBlocks(TokenBlocks):
             out[...] = target
 
 
+@functools.cache
 def choose_segments(row_tiles: int, keys: int, multiprocessors: int) -> int:
     """The number of segments of keys with which the busiest multiprocessor has the least to do."""
 

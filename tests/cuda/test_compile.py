@@ -421,6 +421,33 @@ def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
     assert spilled(log) <= (64 if precision == "FP32" else 512)
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("wide", [0, 1])
+@pytest.mark.parametrize("precision", ["FP64", "FP32", "BF16", "FP16"])
+def test_maxsim(precision: str, wide: int, arch: str) -> None:
+    require_use(precision.lower(), arch)
+    one_in(3, ["FP64", "FP32", "BF16", "FP16"].index(precision) + wide + list(DEVICES).index(arch))
+    defines = {"PRECISION": precision, "WIDE_WINNERS": wide}
+    log = compiler.compile_for("maxsim/tokens.cu", defines, arch, PTXAS)[1]
+    assert spilled(log) <= 8
+    for warps, chunk, tokens in ((16, 1024, 64), (32, 4096, 304)):
+        defines |= {"ALIGNED": 1 - wide, "WARPS": warps, "CHUNK": chunk, "TOKENS": tokens}
+        log = compiler.compile_for("maxsim/gradients.cu", defines, arch, PTXAS)[1]
+        assert spilled(log) <= 192  # 32 warps share a multiprocessor's registers
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("winners", [0, 1])
+@pytest.mark.parametrize("tile", [176, 152, 128, 104, 64])
+@pytest.mark.parametrize("precision", ["BF16", "FP16"])
+def test_maxsim_sweeps(precision: str, tile: int, winners: int) -> None:
+    one_in(3, (precision == "FP16") + tile // 8 + winners)
+    defines = {"PRECISION": precision, "KEY_TILE": tile, "WINNERS": winners, "SLICES": 2}
+    log = compiler.compile_for("sm90/maxsim.cu", defines, "sm_90a", PTXAS)[1]
+    assert spilled(log) <= 0
+
+
 # options that have no default
 OPTIONS = {
     "fused/fused.cu": {"DTYPE": "DTYPE_FLOAT32", "SYMMETRIC": 0, "TWO_SIDED": 0, "SIGMOID": 0,

@@ -2,13 +2,10 @@
 // elements in the precision of the products.
 //
 // -DALIGNED=1: rows have a multiple of 16 bytes.
-#include "common.cuh"
+#include "maxsim/types.cuh"
 
 #ifndef ALIGNED
 #define ALIGNED 0
-#endif
-#ifndef WIDE_WINNERS
-#define WIDE_WINNERS 0  // 1: rows may have more than 2^16 tokens
 #endif
 #ifndef TOKENS
 #define TOKENS 96  // key tokens of a thread block of key_gradient
@@ -18,18 +15,6 @@
 #endif
 #ifndef CHUNK
 #define CHUNK 2048  // query tokens that key_gradient sorts at a time
-#endif
-#if WIDE_WINNERS
-typedef int Winner;
-#else
-typedef unsigned short Winner;
-#endif
-#if PRECISION == FP64
-typedef double Element;
-#elif PRECISION == BF16 || PRECISION == FP16
-typedef unsigned short Element;
-#else
-typedef float Element;
 #endif
 
 constexpr int WIDTH = 16 / sizeof(Element);     // features that a lane of query_gradient reads at a time: 16 bytes

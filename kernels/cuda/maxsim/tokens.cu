@@ -6,23 +6,8 @@
 //
 // Rows of tokens have one stride, so query token a of query i is token i query_tokens + a. Only the first `counts` of
 // a row count (null: all). Winners are [keys][query tokens]. Sums have a fixed order.
+#include "maxsim/types.cuh"
 #include "rows.cuh"
-
-#if PRECISION == FP64
-typedef double Element;
-#elif PRECISION == BF16 || PRECISION == FP16
-typedef unsigned short Element;
-#else
-typedef float Element;
-#endif
-#ifndef WIDE_WINNERS
-#define WIDE_WINNERS 0  // 1: rows may have more than 2^16 tokens
-#endif
-#if WIDE_WINNERS
-typedef int Winner;
-#else
-typedef unsigned short Winner;
-#endif
 
 typedef unsigned char Flag;
 

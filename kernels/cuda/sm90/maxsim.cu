@@ -16,7 +16,7 @@
 #ifndef KEY_TILE
 #define KEY_TILE 152
 #endif
-#include "common.cuh"
+#include "maxsim/types.cuh"
 
 #ifndef STAGES
 #define STAGES 4
@@ -27,8 +27,6 @@
 #ifndef WINNERS
 #define WINNERS 0
 #endif
-
-typedef unsigned short Winner;
 
 constexpr int GROUPS = 3;         // warpgroups that multiply; one more loads
 constexpr int UNIT = 16;          // query tokens of a warp
