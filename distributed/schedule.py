@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from infonce.kernels.grid import least_block_side
+from infonce.kernels.maxsim.tokens import Tokens
 from infonce.kernels.problem import Array, Gradients, Problem
 
 from infonce.checks import validation
@@ -313,6 +314,8 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
     """
     if problem.method == "naive":
         return True  # a block keeps all its logits, for which the machine's memory may be too small
+    if isinstance(problem.key, Tokens):
+        return True  # `enough_room` does not know the sizes of tokens of queries, and of products
     # linear terms, and copies of a joint loss, take up to half of the workspace
     shares_workspace = problem.linear_terms or problem.joint
     block_bytes = problem.workspace // (2 if shares_workspace else 1)

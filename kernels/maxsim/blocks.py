@@ -40,7 +40,8 @@ class TokenPass(ArrayPass):
         if not isinstance(query, Tokens):  # of a guide
             return super().dot_products(query, key, out)
         assert out is not None
-        self.backend.write_scores(self.problem, query, key, self.place, out)
+        wants_winners = self.want_key or (self.gradients is not None and self.gradients.want_query)
+        self.backend.write_scores(self.problem, query, key, self.place, out, wants_winners)
         return out
 
     def _add_gradients(
@@ -65,6 +66,8 @@ class TokenPass(ArrayPass):
                 sums_of_keys += product
             elif gradients.key is not None:
                 backend.store(product, part, gradients.key[of_piece], False)
+        if not backend.division.keeps_winners:
+            backend.kept_winners.clear()
         return sums
 
     def _gradient(self, epilogue: SoftmaxGradient, x: PairMatrix, index: Array, rows: slice,
@@ -95,15 +98,23 @@ class TokenPass(ArrayPass):
         if out is None:
             return
         assert self.gradients is not None
-        add = self.gradients.add_query and not is_key_side
-        self.backend.store(g, self.backend.stage(self.problem, z), out[rows], add)
+        backend, out = self.backend, out[rows]
+        if not is_key_side:
+            backend.store(g, backend.stage_query(self.problem, z), out, self.gradients.add_query)
+            return
+        starts = backend.starts(z)
+        for keys in slices(len(z), backend.division.piece):
+            part = backend.stage(self.problem, z[keys])
+            backend.store(g[starts[keys.start] : starts[keys.stop]], part, out[keys], False)
 
 
 class TokenBlocks(ArrayBlocks):
     """Blocks of a problem whose features are `Tokens`."""
 
     pass_class = TokenPass
-    tile_bytes: int  # of the products of tokens that exist at one time
+    tile_bytes: (
+        int  # of what is neither operands, gradients, scores nor winners: products of tokens
+    )
     most_rows: int  # the largest number of queries of the only row block
     most_side: int  # the largest side of other blocks, in scores
 
@@ -201,18 +212,24 @@ class TokenBlocks(ArrayBlocks):
         return self.staged[1]
 
     def write_scores(
-        self, problem: Problem, query: Tokens, key: Tokens, place: tuple[int, int], out: Array
-    ) -> None:
-        """Write the scores [m, n] of the block at `place` (its first row and key) to `out`."""
+        self, problem: Problem, query: Tokens, key: Tokens, place: tuple[int, int], out: Array,
+        wants_winners: bool = False,
+    ) -> None:  # fmt: skip
+        """Write the scores [m, n] of the block at `place` (its first row and key) to `out`.
+
+        `wants_winners`: gradients of the block follow. They need its winners, which stay until then
+        if the block is one piece.
+        """
         if place in self.kept_scores:
             out[...] = self.kept_scores[place]
             return
         division, staged = self.division, self.stage_query(problem, query)
+        wants_winners = division.keeps_winners or (wants_winners and len(key) <= division.piece)
         for keys in slices(len(key), division.piece):
             part = self.stage(problem, key[keys])
-            scores, winners = self.score(staged, part, division.keeps_winners)
+            scores, winners = self.score(staged, part, wants_winners)
             out[:, keys] = scores
-            if division.keeps_winners:
+            if wants_winners:
                 self.kept_winners[place, keys.start] = winners
         if division.keeps_scores:
             self.kept_scores[place] = out.copy()

@@ -40,7 +40,9 @@ class Division:
     rows: int  # queries of a block
     columns: int  # keys of a block
     piece: int  # keys of a piece
-    key_rows: int  # keys whose gradients a pass accumulates; 0: each block completes them
+    # keys whose gradients a pass accumulates; 0: each block completes them. They are whole blocks,
+    # so that all passes have the same blocks
+    key_rows: int
     keeps_scores: bool  # from the log-sum-exp pass to the gradient pass
     keeps_winners: bool
 
@@ -95,6 +97,9 @@ def _divide(
     )
     if not (rows and columns and has_few_blocks(m, n, rows, columns)):
         return None
+    if 0 < key_rows < n:
+        columns = min(columns, key_rows)
+        key_rows -= key_rows % columns
     rest = room - rows * sizes.query_row - rows * columns * sizes.score * BLOCK_ARRAYS
     piece = _fit_piece(sizes, rows, columns, rest)
     if not piece:

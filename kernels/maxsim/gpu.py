@@ -27,6 +27,7 @@ TOKENS = "maxsim/tokens.cu"
 THREADS, WARPS = 256, 8  # of a thread block
 QUERY_BLOCK = 128  # query tokens of a thread block of query_gradient
 MOST_QUERY_SEGMENTS = 8  # of keys, whose parts of a gradient are added up
+PART_BYTES = 2**24  # of these parts, if there are several
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
 TILE_BYTES = 2**25  # of a tile of products, which stays in the L2 cache
@@ -73,14 +74,13 @@ class StridedRows(TokenRows):
     exponent: Array = None
     source: Array = None  # [m L, D] the caller's tokens
 
-    @property
-    def weights(self) -> Array | None:
+    def weights(self, dtype: np.dtype[Any]) -> Array | None:
         """[m] factors of scores, of means over the tokens of a query; None: 1."""
         if not self.tokens.takes_mean:
             return None
         if self.counts is None:
-            return cupy.full(len(self), 1.0 / self.tokens.length)
-        return 1.0 / cupy.maximum(self.counts, 1)
+            return cupy.full(len(self), 1.0 / self.tokens.length, dtype)
+        return (1.0 / cupy.maximum(self.counts, 1)).astype(dtype)
 
     @property
     def fields(self) -> Fields:
@@ -103,7 +103,11 @@ class GPUTokenBlocks(TokenBlocks):
         d = problem.shape[2]
         fits = d % 8 == 0 and d <= MOST_SWEEP_FEATURES and problem.key.length <= MOST_WINNER
         self.has_sweeps = self.properties.has_sweeps and is_16_bit and fits
-        self.tile_bytes = 0 if self.has_sweeps else TILE_BYTES
+        # with few query tokens, parts of the keys are added up by more thread blocks
+        tokens = len(problem.query) * problem.query.length
+        has_parts = tokens <= self.properties.multiprocessors * QUERY_BLOCK
+        self.part_bytes = PART_BYTES if has_parts else 0
+        self.tile_bytes = self.part_bytes if self.has_sweeps else TILE_BYTES
         super().__init__(problem, gradients, vectors)
 
     def launch(
@@ -169,14 +173,15 @@ class GPUTokenBlocks(TokenBlocks):
     ) -> tuple[Array, Array | None]:
         m, n = len(query), len(key)
         t, key_tokens = len(query.values), key.tokens.length
-        weights = query.weights
+        weights = query.weights(self.dtype)
         if self.has_sweeps:
             scores, winners = self._score_by_sweep(query, key, wants_winners)
             return scores if weights is None else scores * weights[:, None], winners
         best = cupy.empty((n, t), self.dtype)
         winners = cupy.empty((n, t), self.winner_dtype) if wants_winners else None
-        most_rows = min(t, MOST_TILE_ROWS)
-        columns = max(1, TILE_BYTES // (most_rows * self.dtype.itemsize) // key_tokens)
+        most_products = TILE_BYTES // self.dtype.itemsize
+        most_rows = max(1, min(t, MOST_TILE_ROWS, most_products // key_tokens))
+        columns = max(1, most_products // most_rows // key_tokens)
         products = cupy.empty((most_rows, min(n, columns) * key_tokens), self.dtype)
         for keys in slices(n, columns):
             tokens = key.values[keys.start * key_tokens : keys.stop * key_tokens]
@@ -192,8 +197,6 @@ class GPUTokenBlocks(TokenBlocks):
                     "best_stride": t,
                 })  # fmt: skip
         scores = cupy.empty((m, n), self.dtype)
-        if weights is not None:
-            weights = weights.astype(self.dtype)
         self.launch(TOKENS, "add_tokens", -(-m * n // THREADS), {
             "best": address(best), "queries": m, "keys": n, "query_tokens": query.tokens.length,
             "counts": address(query.counts), "weights": address(weights), "scores": address(scores),
@@ -248,10 +251,11 @@ class GPUTokenBlocks(TokenBlocks):
     ) -> Array:
         d, tokens = query.values.shape[1], len(query.values)
         blocks = -(-tokens // QUERY_BLOCK)
-        # with few query tokens, parts of the keys are added up by more thread blocks
         segments = min(
-            MOST_QUERY_SEGMENTS, len(key), max(1, self.properties.multiprocessors * 2 // blocks)
-        )
+            MOST_QUERY_SEGMENTS, len(key), self.properties.multiprocessors * 2 // blocks,
+            self.part_bytes // (tokens * d * self.dtype.itemsize),
+        )  # fmt: skip
+        segments = max(1, segments)
         out = cupy.empty((segments, tokens, d), self.dtype)
         g = self._weighted(g, query)  # a name keeps it alive until the launch
         arguments = self._gradient_arguments(g, query, key, winners, out)
@@ -283,7 +287,7 @@ class GPUTokenBlocks(TokenBlocks):
 
     def _weighted(self, g: Array, query: StridedRows) -> Array:
         """g [m, n] times the factors of scores, contiguous."""
-        weights = query.weights
+        weights = query.weights(self.dtype)
         g = g if weights is None else g * weights[:, None]
         return cupy.ascontiguousarray(g.astype(self.dtype, copy=False))
 

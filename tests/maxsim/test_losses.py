@@ -1,11 +1,14 @@
 """Losses over MaxSim scores on the CPU: against the float64 reference, and against dot products."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from infonce.kernels.grid import Grid, gradient_visits, slices
+from infonce.kernels.maxsim import division
 
 import infonce
 from infonce import reference, spec
@@ -98,6 +101,57 @@ def test_blocks(loss: str, workspace: str) -> None:
     """Several blocks, ranges of keys and pieces; scores and winners kept or computed again."""
     query, key, masks = draw(90, 90, 20, 30, 24, 1)
     check(loss, query, key, masks, 1e-12, workspace=workspace)
+
+
+@settings(max_examples=40)
+@given(
+    m=st.integers(1, 3000), n=st.integers(1, 3000), query_tokens=st.integers(1, 40),
+    key_tokens=st.integers(1, 600), workspace=st.integers(2**20, 2**29),
+    has_second_pass=st.booleans(), all_keys=st.booleans(),
+)  # fmt: skip
+def test_passes_over_ranges_of_keys_have_the_same_blocks(
+    m: int, n: int, query_tokens: int, key_tokens: int, workspace: int, has_second_pass: bool,
+    all_keys: bool,
+) -> None:  # fmt: skip
+    """Scores and winners are kept by the first row and key of their block."""
+    token = 128 * 36
+    sizes = division.Sizes(
+        m, n, 128, query_tokens * token, key_tokens * token, key_tokens * 512, 4, 2 * query_tokens,
+        4 * query_tokens, 2**20, 1024, 1024,
+    )  # fmt: skip
+    try:
+        found = division.divide(sizes, workspace, has_second_pass, True, all_keys)
+    except ValueError:
+        return
+    whole = Grid(slices(m, found.rows), slices(n, found.columns))
+    ranges = slices(n, found.key_rows or n)
+    for grid, *_ in gradient_visits(whole, ranges, False, True, True):
+        assert {(c.start, c.stop) for c in grid.columns} <= {
+            (c.start, c.stop) for c in whole.columns
+        }
+
+
+def test_a_range_of_keys_smaller_than_a_block() -> None:
+    query, key, masks = draw(1100, 200, 1, 16, 256, 1)
+    labels = np.arange(1100) % 200
+    check("info_nce", query, key, masks, 1e-11, workspace="15MiB", labels=labels)
+
+
+def test_memory_within_the_workspace() -> None:
+    """Also where the gradients of keys accumulate, and are completed at the end."""
+    query, key = (
+        np.random.default_rng(0).standard_normal((256, 32, 128), np.float32) for _ in range(2)
+    )
+    for loss in ("clip", "siglip"):
+        more = {"bias": 0.0} if loss == "siglip" else {}
+        function = getattr(infonce, f"{loss}_loss_and_grad")
+        tracemalloc.start()
+        try:
+            out = function(query, key, scale=2.0, normalize=True, workspace=2**24, **more)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak - sum(z.nbytes for z in out.grads[:2]) <= 2**24
 
 
 OPTIONS: list[dict[str, Any]] = [
