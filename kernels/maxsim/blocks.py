@@ -20,7 +20,7 @@ from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import Norms
 from ..problem import Array, Gradients, Problem, as_sets
 from ..solve import Vectors
-from .division import Sizes, divide
+from .division import Sizes, divide, part_room
 from .tokens import TokenRows, Tokens
 
 NORMALIZED_BYTES = 24  # of a feature, while `normalized_rows` divides it in float64
@@ -112,9 +112,7 @@ class TokenBlocks(ArrayBlocks):
     """Blocks of a problem whose features are `Tokens`."""
 
     pass_class = TokenPass
-    tile_bytes: (
-        int  # of what is neither operands, gradients, scores nor winners: products of tokens
-    )
+    tile_bytes: int  # of the products of tokens that exist at one time
     most_rows: int  # the largest number of queries of the only row block
     most_side: int  # the largest side of other blocks, in scores
 
@@ -175,14 +173,19 @@ class TokenBlocks(ArrayBlocks):
         """Bytes of the maxima of a pair of rows, before they are added up to a score."""
         return int(problem.query.length * self.dtype.itemsize)
 
+    def part_bytes(self, problem: Problem) -> int:
+        """Bytes of parts of the gradients of all queries, which are added up; 0: no parts."""
+        return 0
+
     def _key_rows(self, problem: Problem, gradients: Gradients | None) -> int:
         (m, n, d), item = problem.shape, self.dtype.itemsize
-        query, key = problem.query, problem.key
+        query, key, parts = problem.query, problem.key, self.part_bytes(problem)
+        self.most_parts = min(parts, part_room(problem.workspace))
         sizes = Sizes(
             m, n, d, query.length * self.token_bytes(problem, query),
             key.length * self.token_bytes(problem, key), key.length * d * item, item,
             query.length * self.winner_dtype.itemsize, self.maxima_bytes(problem), self.tile_bytes,
-            self.most_rows, self.most_side,
+            parts, self.most_rows, self.most_side,
         )  # fmt: skip
         wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
         self.division = divide(

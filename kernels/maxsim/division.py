@@ -24,6 +24,7 @@ class Sizes:
     winners: int  # bytes of the winners of a pair of rows
     maxima: int  # bytes of the maxima of a pair, before they are added up
     fixed: int  # bytes of products of tokens
+    parts: int  # bytes of parts of the gradients of queries, which get up to `part_room`
     most_rows: int  # the largest number of queries of the only row block
     most_side: int  # the largest side of a block
 
@@ -73,7 +74,7 @@ def _divide(
 ) -> Division | None:
     """`divide`; None if the workspace has no room."""
     m, n = sizes.queries, sizes.keys
-    room = workspace - sizes.fixed
+    room = workspace - sizes.fixed - min(sizes.parts, part_room(workspace))
     keeps_winners = has_second_pass and sizes.pairs * sizes.winners <= workspace // 2
     keeps_scores = has_second_pass and sizes.pairs * sizes.score <= workspace // 8
     room -= sizes.pairs * (keeps_winners * sizes.winners + keeps_scores * sizes.score)
@@ -105,6 +106,11 @@ def _divide(
     if not piece:
         return None
     return Division(rows, columns, piece, key_rows, keeps_scores, keeps_winners)
+
+
+def part_room(workspace: int) -> int:
+    """The most bytes of parts of the gradients of queries."""
+    return workspace // 16
 
 
 def _fit_piece(sizes: Sizes, rows: int, columns: int, room: int) -> int:

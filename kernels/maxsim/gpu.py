@@ -27,7 +27,6 @@ TOKENS = "maxsim/tokens.cu"
 THREADS, WARPS = 256, 8  # of a thread block
 QUERY_BLOCK = 128  # query tokens of a thread block of query_gradient
 MOST_QUERY_SEGMENTS = 8  # of keys, whose parts of a gradient are added up
-PART_BYTES = 2**24  # of these parts, if there are several
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
 TILE_BYTES = 2**25  # of a tile of products, which stays in the L2 cache
@@ -103,11 +102,7 @@ class GPUTokenBlocks(TokenBlocks):
         d = problem.shape[2]
         fits = d % 8 == 0 and d <= MOST_SWEEP_FEATURES and problem.key.length <= MOST_WINNER
         self.has_sweeps = self.properties.has_sweeps and is_16_bit and fits
-        # with few query tokens, parts of the keys are added up by more thread blocks
-        tokens = len(problem.query) * problem.query.length
-        has_parts = tokens <= self.properties.multiprocessors * QUERY_BLOCK
-        self.part_bytes = PART_BYTES if has_parts else 0
-        self.tile_bytes = self.part_bytes if self.has_sweeps else TILE_BYTES
+        self.tile_bytes = 0 if self.has_sweeps else TILE_BYTES
         super().__init__(problem, gradients, vectors)
 
     def launch(
@@ -122,6 +117,13 @@ class GPUTokenBlocks(TokenBlocks):
         if self.has_sweeps:
             return int(-(-problem.query.length // UNIT) * 4)
         return super().maxima_bytes(problem)
+
+    def part_bytes(self, problem: Problem) -> int:
+        # with few query tokens, parts of the keys are added up by more thread blocks
+        tokens = len(problem.query) * problem.query.length
+        if tokens > self.properties.multiprocessors * QUERY_BLOCK:
+            return 0
+        return int(MOST_QUERY_SEGMENTS * tokens * problem.shape[2] * self.dtype.itemsize)
 
     def starts(self, tokens: Tokens) -> Array:
         return np.arange(len(tokens) + 1) * tokens.length
@@ -253,7 +255,7 @@ class GPUTokenBlocks(TokenBlocks):
         blocks = -(-tokens // QUERY_BLOCK)
         segments = min(
             MOST_QUERY_SEGMENTS, len(key), self.properties.multiprocessors * 2 // blocks,
-            self.part_bytes // (tokens * d * self.dtype.itemsize),
+            self.most_parts // (tokens * d * self.dtype.itemsize),
         )  # fmt: skip
         segments = max(1, segments)
         out = cupy.empty((segments, tokens, d), self.dtype)

@@ -117,7 +117,7 @@ def test_passes_over_ranges_of_keys_have_the_same_blocks(
     token = 128 * 36
     sizes = division.Sizes(
         m, n, 128, query_tokens * token, key_tokens * token, key_tokens * 512, 4, 2 * query_tokens,
-        4 * query_tokens, 2**20, 1024, 1024,
+        4 * query_tokens, 2**20, query_tokens, 1024, 1024,
     )  # fmt: skip
     try:
         found = division.divide(sizes, workspace, has_second_pass, True, all_keys)
