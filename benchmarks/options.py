@@ -10,7 +10,8 @@ round. On a GPU, calls of more than LONG seconds take part in the first round on
 median over rounds of those to the plain loss of the same size in the same round. nt_xent of all
 rows is the plain loss of sup_con, and of gte with half as many pairs. siglip of fewer images than
 texts has no plain loss, and so no ratio. On a GPU, own negatives have sizes of their own, and stand
-beside PyTorch's eager loss of the full matrix.
+beside PyTorch's loss of the full matrix, eager and compiled, and beside sentence-transformers'
+CachedMultipleNegativesRankingLoss, which compares each query with the own negatives of all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import random
 import re
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +39,9 @@ from infonce.cli.common import to_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SCALE = 50.0
-CLASSES = 1000
 GROUPS = 8
 CLASSES = 1000  # of `positive_ids`
+POSITIVES = 4  # labels of a row
 PREFIXES = 5  # of twice as many features
 LONG = 0.25  # seconds
 PLAIN = {"sup_con": "nt_xent", "gte": "nt_xent"}  # losses whose plain loss is another one
@@ -85,6 +87,12 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     for loss in ("clip", "info_nce"):
         for name, options in option_sets.items():
             results[loss, name] = call(loss, query, key, **options)
+    rng = np.random.default_rng(0)
+    labels = xp.asarray(rng.integers(0, rows, (rows, POSITIVES)))
+    results["info_nce", f"{POSITIVES} labels a row"] = call("info_nce", query, key, labels=labels)
+    results["info_nce", f"{POSITIVES} weighted labels a row"] = call(
+        "info_nce", query, key, labels=labels, label_weights=xp.asarray(rng.random(labels.shape))
+    )
     teacher = bench.inputs(Case(spec.CLIP, rows, dim, dtype))[0]
     for loss in ("clip", "info_nce"):
         results[loss, "guide"] = call(loss, query, key, guide=tuple(teacher))
@@ -126,28 +134,64 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
                     "info_nce", *pairs, own=table, own_indices=xp.asarray(drawn)
                 )
             if on_gpu:
-                results[name, f"{k} of own a row, PyTorch"] = eager_own(*pairs, mined)
+                for peer, make in PEERS.items():
+                    results[name, f"{k} of own a row, {peer}"] = make(*pairs, mined)
     results["nt_xent", "plain"] = call("nt_xent", query)
     results["sup_con", f"{CLASSES} classes"] = call("sup_con", query, xp.arange(rows) % CLASSES)
     results["gte", f"{half} pairs"] = call("gte", query[:half], key[:half])
     return results
 
 
-def eager_own(*features: Any) -> Run:
+def eager_own(*features: Any, compiled: bool = False) -> Run:
     """The loss of queries, keys and own negatives, and its gradients, by PyTorch: the full matrix,
     beside the products with own negatives."""
     import torch
 
-    query, key, own = (torch.from_dlpack(z).clone().requires_grad_() for z in features)
-    labels = torch.arange(len(query), device=query.device)
+    leaves = [torch.from_dlpack(z).clone().requires_grad_() for z in features]
+    labels = torch.arange(len(leaves[0]), device=leaves[0].device)
 
-    def run() -> Any:
+    def evaluate(query: Any, key: Any, own: Any) -> Any:
         products = torch.einsum("id,ikd->ik", query, own)
         logits = SCALE * torch.cat([query @ key.T, products], 1)
-        loss = torch.nn.functional.cross_entropy(logits, labels)
-        return SimpleNamespace(loss=loss, grads=torch.autograd.grad(loss, (query, key, own)))
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    if compiled:
+        evaluate = torch.compile(evaluate)
+
+    def run() -> Any:
+        loss = evaluate(*leaves)
+        return SimpleNamespace(loss=loss, grads=torch.autograd.grad(loss, leaves))
 
     return run
+
+
+def cached_own(query: Any, key: Any, own: Any) -> Run:
+    """The step of sentence-transformers from embeddings to their gradients."""
+    import torch
+    from sentence_transformers import util
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+
+    cached = CachedMultipleNegativesRankingLoss(
+        torch.nn.Sequential(torch.nn.Identity()), SCALE, util.dot_score, mini_batch_size=MINI_BATCH
+    )
+    columns = [query, key, *own.transpose(1, 0, 2)]
+    reps = [[torch.from_dlpack(z.copy()).requires_grad_()] for z in columns]
+
+    def run() -> Any:
+        for (rep,) in reps:
+            rep.grad = None
+        loss = cached.calculate_loss(reps, with_backward=True)
+        return SimpleNamespace(loss=loss, grads=[rep.grad for (rep,) in reps])
+
+    return run
+
+
+# name -> its maker, of queries, keys and own negatives
+PEERS: dict[str, Callable[..., Run]] = {
+    "PyTorch": eager_own, "torch.compile": partial(eager_own, compiled=True),
+    "sentence-transformers": cached_own,
+}  # fmt: skip
+MINI_BATCH = 1024  # rows of sentence-transformers' losses
 
 
 def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[dict[str, Any]]:

@@ -279,10 +279,6 @@ def choose_block_runner(request: Request) -> BlockRunner:
         return BlockRunner(
             run_pass, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)
         )
-    if isinstance(request.problem.query, Tokens):
-        from infonce.kernels.maxsim import cpu
-
-        return BlockRunner(_run_block_pass_on(cpu.make_blocks), Vectors(np), cpu.make_blocks)
     from infonce.kernels.cpu.backend import CPU
 
     # If logits are compared with limits, both passes have tiles of the same sizes, and so leave out
@@ -291,6 +287,10 @@ def choose_block_runner(request: Request) -> BlockRunner:
     tiles_ahead = ahead if request.problem.compares_with_limits else None
 
     def make_backend(problem: Problem, gradients: Gradients | None) -> Backend:
+        if isinstance(problem.query, Tokens):  # not those of a guide
+            from infonce.kernels.maxsim.cpu import make_blocks
+
+            return make_blocks(problem, gradients)
         return CPU(problem, gradients, tiles_ahead)
 
     return BlockRunner(_run_block_pass_on(make_backend), Vectors(np), make_backend)

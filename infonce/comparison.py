@@ -120,6 +120,8 @@ def compare(
     >>> found = infonce.compare("clip", rows=512, dim=64, cosine=0.3, temperature=(0.01, 0.07))
     >>> [(e.temperature, e.precision, e.loss_error, e.worst("norm")) for e in found.errors]
 
+    The features are vectors of rows, not sets of tokens.
+
     The truth is the loss and its gradients in float64, of the features as they are given. Each
     precision is computed on the CPU, with the roundings of a GPU:
 
@@ -207,6 +209,12 @@ def compare(
         teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale, two_sided)
         kind = teacher.loss
     kind, arrays, call_options = with_own(kind, natives(features, kind.arguments), options)
+    for name, z in zip(kind.arguments[:2], arrays, strict=False):
+        if z.ndim == 3:
+            raise ValueError(
+                f"{name}: expected 2 dimensions [rows, features], because precisions of tokens are "
+                f"not emulated, got shape {z.shape}"
+            )
     call = _Call(kind, arrays, labels, bias, call_options, teacher)
     call = call.as_dtype(np.float64)  # the truth is of the features as they are given
     losses: dict[float, float] = {}

@@ -104,10 +104,10 @@ def _in_one_pass(
     widest = widths_and_weights[-1][0]
     # These calls are excluded: calls with one prefix, which has no products to share; calls whose
     # widest prefix lacks the last features, because `solve_prefixes` computes its last prefix from
-    # all features; losses whose queries are the keys; and LiT
-    if len(widths_and_weights) == 1 or widest < features[0].shape[1]:
+    # all features; losses whose queries are the keys; LiT; and sets of tokens
+    if len(widths_and_weights) == 1 or widest < features[0].shape[-1]:
         return None
-    if kind.symmetric or kind.locked:
+    if kind.symmetric or kind.locked or features[0].ndim == 3:
         return None
     with arrays.compute_context(features[0]):
         request = check(kind, features, labels, bias, others, with_grad=with_grad)

@@ -135,8 +135,6 @@ def check(
         )  # fmt: skip
     bias_is_array = loss.sigmoid and static.bias is None
     bias = validation.number("bias", bias) if bias_is_array else static.bias
-    if static.check_finite:
-        norms.require_finite(static.xp, loss.arguments, arrays)
     if static.products_may_overflow and isinstance(scale, float):  # an array on a GPU is not read
         norms.require_finite_logits(loss, arrays, scale)
     query, key = arrays[0], arrays[loss.key_argument]
@@ -147,6 +145,9 @@ def check(
     problem = fast_replace(static.template, query=query, key=key, scale=scale, bias=bias)
     if static.has_vectors:
         _add_vectors(problem, loss, static, arrays, labels, options, batch)
+    if static.check_finite:
+        named = dict(zip(loss.arguments, arrays, strict=True))
+        norms.require_finite(static.xp, norms.without_unread(static.xp, named, options))
     if problem.retrieval_ranks:
         softmax.require_metrics(problem)
     return _request(loss, static, problem, arrays, options.get("out"), with_grad, grad_buffers)
@@ -250,7 +251,7 @@ def _add_own(problem: Problem, own: Array, xp: Any, options: Mapping[str, Any]) 
             xp, indices, len(own), problem.own_mask
         )
     if (bias := get("own_bias")) is not None:
-        problem.own_bias = validation.numbers(xp, "own_bias", bias, *shape)
+        problem.own_bias = validation.numbers(xp, "own_bias", bias, *shape, counts=problem.own_mask)
 
 
 def _set_groups(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..arrays import find_caller_level
+from ..arrays import find_caller_level, native
 from ..kernels.norms import has_moderate_squares, log2_norms
 from ..kernels.problem import Array
 from ..spec import Loss
@@ -34,9 +34,34 @@ def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
         yield from (start + xp.flatnonzero(bad)).tolist()
 
 
-def require_finite(xp: Any, names: Sequence[str], arrays: Sequence[Array]) -> None:
+def without_unread(
+    xp: Any, features: Mapping[str, Array], options: Mapping[str, Any]
+) -> dict[str, Array]:
+    """The features of a loss by name, with 0 in place of those that masks and indices leave out."""
+
+    def given(name: str) -> Any:
+        value = options.get(name)
+        return None if value is None else xp.asarray(native(value, name))
+
+    counts = dict(zip(features, (given("query_mask"), given("key_mask")), strict=False))
+    if (own := features.get("own")) is not None:
+        counts["own"], indices = given("own_mask"), given("own_indices")
+        if indices is not None:
+            in_table = (indices >= 0) & (indices < len(own))
+            read = indices[in_table if counts["own"] is None else in_table & counts["own"]]
+            counts["own"] = xp.zeros(len(own), bool)
+            counts["own"][read] = True
+    out = dict(features)
+    for name, which in counts.items():
+        if which is not None:
+            out[name] = features[name].copy()
+            out[name][~which] = 0
+    return out
+
+
+def require_finite(xp: Any, arrays: Mapping[str, Array]) -> None:
     """ValueError if a feature is NaN or infinite. Without this check, the loss becomes NaN."""
-    for name, z in zip(names, arrays, strict=True):
+    for name, z in arrays.items():
         for row in rows_not_finite(xp, z):
             raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
 

@@ -169,7 +169,7 @@ def check_and_read(
     """Check the features, then `read_prefixes`."""
     has_table = options.get("own_indices") is not None
     descriptions = arrays.describe_arrays(features)
-    validation.features(kind.arguments, features, descriptions, 0, has_table=has_table)
+    validation.features(kind.arguments, features, descriptions, 0, kind.takes_tokens, has_table)
     return read_prefixes(kind, features, options)
 
 

@@ -373,7 +373,7 @@ def guide(
             expected = f"({len(rows)}, {guides[0].shape[1]})"
             raise ValueError(f"{name}: expected shape {expected}, got {z.shape}")
     if check_finite:
-        require_finite(xp, names, guides)
+        require_finite(xp, dict(zip(names, guides, strict=True)))
     if loss.joint:
         guides = [xp.concatenate(guides)]
     return guides[0], guides[-1]

@@ -83,5 +83,5 @@ def add_teacher(loss: Loss, request: Request, features: Sequence[Array], teacher
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
     if static.check_finite:
-        norms.require_finite(static.xp, names, teachers)
+        norms.require_finite(static.xp, dict(zip(names, teachers, strict=True)))
     request.problem = make_taught_problem(problem, teachers[0], teachers[1], scale)

@@ -14,7 +14,7 @@ from ..spec import DEFAULTS, TOKEN_OPTIONS
 from .validation import is_array, what
 
 # Options that ask for products of rows, or for a method that has no code for tokens
-REFUSED = ("own", "dims", "offload", "return_logits")
+REFUSED = ("offload", "return_logits")
 METHODS = ("auto", "tiled")
 
 

@@ -364,8 +364,9 @@ def integers(xp: Any, name: str, value: Any, n: int, columns: str = "") -> Array
     return xp.asarray(value)
 
 
-def numbers(xp: Any, name: str, value: Any, *shape: int) -> Array:
-    """Finite numbers of this shape as float64, contiguous. Values on a GPU are not read."""
+def numbers(xp: Any, name: str, value: Any, *shape: int, counts: Array | None = None) -> Array:
+    """Finite numbers of this shape as float64, contiguous. Values on a GPU are not read. On the
+    host, those that do not count may be anything, and become 0."""
     expected = "numbers"
     value = as_array(name, value, expected)
     if not is_float(value.dtype) and value.dtype.kind not in "iu":
@@ -373,6 +374,8 @@ def numbers(xp: Any, name: str, value: Any, *shape: int) -> Array:
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {value.shape}")
     value = xp.ascontiguousarray(xp.asarray(value), dtype=np.float64)
+    if isinstance(value, np.ndarray) and counts is not None:
+        value = np.where(counts, value, 0.0)
     if isinstance(value, np.ndarray) and not np.isfinite(value).all():
         at = first_position(~np.isfinite(value))
         raise ValueError(f"{name}: expected finite numbers, got {value[at]!s} at position {at}")

@@ -295,7 +295,8 @@ def loss(
     )
     normalize_source = click.get_current_context().get_parameter_source("normalize")
     if normalize_source is ParameterSource.DEFAULT:  # neither --normalize nor --no-normalize
-        hints += loss_hints.find_norms(inputs, names_in_errors)
+        read = norms.without_unread(np, inputs, options)
+        hints += loss_hints.find_norms(read, names_in_errors)
     for hint in hints:
         click.echo(f"infonce: warning: {hint}", err=True)
 
@@ -457,11 +458,16 @@ def _why_not_finite(
     names_in_errors: Mapping[str, str],
 ) -> str:  # fmt: skip
     """The reason: rows with NaN or infinity; if there are none, an overflow, or no negatives."""
-    names = ("own", "guide", *spec.ARRAY_OPTIONS)
-    given: dict[str, Any] = {name: options.get(name) for name in names}
+    given: dict[str, Any] = {name: options.get(name) for name in ("guide", *spec.ARRAY_OPTIONS)}
     if isinstance(given["guide"], tuple):
         given |= {f"guide[{i}]": z for i, z in enumerate(given.pop("guide"))}
-    arrays = {**features, **{name: z for name, z in given.items() if z is not None}}
+    own = {} if options.get("own") is None else {"own": options["own"]}
+    arrays = norms.without_unread(np, {**features, **own}, options)
+    arrays |= {name: z for name, z in given.items() if z is not None}
+    if "own_bias" in arrays and (own_mask := options.get("own_mask")) is not None:
+        arrays["own_bias"] = np.where(own_mask, arrays["own_bias"], 0)
+    if "label_weights" in arrays:
+        arrays["label_weights"] = np.where(options["labels"] >= 0, arrays["label_weights"], 0)
     bad_rows = {name: list(norms.rows_not_finite(np, z)) for name, z in arrays.items()}
     reasons = [
         f"{names_in_errors[name]} holds NaN or infinity in {len(rows)} of {len(arrays[name])} "

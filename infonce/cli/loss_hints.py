@@ -22,7 +22,7 @@ def find_constant(
 ) -> list[str]:  # fmt: skip
     """Why the loss has one value for all features of these shapes; and arrays of equal rows."""
     hints = []
-    if not _has_positives(kind, options.get("labels"), options.get("positive_ids")):
+    if not _has_positives(kind, options):
         hints.append("no row has a positive: the loss is 0 for any features")
     elif not _has_negatives(kind, features, options, result):
         hints.append("no row has a negative: the loss is 0 for any features")
@@ -34,8 +34,9 @@ def find_constant(
     return hints
 
 
-def _has_positives(kind: Loss, labels: Any, positive_ids: Any) -> bool:
-    """Whether any row has a positive, by its labels or positive ids."""
+def _has_positives(kind: Loss, options: Mapping[str, Any]) -> bool:
+    """Whether any row has a positive, by its labels and their weights, or by positive ids."""
+    labels, positive_ids = options.get("labels"), options.get("positive_ids")
     if isinstance(positive_ids, tuple) and not kind.sigmoid:
         return bool(np.isin(*positive_ids).any())
     if labels is None:
@@ -43,6 +44,8 @@ def _has_positives(kind: Loss, labels: Any, positive_ids: Any) -> bool:
     known = labels[labels >= 0]
     if kind.classes:  # another row of its class
         return len(known) > len(np.unique(known))
+    if (weights := options.get("label_weights")) is not None:
+        return bool((weights[labels >= 0] > 0).any())
     return len(known) > 0
 
 
@@ -69,7 +72,7 @@ def find_norms(features: Mapping[str, Any], names_in_errors: Mapping[str, str]) 
     """A hint if rows that are not zero have no unit norm."""
     ranges = []
     for name, z in features.items():
-        sample = z[:: -(-len(z) // SAMPLE)].astype(np.float64)
+        sample = z[:: -(-len(z) // SAMPLE)].reshape(-1, z.shape[-1]).astype(np.float64)
         _, row_norms = normalize(sample)
         row_norms = row_norms[row_norms > 0]
         low, high = UNIT_NORMS

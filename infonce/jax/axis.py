@@ -115,7 +115,7 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     shapes["weight"] = make_shape((), weight_dtype) if _may_weigh_rows(call, inputs) else None
     rows = len(own_keys) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
-        shapes["dq"] = make_shape((rows, keys.shape[1]), plan.sum_dtype)
+        shapes["dq"] = make_shape((rows, *features[0].shape[1:]), plan.sum_dtype)
     if plan.has_partial_dk:
         shapes["partial_dk"] = make_shape(keys.shape, plan.sum_dtype)
     out = add_next_callback(shapes)

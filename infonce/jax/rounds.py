@@ -230,12 +230,8 @@ def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     """
     axis = call.axis
     assert axis is not None
-    positive = {
-        "scale",
-        "teacher_scale",
-        "weights",
-        "label_weights",
-    }  # their stand-ins are 1, others' are 0
+    # their stand-ins are 1, others' are 0
+    positive = {"scale", "teacher_scale", "weights", "label_weights", "query_mask", "key_mask"}
     inputs = {name: _stand_ins(value, int(name in positive)) for name, value in inputs.items()}
     with np.errstate(**SILENT):
         request = _check_call(call, inputs, 0)

@@ -115,12 +115,10 @@ def _over_prefixes(
 
     Each prefix is a call of `_apply`, and autograd differentiates the sum.
     """
-    in_table = options.get("own_indices") is not None
     for name, z in zip(kind.arguments, features, strict=True):
-        of_rows = name == "own" and not in_table
-        shape = "[rows, K, features]" if of_rows else "[rows, features]"
-        if not isinstance(z, Tensor) or z.ndim != 2 + of_rows:
-            raise TypeError(f"{name}: expected a tensor {shape}, got {validation.what(z)}")
+        if not isinstance(z, Tensor) or z.ndim < 2:
+            came = validation.what(z)
+            raise TypeError(f"{name}: expected a tensor [rows, features], got {came}")
     widths_and_weights, others = prefixes.read_prefixes(kind, features, options)
     total: Any = 0.0
     out: Any = None

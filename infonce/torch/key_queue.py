@@ -41,7 +41,8 @@ class KeyQueue(nn.Module):
     group : torch.distributed process group, optional
         Each process stores the keys of all processes, so all have the same queue. Pass no `group`
         to the loss then: its keys would be those of all queues. In a compiled graph the processes
-        need the same number of rows.
+        need the same number of rows. Without a group, `DistributedDataParallel` would give each
+        process the queue of the first: pass it ``broadcast_buffers=False``.
     key : tensor [B, features]
         At the call: the keys of the batch.
     ids : integer tensor [B], optional

@@ -104,6 +104,13 @@ def test_what_is_refused(message, arguments):
     assert message in fail("loss", *arguments)
 
 
+def test_tokens_are_refused(tmp_path):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.ones((4, 3, 2)))
+    error = fail("loss", path, path, "--compare", "--temperature", 1)
+    assert f"({path}): expected 2 dimensions [rows, features], because" in error
+
+
 def test_random_rows_or_files(pair):
     message = "--rows: expected no files of embeddings"
     assert message in fail("loss", *pair[:2], "--rows", 4, "--dim", 4, "--temperature", 1)

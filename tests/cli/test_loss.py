@@ -169,6 +169,26 @@ def test_arrays_of_options_that_are_not_finite_are_named(pair, tmp_path):
         assert f"{tmp_path / name}) holds NaN or infinity in 1 of {M} rows: {row}" in result.stderr
 
 
+def test_padding_of_tokens_is_not_read(tmp_path):
+    """Neither the warning of norms nor the reason of a loss that is not finite speaks of it."""
+    rng = np.random.default_rng(0)
+    tokens, mask = rng.standard_normal((6, 3, 4)), np.ones((6, 3), bool)
+    tokens /= np.linalg.norm(tokens, axis=-1, keepdims=True)
+    mask[:, 2] = False
+    tokens[:, 2] = np.nan
+    path, mask_path = tmp_path / "tokens.npy", tmp_path / "mask.npy"
+    np.save(mask_path, mask)
+    masks = ("--query-mask", mask_path, "--key-mask", mask_path)
+    np.save(path, tokens)
+    assert not run("loss", path, path, "--scale", 1, *masks).stderr
+    np.save(path, tokens * 5)
+    assert "norms of rows are 5 to 5 in" in run("loss", path, path, "--scale", 1, *masks).stderr
+    tokens[4, 1] = np.inf
+    np.save(path, tokens)
+    error = run("loss", path, path, "--scale", 1, *masks).stderr
+    assert f"image ({path}) holds NaN or infinity in 1 of 6 rows: 4; text" in error
+
+
 def unit(z):
     return z / np.linalg.norm(z, axis=1, keepdims=True)
 

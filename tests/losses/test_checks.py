@@ -61,6 +61,31 @@ def test_check_finite_names_the_first_bad_row() -> None:
         infonce.info_nce_loss(bad[:5] * 0, bad, scale=1.0, check_finite=True)
 
 
+def test_check_finite_reads_what_the_loss_reads() -> None:
+    """Features that a mask or indices leave out may be anything; so may their biases."""
+    rng = np.random.default_rng(0)
+    query, key, nan = rng.standard_normal((4, 3)), rng.standard_normal((4, 3)), np.nan
+    table = np.concatenate([rng.standard_normal((2, 3)), np.full((2, 3), nan)])
+    own_mask = np.array([[True, False]] * 4)
+    indices = np.array([[0, 3], [1, 2], [1, 3], [0, -1]])
+    tokens, mask = np.stack([query, np.full_like(query, nan)], axis=1), own_mask
+    own = tokens.copy()
+    calls: list[tuple[str, Any, dict[str, Any], str, Any]] = [
+        ("info_nce", (query, key), {"own": own, "own_mask": mask,
+         "own_bias": np.where(mask, 0.5, nan)}, "own", own),
+        ("info_nce", (query, key), {"own": table, "own_mask": mask, "own_indices": indices},
+         "own", table),
+        ("clip", (tokens, tokens), {"query_mask": mask, "key_mask": mask}, "image", tokens),
+    ]  # fmt: skip
+    for loss, features, options, name, array in calls:
+        function = getattr(infonce, f"{loss}_loss")
+        options |= {"scale": 1.0, "check_finite": True}
+        assert np.isfinite(function(*features, **options))
+        array[(1,) + (0,) * (array.ndim - 1)] = np.inf
+        with pytest.raises(ValueError, match=rf"{name}: .* row 1"):
+            function(*features, **options)
+
+
 def test_naive_that_does_not_fit_names_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from infonce.kernels.cpu import resources
 
