@@ -7,18 +7,20 @@ that count come first, and kernels read how many there are (kernels/cuda/maxsim/
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import cupy
 import numpy as np
 
-from ..gpu.device.arguments import Fields, address, matrix, valid_scale
+from ..gpu.device.arguments import Fields, address, matrix, scalar, valid_scale
 from ..gpu.device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
 from ..gpu.device.launcher import HALF_WARP_ROW, Launcher, device_properties
 from ..gpu.device.launches import Queue
+from ..gpu.naive import make_launch, pair_fields, solve_logits
 from ..gpu.vectors import ElementwiseVectors
 from ..grid import slices
-from ..problem import Array, Gradients, Problem, fast_replace
+from ..problem import Array, Gradients, Problem, fast_replace, materialize_vectors
 from ..solve import Solution, solve_by_passes
 from .blocks import MOST_WINNER, TokenBlocks, find_scores
 from .tokens import TokenRows, Tokens
@@ -47,7 +49,50 @@ OPERANDS = {
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of a problem whose features are `Tokens` on one GPU."""
     problem = fast_replace(problem, scale=valid_scale(problem))
-    return solve_by_passes(problem, make_blocks(problem, gradients), gradients)
+    blocks = GPUTokenBlocks(problem, gradients, ElementwiseVectors())
+    # kernels find the weights of rows in the upstream gradient
+    unweighted = problem.without_weights()
+    is_plain = unweighted.plain_targets and not problem.pair_options.change_logits
+    if is_plain and blocks.has_one_block and problem.progress is None:
+        return _solve_one_block(unweighted, blocks, gradients)
+    return solve_by_passes(problem, blocks, gradients)
+
+
+def _solve_one_block(
+    problem: Problem, blocks: GPUTokenBlocks, gradients: Gradients | None
+) -> Solution:
+    """Loss and gradients of a problem without options of logits and targets, from all scores: the
+    kernels of the method naive take the place of hundreds of operations on arrays."""
+    problem = materialize_vectors(problem, cupy)
+    (m, n, _), query, key, place = problem.shape, problem.query, problem.key, (0, 0)
+    wants_tokens = gradients is not None and (gradients.want_query or gradients.want_key)
+    x = cupy.empty((m, n), blocks.dtype)
+    blocks.division = replace(blocks.division, keeps_scores=False)  # nobody asks again
+    blocks.write_scores(problem, query, key, place, x, wants_tokens)
+    launch = make_launch(blocks.dtype, problem.id_columns)
+    scale, _held = scalar(problem.scale)
+    launch("logits_of_scores", -(-m * n // THREADS), scores=x, m=m, n=n, scale=scale,
+           pairs=pair_fields(problem), x=x)  # fmt: skip
+    solution, g = solve_logits(
+        problem, launch, x, blocks.nans(query), blocks.nans(key),
+        gradients is not None or problem.scalar_grads,
+    )  # fmt: skip
+    if gradients is None or not wants_tokens:
+        return solution
+    g *= problem.scale
+
+    def put_key(keys: slice, product: Array, part: Any) -> None:
+        if gradients.key is not None:
+            blocks.store(product, part, gradients.key[keys], False)
+
+    sums = blocks.add_gradients(
+        problem, g, query, key, place, None, gradients.want_query,
+        put_key if gradients.want_key else None,
+    )  # fmt: skip
+    if sums is not None:
+        staged: Any = blocks.stage_query(problem, query)
+        blocks.store(sums, staged, gradients.query, gradients.add_query)
+    return solution
 
 
 def scores(problem: Problem) -> Array:
@@ -104,6 +149,8 @@ class GPUTokenBlocks(TokenBlocks):
         self.has_sweeps = self.properties.has_sweeps and is_16_bit and fits
         self.tile_bytes = 0 if self.has_sweeps else TILE_BYTES
         super().__init__(problem, gradients, vectors)
+        m, n, _ = problem.shape
+        self.has_one_block = self.block == (m, n)
 
     def launch(
         self, file: str, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS,
@@ -160,15 +207,19 @@ class GPUTokenBlocks(TokenBlocks):
     def _finite(self, features: Any) -> Array:
         if not isinstance(features, Tokens):
             return super()._finite(features)
+        return cupy.isfinite(self.nans(features))
+
+    def nans(self, features: Tokens) -> Array:
+        """[m] NaN flags (NaN or 0) of rows: of a token that counts, or of a key without tokens."""
         m, length, (_, d) = len(features), features.length, features.shape
         mask = None if features.mask is None else cupy.ascontiguousarray(features.mask)
         source = cupy.ascontiguousarray(features.values).reshape(-1, d)
-        flags = cupy.empty(m, np.uint8)
+        nans = cupy.empty(m)
         self.launch(TOKENS, "tokens_not_finite", m, {
             "z": matrix(source), "mask": address(mask), "tokens": length, "d": d,
-            "wants_tokens": features is self.key, "flags": address(flags),
+            "wants_tokens": features is self.key, "nans": address(nans),
         })  # fmt: skip
-        return flags == 0
+        return nans
 
     def score(  # type: ignore[override]
         self, query: StridedRows, key: StridedRows, wants_winners: bool

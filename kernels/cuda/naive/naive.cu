@@ -4,6 +4,7 @@
 //
 //     unit_rows          U: the features Z converted to Real and, if `normalize`, divided by their norms
 //     similarity         X = scale U V'; logits of excluded pairs are -inf
+//     logits_of_scores   instead of both: X from MaxSim scores (kernels/maxsim)
 //     row_losses         for each row: loss, log-sum-exp, retrieval rank
 //     column_losses      for each column (CLIP): loss, log-sum-exp, retrieval rank
 //     sigmoid_losses     for each row (SigLIP): the losses of its pairs, each a sigmoid
@@ -151,6 +152,14 @@ similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_const
     if (i < m && j < n)
       x[i * n + j] = pairs.excluded(i, j) ? (Real)-INFINITY_ : (Real)(scale.get() * sum[h]);
   }
+}
+
+// x [m, n] are logits of scores [m, n] that other kernels have computed; they may be in the same memory.
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
+logits_of_scores(const Real* scores, i64 m, i64 n, const __grid_constant__ Scale scale,
+                 const __grid_constant__ Pairs pairs, Real* x) {
+  const i64 at = (i64)blockIdx.x * NAIVE_THREADS + threadIdx.x;
+  if (at < m * n) x[at] = pairs.excluded(at / n, at % n) ? (Real)-INFINITY_ : (Real)(scale.get() * scores[at]);
 }
 
 // One thread block computes a tile of out [rows, d], which is the scale times
