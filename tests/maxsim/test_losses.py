@@ -255,6 +255,14 @@ def test_passes_over_ranges_of_keys_have_the_same_blocks(
         }
 
 
+def test_what_is_kept_leaves_room_for_blocks() -> None:
+    """Winners fit half of this workspace, and blocks do not fit the rest."""
+    query, key, masks = draw(90, 90, 110, 6, 8, 1, tied=False)
+    want = judged("clip", query, key, masks)
+    for workspace in ("3000KiB", "3500KiB", "4000KiB"):
+        check("clip", query, key, masks, 1e-12, want, workspace=workspace)
+
+
 def test_memory_within_the_workspace() -> None:
     """Also where the gradients of keys accumulate, and are completed at the end."""
     query, key = (
