@@ -169,6 +169,16 @@ def test_scores() -> None:
     near(got, maxsim(query, key, **masks).scores, 2e-6)
 
 
+@pytest.mark.parametrize("precision", ["bf16x3", "fp8"])
+def test_precisions_that_tokens_lack(precision: str) -> None:
+    query, key, _ = draw((4, 5, 4, 7, 8), "float32", False)
+    arguments = cupy.asarray(query), cupy.asarray(key)
+    with pytest.raises(ValueError, match="precision: expected"):
+        infonce.maxsim_scores(*arguments, precision=precision)
+    with pytest.raises(ValueError, match="precision: expected"):
+        infonce.clip_loss(*arguments, scale=1.0, precision=precision)
+
+
 def test_keys_without_tokens() -> None:
     """A mask on the device is not read by the host: the loss is NaN, and no kernel waits."""
     query, key, masks = draw((4, 5, 4, 40, 128), "bfloat16", True)
