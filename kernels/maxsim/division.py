@@ -56,16 +56,21 @@ def divide(
     `has_second_pass`: a gradient pass follows, for which scores and winners may be kept. With
     `all_keys`, gradients of keys are not accumulated in ranges: each pass sees the same blocks.
     """
-    division = _divide(sizes, workspace, has_second_pass, wants_key, all_keys)
+
+    def find(room: int) -> Division | None:
+        division = _divide(sizes, room, has_second_pass, wants_key, all_keys)
+        # what would be kept may leave no room for blocks
+        return division or _divide(sizes, room, False, wants_key, all_keys)
+
+    division = find(workspace)
     if division is not None:
         return division
     low, high = workspace, 2 * workspace  # the least workspace, to a thousandth
-    while _divide(sizes, high, has_second_pass, wants_key, all_keys) is None:
+    while find(high) is None:
         low, high = high, 2 * high
     while high - low > high // 1000:
         middle = (low + high) // 2
-        fits = _divide(sizes, middle, has_second_pass, wants_key, all_keys) is not None
-        low, high = (low, middle) if fits else (middle, high)
+        low, high = (low, middle) if find(middle) else (middle, high)
     raise make_workspace_error((sizes.queries, sizes.keys, sizes.features), high, workspace)
 
 
