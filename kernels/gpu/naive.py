@@ -135,11 +135,11 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
 
 def solve_logits(
     problem: Problem, launch: Callable[..., None], x: Array, query_nans: Array, key_nans: Array,
-    wants_gradients: bool,
+    wants_gradients: bool, g: Array | None = None,
 ) -> tuple[Solution, Array | None]:  # fmt: skip
     """The solution of a `plain` problem from its logits x [m, n], -inf at excluded pairs; and
-    dL/dx, if it is wanted. NaN flags are NaN or 0: of a query, for the loss of its row; of a key,
-    for all losses."""
+    dL/dx, if it is wanted, in the memory `g`, which may be that of x. NaN flags are NaN or 0: of a
+    query, for the loss of its row; of a key, for all losses."""
     (m, n), pairs = x.shape, pair_fields(problem)
     sigmoid = problem.bias is not None
     bias, _held = scalar(problem.bias if sigmoid else 0.0)
@@ -170,7 +170,8 @@ def solve_logits(
         solution.losses += problem.known_row_nans
     if not wants_gradients:
         return solution, None
-    g, dots, sums = cupy.empty_like(x), cupy.empty(m), cupy.empty(m)
+    g = cupy.empty_like(x) if g is None else g
+    dots, sums = cupy.empty(m), cupy.empty(m)
     launch(
         "logit_gradient", m, x=x, n=n, pairs=pairs, upstream=problem.upstream,
         row_direction_weight=problem.row_direction_weight,

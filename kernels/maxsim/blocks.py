@@ -169,6 +169,10 @@ class TokenBlocks(ArrayBlocks):
         """Bytes of the maxima of a pair of rows, before they are added up to a score."""
         return int(problem.query.length * self.dtype.itemsize)
 
+    def takes_all_scores(self, problem: Problem) -> bool:
+        """Whether kernels compute losses and dL/ds from all scores, in their memory."""
+        return False
+
     def part_bytes(self, problem: Problem) -> int:
         """Bytes of parts of the gradients of all queries, which are added up; 0: no parts."""
         return 0
@@ -181,7 +185,7 @@ class TokenBlocks(ArrayBlocks):
             m, n, d, query.length * self.token_bytes(problem, query),
             key.length * self.token_bytes(problem, key), key.length * d * item, item,
             query.length * self.winner_dtype.itemsize, self.maxima_bytes(problem), self.tile_bytes,
-            parts, self.most_rows, self.most_side,
+            parts, self.most_rows, self.most_side, self.takes_all_scores(problem),
         )  # fmt: skip
         wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
         self.division = divide(

@@ -7,7 +7,6 @@ that count come first, and kernels read how many there are (kernels/cuda/maxsim/
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -50,11 +49,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of a problem whose features are `Tokens` on one GPU."""
     problem = fast_replace(problem, scale=valid_scale(problem))
     blocks = GPUTokenBlocks(problem, gradients, ElementwiseVectors())
-    # kernels find the weights of rows in the upstream gradient
-    unweighted = problem.without_weights()
-    is_plain = unweighted.plain_targets and not problem.pair_options.change_logits
-    if is_plain and blocks.has_one_block and problem.progress is None:
-        return _solve_one_block(unweighted, blocks, gradients)
+    if blocks.takes_all_scores(problem) and blocks.block == problem.shape[:2]:
+        return _solve_one_block(problem.without_weights(), blocks, gradients)
     return solve_by_passes(problem, blocks, gradients)
 
 
@@ -67,7 +63,6 @@ def _solve_one_block(
     (m, n, _), query, key, place = problem.shape, problem.query, problem.key, (0, 0)
     wants_tokens = gradients is not None and (gradients.want_query or gradients.want_key)
     x = cupy.empty((m, n), blocks.dtype)
-    blocks.division = replace(blocks.division, keeps_scores=False)  # nobody asks again
     blocks.write_scores(problem, query, key, place, x, wants_tokens)
     launch = make_launch(blocks.dtype, problem.id_columns)
     scale, _held = scalar(problem.scale)
@@ -75,7 +70,7 @@ def _solve_one_block(
            pairs=pair_fields(problem), x=x)  # fmt: skip
     solution, g = solve_logits(
         problem, launch, x, blocks.nans(query), blocks.nans(key),
-        gradients is not None or problem.scalar_grads,
+        gradients is not None or problem.scalar_grads, x,
     )  # fmt: skip
     if gradients is None or not wants_tokens:
         return solution
@@ -149,8 +144,6 @@ class GPUTokenBlocks(TokenBlocks):
         self.has_sweeps = self.properties.has_sweeps and is_16_bit and fits
         self.tile_bytes = 0 if self.has_sweeps else TILE_BYTES
         super().__init__(problem, gradients, vectors)
-        m, n, _ = problem.shape
-        self.has_one_block = self.block == (m, n)
 
     def launch(
         self, file: str, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS,
@@ -159,6 +152,20 @@ class GPUTokenBlocks(TokenBlocks):
         """Launch a kernel of maxsim/."""
         defines["WIDE_WINNERS"] = int(self.winner_dtype.itemsize > 2)
         self.launcher.launch(file, kernel, blocks, threads, arguments, shared, **defines)
+
+    def takes_all_scores(self, problem: Problem) -> bool:
+        # weights of rows are in the upstream gradient, too, where the kernels find them
+        has_plain_targets = problem.without_weights().plain_targets
+        changes_logits = problem.pair_options.change_logits
+        return has_plain_targets and not changes_logits and problem.progress is None
+
+    def token_bytes(self, problem: Problem, side: Tokens) -> int:
+        d, item = side.shape[1], self.dtype.itemsize
+        is_staged = side.mask is not None or problem.normalize or side.dtype != self.operand
+        of_token = 16  # order, norms
+        # of queries, what a piece adds is beside the sums of other pieces
+        gradients = 1 + (side is problem.query)
+        return int(d * (is_staged * self.operand.itemsize + gradients * item) + of_token)
 
     def maxima_bytes(self, problem: Problem) -> int:
         if self.has_sweeps:

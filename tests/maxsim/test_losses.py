@@ -380,7 +380,8 @@ def test_same_bits(
     for got in results[1:]:
         assert_same_bits(got, results[0])
     assert divisions[0].columns < 70 or divisions[0].rows < 70
-    assert divisions[0].piece < divisions[0].columns
+    # the only pass of a sigmoid has blocks of one piece, with which winners are found once
+    assert loss == "siglip" or divisions[0].piece < divisions[0].columns
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

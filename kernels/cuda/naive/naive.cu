@@ -285,7 +285,8 @@ sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
 }
 
 // One thread block computes row i of G = dL/dX, dots[i] = sum_j G_ij x_ij for the gradient of the scale, and
-// sums[i] = sum_j G_ij for the gradient of the bias. `column_lse` is null if columns have no softmax.
+// sums[i] = sum_j G_ij for the gradient of the bias. `column_lse` is null if columns have no softmax. G may be in the
+// memory of X.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
                const double* upstream, double row_direction_weight, double column_direction_weight,
