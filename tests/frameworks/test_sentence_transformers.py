@@ -311,3 +311,55 @@ def test_the_class_with_own_negatives(base: str) -> None:
     wanted = [p.grad for p in model.parameters() if p.grad is not None]
     assert max(g.abs().max() for g in wanted) > 1e-3
     torch.testing.assert_close(gradients, wanted)
+
+
+class TokenModel(torch.nn.Module):
+    """Tokens of unit norm from a table, as a MultiVectorEncoder returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 8, dtype=torch.float64)
+
+    def __getitem__(self, index: int) -> Any:  # the first module of an encoder
+        return self.table
+
+    def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
+        tokens = torch.nn.functional.normalize(self.table(features["input_ids"]), dim=-1)
+        return {"token_embeddings": tokens, "attention_mask": features["attention_mask"]}
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_multi_vector(columns: int, mean: bool, cached: bool) -> None:
+    """Documents of other lengths in each column, and negatives of all queries."""
+    pytest.importorskip("sentence_transformers.multi_vector_encoder.losses")
+    from sentence_transformers.multi_vector_encoder import losses, scoring
+
+    from infonce.torch.sentence_transformers import multi_vector as ours
+
+    name = "Cached" * cached + "MultiVectorMultipleNegativesRankingLoss"
+    settings: dict[str, Any] = {"scale": 1.7, "mini_batch_size": 3}
+    if mean:
+        settings["similarity_fct"] = scoring.mean_colbert_scores
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: int) -> dict[str, Any]:
+        lengths = torch.randint(1, tokens + 1, (7, 1), generator=generator)
+        ids = torch.randint(0, 50, (7, tokens), generator=generator)
+        return {"input_ids": ids, "attention_mask": (torch.arange(tokens) < lengths).long()}
+
+    features = [draw(tokens) for tokens in (4, 9, 12, 6)[: 1 + columns]]
+    results = []
+    for module in (losses, ours):
+        torch.manual_seed(0)
+        model = TokenModel()
+        loss = getattr(module, name)(model, **settings)(features, None)
+        loss.backward()
+        results.append((loss.detach().double(), model.table.weight.grad))
+    # their scores are float32
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-6, atol=0)
+    largest = results[0][1].abs().max()
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=0, atol=float(2e-6 * largest))
+    with pytest.raises(ValueError, match=r"similarity_fct: expected .* got XTRScores"):
+        getattr(ours, name)(model, similarity_fct=scoring.XTRScores())
