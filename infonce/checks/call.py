@@ -135,13 +135,16 @@ def check(
         )  # fmt: skip
     bias_is_array = loss.sigmoid and static.bias is None
     bias = validation.number("bias", bias) if bias_is_array else static.bias
-    if static.check_finite:
-        norms.require_finite(static.xp, loss.arguments, arrays)
-    if static.products_may_overflow and isinstance(scale, float):  # an array on a GPU is not read
-        norms.require_finite_logits(loss, arrays, scale)
     query, key = arrays[0], arrays[loss.key_argument]
     if static.has_tokens:
         query, key = tokens.make(static.xp, arrays, options)
+    may_overflow = static.products_may_overflow and isinstance(scale, float)  # not read on a GPU
+    if static.check_finite or may_overflow:
+        read = [query.read(), key.read()] if static.has_tokens else arrays
+        if static.check_finite:
+            norms.require_finite(static.xp, loss.arguments, read)
+        if may_overflow:
+            norms.require_finite_logits(loss, read, scale)
     if loss.joint:  # one softmax over all rows: queries and keys are the same 2B rows
         query = key = static.xp.concatenate([query, key])
     problem = fast_replace(static.template, query=query, key=key, scale=scale, bias=bias)

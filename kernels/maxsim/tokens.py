@@ -68,6 +68,14 @@ class Tokens:
             return self.values.reshape(-1, self.values.shape[2])
         return self.values[self.mask]
 
+    def read(self) -> Array:
+        """[M, L, D]: the values, 0 at tokens that do not count."""
+        if self.mask is None:
+            return self.values
+        out = self.values.copy()
+        out[~self.mask] = 0
+        return out
+
     def unpack(self, packed: Array, out: Array) -> None:
         """Write packed values [T, D] to `out` [M, L, D], and 0 at tokens that do not count."""
         if self.mask is None:

@@ -226,6 +226,10 @@ def test_not_finite(bad: float) -> None:
     mask = np.ones((5, 3), bool)
     mask[2, 1] = False
     assert np.isfinite(infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask))
+    infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask, check_finite=True)
+    query[2, 1, 0] = 1e308
+    assert np.isfinite(infonce.info_nce_loss(query, 2 * key, scale=9.0, query_mask=mask))
+    query[2, 1, 0] = bad
     key[1, 3, 2] = bad
     assert np.isnan(infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask))
 
