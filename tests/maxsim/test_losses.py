@@ -234,6 +234,15 @@ def test_not_finite(bad: float) -> None:
     assert np.isnan(infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask))
 
 
+def test_norms_beyond_the_precision() -> None:
+    """Tokens of float64 are divided by their norms before they become float32."""
+    query, key, _ = draw(5, 5, 3, 4, 6, 4, masked=False)
+    options: dict[str, Any] = {"normalize": True, "precision": "fp32", "label_smoothing": 0.1}
+    want = infonce.clip_loss(query, key, scale=1.0, **options)
+    got = infonce.clip_loss(2.0**400 * query, key, scale=1.0, **options)
+    assert got == want
+
+
 ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"query_mask": np.ones((5, 2), bool)}, r"query_mask: expected shape \(5, 3\)"),
     ({"key_mask": np.ones((5, 4))}, "key_mask: expected dtype bool"),
