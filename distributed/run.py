@@ -279,11 +279,8 @@ def choose_block_runner(request: Request) -> BlockRunner:
         return BlockRunner(
             run_pass, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)
         )
-    if isinstance(request.problem.query, Tokens):
-        from infonce.kernels.maxsim import cpu
-
-        return BlockRunner(_run_block_pass_on(cpu.make_blocks), Vectors(np), cpu.make_blocks)
     from infonce.kernels.cpu.backend import CPU
+    from infonce.kernels.maxsim.cpu import make_blocks
 
     # If logits are compared with limits, both passes have tiles of the same sizes, and so leave out
     # the same pairs. In other calls the log-sum-exp pass does not know the gradients, so that the
@@ -291,6 +288,8 @@ def choose_block_runner(request: Request) -> BlockRunner:
     tiles_ahead = ahead if request.problem.compares_with_limits else None
 
     def make_backend(problem: Problem, gradients: Gradients | None) -> Backend:
+        if isinstance(problem.query, Tokens):  # features of a guide beside tokens are rows
+            return make_blocks(problem, gradients)
         return CPU(problem, gradients, tiles_ahead)
 
     return BlockRunner(_run_block_pass_on(make_backend), Vectors(np), make_backend)
