@@ -1,6 +1,7 @@
 """Losses of the rows of all devices of an axis: callbacks, and XLA's collectives between them.
 
-    all_gather    keys [N, D], and their features [N, E] from a guide or a teacher
+    all_gather    keys [N, D] or [N, L, D], masks of their tokens, and their features [N, E] from a
+                  guide or a teacher
     for each vector that has to travel (`rounds.CallbackPlan.travels`):
         callback      blocks of this device's rows [M, D] with the keys of all devices
         collective    all_to_all of sums of columns, or all_gather of a vector [N] of the keys
@@ -71,7 +72,11 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     own_keys = jnp.concatenate(features) if kind.joint else features[kind.key_argument]
     gathered = jax.tree.map(
         lambda own: jax.lax.all_gather(own, axis.names, tiled=True),
-        {"keys": own_keys, "auxiliary_keys": _auxiliary_keys(call, inputs)},
+        {
+            "keys": own_keys,
+            "key_masks": inputs["key_mask"],
+            "auxiliary_keys": _auxiliary_keys(call, inputs),
+        },
     )
     device_arguments, keys = {**inputs, **gathered}, gathered["keys"]
 
@@ -115,7 +120,7 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     shapes["weight"] = make_shape((), weight_dtype) if _may_weigh_rows(call, inputs) else None
     rows = len(own_keys) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
-        shapes["dq"] = make_shape((rows, keys.shape[1]), plan.sum_dtype)
+        shapes["dq"] = make_shape((rows, *features[0].shape[1:]), plan.sum_dtype)
     if plan.has_partial_dk:
         shapes["partial_dk"] = make_shape(keys.shape, plan.sum_dtype)
     out = add_next_callback(shapes)
