@@ -280,6 +280,7 @@ def choose_block_runner(request: Request) -> BlockRunner:
             run_pass, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead)
         )
     from infonce.kernels.cpu.backend import CPU
+    from infonce.kernels.maxsim.cpu import make_blocks
 
     # If logits are compared with limits, both passes have tiles of the same sizes, and so leave out
     # the same pairs. In other calls the log-sum-exp pass does not know the gradients, so that the
@@ -287,9 +288,7 @@ def choose_block_runner(request: Request) -> BlockRunner:
     tiles_ahead = ahead if request.problem.compares_with_limits else None
 
     def make_backend(problem: Problem, gradients: Gradients | None) -> Backend:
-        if isinstance(problem.query, Tokens):  # not those of a guide
-            from infonce.kernels.maxsim.cpu import make_blocks
-
+        if isinstance(problem.query, Tokens):  # features of a guide beside tokens are rows
             return make_blocks(problem, gradients)
         return CPU(problem, gradients, tiles_ahead)
 

@@ -135,8 +135,6 @@ def check(
         )  # fmt: skip
     bias_is_array = loss.sigmoid and static.bias is None
     bias = validation.number("bias", bias) if bias_is_array else static.bias
-    if static.products_may_overflow and isinstance(scale, float):  # an array on a GPU is not read
-        norms.require_finite_logits(loss, arrays, scale)
     query, key = arrays[0], arrays[loss.key_argument]
     if static.has_tokens:
         query, key = tokens.make(static.xp, arrays, options)
@@ -145,9 +143,14 @@ def check(
     problem = fast_replace(static.template, query=query, key=key, scale=scale, bias=bias)
     if static.has_vectors:
         _add_vectors(problem, loss, static, arrays, labels, options, batch)
-    if static.check_finite:
+    may_overflow = static.products_may_overflow and isinstance(scale, float)  # not read on a GPU
+    if static.check_finite or may_overflow:
         named = dict(zip(loss.arguments, arrays, strict=True))
-        norms.require_finite(static.xp, norms.without_unread(static.xp, named, options))
+        read = norms.without_unread(static.xp, named, options)
+        if static.check_finite:
+            norms.require_finite(static.xp, read)
+        if may_overflow:
+            norms.require_finite_logits(loss, [*read.values()], scale)
     if problem.retrieval_ranks:
         softmax.require_metrics(problem)
     return _request(loss, static, problem, arrays, options.get("out"), with_grad, grad_buffers)

@@ -1,6 +1,7 @@
 """Losses of the rows of all devices of an axis: callbacks, and XLA's collectives between them.
 
-    all_gather    keys [N, D], and their features [N, E] from a guide or a teacher
+    all_gather    keys [N, D] or [N, L, D], masks of their tokens, and their features [N, E] from a
+                  guide or a teacher
     for each vector that has to travel (`rounds.CallbackPlan.travels`):
         callback      blocks of this device's rows [M, D] with the keys of all devices
         collective    all_to_all of sums of columns, or all_gather of a vector [N] of the keys
@@ -71,7 +72,11 @@ def evaluate(call: TracedCall, inputs: dict[str, Any]) -> dict[str, Any]:
     own_keys = jnp.concatenate(features) if kind.joint else features[kind.key_argument]
     gathered = jax.tree.map(
         lambda own: jax.lax.all_gather(own, axis.names, tiled=True),
-        {"keys": own_keys, "auxiliary_keys": _auxiliary_keys(call, inputs)},
+        {
+            "keys": own_keys,
+            "key_masks": inputs["key_mask"],
+            "auxiliary_keys": _auxiliary_keys(call, inputs),
+        },
     )
     device_arguments, keys = {**inputs, **gathered}, gathered["keys"]
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from infonce.distributed.agreement import UNBOUNDED_WORKSPACE
+from infonce.distributed.exchanges.arrays import row_shape
 from infonce.distributed.exchanges.base import Keys, Round, no_keys
 from infonce.distributed.exchanges.gather import add_pairwise
 from infonce.distributed.exchanges.partition import Partition, shard_positives
@@ -38,6 +39,7 @@ from ..checks.teacher import add_teacher
 from ..checks.validation import Batch
 from ..kernels.direction_losses import weigh_losses
 from ..kernels.distill.solve import solver_by_passes
+from ..kernels.maxsim.tokens import Tokens
 from ..kernels.options import weigh_positives
 from ..kernels.problem import SILENT, Array, Gradients, Problem, uses_moments
 from ..kernels.solve import Solution
@@ -80,11 +82,11 @@ class Rounds:
     xp: Any  # numpy or cupy
     rank: int  # index of this device
     devices: int  # number of devices
-    keys: Array  # [N, D]: the keys of all devices
+    keys: Array  # [N, D] or [N, L, D]: the keys of all devices
     results: Array  # BITS: the results of all earlier callbacks, one after another
     # for each travel before this callback: BITS [devices, vectors, keys of a device]
     arrived: Iterator[Array]
-    partial_dk: Array = None  # [N, D] output: this device's part of dK for all keys
+    partial_dk: Array = None  # output like `keys`: this device's part of dK for all keys
     has_partial_dk: bool = False  # whether the last round with sums has written `partial_dk`
     restored_count: int = 0  # elements of `results` that rounds have restored
     new_results: list[Array] = field(default_factory=list)  # of rounds visited by this callback
@@ -225,20 +227,22 @@ class _Rehearsal(Rounds):
 def plan_callbacks(call: TracedCall, inputs: dict[str, Any]) -> CallbackPlan:
     """Find the callbacks of a call, by a rehearsal on stand-ins for `inputs`, while JAX traces.
 
-    `inputs` are the arguments of a device, and the keys of all devices ("keys", "auxiliary_keys").
+    `inputs` are the arguments of a device, and the keys of all devices ("keys", "key_masks",
+    "auxiliary_keys").
     ValueError if the workspace has no room for a block on a CPU; `run_callback` checks it on a GPU.
     """
     axis = call.axis
     assert axis is not None
     # their stand-ins are 1, others' are 0
-    positive = {"scale", "teacher_scale", "weights", "label_weights", "query_mask", "key_mask"}
+    positive = {"scale", "teacher_scale", "weights", "label_weights", "key_mask", "key_masks"}
     inputs = {name: _stand_ins(value, int(name in positive)) for name, value in inputs.items()}
     with np.errstate(**SILENT):
         request = _check_call(call, inputs, 0)
         problem, gradients = request.problem, request.gradients
         sum_dtype = np.dtype(jax.dtypes.canonicalize_dtype(choose_sum_dtype(problem)))
         if gradients is not None and gradients.want_query:
-            gradients.query = np.empty(problem.query.shape, sum_dtype)
+            query = problem.query
+            gradients.query = np.empty((len(query), *row_shape(query)), sum_dtype)
         rounds = _Rehearsal(
             np, 0, axis.size, inputs["keys"], np.empty(0, BITS), iter(()),
             np.empty(inputs["keys"].shape, sum_dtype),
@@ -353,7 +357,7 @@ def _check_call(call: TracedCall, inputs: dict[str, Any], rank: int) -> Request:
     # `moments` changes which vectors travel, and JAX has to know these vectors while it traces. So
     # shapes and JAX's default backend decide: the platform of the program is not known yet
     moments_pay = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
-    problem.moments = problem.scalar_grads and moments_pay
+    problem.moments = problem.scalar_grads and (request.static.has_tokens or moments_pay)
     if request.gradients is None and "own" in request.wrt:
         request.gradients = Gradients(want_query=False, want_key=False)  # of own negatives alone
     return request
@@ -370,8 +374,12 @@ def _solve(
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not (labelled or problem.has_positive_ids):
         problem.positives = shard_positives(runner.vectors.xp, problem, first)
+    key, mask = problem.key, None
+    if isinstance(key, Tokens):
+        key, mask = key.values, key.mask
     for own, all_devices in (
-        (problem.key, rounds.keys), (problem.auxiliary_key, inputs["auxiliary_keys"])
+        (key, rounds.keys), (mask, inputs["key_masks"]),
+        (problem.auxiliary_key, inputs["auxiliary_keys"]),
     ):  # fmt: skip
         rounds.gathered[id(own)] = own, all_devices
     passes = PassesOverRanks(

@@ -67,8 +67,7 @@ class CPUTokenBlocks(TokenBlocks):
         out = np.empty(len(features), bool)
         for rows in slices(len(features), min(self.block)):
             part = PackedRows(features[rows], features[rows].pack())
-            values = part.values.astype(self.dtype, copy=False)
-            bad = part.token_rows[~np.isfinite(values).all(axis=1)]
+            bad = part.token_rows[~np.isfinite(part.values).all(axis=1)]  # before their norms
             out[rows] = np.bincount(bad, minlength=len(part)) == 0
         return out
 

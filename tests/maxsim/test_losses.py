@@ -394,8 +394,21 @@ def test_not_finite(bad: float) -> None:
     mask = np.ones((5, 3), bool)
     mask[2, 1] = False
     assert np.isfinite(infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask))
+    infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask, check_finite=True)
+    query[2, 1, 0] = 1e308
+    assert np.isfinite(infonce.info_nce_loss(query, 2 * key, scale=9.0, query_mask=mask))
+    query[2, 1, 0] = bad
     key[1, 3, 2] = bad
     assert np.isnan(infonce.info_nce_loss(query, key, scale=1.0, query_mask=mask))
+
+
+def test_norms_beyond_the_precision() -> None:
+    """Tokens of float64 are divided by their norms before they become float32."""
+    query, key, _ = draw(5, 5, 3, 4, 6, 4, masked=False)
+    options: dict[str, Any] = {"normalize": True, "precision": "fp32", "label_smoothing": 0.1}
+    want = infonce.clip_loss(query, key, scale=1.0, **options)
+    got = infonce.clip_loss(2.0**400 * query, key, scale=1.0, **options)
+    assert got == want
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
