@@ -45,7 +45,8 @@ def maxsim_scores(
     Returns
     -------
     array [M, N]
-        float64 for products in float64, otherwise float32; of the library of `query`.
+        float64 for products in float64, otherwise float32; of the library of `query`, without a
+        gradient.
 
     Raises
     ------

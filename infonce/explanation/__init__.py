@@ -65,7 +65,8 @@ def explain(
     >>> plan.workspace, plan.seconds, [work.kernel for work in plan.work]
 
     The function needs neither a GPU nor CuPy. The seconds are a lower bound, not a prediction: they
-    follow from the vendor's peak rates. Kernels on vectors of length M or N are left out.
+    follow from the vendor's peak rates. Kernels on vectors of length M or N are left out. Calls on
+    sets of tokens are not explained.
 
     Parameters
     ----------
