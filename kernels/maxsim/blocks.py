@@ -127,7 +127,7 @@ class TokenBlocks(ArrayBlocks):
 
     # -- what cpu.py and gpu.py implement
 
-    def stage(self, problem: Problem, tokens: Tokens) -> TokenRows:
+    def stage(self, problem: Problem, tokens: Tokens, is_query: bool = False) -> TokenRows:
         """Tokens as operands of products, normalised if the loss normalises."""
         raise NotImplementedError
 
@@ -211,7 +211,7 @@ class TokenBlocks(ArrayBlocks):
         """`stage` of the queries of a row block, once for all its blocks."""
         if self.staged is None or self.staged[0] is not query:
             self.staged = None  # frees the memory first
-            self.staged = query, self.stage(problem, query)
+            self.staged = query, self.stage(problem, query, True)
         return self.staged[1]
 
     def write_scores(
