@@ -14,7 +14,8 @@
 //
 // Options: KEY_TILE, STAGES tiles in shared memory, SLICES of 64 features, WINNERS: whether winners are written.
 // PACKED: query tokens that count have no gaps between them, and only the device knows how many there are. HALF_TAILS:
-// of a tile of which a key has at most the first half of the columns, only these are multiplied.
+// of a tile of which a key has at most the first half of the columns, only these are multiplied, unless it is the first
+// tile of a segment.
 #ifndef KEY_TILE
 #define KEY_TILE 152
 #endif
@@ -156,14 +157,15 @@ __device__ __forceinline__ void combine(float& top, int& column, float other, in
 // columns.
 __device__ __forceinline__ void multiply(float (&x)[KEY_TILE / 2], u32 rows, u32 columns, int left) {
   constexpr int HALF_TILE = (KEY_TILE / 8 + 1) / 2 * 8;
+  // ptxas would make products wait for each other (C7511) if they needed more uniform registers. So a vote tells it that
+  // all threads take the same branch, and each product has its own. A commit after the branches would be a product
+  const bool is_half = HALF_TAILS && __any_sync(ALL_LANES, left <= HALF_TILE);
   warpgroup_arrive();
-  // Each product has a branch, and the last one commits in it. Of branches around all products, or of a commit after
-  // them, ptxas would make products wait for each other (C7511), or commit one more
 #pragma unroll
   for (int k = 0; k < 4 * SLICES; ++k) {
     const u32 a = rows + k / 4 * (QUERY_BLOCK / 16) + k % 4 * 2, b = columns + k / 4 * (KEY_SLICE / 16) + k % 4 * 2;
     const bool is_last = k == 4 * SLICES - 1;
-    if (HALF_TAILS && left <= HALF_TILE) {
+    if (is_half) {
       WGMMA(wgmma_half_tile)(x, a, b, k > 0);
       if (is_last) warpgroup_commit();
     } else {
@@ -252,7 +254,7 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
 #endif
     barrier_wait(s.query_full, count & 1);
     barrier_wait(s.full[pipe.stage], pipe.phase);
-    multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])), length_of(begin));
+    multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])), KEY_TILE);
     int length = length_of(begin), next_length = begin + 1 < end ? length_of(begin + 1) : 0;
     float best[4] = {(float)LOW, (float)LOW, (float)LOW, (float)LOW};
     int at[4] = {};
