@@ -96,7 +96,8 @@ def test_portable(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 COUNTS = {
     "ragged": ([5, 1, 17, 9, 13], 17), "whole units": ([16, 3, 13, 10, 6], 16),
     "one more": ([16, 3, 13, 11, 6], 16), "none at the ends": ([0, 7, 0, 5, 0], 7),
-    "one token": ([0, 0, 1, 0, 0], 3), "none": ([0] * 5, 4),
+    "one token": ([0, 0, 1, 0, 0], 3), "none": ([0] * 5, 4), "a block": ([40, 39, 41, 40, 32], 41),
+    "more than a block": ([40, 40, 40, 40, 33], 40),
     "several blocks": ([33, 40, 29, 1, 0, 40, 40, 40, 40, 38, 35, 40], 40),
 }  # fmt: skip
 
@@ -162,7 +163,7 @@ def test_tails_of_keys(tile: int, key_tokens: int, winners: bool) -> None:
 
 @pytest.mark.parametrize("key_tokens", [31, 32, 33])
 def test_keys_of_half_a_tile(key_tokens: int) -> None:
-    query, key, _ = draw((5, 5, 5, key_tokens, 64), "bfloat16", False)
+    query, key, _ = draw((12, 5, 12, key_tokens, 64), "bfloat16", False)
     check(query, key, {}, BOUND["bfloat16"])
 
 
