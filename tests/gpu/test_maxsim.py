@@ -273,12 +273,14 @@ def test_not_finite(where: str) -> None:
     np.testing.assert_array_equal(np.isnan(cupy.asnumpy(losses)), expected)
 
 
-def test_memory_stays_within_the_workspace() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_memory_stays_within_the_workspace(masked: bool) -> None:
     """Of calls whose winners would not fit, and whose gradients of keys would not either."""
     m, n, workspace = 1500, 1700, 96 * 2**20
     rng = cupy.random.default_rng(0)
     query = rng.standard_normal((m, 16, 128), np.float32).astype(BFLOAT16)
     key = rng.standard_normal((n, 64, 128), np.float32).astype(BFLOAT16)
+    mask = cupy.arange(16) < rng.integers(4, 17, (m, 1)) if masked else None
     pool = cupy.get_default_memory_pool()
     infonce.info_nce_loss_and_grad(query[:64], key[:64], scale=0.1)
     pool.free_all_blocks()
@@ -289,7 +291,9 @@ def test_memory_stays_within_the_workspace() -> None:
         nonlocal peak
         peak = max(peak, pool.total_bytes() - before)
 
-    infonce.info_nce_loss_and_grad(query, key, scale=0.1, workspace=workspace, progress=progress)
+    infonce.info_nce_loss_and_grad(
+        query, key, scale=0.1, query_mask=mask, workspace=workspace, progress=progress
+    )
     outputs = query.nbytes + key.nbytes
     assert peak <= workspace + outputs + 2**22
 

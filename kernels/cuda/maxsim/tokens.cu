@@ -96,7 +96,7 @@ finish_tokens(const __grid_constant__ Rows z, const Real* g, const int* order, c
   const i64 row = token / tokens;
   const bool counts_here = exists && (!counts || token % tokens < counts[row]);
   const i64 place = order && exists ? row * tokens + order[token] : token;
-  if (starts && exists) g += (starts[row] - row * tokens) * d;
+  if (starts && exists) g += (starts[row] - row * tokens) * d;  // the row's first token is there
   double along = 0, inverse = 1;
   if (z.factor) {  // u = z / |z|: dz = (g - u <g, u>) / |z|
     for (i64 column = lane * LANE_FEATURES; counts_here && column < d; column += lanes * LANE_FEATURES) {
