@@ -117,17 +117,17 @@ def test_packed_queries(name: str, dtype: str) -> None:
 def test_tokens_that_do_not_count() -> None:
     """May hold anything, and get gradient 0; with all that count, masks change nothing."""
     query, key, masks = draw((7, 19, 7, 70, 128), "bfloat16", True)
-    spoiled = {name: z.copy() for name, z in (("query", query), ("key", key))}
-    spoiled["query"][~masks["query_mask"]] = np.nan
-    spoiled["key"][~masks["key_mask"]] = np.nan
-    arrays = [cupy.asarray(z) for z in (query, key)]
+    arrays = cupy.asarray(query), cupy.asarray(key)
+    query[~masks["query_mask"]] = np.nan
+    key[~masks["key_mask"]] = np.nan
+    spoiled = cupy.asarray(query), cupy.asarray(key)
     full = {name: cupy.ones(mask.shape, bool) for name, mask in masks.items()}
-    options = {"scale": 2.0, "grad_dtype": np.float32}
+    options: dict[str, Any] = {"scale": 2.0, "grad_dtype": np.float32}
     results = [
-        infonce.info_nce_loss_and_grad(*map(cupy.asarray, features), **given, **options)
-        for features, given in (
-            (arrays, on_device(masks)), (spoiled.values(), on_device(masks)), (arrays, {}),
-            (arrays, full),
+        infonce.info_nce_loss_and_grad(q, k, **given, **options)
+        for q, k, given in (
+            (*arrays, on_device(masks)), (*spoiled, on_device(masks)), (*arrays, {}),
+            (*arrays, full),
         )
     ]  # fmt: skip
     for one, other in (results[:2], results[2:]):
@@ -152,7 +152,7 @@ def test_tails_of_keys(tile: int, key_tokens: int, winners: bool) -> None:
     query, key, _ = draw((n, 4, n, key_tokens, 128), "bfloat16", False)
     query[:, ::2, 0] = 1
     key[np.arange(n), np.array(lengths) - 1, 0] = 4
-    masks = {"key_mask": np.arange(key_tokens) < np.array(lengths)[:, None]}
+    masks: dict[str, Any] = {"key_mask": np.arange(key_tokens) < np.array(lengths)[:, None]}
     if winners:
         check(query, key, masks, BOUND["bfloat16"], scale=0.1)
         return
