@@ -7,6 +7,7 @@ from typing import Any
 from . import arrays, dispatch
 from .checks import tokens, validation
 from .kernels.problem import WORKSPACE, Array, Problem
+from .spec import CHOICES
 
 
 def maxsim_scores(
@@ -60,6 +61,7 @@ def maxsim_scores(
     options = {"query_mask": query_mask, "key_mask": key_mask, "token_mean": token_mean}
     for name, value in (("token_mean", token_mean), ("normalize", normalize)):
         validation.flag(name, value)
+    validation.choice("precision", precision, CHOICES["precision"])
     with arrays.use_caller_stream(query):
         features = arrays.natives((query, key), names)
         with arrays.compute_context(features[0]):
@@ -76,7 +78,7 @@ def maxsim_scores(
             dtypes = {z.dtype.name for z in features}
             problem = Problem(
                 *sides, scale=1.0, upstream=1.0, normalize=normalize,
-                compute_precision=validation.precision(precision, dtypes, not on_gpu),
+                compute_precision=validation.precision(precision, dtypes, not on_gpu, True),
                 workspace=validation.workspace(workspace) or WORKSPACE,
             )  # fmt: skip
             result: Any = dispatch.backend(False, on_gpu, True).scores(problem)

@@ -380,7 +380,7 @@ def _check_static(
     dtypes = {z.dtype.name for z in arrays}
     if values["offload"]:
         validation.offload(loss, values["method"], query)
-    compute_precision = validation.precision(values["precision"], dtypes, on_cpu)
+    compute_precision = validation.precision(values["precision"], dtypes, on_cpu, has_tokens)
     scale = validation.scale(loss, values["temperature"], values["scale"], compute_precision)
     if values["return_logits"] and values["method"] != "naive":
         got = f'got method="{values["method"]}"'

@@ -331,7 +331,7 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
     return value if temperature is None else 1.0 / value
 
 
-def precision(precision: str, dtypes: set[str], on_cpu: bool) -> str:
+def precision(precision: str, dtypes: set[str], on_cpu: bool, has_tokens: bool = False) -> str:
     """The precision of products: the argument, or for "auto" the one that fits the dtypes.
 
     "auto" is fp64 if an array has float64. On a GPU, "auto" is bf16 or fp16 if all arrays have that
@@ -348,6 +348,10 @@ def precision(precision: str, dtypes: set[str], on_cpu: bool) -> str:
         raise ValueError(
             f'precision: expected "auto", "fp64" or "fp32" on the CPU, got {precision!r}; '
             "infonce.compare and infonce loss --compare have the errors of the others"
+        )
+    if has_tokens and precision == "bf16x3":
+        raise ValueError(
+            "precision: expected no bf16x3 with features of three dimensions, got 'bf16x3'"
         )
     return precision
 

@@ -6,6 +6,7 @@ kernels/cuda/naive. All other calls run operations on CuPy's arrays (kernels/arr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -61,21 +62,37 @@ def solve_by_naive_arrays(problem: Problem, gradients: Gradients | None) -> Solu
     return solve_whole_matrix(problem, gradients, ElementwiseVectors())
 
 
+def make_launch(real: np.dtype[Any], id_columns: int) -> Callable[..., None]:
+    """A function that launches a kernel of kernels/cuda/naive/naive.cu on so many thread blocks."""
+    device = cupy.cuda.Device()
+    defines: dict[str, Any] = {"PRECISION": "FP64" if real.itemsize == 8 else "FP32"}
+    if id_columns > 1:
+        defines["IDS"] = id_columns
+
+    def launch(kernel: str, blocks: int, **arguments: Any) -> None:
+        file = "naive/naive.cu"
+        function = compiler.function(device, file, kernel, **defines)
+        function((blocks,), (THREADS,), tuple(signature(file, kernel).arguments(arguments)))
+
+    return launch
+
+
+def pair_fields(problem: Problem) -> Fields:
+    """struct Pairs."""
+    return {
+        "positives": problem.positives, "query_ids": problem.query_ids,
+        "key_ids": problem.key_ids, "symmetric": problem.symmetric,
+    }  # fmt: skip
+
+
 def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients from the full matrix of logits, for a `plain` problem."""
     m, n, d = problem.shape
     real = np.dtype(np.float64 if problem.compute_precision == "fp64" else np.float32)
     _require_memory(problem, 2 * m * n * real.itemsize)
     problem = materialize_vectors(problem, cupy)
-    device = cupy.cuda.Device()
-    symmetric, sigmoid = problem.symmetric, problem.bias is not None
-    normalize = problem.normalize
-
-    def launch(kernel: str, blocks: int, **arguments: Any) -> None:
-        file, precision = "naive/naive.cu", "FP64" if real.itemsize == 8 else "FP32"
-        columns = {"IDS": problem.id_columns} if problem.id_columns > 1 else {}
-        function = compiler.function(device, file, kernel, PRECISION=precision, **columns)
-        function((blocks,), (THREADS,), tuple(signature(file, kernel).arguments(arguments)))
+    symmetric, normalize = problem.symmetric, problem.normalize
+    launch = make_launch(real, problem.id_columns)
 
     def tiles(rows: int, columns: int) -> int:
         return -(-rows // TILE) * -(-columns // TILE)
@@ -91,16 +108,41 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
 
     u, u_inverse, u_nans = unit_rows(problem.query)
     v, v_inverse, v_nans = (u, u_inverse, u_nans) if symmetric else unit_rows(problem.key)
-    pairs: Fields = {
-        "positives": problem.positives, "query_ids": problem.query_ids,
-        "key_ids": problem.key_ids, "symmetric": symmetric,
-    }  # fmt: skip
     scale, _held = scalar(problem.scale)
-    bias, _held_too = scalar(problem.bias if sigmoid else 0.0)
     x = cupy.empty((m, n), real)
-    launch("similarity", tiles(m, n), u=u, v=v, m=m, n=n, d=d, scale=scale, pairs=pairs, x=x)
+    launch("similarity", tiles(m, n), u=u, v=v, m=m, n=n, d=d, scale=scale,
+           pairs=pair_fields(problem), x=x)  # fmt: skip
+    wants_gradients = gradients is not None or problem.scalar_grads
+    solution, g = solve_logits(problem, launch, x, u_nans, v_nans, wants_gradients)
+    solution.logits = x
 
-    # losses
+    def compute_feature_gradient(
+        which: int, z: Array, own: Array, inverse: Array, out: Array
+    ) -> None:
+        """Write to `out` the gradient of the rows `own`: dL/dx times the other side's rows `z`."""
+        du = cupy.empty(own.shape, real)
+        launch("feature_gradient", tiles(len(own), d), g=g, z=z, m=m, n=n, d=d, which=which,
+               scale=scale, out=du)  # fmt: skip
+        launch("to_features", len(own), g=du, u=own, d=d, normalize=normalize, inverse=inverse,
+               out=matrix(out))  # fmt: skip
+
+    if gradients is not None and gradients.query is not None:
+        compute_feature_gradient(BOTH if symmetric else ROWS, v, u, u_inverse, gradients.query)
+    if gradients is not None and gradients.key is not None:
+        compute_feature_gradient(COLUMNS, u, v, v_inverse, gradients.key)
+    return solution
+
+
+def solve_logits(
+    problem: Problem, launch: Callable[..., None], x: Array, query_nans: Array, key_nans: Array,
+    wants_gradients: bool, g: Array | None = None,
+) -> tuple[Solution, Array | None]:  # fmt: skip
+    """The solution of a `plain` problem from its logits x [m, n], -inf at excluded pairs; and
+    dL/dx, if it is wanted, in the memory `g`, which may be that of x. NaN flags are NaN or 0: of a
+    query, for the loss of its row; of a key, for all losses."""
+    (m, n), pairs = x.shape, pair_fields(problem)
+    sigmoid = problem.bias is not None
+    bias, _held = scalar(problem.bias if sigmoid else 0.0)
     rows = columns = None
     if sigmoid:
         losses = cupy.empty(m)
@@ -120,19 +162,16 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
             solution.direction_losses = rows.loss, columns.loss
         if problem.retrieval_ranks:
             stats = Statistics(Sums(LOG2_E * rows.top, None), None, LOG2_E * positive, rows.rank)
-            if symmetric or columns is not None:
+            if problem.symmetric or columns is not None:
                 stats.column_rank = (columns or rows).rank
             solution.statistics = stats
-    # NaN flags: the flag of a query makes the loss of its row NaN, the flag of a key all losses
-    solution.losses = solution.losses + u_nans + v_nans.sum()
+    solution.losses = solution.losses + query_nans + key_nans.sum()
     if problem.known_row_nans is not None:
         solution.losses += problem.known_row_nans
-    solution.logits = x
-    if gradients is None and not problem.scalar_grads:
-        return solution
-
-    # gradients: g is dL/dx
-    g, dots, sums = cupy.empty((m, n), real), cupy.empty(m), cupy.empty(m)
+    if not wants_gradients:
+        return solution, None
+    g = cupy.empty_like(x) if g is None else g
+    dots, sums = cupy.empty(m), cupy.empty(m)
     launch(
         "logit_gradient", m, x=x, n=n, pairs=pairs, upstream=problem.upstream,
         row_direction_weight=problem.row_direction_weight,
@@ -144,19 +183,4 @@ def solve_by_naive_kernels(problem: Problem, gradients: Gradients | None) -> Sol
     solution.scale_grad = dots.sum() / problem.scale
     if sigmoid:
         solution.bias_grad = sums.sum()
-
-    def compute_feature_gradient(
-        which: int, z: Array, own: Array, inverse: Array, out: Array
-    ) -> None:
-        """Write to `out` the gradient of the rows `own`: dL/dx times the other side's rows `z`."""
-        du = cupy.empty(own.shape, real)
-        launch("feature_gradient", tiles(len(own), d), g=g, z=z, m=m, n=n, d=d, which=which,
-               scale=scale, out=du)  # fmt: skip
-        launch("to_features", len(own), g=du, u=own, d=d, normalize=normalize, inverse=inverse,
-               out=matrix(out))  # fmt: skip
-
-    if gradients is not None and gradients.query is not None:
-        compute_feature_gradient(BOTH if symmetric else ROWS, v, u, u_inverse, gradients.query)
-    if gradients is not None and gradients.key is not None:
-        compute_feature_gradient(COLUMNS, u, v, v_inverse, gradients.key)
-    return solution
+    return solution, g

@@ -7,6 +7,7 @@ maxima, and the gradients of tokens from winners.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,28 +48,22 @@ class TokenPass(ArrayPass):
     def _add_gradients(
         self, g: Array, query: Any, key: Any, key_norms: Norms, columns: slice, sums: Array | None
     ) -> Array | None:
-        gradients, backend, problem = self.gradients, self.backend, self.problem
+        gradients, backend = self.gradients, self.backend
         if gradients is None:
             return None
-        staged = backend.stage_query(problem, query)
-        for keys in slices(len(key), backend.division.piece):
-            part = backend.stage(problem, key[keys])
-            winners = backend.winners(staged, part, self.place, keys.start)
-            g_of_piece = g[:, keys]
-            if gradients.want_query:
-                sums = backend.query_gradient(g_of_piece, staged, part, winners, sums)
-            if not self.want_key:
-                continue
+
+        def put_key(keys: slice, product: Array, part: TokenRows) -> None:
             of_piece = slice(columns.start + keys.start, columns.start + keys.stop)
-            product = backend.key_gradient(g_of_piece, staged, part, winners)
             if self.key_sums is not None:
                 sums_of_keys = self._sums_of_keys(of_piece)
                 sums_of_keys += product
             elif gradients.key is not None:
                 backend.store(product, part, gradients.key[of_piece], False)
-        if not backend.division.keeps_winners:
-            backend.kept_winners.clear()
-        return sums
+
+        return backend.add_gradients(
+            self.problem, g, query, key, self.place, sums, gradients.want_query,
+            put_key if self.want_key else None,
+        )  # fmt: skip
 
     def _gradient(self, epilogue: SoftmaxGradient, x: PairMatrix, index: Array, rows: slice,
                   columns: slice, left_out: Any) -> Array:  # fmt: skip
@@ -122,7 +117,8 @@ class TokenBlocks(ArrayBlocks):
         # by the place of a block: scores; and by the place and the first key of a piece: winners
         self.kept_scores: dict[tuple[int, int], Array] = {}
         self.kept_winners: dict[tuple[tuple[int, int], int], Array] = {}
-        self.staged: tuple[Tokens, TokenRows] | None = None  # the queries of a row block
+        # the queries of a row block, and the keys of a block of one piece
+        self.staged: dict[str, tuple[Tokens, TokenRows]] = {}
         super().__init__(problem, gradients, vectors, None)  # type: ignore[arg-type]
 
     # -- what cpu.py and gpu.py implement
@@ -173,6 +169,10 @@ class TokenBlocks(ArrayBlocks):
         """Bytes of the maxima of a pair of rows, before they are added up to a score."""
         return int(problem.query.length * self.dtype.itemsize)
 
+    def takes_all_scores(self, problem: Problem) -> bool:
+        """Whether kernels compute losses and dL/ds from all scores, in their memory."""
+        return False
+
     def part_bytes(self, problem: Problem) -> int:
         """Bytes of parts of the gradients of all queries, which are added up; 0: no parts."""
         return 0
@@ -185,7 +185,7 @@ class TokenBlocks(ArrayBlocks):
             m, n, d, query.length * self.token_bytes(problem, query),
             key.length * self.token_bytes(problem, key), key.length * d * item, item,
             query.length * self.winner_dtype.itemsize, self.maxima_bytes(problem), self.tile_bytes,
-            parts, self.most_rows, self.most_side,
+            parts, self.most_rows, self.most_side, self.takes_all_scores(problem),
         )  # fmt: skip
         wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
         self.division = divide(
@@ -209,10 +209,19 @@ class TokenBlocks(ArrayBlocks):
 
     def stage_query(self, problem: Problem, query: Tokens) -> TokenRows:
         """`stage` of the queries of a row block, once for all its blocks."""
-        if self.staged is None or self.staged[0] is not query:
-            self.staged = None  # frees the memory first
-            self.staged = query, self.stage(problem, query, True)
-        return self.staged[1]
+        return self._stage_once("query", problem, query)
+
+    def stage_keys(self, problem: Problem, key: Tokens, keys: slice) -> TokenRows:
+        """`stage` of a piece of a block's keys, once if the block is one piece."""
+        if keys.stop - keys.start < len(key):
+            return self.stage(problem, key[keys])
+        return self._stage_once("key", problem, key)
+
+    def _stage_once(self, side: str, problem: Problem, tokens: Tokens) -> TokenRows:
+        if side not in self.staged or self.staged[side][0] is not tokens:
+            self.staged.pop(side, None)  # frees the memory first
+            self.staged[side] = tokens, self.stage(problem, tokens, side == "query")
+        return self.staged[side][1]
 
     def write_scores(
         self, problem: Problem, query: Tokens, key: Tokens, place: tuple[int, int], out: Array,
@@ -229,7 +238,7 @@ class TokenBlocks(ArrayBlocks):
         division, staged = self.division, self.stage_query(problem, query)
         wants_winners = division.keeps_winners or (wants_winners and len(key) <= division.piece)
         for keys in slices(len(key), division.piece):
-            part = self.stage(problem, key[keys])
+            part = self.stage_keys(problem, key, keys)
             scores, winners = self.score(staged, part, wants_winners)
             out[:, keys] = scores
             if wants_winners:
@@ -243,6 +252,26 @@ class TokenBlocks(ArrayBlocks):
         """The winners of a piece, which begins with key `first_key` of the block at `place`."""
         kept = self.kept_winners.get((place, first_key))
         return self.score(query, key, True)[1] if kept is None else kept
+
+    def add_gradients(
+        self, problem: Problem, g: Array, query: Tokens, key: Tokens, place: tuple[int, int],
+        sums: Array | None, want_query: bool,
+        put_key: Callable[[slice, Array, TokenRows], None] | None,
+    ) -> Array | None:  # fmt: skip
+        """`sums` (None: 0) and what the block at `place` with g = scale dL/ds [m, n] adds to the
+        gradient of its queries. `put_key` (None: not wanted) gets the keys of each piece, what the
+        block adds to their gradient, and their tokens."""
+        staged = self.stage_query(problem, query)
+        for keys in slices(len(key), self.division.piece):
+            part, g_of_piece = self.stage_keys(problem, key, keys), g[:, keys]
+            winners = self.winners(staged, part, place, keys.start)
+            if want_query:
+                sums = self.query_gradient(g_of_piece, staged, part, winners, sums)
+            if put_key is not None:
+                put_key(keys, self.key_gradient(g_of_piece, staged, part, winners), part)
+        if not self.division.keeps_winners:
+            self.kept_winners.clear()
+        return sums
 
     def block_scores(self, problem: Problem, rows: slice, columns: slice) -> Array:
         """The scores [m, n] of a block."""

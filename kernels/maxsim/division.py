@@ -27,6 +27,7 @@ class Sizes:
     parts: int  # bytes of parts of the gradients of queries, which get up to `part_room`
     most_rows: int  # the largest number of queries of the only row block
     most_side: int  # the largest side of a block
+    takes_all_scores: bool = False  # kernels compute losses and dL/ds from all scores, in place
 
     @property
     def pairs(self) -> int:
@@ -56,16 +57,21 @@ def divide(
     `has_second_pass`: a gradient pass follows, for which scores and winners may be kept. With
     `all_keys`, gradients of keys are not accumulated in ranges: each pass sees the same blocks.
     """
-    division = _divide(sizes, workspace, has_second_pass, wants_key, all_keys)
+
+    def find(room: int) -> Division | None:
+        division = _divide(sizes, room, has_second_pass, wants_key, all_keys)
+        # what would be kept may leave no room for blocks
+        return division or _divide(sizes, room, False, wants_key, all_keys)
+
+    division = find(workspace)
     if division is not None:
         return division
     low, high = workspace, 2 * workspace  # the least workspace, to a thousandth
-    while _divide(sizes, high, has_second_pass, wants_key, all_keys) is None:
+    while find(high) is None:
         low, high = high, 2 * high
     while high - low > high // 1000:
         middle = (low + high) // 2
-        fits = _divide(sizes, middle, has_second_pass, wants_key, all_keys) is not None
-        low, high = (low, middle) if fits else (middle, high)
+        low, high = (low, middle) if find(middle) else (middle, high)
     raise make_workspace_error((sizes.queries, sizes.keys, sizes.features), high, workspace)
 
 
@@ -75,6 +81,10 @@ def _divide(
     """`divide`; None if the workspace has no room."""
     m, n = sizes.queries, sizes.keys
     room = workspace - sizes.fixed - min(sizes.parts, part_room(workspace))
+    if sizes.takes_all_scores:
+        division = _divide_all_scores(sizes, workspace, room, has_second_pass)
+        if division is not None:
+            return division
     keeps_winners = has_second_pass and sizes.pairs * sizes.winners <= workspace // 2
     keeps_scores = has_second_pass and sizes.pairs * sizes.score <= workspace // 8
     room -= sizes.pairs * (keeps_winners * sizes.winners + keeps_scores * sizes.score)
@@ -86,6 +96,8 @@ def _divide(
             rest = room - m * sizes.query_row - m * columns * sizes.score * BLOCK_ARRAYS
             piece = _fit_piece(sizes, m, columns, rest)
             if piece:
+                if not (keeps_scores or keeps_winners):
+                    columns = piece  # a pass with gradients computes scores and winners at once
                 return Division(m, columns, piece, 0, keeps_scores, keeps_winners)
     # otherwise gradients of keys accumulate in half of the workspace
     key_rows = 0
@@ -108,6 +120,19 @@ def _divide(
     return Division(rows, columns, piece, key_rows, keeps_scores, keeps_winners)
 
 
+def _divide_all_scores(
+    sizes: Sizes, workspace: int, room: int, has_second_pass: bool
+) -> Division | None:
+    """One block, if its scores and the tokens of all queries fit the room; else None."""
+    m, n = sizes.queries, sizes.keys
+    keeps_winners = has_second_pass and sizes.pairs * sizes.winners <= workspace // 2
+    room -= m * sizes.query_row + sizes.pairs * (sizes.score + keeps_winners * sizes.winners)
+    piece = _fit_piece(sizes, m, n, room)
+    if piece < min(n, LEAST_COLUMNS):
+        return None
+    return Division(m, n, piece, 0, keeps_scores=False, keeps_winners=keeps_winners)
+
+
 def part_room(workspace: int) -> int:
     """The most bytes of parts of the gradients of queries."""
     return workspace // 16
@@ -115,7 +140,7 @@ def part_room(workspace: int) -> int:
 
 def _fit_piece(sizes: Sizes, rows: int, columns: int, room: int) -> int:
     """The keys of a piece; 0 if one does not fit."""
-    of_pair = sizes.winners + sizes.maxima + sizes.score
+    of_pair = sizes.winners + sizes.maxima + 2 * sizes.score  # scores; or dL/ds, in two orders
     return _halve(columns, lambda keys: keys * (sizes.key_row + rows * of_pair) <= room)
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..gpu.device.arguments import Fields, address, matrix, valid_scale
+from ..gpu.device.arguments import Fields, address, matrix, scalar, valid_scale
 from ..gpu.device.cublas import ARITHMETIC, ELEMENT_TYPE, OP_N, OP_T, host_number
 from ..gpu.device.launcher import HALF_WARP_ROW, Launcher, device_properties
 from ..gpu.device.launches import Queue
+from ..gpu.naive import make_launch, pair_fields, solve_logits
 from ..gpu.vectors import ElementwiseVectors
 from ..grid import slices
-from ..problem import Array, Gradients, Problem, fast_replace
+from ..problem import Array, Gradients, Problem, fast_replace, materialize_vectors
 from ..solve import Solution, solve_by_passes
 from .blocks import MOST_WINNER, TokenBlocks, find_scores
 from .tokens import TokenRows, Tokens
@@ -50,7 +51,46 @@ OPERANDS = {
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of a problem whose features are `Tokens` on one GPU."""
     problem = fast_replace(problem, scale=valid_scale(problem))
-    return solve_by_passes(problem, make_blocks(problem, gradients), gradients)
+    blocks = GPUTokenBlocks(problem, gradients, ElementwiseVectors())
+    if blocks.takes_all_scores(problem) and blocks.block == problem.shape[:2]:
+        return _solve_one_block(problem.without_weights(), blocks, gradients)
+    return solve_by_passes(problem, blocks, gradients)
+
+
+def _solve_one_block(
+    problem: Problem, blocks: GPUTokenBlocks, gradients: Gradients | None
+) -> Solution:
+    """Loss and gradients of a problem without options of logits and targets, from all scores: the
+    kernels of the method naive take the place of hundreds of operations on arrays."""
+    problem = materialize_vectors(problem, cupy)
+    (m, n, _), query, key, place = problem.shape, problem.query, problem.key, (0, 0)
+    wants_tokens = gradients is not None and (gradients.want_query or gradients.want_key)
+    x = cupy.empty((m, n), blocks.dtype)
+    blocks.write_scores(problem, query, key, place, x, wants_tokens)
+    launch = make_launch(blocks.dtype, problem.id_columns)
+    scale, _held = scalar(problem.scale)
+    launch("logits_of_scores", -(-m * n // THREADS), scores=x, m=m, n=n, scale=scale,
+           pairs=pair_fields(problem), x=x)  # fmt: skip
+    solution, g = solve_logits(
+        problem, launch, x, blocks.nans(query), blocks.nans(key),
+        gradients is not None or problem.scalar_grads, x,
+    )  # fmt: skip
+    if gradients is None or not wants_tokens:
+        return solution
+    g *= problem.scale
+
+    def put_key(keys: slice, product: Array, part: Any) -> None:
+        if gradients.key is not None:
+            blocks.store(product, part, gradients.key[keys], False)
+
+    sums = blocks.add_gradients(
+        problem, g, query, key, place, None, gradients.want_query,
+        put_key if gradients.want_key else None,
+    )  # fmt: skip
+    if sums is not None:
+        staged: Any = blocks.stage_query(problem, query)
+        blocks.store(sums, staged, gradients.query, gradients.add_query)
+    return solution
 
 
 def scores(problem: Problem) -> Array:
@@ -120,6 +160,20 @@ class GPUTokenBlocks(TokenBlocks):
         defines["WIDE_WINNERS"] = int(self.winner_dtype.itemsize > 2)
         self.launcher.launch(file, kernel, blocks, threads, arguments, shared, **defines)
 
+    def takes_all_scores(self, problem: Problem) -> bool:
+        # weights of rows are in the upstream gradient, too, where the kernels find them
+        has_plain_targets = problem.without_weights().plain_targets
+        changes_logits = problem.pair_options.change_logits
+        return has_plain_targets and not changes_logits and problem.progress is None
+
+    def token_bytes(self, problem: Problem, side: Tokens) -> int:
+        d, item = side.shape[1], self.dtype.itemsize
+        is_staged = side.mask is not None or problem.normalize or side.dtype != self.operand
+        of_token = 20  # order, norms, row
+        # of queries, what a piece adds is beside the sums of other pieces
+        gradients = 1 + (side is problem.query)
+        return int(d * (is_staged * self.operand.itemsize + gradients * item) + of_token)
+
     def maxima_bytes(self, problem: Problem) -> int:
         if self.has_sweeps and problem.query.mask is None:
             return int(-(-problem.query.length // UNIT) * 4)
@@ -174,15 +228,19 @@ class GPUTokenBlocks(TokenBlocks):
     def _finite(self, features: Any) -> Array:
         if not isinstance(features, Tokens):
             return super()._finite(features)
+        return cupy.isfinite(self.nans(features))
+
+    def nans(self, features: Tokens) -> Array:
+        """[m] NaN flags (NaN or 0) of rows: of a token that counts, or of a key without tokens."""
         m, length, (_, d) = len(features), features.length, features.shape
         mask = None if features.mask is None else cupy.ascontiguousarray(features.mask)
         source = cupy.ascontiguousarray(features.values).reshape(-1, d)
-        flags = cupy.empty(m, np.uint8)
+        nans = cupy.empty(m)
         self.launch(TOKENS, "tokens_not_finite", m, {
             "z": matrix(source), "mask": address(mask), "tokens": length, "d": d,
-            "wants_tokens": features is self.key, "flags": address(flags),
+            "wants_tokens": features is self.key, "nans": address(nans),
         })  # fmt: skip
-        return flags == 0
+        return nans
 
     def score(  # type: ignore[override]
         self, query: StridedRows, key: StridedRows, wants_winners: bool

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import MISSING, find_dtype
-from judge import assert_grad, assert_loss, largest_logit, pairs
+from judge import assert_grad, assert_loss, assert_same_bits, largest_logit, pairs
 from reference_problems import each_once
 
 import infonce
@@ -62,11 +62,6 @@ def compare(arrays: Any, dtype: str, got: infonce.LossAndGrad, **options: Any) -
     for name in ("query", "key", "scale"):
         have = cupy.asnumpy(getattr(got.grads, name))
         assert_grad(have, want.grads[name], dtype, logit, terms=terms)
-
-
-def assert_same_bits(got: infonce.LossAndGrad, want: infonce.LossAndGrad) -> None:
-    for one, other in zip((got.loss, *got.grads), (want.loss, *want.grads), strict=True):
-        assert cupy.asnumpy(one).tobytes() == cupy.asnumpy(other).tobytes()
 
 
 CASES = ["float64 naive", "float32 fused", "float64 tiled", "float32 tiled", "bfloat16 tiled"]

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import ml_dtypes
 import numpy as np
 import pytest
 from gpu_problems import smaller
@@ -17,12 +16,10 @@ from hypothesis import strategies as st
 from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.offload import layout
 from infonce.kernels.problem import Gradients, Problem
-from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
+from judge import BFLOAT16, DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
 from infonce.checks import validation
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

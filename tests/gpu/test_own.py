@@ -53,19 +53,30 @@ def with_strides(z: np.ndarray, strides: str) -> Any:
     return wide[steps]
 
 
-def call(z: list[Any], **options: Any) -> Any:
-    query, key, own = map(cupy.asarray, z)
-    grad_dtype = None if z[0].dtype == np.float64 else np.float32
-    return infonce.info_nce_loss_and_grad(query, key, own=own, grad_dtype=grad_dtype, **options)
+def on_device(value: Any) -> Any:
+    """Arrays, or a tuple of them, on the device; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(cupy.asarray, value))
+    return cupy.asarray(value) if isinstance(value, np.ndarray) else value
 
 
-def check(z: list[Any], **options: Any) -> None:
-    """All results of a call beside the reference's."""
+def check(
+    z: list[Any], strides: str = "contiguous", least: float = 1e-36,
+    wrt: tuple[str, ...] = FIELDS, grad_dtype: Any = np.float32, **options: Any,
+) -> Any:  # fmt: skip
+    """All results of a call beside the reference's. Returns the gradient of own negatives."""
+    query, key, own = (with_strides(part, strides) for part in z)
+    got = infonce.info_nce_loss_and_grad(
+        query, key, own=own, wrt=wrt, grad_dtype=None if z[0].dtype == np.float64 else grad_dtype,
+        **{name: on_device(value) for name, value in options.items()},
+    )  # fmt: skip
+    if "own_indices" in options and "own_mask" in options:  # what does not count may be anything
+        options["own_indices"] = np.where(options["own_mask"], options["own_indices"], -1)
     want = reference.info_nce(*z[:2], own=z[2], **options)
-    got, dtype = call(z, **options), z[0].dtype.name
-    near(got.loss, want.loss, dtype)
-    for field in FIELDS:
-        near(getattr(got.grads, field), want.grads[field], dtype)
+    near(got.loss, want.loss, z[0].dtype.name, least)
+    for field in wrt:
+        near(getattr(got.grads, field), want.grads[field], z[0].dtype.name, least)
+    return got.grads.own
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -80,8 +91,10 @@ def test_sizes(dtype: str, d: int, k: int, normalize: bool) -> None:
     check(z, scale=4.0, normalize=normalize)
 
 
-def test_options_and_strides() -> None:
-    """All options, with masks, strides and NaN in own negatives that do not count."""
+@pytest.mark.parametrize("in_table", [False, True])
+def test_options_and_strides(in_table: bool) -> None:
+    """All options, with masks and strides. Own negatives that do not count are NaN, or have indices
+    out of range."""
 
     @settings(max_examples=6 if EMULATED else 60, deadline=None, derandomize=True)
     @given(st.data())
@@ -98,23 +111,23 @@ def test_options_and_strides() -> None:
             labels = rng.integers(-1, n, (m, data.draw(st.integers(1, 3))))
             options["labels"] = each_once(labels)
         if data.draw(st.booleans()):
+            options["own_bias"] = rng.standard_normal((m, k))
+        if in_table:
+            rows = data.draw(st.integers(1, 60))
+            z[2] = (rng.standard_normal((rows + 1, d)) / d**0.5).astype(z[0].dtype)
+            dtype_of_indices = data.draw(st.sampled_from(["i4", "i8"]))
+            options["own_indices"] = rng.integers(-1, rows, (m, k)).astype(dtype_of_indices)
+        if data.draw(st.booleans()):
             options["own_mask"] = mask = rng.random((m, k)) < 0.7
             mask[0] = False
-            z[2][~mask] = np.nan
+            if in_table:
+                options["own_indices"][~mask] = 10**9
+            else:
+                z[2][~mask] = np.nan
         if data.draw(st.booleans()):
             options["in_batch"] = False
         strides = data.draw(st.sampled_from(["contiguous", "gaps", "columns first"]))
-        want = reference.info_nce(*z[:2], own=z[2], **options)
-        on_device = {
-            name: tuple(map(cupy.asarray, value)) if name == "guide"
-            else cupy.asarray(value) if isinstance(value, np.ndarray) else value
-            for name, value in options.items()
-        }  # fmt: skip
-        query, key, own = (with_strides(part, strides) for part in z)
-        got = infonce.info_nce_loss_and_grad(query, key, own=own, **on_device)
-        near(got.loss, want.loss, dtype, 0.1)
-        for field in FIELDS:
-            near(getattr(got.grads, field), want.grads[field], dtype, 0.1)
+        check(z, strides, 0.1, grad_dtype=None, **options)
 
     tries()
 
@@ -208,10 +221,7 @@ def test_the_scale_from_feature_gradients(
     monkeypatch.setattr(problem, "FEW_LOGITS", 0)
     z, _ = draw(140, 150, 5, 40, "float32")
     options: dict[str, Any] = {"scale": 3.0, "margin": margin}
-    want = reference.info_nce(*z[:2], own=z[2], **options)
-    got = call(z, wrt=wrt, **options)
-    for field in wrt:
-        near(getattr(got.grads, field), want.grads[field], "float32")
+    check(z, wrt=wrt, **options)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -267,26 +277,6 @@ def draw_table(
     return [*z[:2], table], rng.integers(-1, rows - 1, (m, k)), rng
 
 
-def check_table(
-    z: list[Any], indices: np.ndarray, strides: str = "contiguous", **options: Any
-) -> Any:
-    """All results of a call beside the reference's. Returns the gradient of the table."""
-    want = reference.info_nce(*z[:2], own=z[2], own_indices=indices, **options)
-    query, key, table = (with_strides(part, strides) for part in z)
-    on_device = {
-        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
-    got = infonce.info_nce_loss_and_grad(
-        query, key, own=table, own_indices=cupy.asarray(indices),
-        grad_dtype=None if z[0].dtype == np.float64 else np.float32, **on_device,
-    )  # fmt: skip
-    near(got.loss, want.loss, z[0].dtype.name)
-    for field in FIELDS:
-        near(getattr(got.grads, field), want.grads[field], z[0].dtype.name)
-    return got.grads.own
-
-
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("k", "rows"), fewer([(1, 5), (3, 700), (17, 40), (70, 3)], 2))
 @pytest.mark.parametrize(("dtype", "d"), [
@@ -297,44 +287,8 @@ def test_tables(dtype: str, d: int, k: int, rows: int, normalize: bool) -> None:
     """Rows of the table with no use, with a few, and with more than several pieces."""
     z, indices, _ = draw_table(21, k, d, rows, dtype)
     z[2][-1] = np.nan  # it has no use
-    gradient = check_table(z, indices, scale=4.0, normalize=normalize)
+    gradient = check(z, own_indices=indices, scale=4.0, normalize=normalize)
     assert not gradient[-1].any()
-
-
-def test_tables_with_options_and_strides() -> None:
-    @settings(max_examples=6 if EMULATED else 60, deadline=None, derandomize=True)
-    @given(st.data())
-    def tries(data: Any) -> None:
-        m, k, rows = (data.draw(st.integers(1, most)) for most in (40, 18, 60))
-        d = data.draw(st.integers(4, 90))
-        dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"]))
-        z, indices, rng = draw_table(m, k, d, rows + 1, dtype, data.draw(st.integers(0, 2**31)))
-        options: dict[str, Any] = {"scale": 4.0, "normalize": data.draw(st.booleans())}
-        options |= softmax_options("info_nce", *(len(part) for part in z[:2]), rng)
-        for name in ("label_smoothing", "decoupled", "guide", "guide_margin"):
-            options.pop(name, None)
-        if data.draw(st.booleans()):
-            options["own_bias"] = rng.standard_normal((m, k))
-        if data.draw(st.booleans()):
-            options["own_mask"] = rng.random((m, k)) < 0.7
-            indices[~options["own_mask"]] = 10**9  # it is not read
-        if data.draw(st.booleans()):
-            options["in_batch"] = False
-        in_range = np.where(options.get("own_mask", True), indices, -1)
-        want = reference.info_nce(*z[:2], own=z[2], own_indices=in_range, **options)
-        strides = data.draw(st.sampled_from(["contiguous", "gaps", "columns first"]))
-        arrays = [with_strides(part, strides) for part in z]
-        options |= {"own_indices": indices.astype(data.draw(st.sampled_from(["i4", "i8"])))}
-        on_device = {
-            name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
-            for name, value in options.items()
-        }
-        got = infonce.info_nce_loss_and_grad(*arrays[:2], own=arrays[2], **on_device)
-        near(got.loss, want.loss, dtype, 0.1)
-        for field in FIELDS:
-            near(getattr(got.grads, field), want.grads[field], dtype, 0.1)
-
-    tries()
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
@@ -342,7 +296,7 @@ def test_tables_with_options_and_strides() -> None:
 def test_normalised_tables_of_any_size(dtype: str, size: float) -> None:
     z, indices, _ = draw_table(20, 20, 48, 9, dtype)
     z[0], z[2] = (part * part.dtype.type(size) for part in (z[0], z[2]))
-    check_table(z, indices, scale=4.0, normalize=True)
+    check(z, own_indices=indices, scale=4.0, normalize=True)
 
 
 @pytest.mark.parametrize("shift", [-300.0, 0.0, 300.0])

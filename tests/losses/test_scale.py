@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis
-import ml_dtypes
 import numpy as np
 import pytest
 from gpu_problems import ELEMENT_ROUNDOFF, MISSING, PRODUCT_ROUNDOFF
@@ -12,13 +11,12 @@ from hypothesis import strategies as st
 from infonce.kernels import problem as problems
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.solve import Solution, Vectors
-from judge import LOSSES, arguments, judged, pairs
+from judge import BFLOAT16, LOSSES, arguments, judged, pairs
 from reference_problems import SEEDS, call_of, quick, small_problem
 
 import infonce
 from infonce import dispatch, spec
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 if not MISSING:
     import cupy

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from judge import assert_grad, assert_loss
 
 import infonce
+from infonce import reference
 from infonce.cli import main
 
 
@@ -61,9 +63,19 @@ def test_torch_second_backward_and_autocast() -> None:
     assert torch.autograd.gradcheck(
         lambda q, k: infonce.torch.clip_loss(q, k, scale=0.8, **masks), (q, k)
     )
-    with torch.autocast("cpu", torch.bfloat16):
-        low = infonce.torch.clip_loss(q.float(), k.float(), scale=0.8, **masks)
-    assert torch.isfinite(low)
+    q, k = (z.detach().float().requires_grad_() for z in (q, k))
+    with torch.autocast("cpu", torch.bfloat16):  # products stay in float32
+        single = infonce.torch.clip_loss(q, k, scale=0.8, **masks)
+    single.backward()
+    wide = [z.detach().double().numpy() for z in (q, k)]
+    scored = reference.maxsim(*wide, **{name: mask.numpy() for name, mask in masks.items()})
+    want = reference.clip(scored.scores, np.eye(6), scale=0.8)
+    logit = 0.8 * np.abs(scored.scores).max()
+    assert_loss(single.item(), want.loss, "float32", logit)
+    wanted = reference.maxsim_gradients(want.grads["image"], scored, *wide)
+    for z, gradient in zip((q, k), wanted, strict=True):
+        assert z.grad.dtype == torch.float32
+        assert_grad(z.grad.numpy(), gradient, "float32", logit)
 
 
 @pytest.mark.extras
@@ -75,7 +87,6 @@ def test_jax(loss: str, way: str) -> None:
 
     query, key, masks = draw()
     query, key = query.astype(np.float32), key.astype(np.float32)
-    want = getattr(infonce, f"{loss}_loss_and_grad")(query, key, scale=0.8, **masks)
     wrt = (0,) if loss == "lit" else (0, 1)
 
     def value(q: Any, k: Any) -> Any:
@@ -84,13 +95,18 @@ def test_jax(loss: str, way: str) -> None:
     function: Any = jax.value_and_grad(value, wrt)
     if way == "jit":
         function = jax.jit(function)
+    batch = [(query, key)]
     if way == "vmap":
         function = jax.vmap(function)
-        query, key = query[None], key[None]
+        batch += [(-query, key[::-1]), (query[:, ::-1], 0.5 * key)]
+        query, key = (np.stack(side) for side in zip(*batch, strict=True))
     got, gradients = function(query, key)
-    np.testing.assert_allclose(np.asarray(got).reshape(()), want.loss, rtol=1e-6)
-    for z, wanted in zip(gradients, want.grads, strict=False):
-        np.testing.assert_allclose(np.asarray(z).reshape(wanted.shape), wanted, rtol=0, atol=1e-6)
+    for i, sides in enumerate(batch):
+        want = getattr(infonce, f"{loss}_loss_and_grad")(*sides, scale=0.8, **masks)
+        at = i if way == "vmap" else ()
+        np.testing.assert_allclose(got[at], want.loss, rtol=1e-6)
+        for z, wanted in zip(gradients, want.grads, strict=False):
+            np.testing.assert_allclose(z[at], wanted, rtol=0, atol=1e-6)
 
 
 def test_command(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from infonce.kernels.options import MOST_COLUMNS
+from judge import assert_same_bits
 from reference_problems import FEATURES, assert_close, one_problem
 
 import infonce
@@ -20,12 +21,6 @@ def call(name: str, ids: Any, **options: Any) -> infonce.LossAndGrad:
     function = getattr(infonce, f"{name}_loss_and_grad")
     options = {"scale": 2.0, "normalize": True, **options}
     return function(*features, ids=ids, **options)  # type: ignore[no-any-return]
-
-
-def assert_same_bits(got: infonce.LossAndGrad, want: infonce.LossAndGrad) -> None:
-    assert got.loss == want.loss
-    for one, other in zip(got.grads, want.grads, strict=True):
-        assert one is other is None or one.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize("method", ["naive", "auto", "tiled"])

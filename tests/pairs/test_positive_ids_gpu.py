@@ -6,11 +6,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_problems import MISSING
-from judge import assert_grad, assert_loss
+from gpu_problems import MISSING, check_positive_ids
 
 import infonce
-from infonce import reference
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.emulated, pytest.mark.skipif(bool(MISSING), reason=MISSING),
@@ -22,40 +20,14 @@ if not MISSING:
     from infonce.kernels.gpu.device.launches import Queue
     from infonce.kernels.gpu.tiled import buffers, one_pass
 
-DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
-          "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
-SCALE, BIAS = 3.0, -2.0
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def compare(dtype: str, rows: int, columns: int, width: int, names: Any, **options: Any) -> None:
-    """Loss and gradients by a method, with ids, groups and weights by `names`."""
-    place = np.asarray if options.get("offload") else cupy.asarray
+    """`check_positive_ids` with ids of two rows each."""
     rng = np.random.default_rng(rows)
-    image, text = (
-        z.astype(DTYPES[dtype])
-        for z in (rng.standard_normal((rows, width)), rng.standard_normal((columns, width)))
-    )
-    pairs = {
-        "positive_ids": (np.arange(rows) // 2, rng.integers(0, rows // 2 + 3, columns)),
-        "ids": (np.arange(rows) // 4, rng.integers(0, rows // 4, columns)),
-        "groups": (np.arange(rows) // 9, np.sort(rng.integers(0, 5, columns))),
-    }
-    keywords = {name: pairs[name] for name in ("positive_ids", *names) if name in pairs}
-    weights = rng.uniform(0.5, 2.0, rows) if "weights" in names else np.ones(rows)
-    both: dict[str, Any] = {"scale": SCALE, "normalize": True}
-    want = reference.siglip(
-        image, text, bias=BIAS, weights=weights / weights.sum(), **both, **keywords
-    )
-    if "weights" in names:
-        options["weights"] = place(weights)
-    placed = {name: tuple(map(place, pair)) for name, pair in keywords.items()}
-    got = infonce.siglip_loss_and_grad(place(image), place(text), BIAS, **both, **placed, **options)
-    logit = SCALE - BIAS
-    assert_loss(float(got.loss), want.loss, dtype, logit)
-    for field, gradient in want.grads.items():
-        if (have := getattr(got.grads, field)) is not None:
-            terms = np.abs(want.losses).max() if np.ndim(gradient) == 0 else 0.0
-            assert_grad(cupy.asnumpy(have), gradient, dtype, logit, terms=terms)
+    pair = np.arange(rows) // 2, rng.integers(0, rows // 2 + 3, columns)
+    check_positive_ids("siglip", dtype, pair, width, names, **options)
 
 
 @pytest.mark.parametrize("method", ["auto", "fused", "naive"])
@@ -65,7 +37,7 @@ def test_against_reference(method: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("portable", [False, True])
-@pytest.mark.parametrize("dtype", [*DTYPES])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels(dtype: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, some not whole; little workspace; gradients of the scale and bias alone."""
     monkeypatch.setattr(config.precision, "PORTABLE", portable)
@@ -114,7 +86,7 @@ def test_sweeps_compare_ids_in_marked_tiles_only(
     def losses(a: Any, b: Any) -> Any:
         placed = cupy.asarray(a), cupy.asarray(b)
         options: dict[str, Any] = {"positive_ids": placed, "scale": 0.1, "reduction": "none"}
-        return infonce.siglip_loss(image, text, BIAS, method="tiled", **options).get()
+        return infonce.siglip_loss(image, text, -2.0, method="tiled", **options).get()
 
     none = losses(ids, ids + 300)
     assert (losses(ids, ids) != none).all()

@@ -9,8 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import infonce
 from infonce import reference
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 LOSSES = ["info_nce", "nt_xent", "clip", "lit", "siglip"]
 KINDS = ["random", "aligned", "partly aligned", "opposed", "identical rows", "long"]  # of `pairs`
@@ -93,6 +95,15 @@ def assert_grad(
         f"gradient off by {error:.2e}, bound {bound:.2e}; worst at {worst}: "
         f"{got[worst]} for {want[worst]}"
     )
+
+
+def assert_same_bits(got: infonce.LossAndGrad, want: infonce.LossAndGrad) -> None:
+    """AssertionError unless losses and gradients are equal bit by bit, on the host or a GPU."""
+    for one, other in zip((got.loss, *got.grads), (want.loss, *want.grads), strict=True):
+        if one is not None or other is not None:
+            one, other = (z.get() if hasattr(z, "get") else np.asarray(z) for z in (one, other))
+            assert one.dtype == other.dtype
+            assert one.tobytes() == other.tobytes()
 
 
 def cancelling(ref: reference.Reference, args: tuple[np.ndarray, ...], scale: float) -> float:

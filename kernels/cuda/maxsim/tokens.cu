@@ -122,10 +122,10 @@ finish_tokens(const __grid_constant__ Rows z, const Real* g, const int* order, c
   }
 }
 
-// flags[i] = 1 if a feature of a token of row i that counts is not finite, or if `wants_tokens` and the row has none;
+// nans[i] = NaN if a feature of a token of row i that counts is not finite, or if `wants_tokens` and the row has none;
 // else 0. A thread block computes a row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-tokens_not_finite(const __grid_constant__ Matrix z, const Flag* mask, i64 tokens, i64 d, i64 wants_tokens, Flag* flags) {
+tokens_not_finite(const __grid_constant__ Matrix z, const Flag* mask, i64 tokens, i64 d, i64 wants_tokens, double* nans) {
   const i64 row = blockIdx.x;
   float sum = 0;  // of features times 0: 0, or NaN
   int counted = 0;
@@ -142,7 +142,7 @@ tokens_not_finite(const __grid_constant__ Matrix z, const Flag* mask, i64 tokens
       k += n;
     }
   const bool is_bad = __syncthreads_or(sum != 0), has_tokens = __syncthreads_or(counted);
-  if (threadIdx.x == 0) flags[row] = is_bad || (wants_tokens && !has_tokens);
+  if (threadIdx.x == 0) nans[row] = is_bad || (wants_tokens && !has_tokens) ? NAN_ : 0.0;
 }
 
 // best[j][a] = the largest product of query token a with the tokens of key j; NaN if one of them is not finite.

@@ -4,6 +4,7 @@
 //
 //     unit_rows          U: the features Z converted to Real and, if `normalize`, divided by their norms
 //     similarity         X = scale U V'; logits of excluded pairs are -inf
+//     logits_of_scores   instead of both: X from MaxSim scores (kernels/maxsim)
 //     row_losses         for each row: loss, log-sum-exp, retrieval rank
 //     column_losses      for each column (CLIP): loss, log-sum-exp, retrieval rank
 //     sigmoid_losses     for each row (SigLIP): the losses of its pairs, each a sigmoid
@@ -153,6 +154,14 @@ similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_const
   }
 }
 
+// x [m, n] are logits of scores [m, n] that other kernels have computed; they may be in the same memory.
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
+logits_of_scores(const Real* scores, i64 m, i64 n, const __grid_constant__ Scale scale,
+                 const __grid_constant__ Pairs pairs, Real* x) {
+  const i64 at = (i64)blockIdx.x * NAIVE_THREADS + threadIdx.x;
+  if (at < m * n) x[at] = pairs.excluded(at / n, at % n) ? (Real)-INFINITY_ : (Real)(scale.get() * scores[at]);
+}
+
 // One thread block computes a tile of out [rows, d], which is the scale times
 //     QUERY_GRADIENT    sum_j G_ij v_j
 //     KEY_GRADIENT      sum_i G_ij u_i
@@ -276,7 +285,8 @@ sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
 }
 
 // One thread block computes row i of G = dL/dX, dots[i] = sum_j G_ij x_ij for the gradient of the scale, and
-// sums[i] = sum_j G_ij for the gradient of the bias. `column_lse` is null if columns have no softmax.
+// sums[i] = sum_j G_ij for the gradient of the bias. `column_lse` is null if columns have no softmax. G may be in the
+// memory of X.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
                const double* upstream, double row_direction_weight, double column_direction_weight,
