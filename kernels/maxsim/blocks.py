@@ -123,7 +123,7 @@ class TokenBlocks(ArrayBlocks):
 
     # -- what cpu.py and gpu.py implement
 
-    def stage(self, problem: Problem, tokens: Tokens) -> TokenRows:
+    def stage(self, problem: Problem, tokens: Tokens, is_query: bool = False) -> TokenRows:
         """Tokens as operands of products, normalised if the loss normalises."""
         raise NotImplementedError
 
@@ -220,7 +220,7 @@ class TokenBlocks(ArrayBlocks):
     def _stage_once(self, side: str, problem: Problem, tokens: Tokens) -> TokenRows:
         if side not in self.staged or self.staged[side][0] is not tokens:
             self.staged.pop(side, None)  # frees the memory first
-            self.staged[side] = tokens, self.stage(problem, tokens)
+            self.staged[side] = tokens, self.stage(problem, tokens, side == "query")
         return self.staged[side][1]
 
     def write_scores(

@@ -57,7 +57,7 @@ class CPUTokenBlocks(TokenBlocks):
     def starts(self, tokens: Tokens) -> Array:
         return np.concatenate([[0], np.cumsum(tokens.counts)])
 
-    def stage(self, problem: Problem, tokens: Tokens) -> PackedRows:
+    def stage(self, problem: Problem, tokens: Tokens, is_query: bool = False) -> PackedRows:
         values, norms = normalized_rows(np, tokens.pack(), problem.normalize, self.dtype)
         return PackedRows(tokens, values, norms)
 

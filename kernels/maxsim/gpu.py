@@ -1,12 +1,14 @@
 """MaxSim on a GPU: cuBLAS multiplies tiles of tokens, and kernels take maxima and add gradients.
 
-Rows of tokens keep one stride, so that no number of tokens has to be known on the host: the tokens
-that count come first, and kernels read how many there are (kernels/cuda/maxsim/tokens.cu).
+The tokens of keys keep one stride, and those that count come first; the tokens of queries that have
+a mask are packed. Kernels read how many there are (kernels/cuda/maxsim/tokens.cu), so that the host
+has to know no number of tokens.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import cupy
@@ -39,6 +41,7 @@ UNIT, UNITS, SWEEP_THREADS = 16, 12, 512
 SWEEP_SHARED = 226 * 1024
 MOST_SEGMENTS = 512
 SEGMENT_START = 0.5  # time to begin a segment, in keys
+PACKED_SHARES = tuple(eighths / 8 for eighths in range(2, 9))  # of query tokens that may count
 # dtype of operands, by precision of products
 OPERANDS = {
     "fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16",
@@ -101,14 +104,18 @@ def make_blocks(problem: Problem, gradients: Gradients | None) -> TokenBlocks:
 
 
 class StridedRows(TokenRows):
-    """Staged tokens, `values` [m L, D]: in each row, those that count come first.
+    """Staged tokens, `values` [m L, D]: in each row, those that count come first; or packed.
 
     `counts` [m] and `order` [m, L] say how many count, and where they are in the caller's rows;
-    None: all, in their places. `factor` and `exponent` are of `row_norms` (cuda/rows.cuh).
+    None: all, in their places. `starts` [m + 1] and `token_rows` [m L] of packed tokens: where
+    rows begin, and the row of each token. `factor` and `exponent` are of `row_norms`
+    (cuda/rows.cuh).
     """
 
     counts: Array = None
     order: Array = None
+    starts: Array = None
+    token_rows: Array = None
     factor: Array = None
     exponent: Array = None
     source: Array = None  # [m L, D] the caller's tokens
@@ -162,13 +169,13 @@ class GPUTokenBlocks(TokenBlocks):
     def token_bytes(self, problem: Problem, side: Tokens) -> int:
         d, item = side.shape[1], self.dtype.itemsize
         is_staged = side.mask is not None or problem.normalize or side.dtype != self.operand
-        of_token = 16  # order, norms
+        of_token = 20  # order, norms, row
         # of queries, what a piece adds is beside the sums of other pieces
         gradients = 1 + (side is problem.query)
         return int(d * (is_staged * self.operand.itemsize + gradients * item) + of_token)
 
     def maxima_bytes(self, problem: Problem) -> int:
-        if self.has_sweeps:
+        if self.has_sweeps and problem.query.mask is None:
             return int(-(-problem.query.length // UNIT) * 4)
         return super().maxima_bytes(problem)
 
@@ -182,7 +189,7 @@ class GPUTokenBlocks(TokenBlocks):
     def starts(self, tokens: Tokens) -> Array:
         return np.arange(len(tokens) + 1) * tokens.length
 
-    def stage(self, problem: Problem, tokens: Tokens) -> StridedRows:
+    def stage(self, problem: Problem, tokens: Tokens, is_query: bool = False) -> StridedRows:
         m, length, (_, d) = len(tokens), tokens.length, tokens.shape
         source = cupy.ascontiguousarray(tokens.values).reshape(-1, d)
         staged = StridedRows(tokens, source)
@@ -194,6 +201,12 @@ class GPUTokenBlocks(TokenBlocks):
                 "mask": address(mask), "rows": m, "tokens": length,
                 "order": address(staged.order), "counts": address(staged.counts),
             })  # fmt: skip
+            if is_query:
+                staged.starts = cupy.empty(m + 1, np.int64)
+                staged.token_rows = cupy.empty(m * length, np.int32)
+                self.launch(TOKENS, "add_counts", 1, {
+                    "counts": address(staged.counts), "rows": m, "starts": address(staged.starts),
+                })  # fmt: skip
         if problem.normalize:
             staged.factor = cupy.empty(len(source), self.dtype)
             staged.exponent = cupy.empty(len(source), np.int32)
@@ -207,7 +220,8 @@ class GPUTokenBlocks(TokenBlocks):
         lanes = 16 if d <= HALF_WARP_ROW else 32
         self.launch(TOKENS, "stage_tokens", -(-len(source) * lanes // THREADS), {
             "z": staged.fields, "order": address(staged.order), "counts": address(staged.counts),
-            "rows": m, "tokens": length, "d": d, "operands": address(staged.values),
+            "starts": address(staged.starts), "rows": m, "tokens": length, "d": d,
+            "operands": address(staged.values), "token_rows": address(staged.token_rows),
         })  # fmt: skip
         return staged
 
@@ -232,11 +246,24 @@ class GPUTokenBlocks(TokenBlocks):
         self, query: StridedRows, key: StridedRows, wants_winners: bool
     ) -> tuple[Array, Array | None]:
         m, n = len(query), len(key)
-        t, key_tokens = len(query.values), key.tokens.length
         weights = query.weights(self.dtype)
-        if self.has_sweeps:
-            scores, winners = self._score_by_sweep(query, key, wants_winners)
+        find_maxima = self._sweep if self.has_sweeps else self._maxima_of_tiles
+        best, winners = find_maxima(query, key, wants_winners)
+        if self.has_sweeps and query.starts is None:
+            scores = best.sum(axis=1)
             return scores if weights is None else scores * weights[:, None], winners
+        scores = cupy.empty((m, n), self.dtype)
+        self.launch(TOKENS, "add_tokens", -(-m * n // THREADS), {
+            "best": address(best), "queries": m, "keys": n, "query_tokens": query.tokens.length,
+            "starts": address(query.starts), "weights": address(weights), "scores": address(scores),
+        })  # fmt: skip
+        return scores, winners
+
+    def _maxima_of_tiles(
+        self, query: StridedRows, key: StridedRows, wants_winners: bool
+    ) -> tuple[Array, Array | None]:
+        """The maxima [n, query tokens] of each query token, and winners, by tiles of products."""
+        n, t, key_tokens = len(key), len(query.values), key.tokens.length
         best = cupy.empty((n, t), self.dtype)
         winners = cupy.empty((n, t), self.winner_dtype) if wants_winners else None
         most_products = TILE_BYTES // self.dtype.itemsize
@@ -256,28 +283,28 @@ class GPUTokenBlocks(TokenBlocks):
                     "winners": 0 if winners is None else address(winners.ravel(), at),
                     "best_stride": t,
                 })  # fmt: skip
-        scores = cupy.empty((m, n), self.dtype)
-        self.launch(TOKENS, "add_tokens", -(-m * n // THREADS), {
-            "best": address(best), "queries": m, "keys": n, "query_tokens": query.tokens.length,
-            "counts": address(query.counts), "weights": address(weights), "scores": address(scores),
-        })  # fmt: skip
-        return scores, winners
+        return best, winners
 
-    def _score_by_sweep(
+    def _sweep(
         self, query: StridedRows, key: StridedRows, wants_winners: bool
     ) -> tuple[Array, Array | None]:
-        """`score` without means, by the kernel of sm90/maxsim.cu."""
+        """The same by sm90/maxsim.cu; of queries that are not packed, sums of the maxima of units
+        [m, units, n]."""
         (m, n), d = (len(query), len(key)), query.values.shape[1]
         query_tokens, key_tokens = query.tokens.length, key.tokens.length
         tile = min(SWEEP_TILES, key=lambda tile: (-(-key_tokens // tile) * tile, -tile))
         slices = -(-d // SLICE)
         stages = min(8, (SWEEP_SHARED - UNITS * UNIT * 128 * slices) // (tile * 128 * slices + 16))
         shared = (UNITS * UNIT + stages * tile) * 128 * slices + 16 * stages + 16
-        units_per_query = -(-query_tokens // UNIT)
-        row_tiles = -(-m * units_per_query // UNITS)
+        is_packed, units_per_query = query.starts is not None, -(-query_tokens // UNIT)
+        units = -(-m * query_tokens // UNIT) if is_packed else m * units_per_query
+        row_tiles = -(-units // UNITS)
         multiprocessors = self.properties.multiprocessors
-        segments = choose_segments(row_tiles, n, multiprocessors)
-        parts = cupy.empty((m, units_per_query, n), np.float32)
+        shares = PACKED_SHARES if is_packed else (1.0,)
+        segments = choose_segments(row_tiles, n, multiprocessors, shares)
+        has_half_tails = key.counts is not None or 0 < key_tokens % tile <= -(-tile // 16) * 8
+        shape = (n, m * query_tokens) if is_packed else (m, units_per_query, n)
+        parts = cupy.empty(shape, np.float32)
         winners = cupy.empty((n, m * query_tokens), self.winner_dtype) if wants_winners else None
         maps = {
             f"{name}_map": self.launcher.queue.tensor_map(
@@ -288,13 +315,14 @@ class GPUTokenBlocks(TokenBlocks):
         self.launcher.launch(
             "sm90/maxsim.cu", "maxsim", min(multiprocessors, row_tiles * segments),
             SWEEP_THREADS, {
-                **maps, "query_counts": address(query.counts), "key_counts": address(key.counts),
+                **maps, "query_counts": address(query.starts, m), "key_counts": address(key.counts),
                 "parts": address(parts), "winners": address(winners), "queries": m,
                 "query_tokens": query_tokens, "keys": n, "key_tokens": key_tokens,
                 "segments": segments,
             }, shared, KEY_TILE=tile, STAGES=stages, SLICES=slices, WINNERS=int(wants_winners),
+            PACKED=int(is_packed), HALF_TAILS=int(has_half_tails),
         )  # fmt: skip
-        return parts.sum(axis=1), winners
+        return parts, winners
 
     def _multiply(self, query: Array, key: Array, products: Array) -> None:
         """Products [rows, columns] of the tokens, in the first rows and columns of `products`."""
@@ -358,7 +386,8 @@ class GPUTokenBlocks(TokenBlocks):
             "g": address(g), "winners": address(winners), "queries": len(query),
             "keys": len(key), "query_tokens": query.tokens.length,
             "key_tokens": key.tokens.length, "d": out.shape[-1],
-            "counts": address(query.counts), "out": address(out),
+            "starts": address(query.starts), "token_rows": address(query.token_rows),
+            "out": address(out),
         }  # fmt: skip
 
     def launch_gradient(
@@ -394,18 +423,24 @@ class GPUTokenBlocks(TokenBlocks):
         lanes = 16 if d <= HALF_WARP_ROW else 32
         self.launch(TOKENS, "finish_tokens", -(-m * length * lanes // THREADS), {
             "z": z.fields, "g": address(g), "order": address(z.order), "counts": address(z.counts),
-            "rows": m, "tokens": length, "d": d, "out": matrix(target.reshape(-1, d)), "add": add,
+            "starts": address(z.starts), "rows": m, "tokens": length, "d": d,
+            "out": matrix(target.reshape(-1, d)), "add": add,
         })  # fmt: skip
         if target is not out:
             out[...] = target
 
 
 @functools.cache
-def choose_segments(row_tiles: int, keys: int, multiprocessors: int) -> int:
-    """The number of segments of keys with which the busiest multiprocessor has the least to do."""
+def choose_segments(
+    row_tiles: int, keys: int, multiprocessors: int, shares: tuple[float, ...]
+) -> int:
+    """The number of segments of keys with which the busiest multiprocessor has the least to do, in
+    the mean over the shares of the row tiles that may exist."""
+    tiles = [math.ceil(row_tiles * share) for share in shares]
 
     def work(segments: int) -> float:
-        return -(-row_tiles * segments // multiprocessors) * (keys / segments + SEGMENT_START)
+        rounds = sum(-(-count * segments // multiprocessors) for count in tiles)
+        return rounds * (keys / segments + SEGMENT_START)
 
     return min(range(1, min(keys, MOST_SEGMENTS) + 1), key=work)
 

@@ -93,6 +93,89 @@ def test_portable(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(*draw((5, 17, 9, 70, 96), dtype, True), BOUND[dtype])
 
 
+# tokens of queries that count, and the largest number of tokens
+COUNTS = {
+    "ragged": ([5, 1, 17, 9, 13], 17), "whole units": ([16, 3, 13, 10, 6], 16),
+    "one more": ([16, 3, 13, 11, 6], 16), "none at the ends": ([0, 7, 0, 5, 0], 7),
+    "one token": ([0, 0, 1, 0, 0], 3), "none": ([0] * 5, 4), "a block": ([40, 39, 41, 40, 32], 41),
+    "more than a block": ([40, 40, 40, 40, 33], 40),
+    "several blocks": ([33, 40, 29, 1, 0, 40, 40, 40, 40, 38, 35, 40], 40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_packed_queries(name: str, dtype: str) -> None:
+    """Units and blocks of packed tokens span queries, and may be empty."""
+    counts, query_tokens = COUNTS[name]
+    m = len(counts)
+    query, key, _ = draw((m, query_tokens, m, 20, 128), dtype, False)
+    mask = np.arange(query_tokens) < np.array(counts)[:, None]
+    mask = np.random.default_rng(1).permuted(mask, axis=1)
+    check(query, key, {"query_mask": mask}, BOUND[dtype], token_mean=name == "ragged")
+
+
+def test_tokens_that_do_not_count() -> None:
+    """May hold anything, and get gradient 0; with all that count, masks change nothing."""
+    query, key, masks = draw((7, 19, 7, 70, 128), "bfloat16", True)
+    arrays = cupy.asarray(query), cupy.asarray(key)
+    query[~masks["query_mask"]] = np.nan
+    key[~masks["key_mask"]] = np.nan
+    spoiled = cupy.asarray(query), cupy.asarray(key)
+    full = {name: cupy.ones(mask.shape, bool) for name, mask in masks.items()}
+    options: dict[str, Any] = {"scale": 2.0, "grad_dtype": np.float32}
+    results = [
+        infonce.info_nce_loss_and_grad(q, k, **given, **options)
+        for q, k, given in (
+            (*arrays, on_device(masks)), (*spoiled, on_device(masks)), (*arrays, {}),
+            (*arrays, full),
+        )
+    ]  # fmt: skip
+    for one, other in (results[:2], results[2:]):
+        near(one.loss, cupy.asnumpy(other.loss), 1e-6)
+        near(one.grads.query, cupy.asnumpy(other.grads.query).astype(np.float64), 2e-6)
+        near(one.grads.key, cupy.asnumpy(other.grads.key).astype(np.float64), 2e-6)
+    for name, mask in masks.items():
+        got = getattr(results[1].grads, name.removesuffix("_mask"))
+        assert not cupy.asnumpy(got)[~mask].any()
+
+
+@pytest.mark.parametrize("winners", [False, True])
+@pytest.mark.parametrize(("tile", "key_tokens"), [(64, 190), (104, 310), (128, 250), (152, 300),
+                                                  (176, 350)])  # fmt: skip
+def test_tails_of_keys(tile: int, key_tokens: int, winners: bool) -> None:
+    """Keys that end at half a tile, a tile, or one token later. The last token wins."""
+    half = -(-tile // 16) * 8
+    lengths = [1, half - 1, half, half + 1, tile, tile + 1, tile + half, tile + half + 1]
+    lengths += [2 * tile - 1, key_tokens]
+    lengths = [min(length, key_tokens) for length in (*lengths, *reversed(lengths))]
+    n = len(lengths)
+    query, key, _ = draw((n, 4, n, key_tokens, 128), "bfloat16", False)
+    query[:, ::2, 0] = 1
+    key[np.arange(n), np.array(lengths) - 1, 0] = 4
+    masks: dict[str, Any] = {"key_mask": np.arange(key_tokens) < np.array(lengths)[:, None]}
+    if winners:
+        check(query, key, masks, BOUND["bfloat16"], scale=0.1)
+        return
+    masks["query_mask"] = np.arange(4) < np.arange(n)[:, None] % 5
+    got = infonce.maxsim_scores(cupy.asarray(query), cupy.asarray(key), **on_device(masks))
+    near(got, maxsim(query, key, **masks).scores, 2e-6)
+
+
+@pytest.mark.parametrize("key_tokens", [31, 32, 33])
+def test_keys_of_half_a_tile(key_tokens: int) -> None:
+    query, key, _ = draw((12, 5, 12, key_tokens, 64), "bfloat16", False)
+    check(query, key, {}, BOUND["bfloat16"])
+
+
+def test_segments_of_packed_queries() -> None:
+    """The busiest multiprocessor has little more to do than others, however many tokens count."""
+    segments = gpu.choose_segments(171, 1024, 132, gpu.PACKED_SHARES)
+    for tiles in range(43, 172):
+        busiest = -(-tiles * segments // 132) * (1024 / segments + gpu.SEGMENT_START)
+        assert busiest <= 1.1 * tiles * 1024 / 132
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_normalize(dtype: str) -> None:
     query, key, masks = draw((5, 7, 9, 20, 24), dtype, True)
@@ -224,12 +307,14 @@ def test_not_finite(where: str) -> None:
     np.testing.assert_array_equal(np.isnan(cupy.asnumpy(losses)), expected)
 
 
-def test_memory_stays_within_the_workspace() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_memory_stays_within_the_workspace(masked: bool) -> None:
     """Of a call whose winners would not fit, and whose gradients of keys would not either."""
     m, n, workspace = 1500, 1700, 96 * 2**20
     rng = cupy.random.default_rng(0)
     query = rng.standard_normal((m, 16, 128), np.float32).astype(BFLOAT16)
     key = rng.standard_normal((n, 64, 128), np.float32).astype(BFLOAT16)
+    mask = cupy.arange(16) < rng.integers(4, 17, (m, 1)) if masked else None
     pool = cupy.get_default_memory_pool()
     infonce.info_nce_loss_and_grad(query[:64], key[:64], scale=0.1)
     pool.free_all_blocks()
@@ -240,7 +325,9 @@ def test_memory_stays_within_the_workspace() -> None:
         nonlocal peak
         peak = max(peak, pool.total_bytes() - before)
 
-    infonce.info_nce_loss_and_grad(query, key, scale=0.1, workspace=workspace, progress=progress)
+    infonce.info_nce_loss_and_grad(
+        query, key, scale=0.1, query_mask=mask, workspace=workspace, progress=progress
+    )
     outputs = query.nbytes + key.nbytes
     assert outputs < peak <= workspace + outputs + 2**22
 

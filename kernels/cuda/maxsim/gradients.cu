@@ -1,5 +1,5 @@
 // MaxSim: gradients of tokens from winners (maxsim/tokens.cu has the equations). Operands are contiguous rows of d
-// elements in the precision of the products.
+// elements in the precision of the products. Query tokens are packed if there are `starts` and `token_rows`, else null.
 //
 // -DALIGNED=1: rows have a multiple of 16 bytes.
 #include "maxsim/types.cuh"
@@ -72,23 +72,23 @@ struct Packed {
 // out[segment][a] = the part of dq of query token a that a segment of the keys has. Blocks of a segment are consecutive.
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 2)
 query_gradient(const Real* g, const Winner* winners, const Element* key, i64 queries, i64 keys, i64 query_tokens,
-               i64 key_tokens, i64 d, const i64* counts, i64 segments, Real* out) {
+               i64 key_tokens, i64 d, const i64* starts, const int* token_rows, i64 segments, Real* out) {
   const int lane = threadIdx.x % 32, half = lane / 16;
   const i64 tokens = queries * query_tokens, blocks = gridDim.x / segments, segment = blockIdx.x / blocks;
   const i64 first = (blockIdx.x % blocks * QUERY_THREADS + threadIdx.x) / 32 * (2 * ROWS);
-  if (first >= tokens) return;
+  const i64 counted = starts ? starts[queries] : tokens;
+  if (first >= counted) return;
   const i64 begin = keys * segment / segments, end = keys * (segment + 1) / segments;
   // lane r looks up what concerns token r of the warp
-  const i64 mine = min(first + lane % 16, tokens - 1), query = (u32)mine / (u32)query_tokens;
-  const bool counts_mine =
-      first + lane % 16 < tokens && (!counts || (u32)mine % (u32)query_tokens < counts[query]);
+  const i64 mine = min(first + lane % 16, counted - 1);
+  const i64 query = token_rows ? token_rows[mine] : (u32)mine / (u32)query_tokens;
   for (i64 column = lane % 16 * WIDTH; column - lane % 16 * WIDTH < d; column += QUERY_FEATURES) {
     Real sum[ROWS][WIDTH] = {};
     int next = begin < end ? winners[begin * tokens + mine] : 0;
     for (i64 j = begin; j < end; ++j) {
       const int winner = next;
       if (j + 1 < end) next = winners[(j + 1) * tokens + mine];
-      const Real factor = counts_mine ? g[query * keys + j] : 0;
+      const Real factor = g[query * keys + j];
       const Element* row = key + j * key_tokens * d + column;
       Packed<WIDTH> x[ROWS];
 #pragma unroll
@@ -104,7 +104,7 @@ query_gradient(const Real* g, const Winner* winners, const Element* key, i64 que
     Real* to = out + (segment * tokens + first + half * ROWS) * d + column;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r, to += d) {
-      if (first + half * ROWS + r >= tokens) break;
+      if (first + half * ROWS + r >= counted) break;
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i)
         if (column + i < d) to[i] = sum[r][i];
@@ -147,11 +147,13 @@ __device__ __forceinline__ u32 same_lanes(u32 x) {
 // (j * parts + part) * chunks of features + chunk. `g` [keys][queries] is transposed.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 key_gradient(const Real* g, const Winner* winners, const Element* query, i64 queries, i64 keys, i64 query_tokens,
-             i64 key_tokens, i64 d, const i64* counts, Real* out) {
+             i64 key_tokens, i64 d, const i64* starts, const int* token_rows, Real* out) {
   extern __shared__ __align__(16) char memory[];
   Sorted& s = *(Sorted*)memory;
   const i64 parts = (key_tokens + TOKENS - 1) / TOKENS, feature_chunks = (d + FEATURES - 1) / FEATURES;
-  const i64 key = blockIdx.x / (parts * feature_chunks), total_tokens = queries * query_tokens;
+  const i64 key = blockIdx.x / (parts * feature_chunks);
+  const i64 total_tokens = starts ? starts[queries] : queries * query_tokens;
+  winners += key * queries * query_tokens;
   const int first = (int)(blockIdx.x / feature_chunks % parts) * TOKENS;
   const int tokens = (int)min((i64)TOKENS, key_tokens - first);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = threadIdx.x;
@@ -167,9 +169,7 @@ key_gradient(const Real* g, const Winner* winners, const Element* query, i64 que
 #pragma unroll
     for (int k = 0; k < PER_THREAD; ++k) {
       const i64 row = base + (warp * PER_THREAD + k) * 32 + lane;
-      bool is_counted = row < total_tokens;
-      if (counts && is_counted) is_counted = (u32)row % (u32)query_tokens < counts[(u32)row / (u32)query_tokens];
-      token[k] = is_counted ? (u32)winners[key * total_tokens + row] - first : ALL_LANES;
+      token[k] = row < total_tokens ? (u32)winners[row] - first : ALL_LANES;
       const bool exists = token[k] < (u32)tokens;
       const u32 same = same_lanes(exists ? token[k] : TOKENS + lane);
       const int before = __popc(same & ((1u << lane) - 1));
@@ -208,7 +208,8 @@ key_gradient(const Real* g, const Winner* winners, const Element* query, i64 que
         const i64 row = base + (warp * PER_THREAD + k) * 32 + lane;
         Sorted::Entry& entry = s.list[s.begins[token[k]] + s.counts[warp][token[k]] + place[k]];
         entry.at = (u32)(row - base) << TOKEN_BITS | token[k];
-        entry.factor = g[key * queries + (u32)row / (u32)query_tokens];
+        const u32 query_row = token_rows ? (u32)token_rows[row] : (u32)row / (u32)query_tokens;
+        entry.factor = g[key * queries + query_row];
       }
     __syncthreads();
     // this warp's part of the list

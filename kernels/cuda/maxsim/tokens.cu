@@ -4,8 +4,10 @@
 //     s_ij = sum_a max_b q_ia . d_jb        winner b*(i, a, j): the first b with the maximum
 //     dq_ia = sum_j G_ij d_{j, b*}          dd_jb = sum_ij G_ij sum over a with b* = b of q_ia
 //
-// Rows of tokens have one stride, so query token a of query i is token i query_tokens + a. Only the first `counts` of
-// a row count (null: all). Winners are [keys][query tokens]. Sums have a fixed order.
+// Rows of tokens have one stride: token a of query i is query token i query_tokens + a. Only the first `counts` of a
+// key count (null: all). Queries with a mask are packed: the tokens of query i that count are those from starts[i] to
+// starts[i + 1] - 1 (null: they are not packed). Arrays of packed tokens have room for all tokens, because only the
+// device knows how many count. Winners are [keys][query tokens]. Sums have a fixed order.
 #include "maxsim/types.cuh"
 #include "rows.cuh"
 
@@ -34,17 +36,36 @@ order_tokens(const Flag* mask, i64 rows, i64 tokens, int* order, i64* counts) {
   }
 }
 
-// Tokens as operands [rows * tokens][d]: z, or z / |z| if z has norms. With an order (null: none), those that count come
-// first in each row, and zeros replace the others. Half a warp, or a warp, computes a token.
+// starts[i] = the sum of the counts before row i; starts[rows], of all counts. One thread block computes them.
 extern "C" __global__ void __launch_bounds__(THREADS)
-stage_tokens(const __grid_constant__ Rows z, const int* order, const i64* counts, i64 rows, i64 tokens, i64 d,
-             Element* operands) {
+add_counts(const i64* counts, i64 rows, i64* starts) {
+  __shared__ i64 sums[THREADS];
+  const i64 begin = rows * threadIdx.x / THREADS, end = rows * (threadIdx.x + 1) / THREADS;
+  i64 sum = 0;
+  for (i64 i = begin; i < end; ++i) sum += counts[i];
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  i64 start = 0;
+  for (int t = 0; t < (int)threadIdx.x; ++t) start += sums[t];
+  for (i64 i = begin; i < end; ++i) starts[i] = start, start += counts[i];
+  if (threadIdx.x == THREADS - 1) starts[rows] = start;
+}
+
+// Tokens as operands [rows * tokens][d]: z, or z / |z| if z has norms. With an order (null: none), those that count come
+// first in each row, and zeros replace the others. With `starts`, they are packed, zeros follow them, and token_rows
+// [rows * tokens] has their rows. Half a warp, or a warp, computes a token.
+extern "C" __global__ void __launch_bounds__(THREADS)
+stage_tokens(const __grid_constant__ Rows z, const int* order, const i64* counts, const i64* starts, i64 rows,
+             i64 tokens, i64 d, Element* operands, int* token_rows) {
   const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
   const i64 token = lanes_row(lanes);
   if (token >= rows * tokens) return;
   const i64 row = token / tokens;
   const bool counts_here = !counts || token % tokens < counts[row];
   const i64 source = order ? row * tokens + order[token] : token;
+  i64 to = token;
+  if (starts) to = counts_here ? starts[row] + token % tokens : starts[rows] + token - starts[row + 1];
+  if (starts && counts_here && lane == 0) token_rows[to] = (int)row;
   const Real inverse = counts_here ? (Real)z.inverse(source) : 0;
   for (i64 column = lane * LANE_FEATURES; column < d; column += lanes * LANE_FEATURES) {
     Real x[LANE_FEATURES] = {};
@@ -54,11 +75,11 @@ stage_tokens(const __grid_constant__ Rows z, const int* order, const i64* counts
       if (column + i < d) {
         const Real u = z.factor ? x[i] * inverse : x[i];
 #if PRECISION == BF16
-        operands[token * d + column + i] = to_bf16(u);
+        operands[to * d + column + i] = to_bf16(u);
 #elif PRECISION == FP16
-        operands[token * d + column + i] = to_fp16(u);
+        operands[to * d + column + i] = to_fp16(u);
 #else
-        operands[token * d + column + i] = u;
+        operands[to * d + column + i] = u;
 #endif
       }
   }
@@ -67,14 +88,15 @@ stage_tokens(const __grid_constant__ Rows z, const int* order, const i64* counts
 // The gradient with respect to z, from that with respect to the operands, `g` [rows * tokens][d]: written to `out`, or
 // added if `add`. Tokens that do not count have gradient 0. Half a warp, or a warp, computes a token.
 extern "C" __global__ void __launch_bounds__(THREADS)
-finish_tokens(const __grid_constant__ Rows z, const Real* g, const int* order, const i64* counts, i64 rows, i64 tokens,
-              i64 d, const __grid_constant__ Matrix out, i64 add) {
+finish_tokens(const __grid_constant__ Rows z, const Real* g, const int* order, const i64* counts, const i64* starts,
+              i64 rows, i64 tokens, i64 d, const __grid_constant__ Matrix out, i64 add) {
   const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
   const i64 token = lanes_row(lanes);
   const bool exists = token < rows * tokens;
   const i64 row = token / tokens;
   const bool counts_here = exists && (!counts || token % tokens < counts[row]);
   const i64 place = order && exists ? row * tokens + order[token] : token;
+  if (starts && exists) g += (starts[row] - row * tokens) * d;  // the row's first token is there
   double along = 0, inverse = 1;
   if (z.factor) {  // u = z / |z|: dz = (g - u <g, u>) / |z|
     for (i64 column = lane * LANE_FEATURES; counts_here && column < d; column += lanes * LANE_FEATURES) {
@@ -160,14 +182,14 @@ take_maxima(const Real* products, i64 stride, i64 rows, i64 keys, i64 key_tokens
 
 // scores[i][j] = weights[i] (null: 1) times the sum of best[j][a] over the tokens a of query i.
 extern "C" __global__ void __launch_bounds__(THREADS)
-add_tokens(const Real* best, i64 queries, i64 keys, i64 query_tokens, const i64* counts, const Real* weights,
+add_tokens(const Real* best, i64 queries, i64 keys, i64 query_tokens, const i64* starts, const Real* weights,
            Real* scores) {
   const i64 at = blockIdx.x * (i64)THREADS + threadIdx.x;
   if (at >= queries * keys) return;
-  const i64 key = at / queries, query = at % queries, count = counts ? counts[query] : query_tokens;
-  const Real* from = best + (key * queries + query) * query_tokens;
+  const i64 key = at / queries, query = at % queries;
+  const i64 begin = starts ? starts[query] : query * query_tokens;
+  const i64 end = starts ? starts[query + 1] : begin + query_tokens;
   double sum = 0;
-  for (i64 a = 0; a < count; ++a) sum += from[a];
+  for (i64 a = begin; a < end; ++a) sum += best[key * queries * query_tokens + a];
   scores[query * keys + key] = (Real)(weights ? sum * weights[query] : sum);
 }
-

@@ -3,7 +3,7 @@
 //
 //   thread block   ROWS query tokens stay in shared memory; tiles of KEY_TILE key tokens pass by. A key begins with a new
 //                  tile, and its last tile may read on into the next key: these columns are masked.
-//   warp           16 query tokens, a unit. A unit never spans two queries.
+//   warp           16 query tokens, a unit. A unit never spans two queries, unless they are packed.
 //   thread         rows g and g + 8 of its warp's 16, two columns of each eight.
 //
 // While a thread takes the maxima of one tile, the products of the next tile are under way in other warpgroups.
@@ -13,6 +13,9 @@
 // maximum is known to 2^-20. Maxima are taken of bits as integers, of three numbers in one instruction.
 //
 // Options: KEY_TILE, STAGES tiles in shared memory, SLICES of 64 features, WINNERS: whether winners are written.
+// PACKED: query tokens that count have no gaps between them, and only the device knows how many there are. HALF_TAILS:
+// of a tile of which a key has at most the first half of the columns, only these are multiplied, unless it is the first
+// tile of a segment.
 #ifndef KEY_TILE
 #define KEY_TILE 152
 #endif
@@ -26,6 +29,12 @@
 #endif
 #ifndef WINNERS
 #define WINNERS 0
+#endif
+#ifndef PACKED
+#define PACKED 0
+#endif
+#ifndef HALF_TAILS
+#define HALF_TAILS 0
 #endif
 
 constexpr int GROUPS = 3;         // warpgroups that multiply; one more loads
@@ -139,24 +148,38 @@ __device__ __forceinline__ void combine(float& top, int& column, float other, in
   column = wins ? other_column : column;
 }
 
-// x = the products of a warpgroup's 64 query tokens and the tile of a stage.
-__device__ __forceinline__ void multiply(float (&x)[KEY_TILE / 2], u32 rows, u32 columns) {
+#if IS_FLOAT16
+#define WGMMA(name) name##_fp16
+#else
+#define WGMMA(name) name##_bf16
+#endif
+// x = the products of a warpgroup's 64 query tokens and the tile of a stage, of which a key has the first `left`
+// columns.
+__device__ __forceinline__ void multiply(float (&x)[KEY_TILE / 2], u32 rows, u32 columns, int left) {
+  constexpr int HALF_TILE = (KEY_TILE / 8 + 1) / 2 * 8;
+  // ptxas would make products wait for each other (C7511) if they needed more uniform registers. So a vote tells it that
+  // all threads take the same branch, and each product has its own. A commit after the branches would be a product
+  const bool is_half = HALF_TAILS && __any_sync(ALL_LANES, left <= HALF_TILE);
   warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 4 * SLICES; ++k) {
     const u32 a = rows + k / 4 * (QUERY_BLOCK / 16) + k % 4 * 2, b = columns + k / 4 * (KEY_SLICE / 16) + k % 4 * 2;
-#if IS_FLOAT16
-    wgmma_tile_fp16(x, a, b, k > 0);
-#else
-    wgmma_tile_bf16(x, a, b, k > 0);
-#endif
+    const bool is_last = k == 4 * SLICES - 1;
+    if (is_half) {
+      WGMMA(wgmma_half_tile)(x, a, b, k > 0);
+      if (is_last) warpgroup_commit();
+    } else {
+      WGMMA(wgmma_tile)(x, a, b, k > 0);
+      if (is_last) warpgroup_commit();
+    }
   }
-  warpgroup_commit();
 }
 
 // parts[unit][j] = the sum of the maxima of a unit's tokens over the tokens of key j. winners[j][a] (WINNERS): the token
 // of key j with the maximum of query token a. A query has ceil(query_tokens / UNIT) units. `counts` (null: all): tokens
 // of a row that count. `segments` of the keys are divided among thread blocks.
+// PACKED: `counts` of the queries is their total. Units are consecutive tokens, of any queries. parts[j][a] = the
+// maximum of query token a; rows of parts have queries * query_tokens elements, as those of winners.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const i64* query_counts,
        const i64* key_counts, float* parts, Winner* winners, i64 queries, i64 query_tokens, i64 keys,
@@ -170,7 +193,11 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
     fence_barrier_init();
   }
   __syncthreads();
+#if PACKED
+  const int all_tokens = (int)*query_counts, units = (all_tokens + UNIT - 1) / UNIT;
+#else
   const int units_per_query = (int)((query_tokens + UNIT - 1) / UNIT), units = (int)queries * units_per_query;
+#endif
   const int row_tiles = (units + UNITS - 1) / UNITS, items = row_tiles * (int)segments;
   // a key has one token at least: a thread block would wait for the tiles of one without tokens for ever
   const auto length_of = [&](int j) { return key_counts ? max((int)key_counts[j], 1) : (int)key_tokens; };
@@ -186,7 +213,11 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
       barrier_expect(s.query_full, sizeof s.query);
       for (int w = 0; w < UNITS; ++w) {
         const int unit = row_tile * UNITS + w;
+#if PACKED
+        const int row = unit * UNIT;
+#else
         const int row = unit / units_per_query * (int)query_tokens + unit % units_per_query * UNIT;
+#endif
         for (int k = 0; k < SLICES; ++k)
           tma_load(s.query[w / 4][k] + w % 4 * UNIT * ROW, query_map, s.query_full, 64 * k, row);
       }
@@ -213,13 +244,17 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
   for (int item = blockIdx.x; item < items; item += gridDim.x, ++count) {
     const int row_tile = item % row_tiles, segment = item / row_tiles;
     const int begin = (int)(keys * segment / segments), end = (int)(keys * (segment + 1) / segments);
-    const int unit = row_tile * UNITS + warp, query = min(unit, units - 1) / units_per_query;
-    const int first_token = unit % units_per_query * UNIT;
+    const int unit = row_tile * UNITS + warp;
+#if PACKED
+    const int first_token = unit * UNIT, tokens = all_tokens - first_token - g;  // of this unit, from row g on
+#else
+    const int query = min(unit, units - 1) / units_per_query, first_token = unit % units_per_query * UNIT;
     const int query_length = query_counts ? (int)query_counts[query] : (int)query_tokens;
     const int tokens = unit < units ? query_length - first_token - g : 0;  // of this unit, from row g on
+#endif
     barrier_wait(s.query_full, count & 1);
     barrier_wait(s.full[pipe.stage], pipe.phase);
-    multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])));
+    multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])), KEY_TILE);
     int length = length_of(begin), next_length = begin + 1 < end ? length_of(begin + 1) : 0;
     float best[4] = {(float)LOW, (float)LOW, (float)LOW, (float)LOW};
     int at[4] = {};
@@ -235,7 +270,8 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
       join_tile(x, length, first, t, best, at, index_mask);
       if (!ends || j + 1 < end) barrier_wait(s.full[pipe.stage], pipe.phase);
       // after the last tile: nobody reads it
-      multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])));
+      multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])),
+               ends ? next_length : length - first - KEY_TILE);
       first += KEY_TILE;
       if (!ends) {
         warpgroup_wait<0>();
@@ -243,7 +279,7 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
         continue;
       }
       // the key's maxima: of two columns, of four threads of a row, of the rows of the unit
-      float sum = 0;
+      float part = 0;
       int winner = 0;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -253,15 +289,25 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
 #pragma unroll
         for (int k = 1; k < 4; k *= 2)
           combine(top, column, __shfl_xor_sync(ALL_LANES, top, k), WINNERS ? __shfl_xor_sync(ALL_LANES, column, k) : 0);
-        if (8 * h < tokens) sum += without_index(top);
+        if (PACKED && t == h) part = without_index(top);
+        if (!PACKED && 8 * h < tokens) part += without_index(top);
         if (t == h) winner = column;
       }
+#if PACKED
+      const int token = first_token + 8 * t + g;  // whose maximum and winner this thread writes
+      if (t < 2 && 8 * t < tokens) {
+        const i64 to = j * queries * query_tokens + token;
+        parts[to] = part;
+        if (WINNERS) winners[to] = (Winner)min(winner, length - 1);
+      }
+#else
 #pragma unroll
-      for (int k = 4; k < 32; k *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, k);
-      if (unit < units && lane == 0) parts[unit * keys + j] = sum;
+      for (int k = 4; k < 32; k *= 2) part += __shfl_xor_sync(ALL_LANES, part, k);
+      if (unit < units && lane == 0) parts[unit * keys + j] = part;
       const int token = first_token + 8 * t + g;  // of the query, whose winner this thread writes
       if (WINNERS && t < 2 && unit < units && token < query_tokens)
         winners[(j * queries + query) * query_tokens + token] = (Winner)min(winner, length - 1);
+#endif
       if (++j == end) break;
       length = next_length, next_length = j + 1 < end ? length_of(j + 1) : 0, first = 0;
 #pragma unroll
