@@ -170,8 +170,8 @@ class GPUTokenBlocks(TokenBlocks):
         d, item = side.shape[1], self.dtype.itemsize
         is_staged = side.mask is not None or problem.normalize or side.dtype != self.operand
         of_token = 20  # order, norms, row
-        # of queries, what a piece adds is beside the sums of other pieces
-        gradients = 1 + (side is problem.query)
+        # the total of parts is beside the sums of other pieces
+        gradients = 1 + (side is problem.query and self.part_bytes(problem) > 0)
         return int(d * (is_staged * self.operand.itemsize + gradients * item) + of_token)
 
     def maxima_bytes(self, problem: Problem) -> int:
@@ -344,14 +344,17 @@ class GPUTokenBlocks(TokenBlocks):
             self.most_parts // (tokens * d * self.dtype.itemsize),
         )  # fmt: skip
         segments = max(1, segments)
-        out = cupy.empty((segments, tokens, d), self.dtype)
+        adds = sums is not None and segments == 1
+        out = sums[None] if adds else cupy.empty((segments, tokens, d), self.dtype)
         g = self._weighted(g, query)  # a name keeps it alive until the launch
         arguments = self._gradient_arguments(g, query, key, winners, out)
         self.launch_gradient(
             "query_gradient", blocks * segments,
-            {**arguments, "key": address(key.values), "segments": segments},
+            {**arguments, "key": address(key.values), "segments": segments, "add": adds},
         )  # fmt: skip
-        total = out[0] if segments == 1 else out.sum(axis=0)
+        if segments == 1:
+            return out[0]
+        total = out.sum(axis=0)
         if sums is None:
             return total
         sums += total

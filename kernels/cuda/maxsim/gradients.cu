@@ -69,10 +69,11 @@ struct Packed {
   }
 };
 
-// out[segment][a] = the part of dq of query token a that a segment of the keys has. Blocks of a segment are consecutive.
+// out[segment][a] = the part of dq of query token a that a segment of the keys has, or `add`: adds it. Blocks of a
+// segment are consecutive.
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 2)
 query_gradient(const Real* g, const Winner* winners, const Element* key, i64 queries, i64 keys, i64 query_tokens,
-               i64 key_tokens, i64 d, const i64* starts, const int* token_rows, i64 segments, Real* out) {
+               i64 key_tokens, i64 d, const i64* starts, const int* token_rows, i64 segments, i64 add, Real* out) {
   const int lane = threadIdx.x % 32, half = lane / 16;
   const i64 tokens = queries * query_tokens, blocks = gridDim.x / segments, segment = blockIdx.x / blocks;
   const i64 first = (blockIdx.x % blocks * QUERY_THREADS + threadIdx.x) / 32 * (2 * ROWS);
@@ -107,7 +108,7 @@ query_gradient(const Real* g, const Winner* winners, const Element* key, i64 que
       if (first + half * ROWS + r >= counted) break;
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i)
-        if (column + i < d) to[i] = sum[r][i];
+        if (column + i < d) to[i] = add ? to[i] + sum[r][i] : sum[r][i];
     }
   }
 }
