@@ -344,8 +344,10 @@ class GPUTokenBlocks(TokenBlocks):
             self.most_parts // (tokens * d * self.dtype.itemsize),
         )  # fmt: skip
         segments = max(1, segments)
-        adds = sums is not None and segments == 1
-        out = sums[None] if adds else cupy.empty((segments, tokens, d), self.dtype)
+        if sums is not None and segments == 1:
+            out, adds = sums[None], True
+        else:
+            out, adds = cupy.empty((segments, tokens, d), self.dtype), False
         g = self._weighted(g, query)  # a name keeps it alive until the launch
         arguments = self._gradient_arguments(g, query, key, winners, out)
         self.launch_gradient(

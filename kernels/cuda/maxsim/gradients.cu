@@ -85,6 +85,14 @@ query_gradient(const Real* g, const Winner* winners, const Element* key, i64 que
   const i64 query = token_rows ? token_rows[mine] : (u32)mine / (u32)query_tokens;
   for (i64 column = lane % 16 * WIDTH; column - lane % 16 * WIDTH < d; column += QUERY_FEATURES) {
     Real sum[ROWS][WIDTH] = {};
+    if (add) {
+      const Real* from = out + (first + half * ROWS) * d + column;  // of one segment
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r, from += d)
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i)
+          if (first + half * ROWS + r < counted && column + i < d) sum[r][i] = from[i];
+    }
     int next = begin < end ? winners[begin * tokens + mine] : 0;
     for (i64 j = begin; j < end; ++j) {
       const int winner = next;
@@ -108,7 +116,7 @@ query_gradient(const Real* g, const Winner* winners, const Element* key, i64 que
       if (first + half * ROWS + r >= counted) break;
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i)
-        if (column + i < d) to[i] = add ? to[i] + sum[r][i] : sum[r][i];
+        if (column + i < d) to[i] = sum[r][i];
     }
   }
 }
