@@ -28,7 +28,8 @@ from .tokens import TokenRows, Tokens
 
 TOKENS = "maxsim/tokens.cu"
 THREADS, WARPS = 256, 8  # of a thread block
-QUERY_BLOCK = 128  # query tokens of a thread block of query_gradient
+# query tokens and threads of a thread block of query_gradient, and blocks of a multiprocessor
+QUERY_BLOCK, QUERY_THREADS, QUERY_RESIDENT = 32, 64, 8
 MOST_QUERY_SEGMENTS = 8  # of keys, whose parts of a gradient are added up
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
@@ -182,7 +183,7 @@ class GPUTokenBlocks(TokenBlocks):
     def part_bytes(self, problem: Problem) -> int:
         # with few query tokens, parts of the keys are added up by more thread blocks
         tokens = len(problem.query) * problem.query.length
-        if tokens > self.properties.multiprocessors * QUERY_BLOCK:
+        if tokens > self.properties.multiprocessors * QUERY_RESIDENT // 2 * QUERY_BLOCK:
             return 0
         return int(MOST_QUERY_SEGMENTS * tokens * problem.shape[2] * self.dtype.itemsize)
 
@@ -221,7 +222,7 @@ class GPUTokenBlocks(TokenBlocks):
         self.launch(TOKENS, "stage_tokens", -(-len(source) * lanes // THREADS), {
             "z": staged.fields, "order": address(staged.order), "counts": address(staged.counts),
             "starts": address(staged.starts), "rows": m, "tokens": length, "d": d,
-            "operands": address(staged.values), "token_rows": address(staged.token_rows),
+            "operands": matrix(staged.values), "token_rows": address(staged.token_rows),
         })  # fmt: skip
         return staged
 
@@ -302,7 +303,6 @@ class GPUTokenBlocks(TokenBlocks):
         multiprocessors = self.properties.multiprocessors
         shares = PACKED_SHARES if is_packed else (1.0,)
         segments = choose_segments(row_tiles, n, multiprocessors, shares)
-        has_half_tails = key.counts is not None or 0 < key_tokens % tile <= -(-tile // 16) * 8
         shape = (n, m * query_tokens) if is_packed else (m, units_per_query, n)
         parts = cupy.empty(shape, np.float32)
         winners = cupy.empty((n, m * query_tokens), self.winner_dtype) if wants_winners else None
@@ -315,12 +315,12 @@ class GPUTokenBlocks(TokenBlocks):
         self.launcher.launch(
             "sm90/maxsim.cu", "maxsim", min(multiprocessors, row_tiles * segments),
             SWEEP_THREADS, {
-                **maps, "query_counts": address(query.starts, m), "key_counts": address(key.counts),
+                **maps, "query_total": address(query.starts, m), "key_counts": address(key.counts),
                 "parts": address(parts), "winners": address(winners), "queries": m,
                 "query_tokens": query_tokens, "keys": n, "key_tokens": key_tokens,
                 "segments": segments,
             }, shared, KEY_TILE=tile, STAGES=stages, SLICES=slices, WINNERS=int(wants_winners),
-            PACKED=int(is_packed), HALF_TAILS=int(has_half_tails),
+            PACKED=int(is_packed),
         )  # fmt: skip
         return parts, winners
 
@@ -340,7 +340,7 @@ class GPUTokenBlocks(TokenBlocks):
         d, tokens = query.values.shape[1], len(query.values)
         blocks = -(-tokens // QUERY_BLOCK)
         segments = min(
-            MOST_QUERY_SEGMENTS, len(key), self.properties.multiprocessors * 2 // blocks,
+            MOST_QUERY_SEGMENTS, len(key), self.properties.multiprocessors * QUERY_RESIDENT // blocks,
             self.most_parts // (tokens * d * self.dtype.itemsize),
         )  # fmt: skip
         segments = max(1, segments)
@@ -353,6 +353,7 @@ class GPUTokenBlocks(TokenBlocks):
         self.launch_gradient(
             "query_gradient", blocks * segments,
             {**arguments, "key": address(key.values), "segments": segments, "add": adds},
+            QUERY_THREADS,
         )  # fmt: skip
         if segments == 1:
             return out[0]

@@ -430,7 +430,7 @@ def test_maxsim(precision: str, wide: int, arch: str) -> None:
     one_in(3, ["FP64", "FP32", "BF16", "FP16"].index(precision) + wide + list(DEVICES).index(arch))
     defines = {"PRECISION": precision, "WIDE_WINNERS": wide}
     log = compiler.compile_for("maxsim/tokens.cu", defines, arch, PTXAS)[1]
-    assert spilled(log) <= 8
+    assert spilled(log) <= 16
     for warps, chunk, tokens in ((16, 1024, 64), (32, 4096, 304)):
         defines |= {"ALIGNED": 1 - wide, "WARPS": warps, "CHUNK": chunk, "TOKENS": tokens}
         log = compiler.compile_for("maxsim/gradients.cu", defines, arch, PTXAS)[1]
@@ -445,9 +445,7 @@ def test_maxsim_sweeps(precision: str, tile: int, winners: int) -> None:
     """No registers are spilled, and no product waits for another (C7511)."""
     one_in(3, (precision == "FP16") + tile // 8 + winners)
     defines = {"PRECISION": precision, "KEY_TILE": tile, "WINNERS": winners, "SLICES": 2}
-    masks: list[dict[str, int]] = [{"PACKED": 1, "HALF_TAILS": 1}, {"HALF_TAILS": 1}, {"PACKED": 1}]
-    variants = [{}, *masks[: 3 if THOROUGH else 1], {"SLICES": 1} | masks[tile // 8 % 2]]
-    for options in variants:
+    for options in ({}, {"PACKED": 1}, {"SLICES": 1, "PACKED": tile // 8 % 2}):
         log = compiler.compile_for("sm90/maxsim.cu", defines | options, "sm_90a", PTXAS)[1]
         assert spilled(log) <= 0
         assert "C75" not in log

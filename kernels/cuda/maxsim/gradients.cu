@@ -19,7 +19,7 @@
 
 constexpr int WIDTH = 16 / sizeof(Element);     // features that a lane of query_gradient reads at a time: 16 bytes
 constexpr int QUERY_FEATURES = 16 * WIDTH;      // of half a warp
-constexpr int QUERY_THREADS = 256, ROWS = 8;    // half a warp of query_gradient has ROWS query tokens
+constexpr int QUERY_THREADS = 64, ROWS = 8;     // half a warp of query_gradient has ROWS query tokens
 constexpr int LANE_WIDTH = 16 / sizeof(Real), FEATURES = 32 * LANE_WIDTH;  // of key_gradient
 constexpr int BATCH = 8;                        // rows that a warp of key_gradient loads at a time
 
@@ -71,7 +71,7 @@ struct Packed {
 
 // out[segment][a] = the part of dq of query token a that a segment of the keys has, or `add`: adds it. Blocks of a
 // segment are consecutive.
-extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 8)
 query_gradient(const Real* g, const Winner* winners, const Element* key, i64 queries, i64 keys, i64 query_tokens,
                i64 key_tokens, i64 d, const i64* starts, const int* token_rows, i64 segments, i64 add, Real* out) {
   const int lane = threadIdx.x % 32, half = lane / 16;

@@ -56,7 +56,7 @@ add_counts(const i64* counts, i64 rows, i64* starts) {
 // [rows * tokens] has their rows. Half a warp, or a warp, computes a token.
 extern "C" __global__ void __launch_bounds__(THREADS)
 stage_tokens(const __grid_constant__ Rows z, const int* order, const i64* counts, const i64* starts, i64 rows,
-             i64 tokens, i64 d, Element* operands, int* token_rows) {
+             i64 tokens, i64 d, const __grid_constant__ Matrix operands, int* token_rows) {
   const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
   const i64 token = lanes_row(lanes);
   if (token >= rows * tokens) return;
@@ -72,16 +72,8 @@ stage_tokens(const __grid_constant__ Rows z, const int* order, const i64* counts
     if (counts_here) get_group(x, z.z, source, column, d - column);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i)
-      if (column + i < d) {
-        const Real u = z.factor ? x[i] * inverse : x[i];
-#if PRECISION == BF16
-        operands[to * d + column + i] = to_bf16(u);
-#elif PRECISION == FP16
-        operands[to * d + column + i] = to_fp16(u);
-#else
-        operands[to * d + column + i] = u;
-#endif
-      }
+      if (z.factor) x[i] *= inverse;
+    set_group(x, operands, to, column, d - column);
   }
 }
 
@@ -100,25 +92,27 @@ finish_tokens(const __grid_constant__ Rows z, const Real* g, const int* order, c
   double along = 0, inverse = 1;
   if (z.factor) {  // u = z / |z|: dz = (g - u <g, u>) / |z|
     for (i64 column = lane * LANE_FEATURES; counts_here && column < d; column += lanes * LANE_FEATURES) {
-      double x[LANE_FEATURES];
+      double x[LANE_FEATURES], y[LANE_FEATURES];
       get_group(x, z.z, place, column, d - column);
+      get_reals(y, g + token * d + column, d - column);
 #pragma unroll
-      for (int i = 0; i < LANE_FEATURES; ++i)
-        if (column + i < d) along += x[i] * g[token * d + column + i];
+      for (int i = 0; i < LANE_FEATURES; ++i) along += x[i] * y[i];
     }
     along = lanes_sum(along, lanes);
     if (counts_here) inverse = z.inverse(place);
   }
   for (i64 column = lane * LANE_FEATURES; exists && column < d; column += lanes * LANE_FEATURES) {
-    double x[LANE_FEATURES] = {};
-    if (counts_here && z.factor) get_group(x, z.z, place, column, d - column);
+    double x[LANE_FEATURES], y[LANE_FEATURES] = {}, before[LANE_FEATURES] = {};
+    if (counts_here) get_reals(y, g + token * d + column, d - column);
+    if (counts_here && z.factor) {
+      get_group(x, z.z, place, column, d - column);
 #pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) {
-      if (column + i >= d) break;
-      double y = counts_here ? g[token * d + column + i] : 0;
-      if (counts_here && z.factor) y = (y - x[i] * inverse * (along * inverse)) * inverse;
-      out.set(place, column + i, add ? out.get(place, column + i) + y : y);
+      for (int i = 0; i < LANE_FEATURES; ++i) y[i] = (y[i] - x[i] * inverse * (along * inverse)) * inverse;
     }
+    if (add) get_group(before, out, place, column, d - column);
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) y[i] += before[i];
+    set_group(y, out, place, column, d - column);
   }
 }
 

@@ -13,9 +13,7 @@
 // maximum is known to 2^-20. Maxima are taken of bits as integers, of three numbers in one instruction.
 //
 // Options: KEY_TILE, STAGES tiles in shared memory, SLICES of 64 features, WINNERS: whether winners are written.
-// PACKED: query tokens that count have no gaps between them, and only the device knows how many there are. HALF_TAILS:
-// of a tile of which a key has at most the first half of the columns, only these are multiplied, unless it is the first
-// tile of a segment.
+// PACKED: query tokens that count have no gaps between them, and only the device knows how many there are.
 #ifndef KEY_TILE
 #define KEY_TILE 152
 #endif
@@ -32,9 +30,6 @@
 #endif
 #ifndef PACKED
 #define PACKED 0
-#endif
-#ifndef HALF_TAILS
-#define HALF_TAILS 0
 #endif
 
 constexpr int GROUPS = 3;         // warpgroups that multiply; one more loads
@@ -148,40 +143,28 @@ __device__ __forceinline__ void combine(float& top, int& column, float other, in
   column = wins ? other_column : column;
 }
 
-#if IS_FLOAT16
-#define WGMMA(name) name##_fp16
-#else
-#define WGMMA(name) name##_bf16
-#endif
-// x = the products of a warpgroup's 64 query tokens and the tile of a stage, of which a key has the first `left`
-// columns.
-__device__ __forceinline__ void multiply(float (&x)[KEY_TILE / 2], u32 rows, u32 columns, int left) {
-  constexpr int HALF_TILE = (KEY_TILE / 8 + 1) / 2 * 8;
-  // ptxas would make products wait for each other (C7511) if they needed more uniform registers. So a vote tells it that
-  // all threads take the same branch, and each product has its own. A commit after the branches would be a product
-  const bool is_half = HALF_TAILS && __any_sync(ALL_LANES, left <= HALF_TILE);
+// x = the products of a warpgroup's 64 query tokens and the tile of a stage.
+__device__ __forceinline__ void multiply(float (&x)[KEY_TILE / 2], u32 rows, u32 columns) {
   warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 4 * SLICES; ++k) {
     const u32 a = rows + k / 4 * (QUERY_BLOCK / 16) + k % 4 * 2, b = columns + k / 4 * (KEY_SLICE / 16) + k % 4 * 2;
-    const bool is_last = k == 4 * SLICES - 1;
-    if (is_half) {
-      WGMMA(wgmma_half_tile)(x, a, b, k > 0);
-      if (is_last) warpgroup_commit();
-    } else {
-      WGMMA(wgmma_tile)(x, a, b, k > 0);
-      if (is_last) warpgroup_commit();
-    }
+#if IS_FLOAT16
+    wgmma_tile_fp16(x, a, b, k > 0);
+#else
+    wgmma_tile_bf16(x, a, b, k > 0);
+#endif
   }
+  warpgroup_commit();
 }
 
 // parts[unit][j] = the sum of the maxima of a unit's tokens over the tokens of key j. winners[j][a] (WINNERS): the token
-// of key j with the maximum of query token a. A query has ceil(query_tokens / UNIT) units. `counts` (null: all): tokens
-// of a row that count. `segments` of the keys are divided among thread blocks.
-// PACKED: `counts` of the queries is their total. Units are consecutive tokens, of any queries. parts[j][a] = the
+// of key j with the maximum of query token a. A query has ceil(query_tokens / UNIT) units. `key_counts` (null: all):
+// tokens of a key that count. `segments` of the keys are divided among thread blocks.
+// PACKED: `query_total` points to the number of query tokens (otherwise null). Units are consecutive tokens, of any queries. parts[j][a] = the
 // maximum of query token a; rows of parts have queries * query_tokens elements, as those of winners.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const i64* query_counts,
+maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const i64* query_total,
        const i64* key_counts, float* parts, Winner* winners, i64 queries, i64 query_tokens, i64 keys,
        i64 key_tokens, i64 segments) {
   extern __shared__ __align__(1024) char memory[];
@@ -194,7 +177,7 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
   }
   __syncthreads();
 #if PACKED
-  const int all_tokens = (int)*query_counts, units = (all_tokens + UNIT - 1) / UNIT;
+  const int all_tokens = (int)*query_total, units = (all_tokens + UNIT - 1) / UNIT;
 #else
   const int units_per_query = (int)((query_tokens + UNIT - 1) / UNIT), units = (int)queries * units_per_query;
 #endif
@@ -249,12 +232,11 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
     const int first_token = unit * UNIT, tokens = all_tokens - first_token - g;  // of this unit, from row g on
 #else
     const int query = min(unit, units - 1) / units_per_query, first_token = unit % units_per_query * UNIT;
-    const int query_length = query_counts ? (int)query_counts[query] : (int)query_tokens;
-    const int tokens = unit < units ? query_length - first_token - g : 0;  // of this unit, from row g on
+    const int tokens = unit < units ? (int)query_tokens - first_token - g : 0;  // of this unit, from row g on
 #endif
     barrier_wait(s.query_full, count & 1);
     barrier_wait(s.full[pipe.stage], pipe.phase);
-    multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])), KEY_TILE);
+    multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])));
     int length = length_of(begin), next_length = begin + 1 < end ? length_of(begin + 1) : 0;
     float best[4] = {(float)LOW, (float)LOW, (float)LOW, (float)LOW};
     int at[4] = {};
@@ -270,8 +252,7 @@ maxsim(const __grid_constant__ TensorMap query_map, const __grid_constant__ Tens
       join_tile(x, length, first, t, best, at, index_mask);
       if (!ends || j + 1 < end) barrier_wait(s.full[pipe.stage], pipe.phase);
       // after the last tile: nobody reads it
-      multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])),
-               ends ? next_length : length - first - KEY_TILE);
+      multiply(x, rows, shared_descriptor(shared_address(s.key[pipe.stage])));
       first += KEY_TILE;
       if (!ends) {
         warpgroup_wait<0>();

@@ -138,11 +138,6 @@ inline void fence_accumulators(float (&)[N]) {}
     device::multiply_async({device::Number::number, 2 * N, add != 0, a, b, nullptr, x, x + 64}, at); \
   }                                                                                                  \
   template <int N>                                                                                   \
-  inline void wgmma_half_tile_##type(float (&x)[N], u32 a, u32 b, int add, AT) {                     \
-    constexpr int COLUMNS = (N / 4 + 1) / 2 * 8;                                                     \
-    device::multiply_async({device::Number::number, COLUMNS, add != 0, a, b, nullptr, x, x + 64}, at); \
-  }                                                                                                  \
-  template <int N>                                                                                   \
   inline void wgmma_rows_##type(float (&x)[N], const u32 (&a)[4], u32 b, AT) {                       \
     device::multiply_async({device::Number::number, 2 * N, true, 0, b, a, x, nullptr}, at);          \
   }
