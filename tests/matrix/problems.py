@@ -237,7 +237,7 @@ def compare_tokens(
         sides.append(wide / np.where(length == 0, 1, length)[:, :, None] if normalize else wide)
         lengths.append((length != 0).astype(float) if normalize else length)
     q, k = (z.astype(np.float64) for z in sides)
-    x = (q[:, :, None, None] * k).sum(axis=4)  # equal tokens have equal products
+    x = (q[:, :, None, None] * k).sum(axis=4)
     x[:, :, ~key_counts] = -np.inf
     longest = np.where(key_counts, lengths[1], 0).max(axis=1)
     gap = (TOKEN_GAP * lengths[0][:, :, None] * longest).astype(np.float64)
