@@ -13,12 +13,13 @@ import platform
 import re
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "support"), str(HERE)]
 
-from evaluation import Tally  # noqa: E402
+from evaluation import Tally, numbers  # noqa: E402
 from executors import EXECUTORS  # noqa: E402
 from gpu_executors import missing  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -43,12 +44,12 @@ def versions() -> dict[str, str]:
 def find_first(chosen: list[str], seed: int) -> int:
     """Prints the first wrong result of the problems that the test computes."""
     tally = Tally()
-    for number in range(max(EXECUTORS[name].draws for name in chosen)):
-        for name in chosen:
-            if number < EXECUTORS[name].draws:
+    for position, row in enumerate(zip_longest(*(numbers(name, seed) for name in chosen)), 1):
+        for name, number in zip(chosen, row, strict=True):
+            if number is not None:
                 tally.run(name, seed, [number])
             if tally.wrong:
-                print(f"first wrong: {name} at {number + 1}: {tally.wrong[0]['wrong']}", flush=True)
+                print(f"first wrong: {name} at {position}: {tally.wrong[0]['wrong']}", flush=True)
                 return 1
     return 0
 
@@ -66,14 +67,14 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="write counts and worst shares here, JSON")
     arguments = parser.parse_args()
     console, tally, provenance = Console(), Tally(), versions()
-    numbers = range(arguments.draws) if arguments.only is None else [arguments.only]
+    drawn = range(arguments.draws) if arguments.only is None else [arguments.only]
     chosen = [
         name for name, each in EXECUTORS.items()
         if re.fullmatch(arguments.executors, name) and not missing(each.marks)
     ]  # fmt: skip
     if arguments.first:
         return find_first(chosen, arguments.seed)
-    for number in track(numbers, "problems", console=console):
+    for number in track(drawn, "problems", console=console):
         for name in chosen:
             tally.run(name, arguments.seed, [number])
     table = Table("compared", "largest share of its bound")
@@ -84,9 +85,9 @@ def main() -> int:
     console.print(f"{chosen}\ncounts: {dict(tally.counts)}\nrows by size of loss: {decades}")
     for wrong in tally.wrong[:40]:
         console.print(f"wrong: {wrong}", markup=False)
-    console.print(f"{len(numbers)} problems, {len(tally.wrong)} wrong")
+    console.print(f"{len(drawn)} problems, {len(tally.wrong)} wrong")
     if arguments.record:
-        record = {"seed": arguments.seed, "problems": len(numbers), "wrong": tally.wrong,
+        record = {"seed": arguments.seed, "problems": len(drawn), "wrong": tally.wrong,
                   "versions": provenance, "counts": dict(sorted(tally.counts.items())),
                   "executors": chosen, "rows_by_decade_of_loss": decades,
                   "worst_share_of_bound": dict(sorted(tally.worst.items()))}  # fmt: skip

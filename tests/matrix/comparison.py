@@ -55,6 +55,9 @@ def _shares(
     # a product that underflows is off by half of the smallest number, times the scale
     tiny = float(ml_dtypes.finfo(problem.compute).smallest_subnormal)
     tiny *= max(1.0, problem.scale, upstream) * max(want.dots.shape)
+    if "scores" in got:
+        bound = want.logit_bounds / problem.scale + 2 * rounding * np.abs(want.dots)
+        yield "scores", share(got["scores"], want.dots, wider * bound)
     for name, right in want.grads.items():
         if got.get(name) is None:
             if name in problem.settings.get("wrt", want.grads):

@@ -6,12 +6,44 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import comparison
 import numpy as np
 from executors import EXECUTORS
 from problems import Problem, draw
+
+MOST_DRAWS = 1500  # among which rare options are sought
+
+
+@lru_cache
+def draws_with_options(seed: int, largest: int) -> dict[str, list[int]]:
+    """Which of the first draws have each option."""
+    found: dict[str, list[int]] = {}
+    for number in range(MOST_DRAWS):
+        for option in draw(seed, number, largest).options:
+            found.setdefault(option, []).append(number)
+    return found
+
+
+def numbers(name: str, seed: int) -> list[int]:
+    """The first draws, as many as the executor has; and the first one with each option that none of
+    these has, if the executor takes it."""
+    executor, chosen = EXECUTORS[name], list(range(EXECUTORS[name].draws))
+
+    def find_options(number: int) -> set[str]:
+        problem = draw(seed, number, executor.largest)
+        return {*problem.options} if executor.takes(problem) else set()
+
+    compared = set[str]().union(*map(find_options, chosen))
+    for option, later in draws_with_options(seed, executor.largest).items():
+        if option not in compared:
+            first = next((n for n in later if option in find_options(n)), None)
+            if first is not None:
+                chosen.append(first)
+                compared |= find_options(first)
+    return chosen
 
 
 @dataclass

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from infonce.kernels import problem as kernels_problem
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.distill.solve import solver_by_passes
+from infonce.kernels.maxsim.cpu import CPUTokenBlocks
 from infonce.kernels.offload import backend as offload_backend
 from infonce.kernels.offload import copies
 from problems import TEACHER, Problem
@@ -30,6 +31,7 @@ from problems import TEACHER, Problem
 import infonce
 from infonce import spec
 from infonce.checks import validation
+from infonce.checks.tokens import METHODS
 
 Keywords = Callable[[spec.Loss], Iterable[str]]
 
@@ -46,13 +48,14 @@ class Executor:
     largest: int = 140  # rows of a problem
     fits: Callable[[Problem], bool] = lambda _: True  # beyond keywords: what the entrance can hold
     not_finite: str = "all"  # of problems with a NaN: which numbers are compared with "auto"
+    tokens: bool = True  # whether features may be sets of tokens
     needs: tuple[str, ...] = ()  # modules
     marks: tuple[str, ...] = ()
 
     def takes(self, problem: Problem) -> bool:
-        return {*problem.options} - {"labels", "bias"} <= {
-            *self.keywords(problem.kind)
-        } and self.fits(problem)
+        keywords = {*self.keywords(problem.kind), "labels", "bias"}
+        takes_features = self.tokens or not problem.has_tokens
+        return {*problem.options} <= keywords and takes_features and self.fits(problem)
 
 
 EXECUTORS: dict[str, Executor] = {}
@@ -108,6 +111,9 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
         for each in (alone, settings):
             each.pop("workspace", None)
     with contextlib.ExitStack() as stack:
+        if problem.number % 3:  # several blocks of tokens
+            small = {"most_rows": problem.number % 5, "most_side": 2 + problem.number % 7}
+            stack.enter_context(mock.patch.multiple(CPUTokenBlocks, **small))
         if problem.number % 4:  # parts of rows with their own negatives
             stack.enter_context(mock.patch.object(between_passes, "OWN_BYTES", 2000))
         if problem.number % 5 == 0:  # the scale's gradient is that of products, or of features
@@ -117,14 +123,23 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
         function = getattr(infonce, f"{problem.loss}_loss_and_grad")
         out = function(*args, **options, **settings, grad_out=problem.grad_out)
         loss = getattr(infonce, f"{problem.loss}_loss")(*args, **options, **alone)
+        found = by_name(out) | {"loss alone": loss}
+        if problem.has_tokens:
+            found["scores"] = find_scores(problem.features, options | alone)
     named = {name for name, gradient in out.grads._asdict().items() if gradient is not None}
     assert named == {*settings.get("wrt", named)}, f"gradients of {named}"
     assert loss.dtype == out.loss.dtype
-    return by_name(out) | {"loss alone": loss}
+    return found
+
+
+def find_scores(features: Sequence[Any], options: dict[str, Any]) -> Any:
+    """MaxSim scores, by the options of a loss that scores have."""
+    names = {"normalize", "precision", "workspace", *spec.TOKEN_OPTIONS}
+    return infonce.maxsim_scores(*features, **{k: v for k, v in options.items() if k in names})
 
 
 for _method in spec.CHOICES["method"]:
-    executor(f"NumPy, {_method}", of_numpy, draws=300)(
+    executor(f"NumPy, {_method}", of_numpy, draws=300, tokens=_method in METHODS)(
         lambda problem, method=_method: with_numpy(problem, method=method)
     )
 
@@ -147,7 +162,7 @@ executor("NumPy, least workspace", of_numpy, draws=300)(
 )
 
 
-@executor("NumPy, operations on arrays", of_numpy, draws=120,
+@executor("NumPy, operations on arrays", of_numpy, draws=120, tokens=False,
           fits=lambda problem: "precision" not in problem.settings)  # fmt: skip
 def with_arrays(problem: Problem) -> Result:
     """Passes over small blocks by operations on arrays."""
@@ -161,7 +176,7 @@ def with_arrays(problem: Problem) -> Result:
         return with_numpy(problem, method="tiled")
 
 
-@executor("NumPy, offload", of_numpy, draws=120, fits=lambda problem: (
+@executor("NumPy, offload", of_numpy, draws=120, tokens=False, fits=lambda problem: (
     problem.dtype == problem.compute == "float64" and not problem.poison))  # fmt: skip
 def with_offload(problem: Problem) -> Result:
     """By chunks, on a stand-in for a GPU, which computes in float64: in the least workspace, or on

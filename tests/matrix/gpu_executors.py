@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 from comparison import METRICS, Result
-from executors import arguments, by_name, executor, of_numpy
+from executors import arguments, by_name, executor, find_scores, of_numpy
 from gpu_problems import EMULATED, MISSING, host
 from problems import Problem
 
 import infonce
+from infonce.checks.tokens import METHODS
 
 if not MISSING:
     import cupy
@@ -38,7 +39,7 @@ def on_device(value: Any) -> Any:
 
 def fits(problem: Problem) -> bool:
     """Kernels take subnormals for 0, so norms at the end of the range are the CPU's."""
-    longest = [np.abs(z.astype(np.float64)).max() for z in problem.features]
+    longest = [np.abs(z.astype(np.float64)).max() for z in problem.read_features()]
     return not problem.poison and min(longest) > 1e-15 and max(longest) < 1e15
 
 
@@ -52,6 +53,8 @@ def with_gpu(problem: Problem, method: str) -> Result:
     function = getattr(infonce, f"{problem.loss}_loss_and_grad")
     found = by_name(function(*map(on_device, args), **options))
     metrics = found.pop("metrics")
+    if problem.has_tokens:
+        found["scores"] = find_scores(list(map(on_device, problem.features)), options)
     copied: Result = {name: host(z) for name, z in found.items() if name != "lse"}
     copied["lse"] = [host(z) for z in found["lse"]]
     if metrics is not None:
@@ -62,5 +65,5 @@ def with_gpu(problem: Problem, method: str) -> Result:
 for _method in ("naive", "fused", "tiled"):
     executor(
         f"GPU, {_method}", of_numpy, fits=fits, draws=40 if EMULATED else 200, device=True,
-        largest=24 if EMULATED else 140, marks=("gpu",),
+        largest=24 if EMULATED else 140, marks=("gpu",), tokens=_method in METHODS,
     )(functools.partial(with_gpu, method=_method))  # fmt: skip

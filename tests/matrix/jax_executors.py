@@ -146,7 +146,7 @@ def with_vmap(problem: Problem) -> Result:
 
     def mapped(f: Any) -> Any:
         def run(*trees: Any) -> Any:
-            pairs = jax.tree.map(lambda z: jnp.stack([z[::-1] if z.ndim == 2 else z, z]), trees)
+            pairs = jax.tree.map(lambda z: jnp.stack([z[::-1] if z.ndim > 1 else z, z]), trees)
             return jax.tree.map(lambda z: z[1], jax.jit(jax.vmap(f))(*pairs))
 
         return run
@@ -191,7 +191,7 @@ def each_alone(mesh: Any, f: Any) -> Any:
         return jax.tree.map(lambda z: z[None], f(*jax.tree.map(lambda z: z[0], trees)))
 
     def run(*trees: Any) -> Any:
-        each = jax.tree.map(lambda z: jnp.stack([z[::-1] if z.ndim == 2 else z, z]), trees)
+        each = jax.tree.map(lambda z: jnp.stack([z[::-1] if z.ndim > 1 else z, z]), trees)
         outs = jax.jit(jax.shard_map(of_one, mesh=mesh, in_specs=rows, out_specs=rows))(*each)
         return jax.tree.map(lambda z: z[1], outs)
 

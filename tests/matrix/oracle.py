@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from problems import Problem, beside, find_own, in_pair, is_read
+from problems import Problem, beside, compare_tokens, find_own, in_pair, is_read
 
 Array = np.ndarray
 SYMMETRIC = ("nt_xent", "sup_con", "gte")
@@ -23,9 +23,9 @@ SYMMETRIC = ("nt_xent", "sup_con", "gte")
 
 @dataclass
 class Judgement:
-    """What is right, and by how much a result may differ from it. Gradients are [rows, D] in long
-    double, because rows may have any norm; their bounds are of the norms of rows, and their terms
-    the sizes of what adds up to them."""
+    """What is right, and by how much a result may differ from it. Gradients are [rows, D] (of
+    tokens [rows tokens, D]) in long double, because rows may have any norm; their bounds are of the
+    norms of rows, and their terms the sizes of what adds up to them."""
 
     losses: Array  # [M], unweighted
     loss: Any
@@ -35,7 +35,7 @@ class Judgement:
     terms: list[Array]
     lse: list[Array]  # of rows, and of columns
     lse_bounds: list[Array]
-    dots: Array  # [M, N]
+    dots: Array  # [M, N], or scores of tokens
     positive: Array  # [M, N]
     excluded: Array
     logit_bounds: Array  # [M, N]
@@ -104,7 +104,8 @@ def softmax(
     problem: Problem, dot: torch.Tensor, scale: torch.Tensor, positive: Array, excluded: Array,
     sizes: Array, unit: float, width: int, bias: Array | None, guide: Array | None,
 ) -> Direction:  # fmt: skip
-    """Cross-entropy of each row. `sizes` are products of norms |q| |k|, `width` is D.
+    """Cross-entropy of each row. `sizes` are products of norms |q| |k|, or their sums over tokens;
+    `width` is the number of products that add up to a logit, D or L D.
 
     `off` is the largest error of a row's logits:
     unit ((8 + sqrt(D)) s |q| |k| + 4 |x| + 2 s |margin| + 4 |bias|).
@@ -243,6 +244,38 @@ class Side:
         return (self.lengths != 0).astype(np.longdouble) if normalize else self.lengths
 
 
+class MaxSim:
+    """Of the tokens of queries: the tokens of keys with the largest products, the first of equal
+    ones, and the weights of these products in scores."""
+
+    def __init__(self, problem: Problem) -> None:
+        counts, key_counts = problem.find_tokens()
+        features, length = problem.read_features(), key_counts.shape[1]
+        _, winners, _ = compare_tokens(*features, key_counts, problem.normalize)
+        self.key_counts, starts = key_counts, length * np.arange(len(key_counts))
+        self.winners = (winners + starts).reshape(-1, len(key_counts))  # [M L, N]
+        divisors = np.ones(len(counts))
+        if problem.options.get("token_mean", False):
+            divisors = np.maximum(counts.sum(axis=1), 1)
+        of_row = np.repeat(np.eye(len(counts)), counts.shape[1], axis=1)
+        self.weights = of_row * counts.ravel() / divisors[:, None]  # [M, M L]
+
+    def find_scores(self, dot: torch.Tensor) -> torch.Tensor:
+        """[M, N], of products of tokens [M L, N K]."""
+        return torch.from_numpy(self.weights) @ dot.gather(1, torch.from_numpy(self.winners))
+
+    def find_sizes(self, lengths: list[Array]) -> Array:
+        """Sums of products of norms [M, N]: rounding may choose another token."""
+        of_keys = np.where(self.key_counts, lengths[1].reshape(self.key_counts.shape), 0)
+        return np.outer(self.weights @ lengths[0], of_keys.max(axis=1))
+
+    def find_feature_terms(self, every: Array, lengths: list[Array]) -> list[Array]:
+        """Sizes of gradients of tokens, from sizes of gradients of scores."""
+        of_tokens, key_terms = self.weights.T @ every, np.zeros(len(lengths[1]), np.longdouble)
+        np.add.at(key_terms, self.winners, of_tokens * lengths[0][:, None])
+        return [(of_tokens * lengths[1][self.winners]).sum(axis=1), key_terms]
+
+
 def find_taught(problem: Problem, unit: float) -> tuple[torch.Tensor, Array]:
     """The teacher's logits, and their errors: [M, N]."""
     o = problem.options
@@ -262,20 +295,22 @@ def judge_one(problem: Problem, compute: str) -> Judgement:
     # Smaller probabilities may be 0: where one exponential serves two directions, sooner
     shared = problem.loss in (*SYMMETRIC, "clip", "distill")
     floor = 2.0**-850 if compute == "float64" else 2.0 ** (-58 if shared else -95)
-    o, normalize, width = problem.options, problem.normalize, problem.features[0].shape[1]
-    features = problem.features
+    o, normalize, features = problem.options, problem.normalize, problem.read_features()
+    width = int(np.prod(features[0].shape[1:]))
     if problem.loss == "gte":
         features = (np.concatenate([z.astype(np.float64) for z in features]),)
-    sides = [Side.make(z, normalize) for z in features]
+    sides = [Side.make(z.reshape(-1, z.shape[-1]), normalize) for z in features]
     q, k = sides[0].rows, sides[-1].rows
     lengths = [side.sizes(normalize) for side in sides]
-    dot = q @ k.T
+    dot, sizes = q @ k.T, (lengths[0][:, None] * lengths[-1]).astype(np.float64)
+    maxsim = MaxSim(problem) if problem.has_tokens else None
+    if maxsim:
+        dot, sizes = maxsim.find_scores(dot), maxsim.find_sizes(lengths).astype(np.float64)
     rows, columns = dot.shape
     scale = torch.tensor(problem.scale, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor(o.get("bias", -10.0), dtype=torch.float64, requires_grad=True)
     positive, guide = problem.find_positives(), find_guide_products(problem)
     excluded = find_excluded(problem, positive)
-    sizes = (lengths[0][:, None] * lengths[-1]).astype(np.float64)
     key_bias = o.get("key_bias")
     in_batch = dot, positive, excluded, sizes
     if "own" in o:  # more columns, which are other keys for each row
@@ -348,7 +383,7 @@ def judge_one(problem: Problem, compute: str) -> Judgement:
 
     # Errors of dL/dx, [rows, columns]: relative to its terms
     up = np.abs(w * upstream.numpy())
-    terms = 32 + 4 * np.sqrt(max(rows, columns)) + np.sqrt(width)
+    terms = 32 + 4 * np.sqrt(max(len(q), len(k))) + np.sqrt(width)
     dx, wrong = np.zeros(dot.shape), np.zeros(dot.shape)
     for d, share, turned in directions:
         size = share * up[:, None] * d.slopes
@@ -365,6 +400,8 @@ def judge_one(problem: Problem, compute: str) -> Judgement:
     def feature_sizes(logit_terms: Array) -> list[Array]:
         """Norms of rows of gradients, from sizes of dL/dx."""
         every = logit_terms.astype(np.longdouble) * problem.scale
+        if maxsim:
+            return maxsim.find_feature_terms(every, lengths)
         logit_terms, of_own = every[:, :columns], every[:, columns:]
         query_terms, key_terms = logit_terms @ lengths[-1], logit_terms.T @ lengths[0]
         if "own" in o:

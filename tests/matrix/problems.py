@@ -14,6 +14,7 @@ import numpy as np
 
 from infonce import spec
 from infonce.checks.teacher import ALL_LOSSES, DISTILL_ROWS
+from infonce.checks.tokens import REFUSED as REFUSED_WITH_TOKENS
 
 Array = np.ndarray
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
@@ -23,6 +24,8 @@ KINDS = ["random", "aligned", "partly aligned", "opposed", "identical", "nearly 
 LABELS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 TEACHER = ("teacher_query", "teacher_key", "teacher_scale", "two_sided")  # of distillation
 GAP = 1e-4  # between a limit and a product of unit rows: rounding does not decide
+TOKEN_GAP = 1e-5  # between the largest products of a query's token, likewise
+MOST_ROWS, MOST_TOKENS = 12, 7  # of features that are sets of tokens
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Problem:
     """One call of one loss."""
 
     loss: str
-    features: tuple[Array, ...]  # queries and keys, or one array of both
+    features: tuple[Array, ...]  # queries and keys, or one array of both; [rows, D] or of tokens
     scale: float
     # labels, bias and keywords that change the result, if they are given
     options: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +73,27 @@ class Problem:
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.features[0]), len(self.features[-1])
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether features are sets of tokens, [rows, tokens, D]."""
+        return self.features[0].ndim == 3
+
+    def find_tokens(self) -> list[Array]:
+        """Which tokens of queries, and of keys, count: [rows, tokens]."""
+        return [
+            self.options.get(name, np.ones(z.shape[:2], bool))
+            for name, z in zip(("query_mask", "key_mask"), self.features, strict=True)
+        ]
+
+    def read_features(self) -> tuple[Array, ...]:
+        """Features, of which tokens that do not count are 0."""
+        if not self.has_tokens:
+            return self.features
+        zeros = [np.zeros_like(z) for z in self.features]
+        for zero, z, counts in zip(zeros, self.features, self.find_tokens(), strict=True):
+            zero[counts] = z[counts]
+        return tuple(zeros)
 
     def find_positives(self) -> Array:
         """Pairs that are positives, [M, N]; of gte [2B, 2B]."""
@@ -173,7 +197,7 @@ def viewed(z: Array, rng: np.random.Generator) -> Array:
     if how == 0:
         return np.asfortranarray(z)
     if how == 1:
-        wide = np.full((2 * len(z), 3 * z.shape[1]), np.nan, z.dtype)
+        wide = np.full((2 * len(z), 3 * z.shape[1], *z.shape[2:]), np.nan, z.dtype)
         wide[::2, 1::3] = z
         return wide[::2, 1::3]
     if how == 2:
@@ -181,6 +205,69 @@ def viewed(z: Array, rng: np.random.Generator) -> Array:
     if how == 3 and z.dtype.kind == "f":
         return z.astype(z.dtype.newbyteorder())
     return z
+
+
+def draw_tokens(units: list[Array], rng: np.random.Generator) -> list[Array]:
+    """Sets of unit tokens, which are around each of the rows."""
+    counts, spread = rng.integers(1, MOST_TOKENS + 1, 2), 10 ** rng.uniform(-1, 1)
+    return [
+        unit(z[:, None] + spread * rng.standard_normal((len(z), count, z.shape[1])))
+        for z, count in zip(units, counts, strict=True)
+    ]
+
+
+def leave_clear_winners(sides: list[Array], normalize: bool) -> None:
+    """Leaves one token of each key if rounding decides which of them wins, as it does of equal
+    tokens: BLAS may round their products differently."""
+    near = compare_tokens(*sides, np.ones(sides[1].shape[:2], bool), normalize)[2]
+    near &= sides[0].any(axis=2)[:, :, None, None]  # all products of zeros are 0
+    if (near.sum(axis=3) > 1).any():
+        sides[1] = sides[1][:, :1]
+
+
+def compare_tokens(
+    query: Array, key: Array, key_counts: Array, normalize: bool
+) -> tuple[Array, Array, Array]:
+    """Products of tokens [M, L, N, K], the winner of each token of a query [M, L, N], and which
+    others are as near to the largest product as its rounding."""
+    sides, lengths = [], []
+    for z in (query, key):
+        wide = z.astype(np.longdouble)
+        length = np.sqrt((wide * wide).sum(axis=2))
+        sides.append(wide / np.where(length == 0, 1, length)[:, :, None] if normalize else wide)
+        lengths.append((length != 0).astype(float) if normalize else length)
+    q, k = (z.astype(np.float64) for z in sides)
+    x = (q[:, :, None, None] * k).sum(axis=4)
+    x[:, :, ~key_counts] = -np.inf
+    longest = np.where(key_counts, lengths[1], 0).max(axis=1)
+    gap = (TOKEN_GAP * lengths[0][:, :, None] * longest).astype(np.float64)
+    near = x >= (x.max(axis=3) - gap)[..., None]
+    return x, near.argmax(axis=3), near
+
+
+def find_scores(problem: Problem) -> Array:
+    """MaxSim scores [M, N]."""
+    counts, key_counts = problem.find_tokens()
+    x = compare_tokens(*problem.read_features(), key_counts, problem.normalize)[0]
+    scores = np.where(counts[:, :, None], x.max(axis=3), 0.0).sum(axis=1)
+    if problem.options.get("token_mean", False):
+        scores /= np.maximum(counts.sum(axis=1), 1)[:, None]
+    return scores
+
+
+def draw_masks(sides: list[Array], rng: np.random.Generator) -> dict[str, Any]:
+    """Options of tokens. Tokens that do not count hold anything; each key has one that counts."""
+    drawn: dict[str, Any] = {}
+    for name, z in zip(("query_mask", "key_mask"), sides, strict=True):
+        if rng.random() < 0.6:
+            mask = drawn[name] = rng.random(z.shape[:2]) < rng.uniform(0.2, 1)
+            if name == "key_mask":
+                mask[np.arange(len(z)), rng.integers(0, z.shape[1], len(z))] = True
+            if rng.random() < 0.7:
+                z[~mask] = rng.choice([np.nan, -np.inf, float(ml_dtypes.finfo(z.dtype).max)])
+    if rng.random() < 0.4:
+        drawn["token_mean"] = True
+    return drawn
 
 
 def draw_labels(loss: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
@@ -239,7 +326,7 @@ def draw_columns(ids: Any, rng: np.random.Generator) -> Any:
 def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
     """Draws options of the softmax, each by itself; those that the loss refuses are left out."""
     (rows, columns), options = problem.shape, problem.options
-    width, dtype = problem.features[0].shape[1], problem.features[0].dtype.newbyteorder("=")
+    width, dtype = problem.features[0].shape[-1], problem.features[0].dtype.newbyteorder("=")
     drawn: dict[str, Any] = {
         "margin": rng.uniform(-0.5, 0.5), "hardness": problem.scale * rng.uniform(0, 1),
         "false_negative_margin": rng.uniform(-0.5, 1), "key_bias": 3 * rng.standard_normal(columns),
@@ -280,6 +367,8 @@ def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
         drawn["guide"] = drawn["guide"][0] if one else tuple(drawn["guide"])
         drawn["guide_margin"] = rng.uniform(-0.5, 1)
     options |= {name: v for name, v in drawn.items() if name not in problem.kind.refused}
+    if problem.has_tokens:
+        leave_out(problem, *REFUSED_WITH_TOKENS)
 
 
 def draw_teacher(problem: Problem, one_sided: bool, rng: np.random.Generator) -> None:
@@ -347,13 +436,15 @@ def is_ambiguous(problem: Problem, limit: str, sides: list[Array]) -> bool:
         sides = [unit(z) for z in sides]
     if problem.loss == "gte":
         sides = [np.concatenate(sides)]
-    dots, positive = sides[0] @ sides[-1].T, problem.find_positives()
+    of_tokens = problem.has_tokens and limit == "false_negative_margin"
+    dots = find_scores(problem) if of_tokens else sides[0] @ sides[-1].T
+    positive = problem.find_positives()
     if problem.loss == "gte":
         dots, positive = beside(dots), beside(positive)
     both = [(dots, positive)] + ([(dots.T, positive.T)] if problem.loss == "clip" else [])
     if limit == "false_negative_margin" and "own" in problem.options:
         own, counts, _ = find_own(problem.options)
-        own = unit(np.where(counts[:, :, None], own.astype(np.float64), np.nan))
+        own = unit(np.where(counts[:, :, None], own.astype(np.longdouble), np.nan))
         more = np.nan_to_num(np.einsum("md,mkd->mk", sides[0], own))
         both = [(np.c_[dots, more], np.c_[positive, np.zeros(more.shape, bool)])]
     for x, at in both:
@@ -397,7 +488,11 @@ def draw_poison(problem: Problem, rng: np.random.Generator, in_guide: bool) -> N
     if place == "guide":  # infinite limits, or limits of products, would hide it
         leave_out(problem, "false_negative_margin", "own")
     if spoilt.size:
-        spoilt[tuple(rng.integers(n) for n in spoilt.shape)] = bad
+        at = tuple(rng.integers(n) for n in spoilt.shape)
+        spoilt[at] = bad
+        mask = {"feature 0": "query_mask", "feature 1": "key_mask"}.get(place)
+        if mask in options:  # others are not read
+            options[mask][at[:2]] = True
         problem.poison = f"{bad} in {place}"
     problem.settings = {k: v for k, v in problem.settings.items() if k != "metrics"}
 
@@ -409,6 +504,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     name = list(DTYPES)[rng.integers(4)]
     rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, largest))
     rows *= 2 if loss.name == "nt_xent" else 1
+    with_tokens = loss.takes_tokens and np.random.default_rng([seed, number, 1]).random() < 0.2
     turn = number // len(ALL_LOSSES)
     spoilt_guide = loss.name in ("clip", "info_nce") and turn % 5 == 2
     # the mean over no row is 0
@@ -419,6 +515,8 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     one_sided = loss.taught and rng.random() < 0.5
     oblong = loss.name == "info_nce" or one_sided or (several and loss.name != "clip")
     columns = int(rng.integers(1, largest + 10)) if oblong else rows
+    if with_tokens:
+        rows, columns = (1 + n % MOST_ROWS for n in (rows, columns))
     d = int(rng.choice([1, 2, 3, 5, 8, 17, 33, 64, 70]))
     labels = None if several else draw_labels(loss.name, rows, columns, rng)
     if loss.name == "info_nce" and labels is None and not several:
@@ -428,18 +526,27 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     if len(loss.arguments) == 1:
         half = rows // 2 if loss.name == "nt_xent" else rows
         units = [np.concatenate([units[0][:half], units[1][:half]])[:rows]]
+    if with_tokens:
+        units = draw_tokens(units, rng)
     normalize = bool(rng.random() < 0.6)
-    scaled = with_norms(units, name, normalize, len(units) == 2 and not loss.joint, rng)
+    vectors = [z.reshape(-1, d) for z in units]
+    scaled = with_norms(vectors, name, normalize, len(units) == 2 and not loss.joint, rng)
+    scaled = [z.reshape(like.shape) for z, like in zip(scaled, units, strict=True)]
     zero = rng.random() < 0.03
     if zero:
         scaled[0][rng.integers(rows)] = 0.0
-    sides = [viewed(z.astype(DTYPES[name]), rng) for z in scaled]
+    sides, token_options = [z.astype(DTYPES[name]) for z in scaled], {}
+    if with_tokens:
+        leave_clear_winners(sides, normalize)
+        token_options = draw_masks(sides, rng)
+    sides = [viewed(z, rng) for z in sides]
     if len(sides) == 2 and name in ("float16", "bfloat16") and rng.random() < 0.1:
         sides[1] = sides[1].astype(np.float32)
 
     problem = Problem(loss.name, tuple(sides), float(10 ** rng.uniform(-1.7, 2.52)), dtype=name)
     problem.seed, problem.number, problem.largest = seed, number, largest
     options, settings = problem.options, problem.settings
+    options |= token_options
     options["normalize"] = normalize
     options["reduction"] = ["mean", "sum", "none"][rng.integers(3)]
     if without_positives:
@@ -492,6 +599,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
                 leave_out(problem, limit, *(["guide"] if limit[0] == "g" else []))
     if (
         "dims" not in loss.refused
+        and not with_tokens
         and "false_negative_margin" not in options
         and rng.random() < 0.15
     ):
@@ -501,6 +609,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
 
     if number % 5 == 1 and not spoilt_guide:  # a plain call, which may take the shortest way
         kept = {"normalize", "reduction", "labels", "bias", "positive_ids", *TEACHER}
+        kept |= {*spec.TOKEN_OPTIONS}
         leave_out(problem, *({*options} - kept))
 
     # what changes no number of a result
@@ -519,7 +628,7 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     if with_metrics and rng.random() < 0.3:
         settings["metrics"] = True
     if rng.random() < 0.3:
-        settings["workspace"] = int(rng.integers(2**17, 2**21))
+        settings["workspace"] = int(rng.integers(2**17, 2**21)) * (32 if with_tokens else 1)
     tiles = [(16, 24), (64, 96), (40, 8), None][rng.integers(4)]
     problem.sides = {"TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))} | (
         {"TILE": tiles} if tiles else {}

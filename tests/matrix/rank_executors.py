@@ -23,6 +23,7 @@ from problems import Problem, draw, in_pair
 from ranks_offload import offloading
 
 from infonce import spec
+from infonce.checks.tokens import METHODS
 
 Mine = list[Any]  # indices of this rank's queries, and of its keys
 
@@ -59,9 +60,12 @@ def shard(problem: Problem, rank: int, size: int) -> tuple[Problem, Mine]:
             pair = tuple(z[own] for z, own in zip(in_pair(options[name]), mine, strict=True))
             single = not isinstance(options[name], tuple) and of_pairs
             options[name] = pair[0] if single else pair
-    of_rows = ("weights", "own_indices", "own_mask", "own_bias", "label_weights", "teacher_query")
+    of_rows = (
+        "weights", "own_indices", "own_mask", "own_bias", "label_weights", "teacher_query",
+        "query_mask",
+    )  # fmt: skip
     of_rows += () if "own_indices" in options else ("own",)  # a table is on all ranks
-    of_keys = ("key_bias", "teacher_key")
+    of_keys = ("key_bias", "teacher_key", "key_mask")
     for name, own in (*((name, 0) for name in of_rows), *((name, 1) for name in of_keys)):
         if name in options:
             options[name] = options[name][mine[own]]
@@ -135,8 +139,11 @@ def over_mpi(seed: int, number: int, largest: int, exchange: str, way: str) -> A
     options |= {k: v for k, v in problem.settings.items() if k not in ("workspace", "metrics")}
     options |= {"exchange": exchange, "comm": comm, "timeout": 60}
     options["method"] = ("auto", "naive", "tiled")[number % 3] if way != "offload" else "auto"
+    if problem.has_tokens and options["method"] not in METHODS:
+        options["method"] = "auto"
     if exchange == "ring" and number % 2:
-        options["workspace"] = problem.settings.get("workspace", 2**17)
+        least = 2**22 if problem.has_tokens else 2**17
+        options["workspace"] = problem.settings.get("workspace", least)
     alone = {k: v for k, v in options.items() if k not in spec.GRAD_ONLY}
     nodes = {1: 1, 2: 1, 3: (1, 3)[number % 2], 4: 2}[comm.size]
     answer: Any
@@ -238,4 +245,5 @@ if importlib.util.find_spec("mpi4py"):
             f"MPI, {_ranks} ranks, {_exchange}, {_way}", of_numpy, not_finite="loss",
             fits=of_stand_in if _way == "offload" else fits,
             largest=40, needs=("mpi4py",), draws=120 if _way == "offload" else 40,
+            tokens=_way != "offload",
         )(by(f"mpi {_ranks}", _exchange, _way))  # fmt: skip

@@ -52,8 +52,8 @@ def tensor(value: Any) -> Any:
     if value.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(native.astype(np.float32)).to(torch.bfloat16)
     strided = torch.from_numpy(native)
-    if value.flags.f_contiguous and value.ndim == 2:
-        strided = strided.T.contiguous().T
+    if value.flags.f_contiguous and value.ndim > 1:
+        strided = strided.mT.contiguous().mT
     return strided
 
 
@@ -268,7 +268,7 @@ def of_queue(problem: Problem) -> bool:
     return fits(problem) and problem.loss == "info_nce" and not has_columns
 
 
-@add("torch, KeyQueue", of_torch, fits=of_queue, draws=300)
+@add("torch, KeyQueue", of_torch, fits=of_queue, draws=300, tokens=False)
 def with_queue(problem: Problem) -> Result:
     """The last keys, with their ids, come from a queue. It got them in parts, the last part first,
     and before them others, which it has forgotten."""
