@@ -340,7 +340,8 @@ class GPUTokenBlocks(TokenBlocks):
         d, tokens = query.values.shape[1], len(query.values)
         blocks = -(-tokens // QUERY_BLOCK)
         segments = min(
-            MOST_QUERY_SEGMENTS, len(key), self.properties.multiprocessors * QUERY_RESIDENT // blocks,
+            MOST_QUERY_SEGMENTS, len(key),
+            self.properties.multiprocessors * QUERY_RESIDENT // blocks,
             self.most_parts // (tokens * d * self.dtype.itemsize),
         )  # fmt: skip
         segments = max(1, segments)
