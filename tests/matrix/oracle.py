@@ -452,20 +452,21 @@ def judge(problem: Problem, compute: str) -> Judgement:
     total = judge_one(problem, compute)
     if "dims" not in problem.options:
         return total
-    width = problem.features[0].shape[1]
+    width = problem.features[0].shape[-1]
     sums = replace(total, loss=0.0, loss_bound=0.0)
     sums.grads, sums.bounds = dict.fromkeys(total.grads, 0.0), dict.fromkeys(total.bounds, 0.0)
     for narrow, weight in zip(*(problem.options[z] for z in ("dims", "dim_weights")), strict=True):
         options = dict(problem.options)
         if "own" in options:
             options["own"] = options["own"][..., :narrow]
-        features = tuple(z[:, :narrow] for z in problem.features)
+        features = tuple(z[..., :narrow] for z in problem.features)
         part = judge_one(replace(problem, features=features, options=options), compute)
         sums.loss += weight * part.loss
         sums.loss_bound += weight * part.loss_bound
         for name, gradient in part.grads.items():
             if name not in ("scale", "bias"):
-                gradient = np.pad(gradient, ((0, 0), (0, width - narrow)))
+                others = [(0, 0)] * (gradient.ndim - 1)
+                gradient = np.pad(gradient, [*others, (0, width - narrow)])
             sums.grads[name] += weight * gradient
             sums.bounds[name] += weight * part.bounds[name]
     return sums

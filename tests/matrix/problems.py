@@ -216,13 +216,12 @@ def draw_tokens(units: list[Array], rng: np.random.Generator) -> list[Array]:
     ]
 
 
-def leave_clear_winners(sides: list[Array], normalize: bool) -> None:
-    """Leaves one token of each key if rounding decides which of them wins, as it does of equal
-    tokens: BLAS may round their products differently."""
+def has_clear_winners(sides: list[Array], normalize: bool) -> bool:
+    """Whether rounding decides no winner, as it does of equal tokens: BLAS may round their products
+    differently."""
     near = compare_tokens(*sides, np.ones(sides[1].shape[:2], bool), normalize)[2]
     near &= sides[0].any(axis=2)[:, :, None, None]  # all products of zeros are 0
-    if (near.sum(axis=3) > 1).any():
-        sides[1] = sides[1][:, :1]
+    return not (near.sum(axis=3) > 1).any()
 
 
 def compare_tokens(
@@ -368,7 +367,7 @@ def draw_softmax(problem: Problem, rng: np.random.Generator) -> None:
         drawn["guide_margin"] = rng.uniform(-0.5, 1)
     options |= {name: v for name, v in drawn.items() if name not in problem.kind.refused}
     if problem.has_tokens:
-        leave_out(problem, *REFUSED_WITH_TOKENS)
+        leave_out(problem, "own", *REFUSED_WITH_TOKENS)
 
 
 def draw_teacher(problem: Problem, one_sided: bool, rng: np.random.Generator) -> None:
@@ -537,7 +536,8 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
         scaled[0][rng.integers(rows)] = 0.0
     sides, token_options = [z.astype(DTYPES[name]) for z in scaled], {}
     if with_tokens:
-        leave_clear_winners(sides, normalize)
+        if not has_clear_winners(sides, normalize):
+            sides[1] = sides[1][:, :1]
         token_options = draw_masks(sides, rng)
     sides = [viewed(z, rng) for z in sides]
     if len(sides) == 2 and name in ("float16", "bfloat16") and rng.random() < 0.1:
@@ -599,11 +599,16 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
                 leave_out(problem, limit, *(["guide"] if limit[0] == "g" else []))
     if (
         "dims" not in loss.refused
-        and not with_tokens
         and "false_negative_margin" not in options
         and rng.random() < 0.15
     ):
         widths = sorted({*map(int, rng.integers(1, d + 1, rng.integers(3))), d})
+        if with_tokens:
+            features = problem.read_features()
+            widths = [
+                z for z in widths
+                if z == d or has_clear_winners([side[..., :z] for side in features], normalize)
+            ]  # fmt: skip
         options["dims"] = tuple(widths)
         options["dim_weights"] = tuple(float(rng.uniform(0.1, 2)) for _ in widths)
 
