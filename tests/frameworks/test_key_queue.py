@@ -203,13 +203,14 @@ def test_compiled(with_ids: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch sees no GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu() -> None:
     queues = it.KeyQueue(7, WIDTH), it.KeyQueue(7, WIDTH).cuda()
     for number in range(4):
         new = batch(number, 3)
         on_gpu = [z.cuda() for z in new]
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             got = queues[1](*on_gpu)
         finally:
             torch.cuda.set_sync_debug_mode("default")

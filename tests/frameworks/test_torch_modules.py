@@ -162,6 +162,7 @@ def test_no_limit() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_data_parallel(loss: str) -> None:
     """Each of two GPUs computes the loss of half of the rows, at the numbers of the module."""

@@ -183,6 +183,20 @@ def test_normalize(dtype: str) -> None:
     check(query, key, masks, BOUND[dtype], normalize=True)
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+def test_unit_tokens_of_16_bits_are_rounded(dtype: str, rounding: float) -> None:
+    """So a product of unit tokens is off by up to twice the rounding, a score by that of each of
+    its tokens."""
+    query, key, masks = draw((5, 7, 9, 20, 24), dtype, True)
+    got = infonce.maxsim_scores(
+        cupy.asarray(3 * query), cupy.asarray(key), normalize=True, **on_device(masks)
+    )
+    want = maxsim(query, key, normalize=True, **masks).scores
+    most = 2.1 * rounding * masks["query_mask"].sum(axis=1)
+    assert (np.abs(cupy.asnumpy(got) - want) <= most[:, None]).all()
+    assert np.abs(cupy.asnumpy(got) - want).max() > rounding / 8  # else the docs are wrong
+
+
 def test_negative_products() -> None:
     """Integers do not have the order of negative floats, so warps with negative maxima differ."""
     query, key, masks = draw((6, 20, 7, 170, 128), "bfloat16", True)

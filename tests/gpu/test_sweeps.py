@@ -225,10 +225,14 @@ def test_narrow_rows(
             assert np.array_equal(out.grads["features"], again.grads["features"])
 
 
-@pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), [*SWEEPS, ("float64", "fp64")])
 @pytest.mark.parametrize("loss", ["clip", "nt_xent"])
-def test_hardest_negatives(loss: str, dtype: str, precision: str) -> None:
+def test_hardest_negatives(
+    loss: str, dtype: str, precision: str, portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Metrics want rows' maxima, wherever in a row they are; sums alone would do with less."""
+    monkeypatch.setattr(config.precision, "PORTABLE", portable)
     n, scale = smaller(900, 300), 14.0
     image, text = pairs("random", n, n, 64, np.float64, 3)
     text = text + np.arange(n)[:, None] / n * image[0]  # higher from tile to tile

@@ -14,6 +14,10 @@
 // padding after the last row or column of a block, or if options leave all its pairs out.
 #include "tiled/tile.cuh"
 
+#ifndef MAXIMA
+#define MAXIMA 0  // 1: m is the largest x of its row or column, because the caller wants maxima
+#endif
+
 // Bounds of a sum that is exact up to rounding. A strip has at most 64 terms in a row or column. Underflow takes less
 // than 64 * 2^-126 from their sum, which is negligible relative to 2^-80. Terms are at most 1, so only features that
 // are not finite lead to a sum above 2^80.
@@ -208,7 +212,7 @@ lse(const __grid_constant__ Block block, double* positive_logits, Real2* row_par
       positive_logits[pair] = scale * (double)value;
     });
     exclude_pairs(x, shared, block, tile, p);
-    if (!sum_strip(x, c, sums, shared, p)) sum_strip_by_own_maxima(x, c, sums, shared, p);
+    if (MAXIMA || !sum_strip(x, c, sums, shared, p)) sum_strip_by_own_maxima(x, c, sums, shared, p);
     __syncthreads();  // the writes of all strips' sums come before their reads
     store_sums(sums, block, tile, c, Partials{row_partials, row_moments}, row_stride,
                Partials{column_partials, column_moments}, column_stride);

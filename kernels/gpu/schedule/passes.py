@@ -231,9 +231,10 @@ class PassScheduler:
         def kernel(column_sums: bool, caches: bool = False) -> ScheduledKernel:
             """The variant of the kernel that adds up columns, or caches exponentials."""
             defines = {"COLUMNS": int(column_sums), **self.moments}
+            defines |= {"MAXIMA": int(call.retrieval_ranks)}
             if isinstance(shape, Tile):
                 return self.kernel("lse", shape, **defines)
-            defines |= {"MAXIMA": int(call.retrieval_ranks), "CACHE": int(caches)}
+            defines |= {"CACHE": int(caches)}
             return self.kernel("sweep_lse", shape, gradient=caches, sums=True, **defines)
 
         # in a block on the diagonal, columns have sums only if the launch visits one triangle of
