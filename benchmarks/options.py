@@ -118,24 +118,24 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     on_gpu = isinstance(bench, Device)
     for m, d, own_dtype, counts in OWN if on_gpu else ((fewer, dim, dtype, (4,)),):
         pairs = bench.inputs(Case(spec.CLIP, m, d, own_dtype))[0]
-        name = f"info_nce of {m} rows x {d}, {own_dtype}"
+        name = f"info_nce {m} x {d}"
         results[name, "plain"] = call("info_nce", *pairs)
         for k in counts:
             (mined, _), *_ = bench.inputs(Case(spec.CLIP, m * k, d, own_dtype))
             mined = mined.reshape(m, k, d)
-            results[name, f"{k} of own a row"] = call("info_nce", *pairs, own=mined)
+            results[name, f"{k} own"] = call("info_nce", *pairs, own=mined)
             (table, _), *_ = bench.inputs(Case(spec.CLIP, TABLE_ROWS, d, own_dtype))
             rng = np.random.default_rng(0)
             for law, drawn in (
                 ("", rng.integers(0, TABLE_ROWS, (m, k))),
                 (", popular", rng.zipf(POPULARITY, (m, k)) % TABLE_ROWS),
             ):
-                results[name, f"{k} of own a row, of a table{law}"] = call(
+                results[name, f"{k} own of a table{law}"] = call(
                     "info_nce", *pairs, own=table, own_indices=xp.asarray(drawn)
                 )
             if on_gpu:
                 for peer, make in PEERS.items():
-                    results[name, f"{k} of own a row, {peer}"] = make(*pairs, mined)
+                    results[name, f"{k} own, {peer}"] = make(*pairs, mined)
     results["nt_xent", "plain"] = call("nt_xent", query)
     results["sup_con", f"{CLASSES} classes"] = call("sup_con", query, xp.arange(rows) % CLASSES)
     results["gte", f"{half} pairs"] = call("gte", query[:half], key[:half])
