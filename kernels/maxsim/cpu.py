@@ -82,7 +82,7 @@ class CPUTokenBlocks(TokenBlocks):
             tokens = key.values[starts[0] : starts[-1]]
             rows = max(1, min(MOST_TILE_ROWS, TILE_BYTES // (len(tokens) * self.dtype.itemsize)))
             for part in slices(t, rows):
-                products = BLAS.matmul(query.values[part], tokens.T)
+                products = BLAS.matmul(tokens, query.values[part].T)
                 place = keys.start, part.start
                 run_loop(loops.take_maxima, products, starts - starts[0], best, winners, *place)
         scores = np.empty((len(query), n), self.dtype)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..cpu.loops.compilation import compiled
-from ..cpu.loops.elementary import fmax, next_number, wide_vectors
+from ..cpu.loops.elementary import next_number, wide_vectors
 
-CHUNK = 16  # rows that a thread takes at once (`cpu.resources.run_loop`)
+# rows, and query tokens of take_maxima, that a thread takes at once (`cpu.resources.run_loop`)
+CHUNK, TOKENS = 16, 128
 
 
 @compiled
@@ -19,31 +20,37 @@ def take_maxima(  # type: ignore[no-untyped-def]
     products, starts, best, winners, first_key, first_token, counter
 ):
     """best[j, a] = the largest product of query token a with the tokens of key j, for a tile of
-    products, whose first row and key are `first_token` and `first_key`. The tokens of its keys
-    begin at `starts`. `winners` get their numbers, unless they have no rows. A product that is not
-    finite makes the maximum NaN."""
+    products [key tokens, query tokens], whose first key and query token are `first_key` and
+    `first_token`. The tokens of its keys begin at `starts`. `winners` get their numbers, unless
+    they have no rows. A product that is not finite makes the maximum NaN.
+
+    The innermost loops go over query tokens, because maxima element by element vectorise."""
     wide_vectors()
-    rows = products.shape[0]
+    tokens, zero = products.shape[1], products.dtype.type(0)
+    not_finite, number = np.empty(TOKENS, products.dtype), np.empty(TOKENS, np.int32)
     while True:
-        begin = next_number(counter) * CHUNK
-        if begin >= rows:
+        begin = next_number(counter) * TOKENS
+        if begin >= tokens:
             return
-        for a in range(begin, min(begin + CHUNK, rows)):
-            row = products[a]
-            for j in range(starts.size - 1):
-                first, last = starts[j], starts[j + 1]
-                top, total = row[first], row[first] * 0
-                for b in range(first, last):
-                    top = fmax(top, row[b])
-                    total += row[b] * 0  # NaN if a product is not finite
-                if total != 0:
-                    top = total
-                best[first_key + j, first_token + a] = top
-                if winners.shape[0]:
-                    number = 0
-                    while first + number < last - 1 and row[first + number] != top:
-                        number += 1
-                    winners[first_key + j, first_token + a] = number
+        size = min(TOKENS, tokens - begin)
+        for j in range(starts.size - 1):
+            top = best[first_key + j, first_token + begin : first_token + begin + size]
+            row = products[starts[j], begin : begin + size]
+            for a in range(size):
+                top[a], not_finite[a], number[a] = row[a], row[a] * zero, 0
+            for b in range(1, starts[j + 1] - starts[j]):
+                row = products[starts[j] + b, begin : begin + size]
+                for a in range(size):
+                    not_finite[a] += row[a] * zero  # NaN if a product is not finite
+                    wins = row[a] > top[a]
+                    top[a] = row[a] if wins else top[a]
+                    number[a] = b if wins else number[a]
+            for a in range(size):
+                if not_finite[a] != 0:
+                    top[a] = not_finite[a]
+            if winners.shape[0]:
+                for a in range(size):
+                    winners[first_key + j, first_token + begin + a] = number[a]
 
 
 @compiled
