@@ -65,7 +65,11 @@ def evaluate(
     ]
     keys = np.concatenate(owns)
     guide_key = by_row["guide"][1] if "guide" in by_row else None
-    gathered = {"keys": keys, "auxiliary_keys": by_row.get("teacher_key", guide_key)}
+    gathered = {
+        "keys": keys,
+        "key_masks": None,
+        "auxiliary_keys": by_row.get("teacher_key", guide_key),
+    }
     plan = rounds.plan_callbacks(call, {**arguments[0], **gathered})
     inputs = [
         {
