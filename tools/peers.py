@@ -160,6 +160,23 @@ PEERS = {
             "gathered here",
         },
     ),
+    "sentence-transformers, tokens": Peer(
+        "https://github.com/huggingface/sentence-transformers",
+        "cad211983f36ce458e9b3360f3e11b29fc54cbd8",
+        ("tests/multi_vector_encoder/losses/test_misc.py",),
+        "infonce.torch.sentence_transformers.multi_vector",
+        (
+            "sentence_transformers.multi_vector_encoder.losses",
+            "sentence_transformers.multi_vector_encoder.losses.multiple_negatives_ranking",
+            "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking",
+        ),
+        {
+            "config_includes_hyperparameters": "XTR scores, which are an error here",
+            "does_not_scale_with_world_size": "a patched gather stands for two processes; nothing "
+            "is gathered here",
+        },
+        folder="sentence-transformers",
+    ),
     "optax": Peer(
         "https://github.com/google-deepmind/optax",
         "2edbcbe2390da13983b92cbef94ac0460ecde1c5",

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +342,7 @@ def test_multi_vector(columns: int, mean: bool, cached: bool) -> None:
     name = "Cached" * cached + "MultiVectorMultipleNegativesRankingLoss"
     settings: dict[str, Any] = {"scale": 1.7, "mini_batch_size": 3}
     if mean:
-        settings["similarity_fct"] = scoring.mean_colbert_scores
+        settings["similarity_fct"] = partial(scoring.colbert_scores, length_normalize=True)
     generator = torch.Generator().manual_seed(0)
 
     def draw(tokens: int) -> dict[str, Any]:

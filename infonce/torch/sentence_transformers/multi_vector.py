@@ -7,6 +7,7 @@ They take the places of the classes of `sentence_transformers.multi_vector_encod
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ class MultiVectorMultipleNegativesRankingLoss(losses.MultiVectorMultipleNegative
     ----------
     model : MultiVectorEncoder
     scale, similarity_fct, mini_batch_size, score_mini_batch_size, gather_across_devices
-        Those of the class that it takes the place of. `similarity_fct` is colbert_scores or
-        mean_colbert_scores. `score_mini_batch_size` has no effect: no product is stored.
+        Those of the class that it takes the place of. `similarity_fct` is colbert_scores,
+        mean_colbert_scores or a partial of them. `score_mini_batch_size` has no effect: no product
+        is stored.
 
     Raises
     ------
@@ -53,7 +55,7 @@ class MultiVectorMultipleNegativesRankingLoss(losses.MultiVectorMultipleNegative
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        _require_maxsim(self)
+        _find_token_mean(self.similarity_fct)
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
@@ -96,7 +98,7 @@ gather_across_devices, show_progress_bar
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        _require_maxsim(self)
+        _find_token_mean(self.similarity_fct)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *,
@@ -132,15 +134,20 @@ def late_ranking_loss(
     key, key_mask = util.cat_padded_token_embeddings(list(columns), list(masks))
     return info_nce_loss(
         query, key, labels=labels, scale=settings.scale, query_mask=query_mask, key_mask=key_mask,
-        token_mean=TOKEN_MEAN[settings.similarity_fct],
+        token_mean=_find_token_mean(settings.similarity_fct),
     )  # fmt: skip
 
 
-def _require_maxsim(settings: Any) -> None:
-    """ValueError for another similarity than MaxSim."""
-    if settings.similarity_fct not in TOKEN_MEAN:
-        name = getattr(settings.similarity_fct, "__name__", type(settings.similarity_fct).__name__)
+def _find_token_mean(similarity_fct: Any) -> bool:
+    """Whether scores are divided by the number of tokens. ValueError for another similarity than
+    MaxSim. Of a partial's keywords, chunk_elements has no effect: no product is stored."""
+    function, keywords = similarity_fct, dict[str, Any]()
+    if isinstance(function, partial) and not function.args:
+        function, keywords = function.func, function.keywords
+    if function not in TOKEN_MEAN or keywords.keys() - {"length_normalize", "chunk_elements"}:
+        name = util.similarity_fct_name(similarity_fct)
         raise ValueError(
             "similarity_fct: expected colbert_scores or mean_colbert_scores of "
-            f"sentence_transformers.multi_vector_encoder.scoring, got {name}"
+            f"sentence_transformers.multi_vector_encoder.scoring, or a partial, got {name}"
         )
+    return bool(keywords.get("length_normalize", TOKEN_MEAN[function]))
