@@ -143,7 +143,7 @@ def _find_token_mean(similarity_fct: Any) -> bool:
     MaxSim. Of a partial's keywords, chunk_elements has no effect: no product is stored."""
     function, keywords = similarity_fct, dict[str, Any]()
     if isinstance(function, partial) and not function.args:
-        function, keywords = function.func, function.keywords
+        keywords, function = function.keywords, function.func
     if function not in TOKEN_MEAN or keywords.keys() - {"length_normalize", "chunk_elements"}:
         name = util.similarity_fct_name(similarity_fct)
         raise ValueError(
