@@ -52,7 +52,7 @@ OPERANDS = {
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of a problem whose features are `Tokens` on one GPU."""
     problem = fast_replace(problem, scale=valid_scale(problem))
-    blocks = GPUTokenBlocks(problem, gradients, ElementwiseVectors())
+    blocks = make_blocks(problem, gradients)
     if blocks.takes_all_scores(problem) and blocks.block == problem.shape[:2]:
         return _solve_one_block(problem.without_weights(), blocks, gradients)
     return solve_by_passes(problem, blocks, gradients)
@@ -99,7 +99,7 @@ def scores(problem: Problem) -> Array:
     return find_scores(make_blocks(problem, None), problem)
 
 
-def make_blocks(problem: Problem, gradients: Gradients | None) -> TokenBlocks:
+def make_blocks(problem: Problem, gradients: Gradients | None) -> GPUTokenBlocks:
     """The backend of the problem."""
     return GPUTokenBlocks(problem, gradients, ElementwiseVectors())
 
