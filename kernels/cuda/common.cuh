@@ -212,7 +212,29 @@ struct Plus {
 };
 struct Larger {
   __device__ __forceinline__ float operator()(float x, float y) const { return fmaxf(x, y); }
+  __device__ __forceinline__ double operator()(double x, double y) const { return fmax(x, y); }
 };
+
+// Joins each of the N numbers x over a thread block of 1024 threads, which all call this. Thread 0 gets the results.
+template <int N, class F>
+__device__ __forceinline__ void reduce_to_thread_0(double (&x)[N], double (&memory)[N][32], F join) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {  // over the lanes of a warp, then over the warps
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) x[n] = join(x[n], __shfl_xor_sync(ALL_LANES, x[n], lanes));
+    if (step == 1) return;
+    if (lane == 0)
+#pragma unroll
+      for (int n = 0; n < N; ++n) memory[n][warp] = x[n];
+    __syncthreads();  // the writes of memory[] come before the reads
+    if (warp != 0) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) x[n] = memory[n][lane];
+  }
+}
 
 // Column results from the accumulators of tensor cores. Lanes t, t + 4, ... t + 28 share columns, so value v[g] of
 // these eight lanes is joined. Lane 4 g + t returns the result of v[g]. Each of three steps halves the number of

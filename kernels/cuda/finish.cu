@@ -142,10 +142,14 @@ struct Finished {
   }
 };
 
-// The square root of a divisor's absolute value, with the sign of the divisor. A sum is multiplied by |root| and by
-// root, not by the divisor, because the divisor may be too small for a float.
-__device__ __forceinline__ double signed_root(double divisor) {
-  return copysign(sqrt(fabs(divisor)), divisor);
+// The square root of the absolute value of divisor * other, with the sign of the divisor. A sum is multiplied by |root|
+// and by root, not by the product, which may be too small for a float. The root of float64 numbers takes as long as all
+// else in a row, and is left to products that are far from the range of floats.
+__device__ __forceinline__ Real signed_root(double divisor, double other) {
+  const double size = fabs(divisor) * other;
+  if (sizeof(Real) == 4 && size > 0x1p-100 && size < 0x1p100)
+    return copysignf(sqrtf((float)size), divisor < 0 ? -1.0f : 1.0f);
+  return (Real)copysign(sqrt(fabs(divisor)) * sqrt(other), divisor);
 }
 
 // Completes the gradients of n rows of one side, from row `first` on.
@@ -181,11 +185,9 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   prefetch_row(sum, d * sizeof(Real), lane, lanes);
   if (NORM_FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
   if (!positives.entries && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
-  const double divisor_root =
-      signed_root(gradient_divisor[divisor_step * row]) * sqrt(feature_divisor ? *feature_divisor : 1.0);
+  const Real root = signed_root(gradient_divisor[divisor_step * row], feature_divisor ? *feature_divisor : 1.0);
   double dot = 0;
 #if !NORM_FACTORS  // reads the row once, and computes in Real: float, or double for FP64
-  const Real root = (Real)divisor_root;
 #pragma unroll 1
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
     Finished<Real> f(sum, root, positives, linear, z, row, k, d, 0, 0, dots || LINEAR);
@@ -203,7 +205,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   if (dots && lane == 0) dots[row] = dot;
 #else  // reads the row twice, because all results need <g, s>; computes in float64
   const int e = exponent[row];
-  const double f = factor[row], root = divisor_root;
+  const double f = factor[row];
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
     dot += Finished<double>(sum, root, positives, linear, z, row, k, d, f, e).dot();
   dot = lanes_sum(dot, lanes);

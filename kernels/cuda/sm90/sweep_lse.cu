@@ -282,10 +282,13 @@ struct Lse {
         if (strip_column.sum > MAX_TILE_SUM || (MOMENTS && fabsf(strip_column.moment) > MAX_TILE_MOMENT)) good = false;
         small[s] = strip_column.sum < MIN_EXACT_SUM;
       } else {
-        // A column beyond the matrix has no terms to lose
-        const bool beyond = CACHE && t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) >= (int)b.k.rows;
-        if (strip_column.sum < MIN_EXACT_SUM && !beyond) good = false;
-        if (OWN && __any_sync(ALL_LANES, strip_column.sum < MIN_EXACT_SUM))
+        // Columns and strips of rows beyond the matrix have no terms to lose
+        const auto has_terms = [&] {
+          return t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) < (int)b.k.rows && first_row() < b.q.rows;
+        };
+        const bool is_small = strip_column.sum < MIN_EXACT_SUM && has_terms();
+        if (is_small) good = false;
+        if (OWN && __any_sync(ALL_LANES, is_small))
           strip_column = tile_columns.sum_with_own_references(s);
       }
       if (KEEPS_OWN_STRIP && s == lane.warp) strip_sum = strip_column;

@@ -49,14 +49,16 @@ constexpr double MIN_BOUND_SHARE = 0x1p-60;
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 by_factor,
        double largest_element, Ranges* out) {
-  __shared__ double parts[4][RANGE_THREADS];
-  // The largest and the least log-sum-exp of rows, the least of columns, the bound of dL/dx
-  double high = -INFINITY_, low = INFINITY_, least = INFINITY_, bound = 0;
-#pragma unroll 4  // one multiprocessor needs many loads in flight
+  __shared__ double memory[4][32];
+  // The largest and the least log-sum-exp of rows, the least of columns, the bound of dL/dx. Of the least, the largest
+  // negative: all four are maxima
+  double x[4] = {-INFINITY_, -INFINITY_, -INFINITY_, 0};
+  double &high = x[0], &minus_low = x[1], &minus_least = x[2], &bound = x[3];
+#pragma unroll 8  // one multiprocessor needs many loads in flight
   for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) {
     if (f.row_reference) {
       high = fmax(high, f.row_reference[i]);
-      low = fmin(low, f.row_reference[i]);
+      minus_low = fmax(minus_low, -f.row_reference[i]);
     }
     const double share = by_factor ? 2 : f.positive_gradient ? MIN_BOUND_SHARE : 1;
     bound = fmax(bound, fabs(f.row_factor[i]) * share);
@@ -66,30 +68,18 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
     for (i64 pair = m + threadIdx.x; pair < m * set_size; pair += RANGE_THREADS)
       bound = fmax(bound, 2 * fabs(f.positive_gradient[pair]));
   if (f.column_reference)
-#pragma unroll 4
+#pragma unroll 8
     for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) {
-      least = fmin(least, f.column_reference[j]);
+      minus_least = fmax(minus_least, -f.column_reference[j]);
       if (by_factor) bound = fmax(bound, 2 * fabs(f.column_factor[j]));
       if (f.column_positive_gradient) bound = fmax(bound, 2 * fabs(f.column_positive_gradient[j]));
     }
-  const int t = threadIdx.x;
-  parts[0][t] = high, parts[1][t] = low, parts[2][t] = least, parts[3][t] = bound;
-  for (int half = RANGE_THREADS / 2; half > 0; half /= 2) {
-    __syncthreads();  // the writes of the upper half come before the reads below
-    if (t < half) {
-      parts[0][t] = fmax(parts[0][t], parts[0][t + half]);
-      parts[1][t] = fmin(parts[1][t], parts[1][t + half]);
-      parts[2][t] = fmin(parts[2][t], parts[2][t + half]);
-      parts[3][t] = fmax(parts[3][t], parts[3][t + half]);
-    }
-  }
-  if (t != 0) return;
-  bound = parts[3][0];
+  reduce_to_thread_0(x, memory, Larger());
+  if (threadIdx.x != 0) return;
   const bool usable = bound > 1e-300 && bound < INFINITY_;
   out->gradient_divisor = usable ? bound / largest_element : 1.0;
-  out->middle = 0.5 * (parts[0][0] + parts[2][0]);
-  out->one_exponential = f.column_reference && parts[0][0] - parts[2][0] < SPREAD &&
-                         parts[0][0] - parts[1][0] < ROW_SPREAD;
+  out->middle = 0.5 * (high - minus_least);
+  out->one_exponential = f.column_reference && high + minus_least < SPREAD && high + minus_low < ROW_SPREAD;
 }
 
 // Factors as the gradient kernels read them. tiled/gradient.cu has the equations of a, u and v.
@@ -156,13 +146,10 @@ extern "C" __global__ void to_products(const double* values, const __grid_consta
 // serve both. One thread block.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 check_spread(const double* row_reference, const double* column_reference, i64 m, i64 n, Ranges* out) {
-  __shared__ double column_memory[RANGE_THREADS / 32], row_memory[RANGE_THREADS / 32];
-  double high = -INFINITY_, low = INFINITY_;  // largest log-sum-exp of columns, least of rows
-  for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) high = fmax(high, column_reference[j]);
-  for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) low = fmin(low, row_reference[i]);
-  const auto larger = [](double a, double b) { return fmax(a, b); };
-  const auto smaller = [](double a, double b) { return fmin(a, b); };
-  high = block_reduce<RANGE_THREADS>(high, column_memory, larger);
-  low = block_reduce<RANGE_THREADS>(low, row_memory, smaller);
-  if (threadIdx.x == 0 && !(high - low < SPREAD)) out->one_exponential = 0;
+  __shared__ double memory[2][32];
+  double x[2] = {-INFINITY_, -INFINITY_};  // the largest log-sum-exp of columns, minus the least of rows
+  for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) x[0] = fmax(x[0], column_reference[j]);
+  for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) x[1] = fmax(x[1], -row_reference[i]);
+  reduce_to_thread_0(x, memory, Larger());
+  if (threadIdx.x == 0 && !(x[0] + x[1] < SPREAD)) out->one_exponential = 0;
 }

@@ -44,51 +44,75 @@ __device__ __forceinline__ int find_writers(const u32* written_tiles, int blocks
   return count;
 }
 
-// Adds the partial sums of one block of logits to the sums of n rows (or n columns), always in one order.
-//   - A slot is one partial sum of a row: (max, sum), and a moment unless `moments` is null. `partial_sums` and
-//     `moments` are [slots, stride], with one slot for each row.
-//   - The maxima of tiled/lse.cu are products (`maxima_are_products`), and the maxima of a sweep are exponents: products
-//     times exponent_scale log2(e), rounded. `to_logits` makes sums of base-2 logits of them.
-//   - A moment is a sum of exponentials times products. exponent_scale log2(e) turns the products into base-2 logits.
-//   - A thread block has 32 rows. MERGE_ROW_THREADS threads share the slots of a row.
+// The partial sums that a block of logits leaves for one of its sides, n rows or n columns, and the sums to which they
+// are added.
+//   - A slot is one partial sum of a row: (max, sum), and a moment unless `moments` is null. `pairs` and `moments` are
+//     [slots, stride], with one slot for each row.
 //   - If `written_tiles` is not null, the sums belong to columns of a sweep (sm90/sweep_lse.cu). Each thread block of
 //     the sweep has two slots, one for each group of 64 rows of its query tiles. The slots are valid for the columns of
 //     the tiles in the block's bits of `written_tiles`.
+struct PartialSums {
+  const Real2* pairs;
+  const Real* moments;
+  i64 slots, stride, n;
+  const u32* written_tiles;
+  Sums sums;
+};
+
+// Adds the partial sums of one block of logits to the sums of its rows and of its columns, always in one order.
+//   - The maxima of tiled/lse.cu are products (`maxima_are_products`), and the maxima of a sweep are exponents: products
+//     times exponent_scale log2(e), rounded. `to_logits` makes sums of base-2 logits of them.
+//   - A moment is a sum of exponentials times products. exponent_scale log2(e) turns the products into base-2 logits.
+//   - A thread block has 32 rows, or 32 columns. MERGE_ROW_THREADS threads share the slots of a row.
+//   - `same_rows`: the queries are the keys, the block is on the diagonal, and both sides add to the same sums. Then the
+//     thread block of a row adds up the slots of both.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
-merge_partial_sums(const Real2* partial_sums, i64 slots, i64 stride, i64 n,
-            i64 maxima_are_products, const __grid_constant__ Sums sums,
-            const u32* written_tiles,
-            const Real* moments, const __grid_constant__ Scale exponent_scale) {
+merge_partial_sums(const __grid_constant__ PartialSums rows, const __grid_constant__ PartialSums columns,
+                   i64 same_rows, i64 maxima_are_products, const __grid_constant__ Scale exponent_scale) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
   __shared__ int writers[MAX_SWEEP_BLOCKS], writer_count;  // blocks of the sweep that have written sums of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
-  const i64 i = blockIdx.x * (i64)32 + lane;
-  if (written_tiles) {
-    if (part == 0) {
-      const int count = find_writers(written_tiles, (int)(slots / 2), i / TILE_COLUMNS, lane, writers);
-      if (lane == 0) writer_count = count;
-    }
-    __syncthreads();  // the writes of writers[] and writer_count come before their reads
-    slots = (i64)writer_count * 2;
-  }
+  const i64 row_blocks = (rows.n + 31) / 32;
+  const bool is_column = blockIdx.x >= row_blocks;
+  const i64 i = (blockIdx.x - (is_column ? row_blocks : 0)) * (i64)32 + lane;
   const double c = exponent_scale.get() * LOG2_E;
   Sum own_slots = {-INFINITY_, 0, 0};
-  if (i < n) {
+  for (int side = is_column; side < (same_rows ? 2 : is_column + 1); ++side) {
+    const PartialSums& p = side ? columns : rows;
+    i64 slots = p.slots;
+    if (p.written_tiles) {
+      if (part == 0) {
+        const int count = find_writers(p.written_tiles, (int)(slots / 2), i / TILE_COLUMNS, lane, writers);
+        if (lane == 0) writer_count = count;
+      }
+      __syncthreads();  // the writes of writers[] and writer_count come before their reads
+      slots = (i64)writer_count * 2;
+    }
+    if (i >= p.n) continue;
+    // Slots that follow one another mostly have one maximum: the reference exponents of a sweep are few. Their sums are
+    // added as they are, and `run` becomes a sum of logits when the maximum changes
+    Sum run = {-INFINITY_, 0, 0};
 #pragma unroll 4
     for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
-      const i64 slot = written_tiles ? (i64)writers[s / 2] * 2 + s % 2 : s;
-      const Real2 partial = partial_sums[slot * stride + i];
-      const double moment = moments ? c * (double)moments[slot * stride + i] : 0;
-      own_slots = merge(own_slots, to_logits({(double)partial.x, (double)partial.y, moment}, c, maxima_are_products));
+      const i64 slot = p.written_tiles ? (i64)writers[s / 2] * 2 + s % 2 : s;
+      const Real2 partial = p.pairs[slot * p.stride + i];
+      const double moment = p.moments ? c * (double)p.moments[slot * p.stride + i] : 0;
+      if (partial.x != (Real)run.max) {
+        if (run.sum != 0) own_slots = merge(own_slots, to_logits(run, c, maxima_are_products));
+        run = {(double)partial.x, 0, 0};
+      }
+      run.sum += (double)partial.y, run.moment += moment;
     }
+    if (run.sum != 0) own_slots = merge(own_slots, to_logits(run, c, maxima_are_products));
   }
   parts[part][lane] = own_slots;
   __syncthreads();  // the writes of parts[] come before the reads below
-  if (part != 0 || i >= n) return;
-  Sum total = sums.get(i);
+  const PartialSums& p = is_column ? columns : rows;
+  if (part != 0 || i >= p.n) return;
+  Sum total = p.sums.get(i);
 #pragma unroll
-  for (int p = 0; p < MERGE_ROW_THREADS; ++p) total = merge(total, parts[p][lane]);
-  sums.set(i, total);
+  for (int other = 0; other < MERGE_ROW_THREADS; ++other) total = merge(total, parts[other][lane]);
+  p.sums.set(i, total);
 }
 
 // For passes that add up losses (sigmoid, distillation): adds the slots of row i to the sums of row i. A slot has two
@@ -371,17 +395,6 @@ __device__ __forceinline__ double weighted(double x, double weight) {
   return weight == 0 && !isnan(x) ? 0 : weight * x;
 }
 
-// The sum of x[i] (x null: 0), each times weights[i] (null: 1). All threads of the only thread block call this and get
-// the sum.
-__device__ __forceinline__ double add_up(const double* x, i64 n, const double* weights = nullptr) {
-  __shared__ double memory[TOTALS_THREADS / 32];
-  double sum = 0;
-  if (x)
-#pragma unroll 8  // one multiprocessor needs many loads in flight
-    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += weights ? weighted(x[i], weights[i]) : x[i];
-  return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
-}
-
 // The scalars of a result, by one thread block, at the end of a call. Null arrays count as 0, null row_shares as 1.
 //
 //     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
@@ -395,9 +408,19 @@ extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double common_share, const double* row_shares, const double* log_scale_grad,
        const double* dots, i64 count, double pair_repeats, const double* bias_grad,
        const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  const double log_scale_sum = add_up(log_scale_grad, m) + add_up(dots, count) / pair_repeats;
-  const double sums[3] = {common_share * add_up(losses, m, row_shares), log_scale_sum / scale.bare(),
-                          add_up(bias_grad, m) / scale.bare()};
+  __shared__ double memory[4][32];
+  double x[4] = {0, 0, 0, 0};  // sums of losses, log_scale_grad, dots and bias_grad
+#pragma unroll 8  // one multiprocessor needs many loads in flight
+  for (i64 i = threadIdx.x; i < m; i += TOTALS_THREADS) {
+    x[0] += row_shares ? weighted(losses[i], row_shares[i]) : losses[i];
+    if (log_scale_grad) x[1] += log_scale_grad[i];
+    if (bias_grad) x[3] += bias_grad[i];
+  }
+  if (dots)
+#pragma unroll 8
+    for (i64 i = threadIdx.x; i < count; i += TOTALS_THREADS) x[2] += dots[i];
+  reduce_to_thread_0(x, memory, Plus());
+  const double sums[3] = {common_share * x[0], (x[1] + x[2] / pair_repeats) / scale.bare(), x[3] / scale.bare()};
   if (threadIdx.x) return;
 #pragma unroll
   for (int i = 0; i < 3; ++i)

@@ -36,6 +36,8 @@ ONE_PASS_PRECISIONS = ("bf16x3", "bf16")
 MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
 # The same for a loss with one softmax, if dK is not wanted: its gradient pass takes less time
 MIN_CACHED_K_SLICES_OF_DQ = {"bf16": 9, "fp16x3": 20}
+# Bytes beyond which larger gradient blocks gain nothing, for calls without a workspace
+MAX_DEFAULT_BLOCK_BYTES = 1 << 30
 MAX_GROUP_BLOCK_SIDE = 8192  # most rows and columns of a block, if groups leave out blocks
 
 
@@ -339,23 +341,35 @@ def divide_workspace(
         teacher_rows=None if teacher is None else teacher.rows_by_block,
     )  # fmt: skip
 
-    # the largest blocks
+    # the largest blocks. If the caller gives no workspace, cached exponentials and one pass with dK
+    # for wide rows, which save a matrix product, may take as much memory as the device allows
     may_cache = may_cache_exponentials(call, operands, sweep)
-    # Cached exponentials save a matrix product, and one pass with dK saves one. Both may exceed the
-    # default workspace, but only if `may_cache` is true and the caller gives no workspace
-    may_extend = may_cache and not call.workspace_given
-    extended_room = max(room, device.default_memory_limit) if may_extend else room
+    limit = device.default_memory_limit
+    if not may_cache:
+        limit = min(limit, MAX_DEFAULT_BLOCK_BYTES) if has_large_blocks(call, sweep) else 0
+    extended_room = room if call.workspace_given else max(room, limit)
     sizes = None
     if one_pass and not needs_dq_only:  # one pass with dK needs blocks of all keys
         sizes = config.block_sizes_for_all_keys(shape, needs, extended_room, tile.block_n)
         one_pass = sizes is not None  # otherwise there are two passes
     statistics, gradient, size = sizes or config.choose_block_sizes(
-        shape, needs, room, tile.block_n, symmetric, extended_room if may_cache else 0,
-        reserved, MAX_GROUP_BLOCK_SIDE if call.host_groups else None,
+        shape, needs, room if may_cache else extended_room, tile.block_n, symmetric,
+        extended_room if may_cache else 0, reserved,
+        MAX_GROUP_BLOCK_SIDE if call.host_groups else None,
     )  # fmt: skip
     return WorkspaceDivision(
         needs, statistics, gradient, size, one_pass, dq_in_place, dk_in_place, dq_copies
     )  # fmt: skip
+
+
+def has_large_blocks(call: Call, sweep: Sweep | None) -> bool:
+    """Whether gradient blocks larger than the default workspace take less time. All must hold:
+
+    - The call is no block over ranks, and wants gradients.
+    - Sweeps compute its blocks. On other devices nobody has measured it.
+    - Queries are not the keys. If they are, small blocks leave out nearly half of the pairs.
+    """
+    return call.block is None and call.gradient and sweep is not None and not call.symmetric
 
 
 def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None) -> bool:

@@ -241,7 +241,9 @@ class GradientRun(PassRun):
             if self.row_divisors is not None:
                 gradient_divisor, divisor_step = self.row_divisors, 1
             side, other, dots, add = buffers.query, buffers.key, gradients.dots, gradients.add_query
-            entries = {"entries": problem.positives, "begin": None, "end": None}
+            has_list = problem.symmetric or not buffers.paired
+            positives = problem.positives if has_list else None
+            entries = {"entries": positives, "begin": None, "end": None}
         else:
             side, other, add = buffers.key, buffers.query, False
             dots = None if gradients.want_query else gradients.dots

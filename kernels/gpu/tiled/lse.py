@@ -8,11 +8,13 @@ import numpy as np
 from ...epilogues import RetrievalRanks, Statistics, Sums
 from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config
-from ..device.arguments import BASE_2, address, sums_fields
+from ..device.arguments import BASE_2, Fields, address, sums_fields
 from ..schedule import ScheduledPass
 from .buffers import Buffers
 from .operands import NO_GRADIENT_BLOCK, NOTHING_CACHED
 from .run import PassRun
+
+MERGE_THREADS = 128  # of a thread block, which has 32 rows or columns: vectors/sums.cuh
 
 
 class StatisticsRun(PassRun):
@@ -82,26 +84,38 @@ class StatisticsRun(PassRun):
                 arguments |= {"cached": cached.fields, "gradient_block": cached.block.fields}
                 arguments["gradient_map"] = cached.block.tensor_map(self.launcher.queue, m)
         self.launch(kernel, rows, columns, arguments, triangle)
-        self.merge("row", row_slots, stats.rows, rows)
-        if column_slots:
-            assert stats.columns is not None
-            self.merge("column", column_slots, stats.columns, columns, self.written_tiles)
+        self.merge(rows, row_slots, columns, column_slots)
 
-    def merge(
-        self, side: str, slots: int, sums: Sums, rows: slice, written_tiles: Array | None = None
-    ) -> None:
-        """Merge the partial sums of a block, `slots` for each row, into the sums of its `rows`.
-
-        `side` is "row"; or "column", and then `rows` are the columns of the block.
-        """
-        n = rows.stop - rows.start
-        self.launcher.launch_vectors(
-            "merge_partial_sums", n, threads=4, partial_sums=self.parts[f"{side}_partials"],
-            moments=self.parts.get(f"{side}_moments"), slots=slots, stride=n, n=n,
-            maxima_are_products=isinstance(self.shape, config.Tile),
-            exponent_scale=self.exponent_scale, sums=sums_fields(sums, rows.start),
-            written_tiles=written_tiles,
+    def merge(self, rows: slice, row_slots: int, columns: slice, column_slots: int) -> None:
+        """Merge the partial sums of a block, so many slots for each row and column, into the sums."""
+        stats, m = self.stats, rows.stop - rows.start
+        n = columns.stop - columns.start if column_slots else 0
+        # Blocks of one call are equal or apart, and so are their sums if columns have those of rows
+        same_rows = bool(column_slots) and stats.columns is stats.rows and rows == columns
+        self.launcher.launch(
+            "vectors.cu", "merge_partial_sums", -(-m // 32) + (0 if same_rows else -(-n // 32)),
+            MERGE_THREADS,
+            {
+                "rows": self.partial_sums("row", row_slots, stats.rows, rows, None),
+                "columns": self.partial_sums(
+                    "column", column_slots, stats.columns, columns, self.written_tiles
+                ) | {"n": n},
+                "same_rows": same_rows, "exponent_scale": self.exponent_scale,
+                "maxima_are_products": isinstance(self.shape, config.Tile),
+            },
         )  # fmt: skip
+
+    def partial_sums(
+        self, side: str, slots: int, sums: Sums | None, rows: slice, written_tiles: Array | None
+    ) -> Fields:
+        """struct PartialSums of one side of a block, "row" or "column"."""
+        n = rows.stop - rows.start
+        return {
+            "pairs": self.parts.get(f"{side}_partials"),
+            "moments": self.parts.get(f"{side}_moments"), "slots": slots, "stride": n, "n": n,
+            "written_tiles": written_tiles,
+            "sums": sums_fields(sums, rows.start),
+        }  # fmt: skip
 
 
 class RetrievalRanksRun(PassRun):
