@@ -101,6 +101,16 @@ struct LinearGradients {
 struct LinearGradients {};
 #endif
 
+// The square root of the absolute value of divisor * other, with the sign of the divisor. A sum is multiplied by |root|
+// and by root, not by the product, which may be too small for a float. The root of float64 numbers takes as long as all
+// else in a row, and is left to products that are far from the range of floats.
+__device__ __forceinline__ Real signed_root(double divisor, double other) {
+  const double size = fabs(divisor) * other;
+  if (sizeof(Real) == 4 && size > 0x1p-100 && size < 0x1p100)
+    return copysignf(sqrtf((float)size), divisor < 0 ? -1.0f : 1.0f);
+  return (Real)copysign(sqrt(fabs(divisor)) * sqrt(other), divisor);
+}
+
 // Eight features of a row, from `column` on, and the same features of its gradient with positives and linear terms,
 // before the normalisation is differentiated. T is the type of the computation.
 template <class T>
@@ -108,17 +118,20 @@ struct Finished {
   T g[LANE_FEATURES];  // the gradient g of the opening comment
   T x[LANE_FEATURES];  // the row s of the opening comment; not set if `with_row` is false
 
-  // `sum` is the row of the accumulator. The row is multiplied by the gradient divisor and the feature divisor, as
-  // |root| and then root, because the divisor may be too small for a float. `root` is the `signed_root` of the gradient
-  // divisor, times the root of the feature divisor.
-  __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
+  // `sum` is the row of the accumulator. The row is multiplied by `divisor`, the gradient divisor, and by the feature
+  // divisor of the other side. Memory is read before the first number is waited for.
+  __device__ __forceinline__ Finished(const Real* sum, double divisor, double feature_divisor, const Positives& positives,
                                       const LinearGradients& linear, const Matrix& z, i64 row, i64 column,
                                       i64 d, double factor, int exponent, bool with_row = true) {
     const i64 n = d - column;
-    get_reals(g, sum + column, n);
+    T sums[LANE_FEATURES];
+    get_reals(sums, sum + column, n);
 #pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;
+    for (int i = 0; i < LANE_FEATURES; ++i) g[i] = 0;
     positives.add(g, row, column, n, factor);
+    const Real root = signed_root(divisor, feature_divisor);
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) g[i] += sums[i] * (T)fabs(root) * (T)root;
     if (!with_row) return;
     get_group(x, z, row, column, n);
     if (NORM_FACTORS)
@@ -141,16 +154,6 @@ struct Finished {
     return sum;
   }
 };
-
-// The square root of the absolute value of divisor * other, with the sign of the divisor. A sum is multiplied by |root|
-// and by root, not by the product, which may be too small for a float. The root of float64 numbers takes as long as all
-// else in a row, and is left to products that are far from the range of floats.
-__device__ __forceinline__ Real signed_root(double divisor, double other) {
-  const double size = fabs(divisor) * other;
-  if (sizeof(Real) == 4 && size > 0x1p-100 && size < 0x1p100)
-    return copysignf(sqrtf((float)size), divisor < 0 ? -1.0f : 1.0f);
-  return (Real)copysign(sqrt(fabs(divisor)) * sqrt(other), divisor);
-}
 
 // Completes the gradients of n rows of one side, from row `first` on.
 //   - `acc` [n, acc_stride] has the sums over gradient blocks; its first row is row `first`. Gradient blocks were
@@ -185,12 +188,12 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   prefetch_row(sum, d * sizeof(Real), lane, lanes);
   if (NORM_FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
   if (!positives.entries && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
-  const Real root = signed_root(gradient_divisor[divisor_step * row], feature_divisor ? *feature_divisor : 1.0);
+  const double divisor = gradient_divisor[divisor_step * row], other = feature_divisor ? *feature_divisor : 1.0;
   double dot = 0;
 #if !NORM_FACTORS  // reads the row once, and computes in Real: float, or double for FP64
 #pragma unroll 1
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Finished<Real> f(sum, root, positives, linear, z, row, k, d, 0, 0, dots || LINEAR);
+    Finished<Real> f(sum, divisor, other, positives, linear, z, row, k, d, 0, 0, dots || LINEAR);
     if (dots) dot += f.dot();
     if (!out.data) continue;
     if (add) {
@@ -207,13 +210,13 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const int e = exponent[row];
   const double f = factor[row];
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
-    dot += Finished<double>(sum, root, positives, linear, z, row, k, d, f, e).dot();
+    dot += Finished<double>(sum, divisor, other, positives, linear, z, row, k, d, f, e).dot();
   dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
   const double along = f * f * dot;  // f^2 <g, s>: how much of s is subtracted
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Finished<double> finished(sum, root, positives, linear, z, row, k, d, f, e);
+    Finished<double> finished(sum, divisor, other, positives, linear, z, row, k, d, f, e);
     double before[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (add) get_group(before, out, row, k, d - k);
 #pragma unroll

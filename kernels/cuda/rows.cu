@@ -46,54 +46,32 @@ __device__ __forceinline__ bool any_not_finite(const uint4& bytes, int dtype) {
 // is added to a loss: NaN or 0. out[row] is NaN if a feature of query `row` is not finite, else known_row_nans[row]
 // (null: 0). *any_key_not_finite, which is added to all losses, becomes NaN if a feature of a key is not finite, and
 // otherwise keeps its value. Several warps may write this NaN. There are n keys, then m queries; m is 0 if queries are
-// keys. The lanes of a row read ROWS_AT_ONCE rows, so that many loads are on their way.
-constexpr int ROWS_AT_ONCE = 4;
+// keys. Rows of up to 256 features have 8 lanes each, of up to 512 features 16 lanes, longer rows a warp: a lane reads
+// several times 16 bytes, and these loads are on their way together.
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
                                       const double* known_row_nans, double* out,
                                       double* any_key_not_finite) {
-  const int lanes = count_lanes(d), lane = threadIdx.x % lanes;
-  const i64 first = lanes_row(lanes) * ROWS_AT_ONCE;
-  bool any[ROWS_AT_ONCE] = {};
-  const auto side = [&](i64 at) -> const Matrix& { return at < n ? keys : queries; };
-  const auto row = [&](i64 at) { return at < n ? at : at - n; };
-  const auto size = [](const Matrix& z) { return z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2; };
-  // Rows of whole 16 bytes, at multiples of 16 bytes
-  const auto reads_words = [&](const Matrix& z) {
-    const int bytes = size(z);
-    return bytes < 8 && z.column_stride == 1 &&
-           (((u64)z.data | (u64)(z.row_stride * bytes) | (u64)(d * bytes)) & 15) == 0;
-  };
-  const bool words = reads_words(keys) && (m == 0 || reads_words(queries) && size(queries) == size(keys));
-  if (words) {
-    const int each = 16 / size(keys);  // features of 16 bytes
-#pragma unroll 2
-    for (i64 k = lane * each; k < d; k += lanes * each) {
-      uint4 bytes[ROWS_AT_ONCE];
-#pragma unroll
-      for (int r = 0; r < ROWS_AT_ONCE; ++r) {
-        bytes[r] = make_uint4(0, 0, 0, 0);
-        const i64 at = first + r;
-        const Matrix& z = side(at);
-        if (at < n + m) bytes[r] = *(const uint4*)(z.data + (row(at) * z.row_stride + k) * size(z));
-      }
-#pragma unroll
-      for (int r = 0; r < ROWS_AT_ONCE; ++r) any[r] |= any_not_finite(bytes[r], side(first + r).dtype);
-    }
+  const int lanes = d <= 256 ? 8 : d <= 512 ? 16 : 32, lane = threadIdx.x % lanes;
+  const bool is_query = lanes_row(lanes) >= n;
+  const i64 row = lanes_row(lanes) - (is_query ? n : 0);
+  const bool inside = !is_query || row < m;
+  const Matrix& z = is_query ? queries : keys;
+  const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2, each = 16 / size;
+  const char* from = z.data + row * z.row_stride * size;
+  bool any = false;
+  if (inside && size < 8 && z.column_stride == 1 && (((u64)from | (u64)(d * size)) & 15) == 0) {  // whole 16 bytes
+#pragma unroll 4
+    for (i64 k = lane * each; k < d; k += lanes * each)
+      any |= any_not_finite(*(const uint4*)(from + k * size), z.dtype);
   } else {
-    for (int r = 0; r < ROWS_AT_ONCE; ++r)
-      for (i64 k = lane; first + r < n + m && k < d; k += lanes)
-        any[r] |= !isfinite(side(first + r).get(row(first + r), k));
+    for (i64 k = lane; inside && k < d; k += lanes) any |= !isfinite(z.get(row, k));
   }
-#pragma unroll
-  for (int r = 0; r < ROWS_AT_ONCE; ++r) {
-    const i64 at = first + r;
-    const u32 lanes_of_warp = __ballot_sync(ALL_LANES, any[r]);
-    const bool is_not_finite = lanes == 32 ? lanes_of_warp : lanes_of_warp >> (threadIdx.x & 16) & 0xffff;
-    if (lane || at >= n + m) continue;
-    if (at >= n) out[at - n] = is_not_finite ? NAN_ : known_row_nans ? known_row_nans[at - n] : 0;
-    else if (is_not_finite) *any_key_not_finite = NAN_;
-  }
+  const u32 lanes_of_warp = __ballot_sync(ALL_LANES, any) >> (threadIdx.x % 32 - lane);
+  const bool is_not_finite = lanes_of_warp & (lanes == 32 ? ALL_LANES : (1u << lanes) - 1);
+  if (lane || !inside) return;
+  if (is_query) out[row] = is_not_finite ? NAN_ : known_row_nans ? known_row_nans[row] : 0;
+  else if (is_not_finite) *any_key_not_finite = NAN_;
 }
 
 // Finds the largest finite absolute value of all features, for the feature divisor. *largest_bits, which the caller

@@ -25,7 +25,6 @@ from .device.launches import Queue
 from .own import OwnNegativesByKernels
 from .schedule import is_computed_by_kernels_only
 
-ROWS_AT_ONCE = 4  # rows that a warp of the kernel not_finite reads: rows.cu
 # struct DefaultVectors if the kernel has no default vectors to write
 NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
 
@@ -401,9 +400,14 @@ class TiledVectors(ElementwiseVectors):
             m, out = 0, None
         else:
             queries, out = problem.query, cupy.empty(m) if out is None else out
-        self.launcher.launch_rows(
-            "not_finite", -(-(n + m) // ROWS_AT_ONCE), d, keys=matrix(problem.key), n=n, queries=matrix(queries), m=m,
-            d=d, known_row_nans=problem.known_row_nans, out=out, any_key_not_finite=any_key,
+        lanes = 8 if d <= 256 else 16 if d <= 512 else 32  # of a row: rows.cu
+        self.launcher.launch(
+            "rows.cu", "not_finite", -(-(n + m) * lanes // 256), 256,
+            {
+                "keys": matrix(problem.key), "n": n, "queries": matrix(queries), "m": m, "d": d,
+                "known_row_nans": problem.known_row_nans, "out": out,
+                "any_key_not_finite": any_key,
+            },
         )  # fmt: skip
         return out
 

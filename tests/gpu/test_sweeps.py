@@ -95,12 +95,15 @@ def test_sums_are_of_logits_although_kernels_round_their_factor(
     moments = np.exp2(exponents) * x
     partials = np.stack([reference, np.exp2(exponents).sum(axis=1)], axis=1)
     sums = Sums(cupy.full(n, -np.inf), cupy.zeros(n), cupy.zeros(n))
-    launcher.Launcher(cupy.cuda.Device(), "fp32", Queue()).launch_vectors(
-        "merge_partial_sums", n, threads=4, slots=1, stride=n, n=n, written_tiles=None,
-        partial_sums=cupy.asarray(partials.astype(np.float32)),
-        moments=cupy.asarray(moments.sum(axis=1).astype(np.float32)),
-        maxima_are_products=products, exponent_scale={**NATURAL, "value": scale},
-        sums=sums_fields(sums),
+    rows = {
+        "pairs": cupy.asarray(partials.astype(np.float32)),
+        "moments": cupy.asarray(moments.sum(axis=1).astype(np.float32)),
+        "slots": 1, "stride": n, "n": n, "written_tiles": None, "sums": sums_fields(sums),
+    }  # fmt: skip
+    launcher.Launcher(cupy.cuda.Device(), "fp32", Queue()).launch(
+        "vectors.cu", "merge_partial_sums", -(-n // 32), 128,
+        {"rows": rows, "columns": rows | {"n": 0}, "same_rows": False,
+         "maxima_are_products": products, "exponent_scale": {**NATURAL, "value": scale}},
     )  # fmt: skip
     got, exact = sums.max.get() + np.log2(sums.sum.get()), np.exp2(c * x)
     bound = 2.0**-24 * (1 / LN_2 + np.log2(5))

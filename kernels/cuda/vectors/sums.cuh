@@ -12,6 +12,7 @@
 
 constexpr int MERGE_THREADS = 128;
 constexpr int MERGE_ROW_THREADS = 4;  // threads that share the slots of a row
+constexpr int MERGE_SLOTS = 8;  // slots that a thread reads at once
 constexpr int MAX_SWEEP_BLOCKS = 512;  // thread blocks of a sweep, at most (asserted in kernels/gpu/tiled/lse.py)
 
 // The sums of logits c x, from sums of exponents c' x. Kernels round c to c' = (Real)c, which changes all logits by one
@@ -90,18 +91,29 @@ merge_partial_sums(const __grid_constant__ PartialSums rows, const __grid_consta
     }
     if (i >= p.n) continue;
     // Slots that follow one another mostly have one maximum: the reference exponents of a sweep are few. Their sums are
-    // added as they are, and `run` becomes a sum of logits when the maximum changes
+    // added as they are, and `run` becomes a sum of logits when the maximum changes. Several slots are read at once
     Sum run = {-INFINITY_, 0, 0};
-#pragma unroll 4
-    for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
-      const i64 slot = p.written_tiles ? (i64)writers[s / 2] * 2 + s % 2 : s;
-      const Real2 partial = p.pairs[slot * p.stride + i];
-      const double moment = p.moments ? c * (double)p.moments[slot * p.stride + i] : 0;
-      if (partial.x != (Real)run.max) {
-        if (run.sum != 0) own_slots = merge(own_slots, to_logits(run, c, maxima_are_products));
-        run = {(double)partial.x, 0, 0};
+    for (i64 first = part; first < slots; first += MERGE_SLOTS * MERGE_ROW_THREADS) {
+      Real2 pairs[MERGE_SLOTS];
+      Real moments[MERGE_SLOTS];
+#pragma unroll
+      for (int k = 0; k < MERGE_SLOTS; ++k) {
+        const i64 s = first + k * MERGE_ROW_THREADS;
+        pairs[k].x = -INFINITY_, pairs[k].y = moments[k] = 0;  // a sum of nothing
+        if (s >= slots) continue;
+        const i64 slot = p.written_tiles ? (i64)writers[s / 2] * 2 + s % 2 : s;
+        pairs[k] = p.pairs[slot * p.stride + i];
+        if (p.moments) moments[k] = p.moments[slot * p.stride + i];
       }
-      run.sum += (double)partial.y, run.moment += moment;
+#pragma unroll
+      for (int k = 0; k < MERGE_SLOTS; ++k) {
+        if (pairs[k].y == 0) continue;
+        if (pairs[k].x != (Real)run.max) {
+          if (run.sum != 0) own_slots = merge(own_slots, to_logits(run, c, maxima_are_products));
+          run = {(double)pairs[k].x, 0, 0};
+        }
+        run.sum += (double)pairs[k].y, run.moment += c * (double)moments[k];
+      }
     }
     if (run.sum != 0) own_slots = merge(own_slots, to_logits(run, c, maxima_are_products));
   }
