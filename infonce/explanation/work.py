@@ -66,7 +66,8 @@ def _count_work_of_passes(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work
     for scheduled in schedule.passes:
         # the purpose "log-sum-exp and gradient" is shortened to its first part
         name = scheduled.purpose.value.partition(" and ")[0]
-        if schedule.guide is not None:
+        marks = scheduled is schedule.passes[0] or "row_marks" not in schedule.cached
+        if schedule.guide is not None and marks:
             yield _count_guide_work(name, scheduled, schedule.guide, gpu)
         for step in _kernel_and_products(name, scheduled, schedule, operands):
             kernel, blocks, launches, flops, moved = step

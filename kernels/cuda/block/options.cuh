@@ -52,7 +52,8 @@ struct Block : PlainBlock {
   const Real *row_limits, *column_limits;  // [rows], [columns] or null
 #endif
 #if GUIDE
-  const u32 *row_marks, *column_marks;  // words of marks (`mark_word`) of the block; column_marks may be null
+  const u32 *row_marks, *column_marks;  // words of marks (`mark_word`) from the block on; column_marks may be null
+  i64 mark_rows;                        // rows that have marks: those of the block, or all rows of the call
 #endif
 #if BIAS
   const Real *row_bias, *column_bias;  // [rows] or null, [columns]
@@ -69,7 +70,7 @@ enum : int { POSITIVE_TILE = 128 };  // rows, and columns, of the tiles of `posi
 // the softmax of the row, and words of column_marks, in the same layout, for the softmax of the column.
 enum : int { MARKED_COLUMNS = 128 };
 __device__ __forceinline__ int mark_bit(int column) { return column / 8 * 2 + column % 2; }
-// The index of the word with the mark of a pair, among the words of a block of `rows` rows.
+// The index of the word with the mark of a pair, among the words of `rows` rows.
 __device__ __forceinline__ i64 mark_word(i64 rows, i64 row, i64 column) {
   return (column / MARKED_COLUMNS * rows + row) * 4 + column / 2 % 4;
 }

@@ -19,6 +19,7 @@ struct Guide {
   const Lane& lane;
   ConsumerShared& consumer;
   u32 *row_marks, *column_marks;  // words of the block's pairs (`mark_word`); column_marks only with LIMITS == 2
+  i64 mark_rows;                  // rows that have marks
 
   Work work;
   Rows rows;
@@ -49,7 +50,7 @@ struct Guide {
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.get_row(work.query_tile, h);
       if (row >= b.q.rows) continue;
-      const i64 word = mark_word(b.q.rows, row, (i64)t * TILE_COLUMNS + 2 * lane.t);
+      const i64 word = mark_word(mark_rows, row, (i64)t * TILE_COLUMNS + 2 * lane.t);
       row_marks[word] = row_word[h];
       if (LIMITS == 2) column_marks[word] = column_word[h];
     }
@@ -64,9 +65,10 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #endif
 sweep_guide(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-            const __grid_constant__ Block block, i64 segments, u32* row_marks, u32* column_marks) {
+            const __grid_constant__ Block block, i64 segments, u32* row_marks, u32* column_marks,
+            i64 mark_rows) {
   SweepShared<Guide>& shared = sweep_shared<Guide>();
   const Lane lane;
-  Guide guide{block, lane, shared.consumer[lane.consumer & 1], row_marks, column_marks};
+  Guide guide{block, lane, shared.consumer[lane.consumer & 1], row_marks, column_marks, mark_rows};
   sweep(shared, q, k, block, (int)segments, guide, lane);
 }

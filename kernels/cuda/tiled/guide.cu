@@ -3,9 +3,10 @@
 // product is above the limit of its column. On Hopper, sm90/sweep_guide.cu does this.
 //
 // The queries and keys of this launch are the guide's features, and LIMITS is 1, or 2 if columns have a softmax. The
-// kernels of the loss read the marks as an option of pairs (GuideMarks in block/options.cuh). The workspace has the
-// marks of one block, so the caller launches this kernel before each block of each pass. The marks are equal in all
-// passes, because this kernel adds up a product in one fixed order.
+// kernels of the loss read the marks as an option of pairs (GuideMarks in block/options.cuh). If the
+// workspace has room for the marks of all rows (`mark_rows`), the first pass makes them. Otherwise it has the marks of
+// one block, and the caller launches this kernel before each block of each pass. The marks are equal in all passes,
+// because this kernel adds up a product in one fixed order.
 #include "tiled/tile.cuh"
 
 #if WARP_N == 64
@@ -17,7 +18,7 @@ static_assert(LANE_N == 8 * sizeof(MarksOfLane), "a lane has whole bytes of a wo
 static_assert(MARKED_COLUMNS % BLOCK_N == 0, "a tile lies in one group of marked columns");
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
-guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
+guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks, i64 mark_rows) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   const Position p;
@@ -42,7 +43,7 @@ guide(const __grid_constant__ Block block, u32* row_marks, u32* column_marks) {
       const i64 row = tile.row + p.row(i);
       if (row >= block.q.rows) continue;
       // A word (mark_word) has 32 / LANE_N pieces of LANE_N bits. Each warp in a row of warps writes one piece
-      const i64 word = mark_word(block.q.rows, row, first + 2 * p.t);
+      const i64 word = mark_word(mark_rows, row, first + 2 * p.t);
       const i64 piece = word * (32 / LANE_N) + first % MARKED_COLUMNS / WARP_N;
       ((MarksOfLane*)row_marks)[piece] = (MarksOfLane)row_bits;
       if (LIMITS == 2) ((MarksOfLane*)column_marks)[piece] = (MarksOfLane)column_bits;

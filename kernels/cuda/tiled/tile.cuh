@@ -57,7 +57,7 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
     fetch(to, from + t.column * each, columns * each);
   });
 #if GUIDE
-  const i64 word = mark_word(b.q.rows, t.row, t.column);
+  const i64 word = mark_word(b.mark_rows, t.row, t.column);
   s.first_marked = (int)(t.column % MARKED_COLUMNS);
   fetch(s.row_marks, b.row_marks + word, 4 * rows);
   if (GUIDE == 2) fetch(s.column_marks, b.column_marks + word, 4 * rows);

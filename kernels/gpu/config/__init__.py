@@ -31,7 +31,7 @@ from .sweep import (
     sweep_for,
     teacher_sweep,
 )
-from .tile import BLOCK_M, Tile, tile_for
+from .tile import BLOCK_M, MARK_BYTES, MARKED_COLUMNS, Tile, tile_for
 from .workspace import (
     OWN_BATCH,
     PIECE_USES,
@@ -46,6 +46,7 @@ from .workspace import (
     gradient_stride,
     largest_blocks,
     least_workspace,
+    mark_parts,
     may_stage_all_rows,
     own_parts,
     term_bytes,
@@ -57,6 +58,8 @@ __all__ = [
     "BLOCK_M",
     "FLOAT16",
     "K_SLICE",
+    "MARKED_COLUMNS",
+    "MARK_BYTES",
     "MAX_SUM_TERMS",
     "OPERAND_BYTES",
     "OPERAND_PARTS",
@@ -84,6 +87,7 @@ __all__ = [
     "gradient_stride",
     "largest_blocks",
     "least_workspace",
+    "mark_parts",
     "may_stage_all_rows",
     "own_parts",
     "padded",

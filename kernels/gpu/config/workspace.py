@@ -63,7 +63,8 @@ class Needs:
     staged_copy_bytes: int = 0
     weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
-    marks_per_pair: int = 0  # of a guide: 1 for rows, 2 for rows and columns; 0: no guide
+    # of a guide, for each block: 1 for rows, 2 for rows and columns; 0: no guide, or kept marks
+    marks_per_pair: int = 0
     # bytes of a staged row of the guide's queries, and of its keys; 0: rows are read in place
     guide_rows: tuple[int, int] = (0, 0)
     # bytes of a staged row of the teacher's queries, and of its keys; 0: rows are read in place
@@ -100,15 +101,13 @@ class Needs:
         by_block = not self.staged_copy_bytes
         teacher_query_row, teacher_key_row = self.teacher_rows or (0, 0)
         guide_query_row, guide_key_row = self.guide_rows
-        mark_bytes = rows * -(-columns // MARKED_COLUMNS) * MARK_BYTES
         sizes = {
             "query_rows": self.staged_query * by_block * rows * operand_row,
             "key_rows": self.staged_key * by_block * columns * operand_row,
             # staged rows come first: a later pass may find them in the same place
             "guide_query_rows": rows * guide_query_row,
             "guide_key_rows": columns * guide_key_row,
-            "row_marks": (self.marks_per_pair > 0) * mark_bytes,
-            "column_marks": (self.marks_per_pair == 2) * mark_bytes,
+            **mark_parts(rows, columns, self.marks_per_pair),
             "teacher_query_rows": rows * teacher_query_row,
             "teacher_key_rows": columns * teacher_key_row,
             "gradient_block": block_bytes,
@@ -151,6 +150,12 @@ class Needs:
         references = -(-rows // STRIP) * -(-columns // BLOCK_M) * 4
         block_bytes = self.gradient_block_bytes(rows, columns, d)
         return {"exponentials": block_bytes, "references": references}
+
+
+def mark_parts(rows: int, columns: int, marks_per_pair: int) -> Parts:
+    """Memory of a guide's marks of rows x columns pairs: for rows (1), or for both sides (2)."""
+    size = rows * -(-columns // MARKED_COLUMNS) * MARK_BYTES
+    return dict.fromkeys(("row_marks", "column_marks")[:marks_per_pair], size)
 
 
 def term_bytes(

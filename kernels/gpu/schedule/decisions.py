@@ -58,7 +58,8 @@ class Schedule:
     passes: tuple[ScheduledPass, ...] = ()
     one_pass: bool = False  # one pass computes log-sum-exps and gradients
     cached_columns: int = 0  # the first columns, whose exponentials are cached between the passes
-    cached: Parts = field(default_factory=dict)  # for cached exponentials and their references
+    # of the workspace, kept from pass to pass: cached exponentials with their references, or marks
+    cached: Parts = field(default_factory=dict)
     workspace: int = 0  # bytes of the cached parts and of the largest pass's parts
 
 
@@ -87,6 +88,7 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     passes = PassScheduler(call, operands, tile, sweep, register_sweep, division).all()
     cached_columns = division.gradient.cached_columns
     cached = division.needs.cached_parts(call.query.rows, cached_columns, call.query.columns)
+    cached |= division.kept_marks
     return Schedule(
         call, "tiled", device, None, operands, tile, sweep, guide, teacher, passes,
         division.one_pass, cached_columns, cached, division.workspace,
@@ -302,6 +304,7 @@ def choose_guide(call: Call, device: DeviceProperties) -> GuideSchedule:
 def divide_workspace(
     call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, register_sweep: Sweep | None,
     guide: GuideSchedule | None, teacher: Operands | None, device: DeviceProperties,
+    keeps_no_marks: bool = False,
 ) -> WorkspaceDivision:  # fmt: skip
     """Whether one pass is enough, the largest blocks that fit, and where gradients accumulate.
 
@@ -341,6 +344,16 @@ def divide_workspace(
         teacher_rows=None if teacher is None else teacher.rows_by_block,
     )  # fmt: skip
 
+    # marks of all pairs, if they fit a part of the memory
+    kept_marks: Parts = {}
+    if guide is not None and may_keep_marks(call):
+        marks = config.mark_parts(*shape[:2], guide.marks_per_pair)
+        mark_bytes = sum(map(config.align, marks.values()))
+        most = room // 4 if call.workspace_given else device.default_memory_limit // 2
+        if mark_bytes <= most and not keeps_no_marks:
+            kept_marks, needs = marks, replace(needs, marks_per_pair=0)
+            room -= mark_bytes if call.workspace_given else 0
+
     # the largest blocks. If the caller gives no workspace, cached exponentials and one pass with dK
     # for wide rows, which save a matrix product, may take as much memory as the device allows
     may_cache = may_cache_exponentials(call, operands, sweep)
@@ -357,8 +370,16 @@ def divide_workspace(
         extended_room if may_cache else 0, reserved,
         MAX_GROUP_BLOCK_SIDE if call.host_groups else None,
     )  # fmt: skip
+    if kept_marks and any(
+        step < shape[1] and step % config.MARKED_COLUMNS
+        for step in (statistics.columns, gradient.columns, gradient.dk_rows)
+    ):  # the words of marks lie in groups of columns, with which these blocks do not end
+        return divide_workspace(
+            call, operands, tile, sweep, register_sweep, guide, teacher, device, keeps_no_marks=True
+        )
+    size += sum(map(config.align, kept_marks.values()))
     return WorkspaceDivision(
-        needs, statistics, gradient, size, one_pass, dq_in_place, dk_in_place, dq_copies
+        needs, statistics, gradient, size, one_pass, dq_in_place, dk_in_place, dq_copies, kept_marks
     )  # fmt: skip
 
 
@@ -370,6 +391,18 @@ def has_large_blocks(call: Call, sweep: Sweep | None) -> bool:
     - Queries are not the keys. If they are, small blocks leave out nearly half of the pairs.
     """
     return call.block is None and call.gradient and sweep is not None and not call.symmetric
+
+
+def may_keep_marks(call: Call) -> bool:
+    """Whether the gradient pass may read the marks of the log-sum-exp pass. All must hold:
+
+    - The call is no block over ranks, has a softmax, and wants gradients.
+    - Both passes visit all blocks: queries are not the keys, and no groups leave out blocks.
+    """
+    return (
+        call.block is None and call.gradient and call.loss in (LossForm.ROWS, LossForm.BOTH)
+        and not (call.symmetric or call.host_groups)
+    )  # fmt: skip
 
 
 def may_compute_in_one_pass(call: Call, operands: Operands, sweep: Sweep | None) -> bool:

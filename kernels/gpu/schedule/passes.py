@@ -102,6 +102,7 @@ class WorkspaceDivision:
     dq_in_place: bool
     dk_in_place: bool
     dq_copies: int  # accumulators of each row of dQ, whose sum is dQ
+    kept_marks: Parts  # a guide's marks of all pairs, kept from pass to pass; {}: of a block
 
 
 def scheduled_kernel(

@@ -26,7 +26,7 @@ from .operands import CachedExponentials, OperandSide, find_feature_divisors, to
 class Workspace:
     """The workspace of a call: one allocation, which each pass divides into parts of its own.
 
-    The cached exponentials come first, and stay from pass to pass. The memory goes back to CuPy's
+    Cached exponentials and kept marks come first, and stay from pass to pass. The memory goes back to CuPy's
     pool with the call's `Buffers`, also after an error.
     """
 
@@ -37,7 +37,7 @@ class Workspace:
         self.largest_block: tuple[int, int] | None = None  # of the last pass: rows, columns
 
     def divide(self, parts: config.Parts) -> dict[str, Array]:
-        """The parts of cached exponentials, then `parts`: an array of bytes for each, by its name.
+        """The parts that stay, then `parts`: an array of bytes for each, by its name.
 
         `PassScheduler.parts` of kernels/gpu/schedule/passes.py has chosen names and sizes.
         """
@@ -137,7 +137,7 @@ class Buffers:
         self.paired = problem.paired
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
-        if schedule.cached:
+        if schedule.cached_columns:
             self.cached = CachedExponentials(schedule, self.workspace.divide({}), queue)
         # struct Scale, by which kernels multiply products to get exponents: the scale of the logits
         # plus `hardness` (`Problem.exponent_scale`); {} before `prepare`

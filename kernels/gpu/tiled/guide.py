@@ -26,7 +26,8 @@ class Guide:
 
     The limit of a row is the largest product with its positives, plus `guide_margin`; infinity
     without a positive. The order of calls: `with_limits` (by `GPU.solve`), `prepare` (by
-    `Buffers.prepare`), then `mark` for each block of each pass (by `PassRun.run`).
+    `Buffers.prepare`), then `mark` for each block of each pass (by `PassRun.run`). Marks that are
+    kept are made in the first pass.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule, queue: Queue) -> None:
@@ -40,6 +41,7 @@ class Guide:
         self.key = self.query
         if not problem.symmetric:
             self.key = OperandSide(*side, problem.guide_key, self.operands.key)
+        self.keeps_marks = "row_marks" in schedule.cached
         self.multiprocessors = schedule.device.multiprocessors
         self.feature_divisors = find_feature_divisors(
             self.launcher, [self.query, self.key][: 2 - problem.symmetric], self.multiprocessors
@@ -98,14 +100,25 @@ class Guide:
         self.positives = problem.positives
 
     def mark(
-        self, rows: slice, columns: slice, parts: dict[str, Array], staged: dict[str, slice]
-    ) -> Fields:
+        self, rows: slice, columns: slice, parts: dict[str, Array], staged: dict[str, slice],
+        is_first_pass: bool,
+    ) -> Fields:  # fmt: skip
         """Mark the pairs of a block. Returns the fields that the marks add to its struct Block."""
         assert self.limits is not None
+        first_word, mark_rows = 0, rows.stop - rows.start
+        if self.keeps_marks:  # of all rows, in the order of `mark_word` (cuda/block/options.cuh)
+            mark_rows = len(self.query.features)
+            groups, beyond = divmod(columns.start, config.MARKED_COLUMNS)
+            assert beyond == 0
+            first_word = (groups * mark_rows + rows.start) * config.MARK_BYTES
+        mark_fields: Fields = {
+            name: address(parts.get(name), first_word) for name in ("row_marks", "column_marks")
+        } | {"mark_rows": mark_rows}
+        if self.keeps_marks and not is_first_pass:
+            return mark_fields
         query = self.query.prepare_rows(rows, "guide_query_rows", parts, staged)
         key = self.key.prepare_rows(columns, "guide_key_rows", parts, staged)
         item, shape = self.operands.item, self.schedule.shape
-        mark_fields = {"row_marks": parts["row_marks"], "column_marks": parts.get("column_marks")}
         row_limits, column_limits = self.limits
         block = {
             "q": query.fields(item), "k": key.fields(item), "width": self.operands.part_bytes,

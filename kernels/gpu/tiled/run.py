@@ -10,7 +10,7 @@ from dataclasses import replace
 from ...grid import Grid, default_positive_blocks, without_other_groups
 from ...problem import Problem
 from ..device.arguments import Fields, address
-from ..schedule import ScheduledKernel, ScheduledPass
+from ..schedule import Purpose, ScheduledKernel, ScheduledPass
 from .buffers import Buffers
 from .operands import Operand, launch_over_block
 
@@ -46,7 +46,8 @@ class PassRun:
                 columns = self.grid.columns[column_block]
                 self.key_operand = key.prepare_rows(columns, "key_rows", self.parts, staged)
                 if self.guide is not None:
-                    self.mark_fields = self.guide.mark(rows, columns, self.parts, staged)
+                    is_first = self.scheduled.purpose is Purpose.STATISTICS
+                    self.mark_fields = self.guide.mark(rows, columns, self.parts, staged, is_first)
                 self.compute_block(rows, columns, row_block, column_block)
                 done += 1
                 if self.problem.progress is not None:

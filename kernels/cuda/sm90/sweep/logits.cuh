@@ -44,7 +44,7 @@ struct Rows : Options::RowValues<2> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.get_row(query_tile, h);
-      const i64 word = mark_word(b.q.rows, row, (i64)tile * TILE_COLUMNS + 2 * lane.t);
+      const i64 word = mark_word(b.mark_rows, row, (i64)tile * TILE_COLUMNS + 2 * lane.t);
       row_marks[h] = row < b.q.rows ? b.row_marks[word] : 0;
       column_marks[h] = GUIDE == 1 ? ALL_MARKED : row < b.q.rows ? b.column_marks[word] : 0;
     }
