@@ -87,7 +87,7 @@ class StatisticsRun(PassRun):
         self.merge(rows, row_slots, columns, column_slots)
 
     def merge(self, rows: slice, row_slots: int, columns: slice, column_slots: int) -> None:
-        """Merge the partial sums of a block, so many slots for each row and column, into the sums."""
+        """Merge the partial sums of a block, so many slots a row and a column, into the sums."""
         stats, m = self.stats, rows.stop - rows.start
         n = columns.stop - columns.start if column_slots else 0
         # Blocks of one call are equal or apart, and so are their sums if columns have those of rows
