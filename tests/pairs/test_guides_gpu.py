@@ -196,8 +196,9 @@ def test_one_plan_serves_all_guides(
     name: str, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two guides, one of them not finite: the bits of calls without a plan. A guide adds launches
-    of three kernels for its limits and NaNs, and of one kernel for its marks, in each pass if queries
-    are the keys; columns that leave out pairs also make a call check the range of log-sum-exps."""
+    of three kernels for its limits and NaNs, and of one kernel for its marks (in each pass, if
+    queries are the keys); columns that leave out pairs also make a call check the range of
+    log-sum-exps."""
     gpu_plan.forget()
     sides = 1 + (name != "nt_xent")
     values = np.random.default_rng(1).standard_normal((3, sides, 140, 24))
