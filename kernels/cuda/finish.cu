@@ -102,8 +102,8 @@ struct LinearGradients {};
 #endif
 
 // The square root of the absolute value of divisor * other, with the sign of the divisor. A sum is multiplied by |root|
-// and by root, not by the product, which may be too small for a float. The root of float64 numbers takes as long as all
-// else in a row, and is left to products that are far from the range of floats.
+// and by root, not by the product, which may be too small for a float. Roots of float64 numbers take a hundred
+// instructions, and are left to products that are far from the range of floats.
 __device__ __forceinline__ Real signed_root(double divisor, double other) {
   const double size = fabs(divisor) * other;
   if (sizeof(Real) == 4 && size > 0x1p-100 && size < 0x1p100)

@@ -3,10 +3,10 @@
 // product is above the limit of its column. On Hopper, sm90/sweep_guide.cu does this.
 //
 // The queries and keys of this launch are the guide's features, and LIMITS is 1, or 2 if columns have a softmax. The
-// kernels of the loss read the marks as an option of pairs (GuideMarks in block/options.cuh). If the
-// workspace has room for the marks of all rows (`mark_rows`), the first pass makes them. Otherwise it has the marks of
-// one block, and the caller launches this kernel before each block of each pass. The marks are equal in all passes,
-// because this kernel adds up a product in one fixed order.
+// kernels of the loss read the marks as an option of pairs (GuideMarks in block/options.cuh). The first pass
+// makes all marks if the workspace has room for them: of `mark_rows` rows. Otherwise it has the marks of one block, and
+// the caller launches this kernel before each block of each pass. The marks are equal in all passes, because this
+// kernel adds up a product in one fixed order.
 #include "tiled/tile.cuh"
 
 #if WARP_N == 64

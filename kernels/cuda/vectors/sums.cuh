@@ -407,7 +407,8 @@ __device__ __forceinline__ double weighted(double x, double weight) {
   return weight == 0 && !isnan(x) ? 0 : weight * x;
 }
 
-// The scalars of a result, by one thread block, at the end of a call. Null arrays count as 0, null row_shares as 1.
+// The scalars of a result, by one thread block, at the end of a call. log_scale_grad, dots and bias_grad may
+// be null, and count as 0; null row_shares count as 1.
 //
 //     loss:                  out[0] = common_share * sum of losses[i] * row_shares[i]
 //     gradient of the scale: out[1] = (sum of log_scale_grad + sum of dots / pair_repeats) / scale
