@@ -13,6 +13,7 @@ from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, solve_by_passes
 from . import loops, sizes
 from .blocks import TokenBlocks, find_scores
+from .division import Sizes
 from .tokens import TokenRows, Tokens
 
 TILE_COLUMNS = 1024  # key tokens of a tile of products, unless one key has more
@@ -50,7 +51,7 @@ class PackedRows(TokenRows):
 class CPUTokenBlocks(TokenBlocks):
     """Blocks of a problem whose features are `Tokens` in host memory."""
 
-    def find_sizes(self) -> sizes.Sizes:
+    def find_sizes(self) -> Sizes:
         return sizes.cpu_sizes(self.call)
 
     def starts(self, tokens: Tokens) -> Array:

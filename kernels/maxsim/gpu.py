@@ -25,6 +25,7 @@ from ..problem import Array, Gradients, Problem, fast_replace, materialize_vecto
 from ..solve import Solution, solve_by_passes
 from . import sizes
 from .blocks import TokenBlocks, find_scores
+from .division import Sizes
 from .sizes import (
     MOST_QUERY_SEGMENTS,
     OPERANDS,
@@ -32,7 +33,6 @@ from .sizes import (
     QUERY_RESIDENT,
     QUERY_THREADS,
     UNIT,
-    Sizes,
 )  # fmt: skip
 from .tokens import TokenRows, Tokens
 
