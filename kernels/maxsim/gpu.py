@@ -33,14 +33,14 @@ from .sizes import (
     QUERY_RESIDENT,
     QUERY_THREADS,
     UNIT,
-)  # fmt: skip
+)
 from .tokens import TokenRows, Tokens
 
 TOKENS = "maxsim/tokens.cu"
 THREADS, WARPS = 256, 8  # of a thread block
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
-# sm90/maxsim.cu: key tokens of a tile, features of a slice, query tokens of a unit, units and
+# sm90/maxsim.cu: key tokens of a tile, features of a slice, units and
 # threads of a thread block, bytes of its shared memory
 SWEEP_TILES = (176, 152, 128, 104, 64)
 SLICE = 64
