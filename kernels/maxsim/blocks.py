@@ -21,11 +21,9 @@ from ..linear import Segments, SegmentSums, segment_sums_from_products
 from ..norms import Norms
 from ..problem import Array, Gradients, Problem, as_sets
 from ..solve import Vectors
-from .division import Sizes, divide, part_room
+from .division import Sizes, part_room
+from .sizes import TokenCall, TokenSide
 from .tokens import TokenRows, Tokens
-
-NORMALIZED_BYTES = 24  # of a feature, while `normalized_rows` divides it in float64
-MOST_WINNER = 2**16 - 1  # of uint16
 
 
 class TokenPass(ArrayPass):
@@ -107,13 +105,10 @@ class TokenBlocks(ArrayBlocks):
     """Blocks of a problem whose features are `Tokens`."""
 
     pass_class = TokenPass
-    tile_bytes: int  # of the products of tokens that exist at one time
-    most_rows: int  # the largest number of queries of the only row block
-    most_side: int  # the largest side of other blocks, in scores
 
     def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Vectors) -> None:
-        small = problem.key.length <= MOST_WINNER + 1
-        self.winner_dtype = np.dtype(np.uint16 if small else np.int32)
+        self.call = describe(problem, gradients)
+        self.winner_dtype = np.dtype(np.uint16 if self.call.winner_bytes == 2 else np.int32)
         # by the place of a block: scores; and by the place and the first key of a piece: winners
         self.kept_scores: dict[tuple[int, int], Array] = {}
         self.kept_winners: dict[tuple[tuple[int, int], int], Array] = {}
@@ -154,46 +149,16 @@ class TokenBlocks(ArrayBlocks):
         to `out` [m, L, D], 0 at tokens that do not count; or add it."""
         raise NotImplementedError
 
+    def find_sizes(self) -> Sizes:
+        """The sizes of `call`."""
+        raise NotImplementedError
+
     # -- memory
 
-    def token_bytes(self, problem: Problem, side: Tokens) -> int:
-        """Bytes of a token of a block: its copy as an operand, if it has one, and its gradient."""
-        copies = self.dtype.itemsize if side.mask is not None else 0
-        if problem.normalize:
-            copies += NORMALIZED_BYTES
-        elif side.dtype != self.dtype:
-            copies += self.dtype.itemsize
-        return int(side.shape[1] * (copies + 2 * self.dtype.itemsize))
-
-    def maxima_bytes(self, problem: Problem) -> int:
-        """Bytes of the maxima of a pair of rows, before they are added up to a score."""
-        return int(problem.query.length * self.dtype.itemsize)
-
-    def takes_all_scores(self, problem: Problem) -> bool:
-        """Whether kernels compute losses and dL/ds from all scores, in their memory."""
-        return False
-
-    def part_bytes(self, problem: Problem) -> int:
-        """Bytes of parts of the gradients of all queries, which are added up; 0: no parts."""
-        return 0
-
     def _key_rows(self, problem: Problem, gradients: Gradients | None) -> int:
-        (m, n, d), item = problem.shape, self.dtype.itemsize
-        query, key, parts = problem.query, problem.key, self.part_bytes(problem)
-        self.most_parts = min(parts, part_room(problem.workspace))
-        sizes = Sizes(
-            m, n, d, query.length * self.token_bytes(problem, query),
-            key.length * self.token_bytes(problem, key), key.length * d * item, item,
-            query.length * self.winner_dtype.itemsize, self.maxima_bytes(problem), self.tile_bytes,
-            parts, self.most_rows, self.most_side, self.takes_all_scores(problem),
-        )  # fmt: skip
-        wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
-        self.division = divide(
-            sizes, problem.workspace,
-            has_second_pass=wants_features and problem.bias is None,  # a sigmoid has one pass
-            wants_key=gradients is not None and gradients.want_key,
-            all_keys=problem.compares_with_limits,
-        )  # fmt: skip
+        sizes = self.find_sizes()
+        self.most_parts = min(sizes.parts, part_room(problem.workspace))
+        self.division = self.call.divide(sizes)
         return self.division.key_rows
 
     def _block(self, problem: Problem) -> tuple[int, int]:
@@ -309,6 +274,29 @@ class TokenBlocks(ArrayBlocks):
         return segment_sums_from_products(
             xp, problem, segments, row_sums, column_sums if columns else None
         )
+
+
+def describe(problem: Problem, gradients: Gradients | None) -> TokenCall:
+    """The description of a problem whose features are `Tokens`."""
+    query, key = (
+        # a dtype of the other order of bytes is copied: its name is none of `ITEM`
+        TokenSide(
+            len(z), z.length, z.dtype.name if z.dtype.isnative else z.dtype.str, z.mask is not None
+        )
+        for z in (problem.query, problem.key)
+    )
+    # weights of rows are in the upstream gradient, too, where kernels find them
+    has_plain_targets = problem.without_weights().plain_targets
+    changes_logits = problem.pair_options.change_logits
+    wants_features = gradients is not None and (gradients.want_query or gradients.want_key)
+    return TokenCall(
+        query, key, problem.shape[2], problem.compute_precision, problem.workspace,
+        problem.normalize,
+        has_second_pass=wants_features and problem.bias is None,  # a sigmoid has one pass
+        wants_key=gradients is not None and gradients.want_key,
+        all_keys=problem.compares_with_limits,
+        is_plain=has_plain_targets and not changes_logits and problem.progress is None,
+    )  # fmt: skip
 
 
 def pairs_of_block(segments: Segments, rows: slice, columns: slice) -> Array:

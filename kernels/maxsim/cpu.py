@@ -11,13 +11,13 @@ from ..grid import slices
 from ..norms import Norms, normalization_backward, normalized_rows
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, solve_by_passes
-from . import loops
+from . import loops, sizes
 from .blocks import TokenBlocks, find_scores
+from .division import Sizes
 from .tokens import TokenRows, Tokens
 
 TILE_COLUMNS = 1024  # key tokens of a tile of products, unless one key has more
 MOST_TILE_ROWS = 1024  # query tokens of a tile
-TILE_BYTES = 2**20
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -51,8 +51,8 @@ class PackedRows(TokenRows):
 class CPUTokenBlocks(TokenBlocks):
     """Blocks of a problem whose features are `Tokens` in host memory."""
 
-    tile_bytes = 2 * TILE_BYTES
-    most_side = most_rows = 1024
+    def find_sizes(self) -> Sizes:
+        return sizes.cpu_sizes(self.call)
 
     def starts(self, tokens: Tokens) -> Array:
         return np.concatenate([[0], np.cumsum(tokens.counts)])
@@ -80,7 +80,9 @@ class CPUTokenBlocks(TokenBlocks):
         for keys in slices(n, max(1, TILE_COLUMNS // key.tokens.length)):
             starts = key.starts[keys.start : keys.stop + 1]
             tokens = key.values[starts[0] : starts[-1]]
-            rows = max(1, min(MOST_TILE_ROWS, TILE_BYTES // (len(tokens) * self.dtype.itemsize)))
+            rows = max(
+                1, min(MOST_TILE_ROWS, sizes.CPU_TILE_BYTES // (len(tokens) * self.dtype.itemsize))
+            )
             for part in slices(t, rows):
                 products = BLAS.matmul(tokens, query.values[part].T)
                 place = keys.start, part.start

@@ -23,37 +23,39 @@ from ..gpu.vectors import ElementwiseVectors
 from ..grid import slices
 from ..problem import Array, Gradients, Problem, fast_replace, materialize_vectors
 from ..solve import Solution, solve_by_passes
-from .blocks import MOST_WINNER, TokenBlocks, find_scores
+from . import sizes
+from .blocks import TokenBlocks, find_scores
+from .division import Sizes
+from .sizes import (
+    MOST_QUERY_SEGMENTS,
+    OPERANDS,
+    QUERY_BLOCK,
+    QUERY_RESIDENT,
+    QUERY_THREADS,
+    UNIT,
+)
 from .tokens import TokenRows, Tokens
 
 TOKENS = "maxsim/tokens.cu"
 THREADS, WARPS = 256, 8  # of a thread block
-# query tokens and threads of a thread block of query_gradient, and blocks of a multiprocessor
-QUERY_BLOCK, QUERY_THREADS, QUERY_RESIDENT = 32, 64, 8
-MOST_QUERY_SEGMENTS = 8  # of keys, whose parts of a gradient are added up
 ROWS_PER_BLOCK = 32  # query tokens of a thread block of take_maxima
 MOST_TILE_ROWS = 4096  # query tokens of a tile of products
-TILE_BYTES = 2**25  # of a tile of products, which stays in the L2 cache
-# sm90/maxsim.cu: key tokens of a tile, features of a slice, query tokens of a unit, units and
+# sm90/maxsim.cu: key tokens of a tile, features of a slice, units and
 # threads of a thread block, bytes of its shared memory
 SWEEP_TILES = (176, 152, 128, 104, 64)
-SLICE, MOST_SWEEP_FEATURES = 64, 128
-UNIT, UNITS, SWEEP_THREADS = 16, 12, 512
+SLICE = 64
+UNITS, SWEEP_THREADS = 12, 512
 SWEEP_SHARED = 226 * 1024
 MOST_SEGMENTS = 512
 SEGMENT_START = 0.5  # time to begin a segment, in keys
 PACKED_SHARES = tuple(eighths / 8 for eighths in range(2, 9))  # of query tokens that may count
-# dtype of operands, by precision of products
-OPERANDS = {
-    "fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16",
-}  # fmt: skip
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of a problem whose features are `Tokens` on one GPU."""
     problem = fast_replace(problem, scale=valid_scale(problem))
     blocks = make_blocks(problem, gradients)
-    if blocks.takes_all_scores(problem) and blocks.block == problem.shape[:2]:
+    if blocks.call.is_plain and blocks.block == problem.shape[:2]:
         return _solve_one_block(problem.without_weights(), blocks, gradients)
     return solve_by_passes(problem, blocks, gradients)
 
@@ -139,19 +141,16 @@ class StridedRows(TokenRows):
 class GPUTokenBlocks(TokenBlocks):
     """Blocks of a problem whose features are `Tokens` on one GPU."""
 
-    most_side, most_rows = 4096, 2**16
-
     def __init__(self, problem: Problem, gradients: Gradients | None, vectors: Any) -> None:
         self.precision, self.key = problem.compute_precision, problem.key
         self.operand = cupy.dtype(OPERANDS[self.precision])
         self.launcher = Launcher(cupy.cuda.Device(), self.precision, Queue())
         self.properties = device_properties(cupy.cuda.Device().id)
-        is_16_bit = self.precision in ("bf16", "fp16")
-        d = problem.shape[2]
-        fits = d % 8 == 0 and d <= MOST_SWEEP_FEATURES and problem.key.length <= MOST_WINNER
-        self.has_sweeps = self.properties.has_sweeps and is_16_bit and fits
-        self.tile_bytes = 0 if self.has_sweeps else TILE_BYTES
         super().__init__(problem, gradients, vectors)
+        self.has_sweeps = sizes.has_sweeps(self.call, self.properties)
+
+    def find_sizes(self) -> Sizes:
+        return sizes.gpu_sizes(self.call, self.properties)
 
     def launch(
         self, file: str, kernel: str, blocks: int, arguments: Fields, threads: int = THREADS,
@@ -160,32 +159,6 @@ class GPUTokenBlocks(TokenBlocks):
         """Launch a kernel of maxsim/."""
         defines["WIDE_WINNERS"] = int(self.winner_dtype.itemsize > 2)
         self.launcher.launch(file, kernel, blocks, threads, arguments, shared, **defines)
-
-    def takes_all_scores(self, problem: Problem) -> bool:
-        # weights of rows are in the upstream gradient, too, where the kernels find them
-        has_plain_targets = problem.without_weights().plain_targets
-        changes_logits = problem.pair_options.change_logits
-        return has_plain_targets and not changes_logits and problem.progress is None
-
-    def token_bytes(self, problem: Problem, side: Tokens) -> int:
-        d, item = side.shape[1], self.dtype.itemsize
-        is_staged = side.mask is not None or problem.normalize or side.dtype != self.operand
-        of_token = 20  # order, norms, row
-        # the total of parts is beside the sums of other pieces
-        gradients = 1 + (side is problem.query and self.part_bytes(problem) > 0)
-        return int(d * (is_staged * self.operand.itemsize + gradients * item) + of_token)
-
-    def maxima_bytes(self, problem: Problem) -> int:
-        if self.has_sweeps and problem.query.mask is None:
-            return int(-(-problem.query.length // UNIT) * 4)
-        return super().maxima_bytes(problem)
-
-    def part_bytes(self, problem: Problem) -> int:
-        # with few query tokens, parts of the keys are added up by more thread blocks
-        tokens = len(problem.query) * problem.query.length
-        if tokens > self.properties.multiprocessors * QUERY_RESIDENT // 2 * QUERY_BLOCK:
-            return 0
-        return int(MOST_QUERY_SEGMENTS * tokens * problem.shape[2] * self.dtype.itemsize)
 
     def starts(self, tokens: Tokens) -> Array:
         return np.arange(len(tokens) + 1) * tokens.length
@@ -267,7 +240,7 @@ class GPUTokenBlocks(TokenBlocks):
         n, t, key_tokens = len(key), len(query.values), key.tokens.length
         best = cupy.empty((n, t), self.dtype)
         winners = cupy.empty((n, t), self.winner_dtype) if wants_winners else None
-        most_products = TILE_BYTES // self.dtype.itemsize
+        most_products = sizes.GPU_TILE_BYTES // self.dtype.itemsize
         most_rows = max(1, min(t, MOST_TILE_ROWS, most_products // key_tokens))
         columns = max(1, most_products // most_rows // key_tokens)
         products = cupy.empty((most_rows, min(n, columns) * key_tokens), self.dtype)

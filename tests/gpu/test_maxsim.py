@@ -16,7 +16,7 @@ from infonce.reference import maxsim, maxsim_gradients
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels.maxsim import gpu
+    from infonce.kernels.maxsim import gpu, sizes
     from infonce.kernels.maxsim.tokens import Tokens
 
 # Of the largest element: products are exact in float32 for features of 16 bits, sums are rounded.
@@ -88,7 +88,7 @@ def test_against_reference(shape: tuple[int, ...], dtype: str, masked: bool) -> 
 def test_portable(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of other cards than Hopper: products in memory, tiles of them."""
     monkeypatch.setattr(config.precision, "PORTABLE", True)
-    monkeypatch.setattr(gpu, "TILE_BYTES", 2**14)
+    monkeypatch.setattr(sizes, "GPU_TILE_BYTES", 2**14)
     monkeypatch.setattr(gpu, "MOST_TILE_ROWS", 32)
     check(*draw((5, 17, 9, 70, 96), dtype, True), BOUND[dtype])
 

@@ -23,7 +23,7 @@ from infonce.kernels import problem as kernels_problem
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend, schedule
 from infonce.kernels.distill.solve import solver_by_passes
-from infonce.kernels.maxsim.cpu import CPUTokenBlocks
+from infonce.kernels.maxsim import sizes as token_sizes
 from infonce.kernels.offload import backend as offload_backend
 from infonce.kernels.offload import copies
 from problems import TEACHER, Problem
@@ -112,8 +112,8 @@ def with_numpy(problem: Problem, **settings: Any) -> Result:
             each.pop("workspace", None)
     with contextlib.ExitStack() as stack:
         if problem.number % 3:  # several blocks of tokens
-            small = {"most_rows": problem.number % 5, "most_side": 2 + problem.number % 7}
-            stack.enter_context(mock.patch.multiple(CPUTokenBlocks, **small))
+            small = {"CPU_MOST_ROWS": problem.number % 5, "CPU_MOST_SIDE": 2 + problem.number % 7}
+            stack.enter_context(mock.patch.multiple(token_sizes, **small))
         if problem.number % 4:  # parts of rows with their own negatives
             stack.enter_context(mock.patch.object(between_passes, "OWN_BYTES", 2000))
         if problem.number % 5 == 0:  # the scale's gradient is that of products, or of features

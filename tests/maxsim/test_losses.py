@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from infonce.kernels.grid import Grid, gradient_visits, slices
-from infonce.kernels.maxsim import blocks, cpu, division
+from infonce.kernels.maxsim import division, sizes
 from judge import BFLOAT16, assert_grad, assert_loss, assert_same_bits
 
 import infonce
@@ -26,15 +26,14 @@ SCALE, BIAS = 1.5, -10.0
 @pytest.fixture
 def divisions(monkeypatch: pytest.MonkeyPatch) -> list[division.Division]:
     """The divisions of calls, whose tiles are so small that little workspace is enough."""
-    monkeypatch.setattr(cpu, "TILE_BYTES", 2**14)
-    monkeypatch.setattr(cpu.CPUTokenBlocks, "tile_bytes", 2**15)
+    monkeypatch.setattr(sizes, "CPU_TILE_BYTES", 2**14)
     found: list[division.Division] = []
 
     def divide(*args: Any, **options: Any) -> division.Division:
         found.append(division.divide(*args, **options))
         return found[-1]
 
-    monkeypatch.setattr(blocks, "divide", divide)
+    monkeypatch.setattr(sizes, "divide", divide)
     return found
 
 
@@ -241,12 +240,12 @@ def test_passes_over_ranges_of_keys_have_the_same_blocks(
 ) -> None:  # fmt: skip
     """Scores and winners are kept by the first row and key of their block."""
     token = 128 * 36
-    sizes = division.Sizes(
+    found_sizes = division.Sizes(
         m, n, 128, query_tokens * token, key_tokens * token, key_tokens * 512, 4, 2 * query_tokens,
         4 * query_tokens, 2**20, query_tokens, 1024, 1024,
     )  # fmt: skip
     try:
-        found = division.divide(sizes, workspace, has_second_pass, True, all_keys)
+        found = division.divide(found_sizes, workspace, has_second_pass, True, all_keys)
     except ValueError:
         return
     whole = Grid(slices(m, found.rows), slices(n, found.columns))
@@ -369,10 +368,10 @@ def test_same_bits(
     """Scores and winners that are kept, and those that are computed again, are the same."""
     query, key, masks, _ = of_blocks(loss)
     query, key = query.astype(np.float32), key.astype(np.float32)
-    divide, results = blocks.divide, []
+    divide, results = sizes.divide, []
     for keeps in ((False, False), (True, False), (False, True), (True, True), (True, True)):
         monkeypatch.setattr(
-            blocks, "divide",
+            sizes, "divide",
             lambda *args, keeps=keeps, **options: replace(
                 divide(*args, **options), keeps_scores=keeps[0], keeps_winners=keeps[1]
             ),
