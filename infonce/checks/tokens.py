@@ -27,10 +27,14 @@ def require_options(values: Mapping[str, Any]) -> None:
                 f"{name}: expected {DEFAULTS[name]!r} with features of three dimensions, whose "
                 f"scores are no dot products of rows, got {what(value)}"
             )
-    if values["method"] not in METHODS:
+    require_method(values["method"])
+
+
+def require_method(method: str) -> None:
+    """ValueError for a method that has no code for tokens."""
+    if method not in METHODS:
         raise ValueError(
-            f'method: expected "auto" or "tiled" with features of three dimensions, '
-            f"got {values['method']!r}"
+            f'method: expected "auto" or "tiled" with features of three dimensions, got {method!r}'
         )
 
 

@@ -49,6 +49,10 @@ class _Explain(click.Command):
     "--own-table", type=int, default=0, help="Rows of the table that has own negatives by index."
 )
 @click.option("--dims", type=List(int), help="Widths of prefixes, as in 64,128,256.")
+@click.option("--query-tokens", type=int, default=0, help="Tokens of a row of ROWS.")
+@click.option("--key-tokens", type=int, default=0, help="Tokens of a row of the second array.")
+@click.option("--query-mask", is_flag=True, help="Tokens of the first array have a mask.")
+@click.option("--key-mask", is_flag=True, help="Tokens of the second array have a mask.")
 @click.option("--metrics", is_flag=True, help="The call counts retrieval ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def explain(

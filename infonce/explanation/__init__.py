@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import spec
-from ..checks import prefixes, validation
+from ..checks import prefixes, tokens, validation
 from ..checks.outputs import ALIGNMENT
 from ..checks.teacher import ALL_LOSSES
 from ..kernels.gpu.schedule import (
@@ -25,10 +25,12 @@ from ..kernels.gpu.schedule import (
     distillation_schedules,
     schedule,
 )
+from ..kernels.maxsim.sizes import TokenCall, TokenSide
 from ..kernels.options import MOST_COLUMNS, PAIR_OPTIONS, GivenOptions
 from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPUS, DeviceModel
 from .result import Explanation
+from .token_calls import count_token_work, schedule_tokens
 from .work import naive_memory, schedule_work
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -57,6 +59,10 @@ def explain(
     own_table: int = 0,
     dims: Sequence[int] | None = None,
     metrics: bool = False,
+    query_tokens: int = 0,
+    key_tokens: int = 0,
+    query_mask: bool = False,
+    key_mask: bool = False,
 ) -> Explanation:
     """How a call of a loss with gradients would run on a GPU.
 
@@ -65,8 +71,7 @@ def explain(
     >>> plan.workspace, plan.seconds, [work.kernel for work in plan.work]
 
     The function needs neither a GPU nor CuPy. The seconds are a lower bound, not a prediction: they
-    follow from the vendor's peak rates. Kernels on vectors of length M or N are left out. Calls on
-    sets of tokens are not explained.
+    follow from the vendor's peak rates. Kernels on vectors of length M or N are left out.
 
     Parameters
     ----------
@@ -95,6 +100,10 @@ def explain(
         Rows of the table that has the own negatives (`own_indices`), T; 0: there is no table.
     dims : increasing integers, optional
         Widths of the prefixes of the features. On a GPU, each prefix is a call.
+    query_tokens, key_tokens : int, default 0
+        Tokens of a row, if rows are sets of tokens (late interaction).
+    query_mask, key_mask : bool, default False
+        Whether tokens of queries, or of keys, have a mask.
 
     Returns
     -------
@@ -130,6 +139,11 @@ def explain(
             raise ValueError(f"{name}: expected an integer of at least 0, got {came}")
     if own_table and not own:
         raise ValueError(f"own_table: expected 0 without own, got {own_table}")
+    token_counts = {"query_tokens": query_tokens, "key_tokens": key_tokens}
+    has_tokens = _check_tokens(
+        kind, token_counts, {"query_mask": query_mask, "key_mask": key_mask},
+        {"own": own, "guide": guide, "dims": dims}, method,
+    )  # fmt: skip
     if not validation.is_integer(ids):
         validation.flag("ids", ids)
     if not 0 <= ids <= MOST_COLUMNS:
@@ -170,6 +184,10 @@ def explain(
     call = replace(call, pairs=pairs)
     if guide:  # the guide's features are as wide as the features of the call
         call = replace(call, guide_query=call.query, guide_key=call.key)
+    if has_tokens:
+        sides = (query_tokens, query_mask), (key_tokens, key_mask)
+        is_plain = not (pairs.change_logits or positive_ids)
+        return _explain_tokens(kind, call, sides, dtype, precision, is_plain, gpu)
     calls = [_narrow(call, width) for width in widths]
     schedules = [each for one in calls for each in _make_schedules(kind, one, gpu)]
     last_schedule = schedules[-1]
@@ -188,6 +206,61 @@ def explain(
         operands.precision if operands is not None else call.compute_precision,
         work, _memory(schedules), max(map(_workspace_bytes, schedules)),
         sum(step.seconds for step in work), recorded, tuple(_notes(last_schedule)), last_schedule,
+    )  # fmt: skip
+
+
+def _check_tokens(
+    kind: spec.Loss, counts: dict[str, int], masks: dict[str, bool], others: dict[str, Any],
+    method: str,
+) -> bool:  # fmt: skip
+    """Whether rows are sets of tokens. ValueError for what such a call does not have."""
+    for name, value in counts.items():
+        if not validation.is_integer(value) or value < 0:
+            came = validation.what(value)
+            raise ValueError(f"{name}: expected an integer of at least 0, got {came}")
+    for name, value in masks.items():
+        validation.flag(name, value)
+    given = [name for name, value in (counts | masks).items() if value]
+    if not given:
+        return False
+    if not all(counts.values()):
+        names = " and ".join(counts)
+        raise ValueError(f"{names}: expected both, with {given[0]}, got {counts}")
+    if not kind.takes_tokens:
+        raise ValueError(f"query_tokens: {kind.name} takes no sets of tokens")
+    for name, value in others.items():
+        if value:
+            raise ValueError(f"{name}: not explained for sets of tokens, got {value}")
+    tokens.require_method(method)
+    return True
+
+
+def _explain_tokens(
+    kind: spec.Loss, call: Call, sides: Sequence[tuple[int, bool]], dtype: str, precision: str,
+    is_plain: bool, gpu: DeviceModel,
+) -> Explanation:  # fmt: skip
+    """The explanation of a call on sets of tokens. `sides`: tokens of a row, and whether they have
+    a mask, of queries and of keys."""
+    m, n, d = call.shape
+    wants = call.query_gradient is not None, call.key_gradient is not None
+    sigmoid = call.loss is LossForm.PAIRS
+    query, key = (
+        TokenSide(rows, count, dtype, mask)
+        for rows, (count, mask) in zip((m, n), sides, strict=True)
+    )
+    token_call = TokenCall(
+        query, key, d, validation.precision(precision, {dtype}, False, has_tokens=True),
+        call.workspace, call.normalize, has_second_pass=any(wants) and not sigmoid,
+        wants_key=wants[1], is_plain=is_plain,
+    )  # fmt: skip
+    chosen = schedule_tokens(token_call, gpu)
+    work = tuple(count_token_work(chosen, gpu, sigmoid, wants))
+    return Explanation(
+        f"{m} x {n} scores of {query.tokens} x {key.tokens} tokens of {d} features, "
+        f"{call.loss.value}",
+        gpu.model, "tiled", token_call.precision, work, {"all passes": chosen.memory},
+        sum(chosen.memory.values()), sum(step.seconds for step in work), None,
+        tuple(chosen.notes()), chosen,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..checks.validation import human
 from ..kernels.gpu.schedule import Schedule
+from .token_calls import TokenSchedule
 from .work import Work
 
 WIDTH = 140  # columns of the text
@@ -33,7 +34,7 @@ class Explanation:
     seconds: float  # least time: the sum over `work`, at the peaks of the device
     recorded: float | None  # median seconds of such a call in a benchmark; None: no record
     notes: tuple[str, ...] = ()  # sentences on operands, caches and accumulators
-    schedule: Schedule | None = field(default=None, repr=False, compare=False)
+    schedule: Schedule | TokenSchedule | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         """The table that the command ``infonce explain`` prints."""

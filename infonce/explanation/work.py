@@ -71,7 +71,7 @@ def _count_work_of_passes(schedule: Schedule, gpu: DeviceModel) -> Iterator[Work
             yield _count_guide_work(name, scheduled, schedule.guide, gpu)
         for step in _kernel_and_products(name, scheduled, schedule, operands):
             kernel, blocks, launches, flops, moved = step
-            seconds = _seconds(gpu, operands.precision, flops, moved)
+            seconds = least_seconds(gpu, operands.precision, flops, moved)
             tile = (scheduled.shape.query_tile_rows, scheduled.shape.block_n) if blocks else None
             block = scheduled.grid.largest if blocks else None
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
@@ -100,7 +100,7 @@ def _count_own_work(call: Call, gpu: DeviceModel) -> Iterator[Work]:
             steps.append(("gradient", "own_table", 3, 2.0 * uses * d, queries + written))
     precision = "fp64" if _naive_item(call) == 8 else "fp32"
     for name, kernel, launches, flops, moved in steps:
-        seconds = _seconds(gpu, precision, flops, moved)
+        seconds = least_seconds(gpu, precision, flops, moved)
         yield Work(name, kernel, None, None, 0, launches, flops, moved, seconds)
 
 
@@ -118,7 +118,7 @@ def _count_guide_work(
             flops += 2.0 * m * n * features * PART_PRODUCTS[operands.parts]
             # features of the guide are read, and marks, of one bit, are written
             moved += (m + n) * row_bytes + guide.marks_per_pair * m * n / 8
-    blocks, seconds = len(scheduled.grid), _seconds(gpu, operands.precision, flops, moved)
+    blocks, seconds = len(scheduled.grid), least_seconds(gpu, operands.precision, flops, moved)
     tile, kernel = (shape.query_tile_rows, shape.block_n), guide.kernel.file.removesuffix(".cu")
     return Work(name, kernel, tile, scheduled.grid.largest, blocks, blocks, flops, moved, seconds)
 
@@ -223,7 +223,9 @@ def _count_one_launch_work(schedule: Schedule, gpu: DeviceModel) -> Work:
     flops = 2.0 * d * (logits + m * n * len(gradients))
     moved = sum(z.rows * z.row_bytes for z in (*features, *gradients))
     # without tensor cores, the kernel multiplies features of 16 bits in float32 too
-    seconds = _seconds(gpu, "fp64" if call.compute_precision == "fp64" else "fp32", flops, moved)
+    seconds = least_seconds(
+        gpu, "fp64" if call.compute_precision == "fp64" else "fp32", flops, moved
+    )
     return Work("loss and gradient", "fused/fused", (64, 64), (m, n), 1, 1, flops, moved, seconds)
 
 
@@ -251,7 +253,7 @@ def _count_naive_work(call: Call, gpu: DeviceModel) -> Iterator[Work]:
     (m, n, _), precision = call.shape, "fp64" if _naive_item(call) == 8 else "fp32"
     tile, steps = (None, _naive_products) if not call.plain else ((32, 32), _naive_kernels)
     for name, kernel, launches, flops, moved in steps(call):
-        seconds = _seconds(gpu, precision, flops, moved)
+        seconds = least_seconds(gpu, precision, flops, moved)
         yield Work(name, kernel, tile, (m, n), 1, launches, flops, moved, seconds)
 
 
@@ -298,7 +300,7 @@ def _naive_item(call: Call) -> int:
     return 8 if call.compute_precision == "fp64" else 4
 
 
-def _seconds(gpu: DeviceModel, precision: str, flops: float, moved: float) -> float:
+def least_seconds(gpu: DeviceModel, precision: str, flops: float, moved: float) -> float:
     """The least time of a step: of its operations or of its bytes, whichever takes longer."""
     # precisions without a rate of their own multiply operands of 16 bits, at the rate of these
     rate = gpu.flops.get(precision, gpu.flops["16 bits"])

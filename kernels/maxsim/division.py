@@ -69,7 +69,7 @@ def divide(
     low, high = workspace, 2 * workspace  # the least workspace, to a thousandth
     while find(high) is None:
         low, high = high, 2 * high
-    while high - low > high // 1000:
+    while high - low > max(1, high // 1000):
         middle = (low + high) // 2
         low, high = (low, middle) if find(middle) else (middle, high)
     raise make_workspace_error((sizes.queries, sizes.keys, sizes.features), high, workspace)
@@ -131,6 +131,28 @@ def _divide_all_scores(
     if piece < min(n, LEAST_COLUMNS):
         return None
     return Division(m, n, piece, 0, keeps_scores=False, keeps_winners=keeps_winners)
+
+
+def parts(sizes: Sizes, division: Division, workspace: int) -> dict[str, int]:
+    """Bytes of the parts of the workspace, as `_divide` takes them from the room."""
+    m, columns, pairs = division.rows, division.columns, division.rows * division.piece
+    of_all = sizes.takes_all_scores and (m, columns) == (sizes.queries, sizes.keys)
+    kept = {
+        "kept winners": division.keeps_winners * sizes.pairs * sizes.winners,
+        "kept scores": division.keeps_scores * sizes.pairs * sizes.score,
+    }
+    every = {
+        "products of tokens": sizes.fixed,
+        "parts of gradients": min(sizes.parts, part_room(workspace)),
+        **kept,
+        "query tokens": m * sizes.query_row,
+        "scores": m * columns * sizes.score * (1 if of_all else BLOCK_ARRAYS),
+        "key gradients": division.key_rows * sizes.key_sums,
+        "key tokens of a piece": division.piece * sizes.key_row,
+        "winners of a piece": pairs * sizes.winners,
+        "maxima and scores of a piece": pairs * (sizes.maxima + 2 * sizes.score),
+    }
+    return {name: size for name, size in every.items() if size}
 
 
 def part_room(workspace: int) -> int:
