@@ -70,7 +70,9 @@ class _ColpaliEngine(DropIn):
         return {"temperature": self.temperature, **self.call_options()}
 
     def _ranking_loss(self, query: Tensor, documents: Tensor, offset: int) -> Any:
-        labels = torch.arange(offset, offset + len(query), device=query.device)
+        labels = None  # document i is the positive of query i
+        if offset:
+            labels = torch.arange(offset, offset + len(query), device=query.device)
         return functions.info_nce_loss(query, documents, labels, **self._options(query))
 
     def _sigmoid_loss(self, query: Tensor, documents: Tensor, offset: int) -> Any:

@@ -36,7 +36,8 @@ MODULES = {  # name -> where its __all__ is
     "infonce.torch": "infonce/torch/__init__.py",
 }
 PROJECTS = [
-    "inf_cl", "infonce_cuda", "lightly", "open_clip", "pytorch_metric_learning", "sup_contrast",
+    "colpali_engine", "inf_cl", "infonce_cuda", "lightly", "open_clip", "pylate",
+    "pytorch_metric_learning", "sup_contrast",
 ]  # fmt: skip
 IN_PLACE_OF = {
     **{f"infonce.torch.{name}": f"infonce/torch/{name}.py" for name in PROJECTS},
