@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import spec
 from . import functions
@@ -102,7 +101,7 @@ class _ColpaliEngine(DropIn):
             )
         positives = documents[offset : offset + len(query), None]
         positive, negative = (self._own_scores(query, z) for z in (positives, negatives))
-        loss = F.softplus((negative - positive) / self.temperature).mean()
+        loss = nn.functional.softplus((negative - positive) / self.temperature).mean()
         share = self.in_batch_term_weight
         if share:
             loss = (1 - share) * loss + share * self._ranking_loss(query, documents, offset)

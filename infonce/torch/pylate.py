@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pylate import losses
 from pylate.losses.contrastive import extract_skiplist_mask
 from pylate.scores import ColBERTScores
 from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
-from torch import Tensor
+from torch import Tensor, nn
 
 from .functions import info_nce_loss
 
@@ -29,7 +28,8 @@ class Contrastive(losses.Contrastive):
     ``forward(sentence_features, labels=None)``.
 
     ``loss = -1/B sum_i log softmax(s / temperature)_ii``, over positives and negatives of all
-    queries. s_ij sums, over the tokens of query i, the largest cosine with a token of document j.
+    queries. s_ij sums, over the tokens [L, D] of query i, the largest cosine with a token of
+    document j.
 
     Parameters
     ----------
@@ -56,7 +56,10 @@ class Contrastive(losses.Contrastive):
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Any:
         features = list(sentence_features)
-        tokens = [F.normalize(self.model(each)["token_embeddings"], dim=-1) for each in features]
+        tokens = [
+            nn.functional.normalize(self.model(each)["token_embeddings"], dim=-1)
+            for each in features
+        ]
         masks = extract_skiplist_mask(features, skiplist=_encoder(self.model).skiplist)
         return contrastive_loss(self, tokens, masks)
 
@@ -65,8 +68,10 @@ class CachedContrastive(losses.CachedContrastive):
     """`Contrastive` of batches larger than the encoder's memory:
     ``forward(sentence_features, labels=None)``.
 
-    Texts are encoded `mini_batch_size` at a time, twice: once for the tokens, and once more for the
-    gradients of the encoder. The loss is one call for the whole batch.
+    Texts are encoded `mini_batch_size` at a time, twice: once for the tokens [B, L, D], and once
+    more for the gradients of the encoder. The loss,
+    ``loss = -1/B sum_i log softmax(s / temperature)_ii``, is one call for the whole batch. Its
+    gradient is that of this mean, while pylate 1.6 has the gradient of the sum.
 
     Parameters
     ----------
