@@ -53,6 +53,8 @@ NEGATIVES = refuse(  # all options that change a loss
 class _ColpaliEngine(DropIn):
     """Base of all losses here: the settings, and the calls of the functions."""
 
+    _dimensions = 2  # of the embeddings
+
     def check_setting(self, name: str, value: Any) -> None:
         if name in FIXED:
             require(name, value, *FIXED[name])
@@ -68,19 +70,32 @@ class _ColpaliEngine(DropIn):
         """The keywords of one call of a function of `infonce.torch`."""
         return {"temperature": self.temperature, **self.call_options()}
 
+    def _require_positives(self, query: Tensor, documents: Tensor, offset: int) -> None:
+        for name, z in (("query_embeddings", query), ("doc_embeddings", documents)):
+            if z.ndim != self._dimensions:
+                came = tuple(z.shape)
+                raise ValueError(
+                    f"{name}: expected {self._dimensions} dimensions, got shape {came}"
+                )
+        if not 0 <= offset <= len(documents) - len(query):
+            raise ValueError(
+                "offset: expected a document i + offset for each query i, got offset "
+                f"{offset}, {len(query)} queries and {len(documents)} documents"
+            )
+
     def _ranking_loss(self, query: Tensor, documents: Tensor, offset: int) -> Any:
+        self._require_positives(query, documents, offset)
         labels = None  # document i is the positive of query i
         if offset:
             labels = torch.arange(offset, offset + len(query), device=query.device)
         return functions.info_nce_loss(query, documents, labels, **self._options(query))
 
     def _sigmoid_loss(self, query: Tensor, documents: Tensor, offset: int) -> Any:
+        self._require_positives(query, documents, offset)
         rows, columns = len(query), len(documents)
-        if columns % max(1, rows) or not 0 <= offset <= columns - rows:
+        if columns % max(1, rows):
             raise ValueError(
-                "doc_embeddings: expected a multiple of as many documents as queries, and offset "
-                f"+ queries at most documents, got {rows} queries, {columns} documents and offset "
-                f"{offset}"
+                f"doc_embeddings: expected a multiple of the {rows} queries, got {columns} rows"
             )
         options = self._options(query)
         if columns > rows:
@@ -94,6 +109,7 @@ class _ColpaliEngine(DropIn):
         self, query: Tensor, documents: Tensor, negatives: Tensor, offset: int
     ) -> Any:
         """The loss of explicit negatives [B, K, ...], and that of the batch."""
+        self._require_positives(query, documents, offset)
         if negatives.ndim != query.ndim + 1 or len(negatives) != len(query):
             raise ValueError(
                 f"neg_doc_embeddings: expected {query.ndim + 1} dimensions, and negatives of each "
@@ -114,6 +130,8 @@ class _ColpaliEngine(DropIn):
 
 class _LateInteraction(_ColpaliEngine):
     """Base of the losses of sets of tokens."""
+
+    _dimensions = 3
 
     def refused(self) -> Refused:
         return {**super().refused(), **TOKENS}
@@ -364,6 +382,7 @@ class BiPairedEncoderLoss(BiEncoderLoss):
 
     def forward(self, query_embeddings: Tensor, doc_embeddings: Tensor, offset: int = 0) -> Any:
         require("offset", offset, 0, "documents choose among the queries of all processes")
+        self._require_positives(query_embeddings, doc_embeddings, offset)
         return functions.clip_loss(
             query_embeddings, doc_embeddings, **self._options(query_embeddings)
         )

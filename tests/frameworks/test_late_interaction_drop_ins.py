@@ -175,8 +175,26 @@ def test_what_colpali_engine_has_alone() -> None:
             getattr(colpali, name)(**settings)
     with pytest.raises(ValueError, match=r"neg_doc_embeddings: expected 4 .*\(5, 4, 8\)"):
         colpali.ColbertNegativeCELoss()(tokens, tokens, tokens)
-    with pytest.raises(ValueError, match="got 5 queries, 7 documents and offset 0"):
+    with pytest.raises(
+        ValueError, match="doc_embeddings: expected a multiple of the 5 queries, got"
+    ):
         colpali.ColbertSigmoidLoss()(tokens, torch.ones(7, 4, D))
+    negatives = tokens[:, None]
+    for offset in (-1, 1):
+        for call in (
+            lambda offset: colpali.ColbertLoss()(tokens, tokens, offset),
+            lambda offset: colpali.ColbertSigmoidLoss()(tokens, tokens, offset),
+            lambda offset: colpali.ColbertNegativeCELoss()(tokens, tokens, negatives, offset),
+        ):
+            with pytest.raises(ValueError, match=f"got offset {offset}, 5 queries and 5 documents"):
+                call(offset)
+    rows = tokens[:, 0]
+    with pytest.raises(ValueError, match="query_embeddings: expected 3 dimensions, got shape"):
+        colpali.ColbertLoss()(rows, tokens)
+    with pytest.raises(ValueError, match="doc_embeddings: expected 2 dimensions, got shape"):
+        colpali.BiEncoderLoss()(rows, tokens)
+    with pytest.raises(ValueError, match="query_embeddings: expected 2 dimensions, got shape"):
+        colpali.BiPairedEncoderLoss()(tokens, tokens)
 
 
 def test_a_token_without_a_first_feature_counts() -> None:
