@@ -222,8 +222,8 @@ OPTIONS: dict[str, Option] = {
         "tiled". Vectors of length M or N, and cuBLAS's workspace for CUDA graphs on a GPU, are not
         counted. ValueError that names the least sufficient workspace if the M x N logits would need
         more than 4 sqrt(M N) blocks.
-        If no workspace is passed, "tiled" on Hopper GPUs takes up to 1/32 of the GPU's memory for
-        wide rows, to keep exponentials of the logits from the losses to the gradients.""",
+        If no workspace is passed, "tiled" on Hopper GPUs takes up to 1 GiB, and for wide rows up to
+        1/32 of the GPU's memory, to keep exponentials from the losses to the gradients.""",
         compiled=True,
     ),
     "offload": Option(False, "bool, default False",

@@ -27,9 +27,9 @@ constexpr int ROWS_THREADS = 256;  // threads of a thread block of these kernels
 // computes a longer row. `lanes` is the number of threads that share a row, 16 or 32.
 constexpr int HALF_WARP_ROW = 128;
 __device__ __forceinline__ int count_lanes(i64 features) { return features <= HALF_WARP_ROW ? 16 : 32; }
-// The row that this thread works on.
+// The row that this thread works on. `lanes` is a power of two, at most 32; a quotient would take a hundred instructions.
 __device__ __forceinline__ i64 lanes_row(int lanes) {
-  return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
+  return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) >> (__ffs(lanes) - 1);
 }
 
 // 16 bytes of memory, in one load if the address is a multiple of 16, else in four loads. It is a multiple of 4.

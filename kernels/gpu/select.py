@@ -39,9 +39,9 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients by passes over blocks.
 
-    If the caller gives no `workspace`, the schedule may exceed the default workspace, for cached
-    exponentials or for one pass with dK. If the device has no room for that, the call runs again
-    within the default workspace.
+    If the caller gives no `workspace`, the schedule may exceed the default workspace where that
+    saves time. If the device has no room for that, the call runs again within the default
+    workspace.
     """
     try:
         return _by_passes(problem, gradients)

@@ -187,13 +187,16 @@ def test_drop_ins_share_rows_by_themselves(size: int, start_ranks: Any) -> None:
             torch.testing.assert_close(torch.cat([rank[name][1 + i] for rank in ranks]), gradient)
     unit = torch.nn.functional.normalize(sides[1].detach(), dim=1).float()
     for number, rank in enumerate(ranks):  # rows of all enter each bank
-        *mismatches, too_large = rank["messages"]
+        mismatches, too_large = rank["messages"][:3], rank["messages"][3:]
         assert mismatches == [
             f"rank, world_size: expected {number} and {size}, those of the process group, got "
             f"{came} and {others}"
             for came, others in ((number, size + 1), (number, size + 1), (0, 1))
         ]
-        assert f"labels: expected values in [0, {sum(sizes)})" in too_large
+        # the host does not read labels on a GPU
+        labels = "" if size == 2 else f"labels: expected values in [0, {sum(sizes)})"
+        assert labels in "".join(too_large)
+        assert len(too_large) == (size != 2)
         torch.testing.assert_close(rank["bank"][: len(unit)], unit)
 
 
@@ -322,7 +325,8 @@ def test_ranks_in_trouble_on_two_gpus(tmp_path: Path) -> None:
     make_troubles(tmp_path, seeds, "cuda")
     for seed in seeds:
         trouble = Trouble(seed, 2)
-        trouble.assert_named((tmp_path / f"{seed}.txt").read_text(), torch_trouble.TIMEOUT)
+        said = (tmp_path / f"{seed}.txt").read_text()
+        trouble.assert_named(said, torch_trouble.TIMEOUT, work=5)  # with compiling kernels
     assert_differences_named((tmp_path / "differ.txt").read_text(), 2)
 
 

@@ -17,6 +17,7 @@ from gpu_problems import (
     run,
     smaller,
 )
+from host_device import room
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.gpu import config
 from infonce.kernels.problem import LN_2, LOG2_E, SCALES
@@ -28,14 +29,16 @@ from judge import (
     pairs,
 )
 
+import infonce
+
 pytestmark = gpu_only
 if not MISSING:
     import cupy
     from infonce.kernels.gpu import recorded
-    from infonce.kernels.gpu.device import launcher
+    from infonce.kernels.gpu.device import launcher, recorder
     from infonce.kernels.gpu.device.arguments import NATURAL, sums_fields
     from infonce.kernels.gpu.device.launches import Queue
-    from infonce.kernels.gpu.tiled import buffers
+    from infonce.kernels.gpu.tiled import buffers, lse
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
 
 
@@ -71,6 +74,40 @@ def test_what_tensor_cores_cut_off(dtype: str, precision: str, bound: float) -> 
                  for z in (image, text))  # fmt: skip
     ref = judged("clip", args, scale=1 / 0.07)
     assert run("clip", args, precision, 1 / 0.07).loss == pytest.approx(ref.loss, rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"), [("nt_xent", False), ("clip", False), ("gte", False), ("nt_xent", True)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_thread_blocks_of_one_launch_add_to_different_sums(
+    name: str, dtype: str, offload: bool, no_few_logits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If queries are the keys, the sums of columns are those of rows. On a GPU, thread blocks that
+    add to the same sums at the same time lose terms."""
+    merges = []
+    launch_merge = lse.StatisticsRun.launch_merge
+
+    def spy(run: Any, rows: Any, columns: Any, same_rows: bool = False) -> None:
+        if not isinstance(run.launcher.queue, recorder.Recorder):  # which has other addresses
+            begins = [int(side["sums"]["max"]) // 8 for side in (rows, columns)]
+            ends = [begin + side["n"] for begin, side in zip(begins, (rows, columns), strict=True)]
+            common = max(0, min(ends) - max(begins)) if columns["n"] else 0
+            merges.append(common == rows["n"] == columns["n"] if same_rows else common == 0)
+        launch_merge(run, rows, columns, same_rows)
+
+    monkeypatch.setattr(lse.StatisticsRun, "launch_merge", spy)
+    rng, n = np.random.default_rng(0), 300
+    z = [rng.standard_normal((n, 40)).astype(find_dtype(dtype)) for _ in range(2)]
+    getattr(infonce, f"{name}_loss_and_grad")(
+        *(z[:1] if name == "nt_xent" else z) if offload else
+        map(cupy.asarray, z[:1] if name == "nt_xent" else z),
+        scale=9.0, normalize=True, method="auto" if offload else "tiled", offload=offload,
+        progress=lambda *_: None,  # without a plan
+        workspace=room(64, 40, 2 * n, 2 * n, z[0].itemsize, 4) if offload else 2**20,
+    )  # fmt: skip
+    assert merges
+    assert all(merges)
 
 
 @pytest.mark.parametrize("products", [False, True])

@@ -116,6 +116,52 @@ def test_the_kernel_of_a_guide(device: str, compute_precision: str, kernel: str)
     assert next(works).kernel == kernel
 
 
+@pytest.mark.parametrize(("loss", "device", "one_block"), [
+    (LossForm.BOTH, "h200", True), (LossForm.PAIRS, "h200", True), (LossForm.BOTH, "a100", False),
+    (LossForm.VIEWS, "h200", False),
+])  # fmt: skip
+def test_larger_blocks_by_default(loss: LossForm, device: str, one_block: bool) -> None:
+    """Sweeps have gradient blocks of up to a GiB, unless the caller gives a workspace; not if
+    queries are the keys, whose small blocks leave out pairs."""
+    call = a_call(loss, 16384, 16384, 256)
+    chosen = schedule(call, DEVICES[device])
+    assert (len(chosen.passes[-1].grid) == 1) == one_block
+    assert (chosen.workspace > call.workspace) == one_block
+    given = schedule(a_call(loss, 16384, 16384, 256, workspace=2**28), DEVICES[device])
+    assert given.workspace <= 2**28
+
+
+@settings(max_examples=200)
+@given(
+    loss=st.sampled_from([LossForm.ROWS, LossForm.BOTH]), m=st.integers(1, 9000),
+    n=st.integers(1, 9000), compute_precision=st.sampled_from(["fp64", "fp32", "bf16"]),
+    device=st.sampled_from(["h200", "a100"]), share=st.sampled_from([None, 2, 16, 64]),
+)  # fmt: skip
+def test_marks_are_kept_where_they_fit(
+    loss: LossForm, m: int, n: int, compute_precision: str, device: str, share: int | None
+) -> None:
+    """Kept marks are within the workspace, and the blocks of both passes begin with whole words."""
+    n = n if loss is LossForm.ROWS else m
+    room = {} if share is None else {"workspace": max(2**20, m * n // share)}
+    guides = {side: Matrix.packed(size, 40, DTYPES[compute_precision])
+              for side, size in (("guide_query", m), ("guide_key", n))}  # fmt: skip
+    call = a_call(loss, m, n, 64, compute_precision, **guides, pairs=GivenOptions([GUIDE]), **room)
+    try:
+        chosen = schedule(call, DEVICES[device])
+    except ValueError:
+        return
+    if share is None:
+        assert chosen.cached
+    words = -(-n // config.MARKED_COLUMNS) * m * config.MARK_BYTES
+    assert not chosen.cached or chosen.cached["row_marks"] == words
+    for scheduled in chosen.passes:
+        assert aligned(chosen, scheduled.parts) <= chosen.workspace
+        assert ("row_marks" in scheduled.parts) != bool(chosen.cached)
+        starts = [columns.start for columns in scheduled.grid.columns]
+        assert not chosen.cached or not any(start % config.MARKED_COLUMNS for start in starts)
+    assert share is None or chosen.workspace <= call.workspace
+
+
 def test_the_decisions_of_one_call() -> None:
     """The decisions are those of the example in docs/methods.md."""
     call_schedule = schedule(a_call(LossForm.BOTH, 65536, 65536, 512), DEVICES["h200"])

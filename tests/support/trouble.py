@@ -85,8 +85,9 @@ class Trouble:
             say(f"rank {rank} after {passed:.2f} s: {type(error).__name__}: {error}")
             raise
 
-    def assert_named(self, output: str, timeout: float) -> None:
-        """All other ranks have named the rank in trouble before the timeout, in what they said."""
+    def assert_named(self, output: str, timeout: float, work: float = 1) -> None:
+        """All other ranks have named the rank in trouble, in what they said, before the timeout and
+        the `work` of a call, seconds."""
         happened = rf"^rank {self.culprit} {self.what} at line"
         assert len(re.findall(happened, output, re.MULTILINE)) == 1, output
         for rank in {*range(self.ranks)} - {self.culprit}:
@@ -95,4 +96,4 @@ class Trouble:
             # one that hangs is named by ranks that have waited for it, or have been told so
             named = re.sub(rf"^rank \d+ waited {timeout:g} s for ", "", error[2])
             assert re.findall(r"rank (\d+)", named) == [str(self.culprit)], output
-            assert float(error[1]) < timeout + 1, output
+            assert float(error[1]) < timeout + work, output

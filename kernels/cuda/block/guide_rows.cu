@@ -19,6 +19,10 @@ extern "C" __global__ void guide_limits(const __grid_constant__ Rows query, cons
   const i64 row = lanes_row(32) - (is_key ? m : 0);
   if (is_key && row >= n) return;
   const Rows& side = is_key ? key : query;
+  // The rows are on their way while positives and norms are read
+  prefetch_row(side.z, row, d, threadIdx.x % 32, 32);
+  const i64 first_positive = is_key ? -1 : positives[row * set_size];
+  if (first_positive >= 0) prefetch_row(key.z, first_positive, d, threadIdx.x % 32, 32);
   // zero_sum is of features times 0: 0, or NaN if a feature is not finite. NaN != 0 is true
   double x[LANE_FEATURES], y[LANE_FEATURES], zero_sum = 0;
   for (i64 k = first; k < d; k += STEP) {

@@ -48,8 +48,8 @@ class DeviceProperties:
 
         The limit holds for calls whose caller gives no workspace, and for all memory of their
         passes together. A call takes more than the default workspace only if that saves time: for
-        cached exponentials and for one pass with dK (`schedule/decisions.py`). The buffers of an
-        exchange over ranks have the same limit.
+        larger blocks, cached exponentials and kept marks (`schedule/decisions.py`). The buffers of
+        an exchange over ranks have the same limit.
         """
         return self.memory // 32
 

@@ -346,7 +346,7 @@ def divide_workspace(
 
     # marks of all pairs, if they fit a part of the memory
     kept_marks: Parts = {}
-    if guide is not None and may_keep_marks(call):
+    if guide is not None and may_keep_marks(call) and not one_pass:
         marks = config.mark_parts(*shape[:2], guide.marks_per_pair)
         mark_bytes = sum(map(config.align, marks.values()))
         most = room // 4 if call.workspace_given else device.default_memory_limit // 2

@@ -26,8 +26,8 @@ from .operands import CachedExponentials, OperandSide, find_feature_divisors, to
 class Workspace:
     """The workspace of a call: one allocation, which each pass divides into parts of its own.
 
-    Cached exponentials and kept marks come first, and stay from pass to pass. The memory goes back to CuPy's
-    pool with the call's `Buffers`, also after an error.
+    Cached exponentials and kept marks come first, and stay from pass to pass. The memory goes back
+    to CuPy's pool with the call's `Buffers`, also after an error.
     """
 
     def __init__(self, schedule: Schedule, queue: Queue) -> None:

@@ -87,20 +87,34 @@ class StatisticsRun(PassRun):
         self.merge(rows, row_slots, columns, column_slots)
 
     def merge(self, rows: slice, row_slots: int, columns: slice, column_slots: int) -> None:
-        """Merge the partial sums of a block, so many slots for each row and column, into the sums."""
-        stats, m = self.stats, rows.stop - rows.start
-        n = columns.stop - columns.start if column_slots else 0
-        # Blocks of one call are equal or apart, and so are their sums if columns have those of rows
-        same_rows = bool(column_slots) and stats.columns is stats.rows and rows == columns
+        """Merge the partial sums of a block, so many slots a row and a column, into the sums."""
+        of_rows = self.partial_sums("row", row_slots, self.stats.rows, rows, None)
+        if not column_slots:
+            self.launch_merge(of_rows, of_rows | {"n": 0})
+            return
+        of_columns = self.partial_sums(
+            "column", column_slots, self.stats.columns, columns, self.written_tiles
+        )
+        # If queries are the keys, the sums of columns are those of rows. (Addresses do not tell: in
+        # a plan, each array of the caller has an address of its own)
+        shares_sums = self.problem.symmetric
+        if shares_sums and rows == columns:
+            self.launch_merge(of_rows, of_columns, same_rows=True)
+        elif shares_sums and max(rows.start, columns.start) < min(rows.stop, columns.stop):
+            self.launch_merge(of_rows, of_rows | {"n": 0})
+            self.launch_merge(of_columns, of_columns | {"n": 0})
+        else:
+            self.launch_merge(of_rows, of_columns)
+
+    def launch_merge(self, rows: Fields, columns: Fields, same_rows: bool = False) -> None:
+        """Launch the kernel for two structs PartialSums, of different sums or of `same_rows`."""
+        sides = (rows,) if same_rows else (rows, columns)
         self.launcher.launch(
-            "vectors.cu", "merge_partial_sums", -(-m // 32) + (0 if same_rows else -(-n // 32)),
+            "vectors.cu", "merge_partial_sums", sum(-(-side["n"] // 32) for side in sides),
             MERGE_THREADS,
             {
-                "rows": self.partial_sums("row", row_slots, stats.rows, rows, None),
-                "columns": self.partial_sums(
-                    "column", column_slots, stats.columns, columns, self.written_tiles
-                ) | {"n": n},
-                "same_rows": same_rows, "exponent_scale": self.exponent_scale,
+                "rows": rows, "columns": columns, "same_rows": same_rows,
+                "exponent_scale": self.exponent_scale,
                 "maxima_are_products": isinstance(self.shape, config.Tile),
             },
         )  # fmt: skip
@@ -113,8 +127,7 @@ class StatisticsRun(PassRun):
         return {
             "pairs": self.parts.get(f"{side}_partials"),
             "moments": self.parts.get(f"{side}_moments"), "slots": slots, "stride": n, "n": n,
-            "written_tiles": written_tiles,
-            "sums": sums_fields(sums, rows.start),
+            "written_tiles": written_tiles, "sums": sums_fields(sums, rows.start),
         }  # fmt: skip
 
 
