@@ -47,7 +47,7 @@ myst_heading_anchors = 3
 
 default_role = "py:obj"
 # the same pages whether they are installed or not
-autodoc_mock_imports = ["jax", "pytorch_metric_learning", "sentence_transformers"]
+autodoc_mock_imports = ["jax", "pylate", "pytorch_metric_learning", "sentence_transformers"]
 autodoc_typehints = "none"  # docstrings say shapes and dtypes
 autodoc_member_order = "groupwise"
 napoleon_google_docstring = False

@@ -39,6 +39,7 @@ HERE, REPORT = "INFONCE_PEER", "INFONCE_PEER_REPORT"  # environment of a run
 NO_HUB = (
     "distilbert/distilbert-base-uncased",
     "sentence-transformers-testing/stsb-bert-tiny-safetensors",
+    "sentence-transformers/all-MiniLM-L6-v2",
 )
 
 
@@ -177,6 +178,21 @@ PEERS = {
         },
         folder="sentence-transformers",
     ),
+    "pylate": Peer(
+        "https://github.com/lightonai/pylate",
+        "1f1f47cee5df35ebe6fd2286a0a205a1523e4119",
+        ("tests/test_contrastive.py", "tests/test_cached_contrastive.py"),
+        "infonce.torch.pylate",
+        ("pylate.losses",),
+    ),
+    "colpali-engine": Peer(
+        "https://github.com/illuin-tech/colpali",
+        "9be8f1972d6d2ab6b47454e068e10191ce32c219",
+        ("tests/loss/test_bi_losses.py", "tests/loss/test_li_losses.py"),
+        "infonce.torch.colpali_engine",
+        ("colpali_engine.loss",),
+        {"filtering": "pos_aware_negative_filtering, which is an error here"},
+    ),
     "optax": Peer(
         "https://github.com/google-deepmind/optax",
         "2edbcbe2390da13983b92cbef94ac0460ecde1c5",
@@ -297,13 +313,19 @@ def run(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
 
 
 def make_models(folder: Path) -> None:
-    """Small models of random weights under the names that tests load from a hub."""
+    """Small models of random weights, and texts, under the names that tests load from a hub."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from torch_problems import sentence_model
 
-    model = sentence_model()
+    model = sentence_model(positions=256)
     for name in NO_HUB:
         model.save(str(folder / name))
+    (texts := folder / "lightonai" / "lighton-ms-marco-mini" / "triplet").mkdir(parents=True)
+    rows = [f"question {i},answer {i},other {i * i}" for i in range(8)]
+    (texts / "train.csv").write_text("\n".join(["query,positive,negative", *rows]))
+    (texts.parent / "README.md").write_text(
+        "---\nconfigs:\n- config_name: triplet\n  data_dir: triplet\n---\n"
+    )
 
 
 def main() -> None:
@@ -317,7 +339,7 @@ def main() -> None:
     if arguments.fetch:
         return fetch(arguments.folder, names)
     with tempfile.TemporaryDirectory() as scratch:
-        if "sentence-transformers" in names:
+        if {"sentence-transformers", "pylate"}.intersection(names):
             make_models(Path(scratch))
         rows = [row for name in names for row in run(name, arguments.folder, Path(scratch))]
     if arguments.record:

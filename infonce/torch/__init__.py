@@ -8,8 +8,9 @@ Nothing is copied: kernels read the tensors' memory and run on PyTorch's current
 waits for the device.
 
 Drop-in replacements for other projects' losses, with the same names and calls: the modules
-`open_clip`, `sentence_transformers`, `lightly`, `pytorch_metric_learning`, `sup_contrast`,
-`inf_cl`, `memory_efficient_clip`, `siglip_kernel` and `infonce_cuda` of `infonce.torch`.
+`open_clip`, `sentence_transformers`, `pylate`, `colpali_engine`, `lightly`,
+`pytorch_metric_learning`, `sup_contrast`, `inf_cl`, `memory_efficient_clip`, `siglip_kernel` and
+`infonce_cuda` of `infonce.torch`.
 """
 
 from typing import TYPE_CHECKING
@@ -64,11 +65,13 @@ if not TYPE_CHECKING:
         __name__,
         __all__,
         (
+            "colpali_engine",
             "inf_cl",
             "infonce_cuda",
             "lightly",
             "memory_efficient_clip",
             "open_clip",
+            "pylate",
             "pytorch_metric_learning",
             "sentence_transformers",
             "siglip_kernel",

@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: E402
 import infonce.torch as it  # noqa: E402
 from infonce import spec  # noqa: E402
 from infonce.checks import keywords  # noqa: E402
+from infonce.torch import colpali_engine as colpali  # noqa: E402
 from infonce.torch import inf_cl, infonce_cuda, lightly, open_clip, sup_contrast  # noqa: E402
 from infonce.torch import memory_efficient_clip as memeff  # noqa: E402
 from infonce.torch import siglip_kernel as siglip  # noqa: E402
@@ -44,6 +45,7 @@ A, B, OWN, TEACHER, LOGITS = (
 TOKENS = torch.randint(5, (N, 3), generator=generator)
 VIEWS, ROW, GUIDE = torch.cat([A, B]), torch.arange(N), draw(64, 4)
 UNIT = [F.normalize(z, dim=-1) for z in (A, B)]
+QUERIES, PAGES = draw(N, 2, D), draw(N, 2, D)  # of two tokens
 BANK = F.normalize(draw(5, D), dim=1)
 EACH = {"temperature", "scale"}  # no drop-in takes the factor of its logits as an option
 QWEN3 = {*EACH, "metrics", "normalize", "own", "own_indices", "false_negative_margin"}
@@ -67,7 +69,7 @@ def values(rows: int, keys: int, one: bool) -> dict[str, dict[str, Any]]:
         "offload": False, "check_finite": True, "progress": lambda phase, done, total: None,
         "metrics": True, "temperature": 0.3, "scale": 3.0, "labels": number,
         "query_mask": torch.ones((rows, 2), dtype=torch.bool),
-        "key_mask": torch.ones((keys, 2), dtype=torch.bool), "token_mean": True,
+        "key_mask": torch.tensor([[True, False]] * keys), "token_mean": True,
         "label_weights": torch.ones((rows, 2)),
     }  # fmt: skip
     return {
@@ -190,6 +192,48 @@ TABLE = {
         infonce_cuda.InfoNCELoss, lambda loss: loss(VIEWS),
         lambda **o: it.nt_xent_loss(VIEWS, temperature=0.5, **o), EACH, 2 * N, 2 * N, True,
     ),
+    "colpali_engine.ColbertLoss": Row(
+        lambda **o: colpali.ColbertLoss(0.1, **o), lambda loss: loss(QUERIES, PAGES),
+        lambda **o: it.info_nce_loss(
+            QUERIES, PAGES, temperature=0.1, **{"token_mean": True, **o}
+        ),
+        {*EACH, "metrics", "query_mask", "token_mean"},
+    ),
+    "colpali_engine.ColbertSigmoidLoss": Row(
+        lambda **o: colpali.ColbertSigmoidLoss(0.1, **o), lambda loss: loss(QUERIES, PAGES),
+        lambda **o: it.siglip_loss(QUERIES, PAGES, 0.0, temperature=0.1, token_mean=True, **o)
+        / (1 if o.get("reduction") == "sum" else N),
+        {*EACH, "query_mask", "token_mean", "positive_ids"},
+    ),
+    "colpali_engine.ColbertNegativeCELoss": Row(
+        lambda **o: colpali.ColbertNegativeCELoss(0.1, **o),
+        lambda loss: loss(QUERIES, PAGES, PAGES[:, None]),
+        lambda **o: math.log(2) / 2 + it.info_nce_loss(
+            QUERIES, PAGES, temperature=0.1, token_mean=True, **o
+        ) / 2,
+        {*keywords.torch_function(spec.INFO_NCE)}
+        - {"method", "workspace", "progress", "offload"},
+    ),
+    "colpali_engine.BiEncoderLoss": Row(
+        lambda **o: colpali.BiEncoderLoss(0.1, **o), lambda loss: loss(A, B),
+        lambda **o: it.info_nce_loss(A, B, temperature=0.1, **o), {*EACH, "metrics"},
+    ),
+    "colpali_engine.BiPairedEncoderLoss": Row(
+        lambda **o: colpali.BiPairedEncoderLoss(0.1, **o), lambda loss: loss(A, B),
+        lambda **o: it.clip_loss(A, B, temperature=0.1, **o), {*EACH, "metrics"},
+    ),
+    "colpali_engine.BiSigmoidLoss": Row(
+        lambda **o: colpali.BiSigmoidLoss(0.1, **o), lambda loss: loss(A, B),
+        lambda **o: it.siglip_loss(A, B, 0.0, temperature=0.1, **o)
+        / (1 if o.get("reduction") == "sum" else N),
+        {*EACH, "positive_ids"},
+    ),
+    "colpali_engine.BiNegativeCELoss": Row(
+        lambda **o: colpali.BiNegativeCELoss(0.1, **o), lambda loss: loss(A, B, B[:, None]),
+        lambda **o: math.log(2) / 2 + it.info_nce_loss(A, B, temperature=0.1, **o) / 2,
+        {*keywords.torch_function(spec.INFO_NCE)}
+        - {"method", "workspace", "progress", "offload"},
+    ),
     "sup_contrast.SupConLoss": Row(
         sup_contrast.SupConLoss, lambda loss: loss(torch.stack([A, B], 1), ROW // 2),
         lambda **o: it.sup_con_loss(VIEWS, (ROW // 2).repeat(2), temperature=0.07, **o),
@@ -281,6 +325,18 @@ CHANGES = {  # a call of a loss, a setting that no constructor takes, the error
     "symmetric": (siglip.SigLIPPlusLoss, False, "symmetric: expected True, got False"),
     "soft_weighting": (siglip.SigLIPPlusLoss, False, "soft_weighting: expected True, got False"),
     "soft_label": (siglip.DistributedSigLIPPlusLoss, True, "soft_label: expected False, got True"),
+    "use_smooth_max": (colpali.ColbertLoss, True, "use_smooth_max: expected False, got True"),
+    "pos_aware_negative_filtering": (
+        colpali.BiSigmoidLoss,
+        True,
+        "pos_aware_negative_filtering: expected False, got True",
+    ),
+    "temperature": (colpali.BiEncoderLoss, 0.0, r"temperature: expected a positive .* got 0\.0"),
+    "in_batch_term_weight": (
+        colpali.BiNegativeCELoss,
+        1.5,
+        r"in_batch_term_weight: expected a number in \[0, 1\], got",
+    ),
     "tau_plus": (memeff.MemoryEfficientCLIPLoss, 0.1, "tau_plus: expected 0.0, got 0.1"),
     "group": (memeff.MemoryEfficientLiTLoss, object(), "group: expected None, got object"),
     "margin": (memeff.MemoryEfficientQwen3Loss, float("nan"), "margin: expected a finite number"),

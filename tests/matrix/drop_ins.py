@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import random
 import sys
 import warnings
@@ -130,6 +131,13 @@ def qwen3(
     return row_losses(products, positives, scale, candidates, **options)
 
 
+def maxsim(query: Tensor, documents: Tensor) -> Tensor:
+    """MaxSim of queries [M, L, D] and documents [N, L', D], or own ones of each [M, N, L', D]."""
+    own = documents.ndim == 4
+    products = torch.einsum("mad,mncd->mnac" if own else "mad,ncd->mnac", query, documents)
+    return products.amax(3).sum(2)
+
+
 # --- draws ----------------------------------------------------------------------------------------
 
 
@@ -152,6 +160,12 @@ class Draw(random.Random):
                 LEAST_NORM, LARGEST_NORM, generator=self.generator
             )
         return z.to(self.dtype)
+
+    def tokens(self, *rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Sets of tokens, and which of them are no padding."""
+        lengths = torch.randint(1, length + 1, (*rows, 1), generator=self.generator)
+        z = self.features(math.prod(rows) * length).unflatten(0, (*rows, length))
+        return z, torch.arange(length) < lengths
 
     def number(self, value: float) -> Tensor:
         """A number as a tensor: 0-d or [1], float64 with features of float64."""
@@ -623,10 +637,138 @@ class Draw(random.Random):
         scale = 1 / self.temperature + settings.get("hardness_strength", 0.0)
         return Case(run(ours), [run(losses)], inputs, scale, 2, settings=settings)
 
+    # late interaction -----------------------------------------------------------------------------
+
+    def late_interaction(
+        self, ours: Any, query_mask: Tensor, masks: Sequence[Tensor], mean: bool, padded: bool,
+        settings: dict[str, Any], inputs: list[Tensor],
+    ) -> Case:  # fmt: skip
+        """A loss of queries and columns of documents. `padded`: padding of documents has products
+        of 0, and without it is left out. `ours` takes tokens of unit norm."""
+        scale = settings["scale"]
+
+        def equation(query: Tensor, *columns: Tensor) -> Tensor:
+            query = unit(query) * query_mask[..., None]
+            scores = []
+            for z, mask in zip(columns, masks, strict=True):
+                z = unit(z) * mask[..., None]
+                # of a token that is left out, the first one takes the place
+                if not padded:
+                    z = torch.where(mask[..., None], z, z[:, :1])
+                scores.append(maxsim(query, z))
+            s = torch.cat(scores, 1)
+            s = s / query_mask.sum(1, keepdim=True) if mean else s
+            positives = torch.arange(s.shape[1]) == torch.arange(len(s))[:, None]
+            return reduced(row_losses(s, positives, scale), settings.get("reduction", "mean"))
+
+        return Case(ours, [equation], inputs, scale * query_mask.shape[1], rounded=True,
+                    settings=settings)  # fmt: skip
+
+    def columns(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Queries and one to three columns of documents of one length, and their masks."""
+        self.width = max(self.width, 5)  # of fewer features, tokens are equal, and either may win
+        length = self.randint(1, 9)
+        pairs = [self.tokens(self.rows, length=self.randint(1, 5))]
+        pairs += [self.tokens(self.rows, length=length) for _ in range(self.randint(1, 3))]
+        tokens, masks = zip(*pairs, strict=True)
+        return list(tokens), list(masks)
+
+    def multi_vector(self) -> Case:
+        from sentence_transformers.multi_vector_encoder import scoring
+
+        from infonce.torch.sentence_transformers import multi_vector
+
+        (query, *columns), (query_mask, *masks) = self.columns()
+        mean, scale = self.random() < 0.5, 1 / self.temperature
+        loss = multi_vector.MultiVectorMultipleNegativesRankingLoss(
+            torch.nn.Identity(), scale=scale,
+            similarity_fct=scoring.mean_colbert_scores if mean else scoring.colbert_scores,
+        )  # fmt: skip
+
+        def ours(query: Tensor, *columns: Tensor) -> Tensor:
+            unit_columns = [unit(z) for z in columns]
+            return multi_vector.late_ranking_loss(  # type: ignore[no-any-return]
+                loss, unit(query), query_mask, unit_columns, masks
+            )
+
+        settings = {"scale": scale, "mean": mean}
+        inputs = [query, *columns]
+        return self.late_interaction(ours, query_mask, masks, mean, False, settings, inputs)
+
+    def pylate(self) -> Case:
+        from infonce.torch import pylate
+
+        (query, *columns), masks = self.columns()
+        expanded, reduction = self.random() < 0.5, self.choice(("mean", "sum"))
+        encoder = torch.nn.Identity()
+        encoder.skiplist, encoder.do_query_expansion = (), expanded  # type: ignore[assignment]
+        loss = pylate.Contrastive(
+            encoder, temperature=self.temperature, size_average=reduction == "mean"
+        )
+
+        def ours(*tokens: Tensor) -> Tensor:
+            return pylate.contrastive_loss(loss, [unit(z) for z in tokens], masks)  # type: ignore[no-any-return]
+
+        query_mask = torch.ones_like(masks[0]) if expanded else masks[0]
+        settings = {"scale": 1 / self.temperature, "reduction": reduction}
+        inputs = [query, *columns]
+        return self.late_interaction(ours, query_mask, masks[1:], False, True, settings, inputs)
+
+    def colpali(self) -> Case:
+        from infonce.torch import colpali_engine
+
+        self.width = max(self.width, 5)
+        late = self.random() < 0.6
+        name = self.choice(("SigmoidLoss", "NegativeCELoss", "Loss" if late else "EncoderLoss"))
+        several = self.randint(1, 3)
+        offset = self.rows * self.randint(0, several - 1)
+        shapes = [(self.rows,), (self.rows * several,), (self.rows, self.randint(1, 3))]
+        shapes = shapes if name == "NegativeCELoss" else shapes[:2]
+        if late:
+            pairs = [self.tokens(*rows, length=self.randint(1, 6)) for rows in shapes]
+        else:
+            wide = [self.features(math.prod(rows)).unflatten(0, rows) for rows in shapes]
+            pairs = [(z, torch.ones(z.shape[:-1], dtype=torch.bool)) for z in wide]
+        inputs, masks = (list(side) for side in zip(*pairs, strict=True))
+        settings: dict[str, Any] = {"temperature": self.temperature}
+        mean = late and self.random() < 0.5
+        if late:
+            settings["normalize_scores"] = mean
+        weight = self.choice((0.0, 0.3, 1.0))
+        if name == "NegativeCELoss":
+            settings["in_batch_term_weight"] = weight
+        loss = getattr(colpali_engine, ("Colbert" if late else "Bi") + name)(**settings)
+
+        def ours(*features: Tensor) -> Tensor:
+            padded = [z * mask[..., None] for z, mask in zip(features, masks, strict=True)]
+            return loss(*padded, offset=offset)  # type: ignore[no-any-return]
+
+        def equation(*features: Tensor) -> Tensor:
+            padded = [z * mask[..., None] for z, mask in zip(features, masks, strict=True)]
+            query, documents, *negatives = [z if late else z.unsqueeze(-2) for z in padded]
+            size = masks[0].sum(1, keepdim=True) if mean else 1
+            products, scale = maxsim(query, documents) / size, 1 / self.temperature
+            positives = torch.arange(len(documents)) == offset + torch.arange(len(query))[:, None]
+            if name == "SigmoidLoss":
+                return -F.logsigmoid(torch.where(positives, scale, -scale) * products).mean()
+            batch = row_losses(products, positives, scale).mean()
+            if not negatives:
+                return batch
+            own = scale * maxsim(query, negatives[0]) / size
+            pairs = F.softplus(own - scale * products[positives][:, None], threshold=1000)
+            return (1 - weight) * pairs.mean() + weight * batch
+
+        scale = 1 / self.temperature * (inputs[0].shape[1] if late else 1)
+        settings = {"name": name, "late": late, "offset": offset, **settings}
+        return Case(ours, [equation], inputs, scale, self.rows * several, settings=settings)
+
 
 DRAWS = {
     # first, because it looks at the packages for which `peer` has stand-ins
     "sentence_transformers: ranking": Draw.ranking,
+    "sentence_transformers: tokens": Draw.multi_vector,
+    "pylate": Draw.pylate,
+    "colpali_engine": Draw.colpali,
     "open_clip.ClipLoss": Draw.clip,
     "open_clip.SigLipLoss": Draw.open_clip_siglip,
     "open_clip.CoCaLoss": Draw.coca,

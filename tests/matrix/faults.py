@@ -285,6 +285,14 @@ FAULTS = [
         "",
         [DROP_INS],
     ),
+    Mutant(
+        "padding counts as tokens of a query",
+        "infonce/torch/colpali_engine.py",
+        "    return (query != 0).any(2)\n",
+        "    return (query == query).any(2)\n",
+        "",
+        [DROP_INS],
+    ),
     # --- ranks and processes ----------------------------------------------------------------------
     Mutant(
         "a process group connects under the number of groups of each process",

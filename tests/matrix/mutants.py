@@ -39,7 +39,7 @@ MATRIX = Path("tests", "matrix")
 CODE = ("infonce", "kernels", "distributed", "tests")
 FOLDERS = ("infonce/torch", "infonce/jax", "infonce/checks", "infonce/dispatch.py", "distributed")
 NOTHING = Mutant("no change", "infonce/__init__.py", "__version__ =", "__version__ =")
-PROJECTS = ("sentence_transformers", "pytorch_metric_learning")
+PROJECTS = ("sentence_transformers", "pylate", "pytorch_metric_learning")
 SECONDS = 1500  # for the problems of one mutant, and for its tests
 RANKS = "MPI.*|torch, gloo, (auto|ring|gather).*|JAX, sharded"
 CHECKED = "NumPy.*|infonce loss|torch, function|torch, module|JAX, jit|MPI, 3 ranks, ring, world"

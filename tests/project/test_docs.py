@@ -36,7 +36,8 @@ MODULES = {  # name -> where its __all__ is
     "infonce.torch": "infonce/torch/__init__.py",
 }
 PROJECTS = [
-    "inf_cl", "infonce_cuda", "lightly", "open_clip", "pytorch_metric_learning", "sup_contrast",
+    "colpali_engine", "inf_cl", "infonce_cuda", "lightly", "open_clip", "pylate",
+    "pytorch_metric_learning", "sup_contrast",
 ]  # fmt: skip
 IN_PLACE_OF = {
     **{f"infonce.torch.{name}": f"infonce/torch/{name}.py" for name in PROJECTS},
@@ -90,7 +91,7 @@ def test_losses_say_equation_shapes_errors_and_source(site: Path, module: str) -
     parts = re.split(r'<dt class="sig sig-object py" id="([\w.]+)">', page)
     entries = dict(zip(parts[1::2], parts[2::2], strict=True))
     names = public({**MODULES, **IN_PLACE_OF}[module])
-    losses = [n for n in names if n.endswith(("_loss", "_loss_and_grad", "Loss"))]
+    losses = [n for n in names if n.endswith(("_loss", "_loss_and_grad", "Loss", "Contrastive"))]
     if module == "infonce.reference":
         losses = ["clip", "gte", "info_nce", "lit", "nt_xent", "siglip", "sup_con"]
     assert losses

@@ -97,10 +97,14 @@ def with_options(form: str, loss: str, **options: Any) -> Callable[..., Any]:
     return module
 
 
-def sentence_model(width: int = 128, dropout: float = 0.1) -> Any:
+def sentence_model(width: int = 128, dropout: float = 0.1, positions: int = 128) -> Any:
     """A sentence-transformers model with random weights, whose tokens are single characters."""
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import modules
+
+    try:
+        from sentence_transformers.sentence_transformer import modules
+    except ImportError:  # before sentence-transformers 6
+        from sentence_transformers import models as modules
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
@@ -112,7 +116,7 @@ def sentence_model(width: int = 128, dropout: float = 0.1) -> Any:
     set_seed(0)
     config = BertConfig(
         vocab_size=len(words), hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=2 * width, max_position_embeddings=128,
+        intermediate_size=2 * width, max_position_embeddings=positions,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,343 @@
+"""The losses of colpali_engine and pylate, and those in their place: the same losses and gradients.
+
+Losses of colpali_engine are compared with their equations in float64, and with the project where it
+is installed. Tests of pylate, whose classes ours are subclasses of, are skipped without it.
+"""
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+
+from infonce.torch import colpali_engine as colpali  # noqa: E402
+
+pytestmark = [
+    pytest.mark.extras,
+    pytest.mark.filterwarnings("ignore"),  # of the projects
+]
+B, D = 5, 8
+DOUBLE = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def draw(generator: Any, *shape: int) -> Any:
+    """Tokens of unit norm; those of the last axes after a length are zeros."""
+    z = F.normalize(torch.randn(*shape, dtype=torch.float64, generator=generator), dim=-1)
+    if len(shape) > 2:
+        lengths = torch.randint(1, shape[-2] + 1, (*shape[:-2], 1), generator=generator)
+        z *= (torch.arange(shape[-2]) < lengths)[..., None]
+    return z
+
+
+# --- colpali_engine -------------------------------------------------------------------------------
+
+
+def scores(query: Any, documents: Any, normalized: bool = True) -> Any:
+    """MaxSim of queries [B, L, D] and documents [..., N, L', D]; dot products of rows."""
+    if query.ndim == 2:
+        return (
+            query @ documents.mT if documents.ndim == 2 else (documents @ query[:, :, None])[..., 0]
+        )
+    own = documents.ndim == 4
+    products = torch.einsum("bad,bncd->bnac" if own else "bad,ncd->bnac", query, documents)
+    out = products.amax(3).sum(2)
+    return out / (query != 0).any(2).sum(1, keepdim=True) if normalized else out
+
+
+def ranking(s: Any, offset: int) -> Any:
+    return F.cross_entropy(s, torch.arange(offset, offset + B))
+
+
+def sigmoid(s: Any, offset: int) -> Any:
+    signs = -torch.ones_like(s)
+    signs[torch.arange(B), torch.arange(offset, offset + B)] = 1
+    return -F.logsigmoid(s * signs).mean()
+
+
+EQUATIONS: dict[str, Callable[..., Any]] = {
+    "EncoderLoss": ranking,
+    "SigmoidLoss": sigmoid,
+    "PairedEncoderLoss": lambda s, offset: (ranking(s, 0) + ranking(s.T, 0)) / 2,
+}
+
+
+def equation(name: str, settings: dict[str, Any], features: Any, offset: int) -> Any:
+    query, documents, *negatives = features
+    normalized, temperature = settings.get("normalize_scores", True), settings["temperature"]
+    s = scores(query, documents, normalized) / temperature
+    name = name.removeprefix("Colbert").removeprefix("Bi")
+    if not negatives:
+        return EQUATIONS["EncoderLoss" if name == "Loss" else name](s, offset)
+    weight = settings.get("in_batch_term_weight", 0.5)
+    positive = s[torch.arange(B), torch.arange(offset, offset + B)]
+    own = scores(query, negatives[0], normalized) / temperature
+    explicit = torch.log1p(torch.exp(own - positive[:, None])).mean()
+    return (1 - weight) * explicit + weight * ranking(s, offset)
+
+
+def with_gradients(loss: Callable[..., Any], features: list[Any]) -> list[Any]:
+    """The loss and the gradients of the features before padding becomes zeros."""
+    leaves = [z.clone().requires_grad_() for z in features]
+    is_token = [(z != 0).any(-1, keepdim=True) for z in features]
+    value = loss(*(z * mask for z, mask in zip(leaves, is_token, strict=True)))
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "ColbertLoss": [{"temperature": 0.1}, {"temperature": 1.3, "normalize_scores": False}],
+    "ColbertSigmoidLoss": [{"temperature": 0.1}, {"temperature": 1.3, "normalize_scores": False}],
+    "ColbertNegativeCELoss": [
+        {"temperature": 0.1},
+        {"temperature": 1.3, "normalize_scores": False, "in_batch_term_weight": 0.2},
+        {"temperature": 0.5, "in_batch_term_weight": 0},
+    ],
+    "BiEncoderLoss": [{"temperature": 0.1}],
+    "BiPairedEncoderLoss": [{"temperature": 0.1}],
+    "BiSigmoidLoss": [{"temperature": 0.1}],
+    "BiNegativeCELoss": [
+        {"temperature": 0.1}, {"temperature": 0.5, "in_batch_term_weight": 0.2},
+        {"temperature": 0.5, "in_batch_term_weight": 0},
+    ],
+}  # fmt: skip
+GATHERED_BY_THEM = {"ColbertLoss", "BiEncoderLoss", "BiSigmoidLoss", "ColbertNegativeCELoss",
+                    "BiNegativeCELoss"}  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_colpali_engine(name: str, processes: int) -> None:
+    """Documents of one process, and those of three, of which it is the second."""
+    if processes > 1 and name == "BiPairedEncoderLoss":
+        with pytest.raises(ValueError, match="offset: expected 0, got 5"):
+            colpali.BiPairedEncoderLoss()(torch.ones(B, D), torch.ones(2 * B, D), B)
+        return
+    generator = torch.Generator().manual_seed(len(name))
+    lengths = (4, 9, 6) if name.startswith("Colbert") else (None, None, None)
+    shapes = [(B,), (processes * B,), (B, 3)][: 3 if "Negative" in name else 2]
+    features = [
+        draw(generator, *rows, *([length] if length else []), D)
+        for rows, length in zip(shapes, lengths, strict=False)
+    ]
+    offset = B * (processes // 2)
+    for settings in SETTINGS[name]:
+        loss = getattr(colpali, name)(**settings)
+        got = with_gradients(lambda *z, loss=loss: loss(*z, offset=offset), features)
+        references = [lambda *z, given=settings: equation(name, given, z, offset)]
+        try:
+            from colpali_engine.loss import bi_encoder_losses, late_interaction_losses
+        except ImportError:
+            pass
+        else:
+            module = late_interaction_losses if "Colbert" in name else bi_encoder_losses
+            theirs = getattr(module, name)
+            known = inspect.signature(type(loss)).parameters
+            for parameter in inspect.signature(theirs).parameters.values():
+                assert known[parameter.name].default == parameter.default
+            assert [*known][:-1] == [*inspect.signature(theirs).parameters]
+            peer = theirs(**settings)
+            if processes == 1 or name in GATHERED_BY_THEM:
+                references.append(lambda *z, peer=peer: peer(*z, offset=offset))
+        for reference in references:
+            want = with_gradients(reference, features)
+            for g, w in zip(got, want, strict=True):
+                torch.testing.assert_close(g, w, **DOUBLE)
+        narrow = with_gradients(
+            lambda *z, loss=loss: loss(*z, offset=offset), [z.float() for z in features]
+        )
+        # scores of at most 4 tokens and 8 features, a rounding each, over the temperature
+        bound = 4 * 12 * 2**-23 / settings["temperature"]
+        assert narrow[0].dtype == torch.float32
+        for g, w in zip(narrow, got, strict=True):
+            assert (g.double() - w).abs().max() <= bound * (1 + w.abs().max()) / min(
+                1, settings["temperature"]
+            )
+
+
+def test_what_colpali_engine_has_alone() -> None:
+    tokens = torch.ones(B, 4, D)
+    for name, settings, match in (
+        ("ColbertLoss", {"use_smooth_max": True}, "use_smooth_max: expected False, got True"),
+        ("BiEncoderLoss", {"pos_aware_negative_filtering": True},
+         "pos_aware_negative_filtering: expected False, got True"),
+        ("BiSigmoidLoss", {"temperature": 0.0}, r"temperature: expected a positive n.* got 0\.0"),
+        ("BiNegativeCELoss", {"in_batch_term_weight": 1.5}, "expected a number in .*, got 1.5"),
+        ("ColbertLoss", {"query_mask": tokens[:, :, 0] > 0}, "query_mask: expected None, got T"),
+        ("ColbertNegativeCELoss", {"normalize": True}, "normalize: expected False, got True"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            getattr(colpali, name)(**settings)
+    with pytest.raises(ValueError, match=r"neg_doc_embeddings: expected 4 .*\(5, 4, 8\)"):
+        colpali.ColbertNegativeCELoss()(tokens, tokens, tokens)
+    with pytest.raises(
+        ValueError, match="doc_embeddings: expected a multiple of the 5 queries, got"
+    ):
+        colpali.ColbertSigmoidLoss()(tokens, torch.ones(7, 4, D))
+    negatives = tokens[:, None]
+    for offset in (-1, 1):
+        for call in (
+            lambda offset: colpali.ColbertLoss()(tokens, tokens, offset),
+            lambda offset: colpali.ColbertSigmoidLoss()(tokens, tokens, offset),
+            lambda offset: colpali.ColbertNegativeCELoss()(tokens, tokens, negatives, offset),
+        ):
+            with pytest.raises(ValueError, match=f"got offset {offset}, 5 queries and 5 documents"):
+                call(offset)
+    rows = tokens[:, 0]
+    with pytest.raises(ValueError, match="query_embeddings: expected 3 dimensions, got shape"):
+        colpali.ColbertLoss()(rows, tokens)
+    with pytest.raises(ValueError, match="doc_embeddings: expected 2 dimensions, got shape"):
+        colpali.BiEncoderLoss()(rows, tokens)
+    with pytest.raises(ValueError, match="query_embeddings: expected 2 dimensions, got shape"):
+        colpali.BiPairedEncoderLoss()(tokens, tokens)
+
+
+def test_a_token_without_a_first_feature_counts() -> None:
+    """Padding is a token whose features are all 0."""
+    query = torch.zeros(1, 3, D)
+    query[0, 0, 0] = query[0, 1, 1] = 1
+    documents = torch.stack([query[0], query[0, :1].expand(3, D)])
+    loss = colpali.ColbertLoss(temperature=1.0)(query, documents)
+    torch.testing.assert_close(loss, F.cross_entropy(torch.tensor([[1.0, 0.5]]), torch.tensor([0])))
+
+
+@pytest.mark.parametrize("name", ["ColbertNegativeCELoss", "BiNegativeCELoss"])
+def test_explicit_negatives_are_not_rounded_under_autocast(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = (4,) if name.startswith("Colbert") else ()
+    shapes = [(B, *tokens, D), (B, *tokens, D), (B, 3, *tokens, D)]
+    features = [draw(generator, *shape).float() for shape in shapes]
+    loss = getattr(colpali, name)(temperature=0.5, in_batch_term_weight=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(loss(*features), loss(*(z.double() for z in features)).float())
+
+
+# --- pylate ---------------------------------------------------------------------------------------
+
+
+class Encoder(torch.nn.Module):
+    """Tokens of a table, with the attributes of a ColBERT."""
+
+    skiplist = (3, 7)
+
+    def __init__(self, do_query_expansion: bool = True) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(30, D, dtype=torch.float64)
+        self.do_query_expansion = do_query_expansion
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        return {"token_embeddings": self.table(features["input_ids"])}
+
+
+def texts(generator: Any, tokens: int) -> dict[str, Any]:
+    lengths = torch.randint(1, tokens + 1, (B, 1), generator=generator)
+    ids = torch.randint(0, 30, (B, tokens), generator=generator)
+    return {"input_ids": ids, "attention_mask": (torch.arange(tokens) < lengths).long()}
+
+
+@pytest.mark.parametrize("expanded", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.1, "size_average": False}])
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_pylate(name: str, settings: dict[str, Any], expanded: bool) -> None:
+    """Queries with and without expansion, skipped tokens, one column of negatives and three."""
+    losses = pytest.importorskip("pylate.losses")
+    from infonce.torch import pylate as ours
+
+    cached = {"mini_batch_size": 2} if name.startswith("Cached") else {}
+    generator = torch.Generator().manual_seed(0)
+    for columns in (1, 3):
+        features = [texts(generator, tokens) for tokens in (4, *columns * [9])]
+        results = []
+        # the gradients of pylate 1.6's CachedContrastive are not those of its mean, but of the sum
+        for kind, more in (
+            (getattr(ours, name), cached),
+            (losses.Contrastive, {}),
+            (getattr(losses, name), cached),
+        ):
+            torch.manual_seed(0)
+            model = Encoder(expanded)
+            loss = kind(model, **settings, **more)(features)
+            loss.backward()
+            results.append((loss.detach(), model.table.weight.grad))
+        torch.testing.assert_close(results[0], results[1], **DOUBLE)
+        torch.testing.assert_close(results[0][0], results[2][0], **DOUBLE)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                getattr(ours, name)(model, **settings)(features), loss.detach()
+            )
+
+
+def test_what_pylate_has_alone() -> None:
+    pytest.importorskip("pylate.losses")
+    from pylate.scores import XTRScores, colbert_scores
+
+    from infonce.torch import pylate as ours
+
+    for name in ("Contrastive", "CachedContrastive"):
+        kind = getattr(ours, name)
+        for metric, came in ((XTRScores(), "XTRScores"), (colbert_scores, "colbert_scores")):
+            with pytest.raises(ValueError, match=f"None or ColBERTScores, got {came}"):
+                kind(Encoder(), score_metric=metric)
+        generator = torch.Generator().manual_seed(0)
+        features = [texts(generator, tokens) for tokens in (4, 9, 7)]
+        with pytest.raises(ValueError, match=r"padded to one length, got documents of \[9, 7\]"):
+            kind(Encoder())(features)
+
+
+RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+from pylate import losses
+from torch.nn.parallel import DistributedDataParallel
+from infonce.torch import pylate as ours
+from test_late_interaction_drop_ins import Encoder, texts
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+out = []
+for module in (losses, ours):
+    for name in ("Contrastive", "CachedContrastive"):
+        torch.manual_seed(0)
+        model = Encoder()
+        model = DistributedDataParallel(model) if name == "Contrastive" else model
+        loss = getattr(module, name)(
+            model, gather_across_devices=True, temperature=0.5, size_average=name == "Contrastive"
+        )
+        generator = torch.Generator().manual_seed(rank)
+        value = loss([texts(generator, tokens) for tokens in (4, 9, 9)])
+        value.backward()
+        out.append([value.detach(), *(p.grad for p in model.parameters())])
+torch.save(out, f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_pylate_over_ranks(tmp_path: Path) -> None:
+    """Documents of both processes are negatives."""
+    pytest.importorskip("pylate.losses")
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "PYTHONPATH": path}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, str(rank), str(tmp_path)], env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    for rank in range(2):
+        theirs, theirs_cached, plain, cached = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(plain, theirs, **DOUBLE)
+        torch.testing.assert_close(cached, theirs_cached, **DOUBLE)
