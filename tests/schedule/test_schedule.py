@@ -150,7 +150,7 @@ def test_marks_are_kept_where_they_fit(
         chosen = schedule(call, DEVICES[device])
     except ValueError:
         return
-    if share is None:
+    if share is None and not chosen.one_pass:
         assert chosen.cached
     words = -(-n // config.MARKED_COLUMNS) * m * config.MARK_BYTES
     assert not chosen.cached or chosen.cached["row_marks"] == words
