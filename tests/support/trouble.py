@@ -77,7 +77,9 @@ class Trouble:
             call(timeout)
         began = time.monotonic()
         try:
-            for _ in range(3):  # a rank whose part was done already learns of it in a later call
+            # A rank whose part was done already learns of it in a later call. Of a call that waits,
+            # the number of lines varies, so that the trouble may come in a later call than the next
+            for _ in range(100):
                 began = time.monotonic()
                 step()
         except BaseException as error:
