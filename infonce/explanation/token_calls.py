@@ -22,13 +22,6 @@ class TokenSchedule:
     division: Division
 
     @property
-    def has_one_block(self) -> bool:
-        """Whether kernels take losses and dL/ds from all scores at once."""
-        division, sizes = self.division, self.sizes
-        all_pairs = (division.rows, division.columns) == (sizes.queries, sizes.keys)
-        return sizes.takes_all_scores and all_pairs
-
-    @property
     def pieces(self) -> int:
         """Pieces of a block, whose winners exist at one time."""
         return -(-self.division.columns // self.division.piece)
@@ -74,29 +67,28 @@ def count_token_work(
         return
     ranges = slices(n, division.key_rows or n)
     visits = [(grid, *wants)]
-    if not schedule.has_one_block:
+    has_all_scores = schedule.division.has_all_scores(schedule.sizes)
+    if not has_all_scores:
         visits = gradient_visits(grid, ranges, False, *wants, has_losses=sigmoid)
-    gradient: list[tuple[Work, ...]] = []  # of each pass: products, if there are any; gradients
+    products, gradients = [], []  # of each pass
     name = "loss" if sigmoid else "gradient"
     for part, wants_query, wants_key in visits:
         sides = wants_query + wants_key
-        if schedule.has_one_block:  # the first pass has computed the scores
-            products = int(has_pieces and not division.keeps_winners) + sigmoid
-        else:
-            finds_winners = not division.keeps_scores and not has_pieces  # with the scores
-            winners_again = sides > 0 and not (division.keeps_winners or finds_winners)
-            products = (not division.keeps_scores) + winners_again
-        steps = []
-        if products:
-            steps.append(_count_products(name, schedule, gpu, part, products))
+        # of all scores at once, a softmax has computed them before
+        computes_scores = sigmoid if has_all_scores else not division.keeps_scores
+        # winners come with the scores of a block of one piece
+        has_winners = division.keeps_winners or (
+            not has_pieces and (computes_scores or has_all_scores)
+        )
+        times = computes_scores + (sides > 0 and not has_winners)
+        if times:
+            products.append(_count_products(name, schedule, gpu, part, times))
         if sides:
-            steps.append(_count_gradients(name, schedule, gpu, part, sides))
-        gradient.append(tuple(steps))
-    # a pass for dQ has the steps of each pass for a range of keys
-    yield from (_together(works) for works in zip(*gradient, strict=True))
+            gradients.append(_count_gradients(name, schedule, gpu, part, sides))
+    yield from (_together(works) for works in (products, gradients) if works)
 
 
-def _together(works: tuple[Work, ...]) -> Work:
+def _together(works: list[Work]) -> Work:
     """The work of the same step of several passes."""
     sums = {
         name: sum(getattr(work, name) for work in works)

@@ -105,10 +105,36 @@ class _ColpaliEngine(DropIn):
         # a mean over queries becomes one over pairs
         return loss if options.get("reduction") == "sum" else loss / columns
 
-    def _loss_with_negatives(
-        self, query: Tensor, documents: Tensor, negatives: Tensor, offset: int
+
+class _LateInteraction(_ColpaliEngine):
+    """Base of the losses of sets of tokens."""
+
+    _dimensions = 3
+
+    def refused(self) -> Refused:
+        return {**super().refused(), **TOKENS}
+
+    def _options(self, query: Tensor) -> dict[str, Any]:
+        tokens = {"query_mask": _is_token(query), "token_mean": self.normalize_scores}
+        return {**tokens, **super()._options(query)}
+
+
+class _ExplicitNegatives(_ColpaliEngine):
+    """Base of the losses of a batch and of explicit negatives [B, K, ...]."""
+
+    kind = spec.INFO_NCE
+
+    def refused(self) -> Refused:
+        return {**super().refused(), **NEGATIVES}
+
+    def forward(
+        self,
+        query_embeddings: Tensor,
+        doc_embeddings: Tensor,
+        neg_doc_embeddings: Tensor,
+        offset: int = 0,
     ) -> Any:
-        """The loss of explicit negatives [B, K, ...], and that of the batch."""
+        query, documents, negatives = query_embeddings, doc_embeddings, neg_doc_embeddings
         self._require_positives(query, documents, offset)
         if negatives.ndim != query.ndim + 1 or len(negatives) != len(query):
             raise ValueError(
@@ -126,27 +152,6 @@ class _ColpaliEngine(DropIn):
     def _own_scores(self, query: Tensor, documents: Tensor) -> Tensor:
         """The scores [B, K] of each query and its own documents [B, K, D]."""
         return _products(query[:, None], documents)[:, :, 0]
-
-
-class _LateInteraction(_ColpaliEngine):
-    """Base of the losses of sets of tokens."""
-
-    _dimensions = 3
-
-    def refused(self) -> Refused:
-        return {**super().refused(), **TOKENS}
-
-    def _options(self, query: Tensor) -> dict[str, Any]:
-        tokens = {"query_mask": _is_token(query), "token_mean": self.normalize_scores}
-        return {**tokens, **super()._options(query)}
-
-    def _own_scores(self, query: Tensor, documents: Tensor) -> Tensor:
-        """The scores [B, K] of each query and its own documents [B, K, L, D]."""
-        products = _products(query, documents.flatten(1, 2)).unflatten(1, documents.shape[1:3])
-        scores = products.amax(2).sum(2)
-        if self.normalize_scores:
-            scores = scores / _is_token(query).sum(1, keepdim=True).clamp(min=1)
-        return scores
 
 
 def _products(query: Tensor, documents: Tensor) -> Tensor:
@@ -247,7 +252,7 @@ class ColbertSigmoidLoss(ColbertLoss):
         return self._sigmoid_loss(query_embeddings, doc_embeddings, offset)
 
 
-class ColbertNegativeCELoss(_LateInteraction):
+class ColbertNegativeCELoss(_ExplicitNegatives, _LateInteraction):
     """ColBERT with explicit negatives: ``forward(query_embeddings [B, L, D], doc_embeddings
     [C, L', D], neg_doc_embeddings [B, K, L", D], offset=0)``.
 
@@ -271,8 +276,6 @@ class ColbertNegativeCELoss(_LateInteraction):
     Those of `ColbertLoss`.
     """
 
-    kind = spec.INFO_NCE
-
     def __init__(
         self,
         temperature: float = 0.02,
@@ -295,19 +298,13 @@ class ColbertNegativeCELoss(_LateInteraction):
             norm_tol=norm_tol, filter_threshold=filter_threshold, filter_factor=filter_factor,
         )  # fmt: skip
 
-    def refused(self) -> Refused:
-        return {**super().refused(), **NEGATIVES}
-
-    def forward(
-        self,
-        query_embeddings: Tensor,
-        doc_embeddings: Tensor,
-        neg_doc_embeddings: Tensor,
-        offset: int = 0,
-    ) -> Any:
-        return self._loss_with_negatives(
-            query_embeddings, doc_embeddings, neg_doc_embeddings, offset
-        )
+    def _own_scores(self, query: Tensor, documents: Tensor) -> Tensor:
+        """The scores [B, K] of each query and its own documents [B, K, L, D]."""
+        products = _products(query, documents.flatten(1, 2)).unflatten(1, documents.shape[1:3])
+        scores = products.amax(2).sum(2)
+        if self.normalize_scores:
+            scores = scores / _is_token(query).sum(1, keepdim=True).clamp(min=1)
+        return scores
 
 
 class BiEncoderLoss(_ColpaliEngine):
@@ -418,7 +415,7 @@ class BiSigmoidLoss(BiEncoderLoss):
         return self._sigmoid_loss(query_embeddings, doc_embeddings, offset)
 
 
-class BiNegativeCELoss(_ColpaliEngine):
+class BiNegativeCELoss(_ExplicitNegatives):
     """InfoNCE and explicit negatives: ``forward(query_embeddings [B, D], doc_embeddings [C, D],
     neg_doc_embeddings [B, K, D], offset=0)``.
 
@@ -442,8 +439,6 @@ class BiNegativeCELoss(_ColpaliEngine):
     Those of `BiEncoderLoss`.
     """
 
-    kind = spec.INFO_NCE
-
     def __init__(
         self,
         temperature: float = 0.02,
@@ -460,17 +455,3 @@ class BiNegativeCELoss(_ColpaliEngine):
             max_batch_size=max_batch_size, filter_threshold=filter_threshold,
             filter_factor=filter_factor,
         )  # fmt: skip
-
-    def refused(self) -> Refused:
-        return {**super().refused(), **NEGATIVES}
-
-    def forward(
-        self,
-        query_embeddings: Tensor,
-        doc_embeddings: Tensor,
-        neg_doc_embeddings: Tensor,
-        offset: int = 0,
-    ) -> Any:
-        return self._loss_with_negatives(
-            query_embeddings, doc_embeddings, neg_doc_embeddings, offset
-        )

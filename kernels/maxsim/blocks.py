@@ -156,9 +156,9 @@ class TokenBlocks(ArrayBlocks):
     # -- memory
 
     def _key_rows(self, problem: Problem, gradients: Gradients | None) -> int:
-        sizes = self.find_sizes()
-        self.most_parts = min(sizes.parts, part_room(problem.workspace))
-        self.division = self.call.divide(sizes)
+        self.sizes = self.find_sizes()
+        self.most_parts = min(self.sizes.parts, part_room(problem.workspace))
+        self.division = self.call.divide(self.sizes)
         return self.division.key_rows
 
     def _block(self, problem: Problem) -> tuple[int, int]:

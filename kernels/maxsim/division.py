@@ -48,6 +48,11 @@ class Division:
     keeps_scores: bool  # from the log-sum-exp pass to the gradient pass
     keeps_winners: bool
 
+    def has_all_scores(self, sizes: Sizes) -> bool:
+        """Whether kernels take losses and dL/ds from all scores, in their memory."""
+        is_whole = (self.rows, self.columns) == (sizes.queries, sizes.keys)
+        return sizes.takes_all_scores and is_whole
+
 
 def divide(
     sizes: Sizes, workspace: int, has_second_pass: bool, wants_key: bool, all_keys: bool
@@ -136,7 +141,7 @@ def _divide_all_scores(
 def parts(sizes: Sizes, division: Division, workspace: int) -> dict[str, int]:
     """Bytes of the parts of the workspace, as `_divide` takes them from the room."""
     m, columns, pairs = division.rows, division.columns, division.rows * division.piece
-    of_all = sizes.takes_all_scores and (m, columns) == (sizes.queries, sizes.keys)
+    arrays = 1 if division.has_all_scores(sizes) else BLOCK_ARRAYS
     kept = {
         "kept winners": division.keeps_winners * sizes.pairs * sizes.winners,
         "kept scores": division.keeps_scores * sizes.pairs * sizes.score,
@@ -146,7 +151,7 @@ def parts(sizes: Sizes, division: Division, workspace: int) -> dict[str, int]:
         "parts of gradients": min(sizes.parts, part_room(workspace)),
         **kept,
         "query tokens": m * sizes.query_row,
-        "scores": m * columns * sizes.score * (1 if of_all else BLOCK_ARRAYS),
+        "scores": m * columns * sizes.score * arrays,
         "key gradients": division.key_rows * sizes.key_sums,
         "key tokens of a piece": division.piece * sizes.key_row,
         "winners of a piece": pairs * sizes.winners,

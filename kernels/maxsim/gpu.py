@@ -55,7 +55,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of a problem whose features are `Tokens` on one GPU."""
     problem = fast_replace(problem, scale=valid_scale(problem))
     blocks = make_blocks(problem, gradients)
-    if blocks.call.is_plain and blocks.block == problem.shape[:2]:
+    if blocks.division.has_all_scores(blocks.sizes):
         return _solve_one_block(problem.without_weights(), blocks, gradients)
     return solve_by_passes(problem, blocks, gradients)
 

@@ -73,6 +73,25 @@ def test_work_by_hand() -> None:
     )  # fmt: skip
     assert only_loss.schedule.pieces > 1
     assert [work.flops for work in only_loss.work] == [first.flops]
+    whole = infonce.explain("siglip", 1024, 128, wrt=(), **sizes)  # all scores, in pieces
+    assert whole.schedule.pieces > 1
+    assert [work.flops for work in whole.work] == [products.flops]
+
+
+@pytest.mark.parametrize("workspace", ["48MiB", "64MiB", "1GiB"])
+@pytest.mark.parametrize("wrt", [None, ("image",), ("text",), ()])
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_each_gradient_has_its_work(loss: str, wrt: Any, workspace: str) -> None:
+    """Of gradients of one side, also by ranges of keys: half of the sums of tokens of both."""
+    plan = infonce.explain(
+        loss, 4096, 128, wrt=wrt, workspace=workspace, device="a100", query_tokens=32,
+        key_tokens=300,
+    )  # fmt: skip
+    sums = [work.flops for work in plan.work if work.kernel == "maxsim/gradients"]
+    sides = 2 if wrt is None else len(wrt)
+    assert sums == [2 * sides * 4096 * 4096 * 32 * 128] * (sides > 0)
+    scores = sum(work.flops for work in plan.work if work.kernel != "maxsim/gradients")
+    assert scores % (2 * 4096 * 4096 * 32 * 300 * 128) == 0
 
 
 @settings(max_examples=300)
