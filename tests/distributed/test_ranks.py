@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from trouble import Trouble
+from trouble import TROUBLES, Trouble
 
 HERE = Path(__file__).parent
 PATHS = (str(HERE.parent / "support"), str(HERE), os.environ.get("PYTHONPATH", ""))
@@ -91,17 +91,16 @@ def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
 OPTIONS = "equal:6:host", "in_turn:40", "cases", "limits:host", "distilled"
 EQUAL = [f"options_over_ranks:{part}" for part in OPTIONS]
 CHECKS = {
-    1: [*EQUAL, "options_over_ranks:ends"],
     2: [
-        *EQUAL, "options_over_ranks:parameters", "ranks:accuracy:host:mpi:ring",
+        *EQUAL, "options_over_ranks:parameters", "options_over_ranks:ends",
+        "ranks:accuracy:host:mpi:ring",
         "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
         "options_over_ranks:distilled:offload to host",
         "options_over_ranks:own_negatives:offload to host", "ranks_trouble:functions",
         "ranks_trouble:rooms",
     ],
     3: [
-        "ranks_trouble:memory", *EQUAL, "options_over_ranks:parameters",
-        "ranks:accuracy:host:mpi:ring",
+        "ranks_trouble:memory", *EQUAL, "ranks:accuracy:host:mpi:ring",
         "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",
         "options_over_ranks:not_finite", "options_over_ranks:ends", "ranks_trouble:mismatch",
         "ranks_trouble:freed",
@@ -111,7 +110,6 @@ CHECKS = {
         "options_over_ranks:not_finite",
     ],
     5: ["options_over_ranks:in_turn:9"],
-    6: ["options_over_ranks:in_turn:9"],
 }  # fmt: skip
 
 
@@ -125,32 +123,47 @@ def test_equal_to_one_process(ranks: int) -> None:
 # mpiexec ends all ranks when one dies. Here it does not see that at once: a shell stands between,
 # and the other ranks have to find out for themselves.
 SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
+# The end of rank 0 ends all
+UNTIL_RANK_0_ENDS = (
+    "sh", "-c",
+    '"$0" "$@" || { status=$?; [ "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" = 0 ] || exec sleep 99; '
+    "exit $status; }",
+)  # fmt: skip
+WORDS = {
+    "killed": r"rank 1 \(process \d+ on .*\) is gone",
+    "raises": "rank 1 failed: OSError: no more of this",
+    "interrupted": "rank 1 failed: KeyboardInterrupt",
+    "killed before": r"rank 1 \(process \d+ on .*\) is gone",
+    "raises before": "rank 1 has ended: OSError: no more of this",
+    "exits before": "rank 1 has ended",
+    "stopped": "(.*)",
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "words", "exchange"),
-    [
-        ("killed", r"rank 1 \(process \d+ on .*\) is gone", "ring"),
-        ("killed", r"rank 1 \(process \d+ on .*\) is gone", "gather"),
-        ("raises", "rank 1 failed: OSError: no more of this", "ring"),
-        ("interrupted", "rank 1 failed: KeyboardInterrupt", "gather"),
-        ("killed before", r"rank 1 \(process \d+ on .*\) is gone", "ring"),
-        ("raises before", "rank 1 has ended: OSError: no more of this", "ring"),
-        ("exits before", "rank 1 has ended", "gather"),
-        ("killed", r"rank 1 \(process \d+ on .*\) is gone", "hierarchical"),
-    ],
-)
-def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
-    """The others, of its host and of another, say which rank and what, soon, and nobody stays."""
-    ranks = 4 if exchange == "hierarchical" else 3
-    status, output = run(ranks, f"ranks_trouble:trouble:{what}:20:{exchange}", shell=SHELL)
+def test_rank_in_trouble() -> None:
+    """The others say which rank and what: of one that stops or misses the first call at the
+    timeout, of others soon; and nobody stays."""
+    status, output = run(8, "ranks_trouble:troubles", shell=UNTIL_RANK_0_ENDS)
     assert status != 0
-    assert output.count("call 1") == ranks, output
-    for rank in (0, *range(2, ranks)):
-        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: {words}", output)
-        assert error is not None, output
-        assert float(error[1]) < 10, output
-        assert f"rank {rank} then: this communicator is out of step" in output
+    for what, exchange, members in TROUBLES[1:]:
+        low, high = (2, 7) if what == "stopped" else (0, 10)
+        calls = re.findall(rf"^{what} {exchange}: rank \d call 1$", output, re.M)
+        assert len(calls) == len(members), f"{what} {exchange}\n{output}"
+        for rank in {*range(len(members))} - {1}:
+            says = rf"^{what} {exchange}: rank {rank}"
+            error = re.search(rf"{says} after ([\d.]+) s: RankError: {WORDS[what]}", output, re.M)
+            assert error is not None, f"{says}\n{output}"
+            assert low <= float(error[1]) < high, f"{says}\n{output}"
+            assert re.search(f"{says} then: this communicator is out of step", output, re.M)
+            if what == "stopped":  # and no rank that waits is named
+                named = re.sub(r"^rank \d+ waited 2 s for ", "", error[2])
+                assert set(re.findall(r"rank (\d+)", named)) == {"1"}, f"{says}\n{output}"
+    for name, ranks in (("misses", (0, 2)), ("step", (0,))):
+        for rank in ranks:
+            words = rf"rank {rank} waited 2 s for (another rank|rank 1);"
+            error = re.search(rf"^{name}: rank {rank} after ([\d.]+) s: {words}", output, re.M)
+            assert error is not None, output
+            assert 2 <= float(error[1]) < 3, output
 
 
 @pytest.mark.slow
@@ -162,34 +175,6 @@ def test_rank_in_trouble_at_any_point(seed: int) -> None:
     status, output = run(trouble.ranks, check, shell=SHELL)
     assert status != 0
     trouble.assert_named(output, timeout)
-
-
-@pytest.mark.parametrize("where", ["world", "another", "step"])
-def test_first_call_is_bounded(where: str) -> None:
-    """A rank that misses the first call is named at the call's timeout."""
-    status, output = run(3, f"ranks_trouble:first:{where}:2", shell=SHELL, limit=40)
-    assert status != 0
-    for rank in (0, 2):
-        words = rf"rank {rank} waited 2 s for (another rank|rank 1);"
-        error = re.search(rf"rank {rank} after ([\d.]+) s: {words}", output)
-        assert error is not None, output
-        assert 2 <= float(error[1]) < 3, output
-
-
-@pytest.mark.parametrize("exchange", ["ring", "gather", "hierarchical"])
-def test_rank_that_stops(exchange: str) -> None:
-    """The other ranks name a stopped rank at the timeout."""
-    if exchange == "hierarchical" and not THOROUGH:
-        pytest.skip("the thorough profile runs it")
-    ranks = 4 if exchange == "hierarchical" else 3
-    status, output = run(ranks, f"ranks_trouble:trouble:stopped:3:{exchange}", shell=SHELL)
-    assert status != 0
-    for rank in (0, *range(2, ranks)):
-        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", output)
-        assert error is not None, output
-        assert 2 < float(error[1]) < 8, output
-        named = re.sub(r"^rank \d+ waited 3 s for ", "", error[2])
-        assert set(re.findall(r"rank (\d+)", named)) == {"1"}, output  # and no rank that waits
 
 
 def test_ctrl_c_ends_all_ranks() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from infonce.distributed import cost
 from infonce.distributed.communicators.mpi import connect
 from ranks import COMM, RANK, SIZE, accuracy, say, shards
-from trouble import Trouble
+from trouble import TROUBLES, Trouble
 
 import infonce
 from infonce import distributed
@@ -286,26 +286,53 @@ def mismatch() -> None:
             distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, timeout=timeout)
 
 
-def first(where: str, timeout: str) -> None:
-    """Rank 1 does not make the first call on a communicator; others print how long they wait."""
+def wait_for_all(comm: Any) -> None:
+    """A barrier that leaves the cores to others."""
+    arrived = comm.Ibarrier()
+    while not arrived.Test():
+        time.sleep(0.01)
+
+
+def troubles() -> None:
+    """TROUBLES, then the first call of benchmarks/ranks/step.py, which other ranks do not make.
+    mpiexec ends all ranks when rank 0 ends."""
     say("process", os.getpid())
-    x, comm = np.ones((4, 3)), None
-    if where == "another":
-        distributed.clip_loss(x, x, scale=1.0, timeout=60)
-        comm = COMM.Dup()
-    if where == "step":
+    comms = []
+    for *_, members in TROUBLES:
+        comm = COMM.Split(RANK in members, (*members, RANK).index(RANK))
+        comms.append((comm, comm.Dup()))  # the second one for a barrier, on which no call waits
+    x = np.ones((4, 3))
+    for (what, exchange, members), (comm, barriers) in zip(TROUBLES, comms, strict=True):
+        if RANK not in members:
+            continue
+        wait_for_all(barriers)
+        nodes = 2 if exchange == "hierarchical" else 1
+        os.environ["INFONCE_LOCAL_SIZE"] = str(len(members) // nodes)
+        if what == "misses":
+            call = functools.partial(distributed.clip_loss, x, x, scale=1.0, comm=comm)
+            if comm.rank != 1:
+                say_limit(what, comm.rank, functools.partial(call, timeout=2.0))
+            continue
+        try:
+            trouble(what, "2" if what == "stopped" else "20", exchange, comm=comm)
+        except BaseException:
+            if comm.rank == 1 and what.endswith("before"):
+                raise
+    if RANK == 0:
         sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "ranks"))
-    step = importlib.import_module("step") if where == "step" else None
-    if RANK == 1:
-        time.sleep(60)
+        step, arguments = importlib.import_module("step"), ["--batch", "60", "--timeout", "2"]
+        say_limit("step", RANK, lambda: step.main(arguments, standalone_mode=False))
+        os._exit(1)
+    time.sleep(60)
+
+
+def say_limit(name: str, rank: int, call: Any) -> None:
+    """Say how long a call waits for ranks that do not make it."""
     began = time.monotonic()
     try:
-        if step is not None:
-            step.main(["--batch", "60", "--timeout", timeout], standalone_mode=False)
-        distributed.clip_loss(x, x, scale=1.0, timeout=float(timeout), comm=comm)
+        call()
     except Exception as error:
-        say(f"rank {RANK} after {time.monotonic() - began:.1f} s: {error}")
-        raise
+        say(f"{name}: rank {rank} after {time.monotonic() - began:.1f} s: {error}")
 
 
 def transfers(how: str, exchange: str) -> None:
@@ -319,24 +346,26 @@ def transfers(how: str, exchange: str) -> None:
 
 
 def trouble(
-    what: str, timeout: str, exchange: str, place: str = "host", how: str = "copies"
+    what: str, timeout: str, exchange: str, place: str = "host", how: str = "copies",
+    comm: Any = COMM,
 ) -> None:  # fmt: skip
     """Rank 1 ends, hangs or fails before or in the third of 4 calls; others print their error."""
     if how == "nccl":
         os.environ[SWITCH] = "0"
+    rank, name = comm.rank, f"{what} {exchange}:"
     say("process", os.getpid())
-    x = np.random.default_rng(RANK).standard_normal((200, 16))
+    x = np.random.default_rng(rank).standard_normal((200, 16))
     if place == "gpu":
         import cupy
 
-        cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+        cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
         x = cupy.asarray(x)
     in_a_plan = what.endswith(("in a plan", "after the loss"))
-    if what.endswith("in a plan") and RANK == 1:
+    if what.endswith("in a plan") and rank == 1:
         planned = importlib.import_module("infonce.distributed.planned")
         solve = planned.solve_by_plan
         planned.solve_by_plan = lambda *args: end() if calls == 2 else solve(*args)
-    if what.endswith("after the loss") and RANK == 1:
+    if what.endswith("after the loss") and rank == 1:
         nccl = importlib.import_module("infonce.distributed.transports.nccl")
         transfer, sent = nccl.NCCL.transfer, []
 
@@ -348,7 +377,7 @@ def trouble(
 
         nccl.NCCL.transfer = without_gradients
         nccl.NCCL.finish = lambda self: end() if calls == 2 else None
-    calls = 0
+    calls, slept = 0, []
 
     def end() -> None:
         """End this process, after a time in which the other ranks begin to wait for it."""
@@ -356,12 +385,12 @@ def trouble(
         os.kill(os.getpid(), signal.SIGKILL)
 
     def progress(phase: str, done: int, total: int) -> None:
-        if RANK != 1 or calls < 2 or phase != "gradient":
+        if rank != 1 or calls < 2 or phase != "gradient":
             return
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif what == "stopped":
-            time.sleep(100)
+        elif what == "stopped" and not slept:
+            slept.append(time.sleep(float(timeout) + 2))  # the others have waited
         elif what == "raises":
             raise OSError("no more of this")
         elif what == "interrupted":
@@ -371,7 +400,7 @@ def trouble(
             time.sleep(60)
 
     for calls in range(4):
-        if RANK == 1 and calls == 2:
+        if rank == 1 and calls == 2:
             if what == "killed before":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif what == "raises before":
@@ -386,17 +415,18 @@ def trouble(
                 scale=1.0,
                 timeout=float(timeout) if calls > 1 else 120.0,  # the first compiles and connects
                 exchange=exchange,
+                comm=comm,
                 progress=None if in_a_plan else progress,
             )
         except BaseException as error:
             passed = time.monotonic() - began
-            say(f"rank {RANK} after {passed:.1f} s: {type(error).__name__}: {error}")
+            say(f"{name} rank {rank} after {passed:.1f} s: {type(error).__name__}: {error}")
             try:  # the ranks are out of step now
-                distributed.clip_loss(x, x, scale=1.0)
+                distributed.clip_loss(x, x, scale=1.0, comm=comm)
             except distributed.RankError as second:
-                say(f"rank {RANK} then: {second}")
+                say(f"{name} rank {rank} then: {second}")
             raise
-        say("rank", RANK, "call", calls)
+        say(f"{name} rank {rank} call {calls}")
 
 
 def at_any_point(seed: str, timeout: str) -> None:
@@ -439,7 +469,7 @@ def rooms() -> None:
         return [kinds for kinds in options if not kinds.keys() & refused]
 
     wrong: list[str] = []
-    for empty in (None, 0, 1):
+    for turn, empty in enumerate((None, 0, 1)):
         n = 0 if empty == RANK else 60 + 20 * RANK
         x = rng.standard_normal((n, 5))
         for loss, exchange in itertools.product(
@@ -447,10 +477,11 @@ def rooms() -> None:
         ):
             function = getattr(distributed, f"{loss}_loss_and_grad")
             features = {"nt_xent": (x,), "sup_con": (x, np.arange(n) % 5)}.get(loss, (x, x))
-            for options in options_of(loss, n):
+            # each option by both exchanges, with one of the ranks that are empty
+            for options in options_of(loss, n)[(turn + (exchange == "ring")) % 3 :: 3]:
                 outcomes, comm = set(), COMM.Dup()  # an error may end a communicator
                 what = f"{loss} {exchange} {sorted(options)}, rank {empty} is empty"
-                for workspace in np.geomspace(200, 2e6, 16).astype(int):
+                for workspace in np.geomspace(200, 2e6, 12).astype(int):
                     try:
                         function(*features, scale=1.0, exchange=exchange, timeout=60,
                                  workspace=int(workspace), comm=comm, **options)  # fmt: skip

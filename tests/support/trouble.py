@@ -17,6 +17,17 @@ KINDS = ("killed", "exits", "hangs", "raises")
 LOSSES = ("clip", "info_nce", "nt_xent", "siglip")
 EXCHANGES = ("auto", "ring", "gather", "hierarchical")  # "auto": a whole batch on each rank
 PACKAGE = str(Path(distributed.__file__).parents[1])
+# What happens to rank 1 of a communicator, by which exchange, and the communicator's ranks among
+# those that mpiexec starts. Troubles of other ranks run at the same time; rank 0 outlives them all.
+# A rank that ends by itself has been in no other trouble, after which it would end the others
+TROUBLES = (
+    ("misses", "auto", (0, 1, 2)), ("stopped", "ring", (3, 4, 7)), ("stopped", "gather", (0, 1, 2)),
+    ("raises", "ring", (3, 4, 7)), ("stopped", "hierarchical", (3, 4, 7, 2)),
+    ("interrupted", "gather", (0, 1, 2)), ("killed", "hierarchical", (0, 7, 1, 2)),
+    ("killed", "ring", (3, 4, 1)), ("killed", "gather", (0, 2, 1)),
+    ("killed before", "ring", (0, 3, 1)), ("exits before", "gather", (0, 5, 1)),
+    ("raises before", "ring", (0, 6, 1)),
+)  # fmt: skip
 
 
 class Trouble:
