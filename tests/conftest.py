@@ -10,6 +10,8 @@ from pathlib import Path
 # JAX reads this once, when it is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 3/4 of the GPU
 
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # programs run once
+
 import numpy as np
 import pytest
 import threadpoolctl

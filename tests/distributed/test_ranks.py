@@ -170,7 +170,7 @@ def test_rank_in_trouble() -> None:
 @pytest.mark.parametrize("seed", range(24 if THOROUGH else 4))
 def test_rank_in_trouble_at_any_point(seed: int) -> None:
     """The other ranks name the rank in trouble before the timeout, at any point of a call."""
-    trouble, timeout = Trouble(seed), 5.0
+    trouble, timeout = Trouble(seed), 3.0
     check = f"ranks_trouble:at_any_point:{seed}:{timeout:g}"
     status, output = run(trouble.ranks, check, shell=SHELL)
     assert status != 0

@@ -1,7 +1,8 @@
-/* What a reader of the page in the frame stumbles over: WORDS selects tables that have to fit. */
-const frame = document.querySelector("iframe");
+/* What a reader of the page in each frame stumbles over: data-words selects tables that have to fit. */
+const frames = [...document.querySelectorAll("iframe")];
 const out = [];
-function look() {
+let left = frames.length;
+function look(frame) {
   const page = frame.contentDocument, within = page.documentElement.clientWidth;
   for (const e of page.querySelectorAll("article *, #explorer *")) {
     const box = e.getBoundingClientRect(), name = e.tagName + ": " + e.textContent.slice(0, 40);
@@ -14,7 +15,7 @@ function look() {
     }
     if (e.matches("#explorer dd code") && e.getBoundingClientRect().height > 30) out.push("wraps, " + name);
   }
-  for (const table of page.querySelectorAll(WORDS))
+  for (const table of page.querySelectorAll(frame.dataset.words))
     if (table.clientWidth < table.scrollWidth - 1) out.push("cut off, " + table.textContent.slice(0, 60));
   for (const group of page.querySelectorAll("#explorer .numbers, #explorer svg, #explorer .slider")) {
     const boxes = [...group.querySelectorAll("span, text, output")].map((e) => [e, e.getBoundingClientRect()]);
@@ -23,9 +24,10 @@ function look() {
       if (!apart) out.push("collide, " + a.textContent + " and " + b.textContent);
     }));
   }
-  document.body.dataset.found = JSON.stringify(out);
+  if (!--left) document.body.dataset.found = JSON.stringify(out);
 }
-frame.onload = function wait() {
-  const explorer = frame.contentDocument.querySelector("#explorer");
-  if (explorer && explorer.hasAttribute("aria-busy")) setTimeout(wait, 200); else setTimeout(look, 300);
-};
+for (const frame of frames)
+  frame.onload = function wait() {
+    const explorer = frame.contentDocument.querySelector("#explorer");
+    if (explorer && explorer.hasAttribute("aria-busy")) setTimeout(wait, 200); else setTimeout(look, 300, frame);
+  };

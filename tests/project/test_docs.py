@@ -2,6 +2,7 @@
 and its examples run; how records become its tables."""
 
 import ast
+import functools
 import html
 import json
 import math
@@ -10,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import zlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +118,22 @@ LOOK = (Path(__file__).parent / "page_faults.js").read_text()
 
 
 @pytest.mark.skipif(not BROWSER, reason="no browser to open the pages")
-@pytest.mark.parametrize("width", [420, 1300, 1400])
 @pytest.mark.parametrize("page", ["explorer", "migrating", "losses", "index"])
-def test_nothing_is_cut_off(site: Path, tmp_path: Path, page: str, width: int) -> None:
+def test_nothing_is_cut_off(site: Path, tmp_path: Path, page: str) -> None:
     """Text is inside the page and not too small; labels do not collide. Tables of words fit: those
     of numbers and of equations scroll in a box of their own."""
     words = {"migrating": ".table-wrapper", "losses": ".table-wrapper:not(:has(.math))"}
-    if width < 500:  # its columns of numbers scroll
-        words["migrating"] = ".table-wrapper:not(:has(th:nth-child(7)))"
-    look = tmp_path / "look.html"
-    look.write_text(
-        f"<meta charset=utf-8><body><iframe width={width} height=2000 "
-        f"src='{(site / page).as_uri()}.html#n=16'></iframe>"
-        f"<script>const WORDS = {json.dumps(words.get(page, 'no-table'))};{LOOK}</script>"
+    frames = "".join(
+        f"<iframe width={width} height=2000 src='{(site / page).as_uri()}.html#n=16' "
+        f"data-words='{words.get(page, 'no-table')}'></iframe><br>"
+        for width in (420, 1300, 1400)
     )
+    look = tmp_path / "look.html"
+    look.write_text(f"<meta charset=utf-8><body>{frames}<script>{LOOK}</script>")
     done = subprocess.run(
         [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000",
          "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'user'}",
-         f"--window-size={width + 60},2100", "--dump-dom", look.as_uri()],
+         "--window-size=1460,2100", "--dump-dom", look.as_uri()],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     found = re.search(r'data-found="([^"]*)"', done.stdout)
@@ -280,13 +278,18 @@ def test_every_loss_is_named(place: str) -> None:
     assert not missing
 
 
+@functools.cache
+def compared(cosine: float) -> infonce.Comparison:
+    return infonce.compare("clip", rows=4096, dim=512, cosine=cosine, temperature=(0.01, 0.07))
+
+
 @pytest.mark.slow
 def test_errors_of_precisions_are_those_of_a_run() -> None:
     """The table of docs/numerics.md. Errors of float32 depend on the order of sums, so they are
     compared within a factor of 3; others have the roundings of their format."""
     text = (DOCS / "numerics.md").read_text()
     lines = re.findall(r"^\| (0\.\d+) \| `(\w+)` \| (\w+) \| (.*) \|$", text, re.M)
-    found = infonce.compare("clip", rows=4096, dim=512, cosine=0.3, temperature=(0.01, 0.07))
+    found = compared(0.3)
     assert len(lines) == len(found.errors) == 14
     for (temperature, precision, dtype, numbers), error in zip(lines, found.errors, strict=True):
         key = float(temperature), precision, dtype
@@ -315,8 +318,8 @@ def test_errors_of_float16_in_the_readme() -> None:
         (0.15, loss, [gradient], loss_error),
         (0.3, learned_loss, learned, learned_loss_error),
     ):
-        found = infonce.compare("clip", rows=4096, dim=512, cosine=cosine, temperature=0.01)
-        narrow, wide = (error for error in found.errors if error.precision == "fp16")
+        errors = compared(cosine).errors
+        narrow, wide = (e for e in errors if e.precision == "fp16" and e.temperature == 0.01)
         assert narrow.loss == pytest.approx(want, rel=0.02)
         assert narrow.loss_error == pytest.approx(error_of_loss, rel=0.05)
         got = narrow.worst("norm"), narrow.worst("lost"), wide.worst("norm")
@@ -387,7 +390,9 @@ def test_training_steps_of_other_projects(diff: str) -> None:
             r"SentenceTransformer\(.*\)$", "sentence_model()", "\n".join(lines), flags=re.M
         )
         torch.manual_seed(0)
-        names: dict[str, Any] = {"sentence_model": partial(sentence_model, width=16, dropout=0.0)}
+        names: dict[str, Any] = {
+            "sentence_model": functools.partial(sentence_model, width=16, dropout=0.0)
+        }
         exec(compile(code, "migrating.md", "exec"), names)
         losses.append(float(names["loss"].detach()))
     assert losses[0] > 0.01

@@ -22,7 +22,7 @@ from trouble import Trouble
 
 import infonce.torch as it
 
-TIMEOUT = 5.0  # seconds, of a call over ranks of which one is in trouble
+TIMEOUT = 3.0  # seconds, of a call over ranks of which one is in trouble
 LIMIT = 100.0  # seconds until the ranks of a trouble are killed
 PATIENCE = 10.0  # seconds until the last of them is
 RANKS = {"cpu": 0, "cuda": 2}  # 0: as many as the trouble wants

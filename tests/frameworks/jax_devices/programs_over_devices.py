@@ -43,7 +43,7 @@ import infonce.jax as ij
 COLLECTIVES = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
 
 
-def compiled() -> None:
+def compiled(only: str = "") -> None:
     """Features of keys travel once to all devices, their gradients once back; so do those of a
     guide or a teacher, without a gradient, and own negatives stay. No buffer is N x N."""
     rows, width = 256 // R, 8
@@ -56,6 +56,8 @@ def compiled() -> None:
         ("info_nce", {"own": unit(rng, n, 3, width)}),
     ]
     for name, by_row in calls:
+        if only not in name:
+            continue
         z = features(name, rows, width)
         step = mapped(partial(whole_loss, name)).lower(z, numbers, by_row).compile()
         once, again = (jax.tree.leaves(step(z, numbers, by_row)) for _ in range(2))

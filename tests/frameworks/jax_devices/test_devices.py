@@ -41,9 +41,12 @@ def run(program: str, devices: int, *cases: str) -> None:
     assert output.count(" s\n") >= len(cases), output
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_compiled_programs_and_loops(devices: int) -> None:
-    run("programs_over_devices.py", devices, "compiled", "loop")
+@pytest.mark.parametrize(
+    ("devices", "case"), [(2, "compiled:nt_xent"), (4, "compiled"), (8, "loop")]
+)
+def test_compiled_programs_and_loops(devices: int, case: str) -> None:
+    """Over two devices, gradients of a loss of all views need no sum."""
+    run("programs_over_devices.py", devices, case)
 
 
 def test_derivatives_and_transforms() -> None:
