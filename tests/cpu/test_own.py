@@ -78,26 +78,6 @@ def test_given_destinations() -> None:
     near(out["query"], want.grads["query"])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_metrics_count_own_negatives(method: str) -> None:
-    """Metrics count unmasked own negatives by their logits without `hardness` and `margin`."""
-    query, key, own, rng = problem()
-    mask = rng.random((24, 3)) < 0.7
-    own[~mask] *= 100.0
-    got = infonce.info_nce_loss_and_grad(
-        query, key, own=own, own_mask=mask, scale=3.0, hardness=2.0, margin=0.1, method=method,
-        metrics=True,
-    ).metrics  # fmt: skip
-    x = 3.0 * np.hstack([query @ key.T, np.einsum("id,ikd->ik", query, own)])
-    positive = x.diagonal().copy()
-    near(got.positive, positive)
-    x[np.arange(24), np.arange(24)] = -np.inf
-    x[:, 30:][~mask] = -np.inf
-    assert (x[:, 30:] > positive[:, None]).any()
-    np.testing.assert_array_equal(got.row_rank, (x > positive[:, None]).sum(axis=1))
-    near(got.hardest_negative, x.max(axis=1))
-
-
 # --- own negatives in a table, and their biases
 
 
@@ -146,41 +126,6 @@ def test_rows_of_a_table_with_many_uses(monkeypatch: pytest.MonkeyPatch, dtype: 
         assert got.tobytes() == again.tobytes()
         name = np.dtype(dtype).name
         assert_grad(got, want.grads["own"], name, 3.0, terms=3.0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_bias_counts_negatives_several_times(method: str) -> None:
-    """log w is the bias of a negative that counts w times."""
-    query, key, own, rng = problem()
-    times = rng.integers(1, 4, own.shape[:2])
-    options: dict[str, Any] = {"scale": 3.0, "method": method, "hardness": 0.5}
-    got = infonce.info_nce_loss_and_grad(query, key, own=own, own_bias=np.log(times), **options)
-    copies = np.arange(3) < times[:, :, None]
-    want = infonce.info_nce_loss_and_grad(
-        query, key, own=np.repeat(own, 3, axis=1), own_mask=copies.reshape(24, 9), **options
-    )
-    near(got.loss, want.loss)
-    for field in ("query", "key", "scale"):
-        near(getattr(got.grads, field), getattr(want.grads, field))
-    near(got.grads.own, want.grads.own.reshape(24, 3, 3, -1).sum(axis=2))
-
-
-def test_a_sampled_softmax_of_all_items_is_the_softmax() -> None:
-    """Each item as a sample once, with probability 1 / T: the bias is -log(T / T) = 0."""
-    query, items, _, rng = problem(n=30)
-    bought = rng.integers(0, 30, len(query))
-    sampled = np.tile(np.arange(30), (len(query), 1))
-    got = infonce.info_nce_loss_and_grad(
-        query, items[bought], own=items, in_batch=False, scale=3.0,
-        own_indices=np.where(sampled == bought[:, None], -1, sampled),
-        own_bias=-np.log(30 * np.full(sampled.shape, 1 / 30)),
-    )  # fmt: skip
-    want = infonce.info_nce_loss_and_grad(query, items, bought, scale=3.0)
-    near(got.loss, want.loss)
-    near(got.grads.query, want.grads.query)
-    items_grad = got.grads.own.copy()
-    np.add.at(items_grad, bought, got.grads.key)
-    near(items_grad, want.grads.key)
 
 
 def near(got: Any, want: Any) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from host_device import room
 from infonce.distributed import cost
 from infonce.kernels import problem as problems
-from ranks import COMM, RANK, SIZE, close, compute_on_device, follow, shards
+from ranks import COMM, RANK, SIZE, compute_on_device, follow, shards
 from reference_problems import FEATURES, Problem, call_of, drawn_problem
 
 import infonce
@@ -337,23 +337,6 @@ def limits(place: str) -> None:
         assert len(np.unique(lse.round(2))) > 20  # rows have different numbers of keys
         total = sum(sum(g.sum(axis=0) for g in COMM.allgather(grad)) for grad in got.grads[:-1])
         assert np.abs(total).max() < 1e-3, (name, exchange, workspace)
-
-
-def parameters() -> None:
-    """Averaged by a framework, gradient_scale="ddp" gives the gradients of one process."""
-    rng = np.random.default_rng(0)
-    n, d = 24, 5
-    x, y, weights = rng.standard_normal((n, 7)), rng.standard_normal((n, d)), rng.random((7, d))
-    mine = shards(n, 3)[RANK]
-    want = infonce.clip_loss_and_grad(x @ weights, y, scale=2.0)
-    for how, combine in (("ddp", lambda g: sum(COMM.allgather(g)) / SIZE),
-                         ("global", lambda g: sum(COMM.allgather(g)))):  # fmt: skip
-        got = distributed.clip_loss_and_grad(
-            x[mine] @ weights, y[mine], scale=2.0, gradient_scale=how
-        )
-        close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
-        close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
-        close(got.loss, want.loss, 1e-13, "loss")
 
 
 def distilled(place: str = "host") -> None:

@@ -92,7 +92,7 @@ OPTIONS = "equal:6:host", "in_turn:40", "cases", "limits:host", "distilled"
 EQUAL = [f"options_over_ranks:{part}" for part in OPTIONS]
 CHECKS = {
     2: [
-        *EQUAL, "options_over_ranks:parameters", "options_over_ranks:ends",
+        *EQUAL, "options_over_ranks:ends",
         "ranks:accuracy:host:mpi:ring",
         "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
         "options_over_ranks:distilled:offload to host",

@@ -2,64 +2,20 @@
 and parameters, to rounding. Skipped where a project is not installed."""
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.nn.functional as F  # noqa: E402
 from torch_problems import STEPS, assert_same_training  # noqa: E402
 
 pytestmark = [
     pytest.mark.extras,
     pytest.mark.filterwarnings("ignore"),  # of the projects
 ]
-
-
-def load_part(package: str, file: str) -> Any:
-    """A module of a project by itself: the project imports much that its losses do not need."""
-    package_spec = importlib.util.find_spec(package)
-    if package_spec is None or package_spec.origin is None:
-        pytest.skip(f"{package} is not installed")
-    path = Path(package_spec.origin).parent / file
-    spec = importlib.util.spec_from_file_location(f"part_of_{package}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def two_towers(loss: Callable[..., Any]) -> list[Any]:
-    """Losses and parameters of two encoders with a scale and a bias."""
-    generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    model = torch.nn.ModuleList(torch.nn.Linear(6, 4, dtype=torch.float64) for _ in range(2))
-    scale, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.0, -3.0))
-    parameters = [*model.parameters(), scale, bias]
-    optimiser, values = torch.optim.SGD(parameters, lr=0.3), []
-    for _ in range(STEPS):
-        sides = torch.randn(2, 10, 6, dtype=torch.float64, generator=generator)
-        image, text = (F.normalize(m(z), dim=1) for m, z in zip(model, sides, strict=True))
-        value = loss(image, text, scale.exp(), bias, output_dict=True)["contrastive_loss"]
-        optimiser.zero_grad()
-        (value + 0 * bias).backward()  # CLIP's loss does not depend on the bias
-        optimiser.step()
-        values.append(value.detach())
-    return [*values, *(p.detach() for p in parameters)]
-
-
-@pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
-def test_open_clip_step(name: str) -> None:
-    from infonce.torch import open_clip as ours
-
-    theirs = load_part("open_clip", "loss.py")
-    assert_same_training(lambda module: two_towers(getattr(module, name)()), theirs, ours)
 
 
 TINY: dict[str, Any] = {
@@ -186,121 +142,6 @@ def test_grad_cache_package() -> None:
     torch.testing.assert_close(
         cached(loss_fn, labels=labels), grads(at_once), rtol=1e-9, atol=1e-12
     )
-
-
-@pytest.mark.parametrize("name", ["NTXentLoss", "DCLLoss", "DCLWLoss"])
-@pytest.mark.parametrize("bank", [0, (32, 4)])
-def test_lightly_simclr(name: str, bank: Any) -> None:
-    theirs = pytest.importorskip("lightly.loss", exc_type=ImportError)
-    from infonce.torch import lightly as ours
-
-    if bank and name != "NTXentLoss":
-        pytest.skip("only NTXentLoss has a memory bank")
-
-    def run(module: Any) -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-        torch.manual_seed(0)
-        encoder = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-        encoder = encoder.double()
-        settings = {"memory_bank_size": bank} if bank else {}
-        loss = getattr(module, name)(temperature=0.2, **settings).double()
-        optimiser, values = torch.optim.SGD(encoder.parameters(), lr=0.1), []
-        for _ in range(STEPS):
-            samples = torch.randn(10, 6, dtype=torch.float64, generator=generator)
-            noise = torch.randn(2, 10, 6, dtype=torch.float64, generator=generator)
-            first, second = (encoder(samples + 0.1 * z) for z in noise)
-            value = loss(first, second)
-            optimiser.zero_grad()
-            value.backward()
-            optimiser.step()
-            values.append(value.detach())
-        return [*values, *(p.detach() for p in encoder.parameters())]
-
-    assert_same_training(run, theirs, ours)
-
-
-@pytest.mark.parametrize("name", ["NTXentLoss", "SupConLoss"])
-def test_pytorch_metric_learning_step(name: str) -> None:
-    theirs = pytest.importorskip("pytorch_metric_learning.losses")
-    from infonce.torch import pytorch_metric_learning as ours
-
-    def run(module: Any) -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-        torch.manual_seed(0)
-        encoder = torch.nn.Linear(6, 4, dtype=torch.float64)
-        loss = getattr(module, name)(temperature=0.2)
-        optimiser, values = torch.optim.SGD(encoder.parameters(), lr=0.1), []
-        for step in range(STEPS):
-            labels = torch.randint(4, (14,), generator=generator)
-            rows = torch.randn(14, 6, dtype=torch.float64, generator=generator)
-            rows += labels[:, None]
-            reference = {}
-            if step % 2:  # anchors against references
-                reference = {"ref_emb": encoder(rows.flip(0)), "ref_labels": labels.flip(0)}
-            value = loss(encoder(rows), labels, **reference)
-            optimiser.zero_grad()
-            value.backward()
-            optimiser.step()
-            values.append(value.detach())
-        return [*values, *(p.detach() for p in encoder.parameters())]
-
-    assert_same_training(run, theirs, ours)
-
-
-@pytest.mark.parametrize("name", ["NTXentLoss", "SupConLoss"])
-@pytest.mark.parametrize(
-    ("labels", "ref_labels"),
-    [([0, 1, 2], None), ([4, 4, 4], None), ([1], None), ([0, 1, 0], None), ([0, 1], [2, 3]),
-     ([0, 0], [0, 0, 0]), ([0, 1], [0, 5, 5]), ([0, 1], [0, 0])],
-)  # fmt: skip
-def test_pytorch_metric_learning_with_few_pairs(name: str, labels: Any, ref_labels: Any) -> None:
-    """Rows without positives, rows without negatives, or some."""
-    theirs = pytest.importorskip("pytorch_metric_learning.losses")
-    from infonce.torch import pytorch_metric_learning as ours
-
-    torch.manual_seed(0)
-    z = torch.randn(len(labels), 5, dtype=torch.float64, requires_grad=True)
-    references = []
-    if ref_labels is not None:
-        reference_features = torch.randn(len(ref_labels), 5, dtype=torch.float64)
-        references = [None, reference_features, torch.tensor(ref_labels)]
-    want, got = (
-        getattr(module, name)(temperature=0.2)(z, torch.tensor(labels), *references)
-        for module in (theirs, ours)
-    )
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-    gradients = (torch.autograd.grad(loss, z)[0] for loss in (got, want))
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", ["NTXentLoss", "SupConLoss"])
-def test_pytorch_metric_learning_memory_step(name: str, masked: bool) -> None:
-    """`CrossBatchMemory` of 20 rows, which the second batch fills. `masked`: half of the rows are
-    stored, and the others are compared."""
-    theirs = pytest.importorskip("pytorch_metric_learning.losses")
-    from infonce.torch import pytorch_metric_learning as ours
-
-    def run(module: Any) -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-        torch.manual_seed(0)
-        encoder = torch.nn.Linear(6, 4, dtype=torch.float64)
-        memory = module.CrossBatchMemory(getattr(module, name)(temperature=0.2), 4, 20)
-        optimiser, values = torch.optim.SGD(encoder.parameters(), lr=0.1), []
-        for _ in range(STEPS):
-            labels = torch.randint(4, (14,), generator=generator)
-            rows = torch.randn(14, 6, dtype=torch.float64, generator=generator)
-            rows += labels[:, None]
-            mask = {"enqueue_mask": torch.arange(14) % 2 == 0} if masked else {}
-            value = memory(encoder(rows), labels, **mask)
-            optimiser.zero_grad()
-            value.backward()
-            optimiser.step()
-            values.append(value.detach())
-        kept = [memory.embedding_memory, memory.label_memory]
-        return [*values, *(p.detach() for p in encoder.parameters()), *kept]
-
-    assert_same_training(run, theirs, ours)
 
 
 def test_what_pytorch_metric_learning_has_alone() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import infonce
-
 torch = pytest.importorskip("torch")
 import infonce.torch as it  # noqa: E402
 
@@ -46,40 +44,6 @@ def test_batch_and_then_the_queue(size: int, sizes: list[int]) -> None:
             assert torch.equal(got, want)
         stored = tuple(z[:size] for z in stored)
         assert queue.filled == len(stored[0])
-
-
-def test_loss_is_right_from_the_first_step() -> None:
-    """As of all keys in one array. Only the batch's keys get a gradient."""
-    queue = it.KeyQueue(8, WIDTH)
-    stored = batch(0, 0)
-    for number in range(4):
-        query, (key, ids) = batch(50 + number, 3)[0], batch(number, 3)
-        ids = ids % 7  # some samples come again
-        query.requires_grad_()
-        key.requires_grad_()
-        keys, all_ids = queue(key, ids)
-        loss = it.info_nce_loss(query, keys, scale=5.0, ids=(all_ids[:3], all_ids))
-        loss.backward()
-        stored = [torch.cat(z)[:11] for z in zip((key.detach(), ids), stored, strict=True)]
-        assert len(keys) == len(stored[0])
-        want = infonce.info_nce_loss_and_grad(
-            query.detach().numpy(), stored[0].numpy(), scale=5.0, ids=(ids, stored[1])
-        )
-        torch.testing.assert_close(loss.detach(), torch.tensor(want.loss))
-        torch.testing.assert_close(query.grad, torch.from_numpy(want.grads.query))
-        torch.testing.assert_close(key.grad, torch.from_numpy(want.grads.key[:3]))
-        stored = [z[:8] for z in stored]
-    assert not queue.keys.requires_grad
-
-
-def test_size_0_is_no_queue() -> None:
-    queue, query, losses = it.KeyQueue(0, WIDTH), batch(9, 3)[0], []
-    for number in range(2):
-        key, ids = batch(number, 3)
-        keys, all_ids = queue(key, ids)
-        losses += [it.info_nce_loss(query, z, scale=5.0) for z in (keys, key)]
-        assert torch.equal(all_ids, ids)
-        assert losses[-1] == losses[-2]
 
 
 def test_what_a_call_stores() -> None:

@@ -1,7 +1,6 @@
 """The losses of colpali_engine and pylate, and those in their place: the same losses and gradients.
 
-Losses of colpali_engine are compared with their equations in float64, and with the project where it
-is installed. Tests of pylate, whose classes ours are subclasses of, are skipped without it.
+tests/matrix/drop_ins.py has the equations. Tests beside a project are skipped without it.
 """
 
 import inspect
@@ -39,49 +38,6 @@ def draw(generator: Any, *shape: int) -> Any:
 # --- colpali_engine -------------------------------------------------------------------------------
 
 
-def scores(query: Any, documents: Any, normalized: bool = True) -> Any:
-    """MaxSim of queries [B, L, D] and documents [..., N, L', D]; dot products of rows."""
-    if query.ndim == 2:
-        return (
-            query @ documents.mT if documents.ndim == 2 else (documents @ query[:, :, None])[..., 0]
-        )
-    own = documents.ndim == 4
-    products = torch.einsum("bad,bncd->bnac" if own else "bad,ncd->bnac", query, documents)
-    out = products.amax(3).sum(2)
-    return out / (query != 0).any(2).sum(1, keepdim=True) if normalized else out
-
-
-def ranking(s: Any, offset: int) -> Any:
-    return F.cross_entropy(s, torch.arange(offset, offset + B))
-
-
-def sigmoid(s: Any, offset: int) -> Any:
-    signs = -torch.ones_like(s)
-    signs[torch.arange(B), torch.arange(offset, offset + B)] = 1
-    return -F.logsigmoid(s * signs).mean()
-
-
-EQUATIONS: dict[str, Callable[..., Any]] = {
-    "EncoderLoss": ranking,
-    "SigmoidLoss": sigmoid,
-    "PairedEncoderLoss": lambda s, offset: (ranking(s, 0) + ranking(s.T, 0)) / 2,
-}
-
-
-def equation(name: str, settings: dict[str, Any], features: Any, offset: int) -> Any:
-    query, documents, *negatives = features
-    normalized, temperature = settings.get("normalize_scores", True), settings["temperature"]
-    s = scores(query, documents, normalized) / temperature
-    name = name.removeprefix("Colbert").removeprefix("Bi")
-    if not negatives:
-        return EQUATIONS["EncoderLoss" if name == "Loss" else name](s, offset)
-    weight = settings.get("in_batch_term_weight", 0.5)
-    positive = s[torch.arange(B), torch.arange(offset, offset + B)]
-    own = scores(query, negatives[0], normalized) / temperature
-    explicit = torch.log1p(torch.exp(own - positive[:, None])).mean()
-    return (1 - weight) * explicit + weight * ranking(s, offset)
-
-
 def with_gradients(loss: Callable[..., Any], features: list[Any]) -> list[Any]:
     """The loss and the gradients of the features before padding becomes zeros."""
     leaves = [z.clone().requires_grad_() for z in features]
@@ -90,34 +46,30 @@ def with_gradients(loss: Callable[..., Any], features: list[Any]) -> list[Any]:
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
+LATE = [{"temperature": 0.1}, {"temperature": 1.3, "normalize_scores": False}]
+WEIGHTS = [{"temperature": 0.5, "in_batch_term_weight": weight} for weight in (0.2, 0)]
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "ColbertLoss": [{"temperature": 0.1}, {"temperature": 1.3, "normalize_scores": False}],
-    "ColbertSigmoidLoss": [{"temperature": 0.1}, {"temperature": 1.3, "normalize_scores": False}],
-    "ColbertNegativeCELoss": [
-        {"temperature": 0.1},
-        {"temperature": 1.3, "normalize_scores": False, "in_batch_term_weight": 0.2},
-        {"temperature": 0.5, "in_batch_term_weight": 0},
-    ],
-    "BiEncoderLoss": [{"temperature": 0.1}],
-    "BiPairedEncoderLoss": [{"temperature": 0.1}],
-    "BiSigmoidLoss": [{"temperature": 0.1}],
-    "BiNegativeCELoss": [
-        {"temperature": 0.1}, {"temperature": 0.5, "in_batch_term_weight": 0.2},
-        {"temperature": 0.5, "in_batch_term_weight": 0},
-    ],
+    "ColbertLoss": LATE, "ColbertSigmoidLoss": LATE, "ColbertNegativeCELoss": [*LATE, *WEIGHTS],
+    "BiEncoderLoss": LATE[:1], "BiPairedEncoderLoss": LATE[:1], "BiSigmoidLoss": LATE[:1],
+    "BiNegativeCELoss": [*LATE[:1], *WEIGHTS],
 }  # fmt: skip
-GATHERED_BY_THEM = {"ColbertLoss", "BiEncoderLoss", "BiSigmoidLoss", "ColbertNegativeCELoss",
-                    "BiNegativeCELoss"}  # fmt: skip
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_colpali_engine(name: str, processes: int) -> None:
     """Documents of one process, and those of three, of which it is the second."""
-    if processes > 1 and name == "BiPairedEncoderLoss":
-        with pytest.raises(ValueError, match="offset: expected 0, got 5"):
-            colpali.BiPairedEncoderLoss()(torch.ones(B, D), torch.ones(2 * B, D), B)
-        return
+    late, pairs = (
+        pytest.importorskip(f"colpali_engine.loss.{module}_losses")
+        for module in ("late_interaction", "bi_encoder")
+    )
+    if processes > 1 and name in ("BiPairedEncoderLoss", "ColbertSigmoidLoss"):
+        pytest.skip("theirs is of one process")
+    theirs = getattr(late if "Colbert" in name else pairs, name)
+    known = inspect.signature(getattr(colpali, name)).parameters
+    for parameter in inspect.signature(theirs).parameters.values():
+        assert known[parameter.name].default == parameter.default
+    assert [*known][:-1] == [*inspect.signature(theirs).parameters]
     generator = torch.Generator().manual_seed(len(name))
     lengths = (4, 9, 6) if name.startswith("Colbert") else (None, None, None)
     shapes = [(B,), (processes * B,), (B, 3)][: 3 if "Negative" in name else 2]
@@ -125,39 +77,15 @@ def test_colpali_engine(name: str, processes: int) -> None:
         draw(generator, *rows, *([length] if length else []), D)
         for rows, length in zip(shapes, lengths, strict=False)
     ]
-    offset = B * (processes // 2)
     for settings in SETTINGS[name]:
-        loss = getattr(colpali, name)(**settings)
-        got = with_gradients(lambda *z, loss=loss: loss(*z, offset=offset), features)
-        references = [lambda *z, given=settings: equation(name, given, z, offset)]
-        try:
-            from colpali_engine.loss import bi_encoder_losses, late_interaction_losses
-        except ImportError:
-            pass
-        else:
-            module = late_interaction_losses if "Colbert" in name else bi_encoder_losses
-            theirs = getattr(module, name)
-            known = inspect.signature(type(loss)).parameters
-            for parameter in inspect.signature(theirs).parameters.values():
-                assert known[parameter.name].default == parameter.default
-            assert [*known][:-1] == [*inspect.signature(theirs).parameters]
-            peer = theirs(**settings)
-            if processes == 1 or name in GATHERED_BY_THEM:
-                references.append(lambda *z, peer=peer: peer(*z, offset=offset))
-        for reference in references:
-            want = with_gradients(reference, features)
-            for g, w in zip(got, want, strict=True):
-                torch.testing.assert_close(g, w, **DOUBLE)
-        narrow = with_gradients(
-            lambda *z, loss=loss: loss(*z, offset=offset), [z.float() for z in features]
-        )
-        # scores of at most 4 tokens and 8 features, a rounding each, over the temperature
-        bound = 4 * 12 * 2**-23 / settings["temperature"]
-        assert narrow[0].dtype == torch.float32
-        for g, w in zip(narrow, got, strict=True):
-            assert (g.double() - w).abs().max() <= bound * (1 + w.abs().max()) / min(
-                1, settings["temperature"]
+        got, want = (
+            with_gradients(
+                lambda *z, kind=kind: kind(**settings)(*z, offset=B * (processes // 2)), features  # noqa: B023
             )
+            for kind in (getattr(colpali, name), theirs)
+        )  # fmt: skip
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w, **DOUBLE)
 
 
 def test_what_colpali_engine_has_alone() -> None:
@@ -188,6 +116,8 @@ def test_what_colpali_engine_has_alone() -> None:
         ):
             with pytest.raises(ValueError, match=f"got offset {offset}, 5 queries and 5 documents"):
                 call(offset)
+    with pytest.raises(ValueError, match="offset: expected 0, got 5"):
+        colpali.BiPairedEncoderLoss()(torch.ones(B, D), torch.ones(2 * B, D), B)
     rows = tokens[:, 0]
     with pytest.raises(ValueError, match="query_embeddings: expected 3 dimensions, got shape"):
         colpali.ColbertLoss()(rows, tokens)

@@ -1,7 +1,6 @@
 """Trainings with sentence-transformers' trainer and losses, and with those in their place: the same
 losses and parameters, to rounding. Skipped where it is not installed."""
 
-import itertools
 import os
 import re
 import subprocess
@@ -77,40 +76,6 @@ def test_sentence_transformer_trainer(
         return [*seen, *(p.detach().clone() for p in model.parameters())]
 
     assert_same_training(run, losses, ours)
-
-
-@pytest.mark.parametrize("negatives", [0, 1, 2])
-@pytest.mark.parametrize("part", ["joint", "per_direction"])
-def test_ranking_of_embeddings(negatives: int, part: str) -> None:
-    """Values and gradients with all directions, hardness modes and similarities."""
-    util = pytest.importorskip("sentence_transformers.util")
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
-    from infonce.torch import sentence_transformers as ours
-
-    generator = torch.Generator().manual_seed(0)
-    rows = {"dtype": torch.float64, "generator": generator}
-    first, *more = ALL_WAYS["directions"]
-    added = [names for n in range(4) for names in itertools.combinations(more, n)]
-    modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
-    similarities = ((util.cos_sim, 20.0), (util.dot_score, 1.0))
-    for batch, names, mode, (similarity, scale) in itertools.product(
-        (1, 5), added, modes, similarities
-    ):
-        if part == "per_direction" and set(names) - {"doc_to_query"}:
-            continue  # refused by both
-        settings = {
-            "scale": scale, "similarity_fct": similarity, "directions": (first, *names),
-            "partition_mode": part, "hardness_mode": mode,
-            "hardness_strength": 3.0 if mode else 0.0,
-        }  # fmt: skip
-        columns = [torch.randn(batch, 6, **rows).requires_grad_() for _ in range(2 + negatives)]
-        results = []
-        for kind in (ours.MultipleNegativesRankingLoss, MultipleNegativesRankingLoss):
-            loss = kind(None, **settings).compute_loss_from_embeddings(columns, None)
-            results.append((loss.detach(), *torch.autograd.grad(loss, columns)))
-        for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=str(settings))
 
 
 OVER_RANKS = [  # columns and settings

@@ -1,4 +1,5 @@
-"""Losses in the place of other projects' against the formulas that these publish."""
+"""What drop-in replacements have beside the equations of tests/matrix/drop_ins.py: results by name,
+defaults, buffers, errors, GPUs."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -45,31 +46,21 @@ def test_open_clip() -> None:
         SigLipLoss(rank=0, world_size=2)(image, text, scale, bias)
 
 
-def test_coca_and_distillation() -> None:
+def test_coca_and_distillation_by_name() -> None:
     from infonce.torch.open_clip import CoCaLoss, DistillClipLoss
 
     image, text = features("clip", 16)
-    teacher = [2 * z.detach().flip(1) for z in (image, text)]
-    scale = torch.tensor(6.0, dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(6.0, dtype=torch.float64)
     clip = formula("clip", [image, text], scale)
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(16, 7, 11, dtype=torch.float64, generator=generator).requires_grad_()
-    labels = torch.randint(11, (16, 7), generator=generator)
+    logits = torch.randn(16, 7, 11, dtype=torch.float64)
+    labels = torch.arange(112).reshape(16, 7) % 11
     caption = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
-    coca = CoCaLoss(2.0, 0.5, pad_id=3)
-    for got, want in zip(coca(image, text, logits, labels, scale), (clip / 2, 2 * caption),
-                         strict=True):  # fmt: skip
-        torch.testing.assert_close(got, want)
-    assert_same(sum(coca(image, text, logits, labels, scale)), clip / 2 + 2 * caption,
-                image, text, logits, scale)  # fmt: skip
-    out = CoCaLoss(2.0, 0.0)(image, text, logits, labels, scale, output_dict=True)
-    assert out["contrastive_loss"] == 0
-    assert set(out) == {"contrastive_loss", "caption_loss"}
-    x, t = scale * image @ text.T, 5.0 * teacher[0] @ teacher[1].T
-    ways = (-(a.softmax(1) * b.log_softmax(1)).sum(1).mean() for a, b in ((t, x), (t.T, x.T)))
-    distill = DistillClipLoss()(image, text, scale, *teacher, 5.0, output_dict=True)
-    torch.testing.assert_close(distill["contrastive_loss"], clip)
-    assert_same(distill["distill_loss"], sum(ways) / 2, image, text, scale)
+    out = CoCaLoss(2.0, 0.5, pad_id=3)(image, text, logits, labels, scale, output_dict=True)
+    torch.testing.assert_close(out, {"contrastive_loss": clip / 2, "caption_loss": 2 * caption})
+    assert CoCaLoss(2.0, 0.0)(image, text, logits, labels, scale)[0] == 0
+    out = DistillClipLoss()(image, text, scale, image, text, 5.0, output_dict=True)
+    assert [*out] == ["contrastive_loss", "distill_loss"]
+    torch.testing.assert_close(out["contrastive_loss"], clip)
 
 
 def test_open_clip_create_loss() -> None:
@@ -140,66 +131,35 @@ def test_memory_efficient_clip() -> None:
             call()
 
 
-def qwen3(query: Any, documents: Any, own: Any, margin: float, others: str, smooth: float) -> Any:
-    """Loss of unit rows at temperature 0.1, with all logits of a row side by side."""
-    itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
-    blocks = [query @ documents.T]
-    if own is not None:
-        blocks.append((own * query[:, None]).sum(2))
-    blocks += [(z @ z.T).masked_fill(itself, -torch.inf)
-               for name, z in (("q", query), ("d", documents)) if name in others]  # fmt: skip
-    cosines = torch.cat(blocks, dim=1)
-    positive = blocks[0].diagonal()
-    left_out = cosines > positive[:, None] + margin
-    cosines = cosines.masked_fill(left_out, -torch.inf) if margin < 2 else cosines
-    spread = cosines.masked_fill(cosines == -torch.inf, 0).sum(1) / (cosines > -torch.inf).sum(1)
-    target = (1 - smooth) * positive + smooth * spread
-    return ((cosines / 0.1).logsumexp(1) - target / 0.1).mean()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("others", ["", "q", "d", "qd"])
-@pytest.mark.parametrize("negatives", [0, 3])
-def test_memory_efficient_qwen3(negatives: int, others: str, device: str) -> None:
+def test_memory_efficient_qwen3() -> None:
+    """Rows that are unit rows already; documents of LiT get no gradient; options that have no
+    values."""
     from infonce.torch import memory_efficient_clip as theirs
 
-    (query, documents), (q, d) = views(device)
-    generator = torch.Generator().manual_seed(9)
-    own, h = None, None
-    if negatives:
-        own = torch.randn(8, negatives, 5, dtype=torch.float64, generator=generator).to(device)
-        h = F.normalize(own.requires_grad_(), dim=2)
-    inputs = [query, documents, *([own] if negatives else [])]
-    sides = {"use_qq_negatives": "q" in others, "use_dd_negatives": "d" in others}
-    for margin in (0.1, 2.0):
-        want = qwen3(q, d, h, margin, others, 0.0)
-        loss = theirs.MemoryEfficientQwen3Loss(0.1, margin, **sides, stable=False)
-        assert_same(loss(query, documents, own), want, *inputs)
-        stable = theirs.MemoryEfficientQwen3Loss(0.1, margin, **sides, normalized_inputs=True)
-        assert_same(stable(q, d, h), want.detach() + 0.8**0.5 * (want - want.detach()), *inputs)
-        if "d" in others:
-            continue
-        locked = theirs.MemoryEfficientLiTQwen3Loss(0.1, margin, "q" in others, stable=False)
-        want = qwen3(q, d.detach(), None if h is None else h.detach(), margin, others, 0.0)
-        assert_same(got := locked(query, documents, own), want, query)
-        rest = torch.autograd.grad(got, inputs[1:], allow_unused=True)
-        assert all(gradient is None for gradient in rest)
-    smooth = theirs.MemoryEfficientQwen3Loss(0.1, 2.0, **sides, stable=False, label_smoothing=0.2)
-    if not negatives:
-        assert_same(smooth(query, documents), qwen3(q, d, h, 2.0, others, 0.2), *inputs)
-    smooth.margin = 0.1 if not negatives else 2.0
+    (query, documents), (q, d) = views()
+    own = torch.stack([documents.detach().flip(0), documents.detach().roll(1, 0)], dim=1)
+    own = own.requires_grad_()
+    inputs, h = [query, documents, own], F.normalize(own, dim=2)
+    for sets in ("", "q", "d", "qd"):
+        sides = {"use_qq_negatives": "q" in sets, "use_dd_negatives": "d" in sets}
+        loss = theirs.MemoryEfficientQwen3Loss(0.1, 0.1, **sides)
+        unit = theirs.MemoryEfficientQwen3Loss(0.1, 0.1, **sides, normalized_inputs=True)
+        assert_same(unit(q, d, h), loss(*inputs), *inputs)
+    locked = theirs.MemoryEfficientLiTQwen3Loss(0.1, 0.1, True)(*inputs)
+    rest = torch.autograd.grad(locked, inputs[1:], allow_unused=True)
+    assert all(gradient is None for gradient in rest)
+    smooth = theirs.MemoryEfficientQwen3Loss(0.1, 2.0, label_smoothing=0.2)
     with pytest.raises(ValueError, match=r"label_smoothing: expected 0.0, got 0.2: it is there wi"):
-        smooth(query, documents, own)
+        smooth(*inputs)
     with pytest.raises(ValueError, match=r"tau_plus: expected 0.0, got 0.3: use false_negative"):
-        loss(query, documents, own, tau_plus=0.3)
+        loss(*inputs, tau_plus=0.3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["CLIP", "LiT", "Qwen3", "LiTQwen3"])
-def test_matryoshka(kind: str, device: str) -> None:
+def test_matryoshka(kind: str) -> None:
     from infonce.torch import memory_efficient_clip as theirs
 
-    (first, second), _ = views(device)
+    (first, second), _ = views()
     own = torch.stack([second.detach().flip(0), second.detach().roll(1, 0)], dim=1)
     embeddings = [first, second, *([own] if "Qwen3" in kind else [])]
     plain = getattr(theirs, f"MemoryEfficient{kind}Loss")(temperature=0.1)
@@ -274,42 +234,40 @@ def test_infonce_cuda_functions(pairs: int, width: int, device: str) -> None:
         infonce_forward(z[1:], 0.5)
 
 
-def views(device: str) -> tuple[Any, Any]:
+def views() -> tuple[Any, Any]:
     """Two views of 8 samples, of any norm, and unit rows of the same."""
-    out = [3 * z.detach() for z in features("clip", 8, device=device)]
+    out = [3 * z.detach() for z in features("clip", 8)]
     out = [z.requires_grad_() for z in out]
     return out, [F.normalize(z, dim=1) for z in out]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_lightly_nt_xent(device: str) -> None:
+def test_lightly_alone() -> None:
+    """One process is all of them."""
     from infonce.torch.lightly import NTXentLoss
 
-    out, unit = views(device)
-    want = formula("nt_xent", [torch.cat(unit)], 5.0)
-    for gather in (False, True):  # one process is all of them
-        assert_same(NTXentLoss(0.2, gather_distributed=gather)(*out), want, *out)
+    out, _ = views()
+    gathered, alone = (NTXentLoss(0.2, gather_distributed=each)(*out) for each in (True, False))
+    assert gathered == alone
     with pytest.raises(ValueError, match="temperature: expected a positive number, got -1"):
         NTXentLoss(-1.0)(*out)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [20, (20, 5)])
-def test_lightly_memory_bank(size: Any, device: str) -> None:
+def test_lightly_memory_bank(size: Any) -> None:
     """Rows of the second view enter it, from its begin on; what is too much at its end is lost."""
     from infonce.torch.lightly import NTXentLoss
 
-    out, unit = views(device)
+    out, unit = views()
     torch.manual_seed(0)
     bank = F.normalize(torch.randn(20, 5), dim=1).to(unit[0])
     torch.manual_seed(0)
-    loss = NTXentLoss(0.2, memory_bank_size=size).to(device)
+    loss = NTXentLoss(0.2, memory_bank_size=size)
     for step, begin in enumerate((0, 8, 16, 0, 8)):
         second = (out[1] + step).detach().requires_grad_()
         key = F.normalize(second, dim=1)
         positive = (unit[0] * key).sum(dim=1, keepdim=True)
         logits = torch.cat([positive, unit[0] @ bank.T], dim=1) / 0.2
-        want = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long, device=device))
+        want = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long))
         with torch.no_grad():  # as an evaluation: the bank stays
             torch.testing.assert_close(loss(out[0].detach(), second), want.detach())
         assert_same(loss(out[0], second), want, out[0], second)
@@ -320,54 +278,10 @@ def test_lightly_memory_bank(size: Any, device: str) -> None:
         NTXentLoss(memory_bank_size=(4, -1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("weighted", ["", "DCLW", "function"])
-def test_lightly_dcl(weighted: str, device: str) -> None:
-    from infonce.torch.lightly import DCLLoss, DCLWLoss
-
-    out, (a, b) = views(device)
-    z = torch.cat([a, b])
-    weights = torch.ones_like(z[:, 0])
-    loss = DCLLoss(0.2)
-    if weighted == "DCLW":
-        loss = DCLWLoss(0.2, sigma=0.7)
-        weights = (2 - 8 * ((a * b).sum(dim=1) / 0.7).softmax(dim=0)).detach().repeat(2)
-    elif weighted:
-        loss = DCLLoss(0.2, lambda first, second: (first[:, 0] - second[:, 1]) ** 2)
-        weights = torch.cat([loss.weight_fn(a, b), loss.weight_fn(b, a)])
-    x, n = z @ z.T / 0.2, torch.arange(16, device=device)
-    partner = (n + 8) % 16
-    negatives = x.masked_fill((n[:, None] - n) % 8 == 0, -torch.inf).logsumexp(dim=1)
-    assert_same(loss(*out), (negatives - weights * x[n, partner]).mean(), *out)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("n_views", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["all", "one"])
-def test_sup_contrast(n_views: int, mode: str, device: str) -> None:
+def test_what_sup_contrast_refuses() -> None:
     from infonce.torch.sup_contrast import SupConLoss
 
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(6, n_views, 3, 2, dtype=torch.float64, generator=generator)
-    z = F.normalize(z.flatten(2), dim=2).reshape(z.shape).to(device).requires_grad_()
-    labels = torch.tensor(
-        [-3, 7, -3, 8, 8, 5], device=device
-    )  # the last one is alone, if it has one view
-    for classes in (labels, None) if n_views > 1 else (labels,):
-        rows = torch.cat([z[:, view].flatten(1) for view in range(n_views)])
-        sample = torch.arange(6 * n_views, device=device) % 6
-        row_labels = sample if classes is None else labels[sample]
-        losses = []
-        for i in range(6 * (n_views if mode == "all" else 1)):
-            others = torch.arange(len(rows), device=device) != i
-            x = rows[i] @ rows.T / 0.2
-            positives = others & (row_labels == row_labels[i])
-            if positives.any():
-                losses.append(x[others].logsumexp(dim=0) - x[positives].mean())
-            else:
-                losses.append(0 * x.sum())
-        want = 0.2 / 0.07 * torch.stack(losses).mean()
-        assert_same(SupConLoss(0.2, mode)(z, classes), want, z)
+    z, labels = torch.ones(6, 2, 6), torch.arange(6)
     with pytest.raises(ValueError, match="mask: expected None, got ndarray of shape"):
         SupConLoss()(z, mask=np.eye(6))
     with pytest.raises(ValueError, match="labels: expected 6 of them, got 5"):
@@ -376,3 +290,60 @@ def test_sup_contrast(n_views: int, mode: str, device: str) -> None:
         SupConLoss()(torch.zeros(6, 3))
     with pytest.raises(ValueError, match='contrast_mode: expected "all" or "one", got \'two\''):
         SupConLoss(contrast_mode="two")
+
+
+def calls(image: Any, text: Any) -> dict[str, Any]:
+    """Losses by name, of 8 rows on any device."""
+    from infonce.torch import (
+        colpali_engine,
+        inf_cl,
+        lightly,
+        memory_efficient_clip,
+        open_clip,
+        siglip_kernel,
+        sup_contrast,
+    )
+
+    number, device = torch.arange(8, device=image.device), image.device
+    own = torch.stack([text.flip(0), text.roll(1, 0)], dim=1)
+    tokens, documents = image[:, None].repeat(1, 3, 1), text[:, None].repeat(1, 2, 1)
+    qwen3 = {"use_qq_negatives": True, "use_dd_negatives": True}
+    prefixes = memory_efficient_clip.MemoryEfficientMatryoshkaCLIPLoss((2, 5), (0.5, 2), 0.1)
+    return {
+        "clip": open_clip.ClipLoss()(image, text, 2.0),
+        "siglip": open_clip.SigLipLoss()(image, text, 2.0, -1.0),
+        "distill": sum(open_clip.DistillClipLoss()(image, text, 2.0, text, image, 3.0)),
+        "nt_xent": lightly.NTXentLoss(0.2)(image, text),
+        "bank": lightly.NTXentLoss(0.2, (20, 5)).to(device)(image, text),
+        "dclw": lightly.DCLWLoss(0.2, sigma=0.7)(image, text),
+        "sup_con": sup_contrast.SupConLoss(0.2)(torch.stack([image, text], 1), number % 3),
+        "views": sup_contrast.SupConLoss(0.2, "one")(torch.stack([image, text], 1)),
+        "inf_cl": inf_cl.cal_inf_loss(image, text, number.flip(0), 2.0),
+        "several": siglip_kernel.fused_siglip_plus_loss(
+            image, text, torch.tensor(1.0, device=device), torch.tensor(-2.0, device=device),
+            number % 3, number % 4,
+        ),
+        "qwen3": memory_efficient_clip.MemoryEfficientQwen3Loss(0.1, 0.1, **qwen3)(
+            image, text, own
+        ),
+        "lit": memory_efficient_clip.MemoryEfficientLiTLoss(0.1)(image, text),
+        "prefixes": prefixes(image, text),
+        "colbert": colpali_engine.ColbertNegativeCELoss(0.2)(tokens, documents, documents[:, None]),
+        "colbert sigmoid": colpali_engine.ColbertSigmoidLoss(0.2)(tokens, documents),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_is_the_same_on_a_gpu(device: str) -> None:
+    """Also of features that are no leaves, and masks and labels that a drop-in makes."""
+    results = []
+    for place in ("cpu", device):
+        torch.manual_seed(0)  # of the bank
+        image, text = (z.detach().to(place).requires_grad_() for z in features("clip", 8))
+        losses = calls(image, text)
+        grads = {
+            name: torch.autograd.grad(z, image, retain_graph=True)[0] for name, z in losses.items()
+        }
+        results.append([{name: z.cpu() for name, z in each.items()} for each in (losses, grads)])
+    torch.testing.assert_close(results[1], results[0])
+    assert all(gradient.any() for gradient in results[0][1].values())

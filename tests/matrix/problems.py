@@ -635,9 +635,10 @@ def draw(seed: int, number: int, largest: int = 140) -> Problem:
     if rng.random() < 0.3:
         settings["workspace"] = int(rng.integers(2**17, 2**21)) * (32 if with_tokens else 1)
     tiles = [(16, 24), (64, 96), (40, 8), None][rng.integers(4)]
-    problem.sides = {"TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))} | (
-        {"TILE": tiles} if tiles else {}
-    )
+    problem.sides = {"TRIANGLE_SIDE": int(rng.choice([16, 50, 896]))}
+    if tiles:
+        problem.sides |= {"TILE": tiles, "PREFIX_TILE": tiles, "GROUP_ROWS": tiles[1]}
+        problem.sides |= {"LEAST_RUN": 4, "MIXED_SIDE": 6}  # of groups
     if rng.random() < 0.1 or spoilt_guide:
         draw_poison(problem, rng, spoilt_guide)
     if rng.random() < 0.3 and (abs(np.asarray(problem.grad_out)) < 1e3).all():

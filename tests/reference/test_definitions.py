@@ -5,12 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from reference_problems import (
-    EPS,
-    FEATURES,
     LOSSES,
     SEEDS,
-    SOFTMAX,
-    Problem,
     assert_close,
     assert_same_result,
     every_entry,
@@ -68,87 +64,11 @@ def test_ids_of_other_types(name):
 
 # --- closed forms ---------------------------------------------------------------------------------
 
-CANDIDATES = {"nt_xent": 2, "sup_con": 2, "gte": 4}  # that each pair adds; one otherwise
-
-
-def closed_form_problem(name, image, text, scale, **options):
-    """Losses of one set of rows get both; of sup_con, each pair is a class."""
-    one_set = len(FEATURES[name]) == 1
-    features = (np.concatenate([image, text]),) if one_set else (image, text)
-    if name == "sup_con":
-        options["labels"] = np.tile(np.arange(len(image)), 2)
-    return Problem(name, features, scale=scale, **options)
-
-
-@pytest.mark.parametrize("scale", [0.5, 20.0, 200.0])
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_identical_rows_give_the_log_of_the_number_of_candidates(name, n, scale):
-    """The loss is log n, or log(2n - 1) for nt_xent, whose 2n rows compare with all others."""
-    rows = np.tile([0.6, 0.8], (n, 1))
-    result = closed_form_problem(name, rows, rows, scale).reference()
-    candidates = 1 + CANDIDATES.get(name, 1) * (n - 1)
-    assert_close(result.losses, np.log(candidates), rtol=1e-13, atol=1e-13)
-    # Every mean of the keys is the positive: no gradient.
-    for gradient in result.grads.values():
-        if gradient is not None:
-            assert_close(gradient, 0.0, atol=1e-12)
-
-
-@pytest.mark.parametrize("scale", [0.5, 20.0, 200.0])
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_aligned_orthogonal_pairs(name, n, scale):
-    """Positive logit s, all others 0: p = 1 / (1 + m e^-s) with m negatives.
-
-    The loss is log1p(m e^-s) and its slope in the scale -(1 - p), to full relative accuracy.
-    """
-    negatives = CANDIDATES.get(name, 1) * (n - 1)
-    result = closed_form_problem(name, np.eye(n), np.eye(n), scale).reference()
-    odds = negatives * np.exp(-scale)
-    tight = {"rtol": 4 * EPS * scale + 8 * EPS, "atol": 0}
-    assert_close(result.losses, np.log1p(odds), **tight)
-    assert_close(result.grads["scale"], -odds / (1 + odds), **tight)
-    assert_close(result.lse, scale + np.log1p(odds), **tight)
-
-
-@pytest.mark.parametrize("n", [1, 2, 7])
-def test_siglip_of_aligned_orthogonal_pairs(n):
-    """One logit s + b that should be high, n - 1 logits b that should be low."""
-    for scale, bias in [(10.0, -10.0), (3.0, 1.0), (200.0, -40.0)]:
-        result = reference.siglip(np.eye(n), np.eye(n), scale=scale, bias=bias)
-        match, other = np.exp(-scale - bias), np.exp(bias)
-        expected = np.log1p(match) + (n - 1) * np.log1p(other)
-        tight = {"rtol": 4 * EPS * (scale - bias), "atol": 0}
-        assert_close(result.losses, expected, **tight)
-        assert_close(result.grads["scale"], -match / (1 + match), **tight)
-        pull, push = match / (1 + match), (n - 1) * other / (1 + other)
-        assert_close(result.grads["bias"], push - pull, rtol=0, atol=tight["rtol"] * (push + pull))
-
 
 def test_siglip_starts_at_the_scale_and_bias_of_the_paper():
     problem = one_problem("siglip")
     explicit = problem._replace(scale=10.0, bias=-10.0).reference()
     assert_same_result(reference.siglip(*problem.features), explicit)
-
-
-@pytest.mark.parametrize("scale", [0.5, 20.0])
-@pytest.mark.parametrize("n", [2, 7])
-def test_options_of_aligned_orthogonal_pairs(n, scale):
-    """Positive logit s, m negatives of logit 0."""
-    m = n - 1
-
-    def loss(**options):
-        return reference.clip(np.eye(n), np.eye(n), scale=scale, **options).loss
-
-    assert_close(loss(margin=0.3), np.log1p(m * np.exp(-0.7 * scale)), rtol=1e-14, atol=0)
-    assert_close(loss(decoupled=True), np.log(m) - scale, rtol=1e-14, atol=0)
-    lse = scale + np.log1p(m * np.exp(-scale))
-    assert_close(loss(label_smoothing=0.2), lse - (0.8 + 0.2 / n) * scale, rtol=1e-12, atol=0)
-    # Products of negatives are 0: hardness has nothing to weight, and no margin drops them
-    assert_close(loss(hardness=3.0), np.log1p(m * np.exp(-scale)), rtol=1e-14, atol=0)
-    assert loss(false_negative_margin=-1.5) == 0  # negatives exceed 1 - 1.5
-    assert loss(false_negative_margin=-0.5) == loss()
 
 
 def test_without_negatives_a_decoupled_loss_has_no_bound():
