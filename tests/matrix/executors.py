@@ -29,7 +29,7 @@ from infonce.kernels.offload import copies
 from problems import TEACHER, Problem
 
 import infonce
-from infonce import spec
+from infonce import reference, spec
 from infonce.checks import validation
 from infonce.checks.tokens import METHODS
 
@@ -216,6 +216,38 @@ def with_grad_cache(problem: Problem) -> Result:
     )  # fmt: skip
     whole = {name: np.concatenate(each) for name, each in zip(names, received, strict=True) if each}
     return by_name(out) | dict.fromkeys(names) | whole
+
+
+def of_reference(kind: spec.Loss) -> set[str]:
+    return {*of_numpy(kind)} - {*spec.PREFIX_OPTIONS}
+
+
+def fits_reference(problem: Problem) -> bool:
+    """Rows of zeros have no direction, and all indices are of the table."""
+    arrays = [*problem.features, *(z for z in (problem.options.get("own"),) if z is not None)]
+    divides = problem.normalize and not all(z.any(axis=-1).all() for z in arrays)
+    outside = {"own_indices", "own_mask"} <= {*problem.options}
+    return not (problem.poison or divides or outside)
+
+
+@executor("infonce.reference", of_reference, draws=300, tokens=False, fits=fits_reference)
+def with_reference(problem: Problem) -> Result:
+    """The specification. Its weights are what a reduction, and an upstream gradient, make of the
+    loss of each row."""
+    options, every = {"scale": problem.scale, **problem.options}, problem.kind.sigmoid
+    reduction = options.pop("reduction", "mean")
+    has_loss = problem.find_positives()[: problem.shape[0]].any(axis=1) | every
+    weights = options.pop("weights", 1.0) * (has_loss | problem.kind.taught)
+    if reduction == "mean":
+        weights = weights / (weights.sum() or 1.0)
+    function = functools.partial(getattr(reference, problem.loss), **options)
+    features = [z.astype(np.float64) for z in problem.features]
+    value = function(*features, weights=weights)
+    losses = np.where(weights == 0, 0.0, weights * value.losses)
+    lse = value.lse if isinstance(value.lse, tuple) else (value.lse,)
+    grads = function(*features, weights=weights * problem.grad_out).grads
+    loss = losses if reduction == "none" else losses.sum()
+    return {"loss": loss, "lse": [z for z in lse if z is not None], **grads}
 
 
 # --- other entrances, which fill the table --------------------------------------------------------

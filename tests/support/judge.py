@@ -1,7 +1,7 @@
-"""Test data, the bounds that results are held to, and the losses by definition.
+"""Test data, and the bounds that results are held to.
 
-Results are compared with float64: the formulas of `infonce.reference`, and loops over pairs at the
-end of this file. Nothing here uses the code that is tested.
+Results are compared with the formulas of `infonce.reference` in float64, which tests/matrix compares
+with an oracle that shares no code with them.
 """
 
 from typing import Any
@@ -160,138 +160,6 @@ def viewed(z: np.ndarray, how: str) -> np.ndarray:
 VIEWS = ["contiguous", "transposed", "every other", "reversed", "offset"]
 
 
-# --- losses by definition: loops over pairs, in real or complex numbers, without subtracting a
-# maximum before exponentials. `positives`: for each row, the set of its positive keys. `ids` and
-# `groups` are pairs (of rows, of columns), each an array or None; ids may have several columns.
-
-
-def kept_keys(i, positives, columns, ids, groups, itself_too=True):
-    """The keys that count for query i: positives, and negatives that ids and groups do not exclude.
-
-    `positives` is the set of query i. `itself_too=False`: queries are keys, and i is left out.
-    """
-    kept = []
-    for j in range(columns):
-        if j == i and not itself_too:
-            continue
-        if j not in positives and ids[0] is not None and np.any(ids[0][i] == ids[1][j]):
-            continue
-        if j not in positives and groups[0] is not None and groups[0][i] != groups[1][j]:
-            continue
-        kept.append(j)
-    return kept
-
-
-def row_by_definition(
-    dot,
-    positives,
-    kept,
-    *,
-    scale,
-    weight_of=None,
-    margin=0.0,
-    decoupled=False,
-    label_smoothing=0.0,
-    hardness=0.0,
-    key_bias=None,
-    false_negative_margin=None,
-    guide_dot=None,
-    guide_margin=0.0,
-):
-    """(loss, log-sum-exp) of one row: the log-sum-exp less the mean of the logits over the targets.
-
-    `dot[j]` is the dot product with key j, `positives` the set of positive keys, `kept` the keys
-    that count, `weight_of[j]` the weight of positive j in the target (None: equal). Numbers of
-    which gradients are not taken (limits, hardness) are real parts.
-    """
-    if positives and false_negative_margin is not None:
-        limit = max(dot[p].real for p in positives) + false_negative_margin
-        kept = [j for j in kept if j in positives or dot[j].real <= limit]
-    if positives and guide_dot is not None:
-        limit = max(guide_dot[p] for p in positives) + guide_margin
-        kept = [j for j in kept if j in positives or guide_dot[j] <= limit]
-    weight_of = weight_of or dict.fromkeys(positives, 1.0)
-    x, total, target = {}, 0.0, {}
-    for j in kept:
-        x[j] = scale * (dot[j] - margin * (j in positives))
-        if key_bias is not None:
-            x[j] = x[j] + key_bias[j]
-        if j in positives:
-            total = total + (0 if decoupled else np.exp(x[j]))
-            share = weight_of[j] / sum(weight_of.values())
-            target[j] = (1 - label_smoothing) * share + label_smoothing / len(kept)
-        else:
-            total = total + np.exp(hardness * dot[j].real) * np.exp(x[j])
-            target[j] = label_smoothing / len(kept)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total)  # -inf if no key counts
-    return (lse - sum(target[j] * x[j] for j in kept) if positives else 0.0), lse
-
-
-def rows_by_definition(
-    dot, positives, ids, groups, itself_too=True, guide_dot=None, weights=None, **options
-):
-    """(losses, log-sum-exps) of all rows, by `row_by_definition`. `weights`: `weight_of` each."""
-    rows = [
-        row_by_definition(
-            dot[i], positive_keys,
-            kept_keys(i, positive_keys, len(dot[i]), ids, groups, itself_too),
-            guide_dot=None if guide_dot is None else guide_dot[i],
-            weight_of=None if weights is None else weights[i], **options,
-        )
-        for i, positive_keys in enumerate(positives)
-    ]  # fmt: skip
-    losses, lse = zip(*rows, strict=True)
-    return np.array(losses), np.array(lse)
-
-
-def pairwise_by_definition(logits, positives, ids, groups):
-    """Losses of the rows of a pairwise sigmoid. A positive pair has the mean of two weights: 1 /
-    (number of positives of its row), and 1 / (number of positives of its column)."""
-    losses, columns = [], range(logits.shape[1])
-    positives_of_column = [sum(j in keys for keys in positives) for j in columns]
-    for i, keys in enumerate(positives):
-        loss = 0.0
-        for j in kept_keys(i, keys, logits.shape[1], ids, groups):
-            if j in keys:
-                weight = (1 / len(keys) + 1 / positives_of_column[j]) / 2
-                loss = loss + weight * np.log(1 + np.exp(-logits[i, j]))
-            else:
-                loss = loss + np.log(1 + np.exp(logits[i, j]))
-        losses.append(loss)
-    return np.array(losses)
-
-
-def four_comparisons(q, k, i, others):
-    """The pairs of rows that GTE's softmax of row i compares: its positive pair, then four pairs
-    for each row j of `others`."""
-    yield q[i], k[i]
-    for j in others:
-        yield from ((q[i], k[j]), (q[j], k[i]), (q[i], q[j]), (k[i], k[j]))
-
-
 def unit(z):
     """Rows divided by their norms."""
     return z / np.sqrt((z * z).sum(axis=1, keepdims=True))
-
-
-def gte_by_definition(q, k, ids, groups, guide=None, **options):
-    """(losses, log-sum-exps) of GTE: a softmax over four comparisons with each other pair.
-
-    `guide` is a pair of features (of queries, of keys), or None.
-    """
-    ids = range(len(q)) if ids is None else ids
-    groups = [0] * len(q) if groups is None else groups
-    rows = []
-    for i in range(len(q)):
-        others = [
-            j for j in range(len(q)) if not np.any(ids[j] == ids[i]) and groups[j] == groups[i]
-        ]
-        dots, guide_dot = (
-            None if z is None else [(a * b).sum() for a, b in four_comparisons(*z, i, others)]
-            for z in ((q, k), guide)
-        )
-        kept = range(len(dots))
-        rows.append(row_by_definition(dots, {0}, kept, guide_dot=guide_dot, **options))
-    losses, lse = zip(*rows, strict=True)
-    return np.array(losses), np.array(lse)

@@ -1,9 +1,4 @@
-"""Problems for tests of the specification, `infonce.reference`, and of its options.
-
-The specification is compared with the definitions at the end of judge.py, which share no code with
-it: loops over pairs, which also take complex numbers. So a complex step (`Problem.complex_step`)
-gives their gradients to full precision.
-"""
+"""Problems for tests beside the specification, `infonce.reference`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,12 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from judge import gte_by_definition, pairwise_by_definition, rows_by_definition, unit
 
 from infonce import reference, spec
 
 LOSSES = ("info_nce", "nt_xent", "clip", "lit", "siglip", "sup_con", "gte")
-SOFTMAX = tuple(name for name in LOSSES if name != "siglip")
 FEATURES = {"info_nce": ("query", "key"), "clip": ("image", "text"), "lit": ("text", "image")}
 FEATURES |= {"siglip": ("image", "text"), "gte": ("query", "key")}
 FEATURES |= {"nt_xent": ("features",), "sup_con": ("features",)}
@@ -50,9 +43,6 @@ class Problem(NamedTuple):
     normalize: bool = False
     weights: np.ndarray | None = None
     softmax: Mapping[str, object] = MappingProxyType({})  # options of the softmax: margin, ...
-
-    def argument_names(self):
-        return FEATURES[self.name]
 
     def options(self):
         """The keywords of the function of `infonce.reference`."""
@@ -98,68 +88,6 @@ class Problem(NamedTuple):
     def have_loss(self):
         """Whether each row has a loss: rows of SigLIP, and rows with a positive."""
         return np.array([self.name == "siglip" or bool(keys) for keys in self.positives()])
-
-    def definition(self):
-        """(losses of rows, their weighted sum, log-sum-exps), by definition.
-
-        Without `weights`, the sum is the mean over rows that have a loss.
-        """
-        a, b = self.features[0], self.features[-1]
-        if self.normalize:
-            a, b = unit(a), unit(b)
-        dot, positives = a @ b.T, self.positives()
-        paired = [z if isinstance(z, tuple) else (z, z) for z in (self.ids, self.groups)]
-        options = {"scale": self.scale, **self.softmax}
-        guide = options.pop("guide", None)
-        if guide is not None:
-            guide = guide if isinstance(guide, tuple) else (guide, guide)
-            guide = tuple(map(unit, guide)) if self.normalize else guide
-            options["guide_dot"] = guide[0] @ guide[1].T
-        if self.name == "gte":
-            options.pop("guide_dot", None)
-            losses, lse = gte_by_definition(a, b, self.ids, self.groups, guide, **options)
-        elif self.name == "clip":
-            row, r = rows_by_definition(dot, positives, *paired, **options)
-            options.pop("key_bias", None)
-            if guide is not None:
-                options["guide_dot"] = options["guide_dot"].T
-            turned = [sides[::-1] for sides in paired]
-            column, c = rows_by_definition(dot.T, positives, *turned, **options)
-            losses, lse = (row + column) / 2, (r, c)
-        elif self.name == "siglip":
-            lse, losses = (
-                None,
-                pairwise_by_definition(self.scale * dot + self.bias, positives, *paired),
-            )
-        else:
-            itself_too = len(self.features) == 2
-            if self.label_weights is not None:
-                options["weights"] = self.weights_of_positives()
-            losses, lse = rows_by_definition(dot, positives, *paired, itself_too, **options)
-        weights = self.weights
-        if weights is None:
-            with_loss = self.have_loss()
-            weights = with_loss / max(1, with_loss.sum())
-        return losses, (weights * losses).sum(), lse
-
-    def complex_step(self, **change):
-        """The derivative of the loss, to full precision: f(x + ih) = f(x) + ih f'(x) + O(h^2).
-
-        `change` replaces a field by its value plus ih, h = 1e-30, as `every_entry` yields it.
-        """
-        return self._replace(**change).definition()[1].imag / 1e-30
-
-    def scalars(self):
-        """Names of the numbers that have a gradient."""
-        return ("scale", "bias") if self.name == "siglip" else ("scale",)
-
-
-def every_entry(array):
-    """Yields (index, the array with 1e-30 i added to this entry), for each entry."""
-    for index in np.ndindex(array.shape):
-        moved = array.astype(np.complex128)
-        moved[index] += 1e-30j
-        yield index, moved
 
 
 REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
