@@ -38,22 +38,6 @@ def test_what_is_missing_says_what_to_install(peers):
     assert measure._reason(ImportError("this torch has no CUDA")) == "this torch has no CUDA"
 
 
-def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch):
-    assert not set(peers.PEERS) & set(contenders_gpu.METHODS)
-    assert peers.Device.methods == (*contenders_gpu.METHODS, *peers.WAYS, *peers.PEERS)
-    for name in ("release", "torch_inputs", "by_autograd", "peer"):
-        where = bench_gpu.Device if name == "release" else peers
-        monkeypatch.setattr(where, name, lambda *args, name=name: (name, *args[-2:]))
-    monkeypatch.setattr(contenders_gpu, "contender", lambda *args: args)
-    place = object.__new__(peers.Device)  # its constructor wants a GPU
-    clip, lit = (peers.Case(KINDS[name], 4, 3) for name in ("clip", "lit"))
-    assert place.contender("torch", lit, []) == ("torch", lit, [])
-    want = ("by_autograd", ("torch_inputs", []), ("peer", "open_clip", 4))
-    assert place.contender("open_clip", clip, []) == want
-    with pytest.raises(ValueError, match="open_clip has no lit"):
-        place.contender("open_clip", lit, [])
-
-
 def test_options_and_the_loss_alone_are_of_the_benchmark(peers, monkeypatch):
     monkeypatch.setattr(bench_gpu.Device, "release", lambda self: None)
     place = object.__new__(peers.Device)  # its constructor wants a GPU
@@ -70,29 +54,6 @@ def test_options_and_the_loss_alone_are_of_the_benchmark(peers, monkeypatch):
     assert gradients == []
     with pytest.raises(ValueError, match="panels has no loss without gradients"):
         place.contender("panels", alone, [features])
-
-
-def test_ways_to_call_the_library(peers, monkeypatch):
-    """A contender's name decides its workspace, and whether its call uses the portable kernels."""
-    monkeypatch.setattr(bench_gpu.Device, "release", lambda self: None)
-    seen = []
-
-    def recorded(*features, **options):
-        seen.append((options["workspace"], peers.precision.PORTABLE))
-        return clip(*features, **options)
-
-    clip = contenders_gpu.infonce.clip_loss_and_grad
-    monkeypatch.setattr(contenders_gpu.infonce, "clip_loss_and_grad", recorded)
-    place = object.__new__(peers.Device)  # its constructor wants a GPU
-    features = arguments("clip", *pairs("random", 12, 12, 5, np.float32, 0))
-    case = peers.Case(KINDS["clip"], 12, 5, scale=2.0, workspace=2**20)
-    losses = {
-        float(place.contender(method, case, [features])()[0])
-        for method in ("auto", peers.ROOMY, peers.PORTABLE)
-    }
-    assert len(losses) == 1
-    assert sorted(seen) == [(2**20, False), (2**20, True), (2**30, False)]
-    assert not peers.precision.PORTABLE
 
 
 def test_calls_are_timed_while_the_host_is_ahead(peers, monkeypatch):

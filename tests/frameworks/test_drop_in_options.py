@@ -18,7 +18,7 @@ import infonce.torch as it  # noqa: E402
 from infonce import spec  # noqa: E402
 from infonce.checks import keywords  # noqa: E402
 from infonce.torch import colpali_engine as colpali  # noqa: E402
-from infonce.torch import inf_cl, infonce_cuda, lightly, open_clip, sup_contrast  # noqa: E402
+from infonce.torch import infonce_cuda, lightly, open_clip, sup_contrast  # noqa: E402
 from infonce.torch import memory_efficient_clip as memeff  # noqa: E402
 from infonce.torch import siglip_kernel as siglip  # noqa: E402
 
@@ -410,43 +410,6 @@ def test_gist_checks_the_margin_at_each_call() -> None:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_common_bias_has_the_gradient_0(shape: tuple[int, ...]) -> None:
-    """DDP waits for the gradient of each parameter that the model's output depends on."""
-    bias, scale = torch.full(shape, -5.0).requires_grad_(), torch.tensor(2.0).requires_grad_()
-    loss = open_clip.ClipLoss()(A.float(), B.float(), scale, bias)
-    assert (loss.shape, loss.dtype) == ((), torch.float32)
-    dbias, dscale = torch.autograd.grad(loss, [bias, scale])
-    assert dbias.shape == shape
-    assert dbias == 0
-    assert dscale != 0
-    without = open_clip.ClipLoss()(A.float(), B.float(), scale)
-    assert torch.equal(loss, without)
-    assert torch.equal(dscale, torch.autograd.grad(without, scale)[0])
-
-
-@pytest.mark.parametrize("sets", ["", "q", "qd"])
-def test_qwen3_multiplies_in_float32_under_autocast(sets: str) -> None:
-    options = {"use_qq_negatives": "q" in sets, "use_dd_negatives": "d" in sets, "margin": 2.0}
-    inputs = [z.float().requires_grad_() for z in (A, B, OWN)]
-    loss = memeff.MemoryEfficientQwen3Loss(0.1, **options)
-    plain = loss(*inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = loss(*inputs)
-    assert torch.equal(cast, plain)
-    grads = [torch.autograd.grad(value, inputs) for value in (cast, plain)]
-    assert all(map(torch.equal, *grads))
-
-
-def test_lightly_weighs_positives_in_float32_under_autocast() -> None:
-    halves = [z.bfloat16() for z in (A, B)]
-    wide = [z.float() for z in halves]
-    loss = lightly.DCLWLoss(0.05)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = loss(*halves)
-    torch.testing.assert_close(got, loss(*wide), rtol=1e-5, atol=0)  # 2^-8 would be bfloat16's
-
-
 def test_shapes_that_pytorch_would_broadcast() -> None:
     loss = memeff.MemoryEfficientQwen3Loss()
     for own in (OWN[:1], OWN[:, :, :1], OWN[0], A[0]):
@@ -458,35 +421,3 @@ def test_shapes_that_pytorch_would_broadcast() -> None:
     for two_views in (lightly.NTXentLoss(), lightly.NTXentLoss(0.1, 4), lightly.DCLLoss()):
         with pytest.raises(ValueError, match=r"out1: expected shape \(8, 6\), got \(6, 6\)"):
             two_views(A, B[:6])
-
-
-@pytest.mark.filterwarnings("ignore")  # of the project
-def test_metric_learning_keeps_references_of_the_same_labels() -> None:
-    """One object as both labels says that rows are the same samples, not the same embeddings."""
-    losses = pytest.importorskip("pytorch_metric_learning.losses")
-    from infonce.torch import pytorch_metric_learning as ours
-
-    labels = torch.tensor([0, 1, 0, 2, 1, 0, -1, -1])
-    inputs = [A.clone().requires_grad_(), B.clone().requires_grad_()]
-    for name in ("SupConLoss", "NTXentLoss"):
-        for ref in inputs:  # the embeddings themselves, and others
-            got, want = (
-                getattr(module, name)(0.1)(inputs[0], labels, ref_emb=ref, ref_labels=labels)
-                for module in (ours, losses)
-            )
-            torch.testing.assert_close(got, want)
-            grads = [torch.autograd.grad(loss, {*inputs[:1], ref}) for loss in (got, want)]
-            torch.testing.assert_close(*grads)
-
-
-def test_inf_cl_labels_without_a_positive() -> None:
-    labels = torch.tensor([3, -1, 0, 7, -1, 1, 2, 4])
-    has = labels >= 0
-    want = F.cross_entropy(A @ B.T, labels.clamp(min=0), reduction="none")
-    flash = inf_cl.cal_flash_loss(A, B, labels)
-    torch.testing.assert_close(flash, torch.where(has, want, 0.0))
-    torch.testing.assert_close(inf_cl.cal_inf_loss(A, B, labels), want[has].mean())
-    torch.testing.assert_close(
-        inf_cl.cal_inf_loss(A, B, labels, temperature=0.5),
-        inf_cl.cal_inf_loss(A, B, labels, torch.tensor(2.0)),
-    )

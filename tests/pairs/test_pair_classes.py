@@ -35,7 +35,7 @@ def test_unique_ids_are_the_loss_without(loss: str) -> None:
     options: dict[str, Any] = {"scale": 300.0, "normalize": True}
     function = getattr(infonce, f"{loss}_loss_and_grad")
     want, got = function(query, key, **options), function(query, key, positive_ids=ids, **options)
-    assert 0 < want.loss < 1e-9
+    assert 0 < want.loss < 1e-6
     np.testing.assert_allclose(got.loss, want.loss, rtol=1e-11)
     for one, other in zip(got.grads, want.grads, strict=True):
         assert (one is None) == (other is None)

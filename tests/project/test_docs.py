@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import PNG, succeed
+from command_line import succeed
 from infonce.kernels import problem
 from infonce.kernels.gpu.schedule import method
 from infonce.kernels.offload import layout
@@ -453,126 +453,6 @@ def test_render(tmp_path: Path) -> None:
         "| method | median (ms) |\n|---|---|\n| x | 12.5 |\n| y | - |\n<!-- results:a end -->\n"
     )
     assert render("--check") == 0
-
-
-def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    readme = tmp_path / "README.md"
-    kinds = ("results", "peers", "goals", "ladder")
-    marks = (f"<!-- {kind}:gpu begin -->\n<!-- {kind}:gpu end -->\n" for kind in kinds)
-    readme.write_text("".join(marks) + "<!-- times:gpu Labels begin -->\n<!-- times:gpu end -->\n")
-
-    def row(size: int, method: str, table: str = "Half", **measured: object) -> dict[str, object]:
-        section = "widths" if table == "Wide" else table.lower()
-        kind = {"section": section, "table": table, "loss": "clip", "dtype": "bfloat16"}
-        about = {"precision": "auto", "gradient": True, "dim": 512, "size": size}
-        return {**kind, **about, "method": method, **measured}
-
-    record = {
-        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"torch": "2"},
-        "commit": "abc", "date": "today", "settings": {}, "environment": {},
-        "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
-        "results": [
-            row(8, "auto", median_s=2e-3, wall_s=3e-3, gflops=5e5, peak_bytes=2**21, goal_s=2.5e-3,
-                timed="wall_s", products_share=0.5, loss_error=1e-7, gradient_error=2e-3),
-            row(8, "products", median_s=4e-3, gflops=2.5e5, peak_bytes=0, products_share=1.0),
-            row(8, "torch", skipped="no memory"),
-            row(16, "auto", median_s=8e-3, gflops=5e5, peak_bytes=2**22, goal_s=9e-3,
-                timed="median_s"),
-            row(8192, "auto", median_s=1e-3, gflops=9e5, peak_bytes=2**20),
-            row(8192, "captured", median_s=1e-4, gflops=9e5, peak_bytes=None),
-            row(8192, "torch", median_s=2e-3, gflops=1e5, peak_bytes=9 * 2**20),
-            row(8192, "panels", median_s=3e-3, gflops=1e5, peak_bytes=2**22),
-            # of two sections, the first counts
-            row(8192, "auto", "Wide", median_s=5e-3, gflops=9e5, peak_bytes=2**20),
-            row(8192, "torch.compile", "Wide", median_s=4e-3, gflops=9e5, peak_bytes=2**20),
-            row(8192, "auto", "Wide", dim=768, median_s=6e-3, gflops=9e5, peak_bytes=2**20),
-            row(8192, "1 GiB", "Wide", dim=768, median_s=6e-3, gflops=9e5, peak_bytes=2**30,
-                goal_s=5e-3, timed="median_s"),
-            row(8192, "torch.compile", "Wide", dim=768, median_s=6e-3, gflops=9e5, peak_bytes=0),
-            row(65536, "auto", "Wide", dim=768, median_s=6e-2, gflops=9e5, peak_bytes=2**20),
-            row(65536, "torch.compile", "Wide", dim=768, skipped="no memory"),
-            row(256, "auto", "Labels", loss="info_nce", dim=128, keys=4096, wrt=["query"],
-                median_s=1e-3, wall_s=2e-3, gflops=9e5, peak_bytes=0),
-            row(256, "auto", "Labels", loss="info_nce", dim=128, keys=4096, wrt=[],
-                median_s=2e-3, gflops=9e5, peak_bytes=0),
-            row(4096, "portable", "Every card", median_s=2e-3, gflops=4e5, peak_bytes=2**21,
-                products_share=2.0),
-            row(4096, "auto", "Every card", median_s=1e-3, gflops=8e5, peak_bytes=2**20,
-                products_share=1.0),
-            row(4096, "products", "Every card", median_s=1e-3, gflops=8e5, peak_bytes=2**23,
-                products_share=1.0),
-            # too small for a sweep
-            row(1024, "naive", "Every card", median_s=2e-3, gflops=1e5, peak_bytes=2**20),
-            row(1024, "products", "Every card", median_s=1e-3, gflops=2e5, peak_bytes=2**20),
-        ],
-    }  # fmt: skip
-    (tmp_path / "gpu.json").write_text(json.dumps(record))
-    command = [sys.executable, RENDER, readme, "--results", tmp_path]
-    subprocess.run(command, check=True)
-    lines = readme.read_text().splitlines()
-    methods = "infonce | bare products | torch | captured | panels"
-    assert "a GPU; torch 2; commit abc; today." in lines
-    assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
-    assert (
-        "| clip bfloat16 8 x 512 | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 | 4, 0 MiB | - |  |  |"
-    ) in lines
-    assert f"| Half | of the bare products | TFLOP/s | {methods} |" in lines
-    assert "| clip bfloat16 16 x 512 | - | 500 | 8, 4 MiB |  |  |  |  |" in lines
-    assert "1 of 3 goals are reached; missed:" in lines
-    assert "| clip bfloat16 8 x 512 | 2.5 | 3 |" in lines
-    assert (
-        "| clip bfloat16 8192 x 512 | 1 ms, 1 MiB | - | torch: 2 ms, 9 MiB | panels: 3 ms, 4 MiB |"
-    ) in lines
-    query_only = "info_nce bfloat16 256 of 4096 x 128, gradient of query only"
-    assert f"| {query_only} | - | 900 | 1 (2), 0 MiB |" in lines
-    assert "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 2, 0 MiB |" in lines
-    assert "| clip bfloat16 8192 x 768, 1 GiB | 5 | 6 |" in lines
-    assert lines[-4:-1] == [
-        "| Labels | of the bare products | TFLOP/s | infonce (MiB) | infonce (ms) |",
-        "|---|---|---|---|---|",
-        "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 0 | 2 |",
-    ]
-    steps = lines[lines.index("| case | step | of the bare products | TFLOP/s | time, memory |") :]
-    assert steps[2:6] == [
-        "| clip bfloat16 4096 x 512 | 2. tiles | 2.00 | 400 | 2 ms, 2 MiB |",
-        "| clip bfloat16 4096 x 512 | 3. sweeps | 1.00 | 800 | 1 ms, 1 MiB |",
-        "| clip bfloat16 4096 x 512 | bare products | 1.00 | 800 | 1 ms, 8 MiB |",
-        "<!-- ladder:gpu end -->",
-    ]
-    for plot in ("gpu.png", "gpu-peers.png", "gpu-shapes.png"):
-        assert (tmp_path / plot).read_bytes().startswith(PNG)
-    subprocess.run([*command, "--check"], check=True)
-
-
-def test_render_in_one_line(tmp_path: Path) -> None:
-    """Contenders of a small batch, and of a training step, stand beside each other."""
-    page = tmp_path / "page.md"
-    kinds = ("company", "clients")
-    page.write_text("".join(f"<!-- {k}:{k} begin -->\n<!-- {k}:{k} end -->\n" for k in kinds))
-    head = {"device": "a CPU", "versions": {}, "commit": "abc", "date": "today"}
-
-    def states(*medians: float) -> dict[str, dict[str, float]]:
-        names = ("alone", "after", "in_turns")
-        times = zip(names, medians, strict=True)
-        return {name: {"median_s": t, "least_s": t / 2, "p90_s": 3 * t} for name, t in times}
-
-    small = {"loss": "clip", "rows": 8}
-    company = [
-        {**small, "dim": 64, "infonce": states(0.001, 0.002, 0.003), "torch": states(0.004, 1, 1)},
-        {**small, "dim": 96, "infonce": states(0.005, 0.002, 0.003), "torch": states(0.010, 1, 1)},
-    ]
-    project, ours = {"step": "SimCLR", "loss by": "lightly"}, {"step": "SimCLR", "loss by": "x"}
-    clients = [
-        {**project, "skipped": "no memory"}, {**ours, "median_s": 0.002, "peak_bytes": 2**20},
-        {**ours, "median_s": 0.001, "peak_bytes": 2**21},
-    ]  # fmt: skip
-    (tmp_path / "company.json").write_text(json.dumps({**head, "results": company}))
-    (tmp_path / "clients.json").write_text(json.dumps({**head, "results": clients}))
-    subprocess.run([sys.executable, RENDER, page, "--results", tmp_path], check=True)
-    lines = page.read_text().splitlines()
-    assert "| clip | 8 | 64, 96 | 1, 5 | 4, 10 | 0.50 | 2.00 | 3.00 |" in lines
-    assert "| SimCLR | lightly | out of memory | 2 ms, 1 MiB | 1 ms, 2 MiB |" in lines
 
 
 def test_records_are_written_where_pages_read_them() -> None:

@@ -1,7 +1,7 @@
 """Test data, and the bounds that results are held to.
 
-Results are compared with the formulas of `infonce.reference` in float64, which tests/matrix compares
-with an oracle that shares no code with them.
+Results are compared with the formulas of `infonce.reference` in float64, which tests/matrix
+compares with an oracle that shares no code with them.
 """
 
 from typing import Any

@@ -28,7 +28,6 @@ NODE_SIZES = [size for size in range(1, SIZE + 1) if SIZE % size == 0]  # ranks 
 SCALARS = ("scale", "bias")
 DTYPES = "float64,float32,bfloat16,float16"
 SMALL = 4000  # bytes of a workspace
-TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}  # of gradients, relative norm
 
 
 def say(*words: Any) -> None:

@@ -103,30 +103,6 @@ def test_one_encoder_for_two_inputs_and_gradients_that_are_there(towers: Any) ->
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
 
 
-def test_a_model_of_both_towers_with_mappings_and_metrics(towers: Any) -> None:
-    image, text = (Tower(0.0).double() for _ in range(2))
-    log_scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-
-    def model(images: Any, texts: Any) -> Any:
-        return image(images), text(texts["embeddings"]), log_scale.exp()
-
-    def loss(image: Any, text: Any, scale: Any) -> Any:
-        return it.clip_loss(image, text, scale=scale, metrics=True)
-
-    images, texts = pairs()
-    value, metrics = it.grad_cache(model, (images, {"embeddings": texts}), loss, 4)
-    got = [*gradients(image, text), log_scale.grad]
-    image.zero_grad()
-    text.zero_grad()
-    log_scale.grad = None
-    want, both = loss(image(images), text(texts), log_scale.exp())
-    want.backward()
-    torch.testing.assert_close(value, want.detach())
-    assert torch.equal(metrics.row_rank, both.row_rank)
-    for a, b in zip(got, [*gradients(image, text), log_scale.grad], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
-
-
 class Model(nn.Module):
     """Features of both inputs by one layer, and its learned numbers as `numbers` returns them."""
 
