@@ -1,52 +1,26 @@
-"""Passes by operations on arrays, in blocks, beside the specification and beside `naive`."""
+"""Passes by operations on arrays, in blocks: their workspace, their memory, logits of any size."""
 
 from typing import Any
 
 import host_device
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from infonce.kernels.arrays import naive
 from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend
-from infonce.kernels.cpu.emulated import EmulatedBlocks
 from infonce.kernels.problem import Gradients, Problem
 from infonce.kernels.solve import Solution, Vectors, solve_by_passes
-from reference_problems import LOSSES, SEEDS, call_of, one_problem, quick, small_problem
+from reference_problems import LOSSES, one_problem
 
 import infonce
 
-SIDES = (1, 2, 3, 8)
 
-
-class VectorsOfGPU(Vectors):
-    """Positives' logits in the scale of exponents and reference exponents as kernels have them."""
-
-    def __init__(self) -> None:
-        super().__init__(np, exponent_scaled=True)
-
-    def direction(self, *args: Any) -> Any:
-        end = super().direction(*args)
-        end.reference = np.where(np.isneginf(end.lse), 0.0, end.lse / np.log(2))
-        end.reference_probability = 1.0
-        return end
-
-
-def emulated_blocks(problem: Problem, gradients: Gradients | None, *_: Any) -> ArrayBlocks:
-    """Blocks whose products are not rounded, but whose positives are multiplied apart."""
-    return EmulatedBlocks(problem, gradients, "fp64")
-
-
-def by_blocks(
-    monkeypatch: pytest.MonkeyPatch, side: int | None = None, vectors: Any = None,
-    make: Any = ArrayBlocks,
-) -> None:  # fmt: skip
+def by_blocks(monkeypatch: pytest.MonkeyPatch, side: int | None = None) -> None:
     """All calls on the CPU go to `ArrayBlocks`, of so many rows and columns."""
 
     def solution(problem: Problem, gradients: Gradients | None) -> Solution:
         assert problem.query.dtype.kind == "f"
-        array_blocks = make(problem, gradients, vectors or Vectors(np), host_device.Rows)
+        array_blocks = ArrayBlocks(problem, gradients, Vectors(np), host_device.Rows)
         if side is not None:
             array_blocks.block = min(side, problem.shape[0]), min(side + 1, problem.shape[1])
             array_blocks.key_rows = min(array_blocks.key_rows, 3 * side)
@@ -55,47 +29,8 @@ def by_blocks(
     monkeypatch.setattr(backend, "solve", solution)
 
 
-def compare(problem: Any, options: dict[str, Any], **more: Any) -> None:
-    """The same as the specification, with gradients, without and of the scale alone."""
-    want = problem.reference()
-    function = getattr(infonce, f"{problem.name}_loss_and_grad")
-    got = function(*problem.features, **options, **more)
-    near(got.loss, want.loss)
-    for name, gradient in want.grads.items():
-        if gradient is not None:
-            near(getattr(got.grads, name), gradient)
-    if want.lse is not None:
-        for have, expected in zip(np.atleast_2d(got.lse), np.atleast_2d(want.lse), strict=True):
-            near(have, expected)
-    near(function(*problem.features, wrt=(), **options).loss, want.loss)
-    near(function(*problem.features, wrt="scale", **options).grads.scale, want.grads["scale"])
-
-
 def near(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("vectors", "make"),
-    [(VectorsOfGPU(), ArrayBlocks), (Vectors(np), emulated_blocks)],
-    ids=["GPU", "emulated"],
-)
-@pytest.mark.parametrize("name", LOSSES)
-def test_float64_is_the_specification(
-    monkeypatch: pytest.MonkeyPatch, name: str, vectors: Vectors, make: Any
-) -> None:
-    @settings(quick, max_examples=60)
-    @given(SEEDS, st.sampled_from(SIDES))
-    def check(seed: int, side: int) -> None:
-        problem, options = call_of(small_problem(name, seed))
-        assume(problem.weights is None or problem.weights.sum() > 0.1)
-        if name == "siglip":
-            options["bias"] = problem.bias
-        with monkeypatch.context() as patch:
-            by_blocks(patch, side, vectors, make)
-            compare(problem, options)
-
-    check()
 
 
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])

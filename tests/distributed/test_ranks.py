@@ -297,26 +297,6 @@ def test_demo() -> None:
     assert "against one process" in done.stdout
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "local loss", "tiles over ranks"])
-def test_ablation(variant: str, tmp_path: Path) -> None:
-    """A rank has the logits that are its variant's, and the gradients are right."""
-    path = HERE.parents[1] / "benchmarks" / "ranks" / "ablation.py"
-    output, batch = tmp_path / "row.json", 2048
-    options = ["--variant", variant, "--ranks", "2", "--batch", str(batch), "--dim", "8"]
-    done = subprocess.run(
-        command(2, str(path), *options, "--steps", "1", "--output", str(output)),
-        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    row = json.loads(output.read_text())
-    assert row["gradient_error"] < 5e-6
-    # those of the first pass are kept while there are those of the second
-    blocks = {"vanilla": 1.1, "local loss": 4, "tiles over ranks": 2}[variant]
-    logits = row["logits_modelled_bytes"]
-    assert logits == {"vanilla": 16, "local loss": 1, "tiles over ranks": 1}[variant] * batch**2
-    assert logits < row["peak_measured_bytes"] < blocks * logits + 2**20
-
-
 def test_step_of_random_features(tmp_path: Path) -> None:
     assert MPIEXEC is not None
     output, path = tmp_path / "row.json", HERE.parents[1] / "benchmarks" / "ranks" / "step.py"

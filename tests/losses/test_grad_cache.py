@@ -1,10 +1,6 @@
 """Encoders by chunks against one pass over the batch."""
 
-import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,21 +144,3 @@ def test_torch_arguments_that_get_no_gradient() -> None:
     learnt.backward(out.grads.scale)
     want = torch.autograd.grad(it.clip_loss(z, z, scale=learnt), learnt)[0]
     torch.testing.assert_close(learnt.grad, want)
-
-
-@pytest.mark.extras
-def test_large_batch_benchmark(tmp_path: Path) -> None:
-    """large_batch.py at a CPU's size: trains, and says what the full matrix does."""
-    pytest.importorskip("torch")
-    script = Path(__file__).parents[2] / "benchmarks" / "frameworks" / "large_batch.py"
-    output = tmp_path / "row.json"
-    size = ["--rows", "500", "--dim", "16", "--steps", "4", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, str(script), *size, "--output", str(output)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    row = json.loads(output.read_text())["results"][0]
-    assert row["losses"][-1] < 0.9 * row["losses"][0]
-    assert row["full matrix"] == "completes"
-    assert "500 pairs" in done.stdout

@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 from comparison import Result
-from host_device import Host, Rows
+from host_device import Host, Rows, VectorsOfGPU
 from infonce.kernels import between_passes, solve
 from infonce.kernels import problem as kernels_problem
 from infonce.kernels.arrays.backend import ArrayBlocks
@@ -165,10 +165,11 @@ executor("NumPy, least workspace", of_numpy, draws=300)(
 @executor("NumPy, operations on arrays", of_numpy, draws=120, tokens=False,
           fits=lambda problem: "precision" not in problem.settings)  # fmt: skip
 def with_arrays(problem: Problem) -> Result:
-    """Passes over small blocks by operations on arrays."""
+    """Passes over small blocks by operations on arrays, with vectors of the CPU or of a GPU."""
+    vectors = VectorsOfGPU() if problem.number % 2 else solve.Vectors(np)
 
     def solve_by_arrays(problem: Any, gradients: Any) -> Any:
-        blocks = ArrayBlocks(problem, gradients, solve.Vectors(np), Rows)
+        blocks = ArrayBlocks(problem, gradients, vectors, Rows)
         blocks.block = min(7, problem.shape[0]), min(5, problem.shape[1])
         return solver_by_passes(problem)(problem, blocks, gradients)
 
