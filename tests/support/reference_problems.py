@@ -200,7 +200,7 @@ def drawn_problem(name, rng, rows, columns, width):
         softmax=softmax, weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
     )  # fmt: skip
     with np.errstate(invalid="ignore"):
-        if softmax.get("decoupled") and not np.isfinite(problem.definition()[1]):
+        if softmax.get("decoupled") and not np.isfinite(call_of(problem)[0].reference().loss):
             del softmax["decoupled"]  # a row without negatives has loss -inf
     return problem
 
