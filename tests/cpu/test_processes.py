@@ -123,24 +123,6 @@ threading.Thread(target=work).start()
     assert lines == ["True True"]
 
 
-def test_bits_of_the_process_that_compiles(tmp_path: Path) -> None:
-    """Later processes load the machine code, call it in another order, and return the same bits."""
-    first, later = (
-        printed(
-            f"""
-for method in {methods}:
-    out = infonce.clip_loss_and_grad(a[:48], b[:48], scale=0.3, method=method, normalize=False)
-    for array in (out.loss, *out.grads, *out.lse):
-        print(method, np.asarray(array).tobytes().hex())
-""",
-            NUMBA_CACHE_DIR=str(tmp_path),
-        )
-        for methods in (["auto", "tiled"], ["tiled", "auto"])
-    )
-    assert len(first) == 12
-    assert sorted(first) == sorted(later)
-
-
 def test_bits_of_the_first_call() -> None:
     """A sum has one order wherever the arrays of a call lie: a process's first call lays them out
     unlike later ones."""
@@ -154,10 +136,9 @@ for name in ("lit", "nt_xent", "clip", "siglip"):
     assert lines == ["1"] * 4
 
 
-def test_each_loop_is_compiled_once(tmp_path: Path) -> None:
-    """One signature serves all options of a dtype, and a loop calls no other compiled function."""
-    lines = printed(
-        """
+COMPILES = """
+import io, sys
+from infonce.kernels.cpu.loops import compilation
 from numba.core import event
 
 names = []
@@ -169,7 +150,17 @@ class Listener(event.Listener):
     def on_end(self, of):
         names.append(of.data["dispatcher"].py_func.__qualname__)
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
 event.register("numba:compile", Listener())
+sys.stderr = Terminal()
+single = [x[:48].astype(np.float32) for x in (a, b)]
+for method in ORDER:
+    out = infonce.clip_loss_and_grad(*single, scale=0.3, method=method, normalize=False)
+    for array in (out.loss, *out.grads, *out.lse):
+        print(method, np.asarray(array).tobytes().hex())
 z, y = (x[:64, :8].astype(np.float32) for x in (a, b))
 ids, ones = np.arange(64) // 2, np.ones(64, np.float32)
 for options in ({}, {"ids": ids}, {"groups": ids // 4}, {"key_bias": ones}, {"dims": (4, 8)},
@@ -180,27 +171,25 @@ for options in ({}, {"ids": ids}, {"groups": ids // 4}, {"key_bias": ones}, {"di
 infonce.siglip_loss_and_grad(z, y, positive_ids=ids, normalize=True)
 infonce.siglip_loss_and_grad(z, y, normalize=True)
 infonce.sup_con_loss_and_grad(z, ids, scale=2.0, normalize=True)
-print(sorted(name for name in set(names) if names.count(name) > 1), len(names) <= 20)
-""",
-        NUMBA_CACHE_DIR=str(tmp_path),
-    )
-    assert lines == ["[] True"]
-
-
-def test_a_terminal_says_that_loops_are_compiled(tmp_path: Path) -> None:
-    """Once, in the process that compiles; and nothing where stderr is no terminal (`printed`)."""
-    program = """
-import io, sys
-from infonce.kernels.cpu.loops import compilation
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-sys.stderr = Terminal()
-for name in ("clip_loss_and_grad", "siglip_loss_and_grad"):
-    for method in ("auto", "tiled"):
-        getattr(infonce, name)(a[:48], b[:48], scale=2.0, normalize=True, method=method)
-print(sys.stderr.getvalue().count("\\n"), sys.stderr.getvalue().count(compilation._Notice.TEXT))
+said = sys.stderr.getvalue()
+print(said.count("\\n"), said.count(compilation._Notice.TEXT))
+print(sorted({name for name in names if names.count(name) > 1}), len({*names}))
 """
-    assert [printed(program, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)] == [["1 1"], ["0 0"]]
+
+
+def test_the_process_that_compiles_and_a_later_one(tmp_path: Path) -> None:
+    """One signature of a loop serves all options of a dtype, and a loop calls no other compiled
+    function. A terminal is told once. A later process loads the machine code, calls it in another
+    order, and returns the same bits."""
+    first, later = (
+        printed(f"ORDER = {order}\n{COMPILES}", NUMBA_CACHE_DIR=str(tmp_path))
+        for order in (["auto", "tiled"], ["tiled", "auto"])
+    )
+    *bits, said, compiled = first
+    assert len(bits) == 12
+    assert sorted(bits) == sorted(later[:12])
+    assert (said, later[12]) == ("1 1", "0 0")
+    repeated, _, number = compiled.rpartition(" ")
+    assert repeated == "[]"
+    assert 10 < int(number) <= 20
+    assert later[13] == "[] 0"
